@@ -11,7 +11,7 @@ Axes are those of `forms`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -24,7 +24,6 @@ from per_sample_grad.factors.forms import (
     Part,
     Windows,
 )
-from xla_replica import traits
 
 
 def dot(contribution: Contribution, vectors: torch.Tensor, budget: int) -> torch.Tensor:
@@ -32,52 +31,30 @@ def dot(contribution: Contribution, vectors: torch.Tensor, budget: int) -> torch
 
     For outer products that is ``Σ_t u_tᵀ V z_t``: one product with V.
     """
-    return _joined(_dots(some, vectors) for _, _, some in _parts(contribution, budget))
+    found = [_dots(some, vectors) for _, _, some in _parts(contribution, budget)]
+    return torch.cat(found)
 
 
 def _dots(contribution: Part, vectors: torch.Tensor) -> torch.Tensor:
+    rows, columns = forms.matrix_shape(vectors.shape[1:])
+    matrices = vectors.reshape(len(vectors), rows, columns)
     match contribution:
-        case Outer(left, right) if left.shape[1] == left.shape[2] == 1:
-            # One product for all samples, and not one for each.
-            left, right = left[:, 0, 0], right[:, 0, 0]
-            matrices = vectors.view(len(vectors), left.shape[1], right.shape[1])
-            if left.shape[1] <= right.shape[1]:  # from the shorter side
-                product = (right @ matrices.transpose(1, 2)) * left
-            else:
-                product = (left @ matrices) * right
-            return product.sum(2).T
         case Dense(values):
-            return values.flatten(1) @ vectors.reshape(len(vectors), -1).T
-        case _:
-            return torch.stack([_dot(contribution, each) for each in vectors], 1)
-
-
-def _dot(contribution: Outer | Lookup, vector: torch.Tensor) -> torch.Tensor:
-    matrix = vector.reshape(forms.matrix_shape(vector.shape))
-    match contribution:
-        case Outer(left, right):
-            by_group = matrix.unflatten(0, (left.shape[1], left.shape[3]))
-            # From the shorter side: (N, G, T, p or q).
-            if left.shape[3] <= right.shape[3]:
-                product = right @ by_group.transpose(1, 2)
-                return (product * left).sum((1, 2, 3))
-            return ((left @ by_group) * right).sum((1, 2, 3))
+            return values.flatten(1) @ matrices.flatten(1).T
         case Lookup(index, values):
-            rows = matrix.index_select(0, index.flatten().long()).view_as(values)
-            return (rows * values).sum((1, 2))
-
-
-def weighted_sum(
-    contribution: Contribution,
-    shape: Sequence[int],
-    weights: torch.Tensor,
-    budget: int,
-) -> torch.Tensor:
-    """Returns ``Σ_n w_n g_n``, of this shape, at the cost of a batch gradient."""
-    return forms.summed(
-        _weighted_sum(some, shape, weights[start:stop])
-        for start, stop, some in _parts(contribution, budget)
-    )
+            flat = index.flatten().long()
+            products = [m.index_select(0, flat).view_as(values) for m in matrices]
+            return torch.stack([(p * values).sum((1, 2)) for p in products], 1)
+        case Outer(left, right):
+            matrices = matrices.unflatten(1, (left.shape[1], -1))
+            one, other = _flat(right), _flat(left)
+            if left.shape[3] > right.shape[3]:  # from the shorter side
+                one, other, matrices = other, one, matrices.transpose(2, 3)
+            by_sample = (left.shape[0], left.shape[2])
+            products = [(one @ m.transpose(1, 2)) * other for m in matrices]
+            # (G, N T, p or q)
+            terms = [each.unflatten(1, by_sample).sum((0, 2, 3)) for each in products]
+            return torch.stack(terms, 1)
 
 
 def add_weighted_sums_(
@@ -88,62 +65,39 @@ def add_weighted_sums_(
 ) -> None:
     """Adds ``Σ_n w_kn g_n`` to ``(K, *shape)``, in place, for K weightings.
 
-    A sample without a weight but zero adds nothing, even if it is not finite.
+    That costs as much as K gradients of a batch. A sample without a weight but zero
+    adds nothing, even if it is not finite.
     """
+    by_matrix = (len(totals), *forms.matrix_shape(totals.shape[1:]))
     for start, stop, some in _parts(contribution, budget):
         own = weights[:, start:stop]
         some = forms.where((own != 0).any(0), some)
         match some:
-            case Outer(left, right) if left.shape[1] == 1:
-                matrices = totals.view(len(totals), left.shape[3], right.shape[3])
-                scaled = (
-                    _flat(left)[0] * own.repeat_interleave(left.shape[2], 1)[..., None]
-                )
-                right = _flat(right).expand(len(totals), -1, -1)
-                matrices.baddbmm_(scaled.transpose(1, 2), right)
+            case Outer(left, right):
+                by_position = own.repeat_interleave(left.shape[2], 1)[:, None, :, None]
+                scaled = (_flat(left) * by_position).transpose(2, 3)
+                totals.view(by_matrix).add_((scaled @ _flat(right)).flatten(1, 2))
+            case Lookup(index, values):
+                scaled = (values * own[:, :, None, None]).flatten(1, 2)
+                totals.view(by_matrix).index_add_(1, index.flatten().long(), scaled)
             case Dense(values):
                 totals.view(len(totals), -1).addmm_(own, values.flatten(1))
-            case _:
-                for total, row in zip(totals.unbind(), own.unbind()):
-                    total.add_(_weighted_sum(some, total.shape, row))
-
-
-def _weighted_sum(
-    contribution: Part, shape: Sequence[int], weights: torch.Tensor
-) -> torch.Tensor:
-    match contribution:
-        case Outer(left, right):
-            scaled = left * weights[:, None, None, None]
-            p, q = left.shape[3], right.shape[3]
-            alike = left.shape[1] == 1 and left.is_contiguous()
-            if not alike and p * q <= left.shape[2] * (p + q):
-                # Forming gradients writes less than bringing positions together.
-                return (scaled.transpose(2, 3) @ right).sum(0).reshape(shape)
-            return (_flat(scaled).transpose(1, 2) @ _flat(right)).reshape(shape)
-        case Lookup(index, values):
-            rows, width = forms.matrix_shape(shape)
-            scaled = (values * weights[:, None, None]).reshape(-1, width)
-            table = values.new_zeros(rows, width)
-            return table.index_add(0, index.flatten().long(), scaled).reshape(shape)
-        case Dense(values):
-            return (weights @ values.flatten(1)).reshape(shape)
 
 
 def _parts(contribution: Contribution, budget: int) -> Iterator[tuple[int, int, Part]]:
     """Yields start, stop and samples whose unfolded factors fit ``budget`` bytes."""
-    rows, extent = forms.num_rows(contribution), forms.extent(contribution)
-    each = extent.unfolded * extent.itemsize
-    for start, stop in forms.chunks(rows, max(1, budget // each if each else rows)):
+    rows = size = forms.num_rows(contribution)
+    if isinstance(contribution, Windows):
+        each = forms.unfolded(contribution) * contribution.width
+        size = max(1, budget // (each * contribution.left.itemsize))
+    for start, stop in forms.chunks(rows, size):
         yield start, stop, forms.part(contribution, start, stop)
 
 
 def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.Tensor:
     """Returns ``‖g_n‖²``, ``(N,)``, of uses that have products, never negative."""
-    match contributions:
-        case [Dense(values)]:
-            return squares(values)
-        case [Outer(left, right)] if left.shape[1] == left.shape[2] == 1:
-            return squares(left) * squares(right)
+    if len(contributions) == 1 and isinstance(contributions[0], Dense):
+        return squares(contributions[0].values)
     return squared_norms_and_terms(contributions, samples)[0].clamp(min=0)
 
 
@@ -162,10 +116,8 @@ def squared_norms_and_terms(
         for i, a in enumerate(parts):
             for b in parts[i + 1 :]:
                 squared = squared.add(_kernel(a, b).flatten(1).sum(1), alpha=2)
-        found.append((squared, terms))
-    if len(found) == 1:
-        return found[0]
-    squared, terms = map(torch.cat, zip(*found))
+        found.append(torch.stack([squared, terms]))
+    squared, terms = torch.cat(found, 1).unbind()
     return squared, terms
 
 
@@ -173,21 +125,16 @@ def gram(
     left: Sequence[Contribution], right: Sequence[Contribution], samples: int
 ) -> torch.Tensor:
     """Returns ``⟨g_i, g'_j⟩``, ``(N, N')``, from ``samples`` of each at a time."""
-    same = left is right
-
-    def of_some(start: int, stop: int) -> torch.Tensor:
-        a = [forms.part(each, start, stop) for each in left]
-
-        def with_some(low: int, high: int) -> torch.Tensor:
-            if same and (low, high) == (start, stop):
-                b = a
-            else:
+    rows = []
+    for start, stop in forms.chunks(forms.num_rows(left[0]), samples):
+        a, columns = [forms.part(each, start, stop) for each in left], []
+        for low, high in forms.chunks(forms.num_rows(right[0]), samples):
+            b = a
+            if left is not right or low != start:
                 b = [forms.part(each, low, high) for each in right]
-            return forms.summed(_pairs(one, other) for one in a for other in b)
-
-        return _side_by_side(with_some, forms.num_rows(right[0]), samples, dim=1)
-
-    return _side_by_side(of_some, forms.num_rows(left[0]), samples)
+            columns.append(forms.summed(_pairs(one, other) for one in a for other in b))
+        rows.append(torch.cat(columns, 1))
+    return torch.cat(rows)
 
 
 def materialized_squared_norms(
@@ -197,15 +144,14 @@ def materialized_squared_norms(
     width: int,
 ) -> torch.Tensor:
     """Returns `squared_norms` from gradients: of some samples and columns at a time."""
-    columns = forms.matrix_shape(shape)[1]
-
-    def of_some(start: int, stop: int) -> torch.Tensor:
-        return forms.summed(
-            squares(_columns(contributions, shape, (start, stop), first, last))
+    columns, found = forms.matrix_shape(shape)[1], []
+    for interval in forms.chunks(forms.num_rows(contributions[0]), samples):
+        blocks = (
+            columns_of(contributions, shape, interval, first, last)
             for first, last in forms.chunks(columns, width)
         )
-
-    return _side_by_side(of_some, forms.num_rows(contributions[0]), samples)
+        found.append(forms.summed(map(squares, blocks)))
+    return torch.cat(found)
 
 
 def materialized_gram(
@@ -220,16 +166,13 @@ def materialized_gram(
     ``samples`` is how many samples are unfolded at a time.
     """
 
-    def of_columns(first: int, last: int) -> torch.Tensor:
-        a = b = gradients(left, shape, samples, first, last).flatten(1)
+    terms = []
+    for interval in forms.chunks(forms.matrix_shape(shape)[1], width):
+        a = b = gradients(left, shape, samples, *interval).flatten(1)
         if left is not right:
-            b = gradients(right, shape, samples, first, last).flatten(1)
-        return a @ b.T
-
-    all_columns = forms.matrix_shape(shape)[1]
-    return forms.summed(
-        of_columns(*interval) for interval in forms.chunks(all_columns, width)
-    )
+            b = gradients(right, shape, samples, *interval).flatten(1)
+        terms.append(a @ b.T)
+    return forms.summed(terms)
 
 
 def formed(contribution: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
@@ -246,19 +189,17 @@ def gradients(
     samples: int,
     first: int,
     last: int,
-    scale: float = 1.0,
 ) -> torch.Tensor:
     """Returns columns of every sample's gradient, ``(N, r, last - first)``.
 
-    The uses are summed and multiplied by ``scale``; ``samples`` is how many samples
-    are computed at a time.
+    The uses are summed; ``samples`` is how many samples are computed at a time.
     """
     total = forms.num_rows(contributions[0])
     if samples >= total:
-        return _columns(contributions, shape, (0, total), first, last, scale)
+        return columns_of(contributions, shape, (0, total), first, last)
     found: torch.Tensor | None = None
     for start, stop in forms.chunks(total, samples):
-        block = _columns(contributions, shape, (start, stop), first, last, scale)
+        block = columns_of(contributions, shape, (start, stop), first, last)
         if found is None:
             found = block.new_empty(total, *block.shape[1:])
         # Written into place: pieces that are joined later take the memory twice.
@@ -267,19 +208,17 @@ def gradients(
     return found
 
 
-def _columns(
+def columns_of(
     contributions: Sequence[Contribution],
     shape: Sequence[int],
     samples: tuple[int, int],
     first: int,
     last: int,
-    scale: float = 1.0,
 ) -> torch.Tensor:
     """Returns columns ``[first, last)`` of the gradients of an interval of samples.
 
     Chunks together cost the flops of the whole. For `Windows`, the columns are
-    multiples of K. What is multiplied by ``scale`` is a product as it is formed, or
-    the gradients: often fewer numbers than factors have.
+    multiples of K.
     """
     rows, all_columns = forms.matrix_shape(shape)
     low, high = samples
@@ -287,29 +226,22 @@ def _columns(
     def of_use(contribution: Contribution) -> torch.Tensor:
         match contribution:
             case Outer(left, right):
-                left = left[low:high].transpose(2, 3)
                 columns = right[low:high, ..., first:last]
-                if scale != 1 and left.shape[1] == 1 and traits(left).is_host:
-                    none = left.new_empty(1, 1, 1)
-                    left, columns = left.squeeze(1), columns.squeeze(1)
-                    return torch.baddbmm(none, left, columns, beta=0, alpha=scale)
-                return scaled((left @ columns).flatten(1, 2))
+                return (left[low:high].transpose(2, 3) @ columns).flatten(1, 2)
             case Windows():
-                return scaled(contribution.gradients(low, high, first, last))
+                outer = contribution.outer(low, high, first, last)
+                return (outer.left.transpose(2, 3) @ outer.right).flatten(1, 2)
             case Lookup(index, values):
                 index, added = index[low:high], values[low:high, ..., first:last]
                 num, width = len(index), last - first
                 first_row = torch.arange(num, device=index.device).unsqueeze(1) * rows
                 places = (index.long() + first_row).flatten()
                 table = values.new_zeros(num * rows, width)
-                table.index_add_(0, places, scaled(added).reshape(-1, width))
+                table.index_add_(0, places, added.reshape(-1, width))
                 return table.unflatten(0, (num, rows))
             case Dense(values):
                 matrix = values[low:high].reshape(high - low, rows, all_columns)
-                return scaled(matrix[..., first:last])
-
-    def scaled(values: torch.Tensor) -> torch.Tensor:
-        return values if scale == 1 else values * scale
+                return matrix[..., first:last]
 
     return forms.summed(map(of_use, contributions))
 
@@ -365,17 +297,3 @@ def _pairs(a: Part, b: Part) -> torch.Tensor:
 def _flat(factor: torch.Tensor) -> torch.Tensor:
     """Returns ``(N, G, T, p)`` as ``(G, N T, p)``."""
     return factor.transpose(0, 1).flatten(1, 2)
-
-
-def _side_by_side(
-    of_some: Callable[[int, int], torch.Tensor], total: int, size: int, dim: int = 0
-) -> torch.Tensor:
-    """Returns what a function gives for chunks of samples, joined along ``dim``."""
-    return _joined(
-        (of_some(start, stop) for start, stop in forms.chunks(total, size)), dim
-    )
-
-
-def _joined(parts: Iterator[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    found = list(parts)
-    return found[0] if len(found) == 1 else torch.cat(found, dim)

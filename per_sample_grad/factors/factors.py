@@ -11,7 +11,7 @@ import torch
 
 from per_sample_grad.factors import algebra, forms
 from per_sample_grad.factors import plan as planning
-from per_sample_grad.factors.forms import Contribution, Dense, Extent, Versions
+from per_sample_grad.factors.forms import Contribution, Dense, Outer, Versions
 from per_sample_grad.factors.plan import Choice, Method, Plan, Quantity
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.factors.tensor_sketch import sketch
@@ -75,7 +75,6 @@ class Factors:
         # be read from the device, found when products are asked for.
         self._cancelling = cancelling
         self._may_read = may_read
-        self._sizes: dict[str, tuple[Extent, ...]] = {}
         self._squares_and_terms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # A parameter that the losses do not depend on has an empty list.
         self.merged = {name: list(merged[name]) for name in self.shapes}
@@ -137,7 +136,7 @@ class Factors:
         if joined:
             rows = joined[0] if len(joined) == 1 else torch.cat(joined, 1)
             terms.append(algebra.squares(rows))
-        total = self._sum(terms, (len(self),), power=2)
+        total = self._sum(terms, self.losses.shape, power=2)
         return total if squared else total.sqrt()
 
     @_in_full_precision
@@ -198,8 +197,14 @@ class Factors:
                 f"weights of shape {tuple(weights.shape)} for {len(self)} samples; "
                 f"give ({len(self)},) or (K, {len(self)})"
             )
-        rows = weights.detach().to(self._dtype) * self._multiplier
-        return {name: self._weighted(name, rows) for name in self.shapes}
+        found = {}
+        for name, shape in self.shapes.items():
+            size = (*weights.shape[:-1], *shape)
+            found[name] = torch.zeros(size, dtype=self._dtype, device=weights.device)
+        many = weights.dim() == 2
+        totals = found if many else {n: x.unsqueeze(0) for n, x in found.items()}
+        self.add_weighted_sum_(totals, weights if many else weights.unsqueeze(0))
+        return found
 
     @_in_full_precision
     def add_weighted_sum_(
@@ -220,16 +225,19 @@ class Factors:
 
     @_in_full_precision
     def sketch(self, size: int, *, seed: int = 0) -> torch.Tensor:
-        """Returns random sketches of all gradients, ``(B, size)``, without forming one.
+        """Returns random sketches of all gradients, ``(B, size)``.
 
         The map is linear in the gradient, and the same for every batch and device with
         the same names, shapes and seed. Inner products of sketches are those of the
         gradients in expectation over seeds; see `factors.tensor_sketch`.
         """
         check_integer("sketch: size", size, least=1)
-        merged = [(n, shape, self.merged[n]) for n, shape in self.shapes.items()]
-        found = sketch(merged, size, seed, self._budget)
-        return self._sum([] if found is None else [found], (len(self), size))
+        terms = [
+            sketch(name, self.shapes[name], uses, size, seed, self._budget)
+            for name, uses in self.merged.items()
+            if uses
+        ]
+        return self._sum(terms, (len(self), size))
 
     @_in_full_precision
     def project(self, projection: Projection) -> dict[str, torch.Tensor]:
@@ -253,14 +261,14 @@ class Factors:
         """Returns every gradient, ``(B, *shape)`` by name: B times the model's size."""
         found, n = {}, len(self)
         for name, shape in self.shapes.items():
-            uses = self.merged[name]
-            terms, width = [], forms.matrix_shape(shape)[1]
+            uses, width, terms = (
+                self.contributions(name),
+                forms.matrix_shape(shape)[1],
+                [],
+            )
             if uses:
-                each = planning.samples_of_gradients(
-                    self._sizes_of(name), width, n, self._budget
-                )
-                scale = self._multiplier
-                terms = [algebra.gradients(uses, shape, each, 0, width, scale)]
+                each = planning.samples_of_gradients(uses, width, n, self._budget)
+                terms = [algebra.gradients(uses, shape, each, 0, width)]
             found[name] = self._sum(terms, (n, *shape), power=0).reshape(n, *shape)
         return found
 
@@ -276,13 +284,6 @@ class Factors:
             return total if number == 1 else total * number
         return torch.zeros(size, dtype=self._dtype, device=self.losses.device)
 
-    def _weighted(self, name: str, weights: torch.Tensor) -> torch.Tensor:
-        if weights.dim() == 2:
-            return torch.stack([self._weighted(name, row) for row in weights.unbind()])
-        shape, uses = self.shapes[name], self.merged[name]
-        terms = [algebra.weighted_sum(u, shape, weights, self._budget) for u in uses]
-        return self._sum(terms, shape, power=0)
-
     def cancellation(self, name: str) -> torch.Tensor | None:
         """Returns whether a parameter's positions cancel: a tensor of one bool.
 
@@ -290,9 +291,7 @@ class Factors:
         where nothing is planned to be computed from factors of several positions.
         """
         uses = self.merged[name]
-        if self._method != "auto" or (
-            sum(size.positions for size in self._sizes_of(name)) < 2
-        ):
+        if self._method != "auto" or sum(use.positions for use in uses) < 2:
             return None
         plans = (self._planned(q, name, self, "auto") for q in planning.QUANTITIES)
         if all(choice.form != "factored" for choice in plans):
@@ -314,8 +313,12 @@ class Factors:
 
     def _squared_norms(self, name: str) -> torch.Tensor:
         uses = self.merged[name]
-        if not uses:
-            return self._sum([], (len(self),))
+        match uses:
+            case []:
+                return self._sum([], self.losses.shape)
+            case [Outer(left, right)] if left.shape[1] == left.shape[2] == 1:
+                if self._method != "materialized":
+                    return algebra.squares(left) * algebra.squares(right)
         choice = self._choice("norms", name, self)
         if choice.form == "materialized":
             return algebra.materialized_squared_norms(
@@ -350,20 +353,14 @@ class Factors:
     ) -> Choice:
         return planning.choose(
             quantity,
-            self._sizes_of(name),
-            other._sizes_of(name),
+            self.merged[name],
+            other.merged[name],
             self.shapes[name],
-            same=other is self,
             num_samples=len(self),
-            num_other=len(other),
+            num_others=len(other),
             method=method,
             budget=self._budget,
         )
-
-    def _sizes_of(self, name: str) -> tuple[Extent, ...]:
-        if name not in self._sizes:
-            self._sizes[name] = tuple(map(forms.extent, self.merged[name]))
-        return self._sizes[name]
 
 
 def check_vectors(

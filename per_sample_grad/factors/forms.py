@@ -17,7 +17,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -72,6 +72,7 @@ class Lookup:
 
     index: torch.Tensor
     values: torch.Tensor
+    groups: ClassVar[int] = 1
 
     @property
     def positions(self) -> int:
@@ -93,6 +94,8 @@ class Dense:
     """
 
     values: torch.Tensor
+    groups: ClassVar[int] = 1
+    positions: ClassVar[int] = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,25 +112,12 @@ class Windows(_Grouped):
             number of rows and any C' channels, the same number from each group.
         kernel: K.
         rows: k.
-        direct: Where there is a faster way than unfolding: maps both factors of any
-            number of samples, with ``k = 1``, to the gradients ``(n, r, C' K / G)``.
-        direct_channels: C' must be a multiple of G times this number.
-        direct_elements: How many numbers a sample takes on that way, beside its
-            gradient: for each channel of the source, and for the left factor.
     """
 
     source: torch.Tensor
     unfold: Callable[[torch.Tensor], torch.Tensor]
     kernel: int
     rows: int = 1
-    direct: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    direct_channels: int = 1
-    direct_elements: tuple[int, int] = (0, 0)
-
-    @property
-    def unit(self) -> int:
-        """How many columns of the gradient are computed together, at least."""
-        return self.kernel * (1 if self.direct is None else self.direct_channels)
 
     @property
     def width(self) -> int:
@@ -141,27 +131,14 @@ class Windows(_Grouped):
 
         Both columns are multiples of K; ``last`` None means all of them.
         """
-        right = self.unfold(self._source(start, stop, first, last))
-        return Outer(self.left[start:stop], _joined(right, stop - start))
-
-    def gradients(self, start: int, stop: int, first: int, last: int) -> torch.Tensor:
-        """Returns gradients, ``(n, r, last - first)`` in whole `unit`s."""
-        if self.direct is not None:
-            source = self._source(start, stop, first, last)
-            return self.direct(self.left[start:stop], source)
-        outer = self.outer(start, stop, first, last)
-        return (outer.left.transpose(2, 3) @ outer.right).flatten(1, 2)
-
-    def _source(
-        self, start: int, stop: int, first: int, last: int | None
-    ) -> torch.Tensor:
         source = self.source[start * self.rows : stop * self.rows]
         last = self.width if last is None else last
         if last - first < self.width:
             channels = slice(first // self.kernel, last // self.kernel)
             by_group = source.unflatten(1, (self.groups, -1))
             source = by_group[:, :, channels].flatten(1, 2)
-        return source.to(self.left.dtype)
+        right = self.unfold(source.to(self.left.dtype))
+        return Outer(self.left[start:stop], _joined(right, stop - start))
 
 
 # What is unfolded.
@@ -169,75 +146,10 @@ Part = Outer | Lookup | Dense
 Contribution = Part | Windows
 
 
-class Extent(NamedTuple):
-    """The sizes of a contribution, which decide how its products are computed.
-
-    Attributes:
-        form: Its class.
-        groups: G; 1 for a form without groups.
-        positions: T; 1 for gradients themselves.
-        height: p; 1 for a form without a left factor.
-        width: q; 1 for gradients themselves.
-        itemsize: The bytes of a number.
-        unfolded: How many numbers one sample's unfolded factor has; 0 without one.
-        unit: `Windows.unit`; 1 for other forms.
-        kernel: K; 1 for other forms.
-        direct: `Windows.direct_elements`; None where it has no direct way.
-    """
-
-    form: type[Contribution]
-    groups: int
-    positions: int
-    height: int
-    width: int
-    itemsize: int
-    unfolded: int = 0
-    unit: int = 1
-    kernel: int = 1
-    direct: tuple[int, int] | None = None
-
-    def for_gradients(self, columns: int) -> int:
-        """Returns how many numbers a sample takes while so many columns are formed."""
-        if self.form is not Windows:
-            return 0
-        if self.direct is None:
-            return self.groups * self.positions * columns
-        of_channel, of_left = self.direct
-        channels = self.groups * columns // self.kernel
-        # The blocks of the gradient, which are joined later.
-        blocks = self.groups * self.height * columns
-        return channels * of_channel + of_left + blocks
-
-
-def extent(contribution: Contribution) -> Extent:
-    """Returns the sizes of a contribution."""
-    match contribution:
-        case Outer(left, right):
-            _, groups, positions, height = left.shape
-            return Extent(
-                Outer, groups, positions, height, right.shape[3], left.itemsize
-            )
-        case Windows(left):
-            _, groups, positions, height = left.shape
-            width, direct = contribution.width, contribution.direct
-            return Extent(
-                Windows,
-                groups,
-                positions,
-                height,
-                width,
-                left.itemsize,
-                unfolded=groups * positions * width,
-                unit=contribution.unit,
-                kernel=contribution.kernel,
-                direct=None if direct is None else contribution.direct_elements,
-            )
-        case Lookup(index, values):
-            return Extent(
-                Lookup, 1, index.shape[1], 1, values.shape[2], values.itemsize
-            )
-        case Dense(values):
-            return Extent(Dense, 1, 1, 1, 1, values.itemsize)
+def unfolded(contribution: Contribution) -> int:
+    """Returns how many numbers one column of a sample's unfolded factor has."""
+    is_unfolded = isinstance(contribution, Windows)
+    return contribution.groups * contribution.positions if is_unfolded else 0
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -257,17 +169,12 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return functools.reduce(torch.promote_types, floats, torch.float32)
 
 
-_NOTHING = contextlib.nullcontext()
-
-
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Returns a context without a graph and without the caller's autocast."""
-    if not torch.is_autocast_enabled(device.type):
-        # Inside a backward pass autograd records nothing anyway.
-        return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())
-    stack.enter_context(torch.autocast(device.type, enabled=False))
+    if torch.is_autocast_enabled(device.type):
+        stack.enter_context(torch.autocast(device.type, enabled=False))
     return stack
 
 
@@ -344,16 +251,14 @@ def regroup(contribution: Contribution, num_samples: int) -> Contribution:
     sample's gradient is the sum over its rows, so positions are joined and gradients
     are added.
     """
-    if num_rows(contribution) == num_samples:
+    if len(float_factor(contribution)) == num_samples:
         return contribution
     match contribution:
         case Outer(left, right):
             return Outer(_joined(left, num_samples), _joined(right, num_samples))
         case Windows(left, source):
             left, rows = _joined(left, num_samples), source.shape[0] // num_samples
-            direct = contribution.direct if rows == 1 else None
-            changed = {"left": left, "rows": rows, "direct": direct}
-            return dataclasses.replace(contribution, **changed)
+            return dataclasses.replace(contribution, left=left, rows=rows)
         case Lookup(index, values):
             values = values.reshape(num_samples, -1, values.shape[-1])
             return Lookup(index.reshape(num_samples, -1), values)
@@ -376,20 +281,11 @@ def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
     """
     if len(contributions) < 2:
         return list(contributions)
-    alike: dict[tuple[int, int], list[Contribution]] = {}
-    for number, contribution in enumerate(contributions):
-        match contribution:
-            case Windows():
-                key = (0, number)
-            case Outer():
-                key = (1, contribution.groups)
-            case Lookup():
-                key = (2, 0)
-            case Dense():
-                key = (3, 0)
-        alike.setdefault(key, []).append(contribution)
-    forms = sorted(alike.items(), key=lambda item: item[0][0])
-    return [_merged(uses) for _, uses in forms]
+    alike: dict[tuple[type, int], list[Contribution]] = {}
+    for number, use in enumerate(contributions):
+        key = number if isinstance(use, Windows) else use.groups
+        alike.setdefault((type(use), key), []).append(use)
+    return [_merged(uses) for uses in alike.values()]
 
 
 def _merged(uses: list[Any]) -> Contribution:
@@ -412,7 +308,7 @@ def summed(terms: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def num_rows(contribution: Contribution) -> int:
-    return float_factor(contribution).shape[0]
+    return len(float_factor(contribution))
 
 
 def float_factor(contribution: Contribution) -> torch.Tensor:

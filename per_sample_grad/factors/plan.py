@@ -9,15 +9,14 @@ many samples and columns at a time as fit a byte budget, so memory does not deci
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
 
 from per_sample_grad.factors import forms
-from per_sample_grad.factors.forms import Dense, Extent, Lookup, Outer, Windows
+from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Windows
 from xla_replica import traits
 
 Quantity = Literal["norms", "gram"]
@@ -114,61 +113,64 @@ def cancels(squares: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
     return (squares * (2 * NORM_TOLERANCE / rounding) < terms).any()
 
 
-@functools.lru_cache(maxsize=2**12)
 def choose(
     quantity: Quantity,
-    sizes: tuple[Extent, ...],
-    other: tuple[Extent, ...],
+    uses: Sequence[Contribution],
+    others: Sequence[Contribution],
     shape: tuple[int, ...],
     *,
-    same: bool,
     num_samples: int,
-    num_other: int,
+    num_others: int,
     budget: int,
     method: Method,
 ) -> Choice:
     """Returns the cheaper form of one parameter's share, in chunks within the budget.
 
-    A Gram matrix is with ``other``, of the ``same`` batch or another one. The budget is
-    the bytes of temporaries, which a single sample or column may exceed.
+    A Gram matrix is with ``others``: the ``uses`` themselves, or those of another
+    batch. The budget is the bytes of temporaries, which a single sample or column may
+    exceed.
     """
-    partners = 1 if quantity == "norms" else num_other
+    partners = 1 if quantity == "norms" else num_others
     rows, columns = forms.matrix_shape(shape)
-    if all(each.form is Dense for each in (*sizes, *other)):
+    if all(isinstance(use, Dense) for use in (*uses, *others)):
         flops = 2 * num_samples * partners * rows * columns
         return Choice("dense", num_samples, columns, 1, flops, flops, 0)
-    blocks = 1 if quantity == "norms" or same else 2
-    formed = _materialized(sizes, shape, num_samples, partners, blocks, budget)
-    if not all(has_product(a, b) for a in sizes for b in other):
+    blocks = 1 if uses is others else 2
+    formed = materialized(uses, shape, num_samples, partners, blocks, budget)
+    if not all(has_product(a, b) for a in uses for b in others):
         return formed
-    factored = _factored(sizes, other, num_samples, partners, columns, budget)
+    factored = _factored(uses, others, num_samples, partners, columns, budget)
     if method == "auto":
         return min((factored, formed), key=lambda choice: choice.cost)
     return factored if method == "factored" else formed
 
 
-def has_product(a: Extent, b: Extent) -> bool:
+def has_product(a: Contribution, b: Contribution) -> bool:
     """Returns whether `algebra` has a product of factors of this pair of uses."""
-    outer = (Outer, Windows)
-    if a.form in outer and b.form in outer:
-        return a.groups == b.groups
-    if Dense in (a.form, b.form):
-        return a.form is b.form
-    return a.groups == b.groups == 1
+    if isinstance(a, Dense) or isinstance(b, Dense):
+        return type(a) is type(b)
+    return a.groups == b.groups
 
 
 def samples_of_gradients(
-    sizes: Sequence[Extent], columns: int, num_samples: int, budget: int
+    uses: Sequence[Contribution], columns: int, num_samples: int, budget: int
 ) -> int:
     """Returns how many samples to compute at a time when all gradients are kept."""
-    if not any(size.unfolded for size in sizes):
-        return num_samples
-    each = max(size.for_gradients(columns) for size in sizes) * sizes[0].itemsize
-    return _halved(num_samples, lambda samples: samples * each > budget)
+    each = (
+        max(map(forms.unfolded, uses)) * columns * forms.float_factor(uses[0]).itemsize
+    )
+    return _fitting(budget, each, num_samples)
 
 
-def _materialized(
-    sizes: Sequence[Extent],
+def _fitting(budget: int, each: int, most: int, unit: int = 1) -> int:
+    """Returns how many of ``each`` bytes fit the budget, a multiple of ``unit``."""
+    if most * each <= budget:
+        return most
+    return max(unit, min(most, budget // each // unit * unit))
+
+
+def materialized(
+    uses: Sequence[Contribution],
     shape: Sequence[int],
     num_samples: int,
     partners: int,
@@ -177,55 +179,36 @@ def _materialized(
 ) -> Choice:
     """Returns the choice that forms gradients."""
     rows, all_columns = forms.matrix_shape(shape)
-    size = rows * all_columns
+    size, itemsize = rows * all_columns, forms.float_factor(uses[0]).itemsize
     flops = 2 * num_samples * partners * size
-    for each in sizes:
-        if each.form is Lookup:
-            flops += num_samples * each.positions * all_columns
-        elif each.form is not Dense:
-            flops += 2 * num_samples * each.positions * size
-    itemsize = sizes[0].itemsize
-    # Several uses have the sum so far, the next term and the next sum.
-    sums = rows * (1 if len(sizes) == 1 else 3)
-    # A Gram matrix has the gradients of all samples besides.
+    for use in uses:
+        if isinstance(use, Lookup):
+            flops += num_samples * use.positions * all_columns
+        elif not isinstance(use, Dense):
+            flops += 2 * num_samples * use.positions * size
+    # Numbers of a column: on the way; several uses have the sum so far, the next term
+    # and the next sum; and a Gram matrix has the gradients of all samples besides.
+    unfolded = max(map(forms.unfolded, uses))
+    of_sample = unfolded + rows * (1 if len(uses) == 1 else 3)
     of_all = blocks * num_samples * rows if partners > 1 else 0
-
-    def on_the_way(samples: int, columns: int) -> int:
-        return samples * max(size.for_gradients(columns) for size in sizes)
-
-    def size_of(samples: int, columns: int) -> int:
-        sums_and_all = columns * (samples * sums + of_all)
-        return (on_the_way(samples, columns) + sums_and_all) * itemsize
-
-    def too_many(samples: int) -> bool:
-        """Whether fewer samples would help, and not fewer columns."""
-        gradients = columns * of_all
-        return size_of(samples, columns) > budget and (
-            on_the_way(samples, columns) >= gradients
-        )
-
-    def halved_columns() -> int:
-        return _halved(columns, lambda some: size_of(samples, some) > budget, unit)
-
-    units = [each.unit for each in sizes if each.form is Windows]
-    unit = math.lcm(*units)
-    samples, columns = num_samples, all_columns
-    if partners > 1 and not units:
-        columns = halved_columns()
-    samples = _halved(samples, too_many)
-    columns = halved_columns()
+    samples = num_samples
+    if unfolded or partners == 1:
+        samples = _fitting(budget, of_sample * all_columns * itemsize, samples)
+    of_column = (samples * of_sample + of_all) * itemsize
+    unit = math.lcm(*[use.kernel for use in uses if isinstance(use, Windows)])
+    columns = _fitting(budget, of_column, all_columns, unit)
     times = -(-all_columns // max(columns, 1)) * -(-num_samples // samples)
-    peak = size_of(samples, columns)
-    is_table = any(each.form is Lookup for each in sizes)
+    is_table = any(isinstance(use, Lookup) for use in uses)
     passes = PASSES_OF_TABLES if is_table and partners == 1 else PASSES
-    elements = passes * size + on_the_way(1, all_columns)
+    elements = passes * size + unfolded * all_columns
     cost = flops + FLOPS_PER_ELEMENT * num_samples * elements
+    peak = of_column * columns
     return Choice("materialized", samples, columns, times, flops, cost, peak)
 
 
 def _factored(
-    sizes: Sequence[Extent],
-    other: Sequence[Extent],
+    uses: Sequence[Contribution],
+    others: Sequence[Contribution],
     num_samples: int,
     partners: int,
     columns: int,
@@ -233,36 +216,28 @@ def _factored(
 ) -> Choice:
     """Returns the choice that forms no gradient."""
     flops, largest, elements = 0, 1, 0
-    for a in sizes:
-        for b in other:
-            pairs = a.positions * b.positions
-            if Dense in (a.form, b.form):
+    for a in uses:
+        for b in others:
+            pairs = a.groups * a.positions * b.positions
+            if isinstance(a, Dense) or isinstance(b, Dense):
                 inner = 0
-            elif Lookup in (a.form, b.form):
+            elif isinstance(a, Lookup) or isinstance(b, Lookup):
                 inner = a.width + 2
             else:
-                inner = a.height + a.width + 1
-                pairs *= a.groups
+                inner = a.left.shape[3] + a.width + 1
             flops += 2 * num_samples * partners * pairs * inner
             largest = max(largest, 3 * pairs)
             elements += 3 * pairs * partners * num_samples
-    unfolded = sum(each.unfolded for each in sizes)
-    if partners > 1:
-        unfolded += sum(each.unfolded for each in other)
+    sides = uses if partners == 1 else (*uses, *others)
+    unfolded = columns * sum(map(forms.unfolded, sides))
+    itemsize = forms.float_factor(uses[0]).itemsize
 
     def size_of(samples: int) -> int:
-        of_others = min(samples, partners)
-        return samples * (largest * of_others + unfolded) * sizes[0].itemsize
+        return samples * (largest * min(samples, partners) + unfolded) * itemsize
 
-    samples = _halved(max(num_samples, partners), lambda some: size_of(some) > budget)
+    samples = max(num_samples, partners)
+    while samples > 1 and size_of(samples) > budget:
+        samples = -(-samples // 2)
     times = -(-num_samples // samples) * -(-partners // samples)
-    elements += num_samples * unfolded
-    cost = flops + FLOPS_PER_ELEMENT * elements
+    cost = flops + FLOPS_PER_ELEMENT * (elements + num_samples * unfolded)
     return Choice("factored", samples, columns, times, flops, cost, size_of(samples))
-
-
-def _halved(number: int, too_large: Callable[[int], bool], unit: int = 1) -> int:
-    """Returns ``number`` halved while it is too large, as multiples of ``unit``."""
-    while number > unit and too_large(number):
-        number = max(unit, -(-number // (2 * unit)) * unit)
-    return number

@@ -278,8 +278,11 @@ def _project(use: Contribution, folds: Folds, budget: int) -> torch.Tensor:
         return _along(like.flatten(1), folds.rows, 1)
     if isinstance(use, Windows) and traits(like).is_host:
         budget = min(budget, _CACHE)
-    (p, q), (k1, k2), positions = folds[3:5], folds.kept, forms.extent(use).positions
-    elements = forms.extent(use).unfolded or positions * (k1 + k2)
+    (p, q), (k1, k2) = folds[3:5], folds.kept
+    if isinstance(use, Windows):
+        elements = forms.unfolded(use) * use.width
+    else:
+        elements = use.positions * (k1 + k2)
     elements += p * q if isinstance(use, Dense) else min(p * k2, k1 * q)
     size = max(1, budget // (elements * like.dtype.itemsize))
     if size >= len(like) and not isinstance(use, Windows):
@@ -303,7 +306,7 @@ def _fewer_channels(use: Contribution, channels: Fold, kernel: int) -> Contribut
             by_group = source.to(left.dtype).unflatten(1, (use.groups, -1)).flatten(3)
             fewer = channels.along(by_group, 2).flatten(1, 2)
             fewer = fewer.unflatten(2, source.shape[2:])
-            return dataclasses.replace(use, source=fewer, direct=None)
+            return dataclasses.replace(use, source=fewer)
         case Outer(left, right):
             return Outer(left, folded(right))
         case Lookup(index, values):

@@ -14,7 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 import xla_replica
 from per_sample_grad.errors import CouplingError, Refusal
-from per_sample_grad.factors.forms import Contribution, Dense, accumulation_dtype
+from per_sample_grad.factors.forms import Contribution, accumulation_dtype
 from per_sample_grad.layers.registry import Call, affine, register_rule
 
 
@@ -25,12 +25,7 @@ def batch_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     assert isinstance(module, _NormBase)
     if uses_batch_statistics(module):
         raise Refusal("it normalises by statistics of the batch")
-    found = affine(call, grad, [1], functools.partial(_centred, module))
-    # The scale is that of a channel: the sums are multiplied by it, which are fewer.
-    weight = found["weight"]
-    assert isinstance(weight, Dense)
-    scale = _scale(module, weight.values.dtype)
-    return {"weight": Dense(weight.values * scale), "bias": found["bias"]}
+    return affine(call, grad, [1], functools.partial(by_running_statistics, module))
 
 
 def uses_batch_statistics(module: _NormBase) -> bool:
@@ -40,23 +35,12 @@ def uses_batch_statistics(module: _NormBase) -> bool:
 
 def by_running_statistics(module: _NormBase, inputs: torch.Tensor) -> torch.Tensor:
     """Returns ``(x - mean) / sqrt(var + eps)`` of each channel, ``(N, C, *)``."""
-    centred = _centred(module, inputs)
-    scale = _scale(module, centred.dtype)
-    return centred.mul_(scale.view(1, -1, *[1] * (inputs.dim() - 2)))
-
-
-def _centred(module: _NormBase, inputs: torch.Tensor) -> torch.Tensor:
-    """Returns ``x - mean`` of each channel, a new tensor ``(N, C, *)``."""
-    mean = module.running_mean
-    assert mean is not None
-    mean = mean.detach().to(accumulation_dtype(inputs.dtype))
-    return inputs - mean.view(1, -1, *[1] * (inputs.dim() - 2))
-
-
-def _scale(module: _NormBase, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``1 / sqrt(var + eps)`` of each channel, ``(C,)``."""
+    assert module.running_mean is not None
     assert module.running_var is not None
-    return torch.rsqrt(module.running_var.detach().to(dtype) + module.eps)
+    dtype, shape = accumulation_dtype(inputs.dtype), (1, -1) + (1,) * (inputs.dim() - 2)
+    mean, variance = module.running_mean.to(dtype), module.running_var.to(dtype)
+    scale = torch.rsqrt(variance + module.eps).detach()
+    return (inputs - mean.detach().view(shape)).mul_(scale.view(shape))
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:

@@ -1,7 +1,5 @@
 """Convolutions: the outer products of output gradients and padded input patches."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
@@ -20,21 +18,14 @@ def convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     module, inputs = call.module, call.input
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     registry.require_batched(inputs, 2 + len(module.kernel_size))
-    unfolding = unfolding_of(module, grad.shape[2:])
+    unfolding = Unfolding(
+        padding_widths(module), module.padding_mode, module.kernel_size,
+        module.stride, module.dilation, grad.shape[2:], module.groups,
+    )  # fmt: skip
     return {
         "weight": windows(grad, inputs, unfolding),
         "bias": Dense(registry.over_positions(grad, kept=[1])),
     }
-
-
-def unfolding_of(
-    module: nn.Conv1d | nn.Conv2d | nn.Conv3d, positions: Sequence[int]
-) -> Unfolding:
-    """Returns what the kernel sees at so many positions along each dimension."""
-    return Unfolding(
-        padding_widths(module), module.padding_mode, module.kernel_size,
-        module.stride, module.dilation, positions, module.groups,
-    )  # fmt: skip
 
 
 def padding_widths(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[tuple[int, int]]:

@@ -1,9 +1,8 @@
 """What layer rules see, the sums that several take, and which module has which rule."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,9 +19,6 @@ from per_sample_grad.factors.forms import (
     matrix_shape,
 )
 from xla_replica import traits
-
-# How many numbers at a time are normalised on a CPU, to stay in its cache.
-_CACHED = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +37,8 @@ class Call:
     kwargs: Mapping[str, Any]
     batch_dim: int
 
-    @property
-    def runs_nodes(self) -> bool:
-        """Whether its rule needs the graph, and that no pass is under way."""
-        return False
+    # Whether its rule needs the graph, and that no pass is under way.
+    runs_nodes: ClassVar[bool] = False
 
     @property
     def input(self) -> torch.Tensor:
@@ -154,39 +148,34 @@ def register_rule(
     return register
 
 
-def _kind(module: nn.Module) -> type[nn.Module]:
-    """Returns a module's type; of what takes the place of torch's GRU, that one."""
-    return rnn.GRU if type(module) is nn.GRU else type(module)
-
-
 def rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule for this very module, or None; `why_no_rule` says why."""
-    rule = RULES.get(_kind(module))
-    return None if rule is None or why_no_rule(module) else rule
+    # torch_xla may have put another class in the place of torch's GRU.
+    kind = rnn.GRU if type(module) is nn.GRU else type(module)
+    return None if why_no_rule(module) else RULES.get(kind)
 
 
 def why_no_rule(module: nn.Module) -> str | None:
     """Returns why this very module has no rule; None if it has one."""
-    attributes = vars(module)
-    kind = type(module).__name__
+    attributes, kind = vars(module), type(module)
     if "forward" in attributes:
-        return f"the forward method of this {kind} was replaced"
+        return f"the forward method of this {kind.__name__} was replaced"
     made = [name for name, v in attributes.items() if isinstance(v, torch.Tensor)]
     if made:
         return (
-            f"the {', '.join(made)} of this {kind} is not a parameter, but a tensor "
-            "that is computed from parameters (weight norm, pruning)"
+            f"the {', '.join(made)} of this {kind.__name__} is not a parameter, but a "
+            "tensor that is computed from parameters (weight norm, pruning)"
         )
-    if _kind(module) not in RULES:
-        known = [base.__name__ for base in type(module).__mro__[1:] if base in RULES]
-        remark = (
-            f", and as a {known[0]} it may compute something else; if not, "
-            f"register_rule({kind}, like={known[0]})"
-            if known
-            else ""
-        )
-        return f"no rule is registered for {kind}{remark}"
-    return None
+    if kind in RULES or kind is nn.GRU:
+        return None
+    known = [base.__name__ for base in kind.__mro__[1:] if base in RULES]
+    remark = (
+        f", and as a {known[0]} it may compute something else; if not, "
+        f"register_rule({kind.__name__}, like={known[0]})"
+        if known
+        else ""
+    )
+    return f"no rule is registered for {kind.__name__}{remark}"
 
 
 def is_of_torch(module: nn.Module, rule: Rule | None) -> bool:
@@ -332,38 +321,17 @@ class Owned:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = list(model.buffers())
-        self._model = model
-
-    @functools.cached_property
-    def _memories(self) -> set[int]:
-        """Where the model's tensors are stored."""
-        return memories(self._model)
+        self._buffers, self._memories = list(model.buffers()), memories(model)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         if any(tensor is each for each in self._buffers):
             return True
-        if (
-            tensor.dim() == 1
-            and not tensor.requires_grad
-            and traits(tensor).is_host
-            and any(
-                each.shape == tensor.shape
-                and each.dtype == tensor.dtype
-                and torch.equal(each, tensor)
-                for each in self._buffers
-            )
-        ):
+        if memory(tensor) in self._memories:
             return True
-        return memory(tensor) in self._memories
-
-
-def rows_in_cache(grad: torch.Tensor) -> int:
-    """Returns how many rows of ``grad`` to compute at a time."""
-    if not traits(grad).is_host:
-        return max(1, len(grad))
-    # New memory takes a CPU longer than what is computed.
-    return max(1, _CACHED // max(1, grad[0].numel()))
+        if tensor.dim() != 1 or tensor.requires_grad or not traits(tensor).is_host:
+            return False
+        alike = [each for each in self._buffers if each.dtype == tensor.dtype]
+        return any(torch.equal(each, tensor) for each in alike)
 
 
 def require_batched(inputs: torch.Tensor, num_dims: int) -> None:

@@ -2,10 +2,9 @@
 
 What meets samples may be a parameter, or a tensor that is computed from parameters
 alone: a transposed weight, a row of a table, ``1 + weight``. Views, permutations,
-casts, lookups and functions of one tensor number by number are followed backwards by
-rules. From the first other operation on, as in a weight that is normalised or a product
-of two parameters, the gradients are formed, and autograd takes them down, vectorised
-over the samples.
+casts and lookups are followed backwards by rules. From the first other operation on, as
+in a weight that is normalised or a product of two parameters, the gradients are formed,
+and autograd takes them down, vectorised over the samples.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def take_down(
     """
     variable = getattr(edge.node, "variable", None)
     while variable is None:
-        below = _below(edge, found, wanted)
+        below = _below(edge, found)
         if below is None:
             return _by_autograd(edge, found, wanted)
         edge, found = below
@@ -82,7 +81,7 @@ def _formed(found: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _below(
-    edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
+    edge: GradientEdge, found: Contribution
 ) -> tuple[GradientEdge, Contribution] | None:
     """Returns the one input of a node and what it gets; None: without a rule here."""
     node, shape = edge.node, _shape(edge)
@@ -91,19 +90,16 @@ def _below(
         return None
     [slot] = slots
     source = rules.source_shape(node, slot)
-    node_below, number = node.next_functions[slot]
-    assert node_below is not None
-    below = GradientEdge(node_below, number)
     here = _through_view(node, shape, source, found)
     if here is None and node.name() == "EmbeddingBackward0":
         values = _formed(found, shape)
         index = rules.saved(node, "indices")
         here = rules.lookup(node, index.expand(len(values), *index.shape), values)
-    if here is None and rules.is_pointwise(node) and source == shape:
-        derivative = _derivative(edge, below, wanted)
-        values = _formed(found, shape)
-        here = Dense(values * derivative.to(values.dtype))
-    return None if here is None else (below, here)
+    if here is None:
+        return None
+    below, number = node.next_functions[slot]
+    assert below is not None
+    return GradientEdge(below, number), here
 
 
 def _through_view(
@@ -141,17 +137,6 @@ def _turned(found: Outer, shape: tuple[int, ...], order: list[int]) -> Outer | N
     if turned == sorted(order) and height == _sides(found)[0] and found.groups == 1:
         return Outer(found.right, found.left)
     return None
-
-
-def _derivative(
-    edge: GradientEdge, below: GradientEdge, wanted: Mapping[str, nn.Parameter]
-) -> torch.Tensor:
-    """Returns the derivative of each number of a tensor by the one in its place."""
-    data = edge.node._input_metadata[edge.output_nr]
-    ones = torch.ones(data.shape, dtype=data.dtype, device=data.device)
-    with xla_replica.AccumulationHook.paused(list(wanted.values())):
-        [found] = torch.autograd.grad([edge], [below], [ones], retain_graph=True)
-    return found
 
 
 def _by_autograd(

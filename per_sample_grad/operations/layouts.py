@@ -59,15 +59,11 @@ class LayoutQuery(NamedTuple):
             return None
 
 
-def _at(
-    shape: Shape | None, dim: int, of: LayoutQuery, rank: int | None = None
-) -> int | None:
+def _at(shape: Shape | None, dim: int, of: LayoutQuery) -> int | None:
     """Returns this dimension of an input if it has as many rows as the output has."""
     if shape is None:
         return None
     if not 0 <= dim < len(shape) or shape[dim] != of.shape[of.dim]:
-        raise Unknown
-    if rank is not None and len(shape) != rank:
         raise Unknown
     return dim
 
@@ -160,9 +156,38 @@ def _sliced(of: LayoutQuery) -> Layout:
     return _along("dim")(of)
 
 
-def _in_pairs(of: LayoutQuery) -> Layout:
-    """Complex numbers as pairs, or pairs as complex numbers: in the last dimension."""
-    return [None if shape is None else _at(shape, of.dim, of) for shape in of.inputs]
+def _within(
+    mixed: Callable[[LayoutQuery], Iterable[int]], count: int = 1
+) -> Callable[[LayoutQuery], Layout]:
+    """Returns the rule of operations that mix numbers along these dimensions alone.
+
+    ``count`` inputs have the output's samples, in the same dimension.
+    """
+
+    def rule(of: LayoutQuery) -> Layout:
+        if of.dim in mixed(of):
+            raise Unknown
+        found = [_at(shape, of.dim, of) for shape in of.inputs[:count]]
+        return [*found, *[None] * (len(of.inputs) - count)]
+
+    return rule
+
+
+def _all_but_first(of: LayoutQuery) -> Iterable[int]:
+    return range(1, len(of.shape))
+
+
+def _last(count: int) -> Callable[[LayoutQuery], Iterable[int]]:
+    return lambda of: range(len(of.shape) - count, len(of.shape))
+
+
+def _normalized(of: LayoutQuery) -> Iterable[int]:
+    return _last(len(of.node._saved_normalized_shape))(of)  # type: ignore[attr-defined]
+
+
+def _padded(of: LayoutQuery) -> Iterable[int]:
+    pad, last = of.node._saved_pad, len(of.shape) - 1  # type: ignore[attr-defined]
+    return [last - n // 2 for n, width in enumerate(pad) if width]
 
 
 def _restrided(of: LayoutQuery) -> Layout:
@@ -187,41 +212,9 @@ def _repeated(of: LayoutQuery) -> Layout:
     own = shape[at] if at >= 0 else 1
     if own * of.num_samples == rows:
         return [None]  # each sample has one copy
-    return [at] if own == rows else _unknown(of)
-
-
-def _unknown(of: LayoutQuery) -> Layout:
-    raise Unknown
-
-
-def _of_first(*layout: int | None) -> Callable[[LayoutQuery], Layout]:
-    """Returns the rule of operations whose samples are the output's first dimension."""
-
-    def rule(of: LayoutQuery) -> Layout:
-        if of.dim:
-            raise Unknown
-        for shape, at in zip(of.inputs, layout):
-            if at is not None:
-                _at(shape, at, of)
-        return [*layout, *[None] * (len(of.inputs) - len(layout))][: len(of.inputs)]
-
-    return rule
-
-
-def _but_last(count: int) -> Callable[[LayoutQuery], Layout]:
-    """Returns the rule of operations on the last dimensions of the first input."""
-
-    def rule(of: LayoutQuery) -> Layout:
-        if of.dim >= len(of.shape) - count:
-            raise Unknown
-        first = _at(of.inputs[0], of.dim, of, len(of.shape))
-        return [first, *[None] * (len(of.inputs) - 1)]
-
-    return rule
-
-
-def _layer_normalized(of: LayoutQuery) -> Layout:
-    return _but_last(len(of.node._saved_normalized_shape))(of)  # type: ignore[attr-defined]
+    if own != rows:
+        raise Unknown
+    return [at]
 
 
 def _batch_normalized(of: LayoutQuery) -> Layout:
@@ -230,15 +223,7 @@ def _batch_normalized(of: LayoutQuery) -> Layout:
         return [1, *[None if shape is None else 0 for shape in of.inputs[1:]]]
     if getattr(of.node, "_saved_training", False):
         raise Unknown
-    return _of_first(0)(of)
-
-
-def _padded(of: LayoutQuery) -> Layout:
-    pad = of.node._saved_pad  # type: ignore[attr-defined]
-    from_end = 2 * (len(of.shape) - 1 - of.dim)
-    if any(pad[from_end : from_end + 2]):
-        raise Unknown
-    return [of.dim]
+    return _within(_all_but_first)(of)
 
 
 def _product(
@@ -256,16 +241,12 @@ def _product(
 
 def _attended(of: LayoutQuery) -> Layout:
     """Samples, and heads, attend to themselves; a mask is added to the scores."""
-    if of.dim > 1:
-        raise Unknown
     query, key, *_ = of.inputs
-    found: list[int | None] = [_at(shape, of.dim, of, 4) for shape in of.inputs[:3]]
-    for shape in of.inputs[3:]:
-        if shape is not None and (query is None or key is None):
-            raise Unknown
-        scores = () if shape is None else (*query[:3], key[2])  # type: ignore[index]
-        found.append(_one_broadcast(shape, scores, of.dim))
-    return found
+    if of.dim > 1 or query is None or key is None:
+        raise Unknown
+    scores = (*query[:3], key[2])
+    masks = [_one_broadcast(shape, scores, of.dim) for shape in of.inputs[3:]]
+    return [*[_at(shape, of.dim, of) for shape in of.inputs[:3]], *masks]
 
 
 def _indexed(of: LayoutQuery) -> Layout:
@@ -331,6 +312,10 @@ _ON_LAST_DIMENSIONS = {
         PixelShuffle PixelUnshuffle
     """,
 }
+_SAMPLES_FIRST = """
+    Convolution ConvolutionOverrideable CudnnConvolution NativeGroupNorm Im2Col Col2Im
+    MultiMarginLoss MultilabelMarginLoss
+"""
 _ATTENTIONS = """
     ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention
     ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
@@ -352,7 +337,7 @@ LAYOUTS: dict[str, Callable[[LayoutQuery], Layout]] = {
     **_named("Flip Roll", _along("dims")),
     **_named("Slice", _sliced),
     **_named("Repeat", _repeated),
-    **_named("ViewAsReal ViewAsComplex", _in_pairs),
+    **_named("ViewAsReal ViewAsComplex", _within(lambda of: ())),
     "AsStridedBackward1": _restrided,
     **_named("Index", _indexed),
     **_named("Mm", _product((0, None), (None, 1))),
@@ -362,23 +347,21 @@ LAYOUTS: dict[str, Callable[[LayoutQuery], Layout]] = {
     **_named("Mv", _product((0, None))),
     **_named("Addmv", _product((0, None), with_bias=True)),
     **_named("Addr", _product((0, None), (None, 0), with_bias=True)),
-    **_named("Linear", _but_last(1)),
-    **_named("Convolution ConvolutionOverrideable CudnnConvolution", _of_first(0)),
-    **_named("NativeGroupNorm", _of_first(0)),
-    **_named("NativeLayerNorm FusedRmsNorm", _layer_normalized),
+    **_named("Linear", _within(_last(1))),
+    **_named(_SAMPLES_FIRST, _within(_all_but_first)),
+    **_named("NativeLayerNorm FusedRmsNorm", _within(_normalized)),
     **_named(
         "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm NativeBatchNormLegitNoTraining",
         _batch_normalized,
     ),
-    **_named("ConstantPadNd", _padded),
+    **_named("ConstantPadNd", _within(_padded)),
     **{
         name: rule
         for count, names in _ON_LAST_DIMENSIONS.items()
-        for name, rule in _named(names, _but_last(count)).items()
+        for name, rule in _named(names, _within(_last(count))).items()
     },
-    **_named("Im2Col Col2Im MultiMarginLoss MultilabelMarginLoss", _of_first(0)),
-    **_named("GridSampler2D GridSampler3D", _of_first(0, 0)),
+    **_named("GridSampler2D GridSampler3D", _within(_all_but_first, 2)),
     **_named("NllLoss NllLoss2D", _class_losses),
-    **_named("CtcLoss", _of_first(1)),
+    **_named("CtcLoss", lambda of: [1]),
     **_named(_ATTENTIONS, _attended),
 }

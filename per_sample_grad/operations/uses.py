@@ -77,7 +77,7 @@ class OperationCall(Call):
     num_samples: int
 
     @property
-    def runs_nodes(self) -> bool:
+    def runs_nodes(self) -> bool:  # type: ignore[override]
         """Whether its rule runs the node, after the pass."""
         operation = rules.operation_of(self.use.node)
         return operation is not None and operation.runs

@@ -154,16 +154,19 @@ class GradientIndex:
                     f"search: products with samples {start} to {start + len(block) - 1}"
                     ' are beyond float32; use by="cosine", or smaller queries'
                 )
-            indices, values = _merged(indices, values, rows, products, top)
+            rows = np.broadcast_to(rows, products.shape)
+            indices = np.concatenate([indices, rows], axis=1)
+            values = np.concatenate([values, products], axis=1)
+            # Sorting keeps the order of the pool among those that are equal.
+            best = np.argsort(-values, axis=1, kind="stable")[:, :top]
+            indices = np.take_along_axis(indices, best, 1)
+            values = np.take_along_axis(values, best, 1)
         if values.shape[1] < top:
             raise ValueError(
                 f"search: top is {top}, but only {values.shape[1]} samples have finite "
                 "projections"
             )
-        order = np.argsort(-values, axis=1, kind="stable")
-        return SearchResult(
-            np.take_along_axis(indices, order, 1), np.take_along_axis(values, order, 1)
-        )
+        return SearchResult(indices, values)
 
     def gram(self, rows: Sequence[int] | np.ndarray | slice) -> np.ndarray:
         """Returns inner products of every two of these rows, ``(m, m)`` float32."""
@@ -430,28 +433,6 @@ def checked_index(parts: Parts, verify: bool) -> GradientIndex:
             "index_pool again with this folder, which computes them again"
         )
     return index
-
-
-def _merged(
-    indices: np.ndarray,
-    values: np.ndarray,
-    rows: np.ndarray,
-    products: np.ndarray,
-    top: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the best so far and of one more block, in the order of the pool."""
-    rows = np.broadcast_to(rows, products.shape)
-    indices = np.concatenate([indices, rows], axis=1)
-    values = np.concatenate([values, products], axis=1)
-    if values.shape[1] <= top:
-        return indices, values
-    place = values.shape[1] - top
-    worst = np.partition(values, place, axis=1)[:, place : place + 1]
-    above, equal = values > worst, values == worst
-    # Of those that are equal to the worst, the first ones.
-    room = top - above.sum(axis=1, keepdims=True)
-    chosen = above | (equal & (equal.cumsum(axis=1) <= room))
-    return indices[chosen].reshape(-1, top), values[chosen].reshape(-1, top)
 
 
 def _norms(rows: np.ndarray) -> np.ndarray:

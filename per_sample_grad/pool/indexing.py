@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from per_sample_grad.engine.capturing import Capture
 from per_sample_grad.engine.settings import selected
 from per_sample_grad.factors import projection as projections
 from per_sample_grad.factors.projection import Projection
@@ -95,11 +94,15 @@ def index_pool(
     check_integer("seed", seed)
     check_flag("keep_nan", keep_nan)
     projection = Projection(selected(model, options.get("params")), size, seed=seed)
+
+    def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+        return scorer.answers(inputs, targets, lambda r, x: r.project(x, projection))
+
     run = PoolRun(
         contents=INDEXED,
         models={"model": model},
         source=BlockSource(loader, batch_size, block_size, split),
-        values=_values(projection),
+        values=values,
         width=(projection.size,),
         settings={
             "size": size,
@@ -136,15 +139,3 @@ def _check_finite(first: int, rows: np.ndarray) -> None:
             f"{not_finite(wrong)}. Repair that, or keep them with keep_nan=True, which "
             "search(..., skip_nan=True) leaves out"
         )
-
-
-def _values(projection: Projection) -> kinds.Values:
-    """Returns what maps a block to projections, ``(B, size)``."""
-
-    def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-        def answer(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
-            return recorded.project(losses, projection)
-
-        return scorer.answers(inputs, targets, scorer.passes.options, answer)
-
-    return values

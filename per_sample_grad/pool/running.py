@@ -201,8 +201,9 @@ class PoolRun:
         numbers: np.ndarray | None,
     ) -> None:
         """Computes parts, and keeps each while the next one is computed."""
+        replica, size = xla_replica.current(), self.source.block_size
         intervals = [parts.interval(number) for number in to_compute]
-        hidden = not (self.progress and xla_replica.current().is_primary)
+        hidden = not (self.progress and replica.is_primary)
         with (
             tqdm(
                 total=parts.count, initial=num_found, unit="samples", disable=hidden
@@ -213,7 +214,16 @@ class PoolRun:
         ):
             writing: Future[None] | None = None
             for number, (start, stop) in zip(to_compute, intervals):
-                rows = self._rows(stop - start, scorers, blocks, bar)
+                found = []
+                for _ in range(start, stop, size):
+                    found.append(self._values(scorers, *next(blocks)))
+                    # An estimate for all the replicas; exact at the end.
+                    done = size * replica.num_replicas
+                    bar.update(min(done, parts.count - bar.n))
+                # A lazy device has one transfer for a list of tensors, others for one.
+                one = found if replica.is_lazy else [torch.cat(found)]
+                host = [block.numpy() for block in replica.fetch(one)]
+                rows = np.concatenate(host)[: stop - start]
                 if self.check is not None:
                     self.check(start, rows)
                 if numbers is not None:
@@ -242,26 +252,6 @@ class PoolRun:
         """Yields blocks on the device, loaded ahead; closing it stops the loading."""
         for batch in xla_replica.current().loader(self.source.batches(intervals)):
             yield from batch
-
-    def _rows(
-        self,
-        count: int,
-        scorers: Sequence[Scorer],
-        blocks: Iterator[Any],
-        bar: tqdm[Any],
-    ) -> np.ndarray:
-        """Returns the numbers of the next samples, after one transfer to the host."""
-        replica, found = xla_replica.current(), []
-        for _ in range(0, count, self.source.block_size):
-            found.append(self._values(scorers, *next(blocks)))
-            # An estimate for all the replicas; exact at the end.
-            done = self.source.block_size * replica.num_replicas
-            bar.update(min(done, len(self.source) - bar.n))
-        if not replica.is_host:
-            # A lazy device has one transfer for a list of tensors, others for one.
-            one = found if replica.is_lazy else [torch.cat(found)[:count]]
-            found = replica.fetch(one)
-        return np.concatenate([block.numpy() for block in found])[:count]
 
     def _values(
         self, scorers: Sequence[Scorer], inputs: Any, targets: Any, given: Given
@@ -306,10 +296,8 @@ def _check_weights(
     described = description if is_described else fingerprint(tensors)
     own = {name: described[name] for name in tensors}
     others = replica.all_gather_object(own)
-    names = {name for other in others for name in other}
-    differing = sorted(n for n in names if len({o.get(n) for o in others}) > 1)
-    if not differing:
-        return
+    names = sorted({name for other in others for name in other})
+    differing = [n for n in names if len({o.get(n) for o in others}) > 1]
     replica.check_agreement(
         f"the weights to score with ({len(differing)} of {len(names)} parameters and "
         "buffers differ)",

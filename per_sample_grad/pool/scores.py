@@ -63,9 +63,6 @@ class Scorer:
     replica: Replica
     given: Given | None = None
 
-    def __post_init__(self) -> None:
-        self._last_layer = self.passes.last_layer
-
     def logits(self, inputs: Any) -> torch.Tensor:
         """Returns the logits, ``(B, *)``."""
         with self._autocast():
@@ -149,19 +146,20 @@ class Scorer:
             )
 
     def grad_norms(
-        self, inputs: Any, targets: Any, options: Mapping[str, Any]
+        self, inputs: Any, targets: Any, options: Mapping[str, Any] | None = None
     ) -> torch.Tensor:
         """Returns ``‖∂loss_i / ∂parameters‖``, ``(B,)``, with options for `capture`."""
-        return self.answers(inputs, targets, options, Capture.norms)
+        return self.answers(inputs, targets, Capture.norms, options)
 
     def answers(
         self,
         inputs: Any,
         targets: Any,
-        options: Mapping[str, Any],
         answer: Callable[[Capture, torch.Tensor], torch.Tensor],
+        options: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
         """Returns what ``answer`` makes of a capture and its losses, ``(B,)``."""
+        options = self.passes.options if options is None else options
         self.replica.sync()
         with torch.enable_grad(), capture(self.model, **options) as recorded:
             losses = self.losses(inputs, targets)
@@ -170,33 +168,33 @@ class Scorer:
             # The comparison is part of the program, on a lazy device in its very
             # midst: which block has one must not show.
             del recorded, losses, found
-            options = {**options, "check": "never"}
-            return self.answers(inputs, targets, options, answer)
+            return self.answers(inputs, targets, answer, {**options, "check": "never"})
         self.replica.sync()
         return found
 
     def find_last_layer(self, inputs: Any) -> str:
         """Returns ``last_layer``, by default the last module the logits depend on."""
-        if self._last_layer is None:
-            self.replica.sync()
-            with (
-                torch.enable_grad(),
-                capture(self.model, **self.passes.options) as recorded,
-            ):
-                logits = self.logits(inputs)
-            losses = logits.flatten(1).sum(1)
-            found = recorded._run(losses, lambda _: None, reported=True)
-            last = found.modules[-1] if found.modules else None
-            if last is None or last.is_operation or found.problems:
-                names = last.params if last is not None and last.is_operation else ()
-                unknown = ", ".join([*found.problems, *names]) or "the model"
-                raise ValueError(
-                    f"no rule accounts for {unknown}, so which layer is the last is "
-                    "not known; name the module with last_layer="
-                )
-            self._last_layer = last.name
-            self.replica.sync()
-        return self._last_layer
+        if self.passes.last_layer is not None:
+            return self.passes.last_layer
+        self.replica.sync()
+        with (
+            torch.enable_grad(),
+            capture(self.model, **self.passes.options) as recorded,
+        ):
+            logits = self.logits(inputs)
+        losses = logits.flatten(1).sum(1)
+        found = recorded._run(losses, lambda _: None, reported=True)
+        last = found.modules[-1] if found.modules else None
+        if last is None or last.is_operation or found.problems:
+            names = last.params if last is not None and last.is_operation else ()
+            unknown = ", ".join([*found.problems, *names]) or "the model"
+            raise ValueError(
+                f"no rule accounts for {unknown}, so which layer is the last is not "
+                "known; name the module with last_layer="
+            )
+        self.passes = dataclasses.replace(self.passes, last_layer=last.name)
+        self.replica.sync()
+        return last.name
 
     def _autocast(self) -> torch.autocast:
         # One context per forward pass: what it caches would tie programs together.
@@ -282,11 +280,6 @@ def el2n(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
         return (error - (classes == targets.unsqueeze(1)).to(error.dtype)).norm(dim=1)
 
 
-def grad_norm(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-    """Returns the norms of gradients, ``(B,)``."""
-    return scorer.grad_norms(inputs, targets, scorer.passes.options)
-
-
 def last_layer_grad_norm(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
     """Returns the norms for one layer's parameters; the backward pass stops there."""
     layer = scorer.model.get_submodule(scorer.find_last_layer(inputs))
@@ -316,16 +309,16 @@ def of_factors(function: Callable[[Factors], torch.Tensor]) -> Score:
         return found
 
     def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-        return scorer.answers(inputs, targets, scorer.passes.options, answer)
+        return scorer.answers(inputs, targets, answer)
 
     return Score(values, of_parameters=True)
 
 
 SCORES: dict[str, Score] = {
-    "grad_norm": Score(grad_norm, of_parameters=True),
+    "grad_norm": Score(Scorer.grad_norms, of_parameters=True),
     # GraNd is the mean over several models.
-    "grand": Score(grad_norm, of_parameters=True),
-    "egl": Score(grad_norm, of_parameters=True, labels="expected"),
+    "grand": Score(Scorer.grad_norms, of_parameters=True),
+    "egl": Score(Scorer.grad_norms, of_parameters=True, labels="expected"),
     "last_layer_grad_norm": Score(
         last_layer_grad_norm, of_parameters=True, takes_params=False
     ),

@@ -14,7 +14,6 @@ from support.per_sample_grad.refused_models import BY_OPERATIONS, UNSEEN, time_f
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.layers.patches import Unfolding
 
 BY_NAME = {case.name: case for case in (*CASES, *BY_OPERATIONS, *UNSEEN)}
 
@@ -91,17 +90,6 @@ def test_the_plan_takes_and_shows_the_lowest_cost(entries, quantity):
     for choice in forms:
         assert choice.cost > choice.flops
     assert f"like {chosen['auto'].cost / 1e6:.3f}" in str(found["auto"])
-
-
-@pytest.mark.parametrize("name", ["conv2d-depthwise-strides", "transposed2d-depthwise"])
-def test_depthwise_convolutions_are_not_unfolded(name, monkeypatch):
-    """Unfolding copies K times the input, and the products that follow are tiny."""
-    model, inputs = BY_NAME[name].make(torch.float32)
-    psg.per_sample_grad_norms(model, fold, inputs)
-    monkeypatch.setattr(Unfolding, "by_views", None)
-    factors = psg.per_sample_factors(model, fold, inputs)
-    assert factors.plan("norms").choices["weight"].form == "materialized"
-    assert torch.isfinite(factors.norms()).all()
 
 
 @pytest.mark.parametrize("method", ["factored", "materialized"])
