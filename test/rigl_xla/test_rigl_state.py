@@ -21,7 +21,6 @@ from support.rigl_xla.sparse import (
 from torch import nn
 
 from rigl_xla import Layer, RigLScheduler
-from rigl_xla.topology.masks import pack, unpack
 
 RUNS = {
     "paper": {},
@@ -447,12 +446,6 @@ def test_numbers_of_numpy_are_plain_ones(distribution):
         assert {k: v for k, v in one.items() if not torch.is_tensor(v)} == {
             k: v for k, v in two.items() if not torch.is_tensor(v)
         }
-
-
-@pytest.mark.parametrize("size", [1, 7, 8, 9, 100])
-def test_masks_are_packed_without_loss(size):
-    mask = torch.rand(size, 3) < 0.4
-    assert torch.equal(unpack(pack(mask), [size, 3]), mask)
 
 
 def test_initial_masks_depend_on_seed_and_name_alone():

@@ -13,7 +13,6 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -176,14 +175,13 @@ def _child_main(
         device = _take_device(kind, rank)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
         fn, args = exit_results.load_task(task)
-        with _without_lines_of_gloo():
-            _join_group(
-                device,
-                timeout,
-                init_method=Path(folder, "rendezvous").as_uri(),
-                rank=rank,
-                world_size=num_replicas,
-            )
+        _join_group(
+            device,
+            timeout,
+            init_method=Path(folder, "rendezvous").as_uri(),
+            rank=rank,
+            world_size=num_replicas,
+        )
         replica = DistributedReplica("a process", device)
         with listening_for_parent(folder):
             result = _run_as(replica, fn, args)
@@ -193,28 +191,6 @@ def _child_main(
         exit_results.write_failure(folder, rank, error)
         sys.exit(1)
     torch.distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _without_lines_of_gloo() -> Iterator[None]:
-    """Drops the line about its connections that torch 2.9's gloo prints.
-
-    Newer versions print it if GLOO_LOG_LEVEL asks for it. Errors are not on standard
-    output, and other lines are printed afterwards.
-    """
-    sys.stdout.flush()
-    before = os.dup(1)
-    with tempfile.TemporaryFile() as printed:
-        os.dup2(printed.fileno(), 1)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            os.dup2(before, 1)
-            os.close(before)
-            printed.seek(0)
-            kept = [line for line in printed if not line.startswith(b"[Gloo] Rank ")]
-            os.write(1, b"".join(kept))
 
 
 def _join_group(device: torch.device, timeout: float, **where: Any) -> None:

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rigl_xla import METHODS, Layer, Method
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
-from rigl_xla.topology.structure import row_pattern
 from rigl_xla.update import topology_update
 from xla_replica import DeviceTraits
 
@@ -335,24 +334,6 @@ def test_transposed_fan_in_weights_keep_the_size_of_their_inputs(stride, groups)
     with torch.no_grad():
         inner = layer(inputs)[:, :, 2:-2]
     assert float(inner.relu().square().mean()) == pytest.approx(1, rel=0.1)
-
-
-@pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
-@pytest.mark.parametrize(
-    ("shape", "groups"),
-    [
-        ((6, 8), None),
-        ((6, 8, 3), None),
-        ((6, 8, 3, 5), None),
-        ((8, 6, 3), 1),
-        ((8, 3, 3, 5), 2),
-    ],
-)
-def test_rows_are_joined_as_they_were_cut(structure, shape, groups):
-    rows = row_pattern(structure, "w", shape, 0.5, groups)
-    weight = torch.randn(shape)
-    assert torch.equal(rows.join(rows.cut(weight)), weight)
-    assert rows.num_active == int(rows.random_mask(0, "w").sum())
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,8 @@ def composed_run(rank: int, hand: bool):
                 pruner()
                 optimizer.step()
         totals.append((count.compilations, count.transfers, count.fallbacks))
+    assert pruner.step == sampler.plan.num_steps * EPOCHS
+    assert pruner.rigl_steps == min(pruner.step, 29) // 2
     pruner.check_replicas()
     return [replica.fetch(each) for each in masks], minibatches, totals
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import collections
 import errno
-import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -29,7 +27,7 @@ from xla_replica.common.arguments import (
     is_number,
 )
 from xla_replica.common.differences import check_same, differences
-from xla_replica.common.files import UnfinishedFile, locked, write_whole
+from xla_replica.common.files import locked, write_whole
 from xla_replica.common.trees import leaves, map_tensors, tensors_in
 
 # --- arguments ----------------------------------------------------------------------
@@ -257,33 +255,6 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
         write_whole(tmp_path / "unfinished", write)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     assert path.read_bytes() == b"earlier"
-
-
-@pytest.mark.parametrize("size", [0, 3, 1000])
-def test_what_is_reserved_and_not_written_is_given_back(tmp_path, size):
-    under_way = UnfinishedFile(tmp_path / "new" / "unfinished")
-    if size:
-        under_way.reserve(size)
-    under_way.file.write(b"content")
-    assert under_way.finish(tmp_path / "new" / "file").read_bytes() == b"content"
-
-
-def test_a_full_disk_is_noticed_when_it_is_reserved(tmp_path, monkeypatch):
-    def fails(code: int) -> Callable[..., None]:
-        def fallocate(*arguments: int) -> None:
-            raise OSError(code, os.strerror(code))
-
-        return fallocate
-
-    under_way = UnfinishedFile(tmp_path / "unfinished")
-    # Some file systems cannot.
-    monkeypatch.setattr(os, "posix_fallocate", fails(errno.EOPNOTSUPP), raising=False)
-    under_way.reserve(1000)
-    monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
-    with pytest.raises(OSError, match="No space left"):
-        under_way.reserve(1000)
-    under_way.discard()
-    assert not list(tmp_path.iterdir())
 
 
 LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | "
