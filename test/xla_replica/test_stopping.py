@@ -309,7 +309,7 @@ def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
     "starter",
     [
         pytest.param(GLOO, id="gloo", marks=of_torch_alone),
-        pytest.param(EMULATED, id="emulated", marks=[*XLA, SLOW]),
+        pytest.param(EMULATED, id="emulated", marks=XLA),
     ],
 )
 def test_no_replica_outlives_a_killed_parent(starter, tmp_path):

@@ -133,11 +133,6 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
     return torch.device(kind.type, index)
 
 
-def _local_rank() -> int | None:
-    """Returns this process's number on its host, if its launcher says it."""
-    return next((int(os.environ[n]) for n in _LOCAL_RANKS if n in os.environ), None)
-
-
 def _watch(
     device: torch.device, processes: Sequence[BaseProcess], folder: str
 ) -> ReplicaError | None:
@@ -262,7 +257,8 @@ def _run_here(job: Job, kind: torch.device) -> Any:
     check_variables(kind, world_size)
     surroundings = contextlib.nullcontext()
     if joins:
-        device = _take_device(kind, _local_rank())
+        ranks = (int(os.environ[name]) for name in _LOCAL_RANKS if name in os.environ)
+        device = _take_device(kind, next(ranks, None))
         surroundings = _in_group_of_its_own(device, job.timeout)
     else:
         check_served(kind)
