@@ -17,7 +17,7 @@ from rigl_xla import TopologyLog
 from rigl_xla.update import drift as drift_of
 from xla_replica import ReplicaError
 
-STEPS = 13
+STEPS = 10
 SIZE = 120  # samples of a step, over all replicas: equal shares of 1, 2, 3, 5 and 8
 OPTIONS = {
     "rigl": {},
@@ -64,7 +64,7 @@ def run_of(
                 found[f"{name} after update {pruner.rigl_steps}"] = mask.clone()
         replica.sync()
     pruner.check_replicas()
-    assert pruner.rigl_steps >= 3
+    assert pruner.rigl_steps >= 2
     replica.barrier()  # no replica leaves the process group while others reduce
     return dict(zip(found, replica.fetch(list(found.values()))))
 
@@ -74,36 +74,33 @@ def run_of_one(kind: str) -> dict[str, torch.Tensor]:
     return run_of(0, kind)
 
 
-def check_run(backend: Backend, kind: str, ddp: bool = False, parts: int = 1) -> None:
-    expected = run_of_one(kind)
-    first, *others = expected.values()
-    same = [torch.equal(first, mask) for mask in others if mask.shape == first.shape]
-    assert not all(same)  # connections move
-    for masks in backend.run(run_of, kind, ddp, parts):
-        assert equal(masks, expected)
+def runs_of(rank: int, runs: list[tuple[str, bool, int]]):
+    return [run_of(rank, *run) for run in runs]
+
+
+def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
+    """Compares runs, by kind, DDP and parts, with those of one process."""
+    for found in backend.run(runs_of, runs):
+        for (kind, *_), masks in zip(runs, found, strict=True):
+            expected = run_of_one(kind)
+            first, *others = expected.values()
+            same = [torch.equal(first, m) for m in others if m.shape == first.shape]
+            assert not all(same)  # connections move
+            assert equal(masks, expected)
 
 
 # The default tests of XLA replicas are those of five packages and of counts.
-SLOW_XLA_BACKENDS = [row("xla", n, slow=True) for n in (1, 2, 8)]
-
-
-@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), *SLOW_XLA_BACKENDS])
-def test_replicas_choose_as_one_process_on_all_their_data(backend):
-    check_run(backend, "rigl")
-
-
-@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 2, slow=True)])
-@pytest.mark.parametrize("kind", sorted(set(OPTIONS) - {"rigl"}))
-def test_so_do_the_other_methods(backend, kind):
-    check_run(backend, kind)
-
-
 @pytest.mark.parametrize(
-    ("kind", "parts"),
-    [("rigl", 1), ("rigl", 2), pytest.param("window", 2, marks=pytest.mark.slow)],
+    "backend", [row("cpu", 3), *(row("xla", n, slow=True) for n in (1, 2, 8))]
 )
-def test_under_ddp_with_gradients_accumulated_in_parts(kind, parts):
-    check_run(Backend("cpu", 2), kind, ddp=True, parts=parts)
+def test_replicas_choose_as_one_process_on_all_their_data(backend):
+    kinds = [*OPTIONS] if backend in (("cpu", 3), ("xla", 2)) else ["rigl"]
+    check_runs(backend, *((kind, False, 1) for kind in kinds))
+
+
+def test_under_ddp_with_gradients_accumulated_in_parts():
+    runs = ("rigl", True, 1), ("rigl", True, 2), ("window", True, 2)
+    check_runs(Backend("cpu", 2), *runs)
 
 
 def change_weights(model, what: str, scale: torch.Tensor) -> None:
