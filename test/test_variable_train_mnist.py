@@ -14,8 +14,6 @@ from support.scripts import run_script
 from support.xla_replica.replicas import HAS_XLA, needs_xla, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
-import variable_batch_size as vbs
-
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "variable_train_mnist.py"
 
@@ -86,8 +84,8 @@ def test_one_process_from_the_script_s_folder(tmp_path):
     assert "misses 99.9 %" in text
 
 
-@pytest.mark.parametrize("rule", [*vbs.RULES, "power:0.75"])
-def test_every_rule_trains(tmp_path, rule, capsys):
+@pytest.mark.parametrize("rule", ["linear-momentum", "adam-root", "power:0.75"])
+def test_other_rules_train(tmp_path, rule, capsys):
     status = variable_train_mnist.main(
         ["--dataset", "fake", "--num-replicas", "1", "--rule", rule, "--epochs", "1",
          "--logdir", str(tmp_path / "log"), "--device", "cpu", "--max-grad-norm", "1",

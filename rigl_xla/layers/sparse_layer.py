@@ -61,14 +61,11 @@ class SparseLayer:
     hold: Hold | None = None
 
     def __post_init__(self) -> None:
-        num_active = num_ever = self.num_active
-        self.mask = like(self.weight.parameter, self.mask)
-        if self.ever is None:
-            self.ever = self.mask.clone()
-        else:
-            num_ever = int(self.ever.count_nonzero())
-            self.ever = like(self.weight.parameter, self.ever)
-        counts = torch.tensor([num_active, 0, 0, num_ever], dtype=torch.int32)
+        parameter, ever = self.weight.parameter, self.ever
+        num_ever = self.num_active if ever is None else int(ever.count_nonzero())
+        self.mask = like(parameter, self.mask)
+        self.ever = self.mask.clone() if ever is None else like(parameter, ever)
+        counts = torch.tensor([self.num_active, 0, 0, num_ever], dtype=torch.int32)
         self.counts = counts.to(self.mask.device)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -216,12 +216,6 @@ class _Place(Weight):
         """Whether it may be sparse."""
         return self.parameter.requires_grad and self.parameter.dim() >= 2
 
-    def names_module(self, selector: Selector) -> bool:
-        """Returns whether a selector that fits means the module, not the parameter."""
-        owner = self.name.rpartition(".")[0]
-        by_name = isinstance(selector, str) and fnmatch.fnmatchcase(owner, selector)
-        return by_name or isinstance(selector, type)
-
     def fits(self, selector: Selector, inside: bool) -> bool:
         """Returns whether a selector fits, or with ``inside`` fits a module around."""
         if isinstance(selector, type):
@@ -266,7 +260,11 @@ def _included(given: list[Selector], places: list[_Place]) -> list[_Place]:
         hits = _selected([selector], places)
         usable = [place for place in hits if place.is_allowed]
         for place in hits:
-            if place.is_allowed or (usable and place.names_module(selector)):
+            owner = place.name.rpartition(".")[0]
+            is_module = isinstance(selector, type) or (
+                isinstance(selector, str) and fnmatch.fnmatchcase(owner, selector)
+            )
+            if place.is_allowed or (usable and is_module):
                 continue
             parameter = place.parameter
             raise ValueError(

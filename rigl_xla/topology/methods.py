@@ -116,12 +116,6 @@ class Method:
                 "grow=None"
             )
 
-    def costs_like(self, other: Method) -> bool:
-        """Returns whether training by both costs the same, whatever their scores."""
-        return (self.updates, self.gradual) == (other.updates, other.gradual) and (
-            self.gradual or self.collects == other.collects
-        )
-
 
 STATIC = Method(grow=None, collects="never", updates=False)
 
@@ -177,5 +171,8 @@ def cost_name(name: str, method: Method) -> str:
 
     Other scores or a fixed topology may have changed what it collects.
     """
-    keys = (name, *METHODS)
-    return next(key for key in keys if METHODS[key].costs_like(method))
+
+    def costs(row: Method) -> tuple[bool, bool, bool | str]:
+        return row.updates, row.gradual, row.gradual or row.collects
+
+    return next(key for key in (name, *METHODS) if costs(METHODS[key]) == costs(method))

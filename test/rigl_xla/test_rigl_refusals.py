@@ -7,19 +7,12 @@ import copy
 import numpy as np
 import pytest
 import torch
-from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd, train
+from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd
 from support.xla_replica.replicas import Backend
 from torch import nn
 
 import variable_batch_size as vbs
 from rigl_xla import RigLScheduler
-
-
-def test_weights_without_values_are_refused():
-    model = convnet().to("meta")
-    with pytest.raises(ValueError, match="meta device and have no values"):
-        pruned(model, sgd(model))
-
 
 BAD_SCORES = {f"{layer}.weight": torch.ones(3) for layer in (0, 2, 5, 7)}
 
@@ -28,9 +21,6 @@ BAD = [
     ({"dense_allocation": 0}, ValueError, "> 0 and <= 1, got 0"),
     ({"dense_allocation": "0.1"}, TypeError, "must be a finite number"),
     ({"T_end": None}, ValueError, "about 0.75 times"),
-    ({"T_end": 0}, ValueError, "an integer >= 1, got 0"),
-    ({"alpha": 1.5}, ValueError, ">= 0 and <= 1, got 1.5"),
-    ({"delta": 0}, ValueError, "an integer >= 1, got 0"),
     ({"grad_accumulation_n": 4}, ValueError, "from 1 to delta"),
     ({"sparsity_distribution": "unifrom"}, ValueError, "must be one of"),
     ({"method": "rigel"}, ValueError, "must be one of"),
@@ -49,11 +39,7 @@ BAD = [
     ({"initial_masks": BAD_SCORES}, ValueError, r"have shape \(3,\); the weight has"),
     ({"initial_masks": "magnitude", "method": "gmp"}, ValueError, "begins dense"),
     ({"initial_weights": "he"}, ValueError, "must be one of"),
-    (
-        {"sparsities": {"nothing": 0.5}},
-        ValueError,
-        "does not match the name of any weight",
-    ),
+    ({"sparsities": {"nothing": 0.5}}, ValueError, "does not match the name of any"),
     ({"sparsities": {"5": 1.0}}, ValueError, ">= 0 and < 1, got 1.0"),
     ({"exclude": [nn.Conv2d, nn.Linear]}, ValueError, "no weight is left"),
     ({"exclude": "heads"}, ValueError, "names 'heads'"),
@@ -70,11 +56,7 @@ BAD = [
     ({"sparsities": {"5": "0.5"}}, TypeError, "must be a finite number"),
     ({"skip_step": "no"}, TypeError, "skip_step must be True or False, got 'no'"),
     ({"static_topo": "yes"}, TypeError, "static_topo must be True or False"),
-    (
-        {"ignore_linear_layers": 0},
-        TypeError,
-        "ignore_linear_layers must be True or False",
-    ),
+    ({"ignore_linear_layers": 0}, TypeError, "ignore_linear_layers must be True or"),
     ({"dense_first": 3}, TypeError, "dense_first must be True or False"),
     ({"method": ["rigl"]}, ValueError, "method must be one of"),
     ({"annealing": []}, ValueError, "annealing must be one of"),
@@ -117,12 +99,13 @@ def test_an_optimizer_that_steps_by_itself_needs_to_be_told():
     pruned(model, optimizer, skip_step=False)
 
 
-def test_sparse_gradients_and_complex_weights_are_refused():
+def test_weights_of_kinds_that_are_not_served_are_refused():
+    model = convnet().to("meta")
+    with pytest.raises(ValueError, match="meta device and have no values"):
+        pruned(model, sgd(model))
     model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(
-        TypeError, match=r"'0.weight' has sparse gradients, because its"
-    ):
+    with pytest.raises(TypeError, match=r"'0.weight' has sparse gradients, because"):
         pruned(model, optimizer, include="0", dense_first=False)
     pruned(model, optimizer, dense_first=False)
     model = nn.Linear(8, 8, dtype=torch.complex64)
@@ -194,8 +177,16 @@ def test_a_loop_that_does_not_look_at_the_answer_is_refused():
 
 
 def test_another_optimizer_than_the_pruners_is_noticed():
-    model = convnet()
+    model = nn.Linear(8, 8)
     pruner, other = pruned(model, sgd(model)), sgd(model)
+
+    def step():
+        model(torch.ones(1, 8)).square().sum().backward()
+        if pruner():
+            other.step()
+
+    for _ in range(104):
+        step()
     with pytest.raises(RuntimeError, match="has not stepped in 104 steps"):
-        train(model, other, pruner, range(120))
+        step()
     assert pruner.step == 104

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -193,16 +192,6 @@ def test_lr_schedulers_made_before_or_after(before):
     lrs.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert optimizer.step == step
-
-
-def test_the_drop_fraction_by_its_name_in_rigl_torch():
-    *_, pruner = sparse_convnet(alpha=0.4, T_end=8, delta=4, method="set")
-    found = []
-    for _ in range(9):
-        found.append(pruner.cosine_annealing())
-        pruner()
-    expected = [0.2 * (1 + math.cos(math.pi * step / 8)) for step in range(9)]
-    assert found == pytest.approx(expected)
 
 
 def test_gradients_written_by_hand_are_masked_on_demand():

@@ -63,20 +63,18 @@ def check_served(device: torch.device) -> None:
         )
 
 
-class _Chosen:
-    """The device that `launch` has chosen for this process, while it runs."""
-
-    device: torch.device | None = None
+# The devices that `launch` has chosen for this process while it runs, nested ones last.
+_chosen: list[torch.device] = []
 
 
 @contextlib.contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
     """Makes ``device`` that of this process in the default group, in all threads."""
-    before, _Chosen.device = _Chosen.device, device
+    _chosen.append(device)
     try:
         yield
     finally:
-        _Chosen.device = before
+        _chosen.pop()
 
 
 def device_in_group() -> torch.device:
@@ -88,8 +86,8 @@ def device_in_group() -> torch.device:
     Raises:
         ReplicaError: The group cannot sum tensors there.
     """
-    if _Chosen.device is not None:
-        return _Chosen.device
+    if _chosen:
+        return _chosen[-1]
     only_cpu = kinds_served() == {"cpu"}
     device = torch.device("cpu") if only_cpu else default_device()
     check_served(device)
@@ -173,9 +171,15 @@ class DistributedReplica(Replica):
             self._beside = torch.distributed.new_group(backend="gloo")
         return self._beside
 
-    def _begin_sum(self, flat: torch.Tensor) -> Work:
+    def _begin_sum(self, flat: torch.Tensor) -> Callable[[], None]:
         with self._named("all_reduce_", [flat]):
-            return Work(self, flat, torch.distributed.all_reduce(flat, async_op=True))
+            work = torch.distributed.all_reduce(flat, async_op=True)
+
+        def wait() -> None:
+            with self._named("all_reduce_", [flat]):
+                work.wait()
+
+        return wait
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().contiguous()
@@ -273,15 +277,3 @@ def _are_wrapped(parameters: Sequence[torch.Tensor]) -> bool:
         for wrapper in living(torch.nn.parallel.DistributedDataParallel)
         for parameter in wrapper.parameters()
     )
-
-
-class Work:
-    """A sum that has begun."""
-
-    def __init__(self, replica: DistributedReplica, flat: torch.Tensor, work: Any):
-        self._replica, self._flat, self._work = replica, flat, work
-
-    def wait(self) -> None:
-        """Returns when the sum can be used."""
-        with self._replica._named("all_reduce_", [self._flat]):
-            self._work.wait()

@@ -9,7 +9,6 @@ order in which their gradients appear, and whether or not they have any.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ TAIL = 64
 # Dtypes of such a range that half of a gradient is exact, if not smaller than 1e-37.
 WIDE = (torch.float32, torch.float64, torch.bfloat16)
 
-Begin = Callable[[torch.Tensor], Any]
+Begin = Callable[[torch.Tensor], Callable[[], None]]
 
 
 class Bucket:
@@ -40,7 +39,7 @@ class Bucket:
         is_wide: Whether a division by a power of two is exact.
         places: Where each parameter's gradient is, in order.
         num_missing: Gradients that the last backward pass has yet to compute.
-        work: What waits for the sum, once it has begun.
+        work: Waits for the sum, once it has begun.
     """
 
     def __init__(self, parameters: list[nn.Parameter], index: int, tail: int) -> None:
@@ -55,16 +54,16 @@ class Bucket:
             for parameter, part in zip(parameters, parts)
         ]
         self.num_missing = 0
-        self.work: Any = None
+        self.work: Callable[[], None] | None = None
 
     def scale_rest_(self, factor: float) -> None:
         """Multiplies the gradients that are not divided yet by a power of two."""
-        rest = [place for place in self.places if not place.is_divided]
-        if len(rest) == len(self.places):
+        if not any(place.is_divided for place in self.places):
             self.numbers.mul_(factor)
             return
-        for place in rest:
-            place.part.mul_(factor)
+        for place in self.places:
+            if not place.is_divided:
+                place.part.mul_(factor)
 
 
 class Place:
@@ -131,8 +130,8 @@ class OverlappedSum(GradientSum):
     Args:
         replica: The replica.
         may_begin: See `GradientSum`.
-        begin: Begins the sum of a tensor over replicas, in place; returns what has
-            ``wait()``.
+        begin: Begins the sum of a tensor over replicas, in place; returns a function
+            that waits for it.
     """
 
     def __init__(
@@ -308,7 +307,7 @@ class OverlappedSum(GradientSum):
             if others and tail is None:
                 self._replica.all_reduce_(others)
             for bucket in self._buckets:
-                bucket.work.wait()
+                bucket.work()
                 bucket.work = None
                 if divisor is not None and not self._divides(bucket):
                     # While the next sums are under way.

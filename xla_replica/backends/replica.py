@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.sharded_files import copied, read_parts, write_parts
+from xla_replica.backends.sharded_files import read_parts, write_parts
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
@@ -168,10 +168,12 @@ class Replica(abc.ABC):
             A function that writes, and returns the SHA-256 of every file by name. It
             raises OSError on every replica if one of them could not write.
         """
-        if beside_training:
-            tensors = {name: copied(tensor) for name, tensor in tensors.items()}
-        group = self._group_beside() if beside_training else None
-        return lambda: write_parts(folder, tensors, group)
+        if not beside_training:
+            return lambda: write_parts(folder, tensors)
+        with torch.no_grad():
+            copies = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}
+        group = self._group_beside()
+        return lambda: write_parts(folder, copies, group)
 
     def _group_beside(self) -> Any:
         """Returns what a thread beside the training needs for collectives, if any."""

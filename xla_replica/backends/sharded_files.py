@@ -27,12 +27,6 @@ _OTHERS = {
 }  # fmt: skip
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the host of this process's part of a tensor, sharded alike."""
-    with torch.no_grad():
-        return tensor.detach().to("cpu", copy=True)
-
-
 def write_parts(
     folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None
 ) -> dict[str, str]:

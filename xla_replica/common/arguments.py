@@ -31,12 +31,15 @@ def check_integer(
     >>> check_integer("seed", 3, least=0, most=3)
     3
     """
-    allowed = f"an integer{_range(least, most)}"
-    if not is_integer(value):
-        raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    number = int(value)  # type: ignore[call-overload]
-    if (least is not None and number < least) or (most is not None and number > most):
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    is_one = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    number = int(value) if is_one else 0  # type: ignore[call-overload]
+    if (
+        not is_one
+        or (least is not None and number < least)
+        or (most is not None and number > most)
+    ):
+        limits = ((">=", least), ("<=", most))
+        raise _refusal(name, value, is_one, "an integer", limits)
     return number
 
 
@@ -53,18 +56,17 @@ def check_number(
 
     ``least`` and ``most`` are in the range, ``above`` and ``below`` are not.
     """
-    allowed = f"a finite number{_range(least, most, above, below)}"
-    if not is_number(value):
-        raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    number = float(value)  # type: ignore[arg-type]
+    is_one = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    number = float(value) if is_one else math.nan  # type: ignore[arg-type]
     if (
         not math.isfinite(number)
         or (least is not None and number < least)
-        or (most is not None and number > most)
         or (above is not None and number <= above)
+        or (most is not None and number > most)
         or (below is not None and number >= below)
     ):
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        limits = ((">=", least), (">", above), ("<=", most), ("<", below))
+        raise _refusal(name, value, is_one, "a finite number", limits)
     return value  # type: ignore[return-value]
 
 
@@ -123,13 +125,16 @@ def check_type(name: str, value: Any, kind: Any, allowed: str) -> Any:
     return value
 
 
-def _range(
-    least: float | None,
-    most: float | None,
-    above: float | None = None,
-    below: float | None = None,
-) -> str:
-    """Returns the limits that are given in words, such as " >= 0 and < 1"."""
-    limits = ((">=", least), (">", above), ("<=", most), ("<", below))
+def _refusal(
+    name: str,
+    value: object,
+    is_one: bool,
+    kind: str,
+    limits: Iterable[tuple[str, float | None]],
+) -> Exception:
+    """Returns the error for what is no such number, or, as ``is_one``, out of range."""
     parts = [f"{sign} {limit}" for sign, limit in limits if limit is not None]
-    return " " + " and ".join(parts) if parts else ""
+    allowed = f"{kind} {' and '.join(parts)}" if parts else kind
+    return (ValueError if is_one else TypeError)(
+        f"{name} must be {allowed}, got {value!r}"
+    )

@@ -42,26 +42,9 @@ class UnfinishedFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self.file: BinaryIO = path.open("wb")
-        self._has_reserved = False
-
-    def reserve(self, size: int) -> None:
-        """Takes this many bytes of the disk at once, if its file system can.
-
-        That costs less than taking them with every write, and a full disk is noticed
-        before there is anything to write.
-        """
-        if hasattr(os, "posix_fallocate"):
-            self._has_reserved = True
-            try:
-                os.posix_fallocate(self.file.fileno(), 0, size)
-            except OSError as error:
-                if error.errno == errno.ENOSPC:
-                    raise
 
     def finish(self, name: Path) -> Path:
         """Gives the file its name, and returns that."""
-        if self._has_reserved:
-            self.file.truncate()  # what was taken for nothing
         os.fsync(self.file.fileno())
         self.file.close()
         return rename(self._path, name)

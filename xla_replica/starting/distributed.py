@@ -13,7 +13,6 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -134,11 +133,6 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
     return torch.device(kind.type, index)
 
 
-def _local_rank() -> int | None:
-    """Returns this process's number on its host, if its launcher says it."""
-    return next((int(os.environ[n]) for n in _LOCAL_RANKS if n in os.environ), None)
-
-
 def _watch(
     device: torch.device, processes: Sequence[BaseProcess], folder: str
 ) -> ReplicaError | None:
@@ -176,14 +170,13 @@ def _child_main(
         device = _take_device(kind, rank)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
         fn, args = exit_results.load_task(task)
-        with _without_lines_of_gloo():
-            _join_group(
-                device,
-                timeout,
-                init_method=Path(folder, "rendezvous").as_uri(),
-                rank=rank,
-                world_size=num_replicas,
-            )
+        _join_group(
+            device,
+            timeout,
+            init_method=Path(folder, "rendezvous").as_uri(),
+            rank=rank,
+            world_size=num_replicas,
+        )
         replica = DistributedReplica("a process", device)
         with listening_for_parent(folder):
             result = _run_as(replica, fn, args)
@@ -193,28 +186,6 @@ def _child_main(
         exit_results.write_failure(folder, rank, error)
         sys.exit(1)
     torch.distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _without_lines_of_gloo() -> Iterator[None]:
-    """Drops the line about its connections that torch 2.9's gloo prints.
-
-    Newer versions print it if GLOO_LOG_LEVEL asks for it. Errors are not on standard
-    output, and other lines are printed afterwards.
-    """
-    sys.stdout.flush()
-    before = os.dup(1)
-    with tempfile.TemporaryFile() as printed:
-        os.dup2(printed.fileno(), 1)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            os.dup2(before, 1)
-            os.close(before)
-            printed.seek(0)
-            kept = [line for line in printed if not line.startswith(b"[Gloo] Rank ")]
-            os.write(1, b"".join(kept))
 
 
 def _join_group(device: torch.device, timeout: float, **where: Any) -> None:
@@ -286,7 +257,8 @@ def _run_here(job: Job, kind: torch.device) -> Any:
     check_variables(kind, world_size)
     surroundings = contextlib.nullcontext()
     if joins:
-        device = _take_device(kind, _local_rank())
+        ranks = (int(os.environ[name]) for name in _LOCAL_RANKS if name in os.environ)
+        device = _take_device(kind, next(ranks, None))
         surroundings = _in_group_of_its_own(device, job.timeout)
     else:
         check_served(kind)

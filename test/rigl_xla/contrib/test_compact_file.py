@@ -104,29 +104,17 @@ class Counting(nn.Linear):
         return {"calls": 1}
 
 
-def narrow(model):
-    model[7] = nn.Linear(16, 9)
-
-
-def deeper(model):
-    model.append(nn.Linear(10, 10))
-
-
-def tied(model):
-    model[2].bias = model[5].bias
-
-
-CHANGES = {
-    "other shape": (narrow, r"7.bias was \('float32', \[10\]\) and is"),
-    "other names": (deeper, r"8.bias was None and is \('float32', \[10\]\)"),
-    "other dtype": (lambda model: model.bfloat16(), r"is \('bfloat16'"),
-    "other sharing": (tied, r"5.bias was \('float32', \[16\]\) and is '2.bias'"),
-}
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_another_model_is_refused_and_stays_as_it_is(what, tmp_path):
-    change, says = CHANGES[what]
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.add_module("7", nn.Linear(16, 9)), r"7.bias was \('f.*10\]\) and"),
+        (lambda m: m.append(nn.Linear(10, 10)), r"8.bias was None and is \('f.*10\]\)"),
+        (lambda m: m.bfloat16(), r"is \('bfloat16'"),
+        (lambda m: setattr(m[2], "bias", m[5].bias), r"5.bias was .* and is '2.bias'"),
+    ],
+    ids=["other shape", "other names", "other dtype", "other sharing"],
+)
+def test_another_model_is_refused_and_stays_as_it_is(change, says, tmp_path):
     model, other = convnet(), convnet(seed=3)
     pruner = pruned(model, sgd(model))
     path = save_compact(tmp_path / "model.pt", model, pruner.masks)
@@ -137,16 +125,11 @@ def test_another_model_is_refused_and_stays_as_it_is(what, tmp_path):
     assert equal(before, other.state_dict())
 
 
-def test_a_pruned_model_is_not_filled(tmp_path):
+def test_damaged_and_other_files_are_refused(tmp_path):
     model, _, pruner = sparse_convnet()
     path = save_compact(tmp_path / "model.pt", model, pruner.masks)
     with pytest.raises(ValueError, match=r"is kept sparse .* close\(\) that first"):
         load_compact(path, model)
-
-
-def test_damaged_and_other_files_are_refused(tmp_path):
-    model, _, pruner = sparse_convnet()
-    path = save_compact(tmp_path / "model.pt", model, pruner.masks)
     pruner.close()
     good, before = path.read_bytes(), copy.deepcopy(model.state_dict())
     content = torch.load(path, weights_only=True)
@@ -170,22 +153,18 @@ def test_damaged_and_other_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("masks", "says"),
+    ("masks", "error", "says"),
     [
-        ({"9.weight": torch.ones(2).bool()}, "'9.weight', which is not in the model's"),
-        ({"5.weight": torch.ones(16, 2).bool()}, r"must be bool of shape \(16, 256\)"),
-        ({"5.weight": torch.ones(16, 256)}, r"got torch.float32 of shape \(16, 256\)"),
+        ({"9.weight": torch.ones(2).bool()}, ValueError, "not in the model's"),
+        ({"5.weight": torch.ones(16, 2).bool()}, ValueError, r"shape \(16, 256\)"),
+        ({"5.weight": torch.ones(16, 256)}, ValueError, r"got torch.float32 of shape"),
+        (None, TypeError, "must be a dict of bool tensor"),
+        ([torch.ones(2)], TypeError, "must be a dict of bool tensor"),
+        ({"5.weight": 3}, TypeError, "must be a bool tensor"),
     ],
 )
-def test_masks_that_do_not_fit_are_refused(masks, says, tmp_path):
-    with pytest.raises(ValueError, match=says):
-        save_compact(tmp_path / "model.pt", convnet(), masks)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("masks", [None, [torch.ones(2)], {"5.weight": 3}])
-def test_masks_of_another_type_are_refused(masks, tmp_path):
-    with pytest.raises(TypeError, match=r"must be a (dict of )?bool tensor"):
+def test_masks_that_do_not_fit_are_refused(masks, error, says, tmp_path):
+    with pytest.raises(error, match=says):
         save_compact(tmp_path / "model.pt", convnet(), masks)
     assert not list(tmp_path.iterdir())
 
@@ -193,20 +172,14 @@ def test_masks_of_another_type_are_refused(masks, tmp_path):
 def test_a_model_without_values_is_neither_saved_nor_filled(tmp_path):
     path = save_compact(tmp_path / "model.pt", convnet(), {})
     model = convnet().to("meta")
-    for use in (
-        lambda: save_compact(path, model, {}),
-        lambda: load_compact(path, model),
-    ):
-        with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
-            use()
+    with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
+        save_compact(path, model, {})
+    with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
+        load_compact(path, model)
+    with pytest.raises(TypeError, match=r"has '0._extra_state', a dict; a compact"):
+        save_compact(path, nn.Sequential(Counting(2, 2)), {})
     with pytest.raises(TypeError, match=r"model must be a torch module, got {} \(dict"):
         load_compact(path, {})
-
-
-def test_a_state_with_more_than_tensors_is_refused(tmp_path):
-    model = nn.Sequential(Counting(2, 2))
-    with pytest.raises(TypeError, match=r"has '0._extra_state', a dict; a compact"):
-        save_compact(tmp_path / "model.pt", model, {})
 
 
 def from_xla(rank: int, path: str) -> int:

@@ -35,11 +35,14 @@ def step(model, optimizer, pruner, number):
         optimizer.step()
 
 
-def masks_equal(theirs, ours):
-    return all(
-        a is b is None or torch.equal(a, b)
-        for a, b in zip(theirs.backward_masks, ours.backward_masks, strict=True)
-    )
+def check_same_step(number, theirs, their_sgd, their_pruner, ours, our_sgd, pruner):
+    """Runs a step of both; fails unless weights and masks are equal afterwards."""
+    step(theirs, their_sgd, their_pruner, number)
+    step(ours, our_sgd, pruner, number)
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, ours.state_dict()[name]), (number, name)
+    pairs = zip(their_pruner.backward_masks, pruner.backward_masks, strict=True)
+    assert all(a is b is None or torch.equal(a, b) for a, b in pairs), number
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -59,14 +62,11 @@ def test_80_steps_are_the_same_bit_for_bit(reference, n, dense_linear):
     their_pruner = reference(theirs, their_sgd, **options)
     state = copy.deepcopy(their_pruner.state_dict())
     our_pruner = RigLScheduler(ours, our_sgd, state_dict=state)
+    parts = (theirs, their_sgd, their_pruner, ours, our_sgd, our_pruner)
     changes = 0
     for number in range(80):
         before = [m if m is None else m.clone() for m in our_pruner.backward_masks]
-        step(theirs, their_sgd, their_pruner, number)
-        step(ours, our_sgd, our_pruner, number)
-        for name, value in theirs.state_dict().items():
-            assert torch.equal(value, ours.state_dict()[name]), (number, name)
-        assert masks_equal(their_pruner, our_pruner), number
+        check_same_step(number, *parts)
         pairs = zip(before, our_pruner.backward_masks)
         changes += any(a is not None and not torch.equal(a, b) for a, b in pairs)
     assert our_pruner.rigl_steps == their_pruner.rigl_steps == 10
@@ -93,12 +93,9 @@ def test_a_run_of_theirs_goes_on_here(reference, taken):
     our_sgd.load_state_dict(copy.deepcopy(their_sgd.state_dict()))
     state = copy.deepcopy(their_pruner.state_dict())
     our_pruner = RigLScheduler(ours, our_sgd, state_dict=state)
+    parts = (theirs, their_sgd, their_pruner, ours, our_sgd, our_pruner)
     for number in range(taken, 40):
-        step(theirs, their_sgd, their_pruner, number)
-        step(ours, our_sgd, our_pruner, number)
-        for name, value in theirs.state_dict().items():
-            assert torch.equal(value, ours.state_dict()[name]), (number, name)
-        assert masks_equal(their_pruner, our_pruner), number
+        check_same_step(number, *parts)
 
 
 def test_their_attributes_are_here(reference):

@@ -107,18 +107,6 @@ def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
     assert found == [True, False, True]
 
 
-def test_a_sparse_model_is_pickled_and_copied_without_its_pruner():
-    model, optimizer, pruner = sparse_convnet()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
-        assert equal(other.state_dict(), model.state_dict())
-        pruned(other, sgd(other)).close()
-    train(model, optimizer, pruner, range(4))
-    assert pruner.rigl_steps == 1
-
-
 def copied(parts):
     return copy.deepcopy(parts)
 
@@ -157,11 +145,16 @@ def test_a_copy_trains_as_the_original_would(how, skip_step):
 
 def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
     model, _, pruner = sparse_convnet(delta=1)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    for other in (averaged.module, copy.deepcopy(model), unpickled(model)):
+    averaged, file = torch.optim.swa_utils.AveragedModel(model), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    for other in (averaged.module, copied(model), unpickled(model), saved):
+        assert equal(other.state_dict(), model.state_dict())
         F.cross_entropy(other(batch(0)[0]), batch(0)[1]).backward()
         for name, mask in pruner.masks.items():
             assert other.get_parameter(name).grad[~mask].any(), name
+        pruned(other, sgd(other)).close()
     for layer in pruner._layers:
         assert (layer.pending, layer.weight.parameter.grad) == (None, None)
         assert not layer.hooked

@@ -89,26 +89,18 @@ def test_a_global_distribution_is_one_competition(density):
         assert torch.equal(mask.flatten(), part), name
 
 
-def test_no_layer_is_left_without_connections():
+@pytest.mark.parametrize(
+    ("sparsities", "expected"), [({}, [1, 1, 28]), ({"2": 0.5}, [1, 19, 50])]
+)
+def test_no_layer_is_left_without_connections(sparsities, expected):
+    """And overrides are outside of the competition."""
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10))
     scores = {f"{i}.weight": torch.rand(10, 10) + 10.0**i for i in range(3)}
     pruner = pruned(
         model, sgd(model), dense_allocation=0.1, initial_masks=scores,
-        sparsity_distribution=global_distribution(scores),
+        sparsity_distribution=global_distribution(scores), sparsities=sparsities,
     )  # fmt: skip
-    assert counts(pruner) == [1, 1, 28]
-
-
-def test_dense_layers_and_overrides_are_outside_of_the_competition():
-    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10))
-    scores = {f"{i}.weight": torch.rand(10, 10) + 10.0**-i for i in range(3)}
-    pruner = pruned(
-        model, sgd(model), dense_allocation=0.1, initial_masks=scores,
-        sparsity_distribution=global_distribution(scores),
-        sparsities={"0": 0.5}, dense_first=False,
-    )  # fmt: skip
-    assert counts(pruner)[0] == 50
-    assert sum(counts(pruner)[1:]) == 20
+    assert counts(pruner) == expected
 
 
 @pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])

@@ -46,6 +46,7 @@ class Tied(nn.Module):
         self.one = nn.Linear(8, 8)
         self.two = nn.Linear(8, 8)
         self.head = nn.Linear(8, 12, bias=False)
+        self.never = nn.Linear(5, 5)
         self.two.weight = self.one.weight
         self.head.weight = self.words.weight
 
@@ -59,6 +60,7 @@ def test_a_shared_weight_costs_what_all_its_places_do():
     assert costs == {
         "one.weight": LayerCost((8, 8), 14),
         "words.weight": LayerCost((12, 8), 7),  # looking words up is free
+        "never.weight": LayerCost((5, 5), 0),
     }
     model = Tied()
     costs = costs_of(model, words=torch.zeros(3, 7, dtype=torch.long), deep=False)

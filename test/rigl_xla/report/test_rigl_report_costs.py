@@ -2,69 +2,40 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-
 import pytest
 import torch
-from support.rigl_xla.resnet import RESNET50_WEIGHTS
 from support.rigl_xla.sparse import pruned, sgd, sparse_convnet, train
 from support.variable_batch_size.reports import Writer, run
 from torch import nn
 
-from rigl_xla import RigLScheduler, TopologyLog, costs_of, weights_of
-from tools.references import resnet50
+from rigl_xla import (
+    RigLScheduler,
+    TopologyLog,
+    costs_of,
+    inference_flops,
+    inference_macs,
+    size_in_bytes,
+    training_ratio,
+)
 
 
-@pytest.fixture(scope="module")
-def big():
-    model = resnet50.resnet50()
-    images = torch.zeros(1, 3, 224, 224)
-    costs = costs_of(model, images)
-    # Google counts the first convolution as if padded images were padded again.
-    first = dataclasses.replace(costs["conv1.weight"], positions=115**2)
-    return model, costs, {**costs, "conv1.weight": first}
-
-
-def test_the_models_weights_are_those_of_resnet50(big):
-    model = big[0]
-    shapes = {w.name: tuple(w.parameter.shape) for w in weights_of(model)}
-    assert shapes == RESNET50_WEIGHTS
-    assert sum(p.numel() for p in model.parameters()) == 25_557_032
-
-
-# Sparsity, distribution: size in MB; forward pass at 224 and as Google counts it;
-# training by RigL, by SNFS, by SET. As published, or derived from what is published.
-TABLE = {
-    (0.9, "erk"): (13.499, 0.2429, 0.2431, 0.2456, 0.4954, 0.2431),
-    (0.8, "uniform"): (23.729, 0.2241, 0.2254, 0.2279, 0.4836, 0.2254),
-}
-
-
-@pytest.mark.parametrize("row", TABLE)
-def test_a_report_of_resnet50_is_the_published_table(big, row):
-    model, costs, google = big
-    model = copy.deepcopy(model)  # which stays dense for the other row
-    sparsity, distribution = row
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with RigLScheduler(
-        model, optimizer, 1 - sparsity, 1000, distribution, ignore_linear_layers=False
-    ) as pruner:
-        here, there = pruner.report(costs).cost, pruner.report(google).cost
-    size, at_224, at_230, rigl, snfs, sets = TABLE[row]
-    assert here.size_in_bytes / 1e6 == pytest.approx(size, abs=1e-3)
-    assert here.dense_size_in_bytes / 1e6 == pytest.approx(102.122, abs=1e-3)
-    assert here.inference_ratio == pytest.approx(at_224, abs=1e-4)
-    assert there.inference_ratio == pytest.approx(at_230, abs=1e-4)
-    assert here.dense_flops / 1e9 == pytest.approx(8.189, abs=1e-3)
-    assert there.dense_flops / 1e9 == pytest.approx(8.202, abs=1e-3)
-    assert here.dense_macs / 1e9 == pytest.approx(4.0892, abs=1e-4)
-    assert there.training_ratio == pytest.approx(rigl, abs=1e-4)
-    ratios = there.training_ratios
-    assert ratios["snfs"] == pytest.approx(snfs, abs=1e-4)
-    assert ratios["set"] == ratios["static"] == pytest.approx(sets, abs=1e-4)
-    assert ratios["dense"] == 1
-    assert "gmp" not in ratios
+def test_a_report_is_what_its_costs_say():
+    """test_flops.py compares such costs of ResNet-50 with the published table."""
+    model, _, pruner = sparse_convnet(sparsity_distribution="erk")
+    costs = costs_of(model, torch.zeros(1, 1, 8, 8))
+    report = pruner.report(costs)
+    cost, found = report.cost, {n: x.sparsity for n, x in report.layers.items()}
+    assert len(found) == 4
+    assert cost.macs == inference_macs(costs, found)
+    assert cost.flops == inference_flops(costs, found)
+    assert cost.size_in_bytes == size_in_bytes(costs, found)
+    assert cost.dense_macs == inference_macs(costs)
+    assert cost.dense_flops == inference_flops(costs)
+    assert cost.dense_size_in_bytes == size_in_bytes(costs)
+    assert cost.training_ratios == {
+        name: training_ratio(costs, found, name, pruner.delta_T)
+        for name in ("dense", "static", "set", "rigl", "snfs")
+    }
 
 
 @pytest.mark.parametrize(

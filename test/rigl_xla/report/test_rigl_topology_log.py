@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import batch, pruned, train
+from support.rigl_xla.sparse import batch, convnet, pruned, sgd, train
 from support.variable_batch_size.reports import CountingReplica, Writer, run
-from support.xla_replica.replicas import SEVERAL_REPLICAS, needs_xla
-from torch import nn
+from support.xla_replica.replicas import SEVERAL_REPLICAS
 
 import xla_replica
 from rigl_xla import Report, TopologyLog, costs_of
-from xla_replica import LocalReplica, Replica
 
 
 @pytest.mark.parametrize("single_call", [False, True])
@@ -72,62 +70,17 @@ def test_what_cannot_be_logged_is_refused_at_once(options, says):
         TopologyLog(**{"pruner": pruner, "writer": None, **options})
 
 
-def built_for(replica: Replica) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns a model, with the same weights on every device, and its optimizer."""
-    with LocalReplica("cpu").seeded(0):
-        model = nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10)).double()
-    model.to(replica.device)
-    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-
-def counted_run(rank: int):
-    """Returns compilations and transfers of ten steps each, and what the log wrote."""
-    replica = xla_replica.current()
-    model, optimizer = built_for(replica)
-    pruner = pruned(model, optimizer, delta=10, T_end=42)
-    writer = Writer()
-    log = TopologyLog(pruner, writer)
-    counts = []
-    for first in range(0, 50, 10):
-        with xla_replica.count(replica) as count:
-            for step in range(first, first + 10):
-                images, labels = batch(step)
-                x, y = replica.send((images.double().flatten(1), labels))
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                if pruner():
-                    optimizer.step()
-                log()
-                replica.sync()
-        counts.append((count.compilations, count.transfers, count.fallbacks))
-    with xla_replica.count(replica) as count:
-        log.flush()
-    return counts, (count.compilations, count.transfers), writer.scalars
-
-
-@needs_xla
-@pytest.mark.xla
-@pytest.mark.slow  # without a log, programs are counted by default
-def test_a_log_compiles_nothing_and_reads_once():
-    [(counts, at_the_end, scalars)] = xla_replica.launch(counted_run, (), 1, "xla")
-    assert counts[0][0] <= 4
-    assert counts[1:] == [(0, 0, {})] * 4
-    assert counts[0][1:] == (0, {})
-    assert at_the_end == (0, 1)
-    assert scalars == counted_run(0)[2]
-    assert [step for step, _ in scalars["rigl/exploration_rate"]] == [1, 10, 20, 30, 40]
-
-
 def logging_run(rank: int):
     """Returns what the primary replica logs, where all replicas read their loss."""
     replica = xla_replica.current()
-    model, optimizer = built_for(replica)
+    model = convnet().double().to(replica.device)
+    optimizer = sgd(model)
     pruner = pruned(model, optimizer, delta=4, T_end=14)
     log = TopologyLog(pruner, Writer() if replica.is_primary else None)
     for step in range(15):
         images, labels = batch(step, 12)
         share = slice(replica.rank, None, replica.num_replicas)
-        x, y = replica.send((images[share].double().flatten(1), labels[share]))
+        x, y = replica.send((images[share].double(), labels[share]))
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()

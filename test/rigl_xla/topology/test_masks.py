@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.xla_replica.replicas import needs_xla
 
-import xla_replica
 from rigl_xla.topology import masks
 
 # Few values, so that many are equal; an active weight of zero is one of them.
@@ -67,27 +62,6 @@ def test_layers_of_one_size_are_chosen_at_once():
         assert chosen == best(row, [True] * 40, count)
 
 
-def test_zero_layer_keeps_its_connections_when_nothing_is_dropped():
-    """With weights and scores of zero, active ones are still not inactive ones."""
-    mask = torch.rand(1, 500) < 0.1
-    zero, active = torch.zeros(1, 500), mask.sum(1)
-    found, _ = masks.drop_and_grow(mask, zero, zero, active, torch.tensor([0]))
-    assert torch.equal(found, mask)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_scores_that_say_nothing_are_known(bad):
-    scores = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
-    assert masks.is_finite(scores).tolist() == [True]
-    assert masks.has_preference(scores).tolist() == [[False], [True]]
-    scores[1, 0] = bad
-    assert masks.is_finite(scores).tolist() == [False]
-    eligible = torch.ones(2, 2, dtype=torch.bool)
-    assert masks.are_finite(scores, eligible).tolist() == [[True], [False]]
-    eligible[1, 0] = False
-    assert masks.are_finite(scores, eligible).tolist() == [[True], [True]]
-
-
 @settings(max_examples=100)
 @given(
     seed=st.integers(0, 10**6),
@@ -115,14 +89,6 @@ def test_rows_keep_their_number_of_connections(seed, rows, width, data):
         assert found[row].tolist() == [k or g for k, g in zip(kept, grown)]
 
 
-def test_randomness_depends_on_seed_name_and_update_alone():
-    first = masks.random_scores(1, "fc.weight", 2, 100)
-    torch.rand(3)
-    assert torch.equal(first, masks.random_scores(1, "fc.weight", 2, 100))
-    for other in [(2, "fc.weight", 2), (1, "fc2.weight", 2), (1, "fc.weight", 3)]:
-        assert not torch.equal(first, masks.random_scores(*other, 100))
-
-
 def test_initial_masks_have_exactly_as_many_connections_and_leave_torch_random():
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -131,37 +97,3 @@ def test_initial_masks_have_exactly_as_many_connections_and_leave_torch_random()
     assert torch.equal(before, torch.get_rng_state())
     # A literal, so that a run resumes under another release: do not change it lightly.
     assert masks.random_mask(0, "fc.weight", 8, 3).nonzero().tolist() == [[4], [6], [7]]
-
-
-def counted_updates(rank: int) -> tuple[list[tuple[int, int, int]], list[bool]]:
-    """Returns compilations, transfers and fallbacks of updates of different counts."""
-    replica = xla_replica.current()
-    draw = torch.Generator().manual_seed(0)
-    counts, equal = [], []
-    for dropped in (3, 0, 7, 20):
-        mask = masks.top(torch.rand(3, 200, generator=draw), torch.full((3,), 20))
-        scores = torch.randint(0, 50, (2, 3, 200), generator=draw).float()
-        numbers = torch.tensor([[20 - dropped] * 3, [dropped] * 3])
-        inputs = [mask, scores[0], scores[1], numbers[0], numbers[1]]
-        sent = [tensor.to(replica.device) for tensor in inputs]
-        replica.sync()
-        with xla_replica.count(replica) as count:
-            found, _ = masks.drop_and_grow(*sent)
-            finite = masks.is_finite(sent[1])
-            replica.sync()
-        counts.append((count.compilations, count.transfers, len(count.fallbacks)))
-        fetched = replica.fetch([found, finite])
-        equal.append(torch.equal(fetched[0], masks.drop_and_grow(*inputs)[0]))
-        assert bool(fetched[1])
-    nan = torch.tensor([[math.nan, 1.0]]).to(replica.device)
-    assert not bool(replica.fetch([masks.is_finite(nan)])[0])
-    return counts, equal
-
-
-@needs_xla
-@pytest.mark.xla
-def test_other_counts_compile_nothing_and_masks_equal_the_cpus():
-    [(counts, equal)] = xla_replica.launch(counted_updates, (), 1, "xla")
-    assert all(equal)
-    assert counts[1:] == [(0, 0, 0)] * 3
-    assert counts[0][1:] == (0, 0)

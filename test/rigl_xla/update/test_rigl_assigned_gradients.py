@@ -72,33 +72,42 @@ def by_passes(model, images, labels):
     assign(model, {name: torch.stack(found).mean(0) for name, found in rows.items()})
 
 
-def run_of(gradients, device="cpu", **options):
+def run_of(gradients, **options):
     """Returns masks after every step, and the pruner."""
-    model = convnet().double().to(device)
+    model = convnet().double()
     optimizer = sgd(model)
     pruner = pruned(model, optimizer, **options)
     found = []
     for step in range(STEPS):
         images, labels = batch(step)
         optimizer.zero_grad()
-        gradients(model, images.double().to(device), labels.to(device))
+        gradients(model, images.double(), labels)
         if pruner():
             optimizer.step()
         found.append({name: mask.clone() for name, mask in pruner.masks.items()})
     return found, pruner
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"skip_step": False}, {"grad_accumulation_n": 3}, {"method": "snfs"}],
-    ids=["rigl", "single-call", "window", "snfs"],
-)
+OPTIONS = {
+    "rigl": {},
+    "single-call": {"skip_step": False},
+    "window": {"grad_accumulation_n": 3},
+    "snfs": {"method": "snfs"},
+}
+
+
+@functools.cache
+def run_by_backward(kind):
+    return run_of(by_backward, **OPTIONS[kind])
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize(
     "gradients", [by_functions, by_capture, by_autograd, by_passes]
 )
-def test_topology_and_weights_are_those_of_backward_passes(gradients, options):
-    expected, other = run_of(by_backward, **options)
-    found, pruner = run_of(gradients, **options)
+def test_topology_and_weights_are_those_of_backward_passes(gradients, kind):
+    expected, other = run_by_backward(kind)
+    found, pruner = run_of(gradients, **OPTIONS[kind])
     for step, (masks, others) in enumerate(zip(found, expected)):
         assert equal(masks, others), step
     assert not equal(found[0], found[-1])
@@ -228,6 +237,8 @@ def composed_run(rank: int, hand: bool):
                 pruner()
                 optimizer.step()
         totals.append((count.compilations, count.transfers, count.fallbacks))
+    assert pruner.step == sampler.plan.num_steps * EPOCHS
+    assert pruner.rigl_steps == min(pruner.step, 29) // 2
     pruner.check_replicas()
     return [replica.fetch(each) for each in masks], minibatches, totals
 

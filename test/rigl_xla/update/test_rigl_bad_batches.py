@@ -124,9 +124,8 @@ def test_a_batch_that_zero_grad_discards_does_not_take_part(
         if not (skip_step and called):
             train(model, optimizer, pruner, range(2, 3))
         elif not discards:
-            pruner._steps.end(
-                optimizer, pruner.replica
-            )  # what the update without a batch amounts to
+            # What the update without a batch amounts to.
+            pruner._steps.end(optimizer, pruner.replica)
         train(model, optimizer, pruner, range(3, 7))
         assert pruner.rigl_steps == 2
         runs.append((pruner.masks, model.state_dict()))

@@ -9,20 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd, sparse_convnet
-from support.xla_replica.replicas import (
-    FEW_BACKENDS,
-    SEVERAL_REPLICAS,
-    Backend,
-    needs_xla,
-    row,
-)
+from support.variable_batch_size.reports import Writer
+from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, needs_xla, row
 
-import variable_batch_size as vbs
 import xla_replica
+from rigl_xla import TopologyLog
 from rigl_xla.update import drift as drift_of
 from xla_replica import ReplicaError
 
-STEPS = 13
+STEPS = 10
 SIZE = 120  # samples of a step, over all replicas: equal shares of 1, 2, 3, 5 and 8
 OPTIONS = {
     "rigl": {},
@@ -69,7 +64,7 @@ def run_of(
                 found[f"{name} after update {pruner.rigl_steps}"] = mask.clone()
         replica.sync()
     pruner.check_replicas()
-    assert pruner.rigl_steps >= 3
+    assert pruner.rigl_steps >= 2
     replica.barrier()  # no replica leaves the process group while others reduce
     return dict(zip(found, replica.fetch(list(found.values()))))
 
@@ -79,72 +74,33 @@ def run_of_one(kind: str) -> dict[str, torch.Tensor]:
     return run_of(0, kind)
 
 
-def check_run(backend: Backend, kind: str, ddp: bool = False, parts: int = 1) -> None:
-    expected = run_of_one(kind)
-    first, *others = expected.values()
-    same = [torch.equal(first, mask) for mask in others if mask.shape == first.shape]
-    assert not all(same)  # connections move
-    for masks in backend.run(run_of, kind, ddp, parts):
-        assert equal(masks, expected)
+def runs_of(rank: int, runs: list[tuple[str, bool, int]]):
+    return [run_of(rank, *run) for run in runs]
 
 
-# The default tests of XLA replicas are those of the elastic wrapper and of counts.
-SLOW_XLA_BACKENDS = [row("xla", n, slow=True) for n in (1, 2, 8)]
+def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
+    """Compares runs, by kind, DDP and parts, with those of one process."""
+    for found in backend.run(runs_of, runs):
+        for (kind, *_), masks in zip(runs, found, strict=True):
+            expected = run_of_one(kind)
+            first, *others = expected.values()
+            same = [torch.equal(first, m) for m in others if m.shape == first.shape]
+            assert not all(same)  # connections move
+            assert equal(masks, expected)
 
 
-@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), *SLOW_XLA_BACKENDS])
-def test_replicas_choose_as_one_process_on_all_their_data(backend):
-    check_run(backend, "rigl")
-
-
-@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 2, slow=True)])
-@pytest.mark.parametrize("kind", sorted(set(OPTIONS) - {"rigl"}))
-def test_so_do_the_other_methods(backend, kind):
-    check_run(backend, kind)
-
-
+# The default tests of XLA replicas are those of five packages and of counts.
 @pytest.mark.parametrize(
-    ("kind", "parts"),
-    [("rigl", 1), ("rigl", 2), pytest.param("window", 2, marks=pytest.mark.slow)],
+    "backend", [row("cpu", 3), *(row("xla", n, slow=True) for n in (1, 2, 8))]
 )
-def test_under_ddp_with_gradients_accumulated_in_parts(kind, parts):
-    check_run(Backend("cpu", 2), kind, ddp=True, parts=parts)
+def test_replicas_choose_as_one_process_on_all_their_data(backend):
+    kinds = [*OPTIONS] if backend in (("cpu", 3), ("xla", 2)) else ["rigl"]
+    check_runs(backend, *((kind, False, 1) for kind in kinds))
 
 
-def elastic_run(rank: int) -> dict[str, torch.Tensor]:
-    """Returns masks of a run with batches of 4 to 24 samples, and idle replicas."""
-    replica = xla_replica.current()
-    model = convnet().double().to(replica.device)
-    images, labels = batch(0, 256)
-    dataset = torch.utils.data.TensorDataset(images.double(), labels)
-    sampler = vbs.CustomSampler(
-        dataset, [4, 24, 12, 8], minibatch_size=4, on_end="cycle"
-    )
-    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=16)
-    pruner = pruned(model, optimizer, skip_step=False, T_end=30, delta=2)
-    sampler.set_epoch(0)
-    optimizer.set_epoch(0)
-    for minibatch in sampler:
-        x, y = replica.send((images[minibatch].double(), labels[minibatch]))
-        F.cross_entropy(model(x), y).backward()
-        if pruner():
-            optimizer.step()
-    assert pruner.step == sampler.plan.num_steps
-    assert pruner.rigl_steps == min(pruner.step, 29) // 2 > 5
-    pruner.check_replicas()
-    masks = replica.fetch(list(pruner.masks.values()))
-    return dict(zip(pruner.masks, masks))
-
-
-@functools.cache
-def elastic_run_of_one() -> dict[str, torch.Tensor]:
-    return elastic_run(0)
-
-
-@pytest.mark.parametrize("backend", FEW_BACKENDS)
-def test_inside_the_elastic_wrapper_with_idle_replicas(backend):
-    for masks in backend.run(elastic_run):
-        assert equal(masks, elastic_run_of_one())
+def test_under_ddp_with_gradients_accumulated_in_parts():
+    runs = ("rigl", True, 1), ("rigl", True, 2), ("window", True, 2)
+    check_runs(Backend("cpu", 2), *runs)
 
 
 def change_weights(model, what: str, scale: torch.Tensor) -> None:
@@ -222,7 +178,8 @@ COUNTED = {
 def counted_run(rank: int, kind: str):
     """Returns compilations, transfers and fallbacks by 10 of 110 steps, and masks.
 
-    Updates are at 10, 20, ..., 100; the last 10 steps come after all of them.
+    Updates are at 10, 20, ..., 100; the last 10 steps come after all of them. A log
+    reads all its reports in the end, in one transfer.
     """
     replica = xla_replica.current()
     size = 2 * (
@@ -234,7 +191,8 @@ def counted_run(rank: int, kind: str):
         compiles = replica.is_lazy
         optimizer = torch.optim.Adam(model.parameters(), 0.01, capturable=compiles)
     pruner = pruned(model, optimizer, **{**COUNTED[kind], "delta": 10, "T_end": 102})
-    counts, masks = [], []
+    counts, masks, writer = [], [], Writer()
+    log = TopologyLog(pruner, writer)
     for first in range(0, 110, 10):
         with xla_replica.count(replica) as count:
             for step in range(first, first + 10):
@@ -249,11 +207,16 @@ def counted_run(rank: int, kind: str):
                     for gradient in gradients:
                         gradient /= replica.num_replicas
                     optimizer.step()
+                log()
                 replica.sync()
         counts.append((count.compilations, count.transfers, count.fallbacks))
         masks.append(replica.fetch(list(pruner.masks.values())))
     assert pruner.rigl_steps == 10
-    return counts, masks
+    with xla_replica.count(replica) as count:
+        log.flush()
+    assert (count.compilations, count.fallbacks) == (0, {})
+    assert count.transfers == (replica.num_replicas if replica.is_lazy else 0)
+    return counts, masks, writer.scalars
 
 
 def counted_runs(rank: int, kinds: list[str]):
@@ -276,8 +239,11 @@ def test_after_the_first_update_nothing_compiles_and_nothing_is_read(
     num_replicas, kinds
 ):
     for found in Backend("xla", num_replicas).run(counted_runs, kinds, timeout=300.0):
-        for kind, (counts, masks) in found.items():
-            _, on_cpu = counted_run(0, kind)
+        for kind, (counts, masks, logged) in found.items():
+            _, on_cpu, expected = counted_run(0, kind)
+            assert logged == expected
+            logged_at = [step for step, _ in logged["rigl/exploration_rate"]]
+            assert logged_at == [1, *range(10, 110, 10)]
             # The sum of a step that collects but does not update is one more program.
             apart = num_replicas > 1 and kind in ("window", "snfs")
             assert 2 <= counts[0][0] <= 4 + apart, (kind, counts)

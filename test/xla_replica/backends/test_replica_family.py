@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 from support.xla_replica.replicas import BACKENDS, SEVERAL_REPLICAS, Backend, row
-from support.xla_replica.torchrun import LAUNCHER
 from torch.utils.data import DataLoader, Dataset
 
 import xla_replica
@@ -195,7 +194,7 @@ class Faulty(Dataset):
         return torch.tensor([index])
 
 
-def loads_and_fails(rank: int) -> list[int]:
+def loads_and_fails() -> list[int]:
     replica = xla_replica.current()
     seen = []
     for _ in range(2):  # breaking out leaves the loader usable
@@ -210,25 +209,13 @@ def loads_and_fails(rank: int) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_the_loader_raises_what_the_dataset_raises(backend):
-    expected = [0, 1, 0, 1]
-    assert backend.run(loads_and_fails) == [expected] * backend.num_replicas
-
-
-def device_noise(rank: int) -> torch.Tensor:
+def device_noise() -> torch.Tensor:
     replica = xla_replica.current()
     replica.seed(1)
     return torch.rand(4, device=replica.device).cpu()
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_seed_draws_differently_on_every_replica(backend):
-    draws = [tuple(draw.tolist()) for draw in backend.run(device_noise)]
-    assert len(set(draws)) == backend.num_replicas
-
-
-def repeats_its_noise(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def repeats_its_noise() -> tuple[torch.Tensor, list[torch.Tensor]]:
     replica = xla_replica.current()
     replica.seed(1)
 
@@ -250,12 +237,65 @@ def repeats_its_noise(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return state, draws
 
 
-@pytest.mark.parametrize("backend", [row("cpu", 1), *SEVERAL_REPLICAS])
-def test_a_state_of_random_numbers_is_put_back(backend):
-    for state, (first, again, later) in backend.run(repeats_its_noise):
+def what_is_refused() -> list[str]:
+    """Returns what verbs say of arguments that are not lists of tensors."""
+    replica = xla_replica.current()
+    said = []
+    for verb in (replica.all_reduce_, replica.broadcast_, replica.fetch):
+        for tensors in (replica.scalar(1.0), None, [replica.scalar(1.0), 3]):
+            with pytest.raises(TypeError) as caught:
+                verb(tensors)
+            said.append(str(caught.value))
+    with pytest.raises(TypeError, match=r"seed must be an integer .* got 1\.5"):
+        replica.seed(1.5)
+    with pytest.raises(ValueError, match="seed must be an integer"):
+        replica.seed(2**64)
+    with pytest.raises(ValueError, match="prefetch must be an integer >= 1, got 0"):
+        replica.loader([], 0)
+    summed = [replica.scalar(1.0)]
+    replica.all_reduce_(tensor for tensor in summed)
+    assert replica.fetch(iter(summed))[0].item() == replica.num_replicas
+    return said
+
+
+def further_verbs(rank: int) -> dict[str, object]:
+    return {
+        "loaded": loads_and_fails(),
+        "noise": device_noise(),
+        "states": repeats_its_noise(),
+        "refused": what_is_refused(),
+    }
+
+
+@pytest.fixture(scope="module", params=[row("cpu", 1), *SEVERAL_REPLICAS])
+def further(request):
+    return request.param.run(further_verbs)
+
+
+def test_the_loader_raises_what_the_dataset_raises(further):
+    assert [outcome["loaded"] for outcome in further] == [[0, 1, 0, 1]] * len(further)
+
+
+def test_seed_draws_differently_on_every_replica(further):
+    draws = [tuple(outcome["noise"].tolist()) for outcome in further]
+    assert len(set(draws)) == len(further)
+
+
+def test_a_state_of_random_numbers_is_put_back(further):
+    for outcome in further:
+        state, (first, again, later) = outcome["states"]
         assert (state.dtype, state.dim(), state.device.type) == (torch.uint8, 1, "cpu")
         assert torch.equal(first, again)
         assert not torch.equal(first, later)
+
+
+def test_verbs_refuse_what_is_no_list_of_tensors(further):
+    expected = [
+        f"{verb} takes a list of tensors, such as [tensor], got {got}"
+        for verb in ("all_reduce_", "broadcast_", "fetch")
+        for got in ("a tensor of shape (1,)", "None", "3")
+    ]
+    assert [outcome["refused"] for outcome in further] == [expected] * len(further)
 
 
 def raises(rank: int, culprit: int) -> None:
@@ -275,8 +315,8 @@ def test_a_replica_that_raises_ends_the_run_with_its_exception(backend):
     assert 'raise KeyError("no such thing")' in str(caught.value)
 
 
-def exits(rank: int, status: object, culprit: int) -> None:
-    if rank == culprit:
+def exits(rank: int, status: object, culprits: tuple[int, ...]) -> None:
+    if rank in culprits:
         sys.exit(status)
     raises(rank, -1)
 
@@ -285,7 +325,7 @@ def exits(rank: int, status: object, culprit: int) -> None:
 def test_the_status_with_which_a_replica_exits_is_the_jobs(backend, caplog):
     """A script that does not catch it ends with this status and no traceback."""
     with pytest.raises(SystemExit) as caught:
-        backend.run(exits, 21, 1)
+        backend.run(exits, 21, (1,))
     assert caught.value.code == 21
     assert "replica 1 ended the job by sys.exit(21)" in caplog.text
 
@@ -293,24 +333,16 @@ def test_the_status_with_which_a_replica_exits_is_the_jobs(backend, caplog):
 def test_a_replica_in_this_process_exits_as_it_would_without_launch():
     for status in (21, 0):
         with pytest.raises(SystemExit) as caught:
-            Backend("cpu", 1).run(exits, status, 0)
+            Backend("cpu", 1).run(exits, status, (0,))
         assert caught.value.code == status
 
 
+@pytest.mark.parametrize("culprits", [(1,), (0, 1, 2)])
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_a_replica_that_exits_well_has_left_its_peers(backend):
-    with pytest.raises(ReplicaError, match="replica 1 raised SystemExit: 0"):
-        backend.run(exits, 0, 1)
-
-
-def all_exit(rank: int) -> None:
-    sys.exit(0)
-
-
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_replicas_that_all_exit_are_an_error(backend):
-    with pytest.raises(ReplicaError, match="raised SystemExit: 0"):
-        backend.run(all_exit)
+def test_replicas_that_exit_well_have_left_their_peers(backend, culprits):
+    who = "1" if culprits == (1,) else r"\d"
+    with pytest.raises(ReplicaError, match=f"replica {who} raised SystemExit: 0"):
+        backend.run(exits, 0, culprits)
 
 
 def returns_early(rank: int) -> None:
@@ -363,32 +395,6 @@ def test_current_is_local_in_a_plain_script():
     )
     assert run.returncode == 0, run.stderr
     assert "replica 0 of 1" in run.stdout
-
-
-LEAVES_NO_GROUP = """
-import gc, weakref, torch, torch.distributed as dist, xla_replica
-
-def train(rank):
-    weight = torch.ones(1, requires_grad=True)
-    torch.optim.SGD([weight], lr=0.1)  # imports what holds on to a group
-    xla_replica.current().all_reduce_([weight.detach()])
-    return weakref.ref(dist.group.WORLD)
-
-if __name__ == "__main__":
-    [group] = xla_replica.launch(train, device="cpu")
-    gc.collect()
-    assert group() is None, gc.get_referrers(group())
-"""
-
-
-def test_the_group_of_a_torchrun_job_ends_with_it(tmp_path):
-    """A gloo thread that outlives it may abort the process while Python exits."""
-    script = tmp_path / "script.py"
-    script.write_text(LEAVES_NO_GROUP)
-    done = subprocess.run(
-        [*LAUNCHER, script], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_current_refuses_to_train_torchrun_processes_apart(monkeypatch):
@@ -462,49 +468,10 @@ def test_a_default_number_is_one_that_launch_takes():
         xla_replica.default_num_replicas("cpu", 0)
 
 
-def what_is_refused(rank: int) -> list[str]:
-    """Returns what verbs say of arguments that are not lists of tensors."""
-    replica = xla_replica.current()
-    said = []
-    for verb in (replica.all_reduce_, replica.broadcast_, replica.fetch):
-        for tensors in (replica.scalar(1.0), None, [replica.scalar(1.0), 3]):
-            with pytest.raises(TypeError) as caught:
-                verb(tensors)
-            said.append(str(caught.value))
-    with pytest.raises(TypeError, match=r"seed must be an integer .* got 1\.5"):
-        replica.seed(1.5)
-    with pytest.raises(ValueError, match="seed must be an integer"):
-        replica.seed(2**64)
-    with pytest.raises(ValueError, match="prefetch must be an integer >= 1, got 0"):
-        replica.loader([], 0)
-    summed = [replica.scalar(1.0)]
-    replica.all_reduce_(tensor for tensor in summed)
-    assert replica.fetch(iter(summed))[0].item() == replica.num_replicas
-    return said
-
-
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_verbs_refuse_what_is_no_list_of_tensors(backend):
-    one, none, mixed = "a tensor of shape (1,)", "None", "3"
-    expected = [
-        f"{verb} takes a list of tensors, such as [tensor], got {got}"
-        for verb in ("all_reduce_", "broadcast_", "fetch")
-        for got in (one, none, mixed)
-    ]
-    assert backend.run(what_is_refused) == [expected] * backend.num_replicas
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_launch_rejects_gpus_that_are_not_there():
     with pytest.raises(ValueError, match="'cuda', but the accelerator torch finds is"):
         xla_replica.launch(every_verb, device="cuda")
-
-
-def test_a_lone_replica_refuses_what_several_would():
-    replica = LocalReplica("cpu")
-    for verb in (replica.all_reduce_, replica.broadcast_, replica.fetch):
-        with pytest.raises(TypeError, match=f"{verb.__name__} takes a list of tensors"):
-            verb(torch.ones(2))
 
 
 def test_broadcast_rejects_a_source_that_is_not_a_replica():

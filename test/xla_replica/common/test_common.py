@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import errno
-import os
+import math
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -29,7 +28,7 @@ from xla_replica.common.arguments import (
     is_number,
 )
 from xla_replica.common.differences import check_same, differences
-from xla_replica.common.files import UnfinishedFile, locked, write_whole
+from xla_replica.common.files import locked, write_whole
 from xla_replica.common.trees import leaves, map_tensors, tensors_in
 
 # --- arguments ----------------------------------------------------------------------
@@ -68,79 +67,35 @@ def test_numbers_are_returned_unchanged():
 
 
 @pytest.mark.parametrize(
-    ("check", "error", "message"),
+    ("check", "arguments", "limits", "error", "says"),
     [
-        (
-            lambda: check_integer("steps", 3.0),
-            TypeError,
-            "steps must be an integer, got 3.0",
-        ),
-        (
-            lambda: check_integer("steps", 0, least=1),
-            ValueError,
-            "steps must be an integer >= 1, got 0",
-        ),
-        (
-            lambda: check_integer("rank", 3, 0, 2),
-            ValueError,
-            "rank must be an integer >= 0 and <= 2, got 3",
-        ),
-        (
-            lambda: check_number("delta", float("nan")),
-            ValueError,
-            "delta must be a finite number, got nan",
-        ),
-        (
-            lambda: check_number("delta", 1.0, above=0, below=1),
-            ValueError,
-            "delta must be a finite number > 0 and < 1, got 1.0",
-        ),
-        (
-            lambda: check_number("delta", 0, above=0),
-            ValueError,
-            "delta must be a finite number > 0, got 0",
-        ),
-        (
-            lambda: check_number("delta", 2, most=1.5),
-            ValueError,
-            "delta must be a finite number <= 1.5, got 2",
-        ),
-        (
-            lambda: check_flag("verbose", "no"),
-            TypeError,
-            "verbose must be True or False, got 'no'",
-        ),
-        (
-            lambda: check_flag("verbose", 1),
-            TypeError,
-            "verbose must be True or False, got 1",
-        ),
-        (
-            lambda: check_choice("method", "c", ("a", None)),
-            ValueError,
-            "method must be one of 'a', None, got 'c'",
-        ),
-        (
-            lambda: check_choice("method", np.ones(2), ("a",)),
-            ValueError,
-            "method must be one of 'a', got array([1., 1.])",
-        ),
-        (
-            lambda: check_function("fn", "train"),
-            TypeError,
-            "fn must be a function, got 'train'",
-        ),
-        (
-            lambda: check_type("args", "ab", (tuple, list), "a tuple"),
-            TypeError,
-            "args must be a tuple, got 'ab' (str)",
-        ),
+        (check_integer, ("steps", 3.0), {}, TypeError, "an integer, got 3.0"),
+        (check_integer, ("a", 0, 1), {}, ValueError, "an integer >= 1, got 0"),
+        (check_integer, ("a", 3, 0, 2), {}, ValueError, "integer >= 0 and <= 2, got 3"),
+        (check_number, ("a", math.nan), {}, ValueError, "a finite number, got nan"),
+        (check_number, ("a", 1.0), {"above": 0, "below": 1}, ValueError,
+         "a finite number > 0 and < 1, got 1.0"),
+        (check_number, ("a", 0), {"above": 0}, ValueError, "finite number > 0, got 0"),
+        (check_number, ("a", 2), {"most": 1.5}, ValueError, "number <= 1.5, got 2"),
+        (check_flag, ("verbose", "no"), {}, TypeError, "True or False, got 'no'"),
+        (check_flag, ("verbose", 1), {}, TypeError, "True or False, got 1"),
+        (check_choice, ("a", "c", ("a", None)), {}, ValueError,
+         "one of 'a', None, got 'c'"),
+        (check_choice, ("a", np.ones(2), ("a",)), {}, ValueError,
+         "one of 'a', got array([1., 1.])"),
+        (check_function, ("fn", "train"), {}, TypeError, "a function, got 'train'"),
+        (check_type, ("args", "ab", (tuple, list), "a tuple"), {}, TypeError,
+         "a tuple, got 'ab' (str)"),
     ],
-)
-def test_messages_say_what_is_allowed_and_what_was_received(check, error, message):
+)  # fmt: skip
+def test_messages_say_what_is_allowed_and_what_was_received(
+    check, arguments, limits, error, says
+):
     with pytest.raises(error) as caught:
-        check()
-    assert str(caught.value) == message
+        check(*arguments, **limits)
+    message = str(caught.value)
+    assert message.startswith(f"{arguments[0]} must be ")
+    assert message.endswith(says)
 
 
 # --- trees --------------------------------------------------------------------------
@@ -257,33 +212,6 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
         write_whole(tmp_path / "unfinished", write)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     assert path.read_bytes() == b"earlier"
-
-
-@pytest.mark.parametrize("size", [0, 3, 1000])
-def test_what_is_reserved_and_not_written_is_given_back(tmp_path, size):
-    under_way = UnfinishedFile(tmp_path / "new" / "unfinished")
-    if size:
-        under_way.reserve(size)
-    under_way.file.write(b"content")
-    assert under_way.finish(tmp_path / "new" / "file").read_bytes() == b"content"
-
-
-def test_a_full_disk_is_noticed_when_it_is_reserved(tmp_path, monkeypatch):
-    def fails(code: int) -> Callable[..., None]:
-        def fallocate(*arguments: int) -> None:
-            raise OSError(code, os.strerror(code))
-
-        return fallocate
-
-    under_way = UnfinishedFile(tmp_path / "unfinished")
-    # Some file systems cannot.
-    monkeypatch.setattr(os, "posix_fallocate", fails(errno.EOPNOTSUPP), raising=False)
-    under_way.reserve(1000)
-    monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
-    with pytest.raises(OSError, match="No space left"):
-        under_way.reserve(1000)
-    under_way.discard()
-    assert not list(tmp_path.iterdir())
 
 
 LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.xla_replica.replicas import needs_xla
@@ -12,29 +14,35 @@ VALUES = [0.0, -1.5, 3e38, float("inf"), float("-inf"), float("nan")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def compared(rank: int) -> tuple[list[list[list[bool]]], list[str]]:
-    """Returns what is finite and what is below one, and the programs that say so."""
+def compared(rank: int) -> tuple[list[list[Any]], list[str]]:
+    """Returns what is finite and below one by dtype, and two sums of what is computed
+    once; and the programs that say so."""
     del rank
     replica = xla_replica.current()
     found, programs = [], []
-    for dtype in DTYPES:
-        values = replica.send(torch.tensor(VALUES, dtype=dtype))
-        made = [
-            xla_replica.where_finite(values),
-            values < xla_replica.comparable(1.0, values),
-        ]
+
+    def note(*made: torch.Tensor) -> None:
         if replica.is_lazy:
             import torch_xla
 
-            programs.append(torch_xla._XLAC._get_xla_tensors_hlo(made))
+            programs.append(torch_xla._XLAC._get_xla_tensors_hlo([*made]))
         found.append([each.tolist() for each in replica.fetch(made)])
+
+    for dtype in DTYPES:
+        values = replica.send(torch.tensor(VALUES, dtype=dtype))
+        one = xla_replica.comparable(1.0, values)
+        note(xla_replica.where_finite(values), values < one)
+    once = xla_replica.computed_once(replica.send(torch.tensor([1.0, -2.0])) * 3)
+    note(once + 1, once.sum())
     return found, programs
 
 
-def check(found: list[list[list[bool]]]) -> None:
-    for finite, below in found:
+def check(found: list[list[Any]]) -> None:
+    *by_dtype, sums = found
+    for finite, below in by_dtype:
         assert finite == [True, True, True, False, False, False]
         assert below == [True, True, False, False, True, False]
+    assert sums == [[4.0, -5.0], -3.0]
 
 
 def test_on_the_host():
@@ -45,33 +53,9 @@ def test_on_the_host():
 @needs_xla
 @pytest.mark.xla
 def test_on_xla_only_float64_is_compared_in_float64():
+    """And what is to be computed once is one barrier in the program."""
     [(found, programs)] = xla_replica.launch(compared, (), 1, "xla")
     check(found)
+    *programs, of_sums = programs
     assert ["f64" in program for program in programs] == [False, False, True]
-
-
-def summed_twice(rank: int) -> tuple[list[list[float]], str]:
-    """Returns two sums of numbers that are computed once, and their program."""
-    del rank
-    replica = xla_replica.current()
-    values = replica.send(torch.tensor([1.0, -2.0]))
-    once = xla_replica.computed_once(values * 3)
-    made = [once + 1, once.sum()]
-    program = ""
-    if replica.is_lazy:
-        import torch_xla
-
-        program = torch_xla._XLAC._get_xla_tensors_hlo(made)
-    return [each.tolist() for each in replica.fetch(made)], program
-
-
-def test_what_is_computed_once_is_as_it_was():
-    assert summed_twice(0)[0] == [[4.0, -5.0], -3.0]
-
-
-@needs_xla
-@pytest.mark.xla
-def test_a_program_computes_once_what_it_is_told_to():
-    [(found, program)] = xla_replica.launch(summed_twice, (), 1, "xla")
-    assert found == [[4.0, -5.0], -3.0]
-    assert program.count(" opt-barrier(") == 1
+    assert of_sums.count(" opt-barrier(") == 1

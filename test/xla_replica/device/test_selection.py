@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.xla_replica.replicas import needs_xla
@@ -21,14 +23,16 @@ ROWS = {
 }
 
 
-def selected(rank: int) -> dict[str, list[list[float]]]:
+def selected(rank: int) -> dict[str, list[Any]]:
     """Returns the second and the fourth, the fifth and the first of each pair of rows.
+
+    And, as "first", the first true ones of a mask.
 
     Raises AssertionError if another count compiles anything.
     """
     del rank
     replica = xla_replica.current()
-    found: dict[str, list[list[float]]] = {}
+    found: dict[str, list[Any]] = {}
     for name, rows in ROWS.items():
         values = replica.send(rows)
         for counts in ([2, 4], [5, 1]):
@@ -41,10 +45,15 @@ def selected(rank: int) -> dict[str, list[list[float]]]:
             assert not (name in found and count.compilations)
             [host] = replica.fetch([largest])
             found.setdefault(name, []).append(host.flatten().tolist())
+    mask = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]]).bool()
+    counts = torch.tensor([[2], [0], [1]])
+    found["first"] = replica.fetch([first(*map(replica.send, (mask, counts)))])
     return found
 
 
-def check(found: dict[str, list[list[float]]]) -> None:
+def check(found: dict[str, list[Any]]) -> None:
+    expected = [[False, True, True, False, False], [False] * 5, [False, True] + 3 * [0]]
+    assert found["first"][0].tolist() == expected
     for name, rows in ROWS.items():
         a, b = (sorted(row, reverse=True) for row in rows.tolist())
         assert found[name] == [[a[1], b[3]], [a[4], b[0]]], name
@@ -58,19 +67,3 @@ def test_the_largest_are_those_of_a_sorted_list():
 @pytest.mark.xla
 def test_on_xla_too_and_another_count_compiles_nothing():
     check(xla_replica.launch(selected, (), 1, "xla")[0])
-
-
-def firsts(rank: int) -> list[list[bool]]:
-    del rank
-    replica = xla_replica.current()
-    mask = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]]).bool()
-    counts = torch.tensor([[2], [0], [1]])
-    return replica.fetch([first(*map(replica.send, (mask, counts)))])[0].tolist()
-
-
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("xla", marks=[needs_xla, pytest.mark.xla])]
-)
-def test_the_first_true_ones(device):
-    expected = [[False, True, True, False, False], [False] * 5, [False, True] + 3 * [0]]
-    assert xla_replica.launch(firsts, (), 1, device)[0] == expected

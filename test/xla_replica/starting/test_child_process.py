@@ -14,15 +14,19 @@ from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, needs_xla, r
 VARIABLE = "A_TEST_HAS_SET_THIS"
 
 
-def environment(rank: int) -> tuple[str | None, str, int]:
-    return os.environ.get(VARIABLE), str(Path.cwd()), os.getpid()
+def environment(rank: int) -> tuple[str | None, str, bool, int]:
+    has_torch_xla = "torch_xla" in sys.modules
+    return os.environ.get(VARIABLE), str(Path.cwd()), has_torch_xla, os.getpid()
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_a_run_has_the_environment_and_folder_that_its_parent_has_now(
     backend, monkeypatch, tmp_path
 ):
-    """Not those that its parent had when the first run began."""
+    """Not those that its parent had when the first run began.
+
+    Only those that need it import torch_xla, which replaces modules such as nn.GRU.
+    """
     processes = set()
     for value in ("1", "2", None):
         if value is None:
@@ -32,8 +36,9 @@ def test_a_run_has_the_environment_and_folder_that_its_parent_has_now(
         folder = tmp_path / str(value)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        for found, where, process in backend.run(environment):
+        for found, where, has_torch_xla, process in backend.run(environment):
             assert (found, where) == (value, str(folder))
+            assert has_torch_xla == (backend.device == "xla")
             processes.add(process)
     # XLA's replicas are threads of one process.
     assert len(processes) == 3 * (1 if backend.device == "xla" else 3)
@@ -99,42 +104,3 @@ def test_a_run_writes_where_its_parent_writes_now(backend, tmp_path):
     for word, other in (("first", "second"), ("second", "first")):
         assert [text.count(word) for text in seen[word]] == [2, 2]
         assert [text.count(other) for text in seen[word]] == [0, 0]
-
-
-JOINED = """
-import os, xla_replica
-from xla_replica.starting import distributed
-
-def joins(*args, **where):
-    os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number\\n")
-    os.write(1, b"from a library\\n")
-    join(*args, **where)
-
-join, distributed._join_group = distributed._join_group, joins
-
-def train(rank):
-    os.write(1, b"from the replica\\n")
-
-if __name__ == "__main__":
-    xla_replica.launch(train, num_replicas=2, device="cpu")
-"""
-
-
-def test_what_gloo_prints_of_its_connections_is_left_out(tmp_path):
-    """torch 2.9's prints a line per process, which no setting silences."""
-    script = tmp_path / "script.py"
-    script.write_text(JOINED)
-    command = [sys.executable, script]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = ["from a library", "from the replica"]
-    assert sorted(done.stdout.splitlines()) == sorted(2 * lines)
-
-
-def imported(rank: int) -> bool:
-    return "torch_xla" in sys.modules
-
-
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_only_those_that_need_it_have_imported_torch_xla(backend):
-    """It replaces modules of torch, such as nn.GRU."""
-    assert set(backend.run(imported)) == {backend.device == "xla"}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -244,6 +245,25 @@ def test_a_script_that_asks_for_a_tpu_is_told_that_it_has_one(tmp_path):
 # --- what scripts count on ----------------------------------------------------------
 
 
+def does_it_all(rank: int, folder: str) -> dict[str, Any]:
+    return {
+        "draws": draws(rank),
+        "logs": logs_beside(rank),
+        "collectives": uses_collectives(rank, folder),
+        "groups": uses_groups(rank),
+    }
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(4, marks=[needs_xla, pytest.mark.xla])]
+)
+def outcomes(request, tmp_path_factory) -> dict[str, list[Any]]:
+    """What every replica has found, by what it has tried."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    found = Backend("xla", request.param).run(does_it_all, folder)
+    return {name: [each[name] for each in found] for name in found[0]}
+
+
 def uses_collectives(rank: int, folder: str) -> dict[str, object]:
     """Calls every collective of torch_xla, where it can with its default arguments."""
     import torch_xla.core.functions as xf
@@ -292,13 +312,9 @@ def uses_collectives(rank: int, folder: str) -> dict[str, object]:
     return found
 
 
-@needs_xla
-@pytest.mark.xla
-def test_collectives_give_what_they_promise(tmp_path):
+def test_collectives_give_what_they_promise(outcomes):
     n, ranks = 4, [0.0, 1.0, 2.0, 3.0]
-    for rank, found in enumerate(
-        Backend("xla", n).run(uses_collectives, str(tmp_path))
-    ):
+    for rank, found in enumerate(outcomes["collectives"]):
         half = [r for r in ranks if r % 2 == rank % 2]
         own = [n * (2 * rank + i) + 6.0 for i in range(2)]
         assert found == {
@@ -360,14 +376,13 @@ def uses_groups(rank: int) -> dict[str, object]:
     return found
 
 
-@needs_xla
-@pytest.mark.xla
 @pytest.mark.filterwarnings("ignore")
-def test_replicas_have_process_groups_of_their_own():
-    for rank, found in enumerate(Backend("xla", 3).run(uses_groups)):
+def test_replicas_have_process_groups_of_their_own(outcomes):
+    for rank, found in enumerate(outcomes["groups"]):
         weights = found.pop("weight")
         assert all(torch.equal(weight, weights[0]) for weight in weights)
-        expected = {"rank": rank, "total": 3.0, "parts": [0.0, 1.0, 2.0], "sent": 1.0}
+        expected = {"rank": rank, "total": 6.0, "parts": [0.0, 1.0, 2.0, 3.0]}
+        expected["sent"] = 1.0
         assert found == expected
 
 
@@ -392,13 +407,11 @@ def draws(rank: int) -> list[object]:
     return drawn
 
 
-@needs_xla
-@pytest.mark.xla
-def test_every_replica_draws_what_a_process_would():
+def test_every_replica_draws_what_a_process_would(outcomes):
     with torch.random.fork_rng(devices=[]):
         expected = draws(0)
-    first, *others = Backend("xla", 3).run(draws)
-    assert others == [first, first]  # before the seed too, from the process's state
+    first, *others = outcomes["draws"]
+    assert others == [first] * 3  # before the seed too, from the process's state
     assert first[1:] == expected[1:]
 
 
@@ -424,8 +437,6 @@ def logs_beside(rank: int) -> list[object]:
     return seen
 
 
-@needs_xla
-@pytest.mark.xla
-def test_threads_that_a_replica_starts_belong_to_it():
-    for rank, seen in enumerate(Backend("xla", 2).run(logs_beside)):
-        assert seen == [(20.0 * step + 1, rank) for step in range(3)]
+def test_threads_that_a_replica_starts_belong_to_it(outcomes):
+    for rank, seen in enumerate(outcomes["logs"]):
+        assert seen == [(40.0 * step + 6, rank) for step in range(3)]

@@ -10,10 +10,15 @@ from support.xla_replica.torchrun import LAUNCHER, free_port
 
 # In the first attempt both replicas exit in their second launch.
 RESTARTED = """
-import os, sys, xla_replica
+import gc, os, sys, weakref, torch, xla_replica
+
+groups = []
 
 def train(rank, fails):
     replica = xla_replica.current()
+    # Imports what would hold on to a group.
+    torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    groups.append(weakref.ref(torch.distributed.group.WORLD))
     total = replica.scalar(rank + 1)
     replica.all_reduce_([total])
     if fails:
@@ -25,6 +30,8 @@ if __name__ == "__main__":
     totals = []
     for launch in range(3):
         totals += xla_replica.launch(train, (fails and launch == 1,), device="cpu")
+    gc.collect()
+    assert [group() for group in groups] == [None] * 3, groups
     os.write(1, f"TOTALS {totals}\\n".encode())
 """
 
@@ -33,7 +40,11 @@ if __name__ == "__main__":
     "rendezvous", [pytest.param("static", marks=pytest.mark.slow), "c10d"]
 )
 def test_every_launch_of_every_restart_meets_its_own_peers(tmp_path, rendezvous):
-    """With torch's keys, a process may read a peer's address of the time before."""
+    """With torch's keys, a process may read a peer's address of the time before.
+
+    And every group ends with its launch: a gloo thread that outlives it may abort the
+    process while Python exits.
+    """
     script = tmp_path / "script.py"
     script.write_text(RESTARTED)
     port = free_port()
