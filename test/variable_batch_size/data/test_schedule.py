@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from variable_batch_size.data.schedule import EpochPlan, Schedule, TraceExhausted
@@ -44,6 +44,7 @@ schedules = st.integers(1, 12).flatmap(
 )
 
 
+@settings(deadline=None)
 @given(schedules, st.sampled_from(["stop", "error", "hold", "cycle"]))
 def test_epochs_equal_the_slow_way(drawn, on_end):
     sizes, capacity, unit, rest = drawn
@@ -68,6 +69,7 @@ def test_epochs_equal_the_slow_way(drawn, on_end):
         assert schedule.num_epochs == len(expected)
 
 
+@settings(deadline=None)
 @given(schedules, st.integers(1, 9))
 def test_every_minibatch_is_dealt_exactly_once(drawn, num_replicas):
     """Minibatch k goes to replica k mod R, so no sample is used twice in an epoch."""
@@ -110,6 +112,7 @@ def test_in_a_padded_plan_every_replica_runs_as_many_minibatches(num_replicas):
         assert plan.minibatches(rank).tolist() == counting
 
 
+@settings(deadline=None)
 @given(schedules)
 def test_epochs_can_be_asked_for_in_any_order(drawn):
     sizes, capacity, unit, _ = drawn

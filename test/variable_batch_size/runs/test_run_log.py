@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -10,14 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.variable_batch_size.elastic import (
-    Case,
-    large_batch_run,
-    loss_of,
-    make,
-    optimizer_of,
-    sampler_of,
-)
+from support.variable_batch_size import elastic
+from support.variable_batch_size.elastic import Case, large_batch_run
 from support.variable_batch_size.reports import Writer
 from support.xla_replica.replicas import row
 from torch import nn
@@ -31,19 +26,14 @@ CASE = Case((4, 24, 12, 32, 8, 16), epochs=3, exact=True)
 LOG_STEPS = 5
 
 
-class Training:
-    """A run with a log, as a user writes it."""
+class Training(elastic.Training):
+    """A run with a log, as a user writes it; it ends before step ``kill_at``."""
 
     def __init__(self, folder: Path, case: Case = CASE, log=True, **options) -> None:
-        self.replica, self.case = xla_replica.current(), case
-        self.model, self.inputs, self.targets = make(case)
-        self.model.to(self.replica.device)
-        self.sampler = sampler_of(case, self.inputs)
-        self.optimizer = optimizer_of(
-            case, self.model.parameters(), self.sampler, **options
-        )
-        self.log = None
+        super().__init__(case, **options)
+        self.log, self.kill_at = None, math.inf
         self.sent: list[tuple[int, dict[str, float]]] = []  # to a sink
+        self.losses: list[tuple[int, torch.Tensor]] = []  # (step, loss) of minibatches
         if log:
             self.log = vbs.RunLog(
                 folder / "run.jsonl",
@@ -53,23 +43,20 @@ class Training:
                 sinks=[lambda values, step: self.sent.append((step, values))],
             )
             self.optimizer.attach(self.log)
-        self.losses: list[tuple[int, torch.Tensor]] = []  # (step, loss) of minibatches
 
-    def epoch(self, epoch: int, until: float = math.inf) -> None:
-        """Trains what is left of an epoch, or its minibatches before step ``until``."""
-        self.sampler.set_epoch(epoch)
-        self.optimizer.set_epoch(epoch)
-        for rows in self.sampler:
-            step = self.sampler.plan.first_step + self.optimizer._loop.position.step
-            if step >= until:
-                return
-            x, y = self.replica.send((self.inputs[rows], self.targets[rows]))
-            loss = loss_of(self.case, self.model, x, y)
-            loss.backward()
-            if self.log:
-                self.log.add(loss)
-            self.losses.append((step, loss.detach()))
-            self.optimizer.step()
+    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
+        if self.step >= self.kill_at:
+            raise Killed
+        loss = self.loss(self.model, x, y)
+        loss.backward()
+        if self.log:
+            self.log.add(loss)
+        self.losses.append((self.step, loss.detach()))
+        return self.optimizer.step()
+
+
+class Killed(Exception):
+    """Ends a run."""
 
 
 def train(rank: int, folder: Path, case: Case, options: dict) -> dict[str, object]:
@@ -230,8 +217,8 @@ def test_it_compiles_nothing_and_reads_on_logging_steps_alone(adascale):
 # --- killed and resumed ------------------------------------------------------------
 
 
-def resumed(folder: Path, kill_at: int | None, resume_at: int | None, **options):
-    """Trains two epochs; None, or returns after a checkpoint at a chosen step."""
+def resumed(folder: Path, kill_at: float, resume_at: int | None, **options):
+    """Trains two epochs from a checkpoint of so many updates, or until it is killed."""
     training = Training(folder, dataclasses.replace(CASE, epochs=2), **options)
     checkpointer = vbs.Checkpointer(
         folder, training.optimizer, every_updates=3, model=training.model,
@@ -240,21 +227,21 @@ def resumed(folder: Path, kill_at: int | None, resume_at: int | None, **options)
     restored = checkpointer.load()
     assert (restored.num_updates if restored else None) == resume_at
     training.optimizer.attach(checkpointer)
-    for epoch in range(training.sampler.epoch, 2):
-        training.epoch(epoch, math.inf if kill_at is None else kill_at)
-        if kill_at is not None and kill_at in training.sampler.schedule.steps(epoch):
-            return
-        training.log.write(accuracy=epoch)
-    training.log.close()
+    training.kill_at = kill_at
+    with contextlib.suppress(Killed):
+        for epoch in range(training.sampler.epoch, 2):
+            training.epoch(epoch)
+            training.log.write(accuracy=epoch)
+        training.log.close()
 
 
 def test_a_killed_run_that_is_resumed_tells_what_an_undisturbed_one_does(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    resumed(whole, None, None)
+    resumed(whole, math.inf, None)
     resumed(killed, 14, None)
     with (killed / "run.jsonl").open("ab") as file:
         file.write(b'{"step": 12, "batch_s')  # what a kill leaves
-    resumed(killed, None, 12)
+    resumed(killed, math.inf, 12)
     expected = vbs.read_run(whole / "run.jsonl")
     received = vbs.read_run(killed / "run.jsonl")
     columns = ["step", "epoch", "batch_size", "samples", "lr", "loss", "accuracy"]
@@ -272,7 +259,7 @@ def test_updates_that_were_made_again_are_told_once(tmp_path):
     resumed(tmp_path, 14, None)  # the checkpoint of 12 updates has written them
     newest, *_ = files.saved_files(tmp_path)
     newest.path.unlink()
-    resumed(tmp_path, None, 9)
+    resumed(tmp_path, math.inf, 9)
     run = vbs.read_run(tmp_path / "run.jsonl")
     assert run.updates["step"].tolist() == list(range(len(run.updates)))
     assert run.header["num_lost"] == 3
