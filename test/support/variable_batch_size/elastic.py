@@ -88,10 +88,25 @@ def sampler_of(case: Case, inputs: torch.Tensor, **options: Any) -> vbs.CustomSa
         inputs,
         case.trace,
         minibatch_size=case.minibatch_size,
-        on_end="cycle",
         verbose=False,
-        **options,
+        **{"on_end": "cycle"} | options,
     )
+
+
+def steps_of(samplers: list[vbs.CustomSampler], epoch: int) -> list[list[int]]:
+    """Returns the samples of every step, sorted, over all replicas' samplers."""
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    streams = [iter(sampler) for sampler in samplers]
+    steps = []
+    for step in range(samplers[0].plan.num_steps):
+        rows: list[int] = []
+        for sampler, stream in zip(samplers, streams):
+            for _ in range(sampler.plan.num_substeps(sampler.rank)[step]):
+                rows += next(stream)
+        steps.append(sorted(rows))
+    assert all(next(stream, None) is None for stream in streams)
+    return steps
 
 
 def optimizer_of(
@@ -119,6 +134,7 @@ class Training:
         case: The run.
         loss: From model, inputs and targets of a minibatch; default: `loss_of`.
         sampler: Options of the sampler.
+        made: Model, inputs and targets; default: those of `make`.
         **options: Options of the optimizer.
 
     Attributes:
@@ -127,16 +143,20 @@ class Training:
     """
 
     def __init__(
-        self, case: Case, loss: Any = None, sampler: Any = None, **options: Any
+        self,
+        case: Case,
+        loss: Any = None,
+        sampler: Any = None,
+        made: Any = None,
+        **options: Any,
     ) -> None:
         self.case, self.replica = case, xla_replica.current()
         self.loss = loss or functools.partial(loss_of, case)
-        self.model, self.inputs, self.targets = make(case)
+        self.model, self.inputs, self.targets = made or make(case)
         self.model.to(self.replica.device)
+        groups = getattr(self.model, "groups", self.model.parameters)()
         self.sampler = sampler_of(case, self.inputs, **sampler or {})
-        self.optimizer = optimizer_of(
-            case, self.model.parameters(), self.sampler, **options
-        )
+        self.optimizer = optimizer_of(case, groups, self.sampler, **options)
         self.updates: list[vbs.Update] = []
         self.samples: list[tuple[int, int, int, list[int]]] = []
         self.optimizer.attach(self.updates.append)

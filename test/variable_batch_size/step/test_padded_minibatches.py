@@ -193,7 +193,8 @@ def states_of(rank: int) -> list[dict]:
     training = Training(CASES["linear"])
     states = [training.state()]
     training.optimizer.attach(lambda update: states.append(training.state()))
-    return [*states, training.train()]
+    weights = training.train()
+    return [*states, weights]
 
 
 def resume_each(rank: int, states: list[dict]) -> list[list[torch.Tensor]]:
@@ -304,22 +305,17 @@ def test_a_mean_over_the_minibatch_is_refused():
 
 def test_without_padding_the_error_names_the_nearest_sizes_and_the_way_out():
     with pytest.raises(
-        vbs.TraceError,
-        match=r"batch size 40 is not a multiple of minibatch_size=32; nearest is 32 or "
-        r"64\. With pad_minibatches=True",
+        vbs.TraceError, match=r"is 32 or 64\. With pad_minibatches"
     ):
         vbs.CustomSampler(range(99), [40], minibatch_size=32)
 
 
 def test_a_run_that_pads_is_not_one_that_does_not():
-    states = [
-        Training(
-            dataclasses.replace(CASES["linear"], trace=(4, 8)), pad_minibatches=pad
-        ).sampler.state_dict()
-        for pad in (False, True)
-    ]
+    case = dataclasses.replace(CASES["linear"], trace=(4, 8))
+    samplers = [Training(case, pad_minibatches=pad).sampler for pad in (False, True)]
+    states = [sampler.state_dict() for sampler in samplers]
     assert "pad_minibatches" not in states[0]["fingerprint"]  # as in earlier versions
-    training = Training(dataclasses.replace(CASES["linear"], trace=(4, 8)))
+    training = Training(case)
     training.sampler.load_state_dict(states[1])
     with pytest.raises(ValueError, match="pad_minibatches"):
         training.sampler.load_state_dict(states[0])
