@@ -248,6 +248,7 @@ def batches(case: Case) -> Iterator[tuple[int, torch.Tensor]]:
             used, step = used + size, step + 1
 
 
+@functools.cache
 def large_batch_run(case: Case) -> tuple[list[torch.Tensor], list[tuple]]:
     """Runs the case in plain torch, with one forward and backward pass per step."""
     model, inputs, targets = make(case)

@@ -304,9 +304,7 @@ def test_a_mean_over_the_minibatch_is_refused():
 
 
 def test_without_padding_the_error_names_the_nearest_sizes_and_the_way_out():
-    with pytest.raises(
-        vbs.TraceError, match=r"is 32 or 64\. With pad_minibatches"
-    ):
+    with pytest.raises(vbs.TraceError, match=r"is 32 or 64\. With pad_minibatches"):
         vbs.CustomSampler(range(99), [40], minibatch_size=32)
 
 

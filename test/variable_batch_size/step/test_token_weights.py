@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -103,6 +104,7 @@ def elastic_runs(rank: int) -> dict[str, dict[str, object]]:
     return found
 
 
+@functools.cache
 def one_process(name: str) -> tuple[list[torch.Tensor], list[float]]:
     """Trains in plain torch, with all tokens of a step in one batch."""
     with xla_replica.seeded(0):
