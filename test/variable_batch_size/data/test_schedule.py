@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule, TraceExhausted
 from variable_batch_size.traces.batch_trace import Trace, TraceError
 
@@ -69,47 +70,48 @@ def test_epochs_equal_the_slow_way(drawn, on_end):
         assert schedule.num_epochs == len(expected)
 
 
+def dealt(plan, rank: int, padded: bool) -> list[int]:
+    """Returns the minibatches that a sampler deals to a replica in the first epoch."""
+    unit = plan.minibatch_size
+    sampler = CustomSampler(
+        dataset_size=plan.num_samples, trace=plan.batch_sizes, minibatch_size=unit,
+        num_replicas=plan.num_replicas, rank=rank, order=range(plan.num_samples),
+        verbose=False,
+    )  # fmt: skip
+    if padded:
+        sampler.pad_steps()
+    return [rows[0] // unit for rows in sampler]
+
+
 @settings(deadline=None)
-@given(schedules, st.integers(1, 9))
-def test_every_minibatch_is_dealt_exactly_once(drawn, num_replicas):
+@given(schedules, st.integers(1, 5), st.booleans())
+def test_every_minibatch_is_dealt_once_and_the_rest_is_padding(
+    drawn, num_replicas, padded
+):
     """Minibatch k goes to replica k mod R, so no sample is used twice in an epoch."""
     sizes, capacity, unit, _ = drawn
     schedule = Schedule(Trace([n * unit for n in sizes]), capacity * unit, unit)
     plan = schedule.plan(0, num_replicas)
-    dealt = [plan.minibatches(rank).tolist() for rank in range(num_replicas)]
-    assert sorted(itertools.chain(*dealt)) == list(range(plan.starts[-1]))
-    for rank, minibatches in enumerate(dealt):
-        slow, substeps = [], []
-        for start, n in zip(plan.starts, plan.num_minibatches):
-            mine = [int(start) + k for k in range(n) if k % num_replicas == rank]
-            slow += mine
-            substeps.append(len(mine))
-        assert minibatches == slow
-        assert plan.num_substeps(rank).tolist() == substeps
+    plan = dataclasses.replace(plan, padded=padded)
+    counted = []
+    for rank in range(num_replicas):
+        expected = []
+        for step, n in enumerate(plan.num_minibatches.tolist()):
+            longest = -(-n // num_replicas)
+            mine = longest if padded else len(range(rank, n, num_replicas))
+            assert plan.num_substeps(rank)[step] == mine
+            for substep in range(mine):
+                number = substep * num_replicas + rank
+                first = int(plan.starts[step])
+                expected.append(first + min(number, n - 1))
+                is_padding = plan.num_real_samples(rank, step, substep) == 0
+                assert is_padding == (number >= n)
+                counted += [] if is_padding else expected[-1:]
+        assert plan.minibatches(rank).tolist() == expected
+        assert dealt(plan, rank, padded) == expected
+    assert sorted(counted) == list(range(plan.starts[-1]))
     idle = any(0 in plan.num_substeps(rank) for rank in range(num_replicas))
     assert plan.has_idle_replicas == idle
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
-def test_in_a_padded_plan_every_replica_runs_as_many_minibatches(num_replicas):
-    plan = Schedule(Trace([32, 128, 64]), 256, 32).plan(0, num_replicas)
-    padded = dataclasses.replace(plan, padded=True)
-    assert not padded.has_idle_replicas
-    for rank in range(num_replicas):
-        expected, counting = [], []
-        for step, n in enumerate(plan.num_minibatches):
-            first = int(plan.starts[step])
-            num_substeps = -(-n // num_replicas)
-            assert padded.num_substeps(rank)[step] == num_substeps
-            for substep in range(num_substeps):
-                number = substep * num_replicas + rank
-                expected.append(first + min(number, n - 1))
-                is_padding = padded.num_real_samples(rank, step, substep) == 0
-                assert is_padding == (number >= n)
-                if not is_padding:
-                    counting.append(first + number)
-        assert padded.minibatches(rank).tolist() == expected
-        assert plan.minibatches(rank).tolist() == counting
 
 
 @settings(deadline=None)
