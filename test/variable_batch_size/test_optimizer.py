@@ -17,6 +17,7 @@ from support.variable_batch_size.wrapping import (
 )
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
@@ -105,25 +106,17 @@ def test_log_steps(caplog):
 
 def test_step_hooks_run_once_an_update_around_the_inner_step():
     model, sampler, wrapper = make()
-    events = []
+    events, calls = [], []
     wrapper.register_step_pre_hook(
         lambda o, *_: events.append(("pre", float(model.weight.grad[0, 0])))
     )
     wrapper.register_step_post_hook(lambda o, *_: events.append(("post", None)))
-    run_epoch(model, sampler, wrapper)
-    assert events == [("pre", 1.0), ("post", None)] * 3  # the mean, not the sum
-
-
-def test_global_step_hooks_run_once_an_update():
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    model, sampler, wrapper = make()
-    calls = []
     handle = register_optimizer_step_post_hook(lambda o, *_: calls.append(o))
     try:
         run_epoch(model, sampler, wrapper)
     finally:
         handle.remove()
+    assert events == [("pre", 1.0), ("post", None)] * 3  # the mean, not the sum
     assert calls == [wrapper.inner] * 3
 
 
@@ -289,16 +282,12 @@ def test_a_group_that_is_refused_is_not_added():
     assert len(wrapper.param_groups) == 1
 
 
-def test_learning_rates_for_every_group():
+def test_calls_with_wrong_arguments():
     _, _, wrapper = make()
     with pytest.raises(ValueError, match="one learning rate for each of 1 parameter"):
         wrapper.set_lr((0.1, 0.2))
     with pytest.raises(ValueError, match=r"needs a tuple with one .* got 0.1"):
         wrapper.set_lr(0.1)
-
-
-def test_a_closure_is_refused():
-    _, _, wrapper = make()
     with pytest.raises(TypeError, match=r"call loss.backward\(\) before step\(\)"):
         wrapper.step(lambda: None)
 
@@ -342,25 +331,26 @@ def test_an_inner_optimizer_may_be_wrapped_again_or_used_alone_later():
     inner.step()
 
 
+def with_data():
+    """Returns a dataset, and a model, a sampler and a wrapper for it."""
+    dataset, model = TensorDataset(torch.ones(256, 2)), nn.Linear(2, 1)
+    sampler = vbs.CustomSampler(dataset, 32, num_replicas=1, rank=0, verbose=False)
+    inner = SGD(model.parameters(), 0.1)
+    return dataset, model, sampler, vbs.ConstantOptimizer(inner, sampler, replica=CPU)
+
+
 def test_a_loader_without_the_sampler_is_an_error():
     """Its batches are as many as the trace needs, so that nothing else would notice."""
-    dataset = TensorDataset(torch.ones(256, 2))
-    model, _, _ = make()
-    sampler = vbs.CustomSampler(dataset, 32, num_replicas=1, rank=0, verbose=False)
-    wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
-    for (x,) in DataLoader(dataset, batch_size=32):
-        model(x).mean().backward()
-        with pytest.raises(ValueError, match=r"batch_sampler=sampler\), or iterate"):
-            wrapper.step()
-        break
+    dataset, model, _, wrapper = with_data()
+    (x,) = next(iter(DataLoader(dataset, batch_size=32)))
+    model(x).mean().backward()
+    with pytest.raises(ValueError, match=r"batch_sampler=sampler\), or iterate"):
+        wrapper.step()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loaders_may_read_ahead_and_be_abandoned(num_workers):
-    dataset = TensorDataset(torch.ones(256, 2))
-    model, _, _ = make()
-    sampler = vbs.CustomSampler(dataset, 32, num_replicas=1, rank=0, verbose=False)
-    wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
+    dataset, model, sampler, wrapper = with_data()
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
     next(iter(loader))  # a look at the data
     for (x,) in loader:

@@ -267,25 +267,29 @@ def test_a_decision_has_hysteresis_and_limits(wanted, least, most, expected):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("trace", "options", "error", "message"),
     [
-        ({"most": 2}, ValueError, "most must be an integer >= 4, got 2"),
-        ({"factor": 1}, ValueError, "factor must be a finite number > 1, got 1"),
-        ({"policy": "x"}, ValueError, "policy must be one of 'noise-scale', 'goodput'"),
-        ({"available": 64}, TypeError, "available must be a function, got 64"),
+        (16, {"most": 2}, ValueError, "most must be an integer >= 4, got 2"),
+        (16, {"factor": 1}, ValueError, "factor must be a finite number > 1, got 1"),
+        (
+            16,
+            {"policy": "x"},
+            ValueError,
+            "policy must be one of 'noise-scale', 'g",
+        ),
+        (16, {"available": 64}, TypeError, "available must be a function, got 64"),
+        ([16, 8], {}, ValueError, "constant trace, or on_end='hold'"),
     ],
 )
-def test_wrong_arguments_say_so(tmp_path, options, error, message):
+def test_wrong_arguments_say_so(tmp_path, trace, options, error, message):
     with pytest.raises(error, match=message):
-        Training(tmp_path, 16, **{"policy": "noise-scale"} | options)
+        Training(tmp_path, trace, **{"policy": "noise-scale"} | options)
 
 
 def test_what_cannot_be_controlled_is_refused(tmp_path):
     training = Training(tmp_path, 16)
     with pytest.raises(TypeError, match="build the optimizer with noise=True"):
         vbs.BatchSizeController(training.optimizer, least=4, most=64)
-    with pytest.raises(ValueError, match="constant trace, or on_end='hold'"):
-        Training(tmp_path, [16, 8], "noise-scale")
     training.optimizer.attach(lambda _: training.optimizer.change_batch_size(6))
     with pytest.raises(vbs.TraceError, match="not a multiple of minibatch_size=4"):
         training.epoch(0)

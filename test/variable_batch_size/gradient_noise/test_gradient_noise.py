@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.variable_batch_size.noise import CLOSED_FORMS
 
 from variable_batch_size import gradient_noise
 from variable_batch_size.gradient_noise import average, no_statistics, weight_of
@@ -34,21 +35,12 @@ def estimate_of(gradients: torch.Tensor, minibatch_size: int = 1) -> torch.Tenso
     )
 
 
-# Minibatch gradients (n, d); tr Sigma, |G|^2 and the gain of n minibatches over one.
-CLOSED_FORMS = {
-    "orthonormal": (torch.eye(4, dtype=F64), 1.0, 0.0, 4.0),
-    "1 and 3": (vector(1, 3)[:, None], 2.0, 3.0, 1.25),
-    "1 to 8": (vector(*range(1, 9))[:, None], 6.0, 19.5, 1.259259),
-}
-
-
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_closed_forms(name):
-    gradients, variance, square, gain = CLOSED_FORMS[name]
-    estimate = estimate_of(gradients[None])
+    rows, variance, square, gain = CLOSED_FORMS[name]
+    estimate = estimate_of(torch.tensor(rows, dtype=F64)[None])
     assert estimate[:, 0].tolist() == pytest.approx([variance, square, 1], abs=1e-12)
-    ratio = vector(len(gradients))
-    found = gradient_noise.gain(estimate, ratio, 1.0)
+    found = gradient_noise.gain(estimate, vector(len(rows)), 1.0)
     assert found.item() == pytest.approx(gain, abs=1e-6)
 
 

@@ -6,20 +6,13 @@ import math
 
 import pytest
 import torch
-from support.variable_batch_size.noise import make, step
+from support.variable_batch_size.noise import CLOSED_FORMS, make, step
 from support.xla_replica.replicas import BACKENDS
 from torch import nn
 from torch.optim import SGD
 
 import variable_batch_size as vbs
 import xla_replica
-
-# Minibatch gradients (n, d); tr Sigma, |G|^2 and the gain over one minibatch.
-CLOSED_FORMS = {
-    "orthonormal": (torch.eye(4).tolist(), 1.0, 0.0, 4.0),
-    "1 and 3": ([[1.0], [3.0]], 2.0, 3.0, 1.25),
-    "1 to 8": ([[float(n)] for n in range(1, 9)], 6.0, 19.5, 1.259259),
-}
 
 
 def one_step(rank: int, rows: list[list[float]]) -> tuple[tuple[float, ...], int]:
