@@ -287,9 +287,7 @@ def test_another_run_is_not_gone_on_with(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run_here("images", *arguments)
     assert "rr-seed0.pt holds a run: add --resume" in capsys.readouterr().err
-    with pytest.raises(
-        ValueError, match=r"another run: lr was 0\.1 and is 0\.2; model"
-    ):
+    with pytest.raises(ValueError, match=r"another run: lr was 0\.1 and is 0\.2; mode"):
         run_here("images", *arguments, "--resume", "--lr", 0.2, "--model", "lenet")
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.variable_batch_size.elastic import OPTIMIZERS
-from support.xla_replica.replicas import XLA_BACKENDS, needs_xla
+from support.variable_batch_size.elastic import Case, Training
+from support.xla_replica.replicas import XLA_BACKENDS, Backend, needs_xla
 from torch import nn
 
-import variable_batch_size as vbs
 import xla_replica
 
 pytestmark = [needs_xla, pytest.mark.xla]
@@ -21,36 +20,28 @@ BATCH_SIZES = [4 * n for n in (1, 2, 3, 4, 5, 7, 8, 11, 16)]
 SAMPLES = sum(BATCH_SIZES)
 
 
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y)
+
+
 def counted_epochs(
     rank: int, optimizer: str, rule: str, backend: str = ""
 ) -> list[tuple[int, int, int]]:
     """Returns the compilations, transfers and fallbacks of each epoch."""
-    replica = xla_replica.current()
-    with replica.seeded(0):
+    with xla_replica.current().seeded(0):
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         inputs, targets = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
-    model.to(replica.device)
-    sampler = vbs.CustomSampler(
-        inputs, BATCH_SIZES, minibatch_size=4, on_end="cycle", verbose=False
-    )
-    wrapper = vbs.ElasticOptimizer(
-        OPTIMIZERS[optimizer](model.parameters(), 0.25),
-        sampler,
-        rule,
-        ref_batchsize=16,
-        max_grad_norm=1.0,
-    )
-    called = torch.compile(model, backend=backend) if backend else model
+    case = Case(BATCH_SIZES, 3, optimizer, rule, 0.25, max_grad_norm=1.0)
+    training = Training(case, loss_of, made=(model, inputs, targets))
+    if backend:
+        called = torch.compile(model, backend=backend)
+        training.loss = lambda _, x, y: loss_of(called, x, y)
     counts = []
     for epoch in range(3):
         if epoch == 2:
-            wrapper.set_lr((0.0,))  # what a warm-up begins with
-        with xla_replica.count(replica) as count:
-            sampler.set_epoch(epoch)
-            wrapper.set_epoch(epoch)
-            for x, y in replica.loader([(inputs[m], targets[m]) for m in sampler]):
-                F.cross_entropy(called(x), y).backward()
-                wrapper.step()
+            training.optimizer.set_lr((0.0,))  # what a warm-up begins with
+        with xla_replica.count(training.replica) as count:
+            training.epoch(epoch)
         counts.append((count.compilations, count.transfers, len(count.fallbacks)))
     return counts
 
@@ -87,18 +78,11 @@ def test_steady_state_compiles_and_transfers_nothing(counts, run):
 
 
 def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
-    replica = xla_replica.current()
-    model = nn.Linear(6, 3).to(replica.device)
     trace = [4 * (1 + n % num_batch_sizes) for n in range(32)]
-    inputs, targets = torch.ones(2048, 6), torch.zeros(2048, dtype=torch.int64)
-    sampler = vbs.CustomSampler(inputs, trace, minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    wrapper = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=16)
-    with xla_replica.count(replica) as count:
-        wrapper.set_epoch(0)
-        for x, y in replica.loader([(inputs[m], targets[m]) for m in sampler]):
-            F.cross_entropy(model(x), y).backward()
-            wrapper.step()
+    made = nn.Linear(6, 3), torch.ones(2048, 6), torch.zeros(2048, dtype=torch.int64)
+    training = Training(Case(trace), loss_of, {"on_end": "stop"}, made)
+    with xla_replica.count(training.replica) as count:
+        training.epoch(0)
     return count.compilations
 
 
@@ -128,8 +112,6 @@ def a_fetch_is_one_transfer(rank: int) -> tuple[int, int]:
 
 
 def test_the_counter_sees_transfers():
-    from support.xla_replica.replicas import Backend
-
     assert Backend("xla", 1).run(a_fetch_is_one_transfer) == [(1, 1)]
 
 
@@ -144,6 +126,4 @@ def a_number_in_the_graph(rank: int) -> int:
 
 
 def test_the_counter_sees_compilations():
-    from support.xla_replica.replicas import Backend
-
     assert Backend("xla", 1).run(a_number_in_the_graph) == [3]

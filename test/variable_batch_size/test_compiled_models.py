@@ -15,11 +15,10 @@ from support.variable_batch_size.elastic import (
     large_batch_run,
     loss_of,
 )
+from support.variable_batch_size.wrapping import make
 from support.xla_replica.replicas import row
-from torch import nn
 
 import variable_batch_size as vbs
-from xla_replica import LocalReplica
 
 # From one minibatch of 4, with which all replicas but one are idle, to sixteen. The
 # first step makes replicas run compiled functions while others still compile them.
@@ -84,34 +83,26 @@ def test_two_graphs_and_the_weights_of_a_large_batch_run(runs, name):
 
 def test_a_compiled_loop_body_is_refused():
     """Its hooks would be compiled too, and step() at every step."""
-    model = nn.Linear(3, 2)
-    sampler = vbs.CustomSampler(
-        dataset_size=8, trace=[8], minibatch_size=2, num_replicas=1, rank=0
-    )
-    optimizer = vbs.ConstantOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), sampler, replica=LocalReplica("cpu")
-    )
+    model, _, wrapper = make(trace=[256], cls=vbs.ConstantOptimizer)
 
-    def body(minibatch: list[int]) -> int:
-        model(torch.ones(len(minibatch), 3)).sum().backward()
-        return optimizer.step()
+    def body() -> int:
+        model(torch.ones(2, 2)).sum().backward()
+        return wrapper.step()
 
     compiled = torch.compile(body, backend="aot_eager")
-    optimizer.set_epoch(0)
-    minibatches = iter(sampler)
+    wrapper.set_epoch(0)
     with pytest.raises(TypeError, match=r"compile the forward pass alone"):
-        compiled(next(minibatches))
+        compiled()
     torch.compiler.reset()
     model.zero_grad()
-    assert [body(next(minibatches)) for _ in range(3)] == [0, 0, 0]
+    assert [body() for _ in range(3)] == [0, 0, 0]
 
 
 def test_a_compiled_step_of_the_inner_optimizer_is_refused():
-    parameter = nn.Parameter(torch.zeros(2))
-    inner = torch.optim.SGD([parameter], 0.1)
-    inner.step = torch.compile(inner.step, backend="aot_eager")
-    sampler = vbs.CustomSampler(
-        dataset_size=4, trace=[2], minibatch_size=2, num_replicas=1, rank=0
-    )
+    def compiled(parameters, lr: float) -> torch.optim.Optimizer:
+        inner = torch.optim.SGD(parameters, lr)
+        inner.step = torch.compile(inner.step, backend="aot_eager")
+        return inner
+
     with pytest.raises(TypeError, match=r"every learning rate.* compile the model"):
-        vbs.ConstantOptimizer(inner, sampler, replica=LocalReplica("cpu"))
+        make(inner=compiled)

@@ -35,14 +35,13 @@ CASES = {
     "exact, full first": exact(64, 4, 16, 8, 4),
     "exact, root": exact(16, 64, 4, 16, rule="root"),
     "exact, constant": exact(8, 16, 4, 32, 64, rule="constant"),
-    "rising and falling": Case(RISING_AND_FALLING, epochs=4),
+    "rising and falling": Case(RISING_AND_FALLING, epochs=3),
     "mostly idle": Case(MOSTLY_IDLE, epochs=2, rule="root"),
     "one step an epoch": Case(ONE_STEP_FILLS_THE_EPOCH, epochs=3, rule="constant"),
     "clipped": Case(RISING_AND_FALLING, epochs=2, max_grad_norm=0.05),
     **{
         optimizer: Case(
             RISING_AND_FALLING,
-            epochs=2,
             optimizer=optimizer,
             rule="linear" if optimizer.startswith("sgd") else "root",
             lr=2**-8,

@@ -58,8 +58,6 @@ def test_adascale_does_not_drop_noise_options():
 
 
 def test_constant_needs_no_reference():
-    model, sampler, _ = make(trace=[64])
-    inner = SGD(model.parameters(), 0.1)
-    wrapper = vbs.ConstantOptimizer(inner, sampler, replica=CPU)
+    model, sampler, wrapper = make([64], cls=vbs.ConstantOptimizer, ref_batchsize=None)
     run_epoch(model, sampler, wrapper)
     assert torch.equal(model.weight.data, torch.full((1, 2), -0.1))

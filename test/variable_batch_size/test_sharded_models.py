@@ -79,7 +79,7 @@ def outcome(run: Run, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
             "norms": norms,
             "noise": optimizer.noise.measure() if optimizer.noise else (),
             "buffers": whole(model.buffers()),
-            "num_samples": training.num_samples,
+            "num_samples": sum(len(each) - 1 for each in training.counted),
         }
 
 

@@ -161,10 +161,7 @@ class Checkpointer:
         # Where the run began, until this has been called after an update.
         self._begun: Cursor | None = optimizer.sampler.cursor
         if stop_on:
-            try:
-                xla_replica.catch_signals(stop_on)
-            except RuntimeError as error:  # for instance in a thread of another library
-                logger.warning(f"signals will not ask this run to stop: {error}")
+            save_and_stop.listen(stop_on)
         if stop_poll is not None:
             save_and_stop.poll_for_stop(stop_poll, poll_seconds, weakref.ref(self))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import xla_replica
 from xla_replica import Replica, StopRequest
@@ -62,6 +62,14 @@ class SaveTimes:
         wait = self._replica.all_gather_object(wait)[0]
         self._next_look = num_updates + max(wait, 1)
         return wait == 0 or by_updates
+
+
+def listen(signals: Sequence[str | int] = ("SIGTERM", "SIGINT")) -> None:
+    """Has signals ask this run to stop, where that is possible."""
+    try:
+        xla_replica.catch_signals(signals)
+    except RuntimeError as error:  # for instance in a thread of another library
+        logger.warning(f"signals will not ask this run to stop: {error}")
 
 
 def agreed_request(replica: Replica) -> StopRequest:

@@ -160,7 +160,7 @@ class EpochPlan:
     def minibatches(self, rank: int) -> np.ndarray:
         """Returns the minibatches that replica ``rank`` runs from `start_step` on.
 
-        ``(num_minibatches,)`` int64: their numbers in the epoch; see `samples`.
+        ``(num_minibatches,)`` int64: their numbers in the epoch.
 
         >>> plan = EpochPlan(0, 0, 256, 32, 2, np.array([64, 96]))
         >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
@@ -173,15 +173,6 @@ class EpochPlan:
         within_step = np.arange(len(first)) - np.repeat(ends - substeps, substeps)
         last = np.repeat(starts[1:] - 1, substeps)
         return np.minimum(first + within_step * self.num_replicas, last)
-
-    def samples(self, number: int) -> slice:
-        """Returns the part of the order of samples that a minibatch has.
-
-        Args:
-            number: The minibatch's number in the epoch, as in `minibatches`.
-        """
-        step = self.step_of(number)
-        return self.samples_of(step, number - int(self.starts[step]))
 
     def samples_of(self, step: int, number: int) -> slice:
         """Returns the part of the order that minibatch ``number`` of a step has."""

@@ -305,12 +305,12 @@ class NoiseMeter:
 
     def gain(self, batch_size: float | None = None) -> float:
         """Returns the overall gain of a batch size; default: the last update's."""
-        return self._read().gain(batch_size)
+        return self._read().gains(batch_size)[0]
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
-        num_groups, per_group = len(self._squares), self.options.per_group
-        gains = self._read().gains(batch_size, num_groups, per_group)
+        num_groups, whole = len(self._squares), not self.options.per_group
+        gains = self._read().gains(batch_size, num_groups, whole)
         return tuple(gain * self._lr_factor for gain in gains)
 
     def noise_scale(self) -> float:

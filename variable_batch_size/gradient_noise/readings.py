@@ -74,28 +74,32 @@ class Reading:
         factor = math.nan if layers is None else self._norm_factor(layers)
         return Measurements(
             norm_factor=1.0 if math.isnan(factor) else factor,
-            gain=self._gains_of(overall, None)[0],
+            gain=self.gains()[0],
             noise_scale=estimators.noise_scale(variance, square),
-            efficiency=self._efficiency_of(overall, None),
+            efficiency=self.efficiency(),
             progress=progress,
             variance=variance,
             square=square,
         )
 
-    def gain(self, batch_size: float | None) -> float:
-        """Returns the overall gain of a batch size; None: the last update's."""
-        return self._gains_of(estimators.overall(self._best), batch_size)[0]
-
     def gains(
-        self, batch_size: float | None, num_groups: int, per_group: bool
+        self, batch_size: float | None = None, num_groups: int = 1, whole: bool = True
     ) -> list[float]:
-        """Returns the gain of each parameter group: its own, or the overall one."""
-        statistics = self._best if per_group else estimators.overall(self._best)
-        return self._gains_of(statistics.expand(-1, num_groups), batch_size)
+        """Returns the gain of each parameter group: its own, or the overall one.
 
-    def efficiency(self, batch_size: float | None) -> float:
+        Of a batch size; None: the last update's.
+        """
+        statistics = estimators.overall(self._best) if whole else self._best
+        ratio = torch.tensor([self._ratio(batch_size)], dtype=statistics.dtype)
+        gains = estimators.gain(statistics, ratio, self.base)
+        return gains.expand(num_groups).tolist()
+
+    def efficiency(self, batch_size: float | None = None) -> float:
         """Returns progress per sample over the reference's; NaN if unknown."""
-        return self._efficiency_of(estimators.overall(self._best), batch_size)
+        if not (estimators.overall(self._best)[:2] > 0).any():
+            return math.nan
+        gain = self.gains(batch_size)[0]
+        return estimators.efficiency(gain, self._ratio(batch_size))
 
     @property
     def _best(self) -> Tensor:
@@ -107,16 +111,6 @@ class Reading:
 
     def _norm_factor(self, norm_layers: Tensor) -> float:
         return noise_factor(norm_layers[3:], estimators.overall(self.whole)).item()
-
-    def _gains_of(self, statistics: Tensor, batch_size: float | None) -> list[float]:
-        ratio = torch.tensor([self._ratio(batch_size)], dtype=statistics.dtype)
-        return estimators.gain(statistics, ratio, self.base).tolist()
-
-    def _efficiency_of(self, overall: Tensor, batch_size: float | None) -> float:
-        if not (overall[:2] > 0).any():
-            return math.nan
-        gain = self._gains_of(overall, batch_size)[0]
-        return estimators.efficiency(gain, self._ratio(batch_size))
 
     def _ratio(self, batch_size: float | None) -> float:
         batch_size = self.batch_size if batch_size is None else batch_size

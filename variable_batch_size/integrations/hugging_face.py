@@ -29,11 +29,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, seed_worker
 
 import xla_replica
-from variable_batch_size.checkpoint.save_and_stop import agreed_request
+from variable_batch_size.checkpoint.save_and_stop import agreed_request, listen
 from variable_batch_size.data.sampler import CustomSampler, OrderProvider
 from variable_batch_size.gradient_noise.meter import NoiseOptions
 from variable_batch_size.integrations import hugging_face_checks as checks
-from variable_batch_size.integrations.hugging_face_steps import (
+from variable_batch_size.integrations.steps import (
     Minibatches,
     StepOptimizer,
     StepSampler,
@@ -48,6 +48,16 @@ logger = logging.getLogger(__name__)
 
 # After how many updates every process of an accelerator looks for requests to stop.
 LOOK_EVERY = 100
+
+
+class _CountedOptimizer(StepOptimizer):
+    def change_batch_size(self, batch_size: int) -> int:
+        """Raises TypeError: the trainer has been told how many steps there are."""
+        raise TypeError(
+            f"change_batch_size({batch_size!r}): the trainer counts the steps of the "
+            "trace before it trains. Write the change into the trace, or train in a "
+            "loop of your own"
+        )
 
 
 class ElasticTrainer(Trainer):
@@ -171,22 +181,19 @@ class ElasticTrainer(Trainer):
     ) -> tuple[int, int, int, int, int, int, int]:
         """Returns what the trainer counts with; epochs may differ in their steps."""
         del dataloader
-        schedule = self.sampler.schedule
+        schedule, trace = self.sampler.schedule, self.sampler.schedule.trace
         whole = int(args.num_train_epochs)
         max_steps = schedule.steps(whole - 1).stop if whole else 0
         if part := args.num_train_epochs - whole:
             max_steps += math.ceil(part * len(schedule.steps(whole)))
         lacks = args.num_train_epochs > schedule.num_epochs
         if args.max_steps > 0:
-            lacks = schedule.num_epochs < math.inf and args.max_steps > len(
-                schedule.trace
-            )
-            max_steps = len(schedule.trace) if lacks else args.max_steps
+            lacks = schedule.num_epochs < math.inf and args.max_steps > len(trace)
+            max_steps = len(trace) if lacks else args.max_steps
         if lacks:
             logger.warning(
-                "the trace ends after %d steps, %d epochs; training ends there too",
-                len(schedule.trace),
-                schedule.num_epochs,
+                f"the trace ends after {len(trace)} steps, {schedule.num_epochs:g} "
+                "epochs; training ends there too"
             )
         num_samples = schedule.samples_before(max_steps)
         return (
@@ -232,7 +239,7 @@ class ElasticTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> ElasticOptimizer:
         """Returns the elastic optimizer around the one that the trainer creates."""
         if not isinstance(self.optimizer, ElasticOptimizer):
-            self.optimizer = StepOptimizer(
+            self.optimizer = _CountedOptimizer(
                 super().create_optimizer(model),
                 self.sampler,
                 reduction="sum",
@@ -285,7 +292,9 @@ class ElasticTrainer(Trainer):
             finally:
                 self._num_items = None
             num_items += weight
-            self.optimizer.accumulate(weight, is_last=number == len(inputs))
+            self.optimizer.weight = weight
+            if number < len(inputs):
+                self.optimizer.accumulate()
         return self._loss_sum / num_items.clamp(min=1)
 
     def compute_loss(
@@ -366,10 +375,7 @@ class ElasticTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self.last_checkpoint() or True
         with listening():
-            try:
-                xla_replica.catch_signals()
-            except RuntimeError as error:  # in a thread of another library
-                logger.warning("signals will not ask this run to stop: %s", error)
+            listen()
             return super().train(resume_from_checkpoint, **options)
 
     def last_checkpoint(self) -> str | None:
@@ -380,14 +386,12 @@ class ElasticTrainer(Trainer):
         """
         found = None
         folders = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]")
-        for folder in sorted(folders, key=_number_of, reverse=True):
+        for folder in sorted(folders, key=lambda f: int(f.name.rpartition("-")[2])):
             try:  # it is written last
                 TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+                found = str(folder)
             except (OSError, ValueError, TypeError):
                 logger.warning("%s is not whole, and is not resumed", folder)
-                continue
-            found = str(folder)
-            break
         return self.replica.all_gather_object(found)[0]
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
@@ -432,7 +436,3 @@ class ElasticTrainer(Trainer):
             return
         digest = hashlib.sha256(Path(checkpoint, found[0]).read_bytes()).digest()
         set_seed((int.from_bytes(digest[:4], "little") + rank) % 2**32)
-
-
-def _number_of(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])

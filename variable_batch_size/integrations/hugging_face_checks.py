@@ -44,9 +44,10 @@ def check_library() -> None:
 def check_arguments(args: TrainingArguments) -> None:
     """Raises ValueError or TypeError if a trainer's argument would break the run."""
     for name, (is_wrong, remedy) in HUGGING_FACE.items():
-        if is_wrong(args):
+        value = getattr(args, name)
+        if is_wrong(value):
             raise ValueError(
-                f"TrainingArguments({name}={getattr(args, name)!r}) does not work with "
+                f"TrainingArguments({name}={value!r}) does not work with "
                 f"ElasticTrainer: {remedy}"
             )
     if args.device.type == "xla":

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.refusals import LIGHTNING
+from variable_batch_size.integrations.steps import StepOptimizer
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.runs.run_log import RunLog
@@ -31,12 +32,12 @@ from variable_batch_size.runs.run_log import RunLog
 logger = logging.getLogger(__name__)
 
 # How Lightning's names of reductions, and torch's, are computed from all replicas.
-_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mean": lambda values: values.sum(0) / len(values),
-    "avg": lambda values: values.sum(0) / len(values),
-    "sum": lambda values: values.sum(0),
-    "max": lambda values: values.amax(0),
-    "min": lambda values: values.amin(0),
+_REDUCTIONS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "mean": lambda values, dim: values.sum(dim) / len(values),
+    "avg": lambda values, dim: values.sum(dim) / len(values),
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
 }
 
 
@@ -120,7 +121,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         """Lets Lightning build optimizer and schedulers, and wraps the optimizer."""
         super().setup_optimizers(trainer)
         [inner] = self.optimizers
-        optimizer = _StepOptimizer(inner, self.sampler, lockstep=True, **self._options)
+        optimizer = StepOptimizer(inner, self.sampler, lockstep=True, **self._options)
         self.optimizers = [optimizer]
         if trainer.log_every_n_steps:
             sinks = [_sink_of(each) for each in trainer.loggers]
@@ -173,7 +174,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         for minibatch in batch.take():
             if output is not None:
                 self.backward(_loss_of(output), self.optimizer)
-                self.optimizer.step(weight=self.optimizer.weight)
+                self.optimizer.accumulate()
             minibatch = self.precision_plugin.convert_input(minibatch)
             minibatch = super().batch_to_device(minibatch)
             # Lightning weighs logged values by the size of what it takes for the batch.
@@ -223,7 +224,7 @@ class ElasticStrategy(SingleDeviceStrategy):
                 "Log it without, or start fewer replicas: the trace's batches have "
                 f"fewer than {self.world_size} minibatches"
             )
-        return _REDUCTIONS[name](self._gather(tensor))
+        return _REDUCTIONS[name](self._gather(tensor), 0)
 
     def all_gather(
         self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
@@ -333,29 +334,6 @@ class _StepLoader:
                 )
             if step >= plan.start_step:
                 yield Minibatches(step, num, source)
-
-
-class _StepOptimizer(ElasticOptimizer):
-    """Takes Lightning's closure, which runs a step's minibatches.
-
-    Attributes:
-        weight: Of the minibatch under way, with ``reduction='sum'``.
-    """
-
-    weight: Any = None
-
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, weight: Any = None
-    ) -> Any:
-        """Ends a minibatch; with a closure, runs a step to its update."""
-        if closure is None:
-            return super().step(weight=weight)
-        loss = closure()
-        if self.is_idle:
-            self.join_step()
-        else:
-            super().step(weight=self.weight)
-        return loss
 
 
 def _sink_of(logger: Any) -> Callable[..., None]:

@@ -6,6 +6,7 @@ is set so, and the end of the error's message.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,76 +22,61 @@ _UNSCALED = (
     "accumulated, on each process separately"
 )
 
-# By the name of an argument of `transformers.TrainingArguments`; these are asked.
+# By the name of an argument of `transformers.TrainingArguments`; its value is asked.
 HUGGING_FACE: Refusals = {
     "gradient_accumulation_steps": (
-        lambda args: args.gradient_accumulation_steps != 1,
+        lambda value: value != 1,
         f"leave it at 1: {_ACCUMULATED}, each of per_device_train_batch_size samples",
     ),
     "accelerator_config": (
-        lambda args: any(
-            getattr(args.accelerator_config, name)
-            for name in (
-                "split_batches",
-                "dispatch_batches",
-                "gradient_accumulation_kwargs",
-            )
-        ),
+        lambda value: any(getattr(value, name) for name in _OF_ACCELERATE),
         "leave out split_batches, dispatch_batches and gradient_accumulation_kwargs: "
         "CustomSampler deals minibatches, and the optimizer accumulates them",
     ),
     "train_sampling_strategy": (
-        lambda args: args.train_sampling_strategy != "random",
+        lambda value: value != "random",
         "leave it at 'random' and pass ElasticTrainer(order=...), which any number of "
         "processes resumes",
     ),
     "dataloader_in_order": (
-        lambda args: not args.dataloader_in_order,
+        operator.not_,
         "leave it at True: a step's minibatches are those that come next",
     ),
     "ignore_data_skip": (
-        lambda args: args.ignore_data_skip,
+        bool,
         "leave it at False: a resumed run continues at its sample, and skipping costs "
         "nothing, since nothing that was seen is loaded",
     ),
     "auto_find_batch_size": (
-        lambda args: args.auto_find_batch_size,
+        bool,
         "choose per_device_train_batch_size yourself: processes would find different "
         "ones, and a trace must divide by it",
     ),
-    "fp16": (
-        lambda args: args.fp16,
-        f"train with bf16=True, {_UNSCALED}",
-    ),
-    "fsdp": (
-        lambda args: bool(args.fsdp),
-        f"leave it out: for a sharded model {_SHARDED}",
-    ),
-    "deepspeed": (
-        lambda args: bool(args.deepspeed),
-        "leave it out: its engine accumulates, sums and steps itself",
-    ),
+    "fp16": (bool, f"train with bf16=True, {_UNSCALED}"),
+    "fsdp": (bool, f"leave it out: for a sharded model {_SHARDED}"),
+    "deepspeed": (bool, "leave it out: its engine accumulates, sums and steps itself"),
     "parallelism_config": (
-        lambda args: args.parallelism_config is not None,
+        lambda value: value is not None,
         "leave it out: every process must have a whole model",
     ),
     "enable_jit_checkpoint": (
-        lambda args: args.enable_jit_checkpoint,
+        bool,
         "leave it out: on SIGTERM and SIGINT ElasticTrainer saves after an update that "
         "all processes agree on, and raises xla_replica.Stopped",
     ),
     "include_num_input_tokens_seen": (
-        lambda args: args.include_num_input_tokens_seen != "no",
+        lambda value: value != "no",
         "leave it at 'no': it is a collective between the last backward pass and the "
         "update, whose sums are under way; attach a function to trainer.optimizer that "
         "adds up update.weight",
     ),
     "optim": (
-        lambda args: "lomo" in args.optim or "layerwise" in args.optim,
+        lambda value: "lomo" in value or "layerwise" in value,
         "choose an optimizer whose step() makes the update, such as 'adamw_torch': "
         "this one updates weights within every backward pass",
     ),
 }
+_OF_ACCELERATE = ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs")
 
 
 def _gets_whole_steps(strategy: Any) -> bool:

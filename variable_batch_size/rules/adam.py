@@ -68,36 +68,23 @@ class AdamState(NamedTuple):
     pristine: bool = True
 
 
-class AdamStep(NamedTuple):
-    """The hyperparameters with which torch's Adam takes the right step.
-
-    Attributes:
-        lr, betas, eps: Those of the same names.
-        decay_factor: Multiplies the weight decay of AdamW, which multiplies it by
-            ``lr`` again.
-    """
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    decay_factor: float = 1.0
-
-
 def update(
     beta: Beta,
     batch_ratio: float,
-    lr: float,
     betas: tuple[float, float],
     eps: float,
     state: AdamState,
-) -> tuple[AdamStep, AdamState]:
-    """Returns the hyperparameters of one update, and the next state.
+) -> tuple[float, tuple[float, float], float, AdamState]:
+    """Returns what makes torch's Adam take the right step, and the next state.
+
+    That is a factor of the learning rate, betas and epsilon. AdamW multiplies its
+    weight decay by the learning rate, so it is to be divided by the factor.
 
     The step wanted is lr / C1 * m / (sqrt(v / C2) + eps / sqrt(kappa)) with
     C = 1 - prod(beta_t); torch takes lr' / c1 * m / (sqrt(v / c2) + eps') with
     c = 1 - beta_t ** t. Multiplying numerator and denominator by k = sqrt(C2 / c2):
-    eps' = k eps / sqrt(kappa) and lr' = k lr c1 / C1. ``lr`` is scaled already, betas
-    and ``eps`` are those tuned at batch ratio one.
+    eps' = k eps / sqrt(kappa) and lr' = k lr c1 / C1. ``betas`` and ``eps`` are those
+    tuned at batch ratio one.
     """
     t = state.num_updates + 1
     if batch_ratio == 1:
@@ -107,12 +94,10 @@ def update(
     before = state.products or tuple(b ** (t - 1) for b in betas)
     products = (before[0] * scaled[0], before[1] * scaled[1])
     if state.pristine and batch_ratio == 1:
-        return AdamStep(lr, scaled, eps), AdamState(t, products)
+        return 1.0, scaled, eps, AdamState(t, products)
     wanted = [1 - product for product in products]
     torchs = [1 - b**t for b in scaled]
     k = math.sqrt(wanted[1] / torchs[1])
-    adjustment = k * torchs[0] / wanted[0]
-    step = AdamStep(
-        lr * adjustment, scaled, k * eps / math.sqrt(batch_ratio), 1 / adjustment
-    )
-    return step, AdamState(t, products, pristine=False)
+    factor = k * torchs[0] / wanted[0]
+    eps = k * eps / math.sqrt(batch_ratio)
+    return factor, scaled, eps, AdamState(t, products, pristine=False)

@@ -125,20 +125,18 @@ class Rule:
             if self.momentum_correction:
                 scaled = scaled._replace(lr=lr, gradient_factor=factor)
             return scaled, state
-        step, state = adam.update(
+        adjustment, betas, eps, state = adam.update(
             self.beta,
             batch_ratio,
-            lr * factor,
             hyperparameters["betas"],
             hyperparameters["eps"],
             self.init() if state is None else state,
         )
         if hyperparameters.get("decoupled_weight_decay"):  # times the lr handed over
-            decay *= step.decay_factor
-        scaled = ScaledHyperparameters(
-            lr * factor, step.lr, decay, betas=step.betas, eps=step.eps
-        )
-        return scaled, state
+            decay *= 1 / adjustment
+        lr = lr * factor
+        found = ScaledHyperparameters(lr, lr * adjustment, decay, None, betas, eps)
+        return found, state
 
 
 def power(alpha: float) -> Rule:

@@ -106,7 +106,7 @@ class Attached:
         check_number("attach: every", every, above=0)
         is_class = isinstance(target, type)
         if hasattr(target, "get_last_lr") and not is_class:
-            self._add_scheduler(AttachedScheduler(target, unit, every, self._noise))
+            target = AttachedScheduler(target, unit, every, self._noise)
         elif is_class or not callable(target):
             raise TypeError(
                 f"attach: {target!r} is neither an LR scheduler nor a function"
@@ -116,12 +116,6 @@ class Attached:
                 "attach: unit= and every= are for LR schedulers; a function runs after "
                 "every update and can look at it"
             )
-        else:
-            self._check_saved_after(target)
-            self._callbacks.append(target)
-
-    def _check_saved_after(self, target: Any) -> None:
-        """Raises ValueError if what is attached already saves the target's state."""
         owner = getattr(target, "__self__", target)  # of a method
         for saver in self._callbacks:
             if getattr(saver, "saves", lambda part: False)(owner):
@@ -129,13 +123,10 @@ class Attached:
                     f"attach: {target!r} after a Checkpointer would be an update late "
                     "in what that saves; attach it before"
                 )
-
-    def _add_scheduler(self, scheduler: AttachedScheduler) -> None:
-        self._check_saved_after(scheduler)
-        if self._waiting:
-            scheduler.load_state_dict(self._waiting[0])
+        if self._waiting and isinstance(target, AttachedScheduler):
+            target.load_state_dict(self._waiting[0])
             del self._waiting[0]
-        self._callbacks.append(scheduler)
+        self._callbacks.append(target)
 
     def run(self, update: Update) -> None:
         """Calls them all, in the order in which they were attached.
@@ -252,16 +243,12 @@ class AttachedScheduler:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raises ValueError if the state is of another kind or unit of scheduler."""
         kind = type(self.scheduler).__name__
-        if state.get("kind", kind) != kind:
+        own = f"a {kind} in {self._unit} by {self._every}"
+        saved = f"a {state.get('kind', kind)} in {state['unit']} by {state['every']}"
+        if saved != own:
             raise ValueError(
-                f"the saved scheduler was a {state['kind']}, and the one attached in "
-                f"its place is a {kind}: attach the same schedulers in the same order"
-            )
-        if (state["unit"], state["every"]) != (self._unit, self._every):
-            raise ValueError(
-                f"the saved scheduler counted {state['unit']} by {state['every']}, and "
-                f"the one attached in its place counts {self._unit} by {self._every}: "
-                "attach the same schedulers in the same order"
+                f"the saved scheduler was {saved}, and the one attached in its place "
+                f"is {own}: attach the same schedulers in the same order"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import pandas as pd
@@ -328,27 +328,17 @@ def run_report(logs: list[str], *, out: Path = Path("report.html")) -> str:
     return f"wrote {write_report(logs, out)}"
 
 
-class Command(NamedTuple):
-    """A command of ``vbs``.
-
-    Attributes:
-        run: Takes the options and returns the output.
-        members: Functions by name, one of which the command line chooses. ``run`` gets
-            its name and its options first.
-    """
-
-    run: Callable[..., str]
-    members: dict[str, Callable[..., Any]] | None = None
-
-
-COMMANDS = {
-    "check": Command(run_check),
-    "make": Command(run_make, tools.FAMILIES),
-    "convert": Command(run_convert, tools.POLICIES),
-    "stats": Command(run_stats),
-    "plot": Command(run_plot),
-    "simulate": Command(run_simulate),
-    "report": Command(run_report),
+# Functions that take options and return the output. Where there are members, functions
+# by name, the command line chooses one, whose name and options come first.
+Command = tuple[Callable[..., str], Mapping[str, Callable[..., Any]] | None]
+COMMANDS: dict[str, Command] = {
+    "check": (run_check, None),
+    "make": (run_make, tools.FAMILIES),
+    "convert": (run_convert, tools.POLICIES),
+    "stats": (run_stats, None),
+    "plot": (run_plot, None),
+    "simulate": (run_simulate, None),
+    "report": (run_report, None),
 }
 
 

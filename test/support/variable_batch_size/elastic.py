@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -85,10 +88,25 @@ def sampler_of(case: Case, inputs: torch.Tensor, **options: Any) -> vbs.CustomSa
         inputs,
         case.trace,
         minibatch_size=case.minibatch_size,
-        on_end="cycle",
         verbose=False,
-        **options,
+        **{"on_end": "cycle"} | options,
     )
+
+
+def steps_of(samplers: list[vbs.CustomSampler], epoch: int) -> list[list[int]]:
+    """Returns the samples of every step, sorted, over all replicas' samplers."""
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    streams = [iter(sampler) for sampler in samplers]
+    steps = []
+    for step in range(samplers[0].plan.num_steps):
+        rows: list[int] = []
+        for sampler, stream in zip(samplers, streams):
+            for _ in range(sampler.plan.num_substeps(sampler.rank)[step]):
+                rows += next(stream)
+        steps.append(sorted(rows))
+    assert all(next(stream, None) is None for stream in streams)
+    return steps
 
 
 def optimizer_of(
@@ -109,34 +127,110 @@ def loss_of(
     return F.cross_entropy(model(x) * model.scale, y.long())
 
 
+class Training:
+    """A run of a case on the replica that it is built in, as a user writes it.
+
+    Args:
+        case: The run.
+        loss: From model, inputs and targets of a minibatch; default: `loss_of`.
+        sampler: Options of the sampler.
+        made: Model, inputs and targets; default: those of `make`.
+        **options: Options of the optimizer.
+
+    Attributes:
+        updates: What functions that are attached have seen.
+        samples: ``(step, substep, rank, samples)`` of every minibatch that was run.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        loss: Any = None,
+        sampler: Any = None,
+        made: Any = None,
+        **options: Any,
+    ) -> None:
+        self.case, self.replica = case, xla_replica.current()
+        self.loss = loss or functools.partial(loss_of, case)
+        self.model, self.inputs, self.targets = made or make(case)
+        self.model.to(self.replica.device)
+        groups = getattr(self.model, "groups", self.model.parameters)()
+        self.sampler = sampler_of(case, self.inputs, **sampler or {})
+        self.optimizer = optimizer_of(case, groups, self.sampler, **options)
+        self.updates: list[vbs.Update] = []
+        self.samples: list[tuple[int, int, int, list[int]]] = []
+        self.optimizer.attach(self.updates.append)
+
+    def train(self) -> list[torch.Tensor]:
+        """Trains to the end, from where it is; returns the weights."""
+        for epoch in range(self.sampler.epoch, self.case.epochs):
+            self.epoch(epoch)
+        return self.weights()
+
+    def epoch(self, epoch: int) -> int:
+        """Trains what is left of an epoch; returns the number of updates."""
+        self.sampler.set_epoch(epoch)
+        made, fetched = self.optimizer.set_epoch(epoch), collections.deque()
+
+        def loaded() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for rows in self.dealt():
+                fetched.append(rows)
+                yield self.inputs[rows], self.targets[rows]
+
+        for x, y in self.replica.loader(loaded()):
+            substep = self.optimizer._loop.position.substep
+            place = self.step, substep, self.replica.rank
+            self.samples.append((*place, fetched.popleft()))
+            made += self.minibatch(x, y)
+        return made
+
+    def dealt(self) -> Iterator[list[int]]:
+        """Yields the minibatches of the epoch."""
+        return iter(self.sampler)
+
+    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
+        """Runs one; returns the number of updates."""
+        self.loss(self.model, x, y).backward()
+        return self.optimizer.step()
+
+    @property
+    def step(self) -> int:
+        """The step under way, since training began."""
+        return self.sampler.plan.first_step + self.optimizer._loop.position.step
+
+    @property
+    def steps(self) -> list[int]:
+        """Those that were made here."""
+        return [update.step for update in self.updates]
+
+    def weights(self) -> list[torch.Tensor]:
+        return self.replica.fetch([p.detach() for p in self.model.parameters()])
+
+    def state(self) -> dict[str, Any]:
+        """Returns a copy of the states of model and optimizer, on the host."""
+        parts = {"model": self.model, "optimizer": self.optimizer}
+        found = {name: part.state_dict() for name, part in parts.items()}
+        return copy.deepcopy(self.replica.to_host(found))
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Loads what `state` has returned."""
+        state = copy.deepcopy(state)  # torch's optimizers use loaded tensors in place
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
 def elastic_run(
     rank: int, case: Case, loss_of: Callable[..., torch.Tensor] = loss_of
 ) -> dict[str, object]:
-    """Runs the case on replicas, as a user writes it."""
-    replica = xla_replica.current()
-    model, inputs, targets = make(case)
-    model.to(replica.device)
-    sampler = sampler_of(case, inputs)
-    optimizer = optimizer_of(case, model.parameters(), sampler)
-    updates: list[vbs.Update] = []
-    optimizer.attach(updates.append)
-    returned = 0
-    samples: list[int] = []
-    for epoch in range(case.epochs):
-        sampler.set_epoch(epoch)
-        returned += optimizer.set_epoch(epoch)
-        minibatches = list(sampler)
-        samples += [sample for minibatch in minibatches for sample in minibatch]
-        for x, y in replica.loader([(inputs[m], targets[m]) for m in minibatches]):
-            loss_of(case, model, x, y).backward()
-            returned += optimizer.step()
-    weights = replica.fetch([p.detach() for p in model.parameters()])
+    """Runs the case on replicas; returns what came of it."""
+    training = Training(case, functools.partial(loss_of, case))
+    returned = sum(training.epoch(epoch) for epoch in range(case.epochs))
     return {
-        "weights": weights,
+        "weights": training.weights(),
         "returned": returned,
-        "updates": [(u.epoch, u.step, u.batch_size, u.lr) for u in updates],
-        "num_idle": sum(u.idle for u in updates),
-        "samples": samples,
+        "updates": [(u.epoch, u.step, u.batch_size, u.lr) for u in training.updates],
+        "num_idle": sum(u.idle for u in training.updates),
+        "samples": [row for *_, rows in training.samples for row in rows],
     }
 
 
@@ -154,6 +248,7 @@ def batches(case: Case) -> Iterator[tuple[int, torch.Tensor]]:
             used, step = used + size, step + 1
 
 
+@functools.cache
 def large_batch_run(case: Case) -> tuple[list[torch.Tensor], list[tuple]]:
     """Runs the case in plain torch, with one forward and backward pass per step."""
     model, inputs, targets = make(case)

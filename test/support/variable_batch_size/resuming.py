@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
 
-import variable_batch_size as vbs
-import xla_replica
-from support.variable_batch_size.elastic import Case, make, optimizer_of, sampler_of
+from support.variable_batch_size.elastic import Case, Training
 
 # Two epochs of 32 minibatches, in steps of 1 to 9: some steps have idle replicas, the
 # first and last of an epoch among them, and some have several substeps.
@@ -24,60 +21,27 @@ def run(
     saves: bool = True,
     schedule: tuple[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Trains from ``state`` to the end; returns weights, samples, updates and states.
+    """Trains from ``state`` to the end; returns weights, samples, steps and states.
 
-    ``samples`` are (step, substep, rank, samples) of every minibatch that was run;
     ``schedule`` is the unit of an attached scheduler, and how many of them a step is.
     """
-    replica = xla_replica.current()
-    model, inputs, targets = make(case)
-    model.to(replica.device)
-    sampler = sampler_of(case, inputs)
-    optimizer = optimizer_of(case, model.parameters(), sampler)
+    training = Training(case, loss_of)
+    optimizer = training.optimizer
     if schedule is not None:
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, 0.9)
         optimizer.attach(decay, *schedule)
-    updates: list[int] = []
     states: list[dict[str, Any]] = []
-
-    def after_update(update: vbs.Update) -> None:
-        updates.append(update.step)
-        if saves:
-            states.append(saved())
-
-    def saved() -> dict[str, Any]:
-        found = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        return copy.deepcopy(replica.to_host(found))
-
     if state is not None:
-        state = copy.deepcopy(state)  # torch's optimizers use loaded tensors in place
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        training.load(state)
     elif saves:
-        states.append(saved())
-    optimizer.attach(after_update)
-    samples: list[tuple[int, int, int, list[int]]] = []
-    for epoch in range(sampler.epoch, case.epochs):
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        minibatches = list(sampler)
-        where = [
-            (sampler.plan.first_step + step, substep, replica.rank)
-            for step in range(sampler.plan.start_step, sampler.plan.num_steps)
-            for substep in range(sampler.plan.num_substeps(replica.rank)[step])
-        ]
-        assert len(where) == len(minibatches)
-        for at, minibatch in zip(where, minibatches):
-            x, y = replica.send((inputs[minibatch], targets[minibatch]))
-            loss_of(model, x, y).backward()
-            optimizer.step()
-            samples.append((*at, minibatch))
-    weights = replica.fetch([p.detach() for p in model.parameters()])
+        states.append(training.state())
+    if saves:
+        optimizer.attach(lambda update: states.append(training.state()))
     return {
-        "weights": weights,
-        "samples": samples,
-        "updates": updates,
-        "states": states if replica.is_primary else [],
+        "weights": training.train(),
+        "samples": training.samples,
+        "updates": training.steps,
+        "states": states if training.replica.is_primary else [],
     }
 
 

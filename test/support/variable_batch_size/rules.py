@@ -84,6 +84,12 @@ ROWS = {
     "adam-half-life": Row(
         "adam-half-life", lambda k, r: k**0.5, "adamw", lambda b, k: b**k
     ),
+    "adam-root, amsgrad": Row(
+        "adam-root", lambda k, r: k**0.5, "adam, amsgrad", lambda b, k: 1 - k * (1 - b)
+    ),
+    "adam-half-life, amsgrad": Row(
+        "adam-half-life", lambda k, r: k**0.5, "adamw, amsgrad", lambda b, k: b**k
+    ),
     "adam-half-life, decay per sample": Row(
         "adam-half-life", lambda k, r: k**0.5, "adamw", lambda b, k: b**k, PER_SAMPLE
     ),
@@ -94,6 +100,12 @@ INNER = {
     ),
     "adamw": lambda groups: torch.optim.AdamW(groups, LR, BETAS, EPS, DECAY),
     "adam": lambda groups: torch.optim.Adam(groups, LR, BETAS, EPS, DECAY),
+    "adamw, amsgrad": lambda groups: torch.optim.AdamW(
+        groups, LR, BETAS, EPS, DECAY, amsgrad=True
+    ),
+    "adam, amsgrad": lambda groups: torch.optim.Adam(
+        groups, LR, BETAS, EPS, DECAY, amsgrad=True
+    ),
 }
 
 
@@ -223,6 +235,7 @@ class ByHand:
         self.groups = [np.atleast_1d(group) for group in self.groups]
         self.velocity: list[Any] = [None, None]
         self.moments = [np.zeros((2, len(group))) for group in self.groups]
+        self.largest = [np.zeros(len(group)) for group in self.groups]  # of amsgrad
         self.moment_weights = np.zeros((2, 2))
         self.lrs: list[tuple[float, ...]] = []
 
@@ -258,14 +271,7 @@ class ByHand:
                 decay *= ratio / factor
             self.update(index, found[index].mean(0), ratio, factor, decay)
 
-    def update(
-        self,
-        index: int,
-        gradient: np.ndarray,
-        ratio: float,
-        factor: float,
-        decay: float,
-    ) -> None:
+    def update(self, index: int, gradient: np.ndarray, ratio, factor, decay) -> None:
         weight, lr = self.groups[index], LR * factor
         if self.row.inner == "sgd":
             gradient = gradient + decay * weight
@@ -280,7 +286,7 @@ class ByHand:
         if self.row.beta:
             betas = np.array([self.row.beta(b, ratio) for b in BETAS])
             eps = EPS / math.sqrt(ratio)
-        if self.row.inner == "adamw":
+        if self.row.inner.startswith("adamw"):
             weight = weight * (1 - lr * decay)
         else:
             gradient = gradient + decay * weight
@@ -289,7 +295,10 @@ class ByHand:
         moments[1] = betas[1] * moments[1] + (1 - betas[1]) * gradient**2
         weights = self.moment_weights[index]
         weights[:] = betas * weights + 1 - betas
-        mean, square = moments[0] / weights[0], moments[1] / weights[1]
+        square = moments[1]
+        if "amsgrad" in self.row.inner:
+            square = self.largest[index] = np.maximum(self.largest[index], square)
+        mean, square = moments[0] / weights[0], square / weights[1]
         self.groups[index] = weight - lr * mean / (np.sqrt(square) + eps)
 
     def weights(self) -> list[np.ndarray]:

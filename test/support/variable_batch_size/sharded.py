@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from support.variable_batch_size.elastic import Case, optimizer_of, sampler_of
+from support.variable_batch_size import elastic
+from support.variable_batch_size.elastic import Case
 
 # Steps of 1 to 9 minibatches.
 TRACE = (4, 36, 8, 4, 12, 32, 20, 4)
@@ -73,37 +74,29 @@ def whole(tensors: Any) -> list[torch.Tensor]:
     return [getattr(t.detach(), "full_tensor", t.detach)().clone() for t in tensors]
 
 
-class Training:
-    """A run as a user writes it, on the replica that it runs in."""
+class Training(elastic.Training):
+    """A run as a user writes it, on the replica that it runs in.
+
+    Attributes:
+        counted: ``(step, *samples)`` of every minibatch that is no padding.
+    """
 
     def __init__(self, run: Run, shape: tuple[int, ...] | None = None) -> None:
-        case, options = run.case, dict(run.options)
-        self.run = run
-        self.model = Model(run, shape)
-        self.inputs, self.targets = data(case)
-        self.sampler = sampler_of(case, self.inputs)
+        options = dict(run.options)
         self.is_sum = options.get("reduction") == "sum"
         if self.is_sum:
             options["ref_batchsize"] = None
-        self.optimizer = optimizer_of(
-            case, self.model.groups(), self.sampler, **options
-        )
-        self.num_samples = 0
+        made = (Model(run, shape), *data(run.case))
+        super().__init__(run.case, made=made, **options)
+        self.counted: list[tuple[int, ...]] = []
 
-    def train(self) -> None:
-        for epoch in range(self.sampler.epoch, self.run.case.epochs):
-            self.sampler.set_epoch(epoch)
-            self.optimizer.set_epoch(epoch)
-            for rows in self.sampler:
-                self.num_samples += 0 if self.optimizer.is_padding else len(rows)
-                self.minibatch(self.inputs[rows], self.targets[rows])
-
-    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
+        if self.samples and not self.optimizer.is_padding:
+            self.counted.append((self.step, *self.samples[-1][-1]))
         losses = F.cross_entropy(self.model(x), y, reduction="none")
         if self.is_sum:
             counts = y > 0
             (losses * counts).sum().backward()
-            self.optimizer.step(weight=counts.sum())
-        else:
-            losses.mean().backward()
-            self.optimizer.step()
+            return self.optimizer.step(weight=counts.sum())
+        losses.mean().backward()
+        return self.optimizer.step()

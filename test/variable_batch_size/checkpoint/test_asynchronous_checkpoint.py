@@ -88,7 +88,7 @@ def beside_the_training(rank: int, folder: Path):
     patched = mock.patch.object(files, "write", disk.write)
     with patched if rank == 0 else contextlib.nullcontext():
         for epoch in range(ADAM.epochs):
-            training.train_epoch(epoch)
+            training.epoch(epoch)
         path = training.checkpointer.wait()
     return expected[0], unwritten, path and path.name
 
@@ -123,7 +123,7 @@ def counted(rank: int, folder: Path):
         found[asynchronous] = []
         for epoch in range(3):
             with xla_replica.count(training.replica) as counts:
-                training.train_epoch(epoch)
+                training.epoch(epoch)
                 training.checkpointer.save()
                 training.checkpointer.wait()
             found[asynchronous].append((counts.compilations, counts.transfers))
@@ -203,11 +203,6 @@ def test_a_request_to_stop_waits_for_the_file(tmp_path, monkeypatch):
     with pytest.raises(xla_replica.Stopped):
         xla_replica.launch(train_until_asked, (tmp_path,), 1, "cpu")
     assert files.saved_files(tmp_path)[0].num_updates == 8
-
-
-def test_only_true_and_false_say_whether(tmp_path):
-    with pytest.raises(TypeError, match="asynchronous must be True or False, got 'no'"):
-        Training(tmp_path, asynchronous="no")
 
 
 # --- kills ----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.variable_batch_size.checkpointed import CASE, Training, train
 from support.variable_batch_size.elastic import Case
-from support.variable_batch_size.resuming import loss_of
 from support.xla_replica.replicas import SEVERAL_REPLICAS, XLA_BACKENDS, row
 
 import variable_batch_size as vbs
@@ -73,7 +72,7 @@ def test_a_run_that_has_ended_has_nothing_left(undisturbed, tmp_path):
     assert restored.num_updates == len(undisturbed[1])
     assert restored.epoch == CASE.epochs  # the loop is over
     weights = again.train()
-    assert again.updates == []
+    assert again.steps == []
     assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
 
 
@@ -87,16 +86,13 @@ def test_minibatches_of_an_unfinished_step_are_run_again(undisturbed, tmp_path):
     minibatches = iter(training.sampler)
     for _ in range(1 + 9 + 1):  # two steps, and one minibatch of the third
         rows = next(minibatches)
-        loss_of(
-            training.model, training.inputs[rows], training.targets[rows]
-        ).backward()
-        training.optimizer.step()
+        training.minibatch(training.inputs[rows], training.targets[rows])
     next(minibatches)  # one that a loader has prefetched
     training.checkpointer.save()
     again = Training(tmp_path)
     again.checkpointer.load()
     weights = again.train()
-    assert again.updates == undisturbed[1][2:]
+    assert again.steps == undisturbed[1][2:]
     assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
 
 
@@ -126,12 +122,7 @@ def counted(rank: int, folder: Path):
     training.optimizer.attach(training.checkpointer)
     for epoch in range(3):
         with xla_replica.count(replica) as counts:
-            training.sampler.set_epoch(epoch)
-            training.optimizer.set_epoch(epoch)
-            for rows in training.sampler:
-                x, y = replica.send((training.inputs[rows], training.targets[rows]))
-                loss_of(training.model, x, y).backward()
-                training.optimizer.step()
+            training.epoch(epoch)
         found.append((counts.compilations, counts.transfers, counts.fallbacks))
     return found
 
@@ -166,7 +157,7 @@ def test_changes_can_be_allowed(tmp_path):
     assert restored.num_updates == 14
     other.train()
     end = changed.epochs
-    assert other.updates == list(
+    assert other.steps == list(
         range(14, other.sampler.schedule.plan(end, 1).first_step)
     )
 
@@ -204,12 +195,7 @@ def epochs_of(training: Training, folder: Path) -> list[float]:
     training.optimizer.attach(checkpointer)
     rates = []
     for epoch in range(training.sampler.epoch, CASE.epochs):
-        training.sampler.set_epoch(epoch)
-        training.optimizer.set_epoch(epoch)
-        for rows in training.sampler:
-            x, y = training.inputs[rows], training.targets[rows]
-            loss_of(training.model, x, y).backward()
-            training.optimizer.step()
+        training.epoch(epoch)
         by_epoch.step()
         checkpointer.save()
         rates.append(inner.param_groups[0]["lr"])

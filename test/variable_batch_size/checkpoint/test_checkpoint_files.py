@@ -24,10 +24,11 @@ def state(number: int) -> dict:
     return {"number": number, "weights": weights, "names": ["a", "b"]}
 
 
-def test_a_file_can_be_read_with_and_without_us(tmp_path):
+def test_a_file_can_be_read_with_and_without_us(tmp_path, caplog):
     path = files.write(tmp_path / "new" / "folder", 7, state(7))
     found = files.newest_whole(path.parent)
     assert found is not None
+    assert not caplog.records
     assert (found[0].path, found[0].num_updates) == (path, 7)
     for loaded in (found[1], torch.load(path)):
         assert loaded["number"] == 7
@@ -42,11 +43,11 @@ def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
         status = Path("/proc/self/status").read_text()
         return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])
 
-    path = files.write(tmp_path, 1, {"weights": torch.ones(32, 2**20)})
+    path = files.write(tmp_path, 1, {"weights": torch.ones(8, 2**20)})
     content, before = path.read_bytes()[:4096], own_kilobytes()
     state = files.newest_whole(tmp_path)[1]
-    assert state["weights"].sum() == 2**25
-    assert own_kilobytes() - before < 2**14  # of 2**17
+    assert state["weights"].sum() == 2**23
+    assert own_kilobytes() - before < 2**12  # of 2**15
     state["weights"].zero_()
     assert path.read_bytes()[:4096] == content
 
@@ -119,7 +120,7 @@ def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
     newest = files.write(tmp_path, 2, state(2))
     content = newest.read_bytes()
     num_damaged = 0
-    for number in range(450):
+    for number in range(240):
         what, bad = damaged(content, number)
         if bad == content:  # zeros were replaced by zeros
             continue
@@ -135,14 +136,7 @@ def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
         aside.unlink()
         caplog.clear()
         num_damaged += 1
-    assert num_damaged > 300
-
-
-def test_an_intact_one_is_not_suspected(tmp_path, caplog):
-    files.write(tmp_path, 1, state(1))
-    newest = files.write(tmp_path, 2, state(2))
-    assert files.newest_whole(tmp_path)[0].path == newest
-    assert not caplog.records
+    assert num_damaged > 160
 
 
 def test_if_all_are_damaged_it_is_an_error(tmp_path):

@@ -75,21 +75,3 @@ def test_replicas_save_after_the_same_updates_whatever_their_clocks_say(backend)
     outcomes = backend.run(on_replicas)
     assert outcomes[0]
     assert all(outcome == outcomes[0] for outcome in outcomes)
-
-
-@pytest.mark.parametrize(
-    ("every", "error"),
-    [
-        ({"every_updates": 0}, ValueError),
-        ({"every_updates": 2.5}, TypeError),
-        ({"every_minutes": 0}, ValueError),
-        ({"every_minutes": "10"}, TypeError),
-    ],
-)
-def test_bad_numbers_are_named(every, error):
-    (name,) = every
-    with pytest.raises(error, match=name):
-        SaveTimes(
-            xla_replica.current(),
-            **{"every_updates": None, "every_minutes": None} | every,
-        )

@@ -24,7 +24,7 @@ from variable_batch_size.checkpoint import files
 SCRIPT = Path(__file__).resolve().parents[2] / "variable_train_mnist.py"
 # Steps of up to 64 minibatches.
 ARGUMENTS = (
-    "--dataset", "fake", "--epochs", "60", "--batch-size", "16", "--log-steps", "1",
+    "--dataset", "fake", "--epochs", "24", "--batch-size", "16", "--log-steps", "1",
     "--ref-batchsize", "64",
 )  # fmt: skip
 PATIENCE = 240.0

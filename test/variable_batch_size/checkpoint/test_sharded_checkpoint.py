@@ -64,11 +64,8 @@ def resumed(
         return write_parts(*args)
 
     restored = checkpointer.load()
-    samples: list[tuple[int, ...]] = []
-    steps: list[int] = []
 
     def after_update(update: vbs.Update) -> None:
-        steps.append(update.step)
         if update.step >= 3:
             trained_on.set()
         if update.step == stop_at and rank == 0:
@@ -78,14 +75,6 @@ def resumed(
 
     training.optimizer.attach(after_update)
     training.optimizer.attach(checkpointer)
-    minibatch = training.minibatch
-
-    def noted(x: torch.Tensor, y: torch.Tensor) -> None:
-        if not training.optimizer.is_padding:
-            samples.append((len(steps), *x[:, 0].tolist()))
-        minibatch(x, y)
-
-    training.minibatch = noted
     patch = mock.patch.object(replica_module, "write_parts", late)
     with patch if asynchronous else contextlib.nullcontext():
         training.train()
@@ -93,8 +82,8 @@ def resumed(
     return {
         "weights": whole(training.model.parameters()),
         "progress": training.optimizer.noise.progress,
-        "steps": steps,
-        "samples": samples,
+        "steps": training.steps,
+        "samples": training.counted,
         "num_updates": restored and restored.num_updates,
     }
 
@@ -102,7 +91,7 @@ def resumed(
 def check_samples(found: list[dict], alone: dict[str, Any]) -> None:
     """Every step after a resumption has the samples that one process gives it."""
     first = found[0]["steps"][0]
-    expected = [(step - first, *s) for step, *s in alone["samples"] if step >= first]
+    expected = [one for one in alone["samples"] if one[0] >= first]
     together = [one for outcome in found for one in outcome["samples"]]
     assert sorted(together) == sorted(expected)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.variable_batch_size.elastic import OPTIMIZERS, make
-from support.variable_batch_size.resuming import CASE, loss_of
+from support.variable_batch_size import elastic
+from support.variable_batch_size.resuming import CASE as RESUMED
+from support.variable_batch_size.resuming import loss_of
 from support.xla_replica.replicas import HAS_XLA, Backend, needs_xla, row
 
 import variable_batch_size as vbs
@@ -24,6 +26,7 @@ from xla_replica import ReplicaError
 
 # Sums are never rounded, so that any number of replicas gives the same bits.
 START, LEAST, MOST, EVERY, EPOCHS = 16, 4, 64, 3, 3
+CASE = dataclasses.replace(RESUMED, optimizer="sgd-heavy-ball")
 AHEAD = 3  # minibatches that the loader fetches before they are run
 
 
@@ -45,46 +48,33 @@ def ahead(items: Iterator, number: int) -> Iterator:
     yield from fetched
 
 
-class Training:
-    """A run on the trace, with a controller if there is a policy."""
+class Training(elastic.Training):
+    """A run on the trace, with a controller if there is a policy.
+
+    Its loader is ``ahead`` by so many minibatches.
+    """
 
     def __init__(self, folder: Path, trace, policy=None, **options) -> None:
-        self.replica, self.folder = xla_replica.current(), folder
-        model, self.inputs, self.targets = make(CASE)
-        self.model = model.to(self.replica.device)
-        self.sampler = vbs.CustomSampler(
-            self.inputs, trace, minibatch_size=4, verbose=False
-        )
-        inner = OPTIMIZERS["sgd-heavy-ball"](self.model.parameters(), CASE.lr)
-        self.optimizer = vbs.ElasticOptimizer(
-            inner, self.sampler, "linear", 16, noise=policy is not None
-        )
-        self.updates: list[vbs.Update] = []
-        self.optimizer.attach(self.updates.append)
+        case = dataclasses.replace(CASE, trace=trace, epochs=EPOCHS)
+        super().__init__(case, loss_of, noise=policy is not None)
+        self.ahead = AHEAD
         self.log = vbs.RunLog(folder / "run.jsonl", self.optimizer)
         if policy is not None:
-            self.optimizer.attach(
-                vbs.BatchSizeController(
-                    self.optimizer,
-                    **{"least": LEAST, "most": MOST, "every": EVERY} | options,
-                    policy=policy,
-                    trace_file=folder / "decided.csv",
-                    log=self.log,
-                )
+            limits = {"least": LEAST, "most": MOST, "every": EVERY} | options
+            controller = vbs.BatchSizeController(
+                self.optimizer,
+                **limits,
+                policy=policy,
+                trace_file=folder / "decided.csv",
+                log=self.log,
             )
+            self.optimizer.attach(controller)
 
-    def epoch(self, epoch: int, number: int = AHEAD) -> None:
-        """Trains what is left of an epoch, with a loader that is so far ahead."""
-        self.sampler.set_epoch(epoch)
-        self.optimizer.set_epoch(epoch)
-        batches = ahead(iter(self.sampler), number)
-        loaded = ((self.inputs[rows], self.targets[rows]) for rows in batches)
-        for x, y in self.replica.loader(loaded):
-            loss_of(self.model, x, y).backward()
-            self.optimizer.step()
+    def dealt(self) -> Iterator[list[int]]:
+        return ahead(super().dealt(), self.ahead)
 
-    def weights(self) -> list[torch.Tensor]:
-        return self.replica.fetch([p.detach() for p in self.model.parameters()])
+    def told(self) -> list[tuple]:
+        return [(u.step, u.batch_size, u.epoch, u.ends_epoch) for u in self.updates]
 
 
 class Killed(Exception):
@@ -106,19 +96,15 @@ def train(rank: int, folder: Path, policy: str, kill_at: float = math.inf):
 
     training.optimizer.attach(kill)
     with contextlib.suppress(Killed):
-        for epoch in range(training.sampler.epoch, EPOCHS):
-            training.epoch(epoch)
-    told = [(u.step, u.batch_size, u.epoch, u.ends_epoch) for u in training.updates]
-    return training.weights(), told
+        training.train()
+    return training.weights(), training.told()
 
 
 def replay(rank: int, folder: Path):
     """Trains the same epochs on what was decided, without a controller."""
     training = Training(folder, folder / "decided.csv")
-    for epoch in range(EPOCHS):
-        training.epoch(epoch, number=0)
-    told = [(u.step, u.batch_size, u.epoch, u.ends_epoch) for u in training.updates]
-    return training.weights(), told
+    training.ahead = 0
+    return training.train(), training.told()
 
 
 def job(*backends: tuple[str, int], policy: str = "zigzag", marks=()):
@@ -219,6 +205,7 @@ def test_replicas_that_ask_for_different_sizes_are_told(tmp_path):
         assert "different batch sizes, [8, 12]" in message
 
 
+@settings(deadline=None)  # a busy machine may be slow
 @given(
     st.lists(st.integers(1, 8), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=4),
@@ -280,25 +267,29 @@ def test_a_decision_has_hysteresis_and_limits(wanted, least, most, expected):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("trace", "options", "error", "message"),
     [
-        ({"most": 2}, ValueError, "most must be an integer >= 4, got 2"),
-        ({"factor": 1}, ValueError, "factor must be a finite number > 1, got 1"),
-        ({"policy": "x"}, ValueError, "policy must be one of 'noise-scale', 'goodput'"),
-        ({"available": 64}, TypeError, "available must be a function, got 64"),
+        (16, {"most": 2}, ValueError, "most must be an integer >= 4, got 2"),
+        (16, {"factor": 1}, ValueError, "factor must be a finite number > 1, got 1"),
+        (
+            16,
+            {"policy": "x"},
+            ValueError,
+            "policy must be one of 'noise-scale', 'g",
+        ),
+        (16, {"available": 64}, TypeError, "available must be a function, got 64"),
+        ([16, 8], {}, ValueError, "constant trace, or on_end='hold'"),
     ],
 )
-def test_wrong_arguments_say_so(tmp_path, options, error, message):
+def test_wrong_arguments_say_so(tmp_path, trace, options, error, message):
     with pytest.raises(error, match=message):
-        Training(tmp_path, 16, **{"policy": "noise-scale"} | options)
+        Training(tmp_path, trace, **{"policy": "noise-scale"} | options)
 
 
 def test_what_cannot_be_controlled_is_refused(tmp_path):
     training = Training(tmp_path, 16)
     with pytest.raises(TypeError, match="build the optimizer with noise=True"):
         vbs.BatchSizeController(training.optimizer, least=4, most=64)
-    with pytest.raises(ValueError, match="constant trace, or on_end='hold'"):
-        Training(tmp_path, [16, 8], "noise-scale")
     training.optimizer.attach(lambda _: training.optimizer.change_batch_size(6))
     with pytest.raises(vbs.TraceError, match="not a multiple of minibatch_size=4"):
         training.epoch(0)

@@ -69,21 +69,18 @@ def test_blocks_and_samples_are_shuffled_by_seed_and_epoch(in_order):
         assert (sorted(order[:first]) == list(range(first))) == in_order
 
 
+def sampler_of(dataset, order, **options) -> vbs.CustomSampler:
+    common = {"minibatch_size": 8, "on_end": "cycle", "verbose": False}
+    return vbs.CustomSampler(dataset, TRACE, order=order, **common, **options)
+
+
 class Run:
     """One replica's sampler and loader, over a dataset that it reads alone."""
 
     def __init__(self, dataset, rank=0, num_replicas=1, state=None, **options):
         self.dataset = dataset
-        self.sampler = vbs.CustomSampler(
-            dataset,
-            TRACE,
-            num_replicas=num_replicas,
-            rank=rank,
-            minibatch_size=8,
-            on_end="cycle",
-            verbose=False,
-            order=dataset.shuffled(WINDOW, seed=5),
-        )
+        order = dataset.shuffled(WINDOW, seed=5)
+        self.sampler = sampler_of(dataset, order, num_replicas=num_replicas, rank=rank)
         if state is not None:
             self.sampler.load_state_dict(state)
         self.loader = DataLoader(
@@ -242,14 +239,13 @@ def test_a_run_on_parquet_files_goes_on_where_it_was(tmp_path, num_replicas):
     before = run()
     expected = ids(before.steps(0))
     assert before.dataset.num_blocks_read <= len(before.dataset.block_sizes)
-    resumed = [
-        run(rank, num_replicas, state_at(before, 0, 6)) for rank in range(num_replicas)
-    ]
+    state = state_at(before, 0, 6)
+    resumed = [run(rank, num_replicas, state) for rank in range(num_replicas)]
     parts = [one.steps(0) for one in resumed]
     assert ids([[*itertools.chain(*each)] for each in zip(*parts)]) == expected[6:]
-    remaining = sum(map(len, expected[6:])) + before.sampler.plan.num_dropped_samples
+    left = sum(map(len, expected[6:])) + before.sampler.plan.num_dropped_samples
     for one in resumed:
-        assert one.dataset.num_blocks_read <= remaining // 16 + WINDOW + 4
+        assert one.dataset.num_blocks_read <= left // 16 + WINDOW + 4
 
 
 def test_a_map_style_dataset_in_every_other_way():
@@ -265,9 +261,7 @@ def test_a_map_style_dataset_in_every_other_way():
 
 def test_another_window_or_other_blocks_are_another_run():
     def sampler(order, size=NUM_SAMPLES):
-        return vbs.CustomSampler(
-            trace=TRACE, dataset_size=size, order=order, minibatch_size=8
-        )
+        return sampler_of(None, order, dataset_size=size)
 
     state = sampler(dataset_of().shuffled(3)).state_dict()
     sampler(dataset_of().shuffled(3)).load_state_dict(state)
@@ -282,30 +276,25 @@ def test_another_window_or_other_blocks_are_another_run():
 
 
 def test_orders_that_read_blocks_over_and_over_are_refused():
-    def sampler(dataset, order):
-        return vbs.CustomSampler(
-            dataset, TRACE, minibatch_size=8, order=order, on_end="cycle", verbose=False
-        )
-
     seeded = vbs.SeededDataset(dataset_of(), 1)
     for order in (None, vbs.IndexShuffle(seed=1)):
         for dataset in (dataset_of(), seeded):
             with pytest.raises(ValueError, match=r"10 blocks.*window=11 shuffles"):
-                sampler(dataset, order)
-        sampler(dataset_of([NUM_SAMPLES, 0]), order)  # one block, which is kept
+                sampler_of(dataset, order)
+        sampler_of(dataset_of([NUM_SAMPLES, 0]), order)  # one block, which is kept
     window = vbs.BlockShuffle(SIZES, WINDOW, seed=5)
     with pytest.raises(ValueError, match=r"keeps 1.*shuffled\(window=3, seed=5\)"):
-        sampler(dataset_of(), window)
+        sampler_of(dataset_of(), window)
     dataset = dataset_of()
-    sampler(dataset, dataset.shuffled(WINDOW))
+    sampler_of(dataset, dataset.shuffled(WINDOW))
     # As the message says: all blocks at once, each of which is then read once.
     dataset = dataset_of()
     order = dataset.shuffled(window=11)
-    sampler(dataset, order)
+    sampler_of(dataset, order)
     assert sorted(dataset[i] for i in whole(order, 0)) == list(range(NUM_SAMPLES))
     assert dataset.num_blocks_read == 10
     # Whoever has an order of blocks alone may bring it.
-    sampler(dataset_of(), lambda epoch: range(NUM_SAMPLES))
+    sampler_of(dataset_of(), lambda epoch: range(NUM_SAMPLES))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.variable_batch_size.elastic import steps_of
 
 import variable_batch_size as vbs
 from variable_batch_size.data.lazy_orders import SORTED, bijection
@@ -160,36 +161,20 @@ def test_memory_does_not_grow_with_the_number_of_samples(epoch, trace):
     assert largest < 2**17
 
 
-def steps_of(num_replicas: int, epoch: int, order: vbs.LazyOrder) -> list[list[int]]:
-    """Returns the samples of every step, sorted, with some idle replicas."""
-    trace = [64, 96, 32, 128]
-    samplers = [
-        sampler(
-            1500, trace, order, num_replicas=num_replicas, rank=rank, on_end="cycle"
-        )
-        for rank in range(num_replicas)
-    ]
-    for one in samplers:
-        one.set_epoch(epoch)
-    passes = [iter(one) for one in samplers]
-    plan = samplers[0].plan
-    return [
-        sorted(
-            sample
-            for rank, minibatches in enumerate(passes)
-            for _ in range(plan.num_substeps(rank)[step])
-            for sample in next(minibatches)
-        )
-        for step in range(plan.num_steps)
-    ]
-
-
 @pytest.mark.parametrize("num_replicas", [2, 3, 5])
 def test_steps_do_not_depend_on_the_number_of_replicas(num_replicas):
     order = vbs.IndexShuffle(7)
+
+    def steps(number: int, epoch: int) -> list[list[int]]:
+        """Returns the samples of every step, with some idle replicas."""
+        options = {"num_replicas": number, "on_end": "cycle"}
+        arguments = (1500, [64, 96, 32, 128], order)
+        ranks = range(number)
+        return steps_of([sampler(*arguments, rank=r, **options) for r in ranks], epoch)
+
     for epoch in (0, 1):
-        alone = steps_of(1, epoch, order)
-        assert steps_of(num_replicas, epoch, order) == alone
+        alone = steps(1, epoch)
+        assert steps(num_replicas, epoch) == alone
         whole = order.samples(epoch, 1500, np.arange(1500))
         assert sorted(itertools.chain(*alone)) == sorted(whole[: sum(map(len, alone))])
 

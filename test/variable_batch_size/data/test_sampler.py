@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.variable_batch_size.elastic import steps_of
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import variable_batch_size as vbs
@@ -27,23 +28,9 @@ def flat(minibatches) -> list[int]:
 
 def global_order(num_replicas: int, epoch: int, **options) -> list[list[int]]:
     """Returns every step's samples, sorted: they do not depend on who runs them."""
-    samplers = [
-        sampler(num_replicas=num_replicas, rank=rank, **options)
-        for rank in range(num_replicas)
-    ]
-    for one in samplers:
-        one.set_epoch(epoch)
-    streams = [iter(one) for one in samplers]
-    plan = samplers[0].plan
-    steps = []
-    for step in range(plan.num_steps):
-        rows: list[int] = []
-        for rank, stream in enumerate(streams):
-            for _ in range(plan.num_substeps(rank)[step]):
-                rows += next(stream)
-        steps.append(sorted(rows))
-    assert all(next(stream, None) is None for stream in streams)
-    return steps
+    ranks = range(num_replicas)
+    options["num_replicas"] = num_replicas
+    return steps_of([sampler(rank=rank, **options) for rank in ranks], epoch)
 
 
 @given(
@@ -84,18 +71,11 @@ def test_an_idle_replica_yields_nothing():
     assert one  # a sampler without minibatches is true
 
 
-def test_dataset_or_its_size():
-    dataset = TensorDataset(torch.arange(256))
-    assert list(sampler(dataset=dataset, dataset_size=None)) == list(sampler())
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loader_workers_change_nothing(num_workers):
-    loader = DataLoader(
-        TensorDataset(torch.arange(256)),
-        batch_sampler=sampler(),
-        num_workers=num_workers,
-    )
+    data = TensorDataset(torch.arange(256))
+    one = sampler(dataset=data, dataset_size=None)
+    loader = DataLoader(data, batch_sampler=one, num_workers=num_workers)
     assert [batch[0].tolist() for batch in loader] == list(sampler())
 
 
@@ -190,10 +170,7 @@ def test_an_empty_epoch_warns(caplog):
     ("option", "message"),
     [
         ({"in_order": False}, r"in_order=False .* counted in another"),
-        (
-            {"snapshot_every_n_steps": 3},
-            r"snapshot_every_n_steps=3\) skips",
-        ),
+        ({"snapshot_every_n_steps": 3}, r"snapshot_every_n_steps=3\) skips"),
     ],
 )
 def test_a_loader_that_changes_the_order_is_refused(option, message):
@@ -207,6 +184,12 @@ def test_a_loader_that_changes_the_order_is_refused(option, message):
         iterate(loader)
     loader.num_workers = 0  # without workers they change nothing
     assert len(iterate(loader)) == 32
+    if "in_order" in option:
+        loader = DataLoader(
+            range(256), batch_sampler=sampler(), num_workers=1, in_order=False
+        )
+        with pytest.raises(TypeError, match="in_order=True, the default"):
+            iter(loader)
 
 
 def test_a_loader_of_another_dataset_is_refused():
@@ -236,17 +219,6 @@ def test_it_is_not_taken_for_a_sampler_of_samples():
         vbs.CustomSampler(DataLoader(range(256), batch_size=16), 32)
     loader = DataLoader(torch.arange(256), sampler=one, batch_size=None)
     assert next(iter(loader)).shape == (32,)  # which makes no batches
-
-
-def test_loaders_with_in_order_false_are_refused():
-    loader = DataLoader(
-        TensorDataset(torch.arange(256)),
-        batch_sampler=sampler(),
-        num_workers=1,
-        in_order=False,
-    )
-    with pytest.raises(TypeError, match="in_order=True, the default"):
-        iter(loader)
 
 
 def through_a_stateful_loader(one, state) -> list[list[int]]:

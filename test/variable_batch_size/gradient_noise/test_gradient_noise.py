@@ -8,13 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.variable_batch_size.noise import CLOSED_FORMS
 
-from variable_batch_size.gradient_noise import estimators as gradient_noise
-from variable_batch_size.gradient_noise.estimators import (
-    average,
-    no_statistics,
-    weight_of,
-)
+from variable_batch_size import gradient_noise
+from variable_batch_size.gradient_noise import average, no_statistics, weight_of
 
 F64 = torch.float64
 
@@ -38,37 +35,28 @@ def estimate_of(gradients: torch.Tensor, minibatch_size: int = 1) -> torch.Tenso
     )
 
 
-# Minibatch gradients (n, d); tr Sigma, |G|^2 and the gain of n minibatches over one.
-CLOSED_FORMS = {
-    "orthonormal": (torch.eye(4, dtype=F64), 1.0, 0.0, 4.0),
-    "1 and 3": (vector(1, 3)[:, None], 2.0, 3.0, 1.25),
-    "1 to 8": (vector(*range(1, 9))[:, None], 6.0, 19.5, 1.259259),
-}
-
-
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_closed_forms(name):
-    gradients, variance, square, gain = CLOSED_FORMS[name]
-    estimate = estimate_of(gradients[None])
+    rows, variance, square, gain = CLOSED_FORMS[name]
+    estimate = estimate_of(torch.tensor(rows, dtype=F64)[None])
     assert estimate[:, 0].tolist() == pytest.approx([variance, square, 1], abs=1e-12)
-    ratio = vector(len(gradients))
-    found = gradient_noise.gain(estimate, ratio, 1.0)
+    found = gradient_noise.gain(estimate, vector(len(rows)), 1.0)
     assert found.item() == pytest.approx(gain, abs=1e-6)
 
 
 @pytest.mark.parametrize("num_minibatches", [2, 4, 8, 32])
 def test_the_estimators_are_unbiased(num_minibatches):
-    """200,000 steps come within 2 % (tr Sigma) and 5 % (|G|^2) of the truth."""
+    """50,000 steps come within 4 % (tr Sigma) and 10 % (|G|^2) of the truth."""
     generator = torch.Generator().manual_seed(num_minibatches)
     mean = torch.tensor([0.4, -0.3, 0.2], dtype=F64)
     spread = torch.tensor([0.5, 1.0, 0.2], dtype=F64)
-    samples, minibatch = 200_000, 4
+    samples, minibatch = 50_000, 4
     noise = torch.randn(samples, num_minibatches, 3, generator=generator, dtype=F64)
     gradients = mean + noise * spread / math.sqrt(minibatch)
     estimate = estimate_of(gradients, minibatch)
     truth = (spread**2).sum().item(), (mean**2).sum().item()
-    assert estimate[0].mean().item() == pytest.approx(truth[0], rel=0.02)
-    assert estimate[1].mean().item() == pytest.approx(truth[1], rel=0.05)
+    assert estimate[0].mean().item() == pytest.approx(truth[0], rel=0.04)
+    assert estimate[1].mean().item() == pytest.approx(truth[1], rel=0.1)
 
 
 def test_the_difference_estimator_is_unbiased_without_drift():
@@ -165,11 +153,8 @@ def test_averages_weigh_by_minibatches_and_have_no_bias():
         assert found == pytest.approx(mean)
 
 
-def test_the_first_estimate_counts_in_full():
+def test_the_first_estimate_counts_in_full_and_nothing_known_is_zero():
     assert averaged([(3.0, 2.0, 2)], 1000) == pytest.approx([3.0, 2.0])
-
-
-def test_nothing_known_is_zero():
     assert averaged([], 1000) == [0.0, 0.0]
     assert averaged([(3.0, 2.0, 1)], 1000) == [0.0, 0.0]
 

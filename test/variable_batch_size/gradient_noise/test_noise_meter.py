@@ -6,20 +6,13 @@ import math
 
 import pytest
 import torch
-from support.variable_batch_size.noise import make, step
+from support.variable_batch_size.noise import CLOSED_FORMS, make, step
 from support.xla_replica.replicas import BACKENDS
 from torch import nn
 from torch.optim import SGD
 
 import variable_batch_size as vbs
 import xla_replica
-
-# Minibatch gradients (n, d); tr Sigma, |G|^2 and the gain over one minibatch.
-CLOSED_FORMS = {
-    "orthonormal": (torch.eye(4).tolist(), 1.0, 0.0, 4.0),
-    "1 and 3": ([[1.0], [3.0]], 2.0, 3.0, 1.25),
-    "1 to 8": ([[float(n)] for n in range(1, 9)], 6.0, 19.5, 1.259259),
-}
 
 
 def one_step(rank: int, rows: list[list[float]]) -> tuple[tuple[float, ...], int]:
@@ -59,7 +52,7 @@ def test_closed_forms_for_every_split(backend):
             assert found.noise_scale == pytest.approx(scale, rel=1e-5)
 
 
-BASIS = torch.eye(3)
+ROWS = [[1.0, 0, 0], [3.0, 0, 0]]  # of variance 2, and 3 = 1 * 3 the square
 
 
 def test_before_any_update_nothing_is_known():
@@ -75,7 +68,7 @@ def test_before_any_update_nothing_is_known():
 
 def test_any_batch_size_can_be_asked_for():
     [parameter], optimizer = make(trace=(2,))
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
     assert optimizer.gain() == pytest.approx(1.25)
     assert optimizer.gain(1) == 1.0
     noise_scale = 2 / 3
@@ -87,15 +80,9 @@ def test_any_batch_size_can_be_asked_for():
     assert optimizer.current_lr() == (pytest.approx(0.0125),)
 
 
-def test_squares_are_measured_before_clipping():
-    [parameter], optimizer = make(trace=(2,), max_grad_norm=1e-3)
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
-    assert optimizer.noise.measure().variance == pytest.approx(2.0)
-
-
 def test_gradients_that_are_not_finite_leave_the_statistics_alone():
     [parameter], optimizer = make(trace=(2,))
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
     before = optimizer.noise.measure()
     step(optimizer, parameter, [[math.inf, 0, 0], [3.0, 0, 0]])
     step(optimizer, parameter, [[1.0, math.nan, 0], [3.0, 0, 0]])
@@ -114,7 +101,7 @@ def test_a_single_minibatch_leaves_the_statistics_alone():
 
 def test_differences_serve_until_there_is_something_better():
     [parameter], optimizer = make(trace=(1, 1, 2), single_minibatch="difference")
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
     found = optimizer.noise.measure()  # |3 - 1|^2 / 2 and 3 * 1
     assert (found.variance, found.square) == pytest.approx((2.0, 3.0))
     step(optimizer, parameter, [[1.0, 0, 0], [2.0, 0, 0]])
@@ -125,29 +112,23 @@ def test_differences_serve_until_there_is_something_better():
 def test_a_copy_of_the_gradients_is_kept_only_for_differences():
     for option, copies in (("skip", 0), ("difference", 1)):
         [parameter], optimizer = make(single_minibatch=option)
-        step(optimizer, parameter, BASIS[[0, 1, 2, 0]])
+        step(optimizer, parameter, torch.eye(3)[[0, 1, 2, 0]])
         assert len(optimizer.noise._differences._previous) == copies
 
 
 def test_a_parameter_group_added_later_starts_from_nothing():
-    [parameter], optimizer = make(trace=(2,))
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    [parameter], optimizer = make(trace=(2,), max_grad_norm=1e-3)  # squares are before
+    step(optimizer, parameter, ROWS)
     other = nn.Parameter(torch.zeros(3))
     optimizer.add_param_group({"params": [other], "lr": 0.5})
-    assert optimizer.noise.lr_factors(2) == pytest.approx((1.25, 1.0))
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    optimizer.add_param_group({"params": frozen})
+    assert optimizer.noise.lr_factors(2) == pytest.approx((1.25, 1.0, 1.0))
     for scale in (1.0, 3.0):
         ((parameter + 2 * other) * torch.tensor([scale, 0, 0])).sum().backward()
         optimizer.step()
-    assert optimizer.noise.lr_factors(2) == pytest.approx((1.25, 1.25))
+    assert optimizer.noise.lr_factors(2) == pytest.approx((1.25, 1.25, 1.0))
     assert optimizer.noise.measure().variance == pytest.approx(2.0 + 4 * 2.0)
-
-
-def test_a_frozen_group_added_later():
-    [parameter], optimizer = make(trace=(2,))
-    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
-    optimizer.add_param_group({"params": frozen})
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
-    assert optimizer.noise.lr_factors() == pytest.approx((1.25, 1.0))
 
 
 def test_a_failed_update_is_not_progress():
@@ -162,7 +143,7 @@ def test_a_failed_update_is_not_progress():
 
 def test_a_saved_state_answers_as_before():
     [parameter], optimizer = make(trace=(2,))
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
     _, other = make(trace=(2,))
     other.load_state_dict(optimizer.state_dict())
     assert other.noise.measure() == optimizer.noise.measure()
@@ -173,7 +154,7 @@ def test_other_rules_measure_too():
     [parameter], optimizer = make(
         trace=(2,), cls=vbs.LinearRuleOptimizer, noise=vbs.NoiseOptions(per_group=False)
     )
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
     assert optimizer.noise.gain() == pytest.approx(1.25)
     assert optimizer.noise.lr_factors() == (pytest.approx(1.25),)
     assert optimizer.current_lr() == pytest.approx(0.02)
@@ -182,7 +163,7 @@ def test_other_rules_measure_too():
 def test_compat_is_the_gain_over_one_minibatch():
     """lr * (b / B0) * gain, and at the reference batch size not lr."""
     [parameter], optimizer = make(trace=(2,), ref_batchsize=2, compat="reference")
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
     assert optimizer.gain() == pytest.approx(1.25)
     assert optimizer.current_lr() == (pytest.approx(0.01 * 1.25 / 2),)
     assert optimizer.progress == pytest.approx(1.25)
@@ -206,7 +187,7 @@ def test_progress_keeps_its_fractions_when_it_is_large():
     state["elastic"]["noise"]["whole"] += 2**40
     optimizer.load_state_dict(state)
     for _ in range(4):
-        step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+        step(optimizer, parameter, ROWS)
     assert optimizer.progress - 2**40 == pytest.approx(5.0, abs=1e-3)
 
 
@@ -216,15 +197,11 @@ def test_progress_keeps_its_fractions_when_it_is_large():
         ({"time_constant": 0}, ValueError, "time_constant must be a finite number > 0"),
         ({"time_constant": "a"}, TypeError, "time_constant must be a finite number"),
         ({"time_constant": math.inf}, ValueError, "time_constant must be a finite num"),
-        (
-            {"single_minibatch": "no"},
-            ValueError,
-            "'skip', 'difference', got 'no'",
-        ),
+        ({"single_minibatch": "no"}, ValueError, "'skip', 'difference', got 'no'"),
         (
             {"compat": "seed"},
             ValueError,
-            "compat must be one of None, 'reference', got 'seed'",
+            "compat must be one of None, 'reference', got",
         ),
     ],
 )
@@ -241,7 +218,7 @@ def test_noise_is_a_switch_or_options(noise):
 
 def test_batch_sizes_that_cannot_be():
     [parameter], optimizer = make(trace=(2,))
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
     for ask in (optimizer.gain, optimizer.efficiency):
         with pytest.raises(ValueError, match="batch_size must be > 0, got 0"):
             ask(0)
@@ -252,7 +229,7 @@ def test_a_measured_rule_of_ones_own():
     [parameter], optimizer = make(trace=(2,), cls=vbs.ElasticOptimizer, rule=rule)
     updates = []
     optimizer.attach(updates.append)
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
     assert updates[0].lr == (pytest.approx(0.01 * 1.25**0.5),)
     assert optimizer.current_lr() == pytest.approx(updates[0].lr[0])
 
@@ -276,16 +253,14 @@ def test_a_state_of_other_parameter_groups_is_refused():
     with pytest.raises(ValueError, match="over 7 samples, and this meter's over 1"):
         optimizer.noise.load_state_dict({**state, "base": torch.tensor([7.0])})
     wide = {**state, "averages": torch.zeros(3, 2)}
-    with pytest.raises(
-        ValueError, match="of 2 parameter groups, and the optimizer has"
-    ):
+    with pytest.raises(ValueError, match="of 2 parameter groups, and the optimizer"):
         optimizer.noise.load_state_dict(wide)
 
 
 def test_the_log_shows_what_was_measured(caplog):
     [parameter], optimizer = make(trace=(2,), log_steps=1)
     with caplog.at_level("INFO"):
-        step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+        step(optimizer, parameter, ROWS)
     assert "learning rate 0.0125, gain 1.25, noise scale 0.6666" in caplog.text
 
 
@@ -294,8 +269,8 @@ def test_an_epoch_that_was_not_prepared_for_does_not_count_what_was_not_seen():
     [parameter], optimizer = make(trace=(1, 2))
     optimizer.sampler.set_epoch(1)
     assert optimizer.sampler.plan.num_minibatches_of(0) == 2
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
     assert optimizer.noise.measure().square == 0.0
     step(optimizer, parameter, [[1.0, 0, 0]])
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0]])
+    step(optimizer, parameter, ROWS)
     assert optimizer.noise.measure().variance == pytest.approx(2.0)

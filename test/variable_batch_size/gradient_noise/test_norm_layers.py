@@ -112,19 +112,6 @@ def expected(samples: torch.Tensor) -> tuple[float, float]:
     return variance.item(), (mean @ mean - variance / len(samples)).item()
 
 
-def test_every_layer_s_samples_are_those_of_a_loop():
-    model, (x, y) = net(), data(5)
-    seen = watch(model, 5)
-    losses(model, x, y).mean().backward()
-    samples = of_each_sample(model, x, y)
-    seen.clear()  # those of the loop
-    model.zero_grad()
-    losses(model, x, y).mean().backward()
-    torch.testing.assert_close(25 * seen.take(), (samples**2).sum().reshape(1))
-    square = (samples.mean(0) ** 2).sum().reshape(1)
-    torch.testing.assert_close(seen.of_gradients(), square)
-
-
 def test_half_precision_is_summed_in_float32():
     model, (x, y) = net().bfloat16(), data(5)
     seen = watch(model, 5, torch.float32)
@@ -135,20 +122,10 @@ def test_half_precision_is_summed_in_float32():
     assert found == pytest.approx((samples**2).sum().item(), rel=0.1)
 
 
-def checkpointed(model: Net, reentrant: bool) -> None:
-    """Makes the forward pass of most layers one that is computed again."""
-    inner = model.norms.forward
-
-    def again(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(inner, x, use_reentrant=reentrant)
-
-    model.norms.forward = again
-
-
 # What a training script may do between `.grad` of zeros and the step that uses it; the
 # gradient is the mean loss's in the end.
-def in_one_pass(model, x, y) -> None:
-    losses(model, x, y).mean().backward()
+def in_one_pass(model, x, y, **options) -> None:
+    losses(model, x, y).mean().backward(**options)
 
 
 def thrown_away(model, x, y, set_to_none: bool) -> None:
@@ -175,12 +152,10 @@ def in_two_forward_passes(model, x, y) -> None:
         (share * losses(model, x, y).mean()).backward()
 
 
-def with_a_graph(model, x, y) -> None:
-    losses(model, x, y).mean().backward(create_graph=True)
-
-
-def checkpointed_pass(model, x, y, reentrant: bool) -> None:
-    checkpointed(model, reentrant)
+def checkpointed(model, x, y, reentrant: bool) -> None:
+    """The forward pass of most layers is one that is computed again."""
+    run = functools.partial(checkpoint, model.norms.forward, use_reentrant=reentrant)
+    model.norms.forward = run
     losses(model, x.requires_grad_(reentrant), y).mean().backward()
 
 
@@ -191,14 +166,15 @@ def offloaded(model, x, y) -> None:
 
 
 PASSES = {
+    "once": in_one_pass,
     "thrown away": functools.partial(thrown_away, set_to_none=True),
     "zeroed": functools.partial(thrown_away, set_to_none=False),
     "asked for": asked_for,
     "in parts": in_parts,
     "in two forward passes": in_two_forward_passes,
-    "with a graph": with_a_graph,
-    "checkpoint": functools.partial(checkpointed_pass, reentrant=False),
-    "reentrant checkpoint": functools.partial(checkpointed_pass, reentrant=True),
+    "with a graph": functools.partial(in_one_pass, create_graph=True),
+    "checkpoint": functools.partial(checkpointed, reentrant=False),
+    "reentrant checkpoint": functools.partial(checkpointed, reentrant=True),
     "offloaded": offloaded,
 }
 

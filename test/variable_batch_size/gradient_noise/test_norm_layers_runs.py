@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.variable_batch_size import elastic
+from support.variable_batch_size.elastic import Case
 from support.xla_replica.replicas import Backend, needs_xla
 from torch import nn
 
@@ -21,30 +23,24 @@ class Killed(Exception):
     """Ends a run."""
 
 
-class Run:
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((model(x).squeeze(1) - y) ** 2).mean()
+
+
+class Run(elastic.Training):
     """A regression with a LayerNorm, in float64; ``most`` is for a controller."""
 
     def __init__(self, folder: Path, trace, rule: str, use: bool, most: int = 0):
-        self.replica = xla_replica.current()
-        with self.replica.seeded(1):
-            self.model = nn.Sequential(
+        with xla_replica.current().seeded(1):
+            model = nn.Sequential(
                 nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)
             ).double()
-        self.model.to(self.replica.device)
         draws = torch.Generator().manual_seed(0)
-        self.x = torch.randn(COUNT, 6, generator=draws, dtype=torch.float64)
+        x = torch.randn(COUNT, 6, generator=draws, dtype=torch.float64)
         noise = torch.randn(COUNT, generator=draws, dtype=torch.float64)
-        self.y = self.x.sum(1) + noise
-        self.sampler = vbs.CustomSampler(
-            self.x, trace, minibatch_size=MINIBATCH, verbose=False, on_end="hold"
-        )
-        self.optimizer = vbs.ElasticOptimizer(
-            torch.optim.SGD(self.model.parameters(), 0.05),
-            self.sampler,
-            rule,
-            MINIBATCH,
-            noise=True,
-        )
+        case = Case(trace, EPOCHS, "sgd", rule, 0.05, ref_batchsize=MINIBATCH)
+        made = model, x, x.sum(1) + noise
+        super().__init__(case, loss_of, {"on_end": "hold"}, made, noise=True)
         if use:
             self.optimizer.noise.use_norm_layers(self.model)
         self.told: list[tuple[int, int, float]] = []
@@ -77,16 +73,7 @@ class Run:
 
         self.optimizer.attach(kill)
         with contextlib.suppress(Killed):
-            self._train()
-
-    def _train(self) -> None:
-        for epoch in range(self.sampler.epoch, EPOCHS):
-            self.sampler.set_epoch(epoch)
-            self.optimizer.set_epoch(epoch)
-            for rows in self.sampler:
-                x, y = (each[rows].to(self.replica.device) for each in (self.x, self.y))
-                ((self.model(x).squeeze(1) - y) ** 2).mean().backward()
-                self.optimizer.step()
+            super().train()
 
 
 def adascale(rank: int, folder: Path, use: bool = True, kill_at: float = math.inf):
@@ -94,8 +81,7 @@ def adascale(rank: int, folder: Path, use: bool = True, kill_at: float = math.in
     run = Run(folder, [4, 8, 12, *[4] * 100], "adascale", use)
     run.train(kill_at)
     found = run.optimizer.noise.measure()
-    weights = [w.detach().cpu() for w in run.model.parameters()]
-    return run.told, found, run.optimizer.noise.estimator, weights
+    return run.told, found, run.optimizer.noise.estimator, run.weights()
 
 
 JOBS = [

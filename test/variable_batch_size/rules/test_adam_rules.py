@@ -1,124 +1,22 @@
-"""The Adam rules against Adam written by hand in float64, with betas that change."""
+"""What the Adam rules have to themselves: histories of betas, and their limits.
+
+Their weights are compared with those by hand in test_rule_family.py.
+"""
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 import torch
+from support.variable_batch_size.wrapping import make
 
 import variable_batch_size as vbs
 from variable_batch_size.rules.adam import half_life_beta, sde_beta
 from variable_batch_size.rules.rule import rule_named
 
-RATIOS = [1.0, 4.0, 0.5, 1.0, 2.0, 8.0, 0.25, 1.0, 3.0, 9.0] * 5
-LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.999), 1e-3, 0.1
-BETA_OF = {
-    "adam-root": lambda beta, kappa: 1 - kappa * (1 - beta),
-    "adam-half-life": lambda beta, kappa: math.exp(kappa * math.log(beta)),
-}
-INNER = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+LR, EPS = 0.01, 1e-3
 
 
-def by_hand(rule, inner, amsgrad, weight, gradients) -> np.ndarray:
-    """Returns the weights by Malladi et al., Definition 5.2, over averages' weights."""
-    weight = weight.copy()
-    m, v, largest = (np.zeros_like(weight) for _ in range(3))
-    weights = np.zeros(2)  # of all gradients in the averages
-    for kappa, gradient in zip(RATIOS, gradients):
-        lr, eps = math.sqrt(kappa) * LR, EPS / math.sqrt(kappa)
-        b1, b2 = (BETA_OF[rule](beta, kappa) for beta in BETAS)
-        if inner == "adamw":
-            weight *= 1 - lr * DECAY
-        else:
-            gradient = gradient + DECAY * weight
-        m = b1 * m + (1 - b1) * gradient
-        v = b2 * v + (1 - b2) * gradient**2
-        weights = np.array([b1, b2]) * weights + 1 - np.array([b1, b2])
-        largest = np.maximum(largest, v) if amsgrad else v
-        weight -= lr * (m / weights[0]) / (np.sqrt(largest / weights[1]) + eps)
-    return weight
-
-
-def with_torch(rule, inner, amsgrad, weight, gradients, ratios=RATIOS) -> torch.Tensor:
-    """Returns the weights by torch's optimizer with the rule's numbers; no wrapper."""
-    parameter = torch.nn.Parameter(torch.tensor(weight))
-    optimizer = INNER[inner](
-        [parameter], LR, BETAS, EPS, weight_decay=DECAY, amsgrad=amsgrad
-    )
-    rule = rule_named(rule)
-    group = optimizer.param_groups[0]
-    tuned, state = dict(group), rule.init()
-    for kappa, gradient in zip(ratios, gradients):
-        scaled, state = rule.update(kappa, tuned, state)
-        group.update(
-            lr=scaled.lr, betas=scaled.betas, eps=scaled.eps,
-            weight_decay=scaled.weight_decay,
-        )  # fmt: skip
-        parameter.grad = torch.tensor(gradient)
-        optimizer.step()
-    return parameter.detach()
-
-
-@pytest.fixture
-def run():
-    random = np.random.default_rng(0)
-    return random.normal(size=7), random.normal(size=(len(RATIOS), 7))
-
-
-@pytest.mark.parametrize("rule", BETA_OF)
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_fifty_updates_of_varying_batch_size(rule, inner, amsgrad, run):
-    found = with_torch(rule, inner, amsgrad, *run)
-    np.testing.assert_allclose(found, by_hand(rule, inner, amsgrad, *run), rtol=1e-11)
-
-
-@pytest.mark.parametrize("rule", BETA_OF)
-@pytest.mark.parametrize("inner", INNER)
-def test_torchs_own_bias_correction_would_be_wrong(rule, inner, run):
-    """Otherwise the test above could not fail."""
-    weight, gradients = run
-    parameter = torch.nn.Parameter(torch.tensor(weight))
-    optimizer = INNER[inner]([parameter], LR, BETAS, EPS, weight_decay=DECAY)
-    group = optimizer.param_groups[0]
-    for kappa, gradient in zip(RATIOS, gradients):
-        group["lr"], group["eps"] = LR * math.sqrt(kappa), EPS / math.sqrt(kappa)
-        group["betas"] = tuple(BETA_OF[rule](beta, kappa) for beta in BETAS)
-        parameter.grad = torch.tensor(gradient)
-        optimizer.step()
-    error = np.abs(parameter.detach().numpy() - by_hand(rule, inner, False, *run))
-    assert error.max() > 1e-3
-
-
-@pytest.mark.parametrize("rule", BETA_OF)
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_ratio_of_one_is_torchs_own_bit_for_bit(rule, inner, dtype, run):
-    """The wrapper makes 50 updates at the reference batch size."""
-    weight, gradients = run
-    plain = torch.nn.Parameter(torch.tensor(weight, dtype=dtype))
-    ours = torch.nn.Parameter(plain.detach().clone())
-    optimizer = INNER[inner]([plain], LR, BETAS, EPS, weight_decay=DECAY)
-    sampler = vbs.CustomSampler(
-        range(200), [4] * 50, num_replicas=1, rank=0, minibatch_size=2, verbose=False
-    )
-    sampler.num_yielded = 1000  # is not iterated
-    wrapper = vbs.ElasticOptimizer(
-        INNER[inner]([ours], LR, BETAS, EPS, weight_decay=DECAY), sampler, rule, 4
-    )
-    rows = torch.tensor(gradients, dtype=dtype)
-    for row in rows:
-        plain.grad = row.clone()
-        optimizer.step()
-        for _ in range(2):  # two equal minibatches, whose mean is exact
-            (ours * row).sum().backward()
-            wrapper.step()
-        assert torch.equal(ours, plain)
-
-
-def test_betas_that_a_scheduler_cycles(run):
+def test_betas_that_a_scheduler_cycles():
     """Betas are torch's own while every ratio is one; then true weights count."""
     rule, state = rule_named("adam-half-life"), rule_named("adam-half-life").init()
     product = 1.0
@@ -173,23 +71,21 @@ def test_a_group_with_two_histories_is_refused():
 
 
 def test_a_frozen_group_survives_a_checkpoint():
-    def make():
-        weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-        weights[1].requires_grad_(False)
-        sampler = vbs.CustomSampler(
-            range(64), 8, num_replicas=1, rank=0, minibatch_size=4, verbose=False
-        )
-        sampler.num_yielded = 1000  # is not iterated
-        inner = torch.optim.Adam([{"params": [w]} for w in weights], LR)
-        return weights, vbs.AdamRootRuleOptimizer(inner, sampler, ref_batchsize=4)
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    weights[1].requires_grad_(False)
 
-    weights, wrapper = make()
+    def built() -> vbs.ElasticOptimizer:
+        inner = torch.optim.Adam([{"params": [w]} for w in weights], LR)
+        return make(32, lambda *_: inner, vbs.AdamRootRuleOptimizer)[2]
+
+    wrapper = built()
     for _ in range(4):
         weights[0].sum().backward()
         wrapper.step()
-    _, other = make()
-    other.load_state_dict(wrapper.state_dict())
-    assert other.state_dict()["elastic"] == wrapper.state_dict()["elastic"]
+    state = wrapper.state_dict()
+    other = built()
+    other.load_state_dict(state)
+    assert other.state_dict()["elastic"] == state["elastic"]
 
 
 def test_betas_where_both_forms_agree_to_first_order():
@@ -199,7 +95,7 @@ def test_betas_where_both_forms_agree_to_first_order():
         )
 
 
-def test_no_first_moment_at_all(run):
+def test_no_first_moment_at_all():
     """beta1 = 0 stays 0 at ratio one, and below it the average begins to remember."""
     rule = rule_named("adam-root")
     group = {"lr": LR, "betas": (0.0, 0.999), "eps": EPS}

@@ -101,11 +101,7 @@ def test_the_power_rule_holds_the_others():
 @pytest.mark.parametrize(
     ("rule", "error", "message"),
     [
-        (
-            "lars",
-            ValueError,
-            r"'lars' is unknown; allowed are \['adam-half.*power",
-        ),
+        ("lars", ValueError, r"'lars' is unknown; allowed are \['adam-half.*power"),
         ("power", ValueError, "allowed are .* 'power:0.75'"),
         ("power:", ValueError, "'power:' is unknown"),
         ("power:x", ValueError, "'x' is not a finite number"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -10,14 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.variable_batch_size.elastic import (
-    Case,
-    large_batch_run,
-    loss_of,
-    make,
-    optimizer_of,
-    sampler_of,
-)
+from support.variable_batch_size import elastic
+from support.variable_batch_size.elastic import Case, large_batch_run
 from support.variable_batch_size.reports import Writer
 from support.xla_replica.replicas import row
 from torch import nn
@@ -31,19 +26,14 @@ CASE = Case((4, 24, 12, 32, 8, 16), epochs=3, exact=True)
 LOG_STEPS = 5
 
 
-class Training:
-    """A run with a log, as a user writes it."""
+class Training(elastic.Training):
+    """A run with a log, as a user writes it; it ends before step ``kill_at``."""
 
     def __init__(self, folder: Path, case: Case = CASE, log=True, **options) -> None:
-        self.replica, self.case = xla_replica.current(), case
-        self.model, self.inputs, self.targets = make(case)
-        self.model.to(self.replica.device)
-        self.sampler = sampler_of(case, self.inputs)
-        self.optimizer = optimizer_of(
-            case, self.model.parameters(), self.sampler, **options
-        )
-        self.log = None
+        super().__init__(case, **options)
+        self.log, self.kill_at = None, math.inf
         self.sent: list[tuple[int, dict[str, float]]] = []  # to a sink
+        self.losses: list[tuple[int, torch.Tensor]] = []  # (step, loss) of minibatches
         if log:
             self.log = vbs.RunLog(
                 folder / "run.jsonl",
@@ -53,23 +43,20 @@ class Training:
                 sinks=[lambda values, step: self.sent.append((step, values))],
             )
             self.optimizer.attach(self.log)
-        self.losses: list[tuple[int, torch.Tensor]] = []  # (step, loss) of minibatches
 
-    def epoch(self, epoch: int, until: float = math.inf) -> None:
-        """Trains what is left of an epoch, or its minibatches before step ``until``."""
-        self.sampler.set_epoch(epoch)
-        self.optimizer.set_epoch(epoch)
-        for rows in self.sampler:
-            step = self.sampler.plan.first_step + self.optimizer._loop.position.step
-            if step >= until:
-                return
-            x, y = self.replica.send((self.inputs[rows], self.targets[rows]))
-            loss = loss_of(self.case, self.model, x, y)
-            loss.backward()
-            if self.log:
-                self.log.add(loss)
-            self.losses.append((step, loss.detach()))
-            self.optimizer.step()
+    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
+        if self.step >= self.kill_at:
+            raise Killed
+        loss = self.loss(self.model, x, y)
+        loss.backward()
+        if self.log:
+            self.log.add(loss)
+        self.losses.append((self.step, loss.detach()))
+        return self.optimizer.step()
+
+
+class Killed(Exception):
+    """Ends a run."""
 
 
 def train(rank: int, folder: Path, case: Case, options: dict) -> dict[str, object]:
@@ -148,15 +135,8 @@ def test_sinks_get_the_numbers_of_logging_steps_and_the_rates_between(adascale):
     first = 0
     for step, values in sent:
         window, row = table.iloc[first : step + 1], table.iloc[step]
-        of_files = [
-            "step",
-            "time",
-            "seconds",
-            "idle_seconds",
-            "accuracy",
-            "noise_estimator",
-        ]
-        expected = row.drop(of_files)
+        of_files = ["step", "time", "seconds", "idle_seconds", "noise_estimator"]
+        expected = row.drop([*of_files, "accuracy"])
         expected = expected.dropna().to_dict()  # the first has no noise scale
         seconds = window["seconds"].sum()
         expected["samples_per_second"] = window["batch_size"].sum() / seconds
@@ -230,8 +210,8 @@ def test_it_compiles_nothing_and_reads_on_logging_steps_alone(adascale):
 # --- killed and resumed ------------------------------------------------------------
 
 
-def resumed(folder: Path, kill_at: int | None, resume_at: int | None, **options):
-    """Trains two epochs; None, or returns after a checkpoint at a chosen step."""
+def resumed(folder: Path, kill_at: float, resume_at: int | None, **options):
+    """Trains two epochs from a checkpoint of so many updates, or until it is killed."""
     training = Training(folder, dataclasses.replace(CASE, epochs=2), **options)
     checkpointer = vbs.Checkpointer(
         folder, training.optimizer, every_updates=3, model=training.model,
@@ -240,21 +220,21 @@ def resumed(folder: Path, kill_at: int | None, resume_at: int | None, **options)
     restored = checkpointer.load()
     assert (restored.num_updates if restored else None) == resume_at
     training.optimizer.attach(checkpointer)
-    for epoch in range(training.sampler.epoch, 2):
-        training.epoch(epoch, math.inf if kill_at is None else kill_at)
-        if kill_at is not None and kill_at in training.sampler.schedule.steps(epoch):
-            return
-        training.log.write(accuracy=epoch)
-    training.log.close()
+    training.kill_at = kill_at
+    with contextlib.suppress(Killed):
+        for epoch in range(training.sampler.epoch, 2):
+            training.epoch(epoch)
+            training.log.write(accuracy=epoch)
+        training.log.close()
 
 
 def test_a_killed_run_that_is_resumed_tells_what_an_undisturbed_one_does(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    resumed(whole, None, None)
+    resumed(whole, math.inf, None)
     resumed(killed, 14, None)
     with (killed / "run.jsonl").open("ab") as file:
         file.write(b'{"step": 12, "batch_s')  # what a kill leaves
-    resumed(killed, None, 12)
+    resumed(killed, math.inf, 12)
     expected = vbs.read_run(whole / "run.jsonl")
     received = vbs.read_run(killed / "run.jsonl")
     columns = ["step", "epoch", "batch_size", "samples", "lr", "loss", "accuracy"]
@@ -272,7 +252,7 @@ def test_updates_that_were_made_again_are_told_once(tmp_path):
     resumed(tmp_path, 14, None)  # the checkpoint of 12 updates has written them
     newest, *_ = files.saved_files(tmp_path)
     newest.path.unlink()
-    resumed(tmp_path, None, 9)
+    resumed(tmp_path, math.inf, 9)
     run = vbs.read_run(tmp_path / "run.jsonl")
     assert run.updates["step"].tolist() == list(range(len(run.updates)))
     assert run.header["num_lost"] == 3
@@ -395,22 +375,26 @@ def test_with_token_weights_the_loss_is_a_mean_over_tokens(tmp_path):
     assert table["loss"].tolist() == pytest.approx([10 / 4, 20 / 6])
 
 
-def test_wrong_arguments_say_so(tmp_path):
-    with pytest.raises(ValueError, match="log_steps must be an integer >= 1, got 0"):
-        vbs.RunLog(tmp_path / "a", Training(tmp_path, log=False).optimizer, log_steps=0)
-    with pytest.raises(TypeError, match="sinks must be functions that take log"):
-        vbs.RunLog(None, Training(tmp_path, log=False).optimizer, sinks=["wandb"])
-    with pytest.raises(TypeError, match=r"add: loss must be a tensor.*got 0\.5"):
-        Training(tmp_path).log.add(0.5)
-    with pytest.raises(ValueError, match=r"is one number, got a tensor of shape \(3,"):
-        Training(tmp_path).log.add(torch.ones(3))
-    Training(tmp_path).log.add(torch.ones(1))
-    with pytest.raises(ValueError, match="there has been no update"):
-        Training(tmp_path).log.write(accuracy=1.0)
-    with pytest.raises(TypeError, match="write: accuracy must be a number, got"):
-        Training(tmp_path).log.write(accuracy=torch.ones(1))
-    with pytest.raises(ValueError, match="write: step= is what a line is known by"):
-        Training(tmp_path).log.write(step=3)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: vbs.RunLog(None, t.optimizer, log_steps=0), ValueError,
+         "log_steps must be an integer >= 1, got 0"),
+        (lambda t: vbs.RunLog(None, t.optimizer, sinks=["wandb"]), TypeError,
+         "sinks must be functions that take log"),
+        (lambda t: t.log.add(0.5), TypeError, r"add: loss must be a tensor.*got 0\.5"),
+        (lambda t: t.log.add(torch.ones(3)), ValueError, r"got a tensor of shape \(3,"),
+        (lambda t: t.log.write(accuracy=1.0), ValueError, "there has been no update"),
+        (lambda t: t.log.write(accuracy=torch.ones(1)), TypeError,
+         "write: accuracy must be a number, got"),
+        (lambda t: t.log.write(step=3), ValueError, "step= is what a line is known by"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_say_so(call, error, message, tmp_path):
+    training = Training(tmp_path)
+    training.log.add(torch.ones(1))
+    with pytest.raises(error, match=message):
+        call(training)
 
 
 def test_waiting_for_the_device_is_time_of_the_step_that_waits(tmp_path, monkeypatch):

@@ -7,16 +7,13 @@ import torch
 from support.variable_batch_size.elastic import (
     OPTIMIZERS,
     Case,
+    Training,
     batches,
     loss_of,
     make,
-    optimizer_of,
-    sampler_of,
 )
 from support.xla_replica.replicas import HAS_XLA, Backend, row
 
-import variable_batch_size as vbs
-import xla_replica
 from xla_replica import ReplicaError
 
 # Steps of 1 to 5 minibatches on 3 replicas, in some of which two of them are idle, the
@@ -27,11 +24,8 @@ DECAY = 0.9
 
 def run(rank: int) -> dict[str, object]:
     """Trains with a scheduler and a collective in the loop; returns what was seen."""
-    replica = xla_replica.current()
-    model, inputs, targets = make(CASE)
-    model.to(replica.device)
-    sampler = sampler_of(CASE, inputs)
-    optimizer = optimizer_of(CASE, model.parameters(), sampler, lockstep=True)
+    training = Training(CASE, lockstep=True)
+    sampler, optimizer = training.sampler, training.optimizer
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, DECAY)
     met = []
     for epoch in range(CASE.epochs):
@@ -42,28 +36,23 @@ def run(rank: int) -> dict[str, object]:
             assert optimizer.is_idle == (num == 0)
             for _ in range(num):
                 rows = next(minibatches)
-                x, y = replica.send((inputs[rows], targets[rows]))
-                loss_of(CASE, model, x, y).backward()
-                made = optimizer.step()
+                batch = training.inputs[rows], training.targets[rows]
+                made = training.minibatch(*training.replica.send(batch))
             made = made if num else optimizer.join_step()
             assert made == 1
             scheduler.step()
             here = (plan.first_step + step, optimizer.get_lr())
-            met.append(replica.all_gather_object(here))
-    weights = replica.fetch([p.detach() for p in model.parameters()])
-    return {"weights": weights, "met": met}
+            met.append(training.replica.all_gather_object(here))
+    return {"weights": training.weights(), "met": met}
 
 
 def refusals(rank: int) -> list[str]:
     """Returns what wrong calls say: of one with a minibatch, and of an idle one."""
-    _, inputs, _ = make(CASE)
-    sampler = sampler_of(CASE, inputs)
-    weight = torch.nn.Parameter(torch.ones(()))
-    inner = torch.optim.SGD([weight], 0.1)
-    optimizer = vbs.ElasticOptimizer(inner, sampler, "constant", lockstep=True)
+    training = Training(CASE, lockstep=True)
+    optimizer = training.optimizer
     optimizer.set_epoch(0)
     wrong = optimizer.join_step if rank == 0 else optimizer.step
-    weight.backward()
+    sum(p.sum() for p in training.model.parameters()).backward()
     with pytest.raises((ValueError, ReplicaError)) as raised:
         wrong()
     return [str(raised.value)]
@@ -97,8 +86,5 @@ def test_each_of_the_two_calls_refuses_the_steps_of_the_other():
 
 
 def test_without_lockstep_there_is_nothing_to_join():
-    weight = torch.nn.Parameter(torch.ones(()))
-    sampler = vbs.CustomSampler(range(16), [4, 8], minibatch_size=4)
-    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD([weight], 0.1), sampler, 4)
     with pytest.raises(ValueError, match="lockstep=False"):
-        optimizer.join_step()
+        Training(CASE).optimizer.join_step()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.variable_batch_size import elastic
 from support.variable_batch_size.elastic import OPTIMIZERS, Case, batches
 from support.xla_replica.replicas import row
 from torch import nn
@@ -24,34 +26,22 @@ NUM_SAMPLES = 96
 TRACE = (4, 24, 12, 32, 8, 16)
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """How a language model is trained; ``reference`` is ref_batchsize or ref_weight."""
-
-    rule: str
-    reference: dict[str, float]
-    optimizer: str = "sgd-momentum"
-    weight: str = "tensor"
-    options: dict[str, object] = dataclasses.field(default_factory=dict)
-
-    def ratio(self, num_samples: int, num_tokens: int) -> float:
-        if "ref_weight" in self.reference:
-            return num_tokens / self.reference["ref_weight"]
-        return num_samples / self.reference["ref_batchsize"]
+def run(reference: dict[str, Any], rule: str = "linear", **changes):
+    """Returns a case, and options of the optimizer."""
+    options = {"reduction": "sum", "ref_batchsize": None, **reference}
+    case = Case(TRACE, 3, rule=rule, num_samples=NUM_SAMPLES, **changes)
+    return case, options
 
 
 RUNS = {
-    "by samples": Run("linear", {"ref_batchsize": 16}, weight="number"),
-    "by samples, clipped": Run(
-        "root", {"ref_batchsize": 16}, options={"max_grad_norm": 0.05}
-    ),
-    "by tokens": Run("linear", {"ref_weight": 64}),
-    "by tokens, in the buffer": Run("linear-momentum", {"ref_weight": 64}),
-    "by tokens, decay": Run(
-        "root", {"ref_weight": 64.0}, options={"decay_per_sample": True}
-    ),
-    "by tokens, adamw": Run("root", {"ref_weight": 64}, "adamw", "number"),
+    "by samples": run({"ref_batchsize": 16}),
+    "by samples, clipped": run({"ref_batchsize": 16}, "root", max_grad_norm=0.05),
+    "by tokens": run({"ref_weight": 64}),
+    "by tokens, in the buffer": run({"ref_weight": 64}, "linear-momentum"),
+    "by tokens, decay": run({"ref_weight": 64.0, "decay_per_sample": True}, "root"),
+    "by tokens, adamw": run({"ref_weight": 64}, "root", optimizer="adamw"),
 }
+ADASCALE = run({}, "adascale", optimizer="sgd-heavy-ball")
 
 
 def make_model() -> nn.Module:
@@ -79,86 +69,68 @@ def loss_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     )
 
 
-def start(run: Run, **options):
-    """Returns replica, model, sampler, optimizer and the texts."""
-    replica = xla_replica.current()
-    with replica.seeded(0):
-        model = make_model()
-    model.to(replica.device)
-    sampler = vbs.CustomSampler(
-        range(NUM_SAMPLES), TRACE, minibatch_size=4, on_end="cycle", verbose=False
-    )
-    optimizer = vbs.ElasticOptimizer(
-        OPTIMIZERS[run.optimizer](model.parameters(), 2**-4),
-        sampler,
-        run.rule,
-        reduction="sum",
-        **run.reference,
-        **run.options,
-        **options,
-    )
-    return replica, model, sampler, optimizer
+class Training(elastic.Training):
+    """Trains a language model; weights are numbers or tensors."""
 
+    def __init__(self, name: str, texts=None, **changes) -> None:
+        case, options = ADASCALE if name == "adascale" else RUNS[name]
+        with xla_replica.current().seeded(0):
+            made = (make_model(), *(texts or make_texts()))
+        self.has_numbers = name in ("by samples", "by tokens, adamw")
+        super().__init__(case, loss_sum, made=made, **options | changes)
 
-def train_epoch(epoch: int, run: Run, replica, model, sampler, optimizer) -> None:
-    inputs, targets = make_texts()
-    sampler.set_epoch(epoch)
-    optimizer.set_epoch(epoch)
-    for minibatch in sampler:
-        x, y = replica.send((inputs[minibatch], targets[minibatch]))
-        loss_sum(model, x, y).backward()
-        if run.weight == "tensor":
-            optimizer.step(weight=(y != PADDING).sum())
-        else:
-            optimizer.step(weight=int((targets[minibatch] != PADDING).sum()))
+    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
+        self.loss(self.model, x, y).backward()
+        if self.has_numbers:
+            y = self.targets[self.samples[-1][-1]]
+            return self.optimizer.step(weight=int((y != PADDING).sum()))
+        return self.optimizer.step(weight=(y != PADDING).sum())
 
 
 def elastic_runs(rank: int) -> dict[str, dict[str, object]]:
     found = {}
-    for name, run in RUNS.items():
-        parts = start(run)
-        replica, model, _, optimizer = parts
-        updates: list[vbs.Update] = []
-        optimizer.attach(updates.append)
+    for name in RUNS:
+        training = Training(name)
         for epoch in range(2):
-            train_epoch(epoch, run, *parts)
-        with xla_replica.count(replica) as count:
-            train_epoch(2, run, *parts)
-        told = [float(number) for u in updates for number in (u.weight, u.lr[0])]
+            training.epoch(epoch)
+        with xla_replica.count(training.replica) as count:
+            training.epoch(2)
+        told = [(float(u.weight), float(u.lr[0])) for u in training.updates]
         found[name] = {
-            "weights": replica.fetch([p.detach() for p in model.parameters()]),
-            "told": told,
+            "weights": training.weights(),
+            "told": [number for numbers in told for number in numbers],
             "count": (count.compilations, count.transfers, len(count.fallbacks)),
         }
     return found
 
 
-def one_process(run: Run) -> tuple[list[torch.Tensor], list[float]]:
+@functools.cache
+def one_process(name: str) -> tuple[list[torch.Tensor], list[float]]:
     """Trains in plain torch, with all tokens of a step in one batch."""
     with xla_replica.seeded(0):
         model = make_model()
     inputs, targets = make_texts()
-    lr = 2**-4
-    optimizer = OPTIMIZERS[run.optimizer](model.parameters(), lr)
-    told = []
-    case = Case(TRACE, epochs=3, num_samples=NUM_SAMPLES)
+    case, options = RUNS[name]
+    lr, told = case.lr, []
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters(), lr)
     for _, rows in batches(case):
         optimizer.zero_grad()
         num_tokens = int((targets[rows] != PADDING).sum())
         (loss_sum(model, inputs[rows], targets[rows]) / num_tokens).backward()
-        if "max_grad_norm" in run.options:
-            nn.utils.clip_grad_norm_(model.parameters(), run.options["max_grad_norm"])
-        ratio = run.ratio(len(rows), num_tokens)
-        factor = math.sqrt(ratio) if run.rule == "root" else ratio
+        if case.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
+        ratio = len(rows) / (options["ref_batchsize"] or math.inf)
+        ratio = ratio or num_tokens / options["ref_weight"]
+        factor = math.sqrt(ratio) if case.rule == "root" else ratio
         [group] = optimizer.param_groups
         decay = group["weight_decay"]
-        if run.rule == "linear-momentum":
+        if case.rule == "linear-momentum":
             for parameter in model.parameters():
                 parameter.grad.add_(parameter.detach(), alpha=decay).mul_(factor)
             group["weight_decay"] = 0.0
         else:
             group["lr"] = lr * factor
-        if "decay_per_sample" in run.options:
+        if "decay_per_sample" in options:
             group["weight_decay"] = decay * ratio / factor
         optimizer.step()
         group["weight_decay"] = decay
@@ -182,7 +154,7 @@ def outcomes(request):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_ragged_batches_equal_one_process_with_all_tokens(outcomes, name):
-    weights, told = one_process(RUNS[name])
+    weights, told = one_process(name)
     for outcome in outcomes:
         torch.testing.assert_close(
             outcome[name]["weights"], weights, rtol=1e-12, atol=1e-12
@@ -276,37 +248,28 @@ def test_the_estimates_are_unbiased_whatever_the_weights():
     assert square == pytest.approx(mean**2, rel=1e-12)
 
 
+class Measured(Training):
+    """AdaScale where every sample is one token, with and without weights."""
+
+    def __init__(self, weighted: bool) -> None:
+        inputs, targets = make_texts()
+        texts = inputs[:, :1], targets.clamp(min=0)[:, :1]
+        self.weighted = weighted
+        options = {"ref_weight": 16} if weighted else {"ref_batchsize": 16}
+        options["reduction"] = "sum" if weighted else "mean"
+        super().__init__("adascale", texts, **options)
+
+    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
+        if self.weighted:
+            return super().minibatch(x, y)
+        (self.loss(self.model, x, y) / 4).backward()
+        return self.optimizer.step()
+
+
 def measured(rank: int, weighted: bool) -> tuple[list[float], list[torch.Tensor]]:
-    """Runs AdaScale where every sample is one token, with and without weights."""
-    replica = xla_replica.current()
-    inputs, targets = make_texts()
-    targets = targets.clamp(min=0)[:, :1]
-    with replica.seeded(0):
-        model = make_model().to(replica.device)
-    sampler = vbs.CustomSampler(
-        range(NUM_SAMPLES), TRACE, minibatch_size=4, on_end="cycle", verbose=False
-    )
-    options = {"reduction": "sum", "ref_weight": 16} if weighted else {}
-    optimizer = vbs.AdaScaleOptimizer(
-        torch.optim.SGD(model.parameters(), 2**-4, momentum=0.5),
-        sampler,
-        ref_batchsize=None if weighted else 16,
-        **options,
-    )
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for minibatch in sampler:
-            x, y = replica.send((inputs[minibatch, :1], targets[minibatch]))
-            loss = loss_sum(model, x, y)
-            if weighted:
-                loss.backward()
-                optimizer.step(weight=(y != PADDING).sum())
-            else:
-                (loss / 4).backward()
-                optimizer.step()
-    numbers = [*optimizer.noise.measure(), *optimizer.current_lr()]
-    return numbers, replica.fetch([p.detach() for p in model.parameters()])
+    training = Measured(weighted)
+    weights, optimizer = training.train(), training.optimizer
+    return [*optimizer.noise.measure(), optimizer.current_lr()], weights
 
 
 @pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), row("xla", 2)])
@@ -321,99 +284,70 @@ def test_adascale_with_equal_weights_is_adascale(backend):
 
 
 def test_the_log_tells_tokens(caplog):
-    parts = start(RUNS["by tokens"], log_steps=1)
+    training = Training("by tokens", log_steps=1)
     with caplog.at_level(logging.INFO, logger="variable_batch_size"):
-        train_epoch(0, RUNS["by tokens"], *parts)
-    _, told = one_process(RUNS["by tokens"])
+        training.epoch(0)
+    _, told = one_process("by tokens")
     first = caplog.records[0].getMessage()
     assert f"batch size 4, weight {told[0]:g}, learning rate {told[1]:.6g}" in first
-    assert parts[-1].current_lr() == pytest.approx(told[2 * 5 + 1])
+    assert training.optimizer.current_lr() == pytest.approx(told[2 * 5 + 1])
 
 
 def test_loading_a_state_forgets_the_weight_of_the_step_under_way():
-    run = RUNS["by tokens"]
-    _, model, sampler, optimizer = start(run)
-    state = optimizer.state_dict()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    ends = []
+    training, ends = Training("by tokens"), []
+    state, sampler = training.state(), training.sampler
     for interrupted in (False, True):
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
+        training.load(state)
         if interrupted:
             sampler.set_epoch(0)
-            optimizer.set_epoch(0)
-            inputs, targets = make_texts()
-            for minibatch in itertools.islice(sampler, 3):  # of 1 and then 6
-                loss_sum(model, inputs[minibatch], targets[minibatch]).backward()
-                optimizer.step(weight=1000)
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(state)
-        train_epoch(0, run, xla_replica.current(), model, sampler, optimizer)
-        ends.append([p.detach().clone() for p in model.parameters()])
+            training.optimizer.set_epoch(0)
+            for rows in itertools.islice(sampler, 3):  # of 1 and then 6
+                x, y = training.inputs[rows], training.targets[rows]
+                loss_sum(training.model, x, y).backward()
+                training.optimizer.step(weight=1000)
+            training.load(state)
+        training.epoch(0)
+        ends.append([weight.clone() for weight in training.weights()])
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
-def step_with(weight, **options):
+def step_with(weight, rule="constant", inner=torch.optim.SGD, **options):
     parameter = nn.Parameter(torch.ones(3))
     sampler = vbs.CustomSampler(range(8), [4], minibatch_size=4, verbose=False)
-    inner = torch.optim.SGD([parameter], 0.5)
-    optimizer = vbs.ElasticOptimizer(inner, sampler, "constant", **options)
+    optimizer = vbs.ElasticOptimizer(inner([parameter], 0.5), sampler, rule, **options)
+    if rule == "adascale":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.attach(scheduler, unit="iterations")
     parameter.sum().backward()
     optimizer.step(**({} if weight is None else {"weight": weight}))
+
+
+SUM = {"reduction": "sum"}
+BY_TOKENS = {"reduction": "sum", "ref_weight": 4}
+DIFFERENCES = {"noise": vbs.NoiseOptions(single_minibatch="difference")}
+ADAM = {"rule": "adam-root", "inner": torch.optim.AdamW}
 
 
 @pytest.mark.parametrize(
     ("weight", "options", "error", "message"),
     [
         (3, {}, TypeError, "needs reduction='sum'"),
-        (None, {"reduction": "sum"}, TypeError, "needs weight="),
-        (-1, {"reduction": "sum"}, ValueError, "got -1"),
-        (math.nan, {"reduction": "sum"}, ValueError, "got nan"),
-        (True, {"reduction": "sum"}, TypeError, "got True"),
-        (torch.tensor(-2.0), {"reduction": "sum"}, ValueError, "got -2.0"),
-        (torch.ones(2), {"reduction": "sum"}, ValueError, r"shape \(2,\)"),
-        (torch.ones((), dtype=torch.complex64), {"reduction": "sum"}, ValueError, "c"),
+        (None, SUM, TypeError, "needs weight="),
+        (-1, SUM, ValueError, "got -1"),
+        (math.nan, SUM, ValueError, "got nan"),
+        (True, SUM, TypeError, "got True"),
+        (torch.tensor(-2.0), SUM, ValueError, "got -2.0"),
+        (torch.ones(2), SUM, ValueError, r"shape \(2,\)"),
+        (torch.ones((), dtype=torch.complex64), SUM, ValueError, "complex64"),
         (1, {"reduction": "tokens"}, ValueError, "got 'tokens'"),
         (1, {"ref_weight": 4}, TypeError, "needs reduction='sum'"),
-        (
-            1,
-            {"reduction": "sum", "ref_weight": 4, "ref_batchsize": 4},
-            TypeError,
-            "give one of them",
-        ),
-        (1, {"reduction": "sum", "noise": True}, TypeError, "needs ref_weight="),
-        (
-            1,
-            {
-                "reduction": "sum",
-                "ref_weight": 4,
-                "noise": vbs.NoiseOptions(single_minibatch="difference"),
-            },
-            TypeError,
-            "all count the same",
-        ),
+        (1, {**BY_TOKENS, "ref_batchsize": 4}, TypeError, "give one of them"),
+        (1, {**SUM, "noise": True}, TypeError, "needs ref_weight="),
+        (1, BY_TOKENS | DIFFERENCES, TypeError, "all count the same"),
+        (1, BY_TOKENS | ADAM, TypeError, "ref_batchsize= in place of ref_weight="),
+        (1, {**BY_TOKENS, "rule": "adascale"}, TypeError, "'updates' or 'samples'"),
     ],
 )
 def test_refused(weight, options, error, message):
     with pytest.raises(error, match=message):
         step_with(weight, **options)
-
-
-def test_betas_cannot_follow_tokens():
-    parameter = nn.Parameter(torch.ones(3))
-    sampler = vbs.CustomSampler(range(8), [4], minibatch_size=4, verbose=False)
-    with pytest.raises(TypeError, match="ref_batchsize= in place of ref_weight="):
-        vbs.ElasticOptimizer(
-            torch.optim.AdamW([parameter]),
-            sampler,
-            "adam-root",
-            reduction="sum",
-            ref_weight=4,
-        )
-
-
-def test_iterations_cannot_be_counted():
-    parts = start(dataclasses.replace(RUNS["by tokens"], rule="adascale"))
-    scheduler = torch.optim.lr_scheduler.StepLR(parts[-1], 1)
-    with pytest.raises(TypeError, match="'updates' or 'samples'"):
-        parts[-1].attach(scheduler, unit="iterations")

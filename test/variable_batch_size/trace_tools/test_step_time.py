@@ -117,17 +117,13 @@ def test_only_the_part_since_the_last_start_counts():
     resumed = {**HEADER, "event": "resume", "step": 50}
     run = vbs.Run(Path("run.jsonl"), table, [HEADER, resumed])
     assert step_time_of(run) == pytest.approx((0.5, 0.125))
-    with pytest.raises(
-        ValueError, match=r"run.jsonl: no update is left after 50 since"
-    ):
+    with pytest.raises(ValueError, match=r"run.jsonl: no update is left after 50 sinc"):
         step_time_of(run, num_warm_up=50)
     for bad in (
         vbs.Run(run.path, table, []),
         vbs.Run(run.path, table[["step"]], [HEADER]),
     ):
-        with pytest.raises(
-            ValueError, match=r"run.jsonl: a step time needs a log of vb"
-        ):
+        with pytest.raises(ValueError, match=r"run.jsonl: a step time needs a log of"):
             step_time_of(bad)
 
 

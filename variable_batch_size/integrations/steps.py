@@ -1,7 +1,7 @@
-"""Steps of a trace in the shapes in which Hugging Face's trainer knows its own.
+"""Steps of a trace in the shapes in which trainers know their own.
 
-An optimizer that steps once for every batch; and a sampler and a dataset of batches
-that are lists of minibatches. Nothing here needs the library.
+An optimizer that steps once for every batch; and, for Hugging Face's trainer, a sampler
+and a dataset of batches that are lists of minibatches. Nothing here needs a library.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset, Sampler
 
 from variable_batch_size.data.sampler import CustomSampler
@@ -17,40 +16,37 @@ from variable_batch_size.optimizer import ElasticOptimizer
 
 
 class StepOptimizer(ElasticOptimizer):
-    """Makes one update when the trainer calls `step`, on every process.
+    """Makes one update when a trainer calls `step`, on every process.
 
-    The trainer runs callbacks between the last backward pass and that call.
+    Trainers run callbacks between the last backward pass and that call.
+
+    Attributes:
+        weight: Of the minibatch under way, with ``reduction='sum'``.
     """
 
     # What Accelerate asks of an optimizer that it need not wrap.
     _is_accelerate_prepared = True
     step_was_skipped = False
 
-    _last_weight: Any = None
+    weight: Any = None
 
-    def accumulate(self, weight: torch.Tensor, is_last: bool) -> None:
-        """Ends a minibatch, but that of the step's last one is left to `step`."""
-        if is_last:
-            self._last_weight = weight
-        else:
-            super().step(weight=weight)
+    def accumulate(self) -> None:
+        """Ends a minibatch that is not the step's last one on this process."""
+        super().step(weight=self.weight)
 
     def step(  # type: ignore[override]
-        self, closure: None = None, *, weight: None = None
-    ) -> int:
-        """Makes the update of the step under way; returns 1."""
-        if self.is_idle:
-            return self.join_step()
-        weight, self._last_weight = self._last_weight, None
-        return super().step(closure, weight=weight)
+        self, closure: Callable[[], Any] | None = None, *, weight: None = None
+    ) -> Any:
+        """Makes the update of the step under way, after what ``closure`` runs of it.
 
-    def change_batch_size(self, batch_size: int) -> int:
-        """Raises TypeError: the trainer has been told how many steps there are."""
-        raise TypeError(
-            f"change_batch_size({batch_size!r}): the trainer counts the steps of the "
-            "trace before it trains. Write the change into the trace, or train in a "
-            "loop of your own"
-        )
+        Returns what that returns.
+        """
+        result = closure() if closure else None
+        if self.is_idle:
+            self.join_step()
+        else:
+            super().step(weight=self.weight)
+        return result
 
 
 class StepSampler(Sampler[list[list[int]]]):
