@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -15,18 +16,23 @@ from torch.utils.data import Sampler
 
 import xla_replica
 from grab_xla.balancers import ordering_named
+from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.balancing.rows import FactoredRows
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import GraBWarning, Orders
+from grab_xla.epoch.orders import (
+    GraBWarning,
+    Orders,
+    SampleWeights,
+    Weights,
+    WeightsOf,
+)
 from grab_xla.epoch.progress import Progress
-from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
-from grab_xla.epoch.sample_weights import SampleWeights, Weights, WeightsOf
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
 from grab_xla.gradients.groups import add_gradient
-from grab_xla.gradients.matrix import GradientMatrix
+from grab_xla.gradients.samples import GradientMatrix
 from grab_xla.random_projections import projection
 from per_sample_grad import Capture, Projection
 from xla_replica.common.arguments import check_type
@@ -216,10 +222,11 @@ class GraBSampler(Sampler[int]):
             ordering, self._columns, self._metrics, tie, tile_size, walk_constant
         )
         self._uses_gradients = ordering.needs_gradients or self._metrics.on
-        # Factors stand for gradients that are balanced as they are, where they are.
-        self._takes_factors = (
-            self.fidelity == "exact" and self._matrix.keeps_gradients
-        ) and all(
+        # Factors stand for gradients that are balanced as they are, where they are;
+        # replicas exchange columns, and metrics are of columns.
+        keeps_gradients = self.fidelity == "exact" and self._matrix.keeps_gradients
+        is_alone = self._replica.num_replicas == 1 and not self._metrics.on
+        self._takes_factors = (keeps_gradients and is_alone) and all(
             torch.promote_types(p.dtype, torch.float32) == dtype
             and p.device.type == self.device.type
             for p in trainable_params.values()
@@ -354,29 +361,30 @@ class GraBSampler(Sampler[int]):
             ValueError: As for `step`; or these are not the losses of one group, or
                 ``reduction`` is not allowed.
         """
-        self._check_losses(losses)
+        is_group, ordering = self._group_size > 1, self._orders.ordering
+        if is_group:
+            self._check_group(losses)
         if not self._uses_gradients:
-            add_gradient(losses, reduction)
-            self._reduction = reduction
-            num_groups = len(losses) if self._group_size == 1 else 1
-            self._progress.claim(num_groups, indices)
-            return
-        factored = self._takes_factors and self._balancer.takes_factored(len(losses))
-        rows = self._gradients.backpropagate(
-            losses, reduction, self._orders.ordering if factored else None, from_samples
-        )
-        self._reduction = reduction
-        self._place(rows, True, indices)
-
-    def _check_losses(self, losses: Tensor) -> None:
-        """Raises ValueError if these cannot be the losses of samples, or of a group."""
-        if self._group_size == 1:
-            if not self._uses_gradients and losses.dim() != 1:
+            if not is_group and losses.dim() != 1:
                 raise ValueError(
                     f"backward() with losses of shape {tuple(losses.shape)}: give one "
                     'number per sample, shape (B,), as with reduction="none"'
                 )
+            add_gradient(losses, reduction)
+            self._reduction = reduction
+            self._progress.claim(1 if is_group else len(losses), indices)
             return
+        factored = self._takes_factors and ordering.takes_factored(
+            self._balancer.state, len(losses)
+        )
+        rows = self._gradients.backpropagate(
+            losses, reduction, ordering if factored else None, from_samples
+        )
+        self._reduction = reduction
+        self._place(rows, True, indices)
+
+    def _check_group(self, losses: Tensor) -> None:
+        """Raises ValueError if these cannot be the losses of the next group."""
         group = self._progress.next_samples(1)
         if losses.dim() and len(group) and losses.shape != group.shape:
             raise ValueError(
@@ -397,18 +405,17 @@ class GraBSampler(Sampler[int]):
         is_dict = not isinstance(rows, Tensor | FactoredRows)
         num_rows = self._matrix.count(rows, batched) if is_dict else len(rows)
         self._is_recorded = False
-        if not self._progress.claim(num_rows, indices):
-            return
         progress, balancer = self._progress, self._balancer
+        if not progress.claim(num_rows, indices):
+            return
         with self._timer("sorter_step"), torch.no_grad():
             if isinstance(rows, FactoredRows):
-                balancer.place_factored(rows)
+                balancer.place(rows)
                 return
-            if isinstance(rows, Tensor):
-                pieces = self._matrix.converted(rows)
-            else:
-                pieces = self._matrix.pieces(rows, batched, balancer.piece_size)
-            balancer.place_step(pieces, progress.num_left, progress.waits)
+            pieces = functools.partial(
+                self._matrix.pieces, rows, batched, balancer.piece_size
+            )
+            balancer.place_step(pieces, progress.end, progress.waits)
 
     def step(
         self,

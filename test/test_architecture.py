@@ -37,7 +37,6 @@ SHELLS = {
 }
 WITHOUT_TORCH = {
     "grab_xla.balancing.reordering",
-    "grab_xla.epoch.round_robin_sharding",
     "rigl_xla.report.costs",
     "rigl_xla.topology.distribution",
     "rigl_xla.topology.update_schedule",

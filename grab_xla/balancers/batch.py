@@ -10,9 +10,14 @@ from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, State
 from grab_xla.balancers.mean import Centred, MeanBalance
-from grab_xla.balancing import rows as rows_of
-from grab_xla.balancing.decisions import Decisions, or_one, without_nan
-from grab_xla.balancing.rows import Rows, squared_norms, weighted
+from grab_xla.balancing.decisions import (
+    SMALLEST,
+    Decisions,
+    add_,
+    squared_norms,
+    without_nan,
+)
+from grab_xla.balancing.rows import Rows
 from xla_replica import where_finite
 
 
@@ -39,42 +44,37 @@ class BatchBalance(MeanBalance):
         return (own.balance, own.centred) == (BatchBalance.balance, Centred.centred)
 
     def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
+        sums, weights_R = state["sums"], decide.weights_R
         # Vectors are formed twice, a tile at a time, rather than kept.
-        tiles = decide.tiles(rows_RD, decide.weights_R)
-        parts = [self._products(state, *tile) for tile in tiles]
-        products = decide.whole(torch.cat(parts, dim=1))
-        finite = where_finite(products[1])
+        parts = []
+        for tile, weights in decide.tiles(rows_RD, weights_R):
+            vectors = self._vectors(state, tile, weights)
+            inner = (vectors @ sums[:1].T)[:, 0]
+            parts.append(torch.stack([inner, squared_norms(vectors)]))
+        products, squares = decide.whole(torch.cat(parts, dim=1))
+        seen = where_finite(squares).to(sums.dtype)
         # The mean of what was balanced so far, as in grab-sampler; it only matters
         # where signs are drawn.
-        inner = products[0] / or_one(state["count"])
+        inner = products / state["count"].clamp(min=SMALLEST)
         thresholds = decide.thresholds_RN
         below = decide.below(inner, None if thresholds is None else thresholds[:, 0])
-        sums = state["sums"]
-        seen = finite.to(sums.dtype)
         signs = torch.where(below, seen, -seen)
         factors_R2 = torch.stack([signs, seen], dim=1)
-        for tile, weights, factors in decide.tiles(
-            rows_RD, decide.weights_R, factors_R2
-        ):
-            rows_of.add_(sums, factors.T, self._vectors(state, tile, weights))
-        if not self.centres_update:
-            raw = weighted(signs, decide.weights_R).sum() * state["mean"]
-            sums = torch.cat([sums[:1] + raw, sums[1:]])
-        count = state["count"] + weighted(seen, decide.weights_R).sum()
+        for tile, weights, factors in decide.tiles(rows_RD, weights_R, factors_R2):
+            add_(sums, factors.T, self._vectors(state, tile, weights))
         placements = signs.to(self.placement_dtype)
+        if weights_R is not None:
+            signs, seen = signs * weights_R, seen * weights_R
+        if not self.centres_update:
+            raw = signs.sum() * state["mean"]
+            sums = torch.cat([sums[:1] + raw, sums[1:]])
+        count = state["count"] + seen.sum()
         return {**state, "sums": sums, "count": count}, placements
-
-    def _products(
-        self, state: State, rows_RD: Rows, weights_R: Tensor | None
-    ) -> Tensor:
-        """Returns products with the accumulator, and squared norms, ``(2, R)``."""
-        vectors = self._vectors(state, rows_RD, weights_R)
-        inner = rows_of.products(vectors, state["sums"][:1])[:, 0]
-        return torch.stack([inner, squared_norms(vectors)])
 
     def _vectors(self, state: State, rows_RD: Rows, weights_R: Tensor | None) -> Rows:
         rows, centre = self.centred(state, without_nan(rows_RD))
-        return weighted(rows_of.centred(rows, centre), weights_R)
+        vectors = rows - centre
+        return vectors if weights_R is None else vectors * weights_R.unsqueeze(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

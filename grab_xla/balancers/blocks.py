@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing.decisions import Decisions
-from grab_xla.balancing.rows import Rows, weighted
+from grab_xla.balancing.rows import Rows
 
 
 class BlockBalancer(Balancer):
@@ -69,7 +69,9 @@ class BlockBalancer(Balancer):
         return {"sums": sums, "pending": sums.new_zeros(0, sums.shape[1])}
 
     def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
-        rows = weighted(rows_RD, decide.weights_R)
+        rows = rows_RD
+        if decide.weights_R is not None:
+            rows = rows * decide.weights_R.unsqueeze(1)
         if not isinstance(rows, Tensor):
             placements = self.balance_blocks(state["sums"], rows, decide)
             return state, placements.to(self.placement_dtype)

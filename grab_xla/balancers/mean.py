@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
-from grab_xla.balancing import decisions
-from grab_xla.balancing import rows as rows_of
 from grab_xla.balancing.decisions import (
+    SMALLEST,
     Decisions,
+    add_,
     mark_nonfinite,
-    or_one,
+    squared_norms,
     without_nan,
 )
-from grab_xla.balancing.rows import Rows, squared_norms, weighted
+from grab_xla.balancing.rows import Rows
 from xla_replica import traits, where_finite
 from xla_replica.common.arguments import check_number
 
@@ -66,13 +66,14 @@ class Centred(Balancer):
         others = decide.thresholds_RN, decide.weights_R
         for tile, thresholds, weights in decide.tiles(rows_RD, *others):
             rows, centre = self.centred(state, tile)
-            in_tiles = decide.tile_size is not None and isinstance(rows, Tensor)
-            on_host = in_tiles and traits(rows).is_host
+            is_tile = decide.tile_size is not None and isinstance(rows, Tensor)
+            on_host = is_tile and traits(rows).is_host
             # A tile on a CPU is small, so differences are formed: with them float32
             # loses no digits where the mean is larger than they are.
             if centre is not None and (weights is not None or on_host):
-                rows, centre = rows_of.centred(rows, centre), None
-            rows = weighted(rows, weights)
+                rows, centre = rows - centre, None
+            if weights is not None:
+                rows = rows * weights.unsqueeze(1)
             if on_host and decide.compiled_row and len(rows) == 1:
                 from grab_xla.balancing.compiled_row import balance_row
 
@@ -82,15 +83,15 @@ class Centred(Balancer):
             else:
                 rows = without_nan(rows)
                 gram, products = decide.gram(rows, sums[:-1], centre)
-                finite = decisions.finite_rows(gram)
+                finite = where_finite(torch.diagonal(gram))
                 walk = (gram, products, finite, thresholds, decide)
                 signs, placements = self.walk(*walk)
                 seen = finite.to(sums.dtype)
                 factors = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
-                rows_of.add_(sums, factors, rows)
+                add_(sums, factors, rows)
                 if centre is not None:
                     sums.addcmul_(factors.sum(1, keepdim=True), centre, value=-1)
-            count = count + weighted(seen, weights).sum()
+            count = count + (seen if weights is None else seen * weights).sum()
             parts.append(placements.to(self.placement_dtype))
         placements = parts[0] if len(parts) == 1 else torch.cat(parts)
         return {**state, "sums": sums, "count": count}, placements
@@ -115,7 +116,7 @@ class MeanBalance(Centred):
 
     def begin_epoch(self, state: State) -> State:
         # The mean of the deviations is the error of the estimate.
-        off_by = state["sums"][-1:] / or_one(state["count"])
+        off_by = state["sums"][-1:] / state["count"].clamp(min=SMALLEST)
         return super().begin_epoch({**state, "mean": state["mean"] + off_by})
 
 

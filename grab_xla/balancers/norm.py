@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from grab_xla.balancers.base import Balanced, Ordering, State
-from grab_xla.balancing.decisions import Decisions
+from grab_xla.balancing.decisions import Decisions, squared_norms
 from grab_xla.balancing.reordering import reorder_by_score
-from grab_xla.balancing.rows import Rows, squared_norms
+from grab_xla.balancing.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from grab_xla.balancers.base import State
 from grab_xla.balancers.blocks import BlockBalancer
-from grab_xla.balancing.decisions import Decisions, finite_rows, mark_nonfinite
+from grab_xla.balancing.decisions import Decisions, add_, mark_nonfinite
 from grab_xla.balancing.reordering import reorder_interleaved
-from grab_xla.balancing.rows import Rows, UnformedRows, add_
+from grab_xla.balancing.rows import Rows, UnformedRows
+from xla_replica import where_finite
 from xla_replica.common.arguments import check_integer
 
 
@@ -75,7 +76,7 @@ class PairBalance(BlockBalancer):
         parts = []
         for vectors, limits in decide.tiles(differences, thresholds_PN):
             gram, products = decide.gram(vectors, sums)
-            finite = finite_rows(gram)
+            finite = where_finite(torch.diagonal(gram))
             limits = None if limits is None else limits[:, 0]
             signs = decide.signs(products[:, 0], gram, finite, limits)
             add_(sums, signs.unsqueeze(0), vectors)
@@ -103,8 +104,8 @@ class Differences(UnformedRows):
         first, second = _partners((first - second).T, self.num_workers)
         return first - second
 
-    def products(self, vectors_VD: Tensor) -> Tensor:
-        first, second = _partners(self.rows.products(vectors_VD), self.num_workers)
+    def __matmul__(self, vectors_DV: Tensor) -> Tensor:
+        first, second = _partners(self.rows @ vectors_DV, self.num_workers)
         return first - second
 
     def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grab_xla.balancers.base import State
 from grab_xla.balancers.blocks import BlockBalancer
-from grab_xla.balancing.decisions import Decisions, without_nan
-from grab_xla.balancing.rows import Rows, add_, products, squared_norms
+from grab_xla.balancing.decisions import Decisions, add_, squared_norms, without_nan
+from grab_xla.balancing.rows import Rows
 from xla_replica import computed_once, where_finite
 from xla_replica.common.arguments import check_integer
 
@@ -74,7 +74,7 @@ class RecursivePairBalance(BlockBalancer):
             rows_RD = computed_once(rows_RD)
         for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
             squares = squared_norms(rows).unsqueeze(1)
-            inner = torch.cat([products(rows, sums), squares], dim=1)
+            inner = torch.cat([rows @ sums.T, squares], dim=1)
             inner = decide.whole(inner)
             # A sample that is not finite has products of 0 and is not added.
             finite = where_finite(inner[:, -1:])

@@ -25,24 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grab_xla.balancing import rows as rows_of
 from grab_xla.balancing.rows import Rows, UnformedRows
-from xla_replica import (
-    comparable,
-    lazy_operation,
-    traits,
-    where_finite,
-)
+from xla_replica import comparable, lazy_operation, traits
 
 TIES = ("negative", "positive")
+# What a sum of weights is at least where it divides: of nothing, the mean is zero.
+SMALLEST = 1e-30
 # On a GPU. Rounds are four launches each; signs of uncorrelated rows settle in a tenth
 # of them.
 _ROUNDS_BETWEEN_LOOKS = 32
-
-
-def no_sum(tensors: list[Tensor]) -> None:
-    """Sums nothing: one shard holds all columns, so inner products are whole."""
-    del tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +49,8 @@ class Decisions:
             +1 with probability 1/2 - p / 2c, which is p < c (1 - 2 uniform).
         weights_R: The weights of the samples of this step in their updates, which their
             vectors are multiplied by. None: all have the weight one.
-        sum_: Adds partial inner products over the shards of the columns, in place.
+        sum_: Adds partial inner products over the shards of the columns, in place;
+            None: one shard holds all columns, so they are whole.
         tile_size: How many rows' inner products are formed at once; None means all.
         compiled_row: Whether a tile of one row is balanced by a compiled loop.
     """
@@ -66,7 +58,7 @@ class Decisions:
     tie: str = "negative"
     thresholds_RN: Tensor | None = None
     weights_R: Tensor | None = None
-    sum_: Callable[[list[Tensor]], None] = no_sum
+    sum_: Callable[[list[Tensor]], None] | None = None
     tile_size: int | None = None
     compiled_row: bool = False
 
@@ -75,18 +67,17 @@ class Decisions:
 
         Rows that are not one matrix are one tile.
         """
-        size = self.tile_size or max(len(rows_RD), 1)
-        if len(rows_RD) <= size or not isinstance(rows_RD, Tensor):
-            own = slice(len(rows_RD))
-            yield [rows_RD, *(each if each is None else each[own] for each in others)]
-            return
-        for start in range(0, len(rows_RD), size):
-            own = slice(start, start + size)
-            yield [each if each is None else each[own] for each in (rows_RD, *others)]
+        num_rows = max(len(rows_RD), 1)
+        size = num_rows if isinstance(rows_RD, UnformedRows) else self.tile_size
+        for start in range(0, num_rows, size or num_rows):
+            own = slice(start, start + (size or num_rows))
+            tile = rows_RD if isinstance(rows_RD, UnformedRows) else rows_RD[own]
+            yield [tile, *(each if each is None else each[own] for each in others)]
 
     def whole(self, partial: Tensor) -> Tensor:
         """Returns partial inner products summed over the shards of the columns."""
-        self.sum_([partial])
+        if self.sum_ is not None:
+            self.sum_([partial])
         return partial
 
     def gram(
@@ -98,21 +89,22 @@ class Decisions:
         takes one sum over the shards. A row that is not finite affects its own row and
         column of the first and its own row of the second, nothing else.
         """
+        is_formed = isinstance(rows_RD, Tensor)
+        gram = rows_RD @ rows_RD.T if is_formed else rows_RD.gram()
+        parts = [gram, rows_RD @ vectors_VD.T]
+        if centre_1D is not None:
+            # Products are joined rather than vectors, of which a tree has many.
+            parts[1] = torch.cat([parts[1], rows_RD @ centre_1D.T], 1)
+            of_centre = [centre_1D @ each.T for each in (vectors_VD, centre_1D)]
+            parts.append(torch.cat(of_centre, 1))
+        if self.sum_ is not None:
+            self.sum_(parts)
+        gram, products = parts[:2]
         if centre_1D is None:
-            products = [rows_of.gram(rows_RD), rows_of.products(rows_RD, vectors_VD)]
-            self.sum_(products)
-            return products[0], products[1]
-        # Products are joined rather than vectors, of which a tree has many.
-        with_others, of_centre = (
-            torch.cat([rows_of.products(each, v) for v in (vectors_VD, centre_1D)], 1)
-            for each in (rows_RD, centre_1D)
-        )
-        products = [rows_of.gram(rows_RD), with_others, of_centre]
-        self.sum_(products)
-        gram, with_others, of_centre = products
-        with_centre = with_others[:, -1:]
-        gram = gram - with_centre - with_centre.T + of_centre[:, -1:]
-        return gram, with_others[:, :-1] - of_centre[:, :-1]
+            return gram, products
+        with_centre, of_centre_1V = products[:, -1:], parts[2]
+        gram = gram - with_centre - with_centre.T + of_centre_1V[:, -1:]
+        return gram, products[:, :-1] - of_centre_1V[:, :-1]
 
     def below(self, products: Tensor, thresholds: Tensor | None) -> Tensor:
         """Returns where the sign is +1, bool in the shape of ``products``."""
@@ -141,9 +133,8 @@ class Decisions:
         earlier = torch.tril(gram, diagonal=-1)
         kind = traits(products)
         if kind.is_lazy:
-            limits = (
-                torch.zeros_like(products) if thresholds_R is None else thresholds_R
-            )
+            zeros = torch.zeros_like(products)
+            limits = zeros if thresholds_R is None else thresholds_R
             return _rounds(products, earlier, positive, limits, tie=self.tie)
         between_looks = 1 if kind.is_host else _ROUNDS_BETWEEN_LOOKS
         below = self.below(products, thresholds_R)
@@ -189,19 +180,19 @@ def _rounds(
     return first.mkwhile(state, has_changed, again).get_tuple_element(1)
 
 
-def or_one(count: Tensor) -> Tensor:
-    """Returns a divisor: the sum of some weights, or one if that is zero."""
-    return torch.where(count > 0, count, torch.ones_like(count))
+def squared_norms(rows_RD: Rows) -> Tensor:
+    """Returns the rows' squared norms, ``(R,)``, without a copy of the rows."""
+    if isinstance(rows_RD, UnformedRows):
+        return rows_RD.squared_norms()
+    return torch.linalg.vector_norm(rows_RD, dim=1).square()
 
 
-def finite_rows(gram_RR: Tensor) -> Tensor:
-    """Returns which rows have a finite squared norm, ``(R,)`` bool."""
-    return where_finite(torch.diagonal(gram_RR))
-
-
-def nonfinite_marker(dtype: torch.dtype) -> float:
-    """Returns the number that replaces an entry that is not finite."""
-    return torch.finfo(dtype).max / 4
+def add_(sums_VD: Tensor, weights_VR: Tensor, rows_RD: Rows) -> None:
+    """Adds weighted sums of rows in place."""
+    if isinstance(rows_RD, UnformedRows):
+        rows_RD.add_(sums_VD, weights_VR)
+    else:
+        sums_VD.addmm_(weights_VR, rows_RD)
 
 
 def without_nan(rows_RD: Any) -> Any:
@@ -211,23 +202,20 @@ def without_nan(rows_RD: Any) -> Any:
     of 0 is 0, so leaving the row out takes no other pass through all rows. Rows that
     are not formed stay as they are, because they are left out without that.
     """
-    if isinstance(rows_RD, UnformedRows) or _is_known_finite(rows_RD):
+    if isinstance(rows_RD, UnformedRows):
         return rows_RD
-    huge = nonfinite_marker(rows_RD.dtype)
+    # On a CPU a look costs little.
+    if traits(rows_RD).is_host and math.isfinite(float(rows_RD.sum())):
+        return rows_RD
+    huge = torch.finfo(rows_RD.dtype).max / 4
     return torch.nan_to_num(rows_RD, nan=huge, posinf=huge, neginf=huge)
 
 
 def mark_nonfinite(values_RD: Tensor, *sources_RD: Tensor) -> Tensor:
     """Returns ``values``, made huge where a source they come from is not finite."""
-    huge = nonfinite_marker(values_RD.dtype)
+    huge = torch.finfo(values_RD.dtype).max / 4
     for source in sources_RD:
-        if _is_known_finite(source):
-            continue
-        small = source.abs() < comparable(huge, source)
-        values_RD = torch.where(small, values_RD, huge)
+        if not (traits(source).is_host and math.isfinite(float(source.sum()))):
+            small = source.abs() < comparable(huge, source)
+            values_RD = torch.where(small, values_RD, huge)
     return values_RD
-
-
-def _is_known_finite(rows_RD: Tensor) -> bool:
-    """Returns True where a look at the rows costs little and says that they are."""
-    return traits(rows_RD).is_host and math.isfinite(float(rows_RD.sum()))

@@ -16,7 +16,6 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +24,22 @@ from per_sample_grad import Factors
 
 
 class UnformedRows(abc.ABC):
-    """Rows that are known by their inner products and weighted sums."""
+    """Rows that are known by their inner products and weighted sums.
+
+    ``rows @ vectors.T``, ``rows - centre`` and ``rows * weights`` are what they are of
+    a matrix, given a centre ``(1, D)`` and weights ``(R, 1)``.
+    """
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
-    def gram(self) -> Tensor:
-        """Returns inner products of the rows, ``(R, R)``."""
+    def __matmul__(self, vectors_DV: Tensor) -> Tensor:
+        """Returns inner products with vectors, ``(R, V)``."""
 
     @abc.abstractmethod
-    def products(self, vectors_VD: Tensor) -> Tensor:
-        """Returns inner products with vectors, ``(R, V)``."""
+    def gram(self) -> Tensor:
+        """Returns inner products of the rows, ``(R, R)``."""
 
     @abc.abstractmethod
     def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
@@ -45,6 +48,12 @@ class UnformedRows(abc.ABC):
     def squared_norms(self) -> Tensor:
         """Returns the rows' squared norms, ``(R,)``."""
         return torch.diagonal(self.gram())
+
+    def __sub__(self, centre_1D: Tensor) -> UnformedRows:
+        return Centred(self, centre_1D)
+
+    def __mul__(self, weights_R1: Tensor) -> UnformedRows:
+        return Weighted(self, weights_R1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +82,8 @@ class FactoredRows(UnformedRows):
         parts = [factors.norms(squared=True) for factors in self.factors]
         return sum((rows.square().sum(1) for rows in self._formed()), sum(parts))
 
-    def products(self, vectors_VD: Tensor) -> Tensor:
-        own = self._by_name(vectors_VD)
+    def __matmul__(self, vectors_DV: Tensor) -> Tensor:
+        own = self._by_name(vectors_DV.T)
         parts = [
             factors.dot({name: own[name] for name in factors.shapes})
             for factors in self.factors
@@ -112,12 +121,12 @@ class Centred(UnformedRows):
         return len(self.rows)
 
     def gram(self) -> Tensor:
-        with_centre = self.rows.products(self.centre_1D)
+        with_centre = self.rows @ self.centre_1D.T
         gram = self.rows.gram() - with_centre - with_centre.T
         return gram + self.centre_1D @ self.centre_1D.T
 
-    def products(self, vectors_VD: Tensor) -> Tensor:
-        return self.rows.products(vectors_VD) - self.centre_1D @ vectors_VD.T
+    def __matmul__(self, vectors_DV: Tensor) -> Tensor:
+        return self.rows @ vectors_DV - self.centre_1D @ vectors_DV
 
     def squared_norms(self) -> Tensor:
         """Returns those of the rows, which tell what is finite."""
@@ -130,71 +139,28 @@ class Centred(UnformedRows):
 
 @dataclasses.dataclass(frozen=True)
 class Weighted(UnformedRows):
-    """Rows times their weights, ``(R,)``."""
+    """Rows times their weights, ``(R, 1)``."""
 
     rows: UnformedRows
-    weights_R: Tensor
+    weights_R1: Tensor
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def gram(self) -> Tensor:
-        return self.rows.gram() * self.weights_R * self.weights_R.unsqueeze(1)
+    def __matmul__(self, vectors_DV: Tensor) -> Tensor:
+        return self.rows @ vectors_DV * self.weights_R1
 
-    def products(self, vectors_VD: Tensor) -> Tensor:
-        return self.rows.products(vectors_VD) * self.weights_R.unsqueeze(1)
+    def gram(self) -> Tensor:
+        return self.rows.gram() * self.weights_R1.T * self.weights_R1
 
     def squared_norms(self) -> Tensor:
-        return self.rows.squared_norms() * self.weights_R.square()
+        return self.rows.squared_norms() * self.weights_R1[:, 0].square()
 
     def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
-        self.rows.add_(sums_VD, weights_VR * self.weights_R)
+        self.rows.add_(sums_VD, weights_VR * self.weights_R1.T)
 
 
 Rows = Tensor | UnformedRows
-
-
-def centred(rows: Rows, centre_1D: Tensor) -> Rows:
-    """Returns rows less a centre."""
-    if isinstance(rows, UnformedRows):
-        return Centred(rows, centre_1D)
-    return rows - centre_1D
-
-
-def weighted(values: Any, weights_R: Tensor | None) -> Any:
-    """Returns rows, or other ``(R, ...)`` values, times their weights."""
-    if weights_R is None:
-        return values
-    if isinstance(values, UnformedRows):
-        return Weighted(values, weights_R)
-    return values * weights_R.reshape(-1, *[1] * (values.dim() - 1))
-
-
-def gram(rows: Rows) -> Tensor:
-    """Returns inner products of rows, ``(R, R)``."""
-    return rows.gram() if isinstance(rows, UnformedRows) else rows @ rows.T
-
-
-def products(rows: Rows, vectors_VD: Tensor) -> Tensor:
-    """Returns inner products of rows with vectors, ``(R, V)``."""
-    if isinstance(rows, UnformedRows):
-        return rows.products(vectors_VD)
-    return rows @ vectors_VD.T
-
-
-def squared_norms(rows: Rows) -> Tensor:
-    """Returns the rows' squared norms, ``(R,)``, without a copy of the rows."""
-    if isinstance(rows, UnformedRows):
-        return rows.squared_norms()
-    return torch.linalg.vector_norm(rows, dim=1).square()
-
-
-def add_(sums_VD: Tensor, weights_VR: Tensor, rows: Rows) -> None:
-    """Adds weighted sums of rows in place."""
-    if isinstance(rows, UnformedRows):
-        rows.add_(sums_VD, weights_VR)
-    else:
-        sums_VD.addmm_(weights_VR, rows)
 
 
 def _flat(rows: Tensor) -> Tensor:

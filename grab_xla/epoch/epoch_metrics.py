@@ -14,9 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from grab_xla.balancing.decisions import or_one
+from grab_xla.balancing.decisions import SMALLEST
 from grab_xla.balancing.prefix_sums import PrefixNorms, RunningHerding
-from grab_xla.balancing.rows import weighted
 from grab_xla.epoch.columns import Columns
 from xla_replica import where_finite
 
@@ -46,7 +45,7 @@ class EpochMetrics:
     def reset(self) -> None:
         """Forgets the previous epoch, except for its mean."""
         if self._herding is not None:
-            self._mean = self._sum / or_one(self._count)
+            self._mean = self._sum / self._count.clamp(min=SMALLEST)
             self._sum = torch.zeros_like(self._sum)
             self._count = torch.zeros_like(self._count)
             self._state = self._running.init(self._columns.num_own)
@@ -61,18 +60,17 @@ class EpochMetrics:
         # What is not finite is not balanced.
         instead = self._mean if self._herding == "running" else 0.0
         rows_RD = torch.where(where_finite(rows_RD), rows_RD, instead)
-        self._sum = self._sum + weighted(rows_RD, weights_R).sum(0)
+        self._sum = self._sum + _weighted(rows_RD, weights_R).sum(0)
         self._count = self._count + (
             len(rows_RD) if weights_R is None else weights_R.sum()
         )
-        if self._herding == "running":
-            deviations = weighted(rows_RD - self._mean, weights_R)
-            self._state, norms = self._running.advance(
-                self._state, deviations, torch.zeros_like(self._mean)
-            )
-            self._prefixes.append(norms)
-        else:
+        if self._herding == "exact":
             self._vectors.append((rows_RD, weights_R))
+            return
+        deviations = _weighted(rows_RD - self._mean, weights_R)
+        zeros = torch.zeros_like(self._mean)
+        self._state, norms = self._running.advance(self._state, deviations, zeros)
+        self._prefixes.append(norms)
 
     def norms(self) -> list[float]:
         """Returns 2-norms in the order visited. One transfer."""
@@ -89,10 +87,10 @@ class EpochMetrics:
         """
         prefixes = list(self._prefixes)
         if self._vectors:
-            mean = self._sum / or_one(self._count)
+            mean = self._sum / self._count.clamp(min=SMALLEST)
             state = self._running.init(self._columns.num_own)
             for rows, weights in self._vectors:
-                deviations = weighted(rows - mean, weights)
+                deviations = _weighted(rows - mean, weights)
                 zeros = torch.zeros_like(mean)
                 state, norms = self._running.advance(state, deviations, zeros)
                 prefixes.append(norms)
@@ -118,3 +116,7 @@ class EpochMetrics:
         if norms := self.norms():
             values |= {"norm/mean": sum(norms) / len(norms), "norm/max": max(norms)}
         return values
+
+
+def _weighted(rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
+    return rows_RD if weights_R is None else rows_RD * weights_R.unsqueeze(1)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grab_xla.balancers import Ordering, State
-from grab_xla.balancing.decisions import TIES, Decisions, no_sum
-from grab_xla.balancing.rows import FactoredRows, Rows
+from grab_xla.balancers import Ordering
+from grab_xla.balancing.decisions import TIES, Decisions
+from grab_xla.balancing.rows import Rows
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.gradients.row_copies import interleaved
@@ -77,11 +77,12 @@ class OnlineBalancer:
             # Whole tiles, of vectors that come from up to two rows each.
             self.piece_size = math.lcm(self.piece_size, 2 * tile_size)
         self._decisions = Decisions(
-            tie, sum_=columns.all_reduce_ if columns.shards else no_sum,
+            tie,
+            sum_=columns.all_reduce_ if columns.shards else None,
             tile_size=tile_size,
             compiled_row=compiled_row,
-        )  # fmt: skip
-        self.state = self._first_state()
+        )
+        self.state = ordering.init(columns.num_own, columns.dtype, columns.device)
         # Zeros become data, or the first epoch would begin with a different program.
         self._replica.sync()
         self._placements: list[Tensor] = []
@@ -90,10 +91,6 @@ class OnlineBalancer:
         self._joins_updates = False
         self.weights: Tensor | None = None
         self.num_seen = 0
-
-    def _first_state(self) -> State:
-        columns = self.columns
-        return self._ordering.init(columns.num_own, columns.dtype, columns.device)
 
     @torch.no_grad()
     def reset(self, num_samples: int, generator: torch.Generator) -> None:
@@ -113,16 +110,9 @@ class OnlineBalancer:
             like = {"generator": generator, "dtype": self.columns.dtype}
             self._uniforms = torch.rand(size, **like)
 
-    def takes_factored(self, num_rows: int) -> bool:
-        """Returns whether a step may come as rows that are not formed.
-
-        Replicas exchange columns, and metrics are of columns.
-        """
-        alone = self._replica.num_replicas == 1 and not self._metrics.on
-        return alone and self._ordering.takes_factored(self.state, num_rows)
-
+    @torch.no_grad()
     def place_step(
-        self, pieces: Callable[[], Iterable[Tensor]], num_left: int, waits: bool
+        self, pieces: Callable[[], Iterable[Tensor]], end: int, waits: bool
     ) -> None:
         """Balances a step of all replicas, or keeps its rows until the update.
 
@@ -130,22 +120,26 @@ class OnlineBalancer:
             pieces: Returns this replica's rows, ``(R, d)`` at a time; see
                 ``piece_size``. Called twice, if the balance type looks at a step
                 before it is balanced.
-            num_left: How many samples of the order are left for all replicas; after
-                these come repeated ones.
+            end: The number of samples that the pass has on all replicas; after these
+                come repeated ones.
             waits: Whether several replicas balance at the update, with `place_update`.
         """
-        if self._replica.num_replicas == 1:
-            self._place(pieces)
-            return
-        [rows] = pieces()
-        if waits:
-            # A copy: gradients may be zeroed before the update.
-            self._pending.append(rows.clone())
-            return
-        # In the sequence of the order, without repeated samples.
-        ordered = interleaved(self.columns.of_all_replicas(rows))[:num_left]
-        self._place(lambda: [ordered])
+        if self._replica.num_replicas > 1:
+            [rows] = pieces()
+            if waits:
+                # A copy: gradients may be zeroed before the update.
+                self._pending.append(rows.clone())
+                return
+            # In the sequence of the order, without repeated samples.
+            ordered = interleaved(self.columns.of_all_replicas(rows))
+            ordered = ordered[: end - self.num_seen]
+            pieces = lambda: [ordered]  # noqa: E731
+        self.state = self._ordering.begin_step(self.state, pieces(), self._decisions)
+        for rows in pieces():
+            self.place(rows)
+            del rows  # before the next ones are formed
 
+    @torch.no_grad()
     def place_update(self, batch_size: int, minibatch_size: int) -> None:
         """Balances all minibatches of an update, in the order's order. Collective.
 
@@ -182,7 +176,9 @@ class OnlineBalancer:
             minibatches = [rows.clone() for rows in received.unbind(0)]
             self._replica.sync()
             for rows in minibatches[: num_minibatches - first]:
-                self._place(lambda rows=rows: [rows])
+                begin_step = self._ordering.begin_step
+                self.state = begin_step(self.state, [rows], self._decisions)
+                self.place(rows)
                 self._replica.sync()
         self._pending = []
 
@@ -202,46 +198,36 @@ class OnlineBalancer:
             )
 
     @torch.no_grad()
-    def _place(self, pieces: Callable[[], Iterable[Tensor]]) -> None:
-        """Balances this replica's columns of a step's samples."""
-        self.state = self._ordering.begin_step(self.state, pieces(), self._decisions)
-        for rows in pieces():
-            self._balance(rows, self._decisions)
-            del rows  # before the next ones are formed
-
-    @torch.no_grad()
-    def place_factored(self, rows: FactoredRows) -> None:
-        """Balances a step whose rows are not formed; see `takes_factored`."""
-        self._balance(rows, dataclasses.replace(self._decisions, tile_size=None))
-
-    def _balance(self, rows_RD: Rows, decide: Decisions) -> None:
+    def place(self, rows_RD: Rows) -> None:
+        """Balances this replica's columns of the next samples."""
+        ordering, device = self._ordering, self.columns.device
+        first, last = self.num_seen, self.num_seen + len(rows_RD)
+        num_waiting = ordering.num_pending(self.state)
+        known: dict[str, Tensor] = {}
         if self.weights is not None:
-            weights = self.weights[self.num_seen : self.num_seen + len(rows_RD)]
-            weights = weights.to(self.columns.device, self.columns.dtype)
-            decide = dataclasses.replace(decide, weights_R=weights)
-        if self._metrics.on and isinstance(rows_RD, Tensor):
-            self._metrics.observe(rows_RD, decide.weights_R)
+            weights = self.weights[first:last]
+            known["weights_R"] = weights.to(device, self.columns.dtype)
         if self._uniforms is not None and self._walk_constant is not None:
-            first = self.num_seen - self._ordering.num_pending(self.state)
-            drawn = self._uniforms[first : self.num_seen + len(rows_RD)]
-            thresholds = (self._walk_constant * (1 - 2 * drawn)).to(self.columns.device)
-            decide = dataclasses.replace(decide, thresholds_RN=thresholds)
-        num_waiting = self._ordering.num_pending(self.state)
-        self.state, placements = self._ordering.balance(self.state, rows_RD, decide)
-        num_decided = (
-            num_waiting + len(rows_RD) - self._ordering.num_pending(self.state)
-        )
-        is_balanced = self._ordering.needs_gradients
-        if is_balanced and placements.shape != (num_decided,):
+            drawn = self._uniforms[first - num_waiting : last]
+            thresholds = self._walk_constant * (1 - 2 * drawn)
+            known["thresholds_RN"] = thresholds.to(device)
+        if self._metrics.on and isinstance(rows_RD, Tensor):
+            self._metrics.observe(rows_RD, known.get("weights_R"))
+        decide = self._decisions
+        if known:
+            decide = dataclasses.replace(decide, **known)
+        self.state, placements = ordering.balance(self.state, rows_RD, decide)
+        num_decided = num_waiting + len(rows_RD) - ordering.num_pending(self.state)
+        if ordering.needs_gradients and placements.shape != (num_decided,):
             raise ValueError(
-                f"{type(self._ordering).__name__}.balance returned placements of shape "
+                f"{type(ordering).__name__}.balance returned placements of shape "
                 f"{tuple(placements.shape)} for {num_decided} samples: return one for "
                 "every sample, except those that num_pending counts"
             )
         if traits(placements).is_host:
-            self._ordering.check_placements(placements.numpy())
+            ordering.check_placements(placements.numpy())
         self._placements.append(placements)
-        self.num_seen += len(rows_RD)
+        self.num_seen = last
 
     def placements(self) -> np.ndarray:
         """Returns the placements so far. One transfer."""
@@ -283,12 +269,12 @@ class OnlineBalancer:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restores what `state_dict` returned, on any number of replicas."""
-        columns = self.columns
+        columns, ordering = self.columns, self._ordering
         # What an earlier version did not have is as at the beginning of an epoch.
-        self.state = self._first_state()
+        self.state = ordering.init(columns.num_own, columns.dtype, columns.device)
         for name, value in saved["state"].items():
             value = value.to(columns.dtype)
-            fill = self._ordering.fills.get(name, 0.0)
+            fill = ordering.fills.get(name, 0.0)
             own = columns.own(value, fill) if value.dim() == 2 else value
             self.state[name] = own.clone().to(columns.device)
         self._placements = [saved["codes"].to(columns.device)]

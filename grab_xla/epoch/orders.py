@@ -1,18 +1,23 @@
-"""The order of the current epoch, and how the next one follows from it."""
+"""The order of the current epoch, the weights of its samples, and the next order."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grab_xla.balancers import Ordering
 from grab_xla.balancing.reordering import KEEP, check_permutation
 from xla_replica import traits
-from xla_replica.common.arguments import check_integer
+from xla_replica.common.arguments import check_choice, check_integer
+
+# From the number of an epoch to numbers by position in its order, or None: all equal.
+WeightsOf = Callable[[int], Sequence[float] | np.ndarray | None]
+Weights = Literal["equal", "update"] | WeightsOf
 
 
 class GraBWarning(UserWarning):
@@ -152,3 +157,55 @@ class Orders:
         self.generator.set_state(state["generator"].cpu())
         given = state["given"]
         self.given = None if given is None else given.cpu().numpy().copy()
+
+
+class SampleWeights:
+    """The weights of an order's samples in every epoch.
+
+    Args:
+        weights: See `GraBSampler`.
+        num_samples: The length of the order.
+
+    Attributes:
+        name: ``"equal"``, ``"update"`` or ``"given"``.
+    """
+
+    def __init__(self, weights: Weights, num_samples: int) -> None:
+        if not callable(weights):
+            check_choice("weights", weights, ("equal", "update"))
+        self.name = "given" if callable(weights) else weights
+        self._of_epoch = weights if callable(weights) else None
+        self._num_samples = num_samples
+        self._last: tuple[int, Tensor | None] = (-1, None)
+
+    def follow(self, weights_of: WeightsOf) -> None:
+        """Takes the weights of updates from what knows them."""
+        if self.name == "update":
+            self._of_epoch = weights_of
+
+    def of(self, epoch: int) -> Tensor | None:
+        """Returns ``(num_samples,)`` float64 on the CPU, or None: all weigh the same.
+
+        Raises:
+            ValueError: Nobody knows the updates, or weights are not allowed.
+        """
+        if self.name == "equal":
+            return None
+        if self._of_epoch is None:
+            raise ValueError(
+                "weights='update' needs an elastic sampler, which knows the updates: "
+                "CustomSampler(..., order=sampler); in another loop pass a function "
+                "from the epoch to the weights"
+            )
+        if self._last[0] != epoch:
+            weights, values = self._of_epoch(epoch), None
+            if weights is not None:
+                values = np.asarray(weights, dtype=np.float64)
+                fits = values.shape == (self._num_samples,)
+                if not fits or not (np.isfinite(values) & (values >= 0)).all():
+                    raise ValueError(
+                        f"the weights of an epoch must be {self._num_samples} finite "
+                        f"numbers of at least 0, got {weights!r}"
+                    )
+            self._last = epoch, None if values is None else torch.from_numpy(values)
+        return self._last[1]

@@ -3,17 +3,212 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import Orders
-from grab_xla.epoch.passes import Passes
-from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
-from grab_xla.epoch.sample_weights import SampleWeights
+from grab_xla.epoch.orders import GraBWarning, Orders, SampleWeights
+
+
+@dataclasses.dataclass
+class Pass:
+    """One pass over an order: counts of the samples that it gave, and of its steps.
+
+    A loader draws the samples of its next batches between two steps. How many wait for
+    their step then is 0 if the loader draws nothing ahead of time; otherwise it stays
+    the same as long as steps have one size and every batch has its step.
+
+    Attributes:
+        num_left: How many samples were given and had no step.
+        num_stepped: How many samples had a step.
+        is_drawn: Whether samples were given, to somebody who is still there.
+        ended: Whether it has given all of its samples.
+        thread: The thread that draws them.
+        step_size: The number of samples of the first step.
+        has_one_size: Whether all steps have that.
+        usually_waiting: How many samples waited when samples were drawn for the first
+            time after a step.
+        num_waiting: How many of those that waited when this happened last still wait.
+        is_unsteady: Whether another number waited then.
+        steps_after_end: How many steps were taken after the last sample was given.
+    """
+
+    num_left: int = 0
+    num_stepped: int = 0
+    is_drawn: bool = False
+    ended: bool = False
+    thread: int | None = None
+    step_size: int = 0
+    has_one_size: bool = True
+    usually_waiting: int | None = None
+    num_waiting: int = 0
+    is_unsteady: bool = False
+    steps_after_end: int = 0
+    _stepped_before: int = 0  # when samples were drawn for the last time after a step
+
+    def draw(self) -> None:
+        """Counts a sample that is given."""
+        if self.num_stepped > self._stepped_before:
+            self._stepped_before, self.num_waiting = self.num_stepped, self.num_left
+            self.thread = threading.get_ident()
+            if self.usually_waiting is None:
+                self.usually_waiting = self.num_left
+            differs = self.num_left != self.usually_waiting
+            self.is_unsteady = differs and self.has_one_size
+        self.num_left += 1
+        self.is_drawn = True
+
+
+class Passes:
+    """Refuses steps that may belong to another pass than the newest one.
+
+    A pass that begins after some steps of an epoch begins the next epoch: the epoch was
+    left early. If the older pass goes on nevertheless, because the newer one was an
+    evaluation in the middle of it, its steps are taken for those of the new order. That
+    shows in one of two ways:
+
+    - samples are drawn from the older pass;
+    - the newer pass is over without a step, while the older one has given samples that
+      may still be used: the current minibatch, and those that a loader prefetched.
+
+    It also refuses steps after samples that had none, or two: see `Pass`.
+    """
+
+    def __init__(self) -> None:
+        self._older, self._newest = Pass(), Pass(ended=True)
+        self._epoch = 0  # Counts orders, also those that were restored.
+        self._older_goes_on = False
+
+    def leave_epoch(self) -> None:
+        """Ends the epoch: passes that have begun do not belong to the next order."""
+        self._older, self._newest = self._newest, Pass(ended=True)
+        self._epoch += 1
+        self._older_goes_on = False
+
+    def over(self, samples: list[int]) -> Iterator[int]:
+        """Begins a pass over the samples."""
+        self._newest, self._older_goes_on = Pass(), False
+        return self._draw(samples, self._newest, self._epoch)
+
+    def _draw(self, samples: list[int], own: Pass, epoch: int) -> Iterator[int]:
+        try:
+            for sample in samples:
+                own.draw()
+                self._older_goes_on |= epoch != self._epoch
+                yield sample
+        except GeneratorExit:
+            # Whoever drew these samples is gone, and with it what it prefetched.
+            own.num_left, own.is_drawn = 0, own.num_stepped > 0
+            raise
+        finally:
+            own.ended = True
+
+    def claim(
+        self,
+        num_samples: int,
+        expected: np.ndarray,
+        indices: Sequence[int] | Tensor | None,
+        guesses: bool,
+    ) -> None:
+        """Counts a step of the newest pass.
+
+        Args:
+            num_samples: How many samples the step has.
+            expected: The next samples of the order, as many if there are.
+            indices: The samples of the step, if they are known.
+            guesses: Whether the step may belong to another pass if they are not.
+
+        Raises:
+            ValueError: These cannot be the next samples.
+        """
+        if guesses and indices is None:  # Otherwise they tell passes apart.
+            self._check(num_samples)
+        if len(expected) < num_samples:
+            raise ValueError(
+                f"step() with {num_samples} samples, but only {len(expected)} are left "
+                "of this epoch on this replica: iter(sampler) begins the next one"
+            )
+        if indices is not None:
+            received = torch.as_tensor(indices).cpu().numpy().reshape(-1)
+            if not np.array_equal(received, expected):
+                raise ValueError(
+                    f"step(): indices are {received[:8].tolist()}..., but the next "
+                    f"{num_samples} samples of the order are "
+                    f"{expected[:8].tolist()}...: call step() once per batch, in the "
+                    "order in which the loader gives them; a second pass over the "
+                    "loader begins the next epoch"
+                )
+        own = self._newest
+        own.step_size = own.step_size or num_samples
+        own.has_one_size &= num_samples == own.step_size
+        own.num_stepped += num_samples
+        own.num_left -= num_samples
+        own.num_waiting = max(0, own.num_waiting - num_samples)
+        own.steps_after_end += own.ended
+
+    def _check(self, num_samples: int) -> None:
+        """Raises ValueError unless a step can only be of the next samples.
+
+        That is, of those of the newest pass, where none of an earlier batch had no
+        step, or two. Batches that a loader draws ahead of time are whole, so what waits
+        is either no sample or at least the next batch. A thread that draws samples
+        beside the steps may do so at any time.
+        """
+        own = self._newest
+        evaluated = own.ended and own.num_stepped == 0
+        if self._older_goes_on or (
+            evaluated and 0 < num_samples <= self._older.num_left
+        ):
+            raise ValueError(
+                f"step() with {num_samples} samples: a pass over the sampler (or its "
+                "DataLoader) began before another one had taken all its steps, so "
+                "these gradients may be of samples of either. Evaluate with a "
+                "DataLoader of its own, such as DataLoader(dataset, batch_size); take "
+                "the steps of a pass before the next one begins; or pass indices=, the "
+                "samples that these gradients are of"
+            )
+        if own.is_drawn and num_samples > own.num_left:
+            raise ValueError(
+                f"step() with {num_samples} samples, but only {own.num_left} are left "
+                "of those that the loader has given: every sample has one step, so "
+                "where a batch has several losses, add them up and call backward() once"
+            )
+        too_few = 0 < own.num_waiting < num_samples
+        if (own.is_unsteady or too_few) and own.thread == threading.get_ident():
+            raise ValueError(
+                f"step() with {num_samples} samples, but samples of earlier batches "
+                "had no step, or two, and these gradients would be taken for those of "
+                "others: give one loss (or gradient) for every sample that the loader "
+                "gives, a zero for one that does not count. If no batch was left out, "
+                "such as where several are joined, pass indices="
+            )
+
+    def warn_of_unused(self, epoch: int) -> None:
+        """Warns if samples of an epoch that is over had no step.
+
+        A first batch without a step looks like one that is drawn ahead of time. Steps
+        that come after the last sample was given show that a loader does that.
+        """
+        own = self._newest
+        is_over = own.ended and own.thread == threading.get_ident()
+        one_waited = own.usually_waiting == own.step_size <= own.num_left
+        if is_over and one_waited and own.steps_after_end <= 1:
+            warnings.warn(
+                f"{own.num_left} samples of epoch {epoch} had no step. Unless they "
+                "were the last ones, the gradients after them were taken for those of "
+                "others: give one loss (or gradient) for every sample that the loader "
+                "gives, a zero for one that does not count, or pass indices=",
+                GraBWarning,
+                stacklevel=4,
+            )
 
 
 class Progress:
@@ -35,6 +230,9 @@ class Progress:
     Attributes:
         dealt_elsewhere: The epoch whose whole order another sampler was given; None if
             no order was given.
+        waits: Whether gradients of a step wait for the update, as several replicas' do
+            then.
+        end: How many whole groups of the order the pass uses on all replicas.
     """
 
     def __init__(
@@ -51,11 +249,11 @@ class Progress:
         self._replica, self._group_size = balancer.columns.replica, sharding.group_size
         self._uses_gradients = uses_gradients
         self._passes = Passes()
-        self.dealt_elsewhere: int | None = None
         # The position at which the pass over the order began, and whether that is in
         # the middle of an epoch, which a state restored.
         self._start, self._resumed = 0, False
         self._own = sharding.own(orders.order, 0)
+        self._set_dealer(None)
         self._num_pending = 0  # minibatches of this replica that wait for their update
         self._num_updated = 0  # samples of this epoch that updates have used
 
@@ -69,20 +267,16 @@ class Progress:
         num_samples = self._balancer.num_seen * self._group_size
         return min(num_samples, self._sharding.num_samples)
 
-    @property
-    def num_left(self) -> int:
-        """How many whole groups of the pass are left on all replicas."""
-        return self._sharding.end(self._start) - self._balancer.num_seen
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients of a step wait for the update, as several replicas' do."""
-        return self.dealt_elsewhere is not None and self._replica.num_replicas > 1
+    def _set_dealer(self, dealt_elsewhere: int | None) -> None:
+        self.dealt_elsewhere = dealt_elsewhere
+        self.waits = dealt_elsewhere is not None and self._replica.num_replicas > 1
+        self.end = self._sharding.end(self._start)
 
     def deal(self) -> Iterator[int]:
         """Begins the next epoch, or what is left of a restored one."""
         self.dealt_elsewhere = None
         self._advance()
+        self._set_dealer(None)
         self._set_weights(self._orders.epoch)
         self._own = self._sharding.own(self._orders.order, self._start)
         return self._passes.over(self._own.tolist())
@@ -103,7 +297,8 @@ class Progress:
         if given_for is None or epoch > given_for:
             self._resumed = False
             self._advance()
-        self._start, self._resumed, self.dealt_elsewhere = 0, False, epoch
+        self._start, self._resumed = 0, False
+        self._set_dealer(epoch)
         self._set_weights(epoch)
 
     def _set_weights(self, epoch: int) -> None:
@@ -141,7 +336,7 @@ class Progress:
         num_seen, num_replicas = self._balancer.num_seen, self._replica.num_replicas
         if self.dealt_elsewhere is None:
             own, first = self._own, -(-(num_seen - self._start) // num_replicas)
-            if self.num_left < 0:  # the smaller group at the end is done, too
+            if num_seen > self.end:  # the smaller group at the end is done, too
                 first = len(own)
         else:
             own = self._orders.order
@@ -174,8 +369,9 @@ class Progress:
         if self._uses_gradients and not is_smaller:
             return num_groups > 0
         if not self.waits:
+            num_left = self.end - self._balancer.num_seen
             num_used = num_groups * self._replica.num_replicas
-            self._balancer.num_seen += min(num_used, self.num_left or 1)
+            self._balancer.num_seen += min(num_used, num_left or 1)
         return False
 
     def count(self, num_samples: int) -> None:
@@ -237,9 +433,9 @@ class Progress:
         """Continues where the orders and the balancer were restored."""
         self._passes.leave_epoch()
         self._num_pending, self._num_updated = 0, self.num_seen
-        self.dealt_elsewhere = dealt_elsewhere
         num_seen, sharding = self._balancer.num_seen, self._sharding
         end = sharding.end(0) + (sharding.num_remaining > 0)
         self._resumed = 0 < num_seen < end
         self._start = num_seen if self._resumed else 0
+        self._set_dealer(dealt_elsewhere)
         self._own = sharding.own(self._orders.order, self._start)

@@ -1,9 +1,9 @@
-"""Every sample's gradient, or its projection, out of a module's backward pass."""
+"""Every sample's gradient, or its projection, and the rows that are balanced of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,10 @@ from grab_xla.balancers import Ordering
 from grab_xla.balancing.decisions import without_nan
 from grab_xla.balancing.rows import FactoredRows
 from grab_xla.gradients.groups import not_recorded, of_another_model
+from grab_xla.gradients.row_copies import flattened
+from grab_xla.random_projections import Projection as FormedProjection
 from per_sample_grad import Capture, Factors, Projection
+from xla_replica import traits, where_finite
 from xla_replica.common.arguments import check_choice
 
 # Forming gradients takes less time where a layer is applied to many positions of a
@@ -26,6 +29,9 @@ LEAST_COMPRESSION = 8
 LEAST_SPARED = 2**20
 # So many numbers take too much memory, whatever time factors take: 64 MiB in float32.
 MOST_FORMED = 2**24
+# How many numbers are formed at once: 4 and 64 MiB in float32. Smaller pieces would
+# take notable time in calls.
+PIECE_ON_HOST, PIECE_ON_DEVICE = 2**20, 2**24
 
 
 class SampleGradients:
@@ -94,34 +100,15 @@ class SampleGradients:
             raise not_recorded()
         check_choice("reduction", reduction, ("mean", "sum"))
         capture, self._capture = self._capture, None
-        found: dict[str, Tensor] | Tensor | FactoredRows
         projection = self.projection
-        if projection is None:
-            found = self._exact(capture, losses, reduction, ordering, from_samples)
-        elif capture.params.keys() == projection.shapes.keys():
-            found = capture.project(losses, projection, accumulate=reduction)
-        else:
-            found = capture.stream(
-                losses, lambda each: each.project(projection), accumulate=reduction
-            )
-        if capture.unused == capture.params.keys():
-            raise of_another_model()
-        return found
-
-    def _exact(
-        self,
-        capture: Capture,
-        losses: Tensor,
-        reduction: Literal["mean", "sum"],
-        ordering: Ordering | None,
-        from_samples: bool,
-    ) -> dict[str, Tensor] | FactoredRows:
-        """Returns gradients, of which some are known by their factors."""
-        from_samples = from_samples and len(losses) > 0
+        found: dict[str, Tensor] | Tensor
         factored: list[Factors] = []
         sums: dict[str, Tensor] = {}
+        from_samples = from_samples and projection is None and len(losses) > 0
 
-        def rows(factors: Factors) -> dict[str, Tensor]:
+        def rows(factors: Factors) -> dict[str, Tensor] | Tensor:
+            if projection is not None:
+                return factors.project(projection)
             if ordering is not None and factors.compression >= LEAST_COMPRESSION:
                 factored.append(factors)
                 return {}
@@ -131,31 +118,33 @@ class SampleGradients:
                     sums[name] = getattr(gradients, reduction)(0)
             return formed
 
-        formed = capture.stream(
-            losses, rows, accumulate=None if from_samples else reduction
-        )
+        if projection is not None and capture.params.keys() == projection.shapes.keys():
+            found = capture.project(losses, projection, accumulate=reduction)
+        else:
+            accumulate = None if from_samples else reduction
+            found = capture.stream(losses, rows, accumulate=accumulate)
         if from_samples:
             weight = 1 / len(losses) if reduction == "mean" else 1.0
             for each in factored:
                 sums |= each.weighted_sum(torch.full_like(losses, weight))
             capture.add_gradients(sums)
-        if ordering is None:
-            return formed
-        if not self._are_worth_it(factored, len(losses), ordering):
+        if capture.unused == capture.params.keys():
+            raise of_another_model()
+        if ordering is None or isinstance(found, Tensor):
+            return found
+        if factored and not self._are_worth_it(factored, len(losses), ordering):
             while factored:
-                formed |= factored.pop().materialize()
+                found |= factored.pop().materialize()
         if not factored and ordering.needs_gram:
-            return formed
+            return found
         shapes = {name: tuple(p.shape) for name, p in self.balanced.items()}
-        finite = {name: without_nan(rows) for name, rows in formed.items()}
+        finite = {name: without_nan(rows) for name, rows in found.items()}
         return FactoredRows(shapes, factored, finite)
 
     def _are_worth_it(
         self, factored: list[Factors], num_samples: int, ordering: Ordering
     ) -> bool:
         """Returns whether balancing factors takes less than forming the gradients."""
-        if not factored:
-            return False
         spared = sum(math.prod(s) for each in factored for s in each.shapes.values())
         total = sum(p.numel() for p in self.balanced.values())
         least = LEAST_SPARED * ordering.num_vectors
@@ -163,3 +152,125 @@ class SampleGradients:
             least //= 4
         enough = num_samples * spared >= min(least, MOST_FORMED)
         return 2 * spared > total and enough
+
+
+class GradientMatrix:
+    """Turns the gradients of a step into rows ``(B, K)``, parameter after parameter.
+
+    Rows are gradients or random projections of them, or either of norm one. A whole
+    copy of the gradients is made only where the balance needs it. Of the parameters
+    only shapes are kept.
+
+    Args:
+        parameters: Tensors of the shapes of gradients, by name.
+        projection: The projection, which may be that of ``kind="none"``.
+        normalize: Whether rows are divided by their norms.
+        dtype: The dtype of the rows.
+        device: The device of the rows.
+        remark: Ends the error about wrong shapes.
+
+    Attributes:
+        keeps_gradients: Whether rows are the gradients themselves.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        projection: FormedProjection,
+        normalize: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        remark: str = "",
+    ) -> None:
+        self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        self._projection, self._normalize = projection, normalize
+        self._dtype, self._device, self._remark = dtype, device, remark
+        self._projects = bool(projection.tables)
+        self.keeps_gradients = not (normalize or self._projects)
+
+    def pieces(
+        self, grads: Mapping[str, Tensor] | Tensor, batched: bool, multiple: int | None
+    ) -> Iterator[Tensor]:
+        """Yields the rows, some after the others.
+
+        All come at once where gradients are one matrix, and on a lazy backend, where
+        every piece would be a part of the program. A projection is small, but what is
+        formed on the way to it is not; so it is formed in pieces and comes at once.
+
+        Args:
+            grads: ``(B, columns)``, or gradients that `count` accepts: ``(B, *shape)``,
+                or ``shape`` for one sample if not ``batched``.
+            multiple: A piece has a multiple of so many rows, but for the last one. None
+                means all rows.
+        """
+        if isinstance(grads, Tensor):
+            values = [grads]
+        else:
+            values = [grads[name].detach() for name in self._shapes]
+        values = values if batched else [value.unsqueeze(0) for value in values]
+        pieces: Iterable[Sequence[Tensor]] = [values]
+        kind, copies = traits(self._device), 1
+        if self._projects:
+            multiple, copies = 1, 4
+        is_whole = multiple is None or kind.is_lazy or isinstance(grads, Tensor)
+        if not is_whole:
+            numbers = PIECE_ON_HOST if kind.is_host else PIECE_ON_DEVICE
+            row = copies * multiple * self._projection.num_inputs
+            size = max(1, numbers // row) * multiple
+            pieces = zip(*(value.split(size) for value in values))
+        if self._projects:
+            parts = [self._rows(columns) for columns in pieces]
+            yield parts[0] if len(parts) == 1 else torch.cat(parts)
+        else:
+            yield from map(self._rows, pieces)
+
+    def _rows(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Returns the rows of some samples, given their gradients by parameter."""
+        is_lazy = traits(self._device).is_lazy
+        columns = []
+        for each in gradients:
+            flat = flattened(each) if is_lazy else each.unsqueeze(1).flatten(1)
+            columns.append(flat.to(device=self._device, dtype=self._dtype))
+        if self._projects:
+            rows = self._projection(*columns)
+        else:
+            rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+        return normalized(rows) if self._normalize else rows
+
+    def count(self, grads: Mapping[str, Tensor], batched: bool) -> int:
+        """Returns how many samples these are the gradients of, after checking them."""
+        if not isinstance(grads, Mapping):
+            raise TypeError(
+                "step() takes a dict from parameter names to per-sample gradients, "
+                f"got {type(grads).__name__}"
+            )
+        if grads.keys() != self._shapes.keys():
+            missing = sorted(self._shapes.keys() - grads.keys())
+            unknown = sorted(grads.keys() - self._shapes.keys())
+            raise ValueError(
+                "step() needs the gradients of exactly the parameters that the sampler "
+                f"was built with; missing {missing[:5]}, unknown {unknown[:5]}"
+            )
+        sizes = set()
+        for name, shape in self._shapes.items():
+            received = tuple(grads[name].shape)
+            if received[batched:] != shape or len(received) != len(shape) + batched:
+                wanted = f"(B, {str(shape)[1:]}" if batched else str(shape)
+                raise ValueError(
+                    f"step(): the gradient of {name!r} has shape {received}; a "
+                    f"parameter of shape {shape} needs {wanted}{self._remark}"
+                )
+            sizes.add(received[0] if batched else 1)
+        if len(sizes) > 1:
+            raise ValueError(
+                "step(): parameters have gradients of different numbers of samples: "
+                f"{sorted(sizes)}"
+            )
+        return sizes.pop()
+
+
+def normalized(rows_BD: Tensor) -> Tensor:
+    """Returns rows of norm one; zeros stay, rows without a finite norm become NaN."""
+    norms = torch.linalg.vector_norm(rows_BD, dim=1, keepdim=True)
+    divisors = torch.where(where_finite(norms), norms.clamp(min=1e-12), torch.nan)
+    return rows_BD / divisors

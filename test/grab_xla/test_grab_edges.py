@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import xla_replica
 from grab_xla import GraBSampler
-from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
+from grab_xla.balancing.reordering import RoundRobinSharding
 
 N = 24
 

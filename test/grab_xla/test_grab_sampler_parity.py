@@ -7,7 +7,7 @@ import torch
 from support.reference import not_compared
 
 from grab_xla import GraBSampler
-from grab_xla.gradients import matrix
+from grab_xla.gradients import samples as matrix
 from tools.peak_memory import peak_memory
 from tools.references import grab_sampler
 

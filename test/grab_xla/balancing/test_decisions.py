@@ -15,9 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xla_replica
 from grab_xla import GraBSampler
 from grab_xla.balancing import decisions
-from grab_xla.balancing.decisions import TIES, Decisions, finite_rows
+from grab_xla.balancing.decisions import TIES, Decisions
 from xla_replica import DeviceTraits
 from xla_replica.common.compiling import has_numba
+
+
+def finite_rows(gram: torch.Tensor) -> torch.Tensor:
+    return torch.diagonal(gram).isfinite()
 
 
 def one_by_one(vectors, total, limits, tie_positive):

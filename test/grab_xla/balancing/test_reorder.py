@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grab_xla.balancing.reordering import reorder, reorder_by_score, reorder_interleaved
-from grab_xla.epoch.round_robin_sharding import RoundRobinSharding
+from grab_xla.balancing.reordering import (
+    RoundRobinSharding,
+    reorder,
+    reorder_by_score,
+    reorder_interleaved,
+)
 
 ORDER = np.array([10, 11, 12, 13, 14, 15, 16])
 

@@ -10,7 +10,7 @@ from support.grab_xla import ordering
 from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
 
 from grab_xla import BALANCE_TYPES, GraBSampler
-from grab_xla.gradients import matrix
+from grab_xla.gradients import samples as matrix
 from tools.peak_memory import peak_memory
 
 SHAPES = {"weight": (100, 100), "bias": (100,), "other": (9000,)}

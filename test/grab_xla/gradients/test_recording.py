@@ -21,10 +21,11 @@ import per_sample_grad as psg
 import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
+from grab_xla.balancing.rows import FactoredRows
 from grab_xla.epoch.online_balancer import OnlineBalancer
 from grab_xla.gradients import samples as gradients_of_samples
 
-N, BATCH, EPOCHS, VOCABULARY = 24, 4, 5, 11
+N, BATCH, EPOCHS, VOCABULARY = 24, 4, 3, 11
 
 
 def mlp() -> nn.Module:
@@ -142,19 +143,25 @@ def test_exact_orders_are_those_of_formed_gradients(name, balance):
 
 
 @pytest.fixture
-def factored(monkeypatch):
-    """Factors are kept of all layers; returns how many steps were not formed."""
-    monkeypatch.setattr(gradients_of_samples, "LEAST_COMPRESSION", 0)
-    monkeypatch.setattr(gradients_of_samples, "LEAST_SPARED", 0)
-    steps = []
-    original = OnlineBalancer.place_factored
+def placed(monkeypatch) -> list[FactoredRows]:
+    """What was balanced without being formed."""
+    found, original = [], OnlineBalancer.place
 
-    def counted(self, rows):
-        steps.append(len(rows))
+    def place(self, rows):
+        if isinstance(rows, FactoredRows):
+            found.append(rows)
         original(self, rows)
 
-    monkeypatch.setattr(OnlineBalancer, "place_factored", counted)
-    return steps
+    monkeypatch.setattr(OnlineBalancer, "place", place)
+    return found
+
+
+@pytest.fixture
+def factored(placed, monkeypatch) -> list[FactoredRows]:
+    """The same, where factors are kept of all layers."""
+    monkeypatch.setattr(gradients_of_samples, "LEAST_COMPRESSION", 0)
+    monkeypatch.setattr(gradients_of_samples, "LEAST_SPARED", 0)
+    return placed
 
 
 FACTORED = {
@@ -173,7 +180,7 @@ FACTORED = {
 def test_orders_of_factors_are_those_of_formed_gradients(name, balance, factored):
     options = FACTORED[balance]
     recorded = trained(name, balance, "recorded", **options)
-    assert factored == [BATCH] * (N // BATCH * EPOCHS)
+    assert [len(rows) for rows in factored] == [BATCH] * (N // BATCH * EPOCHS)
     assert_same_training(recorded, trained(name, balance, "formed", **options))
 
 
@@ -230,26 +237,17 @@ def test_what_factors_do_not_tell_is_formed(balance, options, factored):
 
 
 @pytest.mark.parametrize(("width", "is_formed"), [(160, True), (4000, False)])
-def test_wide_layers_that_are_applied_once_are_not_formed(
-    width, is_formed, monkeypatch
-):
+def test_wide_layers_that_are_applied_once_are_not_formed(width, is_formed, placed):
     """The other layer holds as many factors as its gradient has numbers."""
     model = nn.Sequential(nn.Linear(250, width), nn.Tanh(), nn.Linear(width, 1))
     grab = sampler(model)
-    taken = []
-    balance = OnlineBalancer.place_factored
-    monkeypatch.setattr(
-        OnlineBalancer,
-        "place_factored",
-        lambda self, rows: (taken.append(rows), balance(self, rows)),
-    )
     list(grab)
     with grab.record(model):
         losses = model(torch.randn(BATCH, 250)).sum(1)
     grab.backward(losses)
     assert grab.num_seen == BATCH
-    assert bool(taken) != is_formed
-    for rows in taken:
+    assert bool(placed) != is_formed
+    for rows in placed:
         assert [set(each.shapes) for each in rows.factors] == [{"0.weight"}]
         # Small gradients wait for others, and are formed.
         assert set(rows.formed) == {"0.bias", "2.weight", "2.bias"}
