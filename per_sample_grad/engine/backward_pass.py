@@ -342,9 +342,7 @@ class BackwardPass:
         assert owner.rule is not None
         try:
             rows = self._with_rows(call, gradient)
-            found = registry.apply(
-                owner.rule, str(owner), call.call, rows, shapes, count
-            )
+            found = registry.apply(owner.rule, owner, call.call, rows, shapes, count)
         except Refusal as refusal:
             for name in call.owner.names:
                 self.problems.setdefault(name, []).append(f"{call.owner}: {refusal}")

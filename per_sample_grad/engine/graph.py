@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from per_sample_grad.errors import CoverageError
+from xla_replica.common.trees import leaves
 
 # Nodes of views that keep the elements and their order.
 _RESHAPES = ("ViewBackward0",)
@@ -203,7 +204,12 @@ def _settings(node: Node) -> list[tuple[str, object]]:
     step does not make another structure.
     """
     values = [(name, getattr(node, name)) for name in _setting_names(type(node))]
-    return [(name, value) for name, value in values if _is_setting(value)]
+    kinds = (bool, int, str, type(None))
+    return [
+        (name, value)
+        for name, value in values
+        if all(isinstance(leaf, kinds) for leaf in leaves(value))
+    ]
 
 
 @functools.cache
@@ -212,9 +218,3 @@ def _setting_names(kind: type[Node]) -> tuple[str, ...]:
     names = dir(kind)
     saved = (name for name in names if name.startswith("_saved_"))
     return tuple(name for name in saved if "_raw" + name not in names)
-
-
-def _is_setting(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_setting, value))
-    return value is None or isinstance(value, (bool, int, str))

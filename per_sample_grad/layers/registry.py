@@ -193,7 +193,7 @@ def is_of_torch(module: nn.Module, rule: Rule | None) -> bool:
 
 def apply(
     rule: Rule,
-    owner: str,
+    owner: object,
     call: Call,
     grad: torch.Tensor,
     shapes: Mapping[str, tuple[int, ...]],
@@ -259,7 +259,7 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
     return f"the {type(part).__name__} of {sizes}"
 
 
-def _wrong(rule: Rule, owner: str, got: str) -> str:
+def _wrong(rule: Rule, owner: object, got: str) -> str:
     """Returns the message about a rule that returned something else than it must."""
     name = f"{rule.__module__}.{getattr(rule, '__qualname__', rule)}"
     return (
