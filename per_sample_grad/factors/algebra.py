@@ -94,17 +94,10 @@ def _parts(contribution: Contribution, budget: int) -> Iterator[tuple[int, int, 
         yield start, stop, forms.part(contribution, start, stop)
 
 
-def squared_norms(contributions: Sequence[Contribution], samples: int) -> torch.Tensor:
-    """Returns ``‖g_n‖²``, ``(N,)``, of uses that have products, never negative."""
-    if len(contributions) == 1 and isinstance(contributions[0], Dense):
-        return squares(contributions[0].values)
-    return squared_norms_and_terms(contributions, samples)[0].clamp(min=0)
-
-
 def squared_norms_and_terms(
     contributions: Sequence[Contribution], samples: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `squared_norms`, which may round below 0, and what they add, ``(N,)``.
+    """Returns ``‖g_n‖²``, which may round below 0, and what they add, ``(N,)``.
 
     The latter are the squares of the terms, ``Σ_t ‖u_t‖² ‖z_t‖²``. The former have an
     error of some units in their last place, which is much where positions cancel.
@@ -143,7 +136,7 @@ def materialized_squared_norms(
     samples: int,
     width: int,
 ) -> torch.Tensor:
-    """Returns `squared_norms` from gradients: of some samples and columns at a time."""
+    """Returns ``‖g_n‖²`` from gradients: of some samples and columns at a time."""
     columns, found = forms.matrix_shape(shape)[1], []
     for interval in forms.chunks(forms.num_rows(contributions[0]), samples):
         blocks = (

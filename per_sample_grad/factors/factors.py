@@ -280,7 +280,7 @@ class Factors:
         It is multiplied as products of so many gradients are.
         """
         if terms:
-            total, number = forms.summed(terms), self._multiplier**power
+            total, number = sum(terms[1:], terms[0]), self._multiplier**power
             return total if number == 1 else total * number
         return torch.zeros(size, dtype=self._dtype, device=self.losses.device)
 
@@ -316,6 +316,8 @@ class Factors:
         match uses:
             case []:
                 return self._sum([], self.losses.shape)
+            case [Dense(values)]:
+                return algebra.squares(values)
             case [Outer(left, right)] if left.shape[1] == left.shape[2] == 1:
                 if self._method != "materialized":
                     return algebra.squares(left) * algebra.squares(right)
@@ -324,9 +326,10 @@ class Factors:
             return algebra.materialized_squared_norms(
                 uses, self.shapes[name], choice.samples, choice.columns
             )
-        if name in self._squares_and_terms:
-            return self._squares_and_terms[name][0].clamp(min=0)
-        return algebra.squared_norms(uses, choice.samples)
+        found = self._squares_and_terms.get(name)
+        if found is None:
+            found = algebra.squared_norms_and_terms(uses, choice.samples)
+        return found[0].clamp(min=0)
 
     def _gram(self, name: str, other: Factors) -> torch.Tensor:
         left, right = self.merged[name], other.merged[name]

@@ -332,14 +332,7 @@ def _project_part(part: Part, folds: Folds) -> torch.Tensor:
             matrix = matrix.scatter_add(1, places, values)
         case Outer(left, right):
             matrix = _project_outer(left, right, folds)
-    return in_sequence(matrix, folds)
-
-
-def in_sequence(matrix: torch.Tensor, folds: Folds) -> torch.Tensor:
-    """Returns ``(B, k1 k2)`` from matrices ``(B, k1, k2)``."""
-    if folds.columns_come_first:
-        matrix = matrix.transpose(1, 2)
-    return matrix.flatten(1)
+    return (matrix.transpose(1, 2) if folds.columns_come_first else matrix).flatten(1)
 
 
 def _project_outer(

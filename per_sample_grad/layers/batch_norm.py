@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 import xla_replica
@@ -22,25 +22,28 @@ from per_sample_grad.layers.registry import Call, affine, register_rule
 def batch_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, C, *)``."""
     module = call.module
-    assert isinstance(module, _NormBase)
     if uses_batch_statistics(module):
         raise Refusal("it normalises by statistics of the batch")
     return affine(call, grad, [1], functools.partial(by_running_statistics, module))
 
 
-def uses_batch_statistics(module: _NormBase) -> bool:
+def uses_batch_statistics(module: Any) -> bool:
     """Returns whether a sample's output depends on the rest of the batch."""
     return module.training or module.running_mean is None
 
 
-def by_running_statistics(module: _NormBase, inputs: torch.Tensor) -> torch.Tensor:
+def by_running_statistics(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     """Returns ``(x - mean) / sqrt(var + eps)`` of each channel, ``(N, C, *)``."""
-    assert module.running_mean is not None
-    assert module.running_var is not None
+    return standardised(inputs, module.running_mean, module.running_var, module.eps)
+
+
+def standardised(
+    inputs: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Returns ``(x - mean) / sqrt(var + eps)`` of each channel, ``(N, C, *)``."""
     dtype, shape = accumulation_dtype(inputs.dtype), (1, -1) + (1,) * (inputs.dim() - 2)
-    mean, variance = module.running_mean.to(dtype), module.running_var.to(dtype)
-    scale = torch.rsqrt(variance + module.eps).detach()
-    return (inputs - mean.detach().view(shape)).mul_(scale.view(shape))
+    scale = torch.rsqrt(variance.to(dtype) + eps)
+    return (inputs - mean.to(dtype).view(shape)) * scale.view(shape)
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:
@@ -75,7 +78,7 @@ def needs_arithmetic(module: nn.Module) -> bool:
 
 
 def output_by_arithmetic(
-    module: nn.Module,
+    module: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     output: torch.Tensor,
@@ -84,15 +87,10 @@ def output_by_arithmetic(
 
     The module's own operation never runs: nothing asks a lazy device for its result.
     """
-    assert isinstance(module, _NormBase)
-    assert module.running_mean is not None
-    assert module.running_var is not None
-    value = args[0] if args else kwargs["input"]
+    value = by_running_statistics(module, args[0] if args else kwargs["input"])
     shape = (1, -1) + (1,) * (output.dim() - 2)
-    scale = torch.rsqrt(module.running_var + module.eps)
     if module.weight is not None:
-        scale = scale * module.weight
-    value = (value - module.running_mean.view(shape)) * scale.view(shape)
+        value = value * module.weight.view(shape)
     if module.bias is not None:
         value = value + module.bias.view(shape)
     return value.to(output.dtype)

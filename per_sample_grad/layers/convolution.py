@@ -16,7 +16,6 @@ def convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     Groups of channels are groups of the outer products; positions are the outputs.
     """
     module, inputs = call.module, call.input
-    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     registry.require_batched(inputs, 2 + len(module.kernel_size))
     unfolding = Unfolding(
         padding_widths(module), module.padding_mode, module.kernel_size,

@@ -21,7 +21,6 @@ def embedding(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     are used and needs nothing here.
     """
     module, index = call.module, call.input
-    assert isinstance(module, nn.Embedding)
     if module.scale_grad_by_freq:
         raise Refusal(COUNTS_OF_THE_BATCH)
     return {"weight": rows(index, grad, module.padding_idx)}

@@ -21,7 +21,6 @@ def embedding_bag(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     Sums, means and weighted sums; the row ``padding_idx`` counts in none of them.
     """
     module, index = call.module, call.input
-    assert isinstance(module, nn.EmbeddingBag)
     if module.scale_grad_by_freq:
         raise Refusal(embedding.COUNTS_OF_THE_BATCH)
     given = _SIGNATURE.bind(module, *call.args, **call.kwargs).arguments

@@ -14,7 +14,6 @@ from per_sample_grad.layers.registry import Call, affine, register_rule
 def group_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, C, *)``."""
     module = call.module
-    assert isinstance(module, nn.GroupNorm)
     normalize = functools.partial(
         F.group_norm, num_groups=module.num_groups, eps=module.eps
     )

@@ -16,7 +16,6 @@ from per_sample_grad.layers.registry import Call, register_rule
 def instance_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, C, *S)``."""
     module = call.module
-    assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
     num_dims = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
     registry.require_batched(call.input, num_dims[type(module)])
     if module.training or not module.track_running_stats:

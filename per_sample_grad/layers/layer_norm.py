@@ -14,7 +14,6 @@ from per_sample_grad.layers.registry import Call, affine, register_rule
 def layer_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, *, *normalized_shape)``."""
     module = call.module
-    assert isinstance(module, nn.LayerNorm)
     shape = list(module.normalized_shape)
     kept = range(grad.dim() - len(shape), grad.dim())
     normalize = functools.partial(F.layer_norm, normalized_shape=shape, eps=module.eps)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import xla_replica
 from per_sample_grad.errors import Refusal
@@ -26,7 +27,6 @@ _NAMES = ("q", "k", "v")
 def multihead_attention(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``query`` ``(N, L, E)``, ``key`` and ``value`` ``(N, S, *)``."""
     module = call.module
-    assert isinstance(module, nn.MultiheadAttention)
     given = _SIGNATURE.bind(module, *call.args, **call.kwargs).arguments
     _refuse_unknown(module, call, given)
     dtype = accumulation_dtype(grad.dtype)
@@ -34,9 +34,11 @@ def multihead_attention(call: Call, grad: torch.Tensor) -> dict[str, Contributio
     grad = grad.to(dtype)
     projected = _projected(module, inputs)
     mask = _mask(module, given, inputs, dtype)
-    with torch.enable_grad():
-        masked_is_zero = not given.get("need_weights", True)
-        mixed = _attend(projected, module.num_heads, mask, masked_is_zero)
+    heads = (module.num_heads, -1)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        q, k, v = (x.unflatten(-1, heads).transpose(1, 2) for x in projected)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mixed = mixed.transpose(1, 2).flatten(2)
     at_mixed = grad @ module.out_proj.weight.detach().to(dtype)
     deltas = xla_replica.grad(mixed, projected, at_mixed)
     found: dict[str, Contribution] = {
@@ -114,25 +116,3 @@ def _mask(
             mask = mask.unflatten(0, (len(inputs[0]), module.num_heads))
         total = mask if total is None else total + mask
     return total
-
-
-def _attend(
-    projected: list[torch.Tensor],
-    heads: int,
-    mask: torch.Tensor | None,
-    masked_is_zero: bool,
-) -> torch.Tensor:
-    """Returns every head's attention, heads side by side: ``(N, L, E)``."""
-    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)
-    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
-    if mask is not None:
-        scores = scores + mask
-    # Torch gives a query whose keys are all masked NaN where it returns the weights,
-    # and zeros elsewhere.
-    if masked_is_zero:
-        nothing = (scores == -math.inf).all(-1, keepdim=True)
-        weights = scores.masked_fill(nothing, 0.0).softmax(-1)
-        weights = weights.masked_fill(nothing, 0.0)
-    else:
-        weights = scores.softmax(-1)
-    return (weights @ v).transpose(1, 2).flatten(2)

@@ -12,7 +12,6 @@ from per_sample_grad.layers.registry import Call, register_rule
 def prelu(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, C, *)`` or ``(N,)``."""
     module, inputs = call.module, call.input
-    assert isinstance(module, nn.PReLU)
     # In float32 or wider, so that the product is not rounded.
     inputs = inputs.to(accumulation_dtype(inputs.dtype))
     products = inputs.clamp(max=0) * grad

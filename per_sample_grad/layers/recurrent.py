@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ def joined(module: nn.Module, output: Any) -> tuple[torch.Tensor, Any] | None:
 
     None where the outputs have no batch dimension.
     """
-    assert isinstance(module, rnn.RNNBase)
     sequence, states = output
     packed = sequence if isinstance(sequence, PackedSequence) else None
     lengths = None
@@ -104,7 +103,6 @@ class _Sweep:
 def recurrent(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes a sequence, packed or not; ``grad`` is that of `joined`'s tensor."""
     module = call.module
-    assert isinstance(module, rnn.RNNBase)
     if module.dropout and module.training and module.num_layers > 1:
         raise Refusal(
             "its dropout mask cannot be drawn again; call eval() on the module or set "
@@ -184,11 +182,13 @@ def _run(
                 for name, value in module.named_parameters()
                 if name.endswith(suffix)
             }
-            sweep, output, state = _sweep(
-                module, weights, suffix, inputs, kept, first, bool(direction)
-            )
+            # Backwards in time, from the last step.
+            given = [
+                x.flip(0) if direction and x is not None else x for x in (inputs, kept)
+            ]
+            sweep, output, state = _sweep(module, weights, suffix, *given, first)
             sweeps.append(sweep)
-            outputs.append(output)
+            outputs.append(output.flip(0) if direction else output)
             last.append(state)
         inputs = torch.cat(outputs, 2)
     return sweeps, inputs, *(torch.stack(each) for each in zip(*last))
@@ -201,7 +201,6 @@ def _sweep(
     inputs: torch.Tensor,
     kept: torch.Tensor | None,
     state: list[torch.Tensor],
-    is_reverse: bool,
 ) -> tuple[_Sweep, torch.Tensor, list[torch.Tensor]]:
     """Returns one sweep, its outputs ``(T, B, *)`` and its last state."""
     gates = F.linear(inputs, weights["weight_ih"], weights.get("bias_ih"))
@@ -211,16 +210,9 @@ def _sweep(
         sizes = [module.proj_size or module.hidden_size]
         sizes += [module.hidden_size] if module.mode == "LSTM" else []
         state = [inputs.new_zeros(inputs.shape[1], size) for size in sizes]
-    count = len(inputs)
-    before: list[Any] = [None] * count
-    outputs: list[Any] = [None] * count
-    resets: list[Any] = [None] * count
-    unprojected: list[torch.Tensor] = []
-    projected: list[torch.Tensor] = []
-    steps: Iterator[int] = reversed(range(count)) if is_reverse else iter(range(count))
-    by_step = gates.unbind()
-    for step in steps:
-        before[step], gate = state[0], by_step[step]
+    before, outputs, resets, unprojected, projected = ([] for _ in range(5))
+    for step, gate in enumerate(gates.unbind()):
+        before.append(state[0])
         of_state = F.linear(state[0], weights["weight_hh"], weights.get("bias_hh"))
         if module.mode == "LSTM":
             enters, forgets, new, leaves = (gate + of_state).chunk(4, 1)
@@ -236,8 +228,9 @@ def _sweep(
             (mixed, new), (mixed_state, new_state) = (
                 each.split(size, 1) for each in (gate, of_state)
             )
-            resets[step], update = (mixed + mixed_state).sigmoid().chunk(2, 1)
-            new = (new + resets[step] * new_state).tanh()
+            reset, update = (mixed + mixed_state).sigmoid().chunk(2, 1)
+            resets.append(reset)
+            new = (new + reset * new_state).tanh()
             after = [new + update * (state[0] - new)]
         else:
             total = gate + of_state
@@ -245,11 +238,11 @@ def _sweep(
         if kept is not None:  # a sequence that has ended keeps its state
             after = [torch.where(kept[step], a, b) for a, b in zip(after, state)]
         state = after
-        outputs[step] = state[0]
+        outputs.append(state[0])
     output = torch.stack(outputs)
     if kept is not None:
         output = torch.where(kept, output, 0.0)
-    found = torch.stack(resets).detach() if module.mode == "GRU" else None
+    found = torch.stack(resets).detach() if resets else None
     sweep = _Sweep(
         suffix, inputs, gates, torch.stack(before), found, unprojected, projected
     )

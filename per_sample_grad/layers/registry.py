@@ -1,6 +1,7 @@
 """What layer rules see, the sums that several take, and which module has which rule."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +17,6 @@ from per_sample_grad.factors.forms import (
     Outer,
     Windows,
     accumulation_dtype,
-    matrix_shape,
 )
 from xla_replica import traits
 
@@ -26,13 +26,13 @@ class Call:
     """One call of a module in the recorded forward pass, as a layer rule sees it.
 
     Attributes:
-        module: The module.
+        module: The module, of a type that the rule is for.
         args: Positional arguments; tensors are detached.
         kwargs: Keyword arguments; tensors are detached.
         batch_dim: The dimension of the tensors that counts samples.
     """
 
-    module: nn.Module
+    module: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     batch_dim: int
@@ -237,7 +237,7 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
 
     ``rows`` are allowed numbers of rows.
     """
-    height, width = matrix_shape(shape)
+    height, width = shape[0] if shape else 1, math.prod(shape[1:])
     match part:
         case Dense(values):
             got, fits = [values], tuple(values.shape[1:]) == shape

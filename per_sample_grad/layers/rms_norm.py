@@ -11,7 +11,6 @@ from per_sample_grad.layers.registry import Call, affine, register_rule
 def rms_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, *, *normalized_shape)``."""
     module = call.module
-    assert isinstance(module, nn.RMSNorm)
     kept = range(grad.dim() - len(module.normalized_shape), grad.dim())
     eps = module.eps
     if eps is None:  # torch's default is that of the dtype it computes in

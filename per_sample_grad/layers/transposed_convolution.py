@@ -16,9 +16,6 @@ def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribu
     The outer products of the input and what each of its positions writes to.
     """
     module, inputs = call.module, call.input
-    assert isinstance(
-        module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
-    )
     registry.require_batched(inputs, 2 + len(module.kernel_size))
     widths = []
     for dim, size in enumerate(grad.shape[2:]):

@@ -21,6 +21,7 @@ from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense
 from per_sample_grad.layers import embedding, registry
+from per_sample_grad.layers.batch_norm import standardised
 from per_sample_grad.layers.patches import Unfolding, windows
 
 # torch gives an integer that may be negative without its sign.
@@ -215,12 +216,8 @@ def _of_groups(node: Node, inputs: torch.Tensor) -> torch.Tensor:
 def _of_running_statistics(node: Node, inputs: torch.Tensor) -> torch.Tensor:
     if saved(node, "training"):
         raise Refusal("it normalises by statistics of the batch")
-    shape = (1, -1) + (1,) * (inputs.dim() - 2)
-    mean, variance = (
-        saved(node, name).to(inputs.dtype).view(shape)
-        for name in ("running_mean", "running_var")
-    )
-    return (inputs - mean) * torch.rsqrt(variance + saved(node, "eps"))
+    names = ("running_mean", "running_var", "eps")
+    return standardised(inputs, *[saved(node, name) for name in names])
 
 
 def _normalizing(

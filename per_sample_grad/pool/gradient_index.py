@@ -17,7 +17,6 @@ from per_sample_grad.pool.parts import (
     check_folder,
     listed,
     listed_differences,
-    npy_header,
     read_description,
 )
 from xla_replica.common.arguments import (
@@ -239,7 +238,12 @@ class GradientIndex:
         """
 
         def write(file: BinaryIO) -> Path:
-            file.write(npy_header((len(self), self.size)))
+            header = {
+                "descr": "<f4",
+                "fortran_order": False,
+                "shape": (len(self), self.size),
+            }
+            np.lib.format.write_array_header_1_0(file, header)
             for _, rows in self._blocks():
                 file.write(rows.tobytes())
             return Path(path)
@@ -418,9 +422,7 @@ def checked_index(parts: Parts, verify: bool) -> GradientIndex:
     for number in range(len(parts)):
         start, stop = parts.interval(number)
         try:
-            rows = parts.mapped(number)
-            is_intact = rows.shape == (stop - start, index.size)
-            is_intact = is_intact and rows.dtype == np.float32
+            is_intact = parts.mapped(number).shape == (stop - start, index.size)
             is_intact = is_intact and (not verify or parts.is_intact(number))
         except (ValueError, EOFError):  # how NumPy finds a damaged header
             is_intact = False

@@ -114,10 +114,11 @@ class Parts:
         Raises:
             OSError: It cannot be written; the message says what to do.
         """
-        path, header = self._path(number), npy_header(rows.shape)
-        content = memoryview(np.ascontiguousarray(rows)).cast("B")
-        checksum = self._checksum(number, zlib.crc32(content, zlib.crc32(header)))
-        self._write(path, [header, content, checksum])
+        file = io.BytesIO()
+        np.save(file, rows)
+        content = file.getbuffer()
+        checksum = self._checksum(number, zlib.crc32(content))
+        self._write(self._path(number), [content, checksum])
 
     def unfinished(self) -> list[Path]:
         """Returns what is being written, or was when a run was killed."""
@@ -180,14 +181,6 @@ class Parts:
     def _path(self, number: int) -> Path:
         assert self.folder is not None
         return self.folder / f"part-{number:08d}.npy"
-
-
-def npy_header(shape: Sequence[int]) -> bytes:
-    """Returns how a file of NumPy with float32 numbers of this shape begins."""
-    header = {"descr": "<f4", "fortran_order": False, "shape": tuple(shape)}
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, header)
-    return file.getvalue()
 
 
 def read_description(

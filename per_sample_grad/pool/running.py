@@ -220,10 +220,12 @@ class PoolRun:
                     # An estimate for all the replicas; exact at the end.
                     done = size * replica.num_replicas
                     bar.update(min(done, parts.count - bar.n))
-                # A lazy device has one transfer for a list of tensors, others for one.
-                one = found if replica.is_lazy else [torch.cat(found)]
-                host = [block.numpy() for block in replica.fetch(one)]
-                rows = np.concatenate(host)[: stop - start]
+                if not replica.is_host:
+                    # A lazy device has one transfer for a list, others for one tensor.
+                    one = [torch.cat(found)[: stop - start]]
+                    found = replica.fetch(found if replica.is_lazy else one)
+                rows = np.concatenate([block.numpy() for block in found])
+                rows = rows[: stop - start]
                 if self.check is not None:
                     self.check(start, rows)
                 if numbers is not None:

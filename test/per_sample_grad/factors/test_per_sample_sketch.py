@@ -66,10 +66,7 @@ def test_inner_products_are_kept_in_expectation():
 
 def test_sketches_of_different_parameters_do_not_collide_by_name():
     impulse = Dense(torch.ones(1, 8, dtype=torch.float64))
-    a = sketch([("a", (8,), [impulse])], 64, 0, 2**30)
-    b = sketch([("b", (8,), [impulse])], 64, 0, 2**30)
-    assert a is not None
-    assert b is not None
+    a, b = (sketch(name, (8,), [impulse], 64, 0, 2**30) for name in "ab")
     assert not torch.equal(a, b)
     with pytest.raises(ValueError, match="size must be an integer >= 1, got 0"):
         psg.per_sample_factors(nn.Linear(2, 2), fold, (torch.ones(1, 2),)).sketch(0)

@@ -24,6 +24,7 @@ from support.per_sample_grad.refused_models import (
     Positions,
 )
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import per_sample_grad as psg
@@ -288,6 +289,13 @@ def test_operations_account_for_parameters(case, batch):
         agree(factors, truth, 1e-10)
 
 
+def frozen(layer: nn.Module, number: int) -> nn.Module:
+    """Returns a layer with weight norm, of which one parameter is not trained."""
+    own = layer.parametrizations.weight
+    getattr(own, f"original{number}").requires_grad_(False)
+    return layer
+
+
 def of_weight(function, *shape: int) -> Callable[[], nn.Module]:
     """Returns what makes a model with a weight that is computed from a parameter."""
 
@@ -305,13 +313,6 @@ def of_weight(function, *shape: int) -> Callable[[], nn.Module]:
 
 CASES += [
     Case("times-a-number", of_weight(lambda m, p: 3 * p / 2), (5, 3)),
-    Case("less-than-numbers", of_weight(lambda m, p: 1 - (-p - 3)), (5, 3)),
-    Case("added", of_weight(
-        lambda m, p: torch.add(torch.ones_like(p), p, alpha=3)), (5, 3)),
-    Case("subtracted", of_weight(
-        lambda m, p: torch.sub(torch.ones_like(p), p, alpha=3)), (5, 3)),
-    Case("by-rows", of_weight(lambda m, p: p * m.column), (5, 3)),
-    Case("by-columns", of_weight(lambda m, p: m.column[1:, 0] * p), (5, 3)),
     Case("over-rows", of_weight(lambda m, p: (p.T / m.column[:, 0]).T), (5, 3)),
     Case("product", of_weight(lambda m, p: p @ m.b.weight.T, 5, 2), (5, 3)),
     Case("product-turned", of_weight(lambda m, p: (m.c.weight.T @ p) * 2, 2, 4),
@@ -322,10 +323,48 @@ CASES += [
          (5, 3)),
     Case("masked", of_weight(lambda m, p: p * m.mask / m.column), (5, 3)),
     Case("number-times-constants", of_weight(lambda m, p: p * m.mask, 1), (5, 3)),
-    Case("number-over", of_weight(lambda m, p: 3 / (2 + p.square())), (5, 3)),
     Case("used-twice", of_weight(lambda m, p: p + p * m.column - p.sin()), (5, 3)),
     Case("again-and-again", of_weight(
         lambda m, p: functools.reduce(lambda w, _: w + w, range(8), p)), (5, 3)),
+    Case("masked-by-bool", of_weight(
+        lambda m, p: p.masked_fill(m.mask == 0, 0)), (3,)),
+    Case("bounded", of_weight(
+        lambda m, p: torch.sigmoid(p * m.mask).clamp(0.2, 0.8)), (3,)),
+    Case("over-shared", of_weight(lambda m, p: m.mask / (2 + p.square())), (5, 3)),
+    Case("unit-rows", of_weight(lambda m, p: F.normalize(p, dim=1)), (3,)),
+    Case("unit-rows-of-zeros", of_weight(
+        lambda m, p: F.normalize(p * m.mask[:, :1], dim=1)), (5, 3)),
+    Case("unit-matrix", of_weight(lambda m, p: p / p.norm()), (5, 3)),
+    Case("sums", of_weight(
+        lambda m, p: p * p.sum(1, keepdim=True) + p.sum()), (5, 3)),
+    Case("columns", of_weight(lambda m, p: (
+        p / p.square().sum(0).sqrt() + p.logsumexp(0, keepdim=True))), (5, 3)),
+    Case("spectral", of_weight(
+        lambda m, p: p / torch.dot(m.mask[:, 2], p @ m.mask[2])), (5, 3)),
+    Case("spectral-conjugate", of_weight(
+        lambda m, p: p * torch.vdot(p @ m.mask[2], m.mask[:, 2])), (3,)),
+    Case("largest", of_weight(
+        lambda m, p: p / p.abs().amax(1, keepdim=True)), (3,)),
+    Case("of-one-vector", of_weight(
+        lambda m, p: torch.outer(p, p)[:, :4] * 2, 5), (3,)),
+    Case("table", lambda: Raw(
+        lambda m, index: F.embedding(index, torch.sigmoid(m.p)), 4, 3), ids(5)),
+    Case("unit-filters", lambda: Raw(
+        lambda m, x: F.conv1d(x, m.p / m.p.norm(dim=(1, 2), keepdim=True)),
+        6, 5, 2), (5, 3)),
+    Case("masked-groups", lambda: Raw(
+        lambda m, x: F.conv1d(x, m.p * m.places[0], groups=2), 6, 2, 2), (4, 3)),
+    *(Case(f"weight-norm-{name}", lambda change=change: nn.Sequential(
+        nn.Linear(3, 4), change(parametrizations.weight_norm(nn.Linear(4, 5)))), shape)
+      for name, change, shape in (
+          ("on-positions", lambda layer: layer, (6, 3)),
+          ("without-gain", lambda layer: frozen(layer, 0), (3,)),
+          ("without-direction", lambda layer: frozen(layer, 1), (3,)))),
+    *(Case(f"weight-norm-by-{dim}", lambda dim=dim: nn.Sequential(
+        parametrizations.weight_norm(nn.Conv1d(5, 4, 3), dim=dim)), (5, 3))
+      for dim in (0, 1, None)),
+    Case("spectral-norm", lambda: nn.Sequential(
+        parametrizations.spectral_norm(nn.Linear(3, 5)).eval()), (3,)),
     Case("of-a-product-of-three", of_weight(
         lambda m, p: torch.einsum("ik,kl,lj->ij", p, p, m.b.weight.T), 2, 2), (5, 3)),
 ]  # fmt: skip
@@ -389,6 +428,16 @@ def test_a_formula_that_mixes_samples_is_not_believed():
     model, inputs = case.make(torch.float64)
     with pytest.raises(psg.CouplingError):
         psg.per_sample_factors(model, fold, inputs)
+
+
+def test_a_vector_of_other_values_than_a_buffer_may_be_samples():
+    model = of_weight(lambda m, p: p / (p @ m.copy).sum())()
+    model.register_buffer("vector", torch.ones(4))
+    model.copy, x = model.vector.clone(), torch.randn(3, 3)
+    psg.per_sample_factors(model, fold, (x,))
+    model.copy = 2 * model.vector
+    with pytest.raises(psg.CoverageError, match="may be samples"):
+        psg.per_sample_factors(model, fold, (x,))
 
 
 def test_weights_that_autocast_casts():

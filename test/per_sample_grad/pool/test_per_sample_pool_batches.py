@@ -47,7 +47,7 @@ class Keyworded(nn.Module):
         self.inner = dense_model()
         self.wrap = wrap
 
-    def forward(self, *, left: torch.Tensor, right: torch.Tensor):
+    def forward(self, left: torch.Tensor, right: torch.Tensor):
         return self.wrap(self.inner(torch.cat([left, right], 1)))
 
 
@@ -93,22 +93,8 @@ def test_pairs_of_any_kind(truth):
     assert_same_bits(scores(model, Mapped(lambda x, y: [x, y])), truth)
     nested = Mapped(lambda x, y: (halves(x), y))
     assert_same_bits(scores(Keyworded(), nested), truth)
-
-
-class Positional(nn.Module):
-    """A model that takes its inputs in two halves, by position."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = dense_model()
-
-    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return self.inner(torch.cat([left, right], 1))
-
-
-def test_tuples_of_inputs_are_arguments(truth):
-    pool = Mapped(lambda x, y: (tuple(halves(x).values()), y))
-    assert_same_bits(scores(Positional(), pool), truth)
+    tuples = Mapped(lambda x, y: (tuple(halves(x).values()), y))  # by position
+    assert_same_bits(scores(Keyworded(), tuples), truth)
 
 
 def test_split_and_forward_are_the_users(truth):
@@ -205,18 +191,6 @@ def test_el2n_needs_one_class_per_sample():
     for item in (lambda x, y: (x, float(y)), lambda x, y: (x, torch.tensor([y]))):
         with pytest.raises(ValueError, match="el2n needs targets of shape"):
             scores(dense_model(), Mapped(item), score="el2n")
-
-
-def test_another_split_is_another_job(tmp_path):
-    def other(batch):
-        return batch[0], batch[1]
-
-    scores(dense_model(), Vectors(COUNT), folder=tmp_path)
-    with pytest.raises(
-        ValueError,
-        match=r"split was 'per_sample_grad\.pool\.blocks\.split_batch' and is",
-    ):
-        scores(dense_model(), Vectors(COUNT), folder=tmp_path, split=other)
 
 
 def test_tokens_with_their_own_loss():

@@ -9,13 +9,11 @@ import subprocess
 import sys
 import tracemalloc
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.per_sample_grad.pool import CLASSES, Pool, assert_same_bits, make_model
-from support.xla_replica.replicas import Backend
+from support.per_sample_grad.pool import CLASSES, Pool, make_model
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -79,20 +77,19 @@ class Numbers(Dataset):
 LARGE = 100_000
 
 
-def of_numbers(rank: int, batch_size: int, folder: str | None, count: int = LARGE):
-    """Scores a large pool on one replica."""
-    replica = xla_replica.current()
-    with replica.seeded(0):
+def of_numbers(folder: str | None, count: int) -> psg.PoolScores:
+    """Scores a large pool."""
+    with xla_replica.seeded(0):
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, CLASSES))
-    options = {"batch_size": batch_size, "folder": folder, "progress": False}
-    return psg.score_pool(model.to(replica.device), Numbers(count), **options)
+    options = {"batch_size": 500, "folder": folder, "progress": False}
+    return psg.score_pool(model, Numbers(count), **options)
 
 
 def grown_by_a_large_pool(folder: str) -> int:
     """Returns the KiB that a large pool takes beyond a small one; checks its scores."""
-    of_numbers(0, 500, None, LARGE // 10)
+    of_numbers(None, LARGE // 10)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = of_numbers(0, 500, folder)
+    found = of_numbers(folder, LARGE)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     # The pool repeats itself, and so do its scores.
     assert len(found) == LARGE
@@ -103,55 +100,21 @@ def grown_by_a_large_pool(folder: str) -> int:
     return grown
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> tuple[Path, int]:
-    """Returns a folder of scores, and how much memory they took.
-
-    They are computed in a new process, since the high-water mark is the process's.
-    """
-    folder = tmp_path_factory.mktemp("large")
+@pytest.mark.slow
+def test_a_hundred_thousand_take_no_more_memory_than_ten(tmp_path):
+    """It runs in a new process, since the high-water mark is the process's."""
     code = "import sys, test_per_sample_pool_memory as t; "
     code += "print(t.grown_by_a_large_pool(sys.argv[1]))"
     run = subprocess.run(
-        [sys.executable, "-c", code, str(folder)],
+        [sys.executable, "-c", code, str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert run.returncode == 0, run.stderr
-    return folder, int(run.stdout.split()[-1])
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_take_no_more_memory_than_ten(large):
     # In KiB: 352 for the scores, and what a process drifts by.
-    assert large[1] < 4 * 1024
-
-
-def large_scores(rank: int, batch_size: int, folder: str) -> np.ndarray:
-    """Returns the scores of a large pool on one replica."""
-    return of_numbers(rank, batch_size, folder).scores
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_half_of_a_hundred_thousand_is_scored_again_with_the_same_bits(
-    large, num_replicas
-):
-    """Missing parts are scored in other batches, and by other replicas if there are."""
-    parts = sorted(large[0].glob("part-*.npy"))
-    truth = np.concatenate([np.load(path) for path in parts])
-    assert truth.shape == (LARGE,)
-    for path in parts[::2]:
-        path.unlink()
-    kept = {path: path.stat().st_mtime_ns for path in parts[1::2]}
-    assert len(kept) > 10
-    backend = Backend("cpu", num_replicas)
-    for found in backend.run(large_scores, 1000, str(large[0]), timeout=300.0):
-        assert_same_bits(found, truth)
-    assert sorted(large[0].glob("part-*.npy")) == parts
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert int(run.stdout.split()[-1]) < 4 * 1024
 
 
 def test_a_search_takes_the_memory_of_blocks(tmp_path, monkeypatch):

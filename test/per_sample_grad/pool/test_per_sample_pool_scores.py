@@ -63,29 +63,21 @@ def test_the_highest_are_those_of_a_sort():
         assert scores.top(k).tolist() == order[:k]
 
 
-def test_a_frame_has_indices_and_scores():
-    frame = drawn().to_frame()
-    assert frame["index"].tolist() == list(range(50))
-    assert_same_bits(frame["score"].to_numpy(), drawn().scores)
-
-
-def test_csv_keeps_every_bit(tmp_path):
-    path = tmp_path / "scores.csv"
-    drawn().to_csv(path)
-    back = pd.read_csv(path, dtype={"score": np.float32})
+@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+def test_every_bit_is_kept(kind, tmp_path):
+    scores, path = drawn(), tmp_path / "scores"
+    if kind == "frame":
+        back = scores.to_frame()
+    elif kind == "csv":
+        scores.to_csv(path)
+        back = pd.read_csv(path, dtype={"score": np.float32})
+    else:
+        pytest.importorskip("pyarrow")
+        scores.to_parquet(path)
+        back = pd.read_parquet(path)
     assert back.columns.tolist() == ["index", "score"]
     assert back["index"].tolist() == list(range(50))
-    assert_same_bits(back["score"].to_numpy(), drawn().scores)
-
-
-def test_parquet_keeps_every_bit(tmp_path):
-    pytest.importorskip("pyarrow")
-    path = tmp_path / "scores.parquet"
-    drawn().to_parquet(path)
-    back = pd.read_parquet(path)
-    assert back.columns.tolist() == ["index", "score"]
-    assert back["index"].tolist() == list(range(50))
-    assert_same_bits(back["score"].to_numpy(), drawn().scores)
+    assert_same_bits(back["score"].to_numpy(), scores.scores)
 
 
 def test_parquet_without_an_engine_says_what_to_install(tmp_path, monkeypatch):
