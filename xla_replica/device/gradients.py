@@ -152,7 +152,8 @@ def grad(
     """
     with AccumulationHook.paused(inputs):
         gradients = torch.autograd.grad(outputs, inputs, *args, **options)
-    _release(outputs)
+    if traits(outputs).is_lazy:
+        _release(outputs)
     return gradients
 
 
@@ -162,7 +163,8 @@ def backward(output: torch.Tensor, *, retain_graph: bool = False) -> None:
     `grad` says why. An `AccumulationHook` runs.
     """
     output.backward(retain_graph=retain_graph)
-    _release(output)
+    if traits(output).is_lazy:
+        _release(output)
 
 
 def add_gradients(
@@ -175,16 +177,16 @@ def add_gradients(
         gradients: Of the same shapes and dtypes.
     """
     torch.autograd.backward(parameters, gradients)
-    _release(parameters[0])
+    if traits(parameters[0]).is_lazy:
+        _release(parameters[0])
 
 
 def _release(outputs: torch.Tensor) -> None:
     """Makes the engine's thread for a lazy device come back from an empty pass."""
-    if traits(outputs).is_lazy:
-        with torch.enable_grad():
-            end = outputs.detach().requires_grad_()
-            start = _Nothing.apply(end)
-        torch.autograd.grad(start, end, outputs.detach(), allow_unused=True)
+    with torch.enable_grad():
+        end = outputs.detach().requires_grad_()
+        start = _Nothing.apply(end)
+    torch.autograd.grad(start, end, outputs.detach(), allow_unused=True)
 
 
 class _Nothing(torch.autograd.Function):
