@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from support.variable_batch_size.elastic import Case, Training
 from support.variable_batch_size.noise import CPU
 from support.xla_replica.replicas import (
     FEW_BACKENDS,
@@ -365,22 +366,18 @@ def test_nothing_compiles_and_nothing_is_read_after_two_steps(backend):
 
 
 def counted(rank: int) -> tuple[int, int]:
-    replica = xla_replica.current()
-    model = net().float().to(replica.device)
-    x, y = (replica.send(each.float()) for each in data(64))
-    sampler = vbs.CustomSampler(
-        range(64), [8, 4, 12, 8, 4, 16, 12], minibatch_size=4, verbose=False
-    )
-    optimizer = vbs.AdaScaleOptimizer(SGD(model.parameters(), 0.1), sampler)
-    optimizer.noise.use_norm_layers(model)
+    x, y = (each.float() for each in data(64))
+    case = Case((8, 4, 12, 8, 4, 16, 12), 2, "sgd", "adascale", 0.1)
+    training = Training(case, mean_loss, made=(net().float(), x, y))
+    training.optimizer.noise.use_norm_layers(training.model)
     for epoch in range(2):
-        sampler.set_epoch(epoch)
-        with xla_replica.count(replica) as counts:
-            optimizer.set_epoch(epoch)
-            for _ in sampler:
-                losses(model, x[:4], y[:4]).mean().backward()
-                optimizer.step()
+        with xla_replica.count(training.replica) as counts:
+            training.epoch(epoch)
     return counts.compilations, counts.transfers
+
+
+def mean_loss(model: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return losses(model, x, y).mean()
 
 
 def test_gradients_that_come_past_a_layer_s_output_are_refused():
