@@ -271,34 +271,29 @@ def test_inputs_are_freed_by_the_backward_pass_and_may_be_named():
     assert seen.take().item() > 0
 
 
-def train(rank: int, trace: list[int], model=None, state=None, how=None, **options):
+class Run(Training):
+    """Runs its first minibatch as it is told: later ones may throw nothing away."""
+
+    how = staticmethod(in_one_pass)
+
+    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
+        self.how(self.model, x, y)
+        self.how = in_one_pass
+        return self.optimizer.step()
+
+
+def train(rank: int, trace: list[int], state=None, how=in_one_pass):
     """Trains for an epoch; returns measurements, state and the optimizer's gains."""
-    replica = xla_replica.current()
-    model = net() if model is None else model
-    model.to(replica.device)
     x, y = data(sum(trace))
-    sampler = vbs.CustomSampler(
-        range(len(x)),
-        trace,
-        minibatch_size=4,
-        order=lambda epoch: range(len(x)),
-        verbose=False,
-    )
-    optimizer = vbs.AdaScaleOptimizer(
-        SGD(model.parameters(), 1e-9), sampler, ref_batchsize=2, **options
-    )
-    optimizer.noise.use_norm_layers(model)
+    case = Case(trace, 1, "sgd", "adascale", 1e-9, ref_batchsize=2)
+    options = {"order": range(len(x)), "on_end": "stop"}
+    training = Run(case, sampler=options, made=(net(), x, y))
+    training.how, noise = how, training.optimizer.noise
+    noise.use_norm_layers(training.model)
     if state is not None:
-        optimizer.noise.load_state_dict(state)
-    optimizer.set_epoch(0)
-    how = how or in_one_pass
-    for indices in sampler:
-        batch = [each[indices].to(replica.device) for each in (x, y)]
-        how(model, *batch)
-        optimizer.step()
-        how = in_one_pass  # a step that accumulates may not throw away
-    measured = optimizer.noise.measure()
-    return measured, optimizer.noise.state_dict(), optimizer.noise.estimator
+        noise.load_state_dict(state)
+    training.epoch(0)
+    return noise.measure(), noise.state_dict(), noise.estimator
 
 
 @pytest.mark.parametrize("backend", FEW_BACKENDS)
