@@ -6,13 +6,10 @@ names, which torch_xla has removed: `xrt_world_size` and `get_ordinal`.
 
 from __future__ import annotations
 
-import sys
-
 import handwritten_digits
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from support.xla_replica.replicas import Backend, needs_xla
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,31 +18,17 @@ import variable_batch_size as vbs
 
 pytestmark = [needs_xla, pytest.mark.xla]
 
-FLAGS = {
-    "batch_size": 32,
-    "momentum": 0.5,
-    "lr": 0.05,
-    "num_workers": 0,
-    "num_epochs": 4,
-    "log_steps": 2,
-    "ref_batchsize": 128,
-    "target_accuracy": 80.0,
-}
+BATCH_SIZE, LOG_STEPS, EPOCHS = 32, 2, 4
 
 
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(1, 8, kernel_size=3, stride=2)
-        self.norm = nn.BatchNorm2d(8)
-        self.output = nn.Linear(8 * 3 * 3, 10)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(F.relu(self.convolution(images)))
-        return F.log_softmax(self.output(hidden.flatten(1)), dim=1)
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, kernel_size=3, stride=2), nn.ReLU(), nn.BatchNorm2d(8),
+        nn.Flatten(), nn.Linear(8 * 3 * 3, 10), nn.LogSoftmax(dim=1),
+    )  # fmt: skip
 
 
-def train(flags: dict) -> tuple[float, list[bool], list[float]]:
+def train(index: int, trace: str) -> tuple[float, list[bool], list[float]]:
     """Returns accuracy in per cent, what `step` returned, and losses."""
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.parallel_loader as pl
@@ -59,25 +42,18 @@ def train(flags: dict) -> tuple[float, list[bool], list[float]]:
     test_dataset = TensorDataset(digits.test_images.float() / 255, digits.test_labels)
     train_sampler = vbs.CustomSampler(
         train_dataset,
-        flags["trace"],
+        trace,
         num_replicas=xr.world_size(),
         rank=xr.global_ordinal(),
-        minibatch_size=flags["batch_size"],
+        minibatch_size=BATCH_SIZE,
     )
-    train_loader = DataLoader(
-        train_dataset, batch_sampler=train_sampler, num_workers=flags["num_workers"]
-    )
+    train_loader = DataLoader(train_dataset, batch_sampler=train_sampler, num_workers=0)
     test_loader = DataLoader(test_dataset, batch_size=64, shuffle=False)
     device = xm.xla_device()
-    model = Network().to(device)
-    internal_optimizer = optim.SGD(
-        model.parameters(), lr=flags["lr"], momentum=flags["momentum"]
-    )
+    model = network().to(device)
+    internal_optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     optimizer = vbs.LinearRuleOptimizer(
-        internal_optimizer,
-        train_sampler,
-        ref_batchsize=flags["ref_batchsize"],
-        log_steps=flags["log_steps"],
+        internal_optimizer, train_sampler, ref_batchsize=128, log_steps=LOG_STEPS
     )
     loss_fn = nn.NLLLoss()
     losses: list[float] = []
@@ -94,8 +70,8 @@ def train(flags: dict) -> tuple[float, list[bool], list[float]]:
             loss = loss_fn(model(data), target)
             loss.backward()
             returned.append(bool(optimizer.step()))
-            tracker.add(flags["batch_size"])
-            if step % flags["log_steps"] == 0:
+            tracker.add(BATCH_SIZE)
+            if step % LOG_STEPS == 0:
                 xm.add_step_closure(note, args=(loss,))
 
     def test_loop_fn(loader) -> float:
@@ -111,20 +87,13 @@ def train(flags: dict) -> tuple[float, list[bool], list[float]]:
     train_device_loader = pl.MpDeviceLoader(train_loader, device)
     test_device_loader = pl.MpDeviceLoader(test_loader, device)
     accuracy = 0.0
-    for epoch in range(1, flags["num_epochs"] + 1):
+    for epoch in range(1, EPOCHS + 1):
         train_sampler.set_epoch(epoch - 1)
         optimizer.set_epoch(epoch - 1)
         train_loop_fn(train_device_loader)
         accuracy = test_loop_fn(test_device_loader)
         xm.master_print(f"epoch {epoch}: accuracy {accuracy:.2f}")
     return accuracy, returned, losses
-
-
-def _mp_fn(index: int, flags: dict) -> tuple[float, list[bool], list[float]]:
-    found = train(flags)
-    if found[0] < flags["target_accuracy"]:
-        sys.exit(21)
-    return found
 
 
 @pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -134,9 +103,9 @@ def test_the_earlier_script_trains(num_replicas, tmp_path):
     sizes = [32, 64, 192, 96] * 30
     rows = "".join(f"{step},{size}\n" for step, size in enumerate(sizes))
     trace.write_text(f"step,batchsize\n{rows}")
-    flags = FLAGS | {"trace": str(trace)}
-    outcomes = Backend("xla", num_replicas).run(_mp_fn, flags)
-    assert len({accuracy for accuracy, _, _ in outcomes}) == 1
+    outcomes = Backend("xla", num_replicas).run(train, str(trace))
+    [accuracy] = {accuracy for accuracy, _, _ in outcomes}
+    assert accuracy >= 80.0
     for _, returned, losses in outcomes:
         assert losses
         assert np.isfinite(losses).all()

@@ -13,6 +13,7 @@ from support.variable_batch_size.elastic import (
     elastic_run,
     large_batch_run,
 )
+from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import BACKENDS, SEVERAL_REPLICAS
 
 import variable_batch_size as vbs
@@ -138,10 +139,9 @@ def test_parameters_may_lack_a_gradient_on_some_replicas(backend):
 
 def steps_a_scheduler_by_hand(rank: int, trace: list[int], size: int, each: bool):
     """No replica can see that these changes are wrong: they are rare, as epochs end."""
-    replica = xla_replica.current()
-    parameter = torch.nn.Parameter(torch.zeros(2, device=replica.device))
-    sampler = vbs.CustomSampler(range(192), trace, minibatch_size=32, on_end="cycle")
-    optimizer = vbs.ConstantOptimizer(torch.optim.SGD([parameter], 0.1), sampler)
+    parameter, sampler, optimizer = one_weight(
+        trace, size=192, minibatch_size=32, sampler={"on_end": "cycle"}
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, size)
     model = torch.nn.Module()
     for epoch in range(6):

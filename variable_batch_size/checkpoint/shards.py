@@ -57,8 +57,12 @@ def split(
             sync_folder(folder)
         return {"shards": {"folder": name, "sha256": digests}}
 
-    hollow = map_tensors(state, lambda t: _hollow(t) if replica.is_sharded([t]) else t)
-    return hollow, write_and_sync
+    def hollow(tensor: torch.Tensor) -> torch.Tensor:
+        if not replica.is_sharded([tensor]):
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    return map_tensors(state, hollow), write_and_sync
 
 
 def fill(
@@ -122,7 +126,3 @@ def _named(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     return [
         (name.removeprefix("parts."), tensor) for name, tensor in named_tensors(state)
     ]
-
-
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -110,9 +110,7 @@ class GradientSquares:
         sums = self._replica.sum_over_shards([*numbers.values()], parameters)
         return self.by_group(dict(zip(numbers, sums)))
 
-    def new_like_gradients(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> list[torch.Tensor]:
+    def zeros_like(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """Returns zeros like what `gradients` returns of these parameters."""
         return [torch.zeros_like(self._replica.local(p)).detach() for p in parameters]
 
@@ -151,7 +149,7 @@ class GradientDifferences:
 
     def add_parameters(self, new: Sequence[nn.Parameter]) -> None:
         """Makes room for new parameters."""
-        self._previous += self._gradients.new_like_gradients(new)
+        self._previous += self._gradients.zeros_like(new)
 
     def add_groups(self, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""

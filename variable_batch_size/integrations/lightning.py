@@ -108,7 +108,11 @@ class ElasticStrategy(SingleDeviceStrategy):
         # The sampler deals training samples; of others each replica evaluates all.
         trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == "fit":
-            _check(self)
+            for option, (is_wrong, remedy) in LIGHTNING.items():
+                if is_wrong(self):
+                    raise ValueError(
+                        f"{option} does not work with ElasticStrategy: {remedy}"
+                    )
             # Epochs have different numbers of steps; Lightning then counts each anew.
             trainer.reload_dataloaders_every_n_epochs = 1
             num_epochs, loop = self.sampler.num_epochs, trainer.fit_loop
@@ -356,13 +360,6 @@ def _loss_of(output: Any) -> torch.Tensor:
             "zero, such as 0 * loss"
         )
     return loss
-
-
-def _check(strategy: ElasticStrategy) -> None:
-    """Raises ValueError if the trainer or the module would break a promise."""
-    for option, (is_wrong, remedy) in LIGHTNING.items():
-        if is_wrong(strategy):
-            raise ValueError(f"{option} does not work with ElasticStrategy: {remedy}")
 
 
 def _check_step(trainer: Trainer, batch: Any) -> None:

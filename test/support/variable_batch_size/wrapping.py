@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import SGD
 
 import variable_batch_size as vbs
+import xla_replica
 from xla_replica import LocalReplica
 
 CPU = LocalReplica("cpu")
@@ -43,6 +44,18 @@ def make(
     options = {"ref_batchsize": 32, "replica": replica} | options
     wrapper = cls(inner(model.parameters(), lr), sampler, **options)
     return model, sampler, wrapper
+
+
+def one_weight(
+    trace, rule="constant", inner=SGD, size=8, minibatch_size=4, numbers=3, lr=0.5,
+    sampler=None, **options,
+):  # fmt: skip
+    """Returns a weight of ones, and a sampler and a wrapper where they are called."""
+    weight = nn.Parameter(torch.ones(numbers, device=xla_replica.current().device))
+    of_sampler = {"minibatch_size": minibatch_size, "verbose": False} | (sampler or {})
+    sampler = vbs.CustomSampler(range(size), trace, **of_sampler)
+    wrapper = vbs.ElasticOptimizer(inner([weight], lr), sampler, rule, **options)
+    return weight, sampler, wrapper
 
 
 def idle_replica(**options):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.variable_batch_size.checkpointed import CASE, Training
 from support.variable_batch_size.elastic import Case
+from support.variable_batch_size.wrapping import one_weight
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
@@ -200,10 +201,8 @@ class Order(Counter):
 
 def test_an_order_with_a_state_must_be_a_part(tmp_path):
     """Between epochs no digest of the order could tell that it begins anew."""
-    order, weight = Order(), nn.Parameter(torch.ones(1))
-    sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, order=order)
-    inner = torch.optim.SGD([weight])
-    optimizer = vbs.ElasticOptimizer(inner, sampler, "constant")
+    order = Order()
+    weight, _, optimizer = one_weight(8, size=32, sampler={"order": order})
     parts = {"model": nn.ParameterList([weight])}
     with pytest.raises(ValueError, match="order= has a state, which would begin anew"):
         vbs.Checkpointer(tmp_path, optimizer, **parts)

@@ -28,6 +28,7 @@ ARGUMENTS = (
     "--ref-batchsize", "64",
 )  # fmt: skip
 PATIENCE = 240.0
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1")
 
 
 def descendants(pid: int) -> list[int]:
@@ -214,10 +215,9 @@ class Node(Run):
             folder, *ARGUMENTS, "--epochs", 60, "--checkpoint-steps", 2,
             "--device", "cpu",
             command=(
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:3",
-                "--nproc_per_node", "1", "--max_restarts", "9", "--rdzv_id", "elastic",
-                "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}",
-                "--rdzv_conf", settings,
+                *TORCHRUN, "--nnodes", "2:3", "--max_restarts", "9", "--rdzv_id",
+                "elastic", "--rdzv_backend", "c10d", "--rdzv_endpoint",
+                f"localhost:{port}", "--rdzv_conf", settings,
             ),
             # Otherwise a node that joins later never learns the address of the others.
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
@@ -299,9 +299,8 @@ def test_one_preempted_node_of_two_is_saved_within_two_updates(tmp_path):
                 Run(
                     folder,
                     command=(
-                        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
-                        "--nproc_per_node", "1", "--node_rank", rank, "--master_addr",
-                        "localhost", "--master_port", port,
+                        *TORCHRUN, "--nnodes", "2", "--node_rank", rank,
+                        "--master_addr", "localhost", "--master_port", port,
                     ),
                     script=(script,),
                     PYTHONPATH=f"{tests}:{tests.parent}",

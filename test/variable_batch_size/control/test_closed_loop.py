@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.variable_batch_size import elastic
 from support.variable_batch_size.resuming import CASE as RESUMED
 from support.variable_batch_size.resuming import loss_of
+from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import HAS_XLA, Backend, needs_xla, row
 
 import variable_batch_size as vbs
@@ -297,10 +298,8 @@ def test_what_cannot_be_controlled_is_refused(tmp_path):
 
 def test_a_rule_that_does_not_allow_the_size_says_so():
     """Adam's betas cannot follow a batch ten times as large."""
-    parameter = torch.nn.Parameter(torch.ones(2))
-    sampler = vbs.CustomSampler(range(900), 4, minibatch_size=4, verbose=False)
-    optimizer = vbs.ElasticOptimizer(
-        torch.optim.AdamW([parameter]), sampler, "adam-root", 4
+    parameter, sampler, optimizer = one_weight(
+        4, "adam-root", torch.optim.AdamW, size=900, ref_batchsize=4
     )
     optimizer.attach(lambda update: optimizer.change_batch_size(400))
     next(iter(sampler))

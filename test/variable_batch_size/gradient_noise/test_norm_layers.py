@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from support.variable_batch_size.elastic import Case, Training
 from support.variable_batch_size.noise import CPU
 from support.xla_replica.replicas import (
     FEW_BACKENDS,
@@ -270,34 +271,29 @@ def test_inputs_are_freed_by_the_backward_pass_and_may_be_named():
     assert seen.take().item() > 0
 
 
-def train(rank: int, trace: list[int], model=None, state=None, how=None, **options):
+class Run(Training):
+    """Runs its first minibatch as it is told: later ones may throw nothing away."""
+
+    how = staticmethod(in_one_pass)
+
+    def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
+        self.how(self.model, x, y)
+        self.how = in_one_pass
+        return self.optimizer.step()
+
+
+def train(rank: int, trace: list[int], state=None, how=in_one_pass):
     """Trains for an epoch; returns measurements, state and the optimizer's gains."""
-    replica = xla_replica.current()
-    model = net() if model is None else model
-    model.to(replica.device)
     x, y = data(sum(trace))
-    sampler = vbs.CustomSampler(
-        range(len(x)),
-        trace,
-        minibatch_size=4,
-        order=lambda epoch: range(len(x)),
-        verbose=False,
-    )
-    optimizer = vbs.AdaScaleOptimizer(
-        SGD(model.parameters(), 1e-9), sampler, ref_batchsize=2, **options
-    )
-    optimizer.noise.use_norm_layers(model)
+    case = Case(trace, 1, "sgd", "adascale", 1e-9, ref_batchsize=2)
+    options = {"order": range(len(x)), "on_end": "stop"}
+    training = Run(case, sampler=options, made=(net(), x, y))
+    training.how, noise = how, training.optimizer.noise
+    noise.use_norm_layers(training.model)
     if state is not None:
-        optimizer.noise.load_state_dict(state)
-    optimizer.set_epoch(0)
-    how = how or in_one_pass
-    for indices in sampler:
-        batch = [each[indices].to(replica.device) for each in (x, y)]
-        how(model, *batch)
-        optimizer.step()
-        how = in_one_pass  # a step that accumulates may not throw away
-    measured = optimizer.noise.measure()
-    return measured, optimizer.noise.state_dict(), optimizer.noise.estimator
+        noise.load_state_dict(state)
+    training.epoch(0)
+    return noise.measure(), noise.state_dict(), noise.estimator
 
 
 @pytest.mark.parametrize("backend", FEW_BACKENDS)
@@ -365,22 +361,18 @@ def test_nothing_compiles_and_nothing_is_read_after_two_steps(backend):
 
 
 def counted(rank: int) -> tuple[int, int]:
-    replica = xla_replica.current()
-    model = net().float().to(replica.device)
-    x, y = (replica.send(each.float()) for each in data(64))
-    sampler = vbs.CustomSampler(
-        range(64), [8, 4, 12, 8, 4, 16, 12], minibatch_size=4, verbose=False
-    )
-    optimizer = vbs.AdaScaleOptimizer(SGD(model.parameters(), 0.1), sampler)
-    optimizer.noise.use_norm_layers(model)
+    x, y = (each.float() for each in data(64))
+    case = Case((8, 4, 12, 8, 4, 16, 12), 2, "sgd", "adascale", 0.1)
+    training = Training(case, mean_loss, made=(net().float(), x, y))
+    training.optimizer.noise.use_norm_layers(training.model)
     for epoch in range(2):
-        sampler.set_epoch(epoch)
-        with xla_replica.count(replica) as counts:
-            optimizer.set_epoch(epoch)
-            for _ in sampler:
-                losses(model, x[:4], y[:4]).mean().backward()
-                optimizer.step()
+        with xla_replica.count(training.replica) as counts:
+            training.epoch(epoch)
     return counts.compilations, counts.transfers
+
+
+def mean_loss(model: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return losses(model, x, y).mean()
 
 
 def test_gradients_that_come_past_a_layer_s_output_are_refused():

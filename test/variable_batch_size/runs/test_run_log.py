@@ -14,8 +14,8 @@ import torch
 from support.variable_batch_size import elastic
 from support.variable_batch_size.elastic import Case, large_batch_run
 from support.variable_batch_size.reports import Writer
+from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import row
-from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
@@ -358,10 +358,8 @@ def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
 
 
 def test_with_token_weights_the_loss_is_a_mean_over_tokens(tmp_path):
-    parameter = nn.Parameter(torch.ones(1))
-    sampler = vbs.CustomSampler(range(8), [4, 4], minibatch_size=2, verbose=False)
-    optimizer = vbs.ElasticOptimizer(
-        torch.optim.SGD([parameter], 0.0), sampler, "constant", reduction="sum"
+    parameter, sampler, optimizer = one_weight(
+        [4, 4], minibatch_size=2, numbers=1, lr=0.0, reduction="sum"
     )
     log = vbs.RunLog(tmp_path / "a", optimizer, log_steps=1)
     optimizer.attach(log)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.variable_batch_size.elastic import Case, Training
 from support.xla_replica.replicas import SEVERAL_REPLICAS
 
 import variable_batch_size as vbs
@@ -259,28 +260,15 @@ def test_settings_that_differ_are_named_at_construction(backend):
 
 def train_in_order(rank: int, seeds: list[int]) -> int:
     """Trains two epochs in random orders of its own seed; returns its minibatches."""
-    replica = xla_replica.current()
     generator = torch.Generator().manual_seed(seeds[rank])
     order = torch.utils.data.RandomSampler(range(64), generator=generator)
     # The last replica joins the first step before it knows the epoch's order.
-    sampler = vbs.CustomSampler(
-        range(64), [4, 24, 36], minibatch_size=4, order=order, on_end="cycle",
-        verbose=False,
-    )  # fmt: skip
-    model = torch.nn.Linear(1, 1).to(replica.device)
-    inner = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer = vbs.ConstantOptimizer(inner, sampler)
-    num_minibatches = 0
+    case = Case((4, 24, 36), rule="constant", num_samples=64)
+    training = Training(case, sampler={"order": order})
     for epoch in range(2):
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        batches = [torch.tensor(m).float().reshape(4, 1) / 64 for m in sampler]
-        for x in replica.loader(batches):
-            model(x).mean().backward()
-            optimizer.step()
-            num_minibatches += 1
-        optimizer.average_buffers(model)
-    return num_minibatches
+        training.epoch(epoch)
+        training.optimizer.average_buffers(training.model)
+    return len(training.samples)
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)

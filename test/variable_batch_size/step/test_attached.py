@@ -13,7 +13,6 @@ from torch.optim import SGD, lr_scheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import variable_batch_size as vbs
-import xla_replica
 from xla_replica import ReplicaError
 
 # In samples; minibatches of 2, so 8 replicas take 4 substeps and idle, by turns.
@@ -24,15 +23,10 @@ EVERY = {"updates": 2, "samples": 25, "epochs": 1, "iterations": 3.5}
 
 def train(rank: int, unit: str, every: float) -> dict[str, object]:
     """Returns the reference learning rate of every update, 0.5 ** ticks, and more."""
-    replica = xla_replica.current()
-    weight = nn.Parameter(torch.zeros(3, device=replica.device))
-    sampler = vbs.CustomSampler(
-        dataset_size=NUM_SAMPLES, trace=TRACE, minibatch_size=2, on_end="cycle",
-        verbose=False,
+    weight, sampler, optimizer = wrapping.one_weight(
+        TRACE, size=NUM_SAMPLES, minibatch_size=2, lr=1.0, sampler={"on_end": "cycle"},
+        ref_batchsize=8, noise=unit == "iterations",
     )  # fmt: skip
-    optimizer = vbs.ElasticOptimizer(
-        SGD([weight], 1.0), sampler, "constant", 8, noise=unit == "iterations"
-    )
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer.attach(scheduler, unit, every)
     updates: list[vbs.Update] = []
@@ -44,7 +38,7 @@ def train(rank: int, unit: str, every: float) -> dict[str, object]:
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         batches = [torch.tensor([1.0, m[0] % 5, m[0] % 3]) for m in sampler]
-        for row in replica.loader(batches):
+        for row in optimizer.replica.loader(batches):
             (weight * row).sum().backward()
             optimizer.step()
     return {
@@ -87,11 +81,11 @@ def test_the_scheduler_has_ticked_as_often_as_units_have_passed(outcomes, unit):
 
 
 def make(noise: bool = True):
-    weight = nn.Parameter(torch.zeros(1))
-    sampler = vbs.CustomSampler(range(64), 8, minibatch_size=2, verbose=False)
+    weight, sampler, optimizer = wrapping.one_weight(
+        8, size=64, minibatch_size=2, numbers=1, lr=1.0, ref_batchsize=2, noise=noise
+    )
     sampler.num_yielded = 10_000  # `run` does not iterate it
-    inner = SGD([weight], 1.0)
-    return weight, vbs.ElasticOptimizer(inner, sampler, "constant", 2, noise=noise)
+    return weight, optimizer
 
 
 def run(weight, optimizer, updates: int) -> None:

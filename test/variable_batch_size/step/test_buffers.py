@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.variable_batch_size.elastic import Case, Training
 from support.xla_replica.replicas import SEVERAL_REPLICAS
 from torch import nn
 
@@ -65,28 +66,20 @@ TRACE = [4, 4, 8, 4, 12, 4]  # replicas 1 and 2 are idle most of the time
 
 def statistics(rank: int, minibatch_size: int) -> dict[str, torch.Tensor]:
     """Returns BatchNorm's statistics after epochs in which replicas were idle."""
-    replica = xla_replica.current()
     generator = torch.Generator().manual_seed(0)
     inputs = 3 + 2 * torch.randn(512, 2, generator=generator)
     model = nn.Sequential(nn.BatchNorm1d(2, momentum=0.05), nn.Linear(2, 1))
-    model.to(replica.device)
-    sampler = vbs.CustomSampler(
-        inputs,
-        [n * 8 for n in TRACE],
+    case = Case(
+        [n * 8 for n in TRACE], 10, "sgd", "constant", 0.0,
         minibatch_size=minibatch_size,
-        on_end="cycle",
-    )
-    inner = torch.optim.SGD(model.parameters(), 0.0)
-    optimizer = vbs.ConstantOptimizer(inner, sampler)
+    )  # fmt: skip
+    training = Training(case, lambda m, x, y: m(x).mean(), made=(model, inputs, inputs))
+    norm = model[0]
     for epoch in range(10):
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for x in replica.loader([inputs[m] for m in sampler]):
-            model(x).mean().backward()
-            optimizer.step()
-        drifted = replica.fetch([model[0].running_mean, model[0].running_var])
-        optimizer.average_buffers(model)  # every epoch, before its evaluation
-    averaged = replica.fetch([model[0].running_mean, model[0].running_var])
+        training.epoch(epoch)
+        drifted = training.replica.fetch([norm.running_mean, norm.running_var])
+        training.optimizer.average_buffers(model)  # before its evaluation
+    averaged = training.replica.fetch([norm.running_mean, norm.running_var])
     return {"drifted": torch.stack(drifted), "averaged": torch.stack(averaged)}
 
 

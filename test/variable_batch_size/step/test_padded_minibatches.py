@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.variable_batch_size import elastic
 from support.variable_batch_size.elastic import OPTIMIZERS, make
 from support.variable_batch_size.elastic import Case as ElasticCase
+from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import HAS_XLA, row
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -294,12 +295,8 @@ def test_an_order_from_gradients_refuses_padding():
 
 
 def test_a_mean_over_the_minibatch_is_refused():
-    sampler = vbs.CustomSampler(
-        range(8), [3], minibatch_size=2, pad_minibatches=True, verbose=False
-    )
-    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     with pytest.raises(TypeError, match="reduction='sum', and let the loss"):
-        vbs.ElasticOptimizer(inner, sampler, "constant")
+        one_weight([3], sampler={"pad_minibatches": True})
 
 
 def test_without_padding_the_error_names_the_nearest_sizes_and_the_way_out():

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.variable_batch_size import elastic
 from support.variable_batch_size.elastic import OPTIMIZERS, Case, batches
+from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import row
 from torch import nn
 
@@ -183,37 +184,20 @@ def test_a_minibatch_of_weight_zero_adds_nothing():
     """A step of two minibatches, one of them padding, is a step of the other one."""
     found = []
     for weights in ((5.0, 0.0), (0.0, 5.0)):
-        replica = xla_replica.LocalReplica("cpu")
-        parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        sampler = vbs.CustomSampler(range(8), [8], minibatch_size=4, verbose=False)
-        optimizer = vbs.ElasticOptimizer(
-            torch.optim.SGD([parameter], 0.5),
-            sampler,
-            "constant",
-            reduction="sum",
-            replica=replica,
-        )
+        parameter, sampler, optimizer = one_weight([8], reduction="sum")
         for weight, _ in zip(weights, sampler):
             (parameter.sum() * weight).backward()
             optimizer.step(weight=weight)
         found.append(parameter.detach())
     assert torch.equal(*found)
-    assert torch.equal(found[0], torch.full((3,), 0.5, dtype=torch.float64))
+    assert torch.equal(found[0], torch.full((3,), 0.5))
 
 
 @pytest.mark.parametrize("reference", [{"ref_weight": 4}, {"ref_batchsize": 4}])
 def test_a_step_of_weight_zero_has_a_gradient_of_zero(reference):
-    parameter = nn.Parameter(torch.ones(3))
-    sampler = vbs.CustomSampler(
-        range(8), [4], on_end="cycle", minibatch_size=4, verbose=False
-    )
-    optimizer = vbs.ElasticOptimizer(
-        torch.optim.SGD([parameter], 0.5),
-        sampler,
-        "linear",
-        reduction="sum",
-        noise="ref_weight" in reference,
-        **reference,
+    has_noise = "ref_weight" in reference
+    parameter, sampler, optimizer = one_weight(
+        [4, 4], "linear", reduction="sum", noise=has_noise, **reference
     )
     for weight, _ in zip((0, 2), sampler):
         before = parameter.detach().clone()
@@ -311,11 +295,9 @@ def test_loading_a_state_forgets_the_weight_of_the_step_under_way():
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
-def step_with(weight, rule="constant", inner=torch.optim.SGD, **options):
-    parameter = nn.Parameter(torch.ones(3))
-    sampler = vbs.CustomSampler(range(8), [4], minibatch_size=4, verbose=False)
-    optimizer = vbs.ElasticOptimizer(inner([parameter], 0.5), sampler, rule, **options)
-    if rule == "adascale":
+def step_with(weight, **options):
+    parameter, _, optimizer = one_weight([4], **options)
+    if optimizer.rule.measured:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         optimizer.attach(scheduler, unit="iterations")
     parameter.sum().backward()
