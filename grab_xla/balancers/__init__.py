@@ -10,7 +10,6 @@ from grab_xla.balancers.base import Balancer, Ordering, State
 from grab_xla.balancers.batch import BatchBalance, UncentredBatchBalance
 from grab_xla.balancers.norm import NormOrder
 from grab_xla.balancers.pair import PairBalance
-from grab_xla.balancers.recursive import RecursiveBalance
 from grab_xla.balancers.recursive_pair import RecursivePairBalance
 
 __all__ = ["BALANCE_TYPES", "Balancer", "Ordering", "State", "ordering_named"]
@@ -19,7 +18,7 @@ __all__ = ["BALANCE_TYPES", "Balancer", "Ordering", "State", "ordering_named"]
 BALANCE_TYPES: dict[str, type[Ordering]] = {
     "mean": mean.MeanBalance,
     "pair": PairBalance,
-    "recursive": RecursiveBalance,
+    "recursive": mean.RecursiveBalance,
     "recursive-pair": RecursivePairBalance,
     "rr": gradient_free.RandomReshuffling,
     "so": gradient_free.ShuffleOnce,
