@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from grab_xla.balancers import gradient_free, mean
+from grab_xla.balancers import baselines, mean
 from grab_xla.balancers.base import Balancer, Ordering, State
 from grab_xla.balancers.batch import BatchBalance, UncentredBatchBalance
-from grab_xla.balancers.norm import NormOrder
 from grab_xla.balancers.pair import PairBalance
 from grab_xla.balancers.recursive_pair import RecursivePairBalance
 
@@ -20,17 +19,17 @@ BALANCE_TYPES: dict[str, type[Ordering]] = {
     "pair": PairBalance,
     "recursive": mean.RecursiveBalance,
     "recursive-pair": RecursivePairBalance,
-    "rr": gradient_free.RandomReshuffling,
-    "so": gradient_free.ShuffleOnce,
-    "swr": gradient_free.WithReplacement,
-    "fixed": gradient_free.FixedOrder,
+    "rr": baselines.RandomReshuffling,
+    "so": baselines.ShuffleOnce,
+    "swr": baselines.WithReplacement,
+    "fixed": baselines.FixedOrder,
     "batch": BatchBalance,
     "batch-uncentred": UncentredBatchBalance,
     "ema": mean.EMABalance,
     "adamean": mean.AdaMeanBalance,
     "adaema": mean.AdaEMABalance,
     "sign": mean.SignBalance,
-    "norm": NormOrder,
+    "norm": baselines.NormOrder,
 }
 
 
