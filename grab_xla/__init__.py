@@ -10,7 +10,7 @@ with sampler.record(model):  # of every batch
 sampler.backward(losses)  # the .grad of losses.mean(), and the next epoch's order
 """
 
-import grab_xla.contrib.ntk_orders  # noqa: F401 (adds its balance types)
+import grab_xla.contrib.ntk  # noqa: F401 (adds its balance types)
 from grab_xla.balancers import BALANCE_TYPES, Balancer, Ordering, ordering_named
 from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.prefix_sums import Herding, RunningHerding, herding

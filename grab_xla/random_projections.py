@@ -20,7 +20,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,40 +35,34 @@ Tables = tuple[Tensor, ...]
 GATHERED_AT_ONCE = 2**24
 
 
-class Draw(NamedTuple):
-    """What the tables of a projection are drawn from; ``order`` is that of 'kron'."""
-
-    num_outputs: int
-    num_inputs: int
-    order: int
-    generator: torch.Generator
-    dtype: torch.dtype
-
-    def gaussian(self, num_outputs: int, num_inputs: int) -> Tensor:
-        """Returns ``(K, D)`` with entries N(0, 1 / K).
-
-        Numbers are drawn in float64, because torch's float32 stream differs between
-        CPUs with and without AVX2; row by row, so that not all of them are in memory.
-        """
-        matrix_KD = torch.empty(num_outputs, num_inputs, dtype=self.dtype)
-        wide = {"dtype": torch.float64, "generator": self.generator}
-        for row_D in matrix_KD:
-            row_D.copy_(torch.randn(num_inputs, **wide).div_(math.sqrt(num_outputs)))
-        return matrix_KD
-
-
 class Kind(NamedTuple):
     """One way to project: ``apply`` maps rows and tables to ``(B, K)``.
 
     The rows are ``(B, D)``, as a list of their columns in one or more parts.
 
-    ``build`` makes the tables, None if nothing is projected; ``round_up`` maps the K
-    that is asked for and ``order`` to the K that the kind can have.
+    ``build`` makes the tables of K, D, the ``order`` of 'kron', a generator and a
+    dtype; it is None if nothing is projected. ``round_up`` maps the K that is asked for
+    and ``order`` to the K that the kind can have.
     """
 
-    build: Callable[[Draw], Tables] | None
+    build: Callable[[int, int, int, torch.Generator, torch.dtype], Tables] | None
     apply: Callable[..., Tensor]
     round_up: Callable[[int, int], int] = lambda num_outputs, order: num_outputs
+
+
+def _gaussian(
+    num_outputs: int, num_inputs: int, generator: torch.Generator, dtype: torch.dtype
+) -> Tensor:
+    """Returns ``(K, D)`` with entries N(0, 1 / K).
+
+    Numbers are drawn in float64, because torch's float32 stream differs between CPUs
+    with and without AVX2; row by row, so that not all of them are in memory.
+    """
+    matrix_KD = torch.empty(num_outputs, num_inputs, dtype=dtype)
+    wide = {"dtype": torch.float64, "generator": generator}
+    for row_D in matrix_KD:
+        row_D.copy_(torch.randn(num_inputs, **wide).div_(math.sqrt(num_outputs)))
+    return matrix_KD
 
 
 def _nonzeros(cells: int, density: float, generator: torch.Generator) -> Tensor:
@@ -88,9 +82,14 @@ def _nonzeros(cells: int, density: float, generator: torch.Generator) -> Tensor:
     return places[places < cells]
 
 
-def _build_sparse(draw: Draw) -> Tables:
+def _build_sparse(
+    num_outputs: int,
+    num_inputs: int,
+    order: int,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> Tables:
     """Returns column numbers and signs, ``(K, S)`` each, zero where a row has fewer."""
-    num_outputs, num_inputs, _, generator, dtype = draw
     places = _nonzeros(num_outputs * num_inputs, num_inputs**-0.5, generator)
     row = places // num_inputs
     counts_K = torch.bincount(row, minlength=num_outputs)
@@ -112,23 +111,20 @@ def _joined(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor
 def _apply_sparse(
     parts: Sequence[Tensor], columns_KS: Tensor, signs_KS: Tensor
 ) -> Tensor:
-    rows_BD = _joined(parts, signs_KS.dtype)
-    rows_DB = rows_BD.T.contiguous()
+    rows_DB = _joined(parts, signs_KS.dtype).T.contiguous()
     # A bag is ten times as fast on a CPU, but XLA unrolls it entry by entry.
-    sum_rows = _gather_and_sum if traits(rows_DB).is_lazy else _sum_bags
-    sums_KB = sum_rows(rows_DB, columns_KS, signs_KS)
+    if traits(rows_DB).is_lazy:
+        sums_KB = _gather_and_sum(rows_DB, columns_KS, signs_KS)
+    else:
+        sums_KB = torch.nn.functional.embedding_bag(
+            columns_KS, rows_DB, per_sample_weights=signs_KS, mode="sum"
+        )
     # 1 / sqrt(K density) comes last, so that the table only holds -1, 0 and 1.
     return sums_KB.T * math.sqrt(math.sqrt(len(rows_DB)) / len(columns_KS))
 
 
-def _sum_bags(rows_DB: Tensor, columns_KS: Tensor, signs_KS: Tensor) -> Tensor:
-    return torch.nn.functional.embedding_bag(
-        columns_KS, rows_DB, per_sample_weights=signs_KS, mode="sum"
-    )
-
-
 def _gather_and_sum(rows_DB: Tensor, columns_KS: Tensor, signs_KS: Tensor) -> Tensor:
-    """Does the same for some outputs at a time, with what every backend compiles."""
+    """Sums bags for some outputs at a time, with what every backend compiles."""
     batch_size, (num_outputs, slots) = rows_DB.shape[1], columns_KS.shape
     step = max(1, GATHERED_AT_ONCE // max(1, slots * batch_size))
     pieces = []
@@ -147,10 +143,10 @@ def _root(number: int, order: int) -> int:
     return root
 
 
-def _build_kron(draw: Draw) -> Tables:
+def _build_kron(num_outputs: int, num_inputs: int, order: int, *how: Any) -> Tables:
     """Returns ``order`` Gaussian factors, of the roots of K and (rounded up) of D."""
-    shape = _root(draw.num_outputs, draw.order), _root(draw.num_inputs, draw.order)
-    return tuple(draw.gaussian(*shape) for _ in range(draw.order))
+    shape = _root(num_outputs, order), _root(num_inputs, order)
+    return tuple(_gaussian(*shape, *how) for _ in range(order))
 
 
 def _apply_kron(parts: Sequence[Tensor], *factors: Tensor) -> Tensor:
@@ -178,7 +174,9 @@ PROJECTIONS: dict[str, Kind] = {
     "none": Kind(None, _joined),
     # Gaussian: Dasgupta & Gupta 2003.
     "jl": Kind(
-        lambda draw: (draw.gaussian(draw.num_outputs, draw.num_inputs),),
+        lambda num_outputs, num_inputs, _, *how: (
+            _gaussian(num_outputs, num_inputs, *how),
+        ),
         lambda parts, matrix_KD: _joined(parts, matrix_KD.dtype) @ matrix_KD.T,
     ),
     # Entries +-1 / sqrt(K density) with density 1 / sqrt(D): Li, Hastie & Church 2006,
@@ -286,6 +284,6 @@ def projection(
             stacklevel=2,
         )
     generator = torch.Generator("cpu").manual_seed(seed)
-    tables = build(Draw(rounded, num_inputs, order, generator, dtype))
+    tables = build(rounded, num_inputs, order, generator, dtype)
     moved = tuple(table.to(device) for table in tables)
     return Projection(kind, num_inputs, rounded, moved)

@@ -31,8 +31,8 @@ from grab_xla.epoch.orders import (
 from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
-from grab_xla.gradients.groups import add_gradient
-from grab_xla.gradients.samples import GradientMatrix
+from grab_xla.gradients.groups import GroupGradients, add_gradient
+from grab_xla.gradients.samples import GradientMatrix, SampleGradients
 from grab_xla.random_projections import projection
 from per_sample_grad import Capture, Projection
 from xla_replica.common.arguments import check_type
@@ -170,9 +170,12 @@ class GraBSampler(Sampler[int]):
         self._timer = timer or contextlib.nullcontext
         kind = str(getattr(random_projection, "value", random_projection))
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
-        self._gradients = fidelities.gradients_of(
-            trainable_params, self.fidelity, projection_size, seed
-        )
+        self._gradients: SampleGradients | GroupGradients
+        if self.fidelity == "group":
+            self._gradients = GroupGradients(trainable_params)
+        else:
+            size = projection_size if self.fidelity == "projected" else None
+            self._gradients = SampleGradients(trainable_params, size, seed)
         self.projection: Projection | None = self._gradients.projection
         self._group_size = fidelities.samples_together(
             self.fidelity, group_size, self.num_samples, ordering
@@ -207,12 +210,13 @@ class GraBSampler(Sampler[int]):
             "num_samples": self.num_samples,
             "num_columns": num_columns,
         }
+        settings = self._identity["settings"]
         if self._weights.name != "equal":
-            self._identity["settings"]["weights"] = self._weights.name
+            settings["weights"] = self._weights.name
         if self.projection is not None:
-            self._identity["settings"]["projection"] = repr(self.projection)
+            settings["projection"] = repr(self.projection)
         if self.fidelity == "group":
-            self._identity["settings"]["group_size"] = group_size
+            settings["group_size"] = group_size
         self._columns = Columns(self._replica, num_columns, scheme, self.device, dtype)
         herding = "running" if stale_mean_herding else "exact"
         self._metrics = EpochMetrics(

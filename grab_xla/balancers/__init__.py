@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from grab_xla.balancers import gradient_free, mean
+from grab_xla.balancers import baselines, mean
 from grab_xla.balancers.base import Balancer, Ordering, State
 from grab_xla.balancers.batch import BatchBalance, UncentredBatchBalance
-from grab_xla.balancers.norm import NormOrder
 from grab_xla.balancers.pair import PairBalance
-from grab_xla.balancers.recursive import RecursiveBalance
 from grab_xla.balancers.recursive_pair import RecursivePairBalance
 
 __all__ = ["BALANCE_TYPES", "Balancer", "Ordering", "State", "ordering_named"]
@@ -19,19 +17,19 @@ __all__ = ["BALANCE_TYPES", "Balancer", "Ordering", "State", "ordering_named"]
 BALANCE_TYPES: dict[str, type[Ordering]] = {
     "mean": mean.MeanBalance,
     "pair": PairBalance,
-    "recursive": RecursiveBalance,
+    "recursive": mean.RecursiveBalance,
     "recursive-pair": RecursivePairBalance,
-    "rr": gradient_free.RandomReshuffling,
-    "so": gradient_free.ShuffleOnce,
-    "swr": gradient_free.WithReplacement,
-    "fixed": gradient_free.FixedOrder,
+    "rr": baselines.RandomReshuffling,
+    "so": baselines.ShuffleOnce,
+    "swr": baselines.WithReplacement,
+    "fixed": baselines.FixedOrder,
     "batch": BatchBalance,
     "batch-uncentred": UncentredBatchBalance,
     "ema": mean.EMABalance,
     "adamean": mean.AdaMeanBalance,
     "adaema": mean.AdaEMABalance,
     "sign": mean.SignBalance,
-    "norm": NormOrder,
+    "norm": baselines.NormOrder,
 }
 
 

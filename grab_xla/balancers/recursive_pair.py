@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import State
-from grab_xla.balancers.blocks import BlockBalancer
+from grab_xla.balancers.pair import BlockBalancer
 from grab_xla.balancing.decisions import Decisions, add_, squared_norms, without_nan
 from grab_xla.balancing.rows import Rows
 from xla_replica import computed_once, where_finite

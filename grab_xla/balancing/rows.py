@@ -50,10 +50,10 @@ class UnformedRows(abc.ABC):
         return torch.diagonal(self.gram())
 
     def __sub__(self, centre_1D: Tensor) -> UnformedRows:
-        return Centred(self, centre_1D)
+        return Shifted(self, centre_1D)
 
     def __mul__(self, weights_R1: Tensor) -> UnformedRows:
-        return Weighted(self, weights_R1)
+        return Scaled(self, weights_R1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class FactoredRows(UnformedRows):
 
 
 @dataclasses.dataclass(frozen=True)
-class Centred(UnformedRows):
+class Shifted(UnformedRows):
     """Rows less a centre, ``(1, D)``."""
 
     rows: UnformedRows
@@ -138,7 +138,7 @@ class Centred(UnformedRows):
 
 
 @dataclasses.dataclass(frozen=True)
-class Weighted(UnformedRows):
+class Scaled(UnformedRows):
     """Rows times their weights, ``(R, 1)``."""
 
     rows: UnformedRows

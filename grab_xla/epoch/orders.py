@@ -71,9 +71,8 @@ class Orders:
         self.epoch, self.begun = 0, False
         self.history: list[list[int]] = []
         self.drawn_from = self.generator.get_state()
-        self._records, self._warned = record, False
-        self._warned_of_remainder = False
-        self._group_size = group_size
+        self._records, self._group_size = record, group_size
+        self._warned: set[str] = set()  # of what has been warned, once
         self.given: np.ndarray | None = None
 
     def give(self, order: np.ndarray) -> None:
@@ -111,8 +110,8 @@ class Orders:
     def _warn_of_nonfinite(self, placements: np.ndarray) -> None:
         is_float = placements.dtype.kind == "f"
         bad = ~np.isfinite(placements) if is_float else placements == KEEP
-        if bad.any() and not self._warned:
-            self._warned = True
+        if bad.any() and "not finite" not in self._warned:
+            self._warned.add("not finite")
             size = self._group_size
             of = "samples" if size == 1 else "groups"
             first = self.order[np.argmax(bad) * size]
@@ -127,8 +126,8 @@ class Orders:
     def warn_of_remainder(self) -> None:
         """Warns, once, that samples which do not fill a group are left out."""
         num_samples = len(self.order) % self._group_size
-        if num_samples and not self._warned_of_remainder:
-            self._warned_of_remainder = True
+        if num_samples and "remainder" not in self._warned:
+            self._warned.add("remainder")
             warnings.warn(
                 f"epoch {self.epoch} left out {num_samples} samples, the remainder of "
                 f"{len(self.order)} samples in groups of {self._group_size}, and all "

@@ -247,8 +247,7 @@ class Progress:
         self._orders, self._sharding, self._balancer = orders, sharding, balancer
         self._weights, self._timer = weights, timer
         self._replica, self._group_size = balancer.columns.replica, sharding.group_size
-        self._uses_gradients = uses_gradients
-        self._passes = Passes()
+        self._uses_gradients, self._passes = uses_gradients, Passes()
         # The position at which the pass over the order began, and whether that is in
         # the middle of an epoch, which a state restored.
         self._start, self._resumed = 0, False
@@ -412,22 +411,16 @@ class Progress:
             else:
                 self._balancer.num_seen += num_samples // size
         elif self._uses_gradients and self.dealt_elsewhere == update.epoch:
-            self._check_all_came(num_samples)
-
-    def _check_all_came(self, num_samples: int) -> None:
-        """Raises ValueError unless all of an update's gradients have been taken.
-
-        A state that is saved during the update would lack gradients that come later:
-        the samples of a resumed run would get the signs of others.
-        """
-        num_new = self.num_seen - self._num_updated
-        self._num_updated = self.num_seen
-        if num_new != num_samples:
-            raise ValueError(
-                f"this update has {num_samples} samples, but sampler.step() "
-                f"took the gradients of {num_new} since the last one: call it once "
-                "per minibatch, before optimizer.step()"
-            )
+            # A state that is saved during the update would lack gradients that come
+            # later: the samples of a resumed run would get the signs of others.
+            num_new = self.num_seen - self._num_updated
+            self._num_updated = self.num_seen
+            if num_new != num_samples:
+                raise ValueError(
+                    f"this update has {num_samples} samples, but sampler.step() took "
+                    f"the gradients of {num_new} since the last one: call it once per "
+                    "minibatch, before optimizer.step()"
+                )
 
     def restore(self, dealt_elsewhere: int | None) -> None:
         """Continues where the orders and the balancer were restored."""

@@ -1,4 +1,4 @@
-"""The fidelities: what stands for a gradient in the balance, and what obtains it."""
+"""The fidelities: what stands for a gradient in the balance."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from grab_xla.balancers import Ordering
-from grab_xla.gradients.groups import GroupGradients
-from grab_xla.gradients.samples import SampleGradients
 from xla_replica.common.arguments import check_choice, check_integer
 
 Fidelity = Literal["exact", "projected", "group"]
@@ -46,31 +44,6 @@ def chosen(
     is_projected = random_projection != "none"
     exact = is_small or is_projected or not ordering.needs_gradients
     return "exact" if exact else "projected"
-
-
-def gradients_of(
-    parameters: Mapping[str, Tensor],
-    fidelity: Fidelity,
-    projection_size: int,
-    seed: int,
-) -> SampleGradients | GroupGradients:
-    """Returns what runs a model's backward pass and keeps what is balanced of it.
-
-    Args:
-        parameters: The parameters, by name.
-        fidelity: ``"exact"``: every sample's gradient. ``"projected"``: its two-sided
-            random projection, which is made without forming it. ``"group"``: the mean
-            gradient of the samples of a backward pass.
-        projection_size: The most numbers of a projection.
-        seed: The seed of the projection.
-
-    Raises:
-        TypeError, ValueError: An argument is not allowed.
-    """
-    if fidelity == "group":
-        return GroupGradients(parameters)
-    size = projection_size if fidelity == "projected" else None
-    return SampleGradients(parameters, size, seed)
 
 
 def samples_together(

@@ -45,13 +45,15 @@ class GroupGradients:
             ValueError: The model has no such parameter, or it is frozen.
         """
         del options
-        found = dict(model.named_parameters(remove_duplicate=False))
+        found = {
+            name: parameter
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad
+        }
         wrong = [
             name
             for name, parameter in self.balanced.items()
-            if name not in found
-            or not found[name].requires_grad
-            or found[name].shape != parameter.shape
+            if name not in found or found[name].shape != parameter.shape
         ]
         if wrong:
             raise ValueError(

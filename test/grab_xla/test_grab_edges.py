@@ -110,19 +110,6 @@ def test_a_look_at_the_rest_of_a_restored_epoch_changes_nothing():
     assert list(restored) == list(sampler)
 
 
-def test_states_say_what_they_were_made_with():
-    state = KINDS["mean"].sampler().state_dict()
-    for options, says in (
-        ({"tie": "positive"}, "tie was 'negative' and is 'positive'$"),
-        ({"normalize_grads": True}, "normalize_grads was False and is True$"),
-        ({"prob_balance": True}, "prob_balance was None and is 30$"),
-    ):
-        with pytest.raises(ValueError, match=f"another sampler: {says}"):
-            KINDS["mean"].sampler(**options).load_state_dict(state)
-    with pytest.raises(TypeError, match="the state must be a dict, got None"):
-        KINDS["mean"].sampler().load_state_dict(None)
-
-
 def test_a_sampler_and_its_state_travel():
     sampler = KINDS["mean"].sampler(N)
     step(sampler, list(sampler))

@@ -26,7 +26,8 @@ from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
 each = pytest.mark.parametrize
 
 
-def test_every_type_is_a_row():
+def test_every_type_is_a_row_and_documented():
+    assert all(each.__doc__ for each in BALANCE_TYPES.values())
     ntk = {"ntk", "ntk-fixed", "ntk-eigen", "ntk-fixed-eigen"}
     assert {kind.name for kind in KINDS.values()} | ntk >= BALANCE_TYPES.keys()
 

@@ -166,14 +166,6 @@ def test_a_state_is_not_changed_by_what_follows():
     assert all(torch.equal(first[key], kept[key]) for key in kept)
 
 
-def test_rows_that_equal_the_mean_fill_a_batch():
-    vectors, mean = random_vectors(5, 2), torch.ones(2, dtype=F64)
-    filled = torch.cat([vectors, mean.expand(3, 2)])
-    assert RunningHerding().result(run(filled, mean, [4, 4])) == (
-        RunningHerding().result(run(vectors, mean, [4, 1]))
-    )
-
-
 @pytest.mark.parametrize("widths", [[7], [3, 4], [1, 0, 4, 2]])
 def test_shards_of_the_columns_complete_one_another(widths):
     """Norms are completed row by row; the last line shows that maxima cannot be."""

@@ -18,32 +18,26 @@ ORDER = np.array([10, 11, 12, 13, 14, 15, 16])
 
 
 @pytest.mark.parametrize(
-    ("placements", "expected"),
+    ("placements", "num_leaves", "expected"),
     [
-        ([1, 1, 1, 1, 1, 1, 1], [10, 11, 12, 13, 14, 15, 16]),
-        ([-1] * 7, [16, 15, 14, 13, 12, 11, 10]),
-        ([-1, 1, 1, -1, 1, -1, 1], [11, 12, 14, 16, 15, 13, 10]),
-        ([-1, 1, 1, -1], [11, 12, 14, 15, 16, 13, 10]),  # Three were not seen.
-        ([], [10, 11, 12, 13, 14, 15, 16]),
-        (
-            [-1, 0, 1, -1, 0, 1, 1],
-            [12, 11, 15, 16, 14, 13, 10],
-        ),  # Two keep their places.
-        ([0] * 7, [10, 11, 12, 13, 14, 15, 16]),
+        ([1, 1, 1, 1, 1, 1, 1], 1, [10, 11, 12, 13, 14, 15, 16]),
+        ([-1] * 7, 1, [16, 15, 14, 13, 12, 11, 10]),
+        ([-1, 1, 1, -1, 1, -1, 1], 1, [11, 12, 14, 16, 15, 13, 10]),
+        ([-1, 1, 1, -1], 1, [11, 12, 14, 15, 16, 13, 10]),  # three were not seen
+        ([], 1, [10, 11, 12, 13, 14, 15, 16]),
+        # Two keep their places.
+        ([-1, 0, 1, -1, 0, 1, 1], 1, [12, 11, 15, 16, 14, 13, 10]),
+        ([0] * 7, 1, [10, 11, 12, 13, 14, 15, 16]),
+        ([2, -1, 1, -2, 1, -1, 2], 2, [12, 14, 15, 11, 10, 16, 13]),
+        # Unseen samples go between the halves of the tree.
+        ([2, -1, 1, -2], 2, [12, 11, 14, 15, 16, 10, 13]),
     ],
 )
-def test_positives_then_negatives_reversed(placements, expected):
-    assert reorder(ORDER, np.array(placements, dtype=np.int8)).tolist() == expected
-
-
-def test_leaves_follow_one_another():
-    placements = np.array([2, -1, 1, -2, 1, -1, 2])
-    assert reorder(ORDER, placements, 2).tolist() == [12, 14, 15, 11, 10, 16, 13]
-
-
-def test_unseen_samples_go_between_the_halves_of_the_tree():
-    placements = np.array([2, -1, 1, -2])
-    assert reorder(ORDER, placements, 2).tolist() == [12, 11, 14, 15, 16, 10, 13]
+def test_leaves_have_positives_then_negatives_reversed(
+    placements, num_leaves, expected
+):
+    given = np.array(placements, dtype=np.int8)
+    assert reorder(ORDER, given, num_leaves).tolist() == expected
 
 
 def test_workers_reorder_their_own_samples():
@@ -62,21 +56,6 @@ def test_scores_sort_and_what_has_none_stays():
     assert reorder_by_score(ORDER, scores, True).tolist() == [
         10, 11, 14, 13, 12, 15, 16,
     ]  # fmt: skip
-
-
-@given(st.data())
-def test_whatever_the_codes_it_is_a_permutation(data):
-    n = data.draw(st.integers(0, 20))
-    seen = data.draw(st.integers(0, n))
-    leaves = data.draw(st.sampled_from([1, 2, 4]))
-    placements = data.draw(
-        st.lists(st.integers(-leaves, leaves), min_size=seen, max_size=seen)
-    )
-    order = np.array(data.draw(st.permutations(range(n))), dtype=np.int64)
-    placements = np.array(placements, dtype=np.int64)
-    assert sorted(reorder(order, placements, leaves)) == list(range(n))
-    for workers in (1, 2, 3):
-        assert sorted(reorder_interleaved(order, placements, workers)) == list(range(n))
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 30), st.booleans())

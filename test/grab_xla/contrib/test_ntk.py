@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import xla_replica
 from grab_xla.contrib import ntk
-from grab_xla.contrib.ntk import empirical_ntk, ntk_fixed_order, per_sample_gradients
+from grab_xla.contrib.ntk import empirical_ntk, per_sample_gradients
 
 F64 = torch.float64
 SAMPLES = 21
@@ -113,22 +113,6 @@ def test_the_kernel_is_that_of_autograd(centered, chunk, monkeypatch):
     )
     assert torch.equal(kernel, kernel.T)
     torch.testing.assert_close(kernel, expected.double(), rtol=1e-6, atol=1e-7)
-
-
-def test_its_order_herds_the_gradients_of_a_model():
-    model = mlp()
-    kernel = empirical_ntk(model, *state(model), cross_entropy, dataset())
-    features = gradients_by_autograd(model)
-    features = features - features.mean(0)
-
-    def herding(order) -> float:
-        return float(features[order].cumsum(0).norm(dim=1).max())
-
-    generator = torch.Generator().manual_seed(0)
-    by_chance = [
-        herding(torch.randperm(SAMPLES, generator=generator)) for _ in range(50)
-    ]
-    assert herding(ntk_fixed_order(kernel)) < 0.8 * sum(by_chance) / 50
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -9,12 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.grab_xla import balancing, ordering
-from support.grab_xla.ordering import KINDS, NUM_SAMPLES, counted_orders
+from support.grab_xla.ordering import KINDS, NUM_SAMPLES
+from support.grab_xla.training import (
+    MINIBATCH,
+    REFERENCE,
+    TRACE,
+    cross_entropies,
+    elastic,
+    mlp,
+    samples,
+)
 from support.xla_replica.replicas import row
 from torch import nn
 
 import variable_batch_size as vbs
-import xla_replica
 from grab_xla import GraBSampler
 
 
@@ -106,28 +114,15 @@ def test_options_that_cannot_be_are_named():
         iter(KINDS["mean"].sampler(weights="update"))
 
 
-# Two epochs of 24 samples, and again.
-TRACE, MINIBATCH, N, EPOCHS, LR, REFERENCE = [8, 16, 4, 12, 8], 4, 24, 5, 0.3, 8
+N, EPOCHS, LR = 24, 5, 0.3
 RULES = {"root": lambda ratio: ratio**0.5, "constant": lambda ratio: 1.0}
-
-
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(N, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 3, (N,), generator=generator)
-
-
-def model_of(replica: xla_replica.Replica) -> nn.Module:
-    with replica.seeded(0):
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    return model.to(replica.device)
 
 
 def recomputed(rule: str) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Returns orders and weights of a loop that knows no elastic training."""
-    model = model_of(xla_replica.current())
+    model = mlp()
     params = list(model.parameters())
-    x, y = data()
+    x, y = samples()
     order = torch.randperm(N, generator=torch.Generator().manual_seed(42)).tolist()
     orders, centre, number = [], 0.0, 0
     for _ in range(EPOCHS):
@@ -155,36 +150,10 @@ def recomputed(rule: str) -> tuple[list[list[int]], list[torch.Tensor]]:
     return orders, [p.detach() for p in params]
 
 
-def cross_entropies(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x), y, reduction="none")
-
-
-def trained(rank: int, rules: tuple[str, ...]) -> dict:
-    """Returns orders, weights and the counts of every epoch."""
+def trained(rank: int, rules: tuple[str, ...]) -> list[tuple]:
     del rank
-    replica = xla_replica.current()
-    x, y = data()
-    found = {}
-    for rule in rules:
-        model = model_of(replica)
-        grab = GraBSampler(
-            range(N), dict(model.named_parameters()), dtype=torch.float64,
-            weights="update",
-        )  # fmt: skip
-        dealt = vbs.CustomSampler(
-            range(N), TRACE, minibatch_size=MINIBATCH, on_end="cycle", order=grab,
-            verbose=False,
-        )  # fmt: skip
-        optimizer = vbs.ElasticOptimizer(
-            torch.optim.SGD(model.parameters(), LR), dealt, rule, REFERENCE
-        )
-        optimizer.attach(grab.after_update)
-        orders, counts = counted_orders(
-            EPOCHS, grab, optimizer, model, (x, y), cross_entropies
-        )
-        values = replica.fetch([p.detach() for p in model.parameters()])
-        found[rule] = orders, values, counts
-    return found
+    options = {"lr": LR, "weights": "update"}
+    return [elastic(mlp(), samples(), EPOCHS, rule, **options) for rule in rules]
 
 
 @pytest.mark.parametrize(
@@ -194,11 +163,11 @@ def trained(rank: int, rules: tuple[str, ...]) -> dict:
 )  # fmt: skip
 def test_under_a_trace_samples_weigh_what_their_updates_gave_them(backend):
     rules = ("root", "constant") if backend.num_replicas == 1 else ("root",)
-    oracle = {rule: recomputed(rule) for rule in rules}
+    oracle = [recomputed(rule) for rule in rules]
     for found in backend.run(trained, rules, timeout=180):
-        for rule, (orders, values, counts) in found.items():
-            assert orders == oracle[rule][0]
-            for value, wanted in zip(values, oracle[rule][1]):
+        for (orders, values, counts), expected in zip(found, oracle, strict=True):
+            assert orders == expected[0]
+            for value, wanted in zip(values, expected[1]):
                 torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
             if backend.device == "xla":
                 # The signs of an epoch are one transfer of each replica.
@@ -238,7 +207,7 @@ def test_weights_go_on_in_a_restored_epoch():
 
 def test_losses_that_are_sums_leave_the_gradient_of_the_sum():
     model = nn.Linear(6, 3).double()
-    x, y = data()
+    x, y = samples()
     grab = GraBSampler(range(N), dict(model.named_parameters()))
     list(grab)
     with grab.record(model):
@@ -260,7 +229,7 @@ def counting_tokens(reduction: str) -> tuple[list, list]:
 
     The linear rule counts tokens, so that all gradients weigh the same.
     """
-    inputs, tokens = data()[0], torch.arange(N) % 5 + 1
+    inputs, tokens = samples()[0], torch.arange(N) % 5 + 1
     model = nn.Linear(6, 1, bias=False).double()
     nn.init.ones_(model.weight)
     params = dict(model.named_parameters())

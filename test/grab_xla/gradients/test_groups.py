@@ -8,12 +8,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from support.grab_xla import balancing
+from support.grab_xla import balancing, training
 from support.xla_replica.replicas import row
 from torch import nn
 from torch.utils.data import DataLoader
 
-import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler, GraBWarning
 
@@ -28,15 +27,13 @@ def batch_norm_model() -> nn.Module:
     ).double()
 
 
-def samples() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(N, 6, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, 3, (N,), generator=generator)
+def samples() -> training.Data:
+    return training.samples(N)
 
 
 def losses_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     x, y = samples()
-    return nn.functional.cross_entropy(model(x[batch]), y[batch], reduction="none")
+    return training.cross_entropies(model, x[batch], y[batch])
 
 
 def grouped(model: nn.Module, balance: str = "mean", **options) -> GraBSampler:
@@ -278,64 +275,38 @@ def test_a_group_that_is_not_finite_keeps_its_place():
     assert list(grab)[2 * GROUP : 3 * GROUP] == order[2 * GROUP : 3 * GROUP]
 
 
-TRACE = [8, 16, 4, 12, 8]
+def elastic(rank: int) -> tuple[list, list, list]:
+    del rank
+    options = {"fidelity": "group", "group_size": GROUP, "seed": 3}
+    return training.elastic(training.mlp(), samples(), EPOCHS, **options)
 
 
-def elastic(rank: int, how: str) -> tuple[list, list]:
-    """Returns the orders of all epochs of a run on all replicas, and its counts."""
-    replica = xla_replica.current()
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    model = model.to(replica.device)
-    x, y = samples()
+def dealt(rank: int) -> tuple[list, list, list]:
+    """Orders by gradients at the first weights: replicas do not sum gradients."""
+    del rank
+    replica, model, (x, y) = xla_replica.current(), training.mlp(), samples()
     grab = grouped(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    if how == "dealt":
-        loader = DataLoader(range(N), GROUP, sampler=grab)
-    else:
-        loader = vbs.CustomSampler(
-            range(N), TRACE, minibatch_size=GROUP, on_end="cycle", order=grab,
-            verbose=False,
-        )  # fmt: skip
-        optimizer = vbs.LinearRuleOptimizer(optimizer, loader, ref_batchsize=8)
-        optimizer.attach(grab.after_update)
     orders, counts = [], []
-    for epoch in range(EPOCHS):
+    for _ in range(EPOCHS):
         with xla_replica.count(replica) as count:
-            if how == "elastic":
-                loader.set_epoch(epoch)
-                optimizer.set_epoch(epoch)
-            for batch in loader:
+            for batch in DataLoader(range(N), GROUP, sampler=grab):
                 inputs, targets = replica.send((x[batch], y[batch]))
                 with grab.record(model):
-                    losses = nn.functional.cross_entropy(
-                        model(inputs), targets, reduction="none"
-                    )
+                    losses = training.cross_entropies(model, inputs, targets)
                 grab.backward(losses, indices=batch)
-                if how == "elastic":
-                    optimizer.step()
-                else:  # Replicas do not sum gradients: only orders are compared.
-                    optimizer.zero_grad()
+                model.zero_grad()
             replica.sync()
         orders.append(grab.order.tolist())
         counts.append((count.compilations, count.transfers))
-    return orders, counts
+    return orders, [], counts
 
 
 @pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
-@pytest.mark.parametrize("how", ["elastic", "dealt"])
+@pytest.mark.parametrize("run", [elastic, dealt])
 @pytest.mark.parametrize(
     "backend",
     [row("cpu", 3), row("xla", 1), row("xla", 2, slow=True), row("xla", 8, slow=True)],
 )
-def test_replicas_order_groups_as_one_does(backend, how):
-    orders, _ = elastic(0, how)
+def test_replicas_order_groups_as_one_does(backend, run):
+    orders = training.assert_same_run(run, backend=backend)
     assert len({tuple(order) for order in orders}) > 2
-    for theirs, counts in backend.run(elastic, how):
-        assert theirs == orders
-        if backend.device == "xla":
-            # The epoch's signs are one transfer of each replica.
-            assert counts[1:] == [(0, backend.num_replicas)] * (EPOCHS - 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import warnings
 from unittest import mock
@@ -12,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grab_xla.ordering import counted_orders
+from support.grab_xla import training
 from support.xla_replica.replicas import row
 from torch import nn
 
 import grab_xla
 import per_sample_grad as psg
-import variable_batch_size as vbs
-import xla_replica
 from grab_xla import GraBSampler
 from grab_xla.balancing.rows import FactoredRows
 from grab_xla.epoch.online_balancer import OnlineBalancer
@@ -61,8 +58,9 @@ def samples(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     if name == "transformer":
         tokens = torch.randint(0, VOCABULARY, (N, 6), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
-    shape = {"mlp": (6,), "cnn": (2, 5, 5)}[name]
-    inputs = torch.randn(N, *shape, generator=generator, dtype=torch.float64)
+    if name == "mlp":
+        return training.samples(N)
+    inputs = torch.randn(N, 2, 5, 5, generator=generator, dtype=torch.float64)
     return inputs, torch.randint(0, 3, (N,), generator=generator)
 
 
@@ -394,40 +392,18 @@ def test_an_order_that_needs_no_gradients_forms_none(options):
             grab.backward(losses_of(model, x, y).mean())
 
 
-TRACE = [8, 16, 4, 12, 8]
-
-
-def elastic(rank: int, fidelity: str) -> tuple[list, list, list]:
-    """Returns the orders, weights, and counts of every epoch of an elastic run.
+def elastic(rank: int, how: str) -> tuple[list, list, list]:
+    """Trains elastically.
 
     ``"factored"`` is exact and keeps factors wherever it can: on one replica. ``"from
     samples"`` is exact and makes ``.grad`` from the gradients of samples.
     """
-    reuses = fidelity == "from samples"
-    if reuses:
-        fidelity = "exact"
-    if fidelity == "factored":
-        limits = {"LEAST_SPARED": 0, "LEAST_COMPRESSION": 0}
-        with mock.patch.multiple(gradients_of_samples, **limits):
-            return elastic(rank, "exact")
-    replica = xla_replica.current()
-    with replica.seeded(0):
-        model = mlp()
-    model = model.double().to(replica.device)
-    x, y = samples("mlp")
-    grab = GraBSampler(
-        range(N), dict(model.named_parameters()), dtype=torch.float64,
-        fidelity=fidelity, projection_size=40,
-    )  # fmt: skip
-    dealt = vbs.CustomSampler(
-        range(N), TRACE, minibatch_size=BATCH, on_end="cycle", order=grab, verbose=False
-    )
-    inner = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer = vbs.LinearRuleOptimizer(inner, dealt, ref_batchsize=8)
-    optimizer.attach(grab.after_update)
-    grab.backward = functools.partial(grab.backward, from_samples=reuses)
-    orders, counts = counted_orders(EPOCHS, grab, optimizer, model, (x, y), losses_of)
-    return orders, replica.fetch([p.detach() for p in model.parameters()]), counts
+    del rank
+    options = {"fidelity": "projected" if how == "projected" else "exact"}
+    options |= {"projection_size": 40, "from_samples": how == "from samples"}
+    limits = {"LEAST_SPARED": 0, "LEAST_COMPRESSION": 0} if how == "factored" else {}
+    with mock.patch.multiple(gradients_of_samples, MOST_FORMED=2**24, **limits):
+        return training.elastic(training.mlp(), samples("mlp"), EPOCHS, **options)
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "factored", "from samples", "projected"])
@@ -438,15 +414,8 @@ def elastic(rank: int, fidelity: str) -> tuple[list, list, list]:
 def test_under_a_trace_replicas_order_as_one_does(backend, fidelity):
     if fidelity == "factored" and backend.num_replicas > 1:
         pytest.skip("several replicas exchange columns, which are formed")
-    orders, weights, _ = elastic(0, fidelity)
+    orders = training.assert_same_run(elastic, fidelity, backend=backend)
     assert len({tuple(order) for order in orders}) == EPOCHS
-    for theirs, values, counts in backend.run(elastic, fidelity):
-        assert theirs == orders
-        for value, expected in zip(values, weights):
-            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
-        if backend.device == "xla":
-            # The epoch's signs are one transfer of each replica.
-            assert counts[1:] == [(0, backend.num_replicas)] * (EPOCHS - 1)
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.grab_xla.training import cross_entropies, mlp, samples
 from support.xla_replica.replicas import Backend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,32 +22,14 @@ from rigl_xla import RigLScheduler
 N, BATCH, EPOCHS = 24, 8, 4
 
 
-def network(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)
-    return nn.Sequential(*layers).to(dtype)
-
-
-def samples(dtype: torch.dtype = torch.float64) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(N, 6, generator=generator, dtype=dtype)
-    return TensorDataset(inputs, torch.randint(0, 3, (N,), generator=generator))
-
-
-def losses_of(
-    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    return F.cross_entropy(model(inputs), targets, reduction="none")
-
-
 class Loop:
     """A training loop with something that looks at ``.grad`` or changes it."""
 
     def __init__(self, beside: str) -> None:
         dtype = torch.float32 if beside == "autocast" else torch.float64
         self.beside = beside
-        self.model = network(dtype)
-        self.x, self.y = samples(dtype).tensors
+        self.model = mlp(dtype)
+        self.x, self.y = samples(N, dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
         self.seen: list[float] = []
         if beside == "hooks":
@@ -69,7 +51,7 @@ class Loop:
 
     def losses(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor):
         with self.context():
-            return losses_of(model, x, y)
+            return cross_entropies(model, x, y)
 
     def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.x[rows], self.y[rows]
@@ -140,7 +122,7 @@ def trained(
     **options,
 ) -> tuple[list, list]:
     """Returns orders and weights of training with some backward passes per update."""
-    dataset = samples()
+    dataset = TensorDataset(*samples())
     grab = GraBSampler(
         dataset, dict(named.named_parameters()), dtype=torch.float64, **options
     )
@@ -151,7 +133,7 @@ def trained(
     for _ in range(EPOCHS):
         for number, batch in enumerate(DataLoader(dataset, num_samples, sampler=grab)):
             with grab.record(recorded):
-                losses = losses_of(called, *batch)
+                losses = cross_entropies(called, *batch)
             grab.backward(losses, from_samples=from_samples)
             if (number + 1) % passes == 0:
                 for parameter in parameters:
@@ -167,7 +149,7 @@ GROUPS = {"fidelity": "group", "group_size": BATCH // 2}
 
 def under_ddp(rank: int) -> list[tuple[list, list]]:
     del rank
-    model = network()
+    model = mlp()
     wrapper = DistributedDataParallel(model)
     for recorded, named in ((model, wrapper), (wrapper, model)):
         with pytest.raises(ValueError, match="names and the model from one of the two"):
@@ -175,7 +157,7 @@ def under_ddp(rank: int) -> list[tuple[list, list]]:
     found = []
     for options in ({}, {"from_samples": True}, GROUPS):
         for wrapped in (False, True):
-            model = network()
+            model = mlp()
             wrapper = DistributedDataParallel(model)
             named = wrapper if wrapped else model
             found.append(trained(wrapper, named, named, 1, **options))
@@ -186,7 +168,7 @@ def test_ddp_orders_and_trains_as_one_process_does():
     """The names are those of the model, or of the wrapper, but not of both."""
     alone = []
     for passes, options in ((1, {}), (1, {}), (2, GROUPS)):
-        model = network()
+        model = mlp()
         alone += [trained(model, model, model, passes, **options)] * 2
         assert len(set(map(tuple, alone[-1][0]))) > 2  # there are only six groups
     for outcomes in Backend("cpu", 2).run(under_ddp):
@@ -198,7 +180,7 @@ def test_ddp_orders_and_trains_as_one_process_does():
 
 def sharded(rank: int) -> list[str]:
     del rank
-    model = network()
+    model = mlp()
     torch.distributed.fsdp.fully_shard(
         model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     )
@@ -206,7 +188,7 @@ def sharded(rank: int) -> list[str]:
     for makes in (
         lambda: GraBSampler(range(N), parameters),
         lambda: psg.capture(model),
-        lambda: psg.per_sample_grad_norms(model, losses_of, samples()[:4]),
+        lambda: psg.per_sample_grad_norms(model, cross_entropies, samples(4)),
     ):
         with pytest.raises(TypeError) as caught:
             makes()
@@ -229,9 +211,8 @@ def test_sharded_models_are_refused_at_construction():
 def clipped(rank: int, records: bool) -> tuple[list, list[float]]:
     """Trains an elastic run with clipping and a noise meter, in recorded orders."""
     del rank
-    replica = xla_replica.current()
-    model = network().to(replica.device)
-    x, y = samples().tensors
+    model = mlp()
+    x, y = samples()
     orders = iter(clipped(0, True)[0]) if not records else None
     grab = GraBSampler(range(N), dict(model.named_parameters()), dtype=torch.float64)
     order = grab if records else (lambda epoch, found=list(orders or ()): found[epoch])
@@ -252,10 +233,10 @@ def clipped(rank: int, records: bool) -> tuple[list, list[float]]:
         for rows in dealt:
             if records:
                 with grab.record(model):
-                    losses = losses_of(model, x[rows], y[rows])
+                    losses = cross_entropies(model, x[rows], y[rows])
                 grab.backward(losses)
             else:
-                losses_of(model, x[rows], y[rows]).mean().backward()
+                cross_entropies(model, x[rows], y[rows]).mean().backward()
             optimizer.step()
         found.append(grab.order.tolist())
     values = [float(p.detach().sum()) for p in model.parameters()]

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-import variable_batch_size as vbs
-import xla_replica
 from grab_xla import BALANCE_TYPES, GraBSampler
 from support.grab_xla import balancing
 
@@ -145,30 +143,3 @@ def run_epoch(
     for batch in list(batches(order, size))[:steps]:
         sampler.step(as_dict(rows[batch].to(sampler.device)), indices=batch)
     return order
-
-
-def counted_orders(
-    num_epochs: int,
-    grab: GraBSampler,
-    optimizer: vbs.ElasticOptimizer,
-    model: torch.nn.Module,
-    data: tuple[torch.Tensor, torch.Tensor],
-    losses_of: Callable[..., torch.Tensor],
-) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Trains, and returns every epoch's order, and its compilations and transfers."""
-    replica, (x, y) = optimizer.replica, data
-    orders, counts = [], []
-    for epoch in range(num_epochs):
-        optimizer.sampler.set_epoch(epoch)
-        with xla_replica.count(replica) as count:
-            optimizer.set_epoch(epoch)
-            for batch in optimizer.sampler:
-                inputs, targets = replica.send((x[batch], y[batch]))
-                with grab.record(model):
-                    losses = losses_of(model, inputs, targets)
-                grab.backward(losses, indices=batch)
-                optimizer.step()
-            replica.sync()
-        orders.append(grab.order.tolist())
-        counts.append((count.compilations, count.transfers))
-    return orders, counts

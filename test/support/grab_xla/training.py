@@ -1,0 +1,98 @@
+"""A small classifier, its data, and elastic training in the orders of GraB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import variable_batch_size as vbs
+import xla_replica
+from grab_xla import GraBSampler
+
+Data = tuple[torch.Tensor, torch.Tensor]
+# Two epochs of 24 samples, and again, in minibatches of 4.
+TRACE, MINIBATCH, REFERENCE = [8, 16, 4, 12, 8], 4, 8
+
+
+def samples(num_samples: int = 24, dtype: torch.dtype = torch.float64) -> Data:
+    """Returns six numbers, and one of three classes, of every sample."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_samples, 6, generator=generator, dtype=dtype)
+    return x, torch.randint(0, 3, (num_samples,), generator=generator)
+
+
+def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Returns a model on the replica's device that is the same on all of them."""
+    replica = xla_replica.current()
+    with replica.seeded(0):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    return model.to(replica.device)
+
+
+def cross_entropies(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns the loss of every sample."""
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def elastic(
+    model: nn.Module,
+    data: Data,
+    epochs: int,
+    rule: str = "linear",
+    lr: float = 0.1,
+    from_samples: bool = False,
+    **options: Any,
+) -> tuple[list[list[int]], list[torch.Tensor], list[tuple[int, int]]]:
+    """Trains a model under `TRACE`, with a sampler of these options.
+
+    Returns:
+        Every epoch's order, the parameters, and the compilations and transfers of every
+        epoch.
+    """
+    (x, y), replica = data, xla_replica.current()
+    parameters = dict(model.named_parameters())
+    grab = GraBSampler(range(len(x)), parameters, dtype=torch.float64, **options)
+    dealt = vbs.CustomSampler(
+        range(len(x)), TRACE, minibatch_size=MINIBATCH, on_end="cycle", order=grab,
+        verbose=False,
+    )  # fmt: skip
+    inner = torch.optim.SGD(model.parameters(), lr)
+    optimizer = vbs.ElasticOptimizer(inner, dealt, rule, REFERENCE)
+    optimizer.attach(grab.after_update)
+    orders, counts = [], []
+    for epoch in range(epochs):
+        dealt.set_epoch(epoch)
+        with xla_replica.count(replica) as count:
+            optimizer.set_epoch(epoch)
+            for batch in dealt:
+                inputs, targets = replica.send((x[batch], y[batch]))
+                with grab.record(model):
+                    losses = cross_entropies(model, inputs, targets)
+                grab.backward(losses, indices=batch, from_samples=from_samples)
+                optimizer.step()
+            replica.sync()
+        orders.append(grab.order.tolist())
+        counts.append((count.compilations, count.transfers))
+    return orders, replica.fetch([p.detach() for p in model.parameters()]), counts
+
+
+def assert_same_run(
+    run: Callable[..., Any], *args: Any, backend: Any, timeout: float = 60.0
+) -> list[list[int]]:
+    """Asserts that all replicas of a backend train as one on the CPU does.
+
+    ``run`` returns what `elastic` does. Returns the orders.
+    """
+    orders, weights, _ = run(0, *args)
+    for theirs, values, counts in backend.run(run, *args, timeout=timeout):
+        assert theirs == orders
+        for value, expected in zip(values, weights):
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+        if backend.device == "xla":
+            # The epoch's signs are one transfer of each replica.
+            assert counts[1:] == [(0, backend.num_replicas)] * (len(orders) - 1)
+    return orders
