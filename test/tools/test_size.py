@@ -39,12 +39,12 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 24_410
-TEST_LINES = 43_900
+CODE = 23_720
+TEST_LINES = 41_700
 # Files and functions of ours.
 LIMITS = {
-    "minibatch": (7, 25), "update": (10, 45), "norms": (20, 113), "grab": (33, 162),
-    "order": (12, 32),
+    "minibatch": (7, 25), "update": (10, 45), "norms": (20, 84), "grab": (28, 124),
+    "order": (8, 32),
 }  # fmt: skip
 
 
