@@ -150,7 +150,7 @@ def register_rule(
 
 def rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule for this very module, or None; `why_no_rule` says why."""
-    # torch_xla may have put another class in the place of torch's GRU.
+    # Another class may be in the place of torch's own GRU, as on XLA.
     kind = rnn.GRU if type(module) is nn.GRU else type(module)
     return None if why_no_rule(module) else RULES.get(kind)
 
