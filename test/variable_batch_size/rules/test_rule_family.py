@@ -41,7 +41,7 @@ def train_all(rank: int) -> dict[str, dict[str, object]]:
 @pytest.fixture(scope="module", params=FEW_BACKENDS)
 def outcomes(request):
     """Returns every rule's results by rank; one launch for all."""
-    return request.param.run(train_all)
+    return request.param.run(train_all, timeout=150)
 
 
 def test_every_registered_rule_has_a_row():
