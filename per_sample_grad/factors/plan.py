@@ -189,7 +189,8 @@ def materialized(
     # Numbers of a column: on the way; several uses have the sum so far, the next term
     # and the next sum; and a Gram matrix has the gradients of all samples besides.
     unfolded = max(map(forms.unfolded, uses))
-    of_sample = unfolded + rows * (1 if len(uses) == 1 else 3)
+    # What is unfolded is padded, and may be copied, before it is multiplied.
+    of_sample = 2 * unfolded + rows * (1 if len(uses) == 1 else 3)
     of_all = blocks * num_samples * rows if partners > 1 else 0
     samples = num_samples
     if unfolded or partners == 1:

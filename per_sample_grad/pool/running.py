@@ -222,8 +222,9 @@ class PoolRun:
                     bar.update(min(done, parts.count - bar.n))
                 if not replica.is_host:
                     # A lazy device has one transfer for a list, others for one tensor.
-                    one = [torch.cat(found)[: stop - start]]
-                    found = replica.fetch(found if replica.is_lazy else one)
+                    if not replica.is_lazy:
+                        found = [torch.cat(found)[: stop - start]]
+                    found = replica.fetch(found)
                 rows = np.concatenate([block.numpy() for block in found])
                 rows = rows[: stop - start]
                 if self.check is not None:
