@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.per_sample_grad.agreement import METHODS, TOLERANCES, agree, identities
 from support.per_sample_grad.drawn_layers import KINDS, convolutions
 from support.per_sample_grad.gradient_oracle import (
+    HALF,
     Case,
     Gradients,
     error,
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn.modules import rnn
 
 import per_sample_grad as psg
+from per_sample_grad.engine import comparison
 from per_sample_grad.factors import algebra, plan
 from per_sample_grad.layers import registry
 from per_sample_grad.layers.convolution import padding_widths
@@ -161,6 +163,52 @@ def by_autograd(
         grads = torch.autograd.grad(loss, params, materialize_grads=True)
         rows.append(torch.cat([grad.double().flatten() for grad in grads]))
     return torch.stack(rows)
+
+
+def error_of_sum(
+    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
+) -> float:
+    """Returns the error of autograd's sum, whose terms may cancel."""
+    losses = case.loss(model, *inputs)
+    weights = comparison._weights(losses, all_differ=False)
+    params = [param for param in model.parameters() if param.requires_grad]
+    sums = torch.autograd.grad((losses * weights).sum(), params, materialize_grads=True)
+    expected = [torch.tensordot(weights.double(), g, 1) for g in truth.values()]
+    return max(error(found, right) for found, right in zip(sums, expected))
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
+    """Digits that the activations' gradients have lost cannot be recovered."""
+
+    @drawn(number, kind, HALF)
+    def check(case, batch, dtype, method):
+        model, inputs = case.make(dtype, batch)
+        truth = oracle(case, model, inputs)
+        grads = flat(truth)
+        lost = error(by_autograd(case, model, inputs), grads)
+        allowed = max(HALF[dtype], 2 * lost)
+
+        def factors_of(**options) -> psg.Factors:
+            with psg.capture(model, method=method, **options) as recorded:
+                losses = case.loss(model, *inputs)
+            return recorded.backward(losses)
+
+        try:
+            factors = factors_of(**case.options)
+        except psg.CouplingError:  # then autograd is wrong
+            assert error_of_sum(case, model, inputs, truth) > comparison._HALF_TOLERANCE
+            factors = factors_of(**case.options, check="never")
+        norms = factors.norms()
+        assert norms.dtype == torch.float32
+        assert torch.isfinite(norms).all()
+        assert (norms >= 0).all()
+        assert error(flat(factors.materialize()), grads) <= allowed
+        assert error(norms, grads.norm(dim=1)) <= allowed
+        assert error(factors.gram(), grads @ grads.T) <= 3 * allowed
+
+    check()
 
 
 def test_every_rule_is_drawn():
