@@ -225,19 +225,16 @@ class Factors:
 
     @_in_full_precision
     def sketch(self, size: int, *, seed: int = 0) -> torch.Tensor:
-        """Returns random sketches of all gradients, ``(B, size)``.
+        """Returns random sketches of all gradients, ``(B, size)``, without forming one.
 
         The map is linear in the gradient, and the same for every batch and device with
         the same names, shapes and seed. Inner products of sketches are those of the
         gradients in expectation over seeds; see `factors.tensor_sketch`.
         """
         check_integer("sketch: size", size, least=1)
-        terms = [
-            sketch(name, self.shapes[name], uses, size, seed, self._budget)
-            for name, uses in self.merged.items()
-            if uses
-        ]
-        return self._sum(terms, (len(self), size))
+        merged = [(n, shape, self.merged[n]) for n, shape in self.shapes.items()]
+        found = sketch(merged, size, seed, self._budget)
+        return self._sum([] if found is None else [found], (len(self), size))
 
     @_in_full_precision
     def project(self, projection: Projection) -> dict[str, torch.Tensor]:

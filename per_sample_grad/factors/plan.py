@@ -156,9 +156,9 @@ def samples_of_gradients(
     uses: Sequence[Contribution], columns: int, num_samples: int, budget: int
 ) -> int:
     """Returns how many samples to compute at a time when all gradients are kept."""
-    each = (
-        max(map(forms.unfolded, uses)) * columns * forms.float_factor(uses[0]).itemsize
-    )
+    # What is unfolded is padded, and may be copied, before it is multiplied.
+    unfolded = 2 * columns * max(map(forms.unfolded, uses))
+    each = unfolded * forms.float_factor(uses[0]).itemsize
     return _fitting(budget, each, num_samples)
 
 
@@ -189,7 +189,6 @@ def materialized(
     # Numbers of a column: on the way; several uses have the sum so far, the next term
     # and the next sum; and a Gram matrix has the gradients of all samples besides.
     unfolded = max(map(forms.unfolded, uses))
-    # What is unfolded is padded, and may be copied, before it is multiplied.
     of_sample = 2 * unfolded + rows * (1 if len(uses) == 1 else 3)
     of_all = blocks * num_samples * rows if partners > 1 else 0
     samples = num_samples

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from per_sample_grad.errors import Refusal
-from per_sample_grad.factors.forms import Contribution, Dense, Outer, accumulation_dtype
-from per_sample_grad.layers.registry import Call, register_rule
+from per_sample_grad.factors.forms import Contribution, Dense, Outer
+from per_sample_grad.layers.registry import Call, over_positions, register_rule
 
 
 @register_rule(nn.Linear)
@@ -20,5 +20,5 @@ def linear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     # (N, G = 1, T, features)
     left = grad.reshape(len(grad), 1, -1, grad.shape[-1])
     right = inputs.reshape(len(inputs), 1, -1, inputs.shape[-1])
-    bias = Dense(left.sum((1, 2), dtype=accumulation_dtype(grad.dtype)))
+    bias = Dense(over_positions(grad, kept=[grad.dim() - 1]))
     return {"weight": Outer(left, right), "bias": bias}

@@ -163,15 +163,6 @@ def test_a_plan_says_what_temporaries_take(name, method):
         assert peak_memory(answer) <= 1.5 * budget + 2**14
 
 
-def test_norms_of_an_embedding_take_a_table_of_the_rows_that_are_used():
-    model, x = nn.Embedding(10_000, 64), torch.randint(0, 10_000, (8, 16))
-    factors = psg.per_sample_factors(model, squares, (x,), method="materialized")
-    expected = psg.per_sample_factors(model, squares, (x,), method="factored").norms()
-    assert torch.allclose(factors.norms(), expected)
-    # A row for each token, and 8 bytes for each entry; the gradients take 20 MB.
-    assert peak_memory(factors.norms) <= 8 * (16 * 64 * 4 + 10_000 * 8) + 2**14
-
-
 @pytest.mark.parametrize("size", [64, 1024])
 def test_tables_of_a_sketch_are_temporaries_too(size):
     model, x = nn.Linear(512, 512), torch.randn(4, 512)
