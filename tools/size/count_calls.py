@@ -17,6 +17,7 @@ follow, and not time. One replica on a CPU, with warm caches:
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -59,17 +60,21 @@ def passed_by(run: Callable[[], Any]) -> Passed:
         if event == "call":
             seen[frame.f_code] = seen.get(frame.f_code, 0) + 1
 
+    # A suspended generator runs when it is collected, whoever has left it.
+    gc.collect()
+    gc.disable()
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     ours = {}
     for code, number in seen.items():
         path = Path(code.co_filename)
         if path.is_relative_to(ROOT):
             relative = path.relative_to(ROOT)
-            # The bodies of classes and comprehensions are no functions.
+            # The bodies of classes and comprehensions are not functions.
             if relative.parts[0] in PACKAGES and not _is_part(code):
                 ours[f"{relative}:{code.co_firstlineno} {code.co_name}"] = number
     files = {name.partition(":")[0] for name in ours}
