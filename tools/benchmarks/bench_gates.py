@@ -13,16 +13,13 @@ missed. Only ratios mean anything, and only on a quiet machine.
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
@@ -30,6 +27,7 @@ import grab_xla
 import per_sample_grad as psg
 from tools.benchmarks.models import MODELS, losses_of
 from tools.record import parser_with_output, save
+from tools.side_by_side import Step, side_by_side
 
 BATCH, CLASSES, VOCABULARY, LENGTH = 32, 10, 200, 64
 LARGE = {
@@ -37,7 +35,6 @@ LARGE = {
 }  # fmt: skip
 SMALL = {"norms": 2.0}
 WITH_FREE_PARAMETERS = {"norms": 2.5}
-Step = Callable[[], object]
 
 
 class Attention(nn.Module):
@@ -194,31 +191,14 @@ def steps_of(build: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Step]
     return {name: way(build()) for name, way in ways.items()}
 
 
-def seconds(step: Step) -> float:
-    """Returns the processor time of one step."""
-    began = time.process_time()
-    step()
-    return time.process_time() - began
-
-
 def measure(case: str, rounds: int) -> dict[str, float]:
     """Returns the milliseconds of training, and the ratio of every way to it."""
     build, draw, gates = CASES[case]
     steps = steps_of(build, draw())
     train = steps.pop("train")
     steps = {name: step for name, step in steps.items() if name in gates}
-    ratios: dict[str, list[float]] = {name: [] for name in steps}
-    plain = []
-    for turn in tqdm(range(-2, rounds), case, disable=None):
-        before = seconds(train)
-        for name in steps if turn % 2 else reversed(steps):
-            own, after = seconds(steps[name]), seconds(train)
-            if turn >= 0:
-                ratios[name].append(2 * own / (before + after))
-                plain.append(after)
-            before = after
-    found = {name: statistics.median(each) for name, each in ratios.items()}
-    return {"training, ms": 1000 * statistics.median(plain), **found}
+    found = side_by_side(train, steps, rounds, case)
+    return {"training, ms": 1000 * found.plain_seconds, **found.ratios}
 
 
 def main() -> None:

@@ -62,6 +62,7 @@ from tools.benchmarks.models import MODELS, losses_of
 from tools.peak_memory import peak_memory
 from tools.record import parser_with_output, save
 from tools.references import grab_sampler, projected_by_hand
+from tools.side_by_side import side_by_side
 
 STEPS = 2  # per epoch: with more, grab-sampler on XLA takes hours
 # What memory is measured of: widths of the layers, samples in a step, and samplers.
@@ -238,33 +239,20 @@ def steps_of(
 def ratios_to_plain(
     steps: dict[str, Callable[[], None]], rounds: int, title: str
 ) -> dict[str, tuple[float, float]]:
-    """Returns time and memory of every step but the plain one, over that one's.
-
-    Each is timed between two plain ones, and half of the rounds in the other sequence:
-    what else the machine does, and what one way leaves to the next, is in both.
-    """
-    plain = steps.pop("plain")
-    ratios: dict[str, list[float]] = {way: [] for way in steps}
-    for turn in tqdm(range(-2, rounds), title, disable=None):
-        before = processor_time(plain)
-        for way in steps if turn % 2 else reversed(steps):
-            own, after = processor_time(steps[way]), processor_time(plain)
-            if turn >= 0:
-                ratios[way].append(2 * own / (before + after))
-            before = after
-    least = peak_memory(plain)
+    """Returns time and memory of every step but the plain one, over that one's."""
+    # Of two steps the first finds another's cache.
+    pairs = {way: functools.partial(_twice, step) for way, step in steps.items()}
+    plain, twice_plain = steps.pop("plain"), pairs.pop("plain")
+    found, least = side_by_side(twice_plain, pairs, rounds, title), peak_memory(plain)
     return {
-        way: (statistics.median(each), peak_memory(steps[way]) / least)
-        for way, each in ratios.items()
+        way: (found.ratios[way], peak_memory(step) / least)
+        for way, step in steps.items()
     }
 
 
-def processor_time(step: Callable[[], None]) -> float:
-    """Returns the seconds of two steps, of which the first finds another's cache."""
-    began = time.process_time()
+def _twice(step: Callable[[], None]) -> None:
     step()
     step()
-    return time.process_time() - began
 
 
 # Runs a forward and a backward pass, and gives the sampler what it balances.

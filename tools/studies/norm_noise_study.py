@@ -16,10 +16,9 @@ Takes about three minutes; half a minute with --quick:
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
-import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ import variable_batch_size as vbs
 from examples.ordering import text_data
 from examples.ordering.language_model import ByteGPT
 from tools.record import parser_with_output, picture, save
+from tools.side_by_side import side_by_side
 
 WAYS = ("nothing", "all gradients", "norm layers")
 
@@ -109,42 +109,36 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
 def timed(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the processor time of one-minibatch updates over that of measuring none.
 
-    Each is timed between two that measure nothing, and half of the rounds in the other
-    sequence; "nothing again" says how exact the others are. And the gain that AdaScale
-    would use at four times the reference batch size.
+    "nothing again" says how exact the others are. And the gain that AdaScale would use
+    at four times the reference batch size.
     """
     plain = Training(args, args.minibatch_size, "nothing")
     trainings = {
         "nothing again": Training(args, args.minibatch_size, "nothing"),
         **{way: Training(args, args.minibatch_size, way) for way in WAYS[1:]},
     }
-    ratios: dict[str, list[float]] = {way: [] for way in trainings}
-    for turn in tqdm(range(-1, args.rounds), disable=args.no_progress):
-        before = seconds_of(plain, args.updates_per_round)
-        for way in trainings if turn % 2 else reversed(trainings):
-            own = seconds_of(trainings[way], args.updates_per_round)
-            after = seconds_of(plain, args.updates_per_round)
-            if turn >= 0:
-                ratios[way].append(2 * own / (before + after))
-            before = after
+    steps = {
+        way: functools.partial(run, training, args.updates_per_round)
+        for way, training in trainings.items()
+    }
+    found = side_by_side(
+        functools.partial(run, plain, args.updates_per_round), steps, args.rounds,
+        warm_up=1, disable=args.no_progress,
+    )  # fmt: skip
     gains = {
         way: trainings[way].optimizer.noise.gain(4 * args.minibatch_size)
         for way in WAYS[1:]
     }
     return {
-        "time over measuring nothing": {
-            way: statistics.median(each) for way, each in ratios.items()
-        },
+        "time over measuring nothing": found.ratios,
         "gain at four times": gains,
     }
 
 
-def seconds_of(training: Training, num_updates: int) -> float:
-    """Returns the processor time of so many updates."""
-    began = time.process_time()
+def run(training: Training, num_updates: int) -> None:
+    """Makes so many updates."""
     for _ in range(num_updates):
         next(training.updates)
-    return time.process_time() - began
 
 
 def draw(path: Path, found: dict[str, Any]) -> None:

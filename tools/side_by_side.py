@@ -1,0 +1,67 @@
+"""Timing steps beside a plain one, on a machine that does other things as well."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+Step = Callable[[], object]
+
+
+class SideBySide(NamedTuple):
+    """What `side_by_side` has measured: medians over rounds.
+
+    Attributes:
+        ratios: The processor time of each step over that of the plain one, by name.
+        plain_seconds: The processor time of the plain step.
+    """
+
+    ratios: dict[str, float]
+    plain_seconds: float
+
+
+def side_by_side(
+    plain: Step,
+    steps: Mapping[str, Step],
+    rounds: int,
+    title: str | None = None,
+    *,
+    warm_up: int = 2,
+    disable: bool | None = None,
+) -> SideBySide:
+    """Returns the processor times of steps over that of a plain one.
+
+    Each is timed between two plain ones, and half of the rounds in the other sequence:
+    what else the machine does, and what one step leaves to the next, is in both.
+
+    Args:
+        plain: What ordinary training does.
+        steps: What is compared with it, by name.
+        rounds: How often each is timed.
+        title: What the progress bar is called.
+        warm_up: How many rounds before these are not counted.
+        disable: Whether there is no progress bar; None: there is one on a terminal.
+    """
+    ratios: dict[str, list[float]] = {name: [] for name in steps}
+    seconds = []
+    for turn in tqdm(range(-warm_up, rounds), title, disable=disable):
+        before = _processor_seconds(plain)
+        for name in steps if turn % 2 else reversed(steps):
+            own, after = _processor_seconds(steps[name]), _processor_seconds(plain)
+            if turn >= 0:
+                ratios[name].append(2 * own / (before + after))
+                seconds.append(after)
+            before = after
+    medians = {name: statistics.median(each) for name, each in ratios.items()}
+    return SideBySide(medians, statistics.median(seconds))
+
+
+def _processor_seconds(step: Step) -> float:
+    """Returns the processor time of one step."""
+    began = time.process_time()
+    step()
+    return time.process_time() - began
