@@ -66,14 +66,19 @@ def to(way: Callable) -> Callable[[Used], None]:
     return lambda model: setattr(model, "way", way)
 
 
-def added(function: Callable) -> Callable[[Used], None]:
-    """Returns a change that adds something to what the module does."""
+def around(function: Callable) -> Callable[[Used], None]:
+    """Returns a change that puts a function around what the module does."""
 
     def change(model: Used) -> None:
         before = model.way
-        model.way = lambda m, x, h: before(m, x, h) + function(m, x, h)
+        model.way = lambda m, x, h: function(before, m, x, h)
 
     return change
+
+
+def added(function: Callable) -> Callable[[Used], None]:
+    """Returns a change that adds something to what the module does."""
+    return around(lambda before, m, x, h: before(m, x, h) + function(m, x, h))
 
 
 def within_no_grad(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
@@ -81,53 +86,39 @@ def within_no_grad(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         return h**m.own + h * m.other
 
 
-def edited_before(model: Used) -> None:
-    before = model.way
-
-    def way(m, x, h):
-        with torch.no_grad():
-            m.own.mul_(1.5)
-        return before(m, x, h)
-
-    model.way = way
+@around
+def edited_before(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
+    with torch.no_grad():
+        m.own.mul_(1.5)
+    return before(m, x, h)
 
 
-def edited_after(model: Used) -> None:
-    before = model.way
-
-    def way(m, x, h):
-        found = before(m, x, h)
-        with torch.no_grad():
-            for param in (m.own, m.sub.exponent):
-                param.mul_(1.5)
-        return found
-
-    model.way = way
+@around
+def edited_after(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
+    found = before(m, x, h)
+    with torch.no_grad():
+        for param in (m.own, m.sub.exponent):
+            param.mul_(1.5)
+    return found
 
 
-def activations_edited(model: Used) -> None:
-    before = model.way
-
-    def way(m, x, h):
-        found = before(m, x, h)
-        h.mul_(2)
-        return found
-
-    model.way = way
+@around
+def activations_edited(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
+    found = before(m, x, h)
+    h.mul_(2)
+    return found
 
 
-def samples_instead_of_the_buffer(model: Used) -> None:
+@around
+def samples_instead_of_the_buffer(
+    before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor
+):
     """The graph and its shapes are the same: what is multiplied is not."""
-    before = model.way
-
-    def way(m, x, h):
-        kept, m.scale = m.scale, x.detach().mean((0, 1))
-        try:
-            return before(m, x, h)
-        finally:
-            m.scale = kept
-
-    model.way = way
+    kept, m.scale = m.scale, x.detach().mean((0, 1))
+    try:
+        return before(m, x, h)
+    finally:
+        m.scale = kept
 
 
 def shaped(*shape: int) -> Callable[[Used], None]:
@@ -171,9 +162,9 @@ def hooked(model: Used) -> None:
     model.sub.register_forward_hook(lambda module, args, out: out - out.mean(0))
 
 
-def cut(model: Used) -> None:
-    before = model.way
-    model.way = lambda m, x, h: before(m, x, h.detach())
+@around
+def cut(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
+    return before(m, x, h.detach())
 
 
 def outside_its_module(model: Used) -> None:
