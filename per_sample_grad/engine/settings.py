@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def has_fallback(self) -> bool:
-        """Whether parameters that no rule covers, or wrong rules, are no error."""
+        """Whether there is a fallback for parameters that rules do not account for."""
         return self.fallback != "error"
 
     def batch_dim_of(self, module: str = "") -> int | None:

@@ -39,8 +39,8 @@ class Columns:
                 nobody has asked for.
 
         Raises:
-            TraceError: There is not exactly one such column, or there are no rows; or a
-                cell is not a finite number.
+            TraceError: The file has no such column, several of them, no rows, or a cell
+                that is not a finite number.
         """
         if names is None:
             known = {header for header, _ in self._found.values()}

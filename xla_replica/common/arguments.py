@@ -132,7 +132,7 @@ def _refusal(
     kind: str,
     limits: Iterable[tuple[str, float | None]],
 ) -> Exception:
-    """Returns the error for what is no such number, or, as ``is_one``, out of range."""
+    """Returns the error for a wrong type or, if ``is_one``, for a wrong number."""
     parts = [f"{sign} {limit}" for sign, limit in limits if limit is not None]
     allowed = f"{kind} {' and '.join(parts)}" if parts else kind
     return (ValueError if is_one else TypeError)(

@@ -78,7 +78,7 @@ class Training(elastic.Training):
     """A run as a user writes it, on the replica that it runs in.
 
     Attributes:
-        counted: ``(step, *samples)`` of every minibatch that is no padding.
+        counted: ``(step, *samples)`` of every minibatch that is not padding.
     """
 
     def __init__(self, run: Run, shape: tuple[int, ...] | None = None) -> None:

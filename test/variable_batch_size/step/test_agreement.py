@@ -26,7 +26,7 @@ class ThreadReplica(xla_replica.Replica):
         replicas: All of them.
         rank: Its rank.
         device: The kind of device.
-        late: How many updates its device is behind the host.
+        late: How many updates its device lags the host by.
     """
 
     def __init__(self, replicas: Replicas, rank: int, device: str, late: int) -> None:
