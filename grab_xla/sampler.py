@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -416,9 +415,7 @@ class GraBSampler(Sampler[int]):
             if isinstance(rows, FactoredRows):
                 balancer.place(rows)
                 return
-            pieces = functools.partial(
-                self._matrix.pieces, rows, batched, balancer.piece_size
-            )
+            pieces = self._matrix.pieces(rows, batched, balancer.piece_size)
             balancer.place_step(pieces, progress.end, progress.waits)
 
     def step(

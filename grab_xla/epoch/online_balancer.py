@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -111,21 +111,19 @@ class OnlineBalancer:
             self._uniforms = torch.rand(size, **like)
 
     @torch.no_grad()
-    def place_step(
-        self, pieces: Callable[[], Iterable[Tensor]], end: int, waits: bool
-    ) -> None:
+    def place_step(self, pieces: Iterable[Tensor], end: int, waits: bool) -> None:
         """Balances a step of all replicas, or keeps its rows until the update.
 
         Args:
-            pieces: Returns this replica's rows, ``(R, d)`` at a time; see
-                ``piece_size``. Called twice, if the balance type looks at a step
-                before it is balanced.
+            pieces: This replica's rows, ``(R, d)`` at a time; see ``piece_size``. They
+                are iterated over twice, if the balance type looks at a step before it
+                is balanced.
             end: The number of samples that the pass has on all replicas; after these
                 come repeated ones.
             waits: Whether several replicas balance at the update, with `place_update`.
         """
         if self._replica.num_replicas > 1:
-            [rows] = pieces()
+            [rows] = pieces
             if waits:
                 # A copy: gradients may be zeroed before the update.
                 self._pending.append(rows.clone())
@@ -133,9 +131,9 @@ class OnlineBalancer:
             # In the sequence of the order, without repeated samples.
             ordered = interleaved(self.columns.of_all_replicas(rows))
             ordered = ordered[: end - self.num_seen]
-            pieces = lambda: [ordered]  # noqa: E731
-        self.state = self._ordering.begin_step(self.state, pieces(), self._decisions)
-        for rows in pieces():
+            pieces = [ordered]
+        self.state = self._ordering.begin_step(self.state, pieces, self._decisions)
+        for rows in pieces:
             self.place(rows)
             del rows  # before the next ones are formed
 

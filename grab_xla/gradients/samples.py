@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -190,12 +191,13 @@ class GradientMatrix:
 
     def pieces(
         self, grads: Mapping[str, Tensor] | Tensor, batched: bool, multiple: int | None
-    ) -> Iterator[Tensor]:
-        """Yields the rows, some after the others.
+    ) -> Iterable[Tensor]:
+        """Returns the rows, some after the others, each time they are iterated over.
 
         All come at once where gradients are one matrix, and on a lazy backend, where
         every piece would be a part of the program. A projection is small, but what is
         formed on the way to it is not; so it is formed in pieces and comes at once.
+        What comes at once is formed once; several pieces are formed every time.
 
         Args:
             grads: ``(B, columns)``, or gradients that `count` accepts: ``(B, *shape)``,
@@ -208,7 +210,7 @@ class GradientMatrix:
         else:
             values = [grads[name].detach() for name in self._shapes]
         values = values if batched else [value.unsqueeze(0) for value in values]
-        pieces: Iterable[Sequence[Tensor]] = [values]
+        pieces: list[Sequence[Tensor]] = [values]
         kind, copies = traits(self._device), 1
         if self._projects:
             multiple, copies = 1, 4
@@ -217,12 +219,12 @@ class GradientMatrix:
             numbers = PIECE_ON_HOST if kind.is_host else PIECE_ON_DEVICE
             row = copies * multiple * self._projection.num_inputs
             size = max(1, numbers // row) * multiple
-            pieces = zip(*(value.split(size) for value in values))
-        if self._projects:
-            parts = [self._rows(columns) for columns in pieces]
-            yield parts[0] if len(parts) == 1 else torch.cat(parts)
-        else:
-            yield from map(self._rows, pieces)
+            pieces = list(zip(*(value.split(size) for value in values)))
+        if len(pieces) > 1 and not self._projects:
+            return _Formed(self._rows, pieces)
+        parts = [self._rows(columns) for columns in pieces]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return [rows]
 
     def _rows(self, gradients: Sequence[Tensor]) -> Tensor:
         """Returns the rows of some samples, given their gradients by parameter."""
@@ -267,6 +269,17 @@ class GradientMatrix:
                 f"{sorted(sizes)}"
             )
         return sizes.pop()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Formed:
+    """Rows that are formed piece by piece, anew each time they are iterated over."""
+
+    form: Callable[[Sequence[Tensor]], Tensor]
+    pieces: Sequence[Sequence[Tensor]]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.form, self.pieces)
 
 
 def normalized(rows_BD: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from support.grab_xla import ordering
 from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
 
-from grab_xla import BALANCE_TYPES, GraBSampler
+from grab_xla import BALANCE_TYPES, GraBSampler, random_projections
 from grab_xla.gradients import samples as matrix
 from tools.peak_memory import peak_memory
 
@@ -75,6 +75,23 @@ def test_a_projection_saves_memory(name, kind, tile_size):
         held = sum(value.numel() * value.element_size() for value in kept)
         totals.append(held + peak_of_step(sampler, gradients()))
     assert totals[1] < totals[0]
+
+
+@pytest.mark.parametrize("name", ["ema", "mean"])
+def test_a_projection_is_formed_once_in_a_step(name, monkeypatch):
+    """Also where the balance type looks at a step before it is balanced."""
+    formed = []
+    project = random_projections.Projection.__call__
+
+    def counted(self, *columns: torch.Tensor) -> torch.Tensor:
+        formed.append(len(columns[0]))
+        return project(self, *columns)
+
+    monkeypatch.setattr(random_projections.Projection, "__call__", counted)
+    sampler = sampler_of(name, pi_eps=0.5, random_projection="kron")
+    list(sampler)
+    sampler.step(gradients())
+    assert sum(formed) == BATCH
 
 
 def test_an_epoch_begins_without_a_copy_of_the_accumulators():
