@@ -135,7 +135,7 @@ def in_dtype(rank: int, name: str, dtype: torch.dtype) -> tuple[set, bool, objec
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes(name, dtype):
     [(dtypes, finite, of_noise)] = Backend("cpu", 1).run(in_dtype, name, dtype)
