@@ -14,9 +14,8 @@ from per_sample_grad.factors import plan as planning
 from per_sample_grad.factors.forms import Contribution, Dense, Outer, Versions
 from per_sample_grad.factors.plan import Choice, Method, Plan, Quantity
 from per_sample_grad.factors.projection import Projection
-from per_sample_grad.factors.tensor_sketch import sketch
 from xla_replica import full_matmul_precision
-from xla_replica.common.arguments import check_choice, check_integer
+from xla_replica.common.arguments import check_choice
 
 # Gradients of at most so many numbers are joined before they are squared: a small
 # operation takes longer than its numbers do.
@@ -224,24 +223,10 @@ class Factors:
                 algebra.add_weighted_sums_(totals[name], use, rows, self._budget)
 
     @_in_full_precision
-    def sketch(self, size: int, *, seed: int = 0) -> torch.Tensor:
-        """Returns random sketches of all gradients, ``(B, size)``, without forming one.
-
-        The map is linear in the gradient, and the same for every batch and device with
-        the same names, shapes and seed. Inner products of sketches are those of the
-        gradients in expectation over seeds; see `factors.tensor_sketch`.
-        """
-        check_integer("sketch: size", size, least=1)
-        merged = [(n, shape, self.merged[n]) for n, shape in self.shapes.items()]
-        found = sketch(merged, size, seed, self._budget)
-        return self._sum([] if found is None else [found], (len(self), size))
-
-    @_in_full_precision
     def project(self, projection: Projection) -> dict[str, torch.Tensor]:
         """Returns projections of every gradient, ``(B, k1 k2)`` by name.
 
-        None is formed. It costs much less than `sketch`, and its inner products vary
-        more; see `Projection`.
+        None is formed.
 
         Args:
             projection: Of these parameters, and perhaps of others.
@@ -258,12 +243,9 @@ class Factors:
         """Returns every gradient, ``(B, *shape)`` by name: B times the model's size."""
         found, n = {}, len(self)
         for name, shape in self.shapes.items():
-            uses, width, terms = (
-                self.contributions(name),
-                forms.matrix_shape(shape)[1],
-                [],
-            )
+            uses, terms = self.contributions(name), []
             if uses:
+                width = forms.matrix_shape(shape)[1]
                 each = planning.samples_of_gradients(uses, width, n, self._budget)
                 terms = [algebra.gradients(uses, shape, each, 0, width)]
             found[name] = self._sum(terms, (n, *shape), power=0).reshape(n, *shape)

@@ -33,7 +33,6 @@ def test_a_capture_and_a_stream():
     }
     exec(block(PAGE, "python", "factors = recorded.backward"), names)
     factors = names["factors"]
-    assert factors.sketch(1024).shape == (6, 1024)
     with psg.capture(model) as names["recorded"]:
         names["losses"] = F.cross_entropy(
             model(names["x"]), names["y"], reduction="none"

@@ -123,7 +123,6 @@ def test_every_answer_is_that_of_the_samples_own_losses():
                 "squares": factors.norms(squared=True),
                 "gram": factors.gram(),
                 "dot": factors.dot(vectors),
-                "sketch": factors.sketch(16),
                 **{f"norms {n}": v for n, v in factors.norms_by_parameter().items()},
                 **{f"sum {n}": v for n, v in factors.weighted_sum(weights).items()},
                 **{f"total {n}": v for n, v in totals.items()},
