@@ -129,7 +129,7 @@ class StepGradients:
                         AccumulationNote(record.after_accumulation)
                     ),
                 )
-            else:
+            elif parameter.grad is gradient:  # not thrown away, perhaps moved
                 record.look(gradient)
 
     # --- a minibatch ----------------------------------------------------------------
@@ -297,8 +297,7 @@ class GradientRecord:
         """Starts a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
         self._was_none = is_none
         self.accumulated = self.overwritten = False
-        self._gradient, self._version = gradient, gradient._version
-        self._numbers = _some_numbers(gradient)
+        self.look(gradient)
 
     def look(self, gradient: torch.Tensor) -> None:
         """Records the gradient as it is now."""
