@@ -297,7 +297,8 @@ class GradientRecord:
         """Starts a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
         self._was_none = is_none
         self.accumulated = self.overwritten = False
-        self.look(gradient)
+        self._gradient, self._version = gradient, gradient._version
+        self._numbers = _some_numbers(gradient)
 
     def look(self, gradient: torch.Tensor) -> None:
         """Records the gradient as it is now."""
