@@ -129,7 +129,7 @@ class StepGradients:
                         AccumulationNote(record.after_accumulation)
                     ),
                 )
-            else:
+            elif parameter.grad is gradient:  # not thrown away, perhaps moved
                 record.look(gradient)
 
     # --- a minibatch ----------------------------------------------------------------

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.variable_batch_size.elastic import steps_of
 
 import variable_batch_size as vbs
 from variable_batch_size.data.lazy_orders import SORTED, bijection
@@ -159,24 +158,6 @@ def test_memory_does_not_grow_with_the_number_of_samples(epoch, trace):
     assert large < 2**18
     assert large < small + 2**15
     assert largest < 2**17
-
-
-@pytest.mark.parametrize("num_replicas", [2, 3, 5])
-def test_steps_do_not_depend_on_the_number_of_replicas(num_replicas):
-    order = vbs.IndexShuffle(7)
-
-    def steps(number: int, epoch: int) -> list[list[int]]:
-        """Returns the samples of every step, with some idle replicas."""
-        options = {"num_replicas": number, "on_end": "cycle"}
-        arguments = (1500, [64, 96, 32, 128], order)
-        ranks = range(number)
-        return steps_of([sampler(*arguments, rank=r, **options) for r in ranks], epoch)
-
-    for epoch in (0, 1):
-        alone = steps(1, epoch)
-        assert steps(num_replicas, epoch) == alone
-        whole = order.samples(epoch, 1500, np.arange(1500))
-        assert sorted(itertools.chain(*alone)) == sorted(whole[: sum(map(len, alone))])
 
 
 def test_a_run_resumes_within_an_epoch_and_its_state_is_small():

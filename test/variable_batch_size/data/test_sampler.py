@@ -37,10 +37,19 @@ def global_order(num_replicas: int, epoch: int, **options) -> list[list[int]]:
     st.lists(st.integers(1, 8).map(lambda n: 32 * n), min_size=1, max_size=9),
     st.integers(2, 9),
     st.integers(0, 3),
+    st.sampled_from([(256, None), (1500, vbs.IndexShuffle(7))]),
 )
-def test_steps_do_not_depend_on_the_number_of_replicas(trace, num_replicas, epoch):
-    expected = global_order(1, epoch, trace=trace, on_end="cycle")
-    assert global_order(num_replicas, epoch, trace=trace, on_end="cycle") == expected
+def test_steps_do_not_depend_on_the_number_of_replicas(
+    trace, num_replicas, epoch, data
+):
+    size, order = data
+    options = {"trace": trace, "on_end": "cycle", "dataset_size": size, "order": order}
+    expected = global_order(1, epoch, **options)
+    assert global_order(num_replicas, epoch, **options) == expected
+    if order is not None:
+        used = flat(expected)
+        whole = order.samples(epoch, size, np.arange(size))
+        assert sorted(used) == sorted(whole[: len(used)])
 
 
 def test_the_order_is_pinned():

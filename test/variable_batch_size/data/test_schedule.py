@@ -146,7 +146,7 @@ def test_past_the_end_of_the_trace():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((40, 256, 32), TraceError, "not a multiple of minibatch_size=32; .* 32 or 64"),
+        ((40, 256, 32), TraceError, r"minibatch_size=32; .* 32 or 64\. With pad_mini"),
         ((8, 256, 32), TraceError, "multiple of minibatch_size=32; nearest is 32"),
         ((512, 256, 32), TraceError, "exceeds epoch capacity: 256 samples hold 8 mini"),
         ((288, 287, 32), TraceError, "exceeds epoch capacity"),

@@ -299,11 +299,6 @@ def test_a_mean_over_the_minibatch_is_refused():
         one_weight([3], sampler={"pad_minibatches": True})
 
 
-def test_without_padding_the_error_names_the_nearest_sizes_and_the_way_out():
-    with pytest.raises(vbs.TraceError, match=r"is 32 or 64\. With pad_minibatches"):
-        vbs.CustomSampler(range(99), [40], minibatch_size=32)
-
-
 def test_a_run_that_pads_is_not_one_that_does_not():
     case = dataclasses.replace(CASES["linear"], trace=(4, 8))
     samplers = [Training(case, pad_minibatches=pad).sampler for pad in (False, True)]

@@ -40,10 +40,14 @@ def test_gradients_from_before_the_wrapper_do_not_count():
     assert wrapper.get_lr() == (0.1,)
 
 
+@pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_model_zero_grad_between_steps_is_harmless(set_to_none):
+def test_model_zero_grad_between_steps_is_harmless(set_to_none, freezes):
+    """Also where another parameter is frozen since the wrapper was built."""
     model, sampler, wrapper = make(trace=32)
     expected, other, plain = make(trace=32)
+    for each in (model, expected):
+        each.bias.requires_grad_(not freezes)
     for _, _ in zip(sampler, other):
         model.zero_grad(set_to_none=set_to_none)
         backward(model)
@@ -174,9 +178,12 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("substep", [0, 1])
-def test_a_gradient_changed_before_step_is_an_error(change, substep):
+@pytest.mark.parametrize(("substep", "freezes"), [(0, False), (1, False), (1, True)])
+def test_a_gradient_changed_before_step_is_an_error(change, substep, freezes):
     model, _, wrapper = make(trace=64)
+    model.bias.requires_grad_(not freezes)
+    if freezes:
+        model.zero_grad()
     for _ in range(substep):
         backward(model)
         wrapper.step()

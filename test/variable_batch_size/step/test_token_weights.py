@@ -250,16 +250,20 @@ class Measured(Training):
         return self.optimizer.step()
 
 
-def measured(rank: int, weighted: bool) -> tuple[list[float], list[torch.Tensor]]:
-    training = Measured(weighted)
-    weights, optimizer = training.train(), training.optimizer
-    return [*optimizer.noise.measure(), optimizer.current_lr()], weights
+def measured(rank: int) -> list[tuple[list[float], list[torch.Tensor]]]:
+    """Returns measurements and weights of a run without weights, and one with them."""
+    found = []
+    for training in (Measured(False), Measured(True)):
+        weights, optimizer = training.train(), training.optimizer
+        found.append(([*optimizer.noise.measure(), optimizer.current_lr()], weights))
+    return found
 
 
 @pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), row("xla", 2)])
 def test_adascale_with_equal_weights_is_adascale(backend):
-    [numbers, weights] = backend.run(measured, False)[0]
-    for found in backend.run(measured, True):
+    outcomes = backend.run(measured)
+    [numbers, weights] = outcomes[0][0]
+    for _, found in outcomes:
         assert found[0] == pytest.approx(numbers, rel=1e-10)
         torch.testing.assert_close(found[1], weights, rtol=1e-11, atol=1e-12)
 
