@@ -263,23 +263,6 @@ def breaks_off(update, order: str, step: int = 5):
     return interrupted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_run_goes_on_with_another_number_of_replicas(tmp_path, tasks, name):
-    arguments = (*tasks[name], "--order", "rr,mean")
-    run_here(name, *arguments, "--epochs", 3, "--logdir", tmp_path / "whole")
-    saved = ("--checkpoint", tmp_path / "saved", "--logdir", tmp_path / "parts")
-    run_here(name, *arguments, *saved, "--epochs", 1)
-    run(
-        name, *arguments, *saved, "--epochs", 3, "--resume", "--num-replicas", 2,
-        "--device", DEVICE,
-        cwd=tmp_path,
-    )  # fmt: skip
-    pd.testing.assert_frame_equal(
-        history(tmp_path / "whole"), history(tmp_path / "parts"), rtol=1e-4
-    )
-
-
 def test_another_run_is_not_gone_on_with(tmp_path, capsys):
     arguments = (*IMAGES, "--order", "rr", "--epochs", 1, "--logdir", tmp_path / "log",
                  "--checkpoint", tmp_path / "saved")  # fmt: skip
