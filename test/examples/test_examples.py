@@ -218,7 +218,8 @@ def test_a_traced_run_in_two_parts_is_one_run(tmp_path, tasks, traced, name, rep
 
 @pytest.mark.parametrize("name", ["images", pytest.param("text", marks=of_torch_alone)])
 def test_a_run_in_two_parts_is_one_run(tmp_path, tasks, name):
-    arguments = (*tasks[name], "--order", "rr,so,mean,pair,recursive-pair")
+    orders = "rr,so,mean,pair,recursive-pair" if name == "images" else "rr,mean"
+    arguments = (*tasks[name], "--order", orders)
     run_here(name, *arguments, "--epochs", 3, "--logdir", tmp_path / "whole")
     saved = ("--checkpoint", tmp_path / "saved", "--logdir", tmp_path / "parts")
     run_here(name, *arguments, *saved, "--epochs", 1)
@@ -278,15 +279,11 @@ def test_another_run_is_not_gone_on_with(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_teaches(tmp_path, name):
-    text = run(name, "--help", cwd=tmp_path)
-    for word in (
-        "torchrun",
-        "--resume",
-        "recursive-pair",
-        "--num-replicas 2",
-        "default:",
-    ):
+def test_help_teaches(name, capsys):
+    with pytest.raises(SystemExit):
+        SCRIPTS[name].main(["--help"])
+    text = capsys.readouterr().out
+    for word in ("torchrun", "--resume", "recursive-pair", "--num-replicas 2"):
         assert word in text
 
 
