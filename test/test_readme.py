@@ -6,8 +6,8 @@ import re
 
 import pytest
 from support.documents import ROOT, blocks, patched, read, sides
-from support.readers import on_replicas, run_script_of_reader
-from support.xla_replica.replicas import of_torch_alone
+from support.readers import check_trained, on_replicas, run_script_of_reader
+from support.xla_replica.replicas import HAS_XLA
 from support.xla_replica.torchrun import LAUNCHER
 
 README = read("README.md")
@@ -25,34 +25,22 @@ def scripts() -> tuple[str, str, str]:
 
 
 def test_the_script_before_the_diff_trains(tmp_path):
-    assert run_script_of_reader(scripts()[0], tmp_path)[0] > 0.9
+    check_trained(run_script_of_reader(scripts()[0], tmp_path), 1)
 
 
-@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_the_script_after_the_diff_trains_on_every_replica_alike(
-    tmp_path, num_replicas
-):
-    script = on_replicas(num_replicas, scripts()[1])
-    accuracies = run_script_of_reader(script, tmp_path)
-    assert len(accuracies) == num_replicas
-    assert len(set(accuracies)) == 1
-    assert accuracies[0] > 0.9
+def test_the_script_after_the_diff_trains_on_every_replica_alike(tmp_path):
+    script = on_replicas(3, scripts()[1])
+    check_trained(run_script_of_reader(script, tmp_path), 3)
 
 
 def test_the_script_after_the_diff_trains_under_torchrun(tmp_path):
-    accuracies = run_script_of_reader(scripts()[1], tmp_path, *LAUNCHER[1:])
-    assert len(accuracies) == 2
-    assert len(set(accuracies)) == 1
-    assert accuracies[0] > 0.9
+    check_trained(run_script_of_reader(scripts()[1], tmp_path, *LAUNCHER[1:]), 2)
 
 
-@pytest.mark.parametrize("num_replicas", [1, pytest.param(3, marks=of_torch_alone)])
-def test_the_script_with_adascale_trains_on_every_replica_alike(tmp_path, num_replicas):
+def test_the_script_with_adascale_trains_on_every_replica_alike(tmp_path):
+    num_replicas = 1 if HAS_XLA else 3
     script = on_replicas(num_replicas, scripts()[2])
-    accuracies = run_script_of_reader(script, tmp_path)
-    assert len(accuracies) == num_replicas
-    assert len(set(accuracies)) == 1
-    assert accuracies[0] > 0.9
+    check_trained(run_script_of_reader(script, tmp_path), num_replicas)
 
 
 def test_the_diff_is_as_short_as_it_says():

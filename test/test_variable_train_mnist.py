@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -183,10 +182,7 @@ def test_digits_reach_97_percent_on_eight_replicas(tmp_path, rule):
         (["--dataset", "fake", "--lr", "nan"], "the reference learning rate must be"),
         (["--rule", "lars"], "--rule: rule='lars' is unknown; allowed are"),
         (["--trace", "nofile.csv", "--dataset", "fake"], "nofile.csv"),
-        (
-            ["--batch-size", 48, "--dataset", "fake"],
-            "not a multiple of minibatch_size=48",
-        ),
+        (["--batch-size", 48, "--dataset", "fake"], "not a multiple of minibatch_size"),
     ],
 )
 def test_bad_arguments_say_so(tmp_path, monkeypatch, arguments, message, capsys):
@@ -197,10 +193,10 @@ def test_bad_arguments_say_so(tmp_path, monkeypatch, arguments, message, capsys)
     assert message in f"{caught.value}{capsys.readouterr().err}"
 
 
-def test_help_teaches():
-    text = subprocess.run(
-        [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True
-    ).stdout
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        variable_train_mnist.main(["--help"])
+    text = capsys.readouterr().out
     for word in ("torchrun", "--trace", "--rule", "default: MNIST if it can be loaded"):
         assert word in text
     assert "{'" not in text  # a dict of Python is not for readers

@@ -36,10 +36,19 @@ from training_recorder import Recorder  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
 import xla_replica  # noqa: E402
+from variable_batch_size.trace_tools import write_png  # noqa: E402
 from xla_replica import Replica  # noqa: E402
 
 EPOCHS = {"mnist": 2, "digits": 30, "fake": 3}
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
+# Columns of the history that the picture shows, and their labels.
+PANELS = {
+    "batch_size": "global batch size\n(samples)", "lr": "effective\nlearning rate",
+    "gain": "gain (steps at\nthe reference)",
+    "noise_scale": "gradient noise\nscale (samples)",
+    "efficiency": "statistical\nefficiency", "loss": "training loss",
+    "accuracy": "test accuracy\n(%)",
+}  # fmt: skip
 
 
 class ConvNet(nn.Sequential):
@@ -204,6 +213,34 @@ def listed(defaults: dict[str, float]) -> str:
     return ", ".join(f"{value} for {name}" for name, value in defaults.items())
 
 
+# Name, type, default and help of options that are numbers.
+NUMBERS = (
+    ("iterations", float, None,
+     "train whole epochs until the gains add up to this many steps at --ref-batchsize; "
+     "implies --measure-noise (default: train --epochs)"),
+    ("batch-size", int, 32,
+     "samples in a minibatch, which one replica runs at once (default: 32)"),
+    ("ref-batchsize", int, 128, "batch size at which --lr was tuned (default: 128)"),
+    ("lr", float, None, f"reference learning rate (default: {listed(LEARNING_RATES)})"),
+    ("momentum", float, 0.9, "momentum of SGD (default: 0.9)"),
+    ("weight-decay", float, 1e-4, "default: 1e-4"),
+    ("max-grad-norm", float, None,
+     "clip the gradient to this global norm (default: do not clip)"),
+    ("epochs", int, None, f"default: {listed(EPOCHS)}"),
+    ("num-replicas", int, None,
+     "default: all chips, GPUs or torchrun processes; 8 on a CPU"),
+    ("num-workers", int, 0, "DataLoader workers (default: 0)"),
+    ("test-batch-size", int, 64,
+     "samples of a forward pass in evaluation (default: 64)"),
+    ("seed", int, 42, "seed of weights and order (default: 42)"),
+    ("log-steps", int, 10, "read the loss once every so many updates (default: 10)"),
+    ("checkpoint-steps", int, None,
+     "save every so many updates (default: every 10 minutes)"),
+    ("target-accuracy", float, None,
+     "in per cent; exit with status 1 if the test accuracy is lower"),
+)  # fmt: skip
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -245,42 +282,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="log gain, gradient noise scale and efficiency under any rule "
         "(adascale always does)",
     )
-    add(
-        "--iterations",
-        type=float,
-        help="train whole epochs until the gains add up to this many steps at "
-        "--ref-batchsize; implies --measure-noise (default: train --epochs)",
-    )
-    add(
-        "--batch-size",
-        type=int,
-        default=32,
-        help="samples in a minibatch, which one replica runs at once (default: 32)",
-    )
-    add(
-        "--ref-batchsize",
-        type=int,
-        default=128,
-        help="batch size at which --lr was tuned (default: 128)",
-    )
-    add(
-        "--lr",
-        type=float,
-        help=f"reference learning rate (default: {listed(LEARNING_RATES)})",
-    )
-    add("--momentum", type=float, default=0.9, help="momentum of SGD (default: 0.9)")
-    add("--weight-decay", type=float, default=1e-4, help="default: 1e-4")
-    add(
-        "--max-grad-norm",
-        type=float,
-        help="clip the gradient to this global norm (default: do not clip)",
-    )
-    add("--epochs", type=int, help=f"default: {listed(EPOCHS)}")
-    add(
-        "--num-replicas",
-        type=int,
-        help="default: all chips, GPUs or torchrun processes; 8 on a CPU",
-    )
+    for name, kind, default, text in NUMBERS:
+        add(f"--{name}", type=kind, default=default, help=text)
     add(
         "--device",
         choices=xla_replica.DEVICES,
@@ -296,20 +299,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default="data",
         help="folder of MNIST, which is downloaded if missing (default: data)",
     )
-    add("--num-workers", type=int, default=0, help="DataLoader workers (default: 0)")
-    add(
-        "--test-batch-size",
-        type=int,
-        default=64,
-        help="samples of a forward pass in evaluation (default: 64)",
-    )
-    add("--seed", type=int, default=42, help="seed of weights and order (default: 42)")
-    add(
-        "--log-steps",
-        type=int,
-        default=10,
-        help="read the loss once every so many updates (default: 10)",
-    )
     add(
         "--logdir",
         help="folder of run.jsonl, history.csv, TensorBoard logs and the picture "
@@ -320,16 +309,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FOLDER",
         help="save checkpoints there, also on SIGTERM and Ctrl-C, and resume from the "
         "newest one, on any number of replicas",
-    )
-    add(
-        "--checkpoint-steps",
-        type=int,
-        help="save every so many updates (default: every 10 minutes)",
-    )
-    add(
-        "--target-accuracy",
-        type=float,
-        help="in per cent; exit with status 1 if the test accuracy is lower",
     )
     add("--no-progress", dest="progress", action="store_false",
         help="do not show a progress bar")  # fmt: skip
@@ -398,11 +377,12 @@ def report(history: pd.DataFrame, args: argparse.Namespace) -> None:
         f"sizes; test accuracy {last.iloc[-1] if len(last) else float('nan'):.2f} %"
     )
     try:
-        from training_plot import plot
-
-        plot(history, folder / "training.png", f"{args.dataset}, rule: {args.rule}")
+        # What was measured holds until it is measured again.
+        measured = history[[name for name in PANELS if name in history]].ffill()
+        title = f"{args.dataset}, rule: {args.rule}"
+        write_png(measured.rename(columns=PANELS), folder / "training.png", title)
         print(f"picture: {folder / 'training.png'}")
-    except ImportError:
+    except ModuleNotFoundError:
         print("no picture: matplotlib is not installed")
     print(f"TensorBoard: tensorboard --logdir {os.path.relpath(folder)}")
 

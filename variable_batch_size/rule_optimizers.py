@@ -106,7 +106,7 @@ class AdaScaleOptimizer(ElasticOptimizer):
     Args:
         optimizer: A ``torch.optim.SGD``; Adam and its kin get a warning.
         log_steps: Third here, not fourth, as in the earlier implementation.
-        time_constant, single_minibatch, per_group, causal, compat: See `NoiseOptions`.
+        time_constant, per_group, causal, compat: See `NoiseOptions`.
         ref_batchsize: Default: 32, unless ``ref_weight`` takes its place.
         sampler, options: See `ElasticOptimizer`.
     """
@@ -121,7 +121,6 @@ class AdaScaleOptimizer(ElasticOptimizer):
         ref_batchsize: int | None = None,
         *,
         time_constant: float = 1000.0,
-        single_minibatch: str = "skip",
         per_group: bool = True,
         causal: bool = False,
         compat: str | None = None,
@@ -134,9 +133,7 @@ class AdaScaleOptimizer(ElasticOptimizer):
                 f"AdaScaleOptimizer takes the fields of NoiseOptions as arguments of "
                 f"its own, such as time_constant=, not noise=, got {options['noise']!r}"
             )
-        options["noise"] = NoiseOptions(
-            time_constant, single_minibatch, per_group, causal, compat
-        )
+        options["noise"] = NoiseOptions(time_constant, per_group, causal, compat)
         super().__init__(
             optimizer, sampler, "adascale", ref_batchsize, log_steps, **options
         )

@@ -8,19 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.documents import blocks, sides
-from support.readers import on_replicas, run_script_of_reader
+from support.readers import check_trained, on_replicas, run_script_of_reader
 from support.xla_replica.replicas import HAS_XLA, needs_xla
 from support.xla_replica.torchrun import LAUNCHER
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 FOLDER = "docs/migration"
-
-
-def check_trained(accuracies: list[float], num_replicas: int) -> None:
-    assert len(accuracies) == num_replicas
-    assert len(set(accuracies)) == 1
-    assert accuracies[0] > 0.9
 
 
 def sides_of(page: str) -> tuple[str, str]:
@@ -30,15 +24,10 @@ def sides_of(page: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_the_data_parallel_script_trains(tmp_path):
-    before, _ = sides_of("distributed_data_parallel.md")
-    check_trained(run_script_of_reader(before, tmp_path, *LAUNCHER[1:]), 2)
-
-
-@pytest.mark.slow
-def test_the_script_after_data_parallel_trains(tmp_path):
-    _, after = sides_of("distributed_data_parallel.md")
-    check_trained(run_script_of_reader(after, tmp_path, *LAUNCHER[1:]), 2)
+@pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
+def test_the_data_parallel_scripts_train(tmp_path, side):
+    script = sides_of("distributed_data_parallel.md")[side]
+    check_trained(run_script_of_reader(script, tmp_path, *LAUNCHER[1:]), 2)
 
 
 @needs_xla

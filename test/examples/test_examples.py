@@ -218,7 +218,8 @@ def test_a_traced_run_in_two_parts_is_one_run(tmp_path, tasks, traced, name, rep
 
 @pytest.mark.parametrize("name", ["images", pytest.param("text", marks=of_torch_alone)])
 def test_a_run_in_two_parts_is_one_run(tmp_path, tasks, name):
-    arguments = (*tasks[name], "--order", "rr,so,mean,pair,recursive-pair")
+    orders = "rr,so,mean,pair,recursive-pair" if name == "images" else "rr,mean"
+    arguments = (*tasks[name], "--order", orders)
     run_here(name, *arguments, "--epochs", 3, "--logdir", tmp_path / "whole")
     saved = ("--checkpoint", tmp_path / "saved", "--logdir", tmp_path / "parts")
     run_here(name, *arguments, *saved, "--epochs", 1)
@@ -263,23 +264,6 @@ def breaks_off(update, order: str, step: int = 5):
     return interrupted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_run_goes_on_with_another_number_of_replicas(tmp_path, tasks, name):
-    arguments = (*tasks[name], "--order", "rr,mean")
-    run_here(name, *arguments, "--epochs", 3, "--logdir", tmp_path / "whole")
-    saved = ("--checkpoint", tmp_path / "saved", "--logdir", tmp_path / "parts")
-    run_here(name, *arguments, *saved, "--epochs", 1)
-    run(
-        name, *arguments, *saved, "--epochs", 3, "--resume", "--num-replicas", 2,
-        "--device", DEVICE,
-        cwd=tmp_path,
-    )  # fmt: skip
-    pd.testing.assert_frame_equal(
-        history(tmp_path / "whole"), history(tmp_path / "parts"), rtol=1e-4
-    )
-
-
 def test_another_run_is_not_gone_on_with(tmp_path, capsys):
     arguments = (*IMAGES, "--order", "rr", "--epochs", 1, "--logdir", tmp_path / "log",
                  "--checkpoint", tmp_path / "saved")  # fmt: skip
@@ -295,15 +279,11 @@ def test_another_run_is_not_gone_on_with(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_teaches(tmp_path, name):
-    text = run(name, "--help", cwd=tmp_path)
-    for word in (
-        "torchrun",
-        "--resume",
-        "recursive-pair",
-        "--num-replicas 2",
-        "default:",
-    ):
+def test_help_teaches(name, capsys):
+    with pytest.raises(SystemExit):
+        SCRIPTS[name].main(["--help"])
+    text = capsys.readouterr().out
+    for word in ("torchrun", "--resume", "recursive-pair", "--num-replicas 2"):
         assert word in text
 
 

@@ -22,14 +22,14 @@ def test_both_rules_agree_with_a_loop_of_autograd(tmp_path):
     assert all(float(error) < 1e-9 for _, error in found)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "told"),
-    [(["--help"], 0, "--positions"), (["--width", 0], 2, "'0' is not at least 1")],
-)
-def test_options(arguments, status, told, tmp_path):
-    found, output = run_script(SCRIPT, *arguments, cwd=tmp_path)
-    assert found == status
-    assert told in output
+@rules_kept()
+def test_a_width_of_nothing_is_refused(monkeypatch, capsys):
+    from examples.layer_rules import computed_weights as example
+
+    monkeypatch.setattr("sys.argv", ["computed_weights.py", "--width", "0"])
+    with pytest.raises(SystemExit):
+        example.main()
+    assert "'0' is not at least 1" in capsys.readouterr().err
 
 
 @rules_kept()

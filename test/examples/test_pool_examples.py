@@ -12,9 +12,9 @@ import torch
 
 from examples.pool import batch_to_label, digits, influence, mislabelled, target_set
 
-FOLDER = Path(__file__).parents[2] / "examples" / "pool"
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {
-    influence: {"train": 80, "queries": 3, "halves": 6, "remove": 4},
+    influence: {"train": 40, "queries": 2, "halves": 4, "remove": 4},
     mislabelled: {"train": 200, "wrong": 0.1, "steps": [30]},
     target_set: {"pool": 100, "target": 5, "budget": 20},
     batch_to_label: {"pool": 60, "batch": 10, "rounds": 1},

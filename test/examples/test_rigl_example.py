@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.scripts import run_script, words
 from support.xla_replica.replicas import of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 import variable_batch_size as vbs
+from examples.sparse import rigl_mnist
 
-ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("sklearn")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+COMMON = ("--dataset", "digits", "--device", "cpu", "--delta", 10)
+TRACE = ("--trace", "96,32,64", "--epochs", 3)
 
 
-def run(
-    *arguments: str, launcher: tuple[str, ...] = (sys.executable,), fails: bool = False
-) -> str:
-    """Runs the script; returns what it prints, or tells of where it ``fails``."""
-    pytest.importorskip("sklearn")
-    command = [*launcher, str(ROOT / "examples" / "sparse" / "rigl_mnist.py")]
-    command += ["--dataset", "digits", "--device", "cpu", "--delta", "10", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (done.returncode != 0) == fails, done.stderr
-    return done.stderr if fails else done.stdout
+@pytest.fixture
+def run_here(capsys):
+    """Runs one replica in this process; returns what it prints."""
+
+    def run(*arguments: object) -> str:
+        rigl_mnist.main(words([*COMMON, "--num-replicas", 1, *arguments]))
+        return capsys.readouterr().out
+
+    return run
+
+
+def run(folder: Path, *arguments: object, command=(sys.executable,)) -> str:
+    """Returns what the script prints when started from a checkout, as by users."""
+    script = Path(rigl_mnist.__file__)
+    status, text = run_script(script, *COMMON, *arguments, cwd=folder, command=command)
+    assert status == 0, text
+    return text
 
 
 def accuracies(output: str) -> list[float]:
@@ -40,16 +50,17 @@ def results(output: str) -> str:
 
 
 @of_torch_alone
-def test_it_learns_and_resumes(tmp_path):
-    checkpoint = ["--checkpoint", str(tmp_path / "digits")]
-    whole = run("--epochs", "12", *checkpoint)
+@pytest.mark.filterwarnings("ignore:the saved schedule goes on")
+def test_it_learns_and_resumes(tmp_path, run_here):
+    checkpoint = ("--checkpoint", tmp_path / "digits")
+    whole = run_here("--epochs", 12, *checkpoint)
     assert accuracies(whole)[-1] > 80
     assert "num_rigl_steps=13" in whole  # T_end is 135
     assert "complete" not in whole
-    again = run("--epochs", "12", *checkpoint)
+    again = run_here("--epochs", 12, *checkpoint)
     assert f"complete: 12 epochs, test accuracy {accuracies(whole)[-1]:.2f} %" in again
     assert "the topology stays" not in again
-    more = run("--epochs", "14", *checkpoint)
+    more = run_here("--epochs", 14, *checkpoint)
     assert "the topology stays from update 135 on, as this run began" in more
     assert "would stop at 157" in more
     assert len(accuracies(more)) == 2
@@ -59,23 +70,23 @@ def test_it_learns_and_resumes(tmp_path):
     told = updates["accuracy"].dropna().tolist()
     assert told == pytest.approx(accuracies(whole) + accuracies(more), abs=0.01)
     assert updates["loss"].dropna().iloc[-1] < updates["loss"].dropna().iloc[0] / 2
-    refused = run("--sparsity", "0.5", "--lr", "9", *checkpoint, fails=True)
-    assert re.search(r"of another run: .*lr was 0.1 and is 9.*sparsity was 0", refused)
+    refusal = "of another run: .*lr was 0.1 and is 9.*sparsity was 0"
+    with pytest.raises(ValueError, match=refusal):
+        run_here("--sparsity", 0.5, "--lr", 9, *checkpoint)
 
 
 @of_torch_alone
-def test_on_replicas_with_a_trace():
-    trace = ["--trace", "96,32,64", "--epochs", "3"]
-    alone, together = run(*trace), run(*trace, "--num-replicas", "2")
+def test_on_replicas_with_a_trace(tmp_path, run_here):
+    alone, together = run_here(*TRACE), run(tmp_path, *TRACE, "--num-replicas", 2)
     masks = re.compile(r"nonzero_params=.*")
     assert masks.search(alone).group() == masks.search(together).group()
     assert accuracies(together) == pytest.approx(accuracies(alone), abs=2)
 
 
 @pytest.mark.slow
-def test_under_torchrun():
+def test_under_torchrun(tmp_path):
     """The run is that of two replicas that the script starts, a line for each epoch."""
-    trace = ["--trace", "96,32,64", "--epochs", "3"]
-    own, torchrun = run(*trace, "--num-replicas", "2"), run(*trace, launcher=LAUNCHER)
+    own = run(tmp_path, *TRACE, "--num-replicas", 2)
+    torchrun = run(tmp_path, *TRACE, command=LAUNCHER)
     assert len(accuracies(torchrun)) == 3
     assert results(torchrun) == results(own)

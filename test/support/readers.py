@@ -62,3 +62,10 @@ def run_script_of_reader(script: str, folder: Path, *launcher: str) -> list[floa
     )
     assert done.returncode == 0, done.stderr
     return [float(value) for value in re.findall(r"accuracy ([\d.]+)", done.stdout)]
+
+
+def check_trained(accuracies: list[float], num_replicas: int) -> None:
+    """Asserts that so many replicas have learnt, and the same."""
+    assert len(accuracies) == num_replicas
+    assert len(set(accuracies)) == 1
+    assert accuracies[0] > 0.9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -158,81 +157,6 @@ def test_the_command_fails_where_something_is_wrong(
             compile_programs.main()
         assert message in str(end.value.code)  # a text: status 1
     assert bool(json.loads(output.read_text())["wrong"]) == (message is not None)
-
-
-COMPILER = """\
-#!{python}
-import json, pathlib, sys
-names = [pathlib.Path(each).name for each in sys.argv[2 : sys.argv.index("--slices")]]
-calls = pathlib.Path(__file__).with_name("calls")
-calls.touch()
-is_first = not calls.read_text()
-with calls.open("a") as file:
-    file.write(f"{{len(names)}} of {{sys.argv[sys.argv.index('--slices') + 1]}}\\n")
-for name in names[:1] if is_first else names:
-    row = {{"program": name.split(".")[0], "seconds": len(name)}}
-    print(json.dumps(row), flush=True)
-sys.exit(is_first)
-"""
-
-
-def test_what_was_compiled_before_an_interruption_is_not_compiled_again(tmp_path):
-    compiler, folder = tmp_path / "python", tmp_path / "kept"
-    compiler.write_text(COMPILER.format(python=sys.executable))
-    compiler.chmod(0o755)
-    folder.mkdir()
-    own = programs(saved("1"), saved("2"), saved("3"))
-    arguments = (["v5e:2x4", "v4:2x2x4"], 8, compiler, folder)
-    with pytest.raises(SystemExit, match="run it by hand"):
-        compile_programs.compiled(own, *arguments)
-    for _ in range(2):
-        found = compile_programs.compiled(own, *arguments)
-    assert found.keys() == {(p.text, name) for p in own for name in arguments[0]}
-    assert found[own[0].text, "v4:2x2x4"]["place"] == own[0].place
-    assert (tmp_path / "calls").read_text().splitlines() == [
-        "3 of v5e:2x4", "2 of v5e:2x4", "3 of v4:2x2x4",
-    ]  # fmt: skip
-
-
-def test_cases_run_once_for_a_folder_that_keeps_their_programs(monkeypatch, tmp_path):
-    runs = []
-
-    def run(cases, num_replicas, log):
-        assert not list(tmp_path.glob("programs.*"))  # torch_xla appends
-        runs.append([*cases])
-        text = "".join(
-            f"\n{CASE_MARK}{case}\n{saved()}\n{LAST_STEP_MARK}\n{saved()}{saved()}"
-            for case in cases
-        )
-        for rank in range(num_replicas):
-            (tmp_path / f"{log.name}.{rank}").write_text(text)
-
-    monkeypatch.setattr(compile_programs, "_run_cases", run)
-    for cases in (["a", "b"], ["a", "b"], ["c"]):
-        by_case, last = compile_programs.programs_of(cases, 2, tmp_path)
-        assert {case: [*map(len, own)] for case, own in by_case.items()} == {
-            case: [3, 3] for case in cases
-        }
-        # A program that ran twice in the step counts twice.
-        assert [len(last[case]) for case in cases] == [2] * len(cases)
-    assert runs == [["a", "b"], ["c"]]
-
-
-def test_costs_of_last_steps_stand_beside_the_first(monkeypatch, tmp_path, capsys):
-    last = {"plain": programs(saved("1")), "two": programs(saved("1"), saved("2"))}
-    monkeypatch.setattr(compile_programs, "programs_of", lambda *args: ({}, last))
-    monkeypatch.setattr(
-        compile_programs,
-        "compiled",
-        lambda found, *args: {(p.text, "v5e:2x2"): ROW for p in found},
-    )
-    output = tmp_path / "costs.json"
-    arguments = ["x", "--costs", "--slices", "v5e:2x2", "--python", __file__]
-    monkeypatch.setattr("sys.argv", [*arguments, "--output", str(output)])
-    compile_programs.main()
-    assert "| two | 2 | 4 | 1 | 2.00 | 2.00 | 1.00 |" in capsys.readouterr().out
-    record = json.loads(output.read_text())
-    assert record["last steps"]["two"] == {"Gflop": 2.0, "GB": 4.0, "peak, MiB": 1.0}
 
 
 def wrong_runs(rank: int) -> None:

@@ -39,11 +39,6 @@ OTHERS = [
     Run(Case(TRACE, rule="adascale", max_grad_norm=1.0)),
     Run(Case(TRACE, rule="adascale"), on_device=True),
     Run(
-        Case((4, 4, 8, 4), num_samples=32),
-        (("noise", vbs.NoiseOptions(single_minibatch="difference")),),
-        has_whole_part=True,
-    ),
-    Run(
         Case(TRACE),
         (("reduction", "sum"), ("ref_weight", 40.0), ("noise", True)),
         on_device=True,

@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ import pandas as pd
 import pytest
 import torch
 from support.documents import ROOT, blocks, read
-from support.scripts import environment
 
 import variable_batch_size as vbs
 from variable_batch_size.command_line import COMMANDS, main
@@ -109,16 +107,13 @@ def test_the_code_of_the_page_runs(folder):
     assert names["step_time"] == pytest.approx((0.5, 1.0))
 
 
-def test_the_module_is_the_command(folder):
-    run = subprocess.run(
-        [sys.executable, "-m", "variable_batch_size", "stats", "trace.csv"],
-        cwd=folder,
-        env={**environment(), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    assert re.search(r"^largest minibatch size +32$", run.stdout, re.MULTILINE)
+def test_the_module_is_the_command(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["vbs", "stats", "trace.csv"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("variable_batch_size", run_name="__main__")
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^largest minibatch size +32$", shown, re.MULTILINE)
 
 
 def test_pip_installs_the_command(monkeypatch):

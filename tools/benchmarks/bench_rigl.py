@@ -54,17 +54,17 @@ def in_turns(
     rounds: int,
     minutes: float,
     what: str,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Seconds:
     """Returns the seconds of each function in each round, taking turns to go first.
 
     Ends before ``rounds`` if one more would probably take longer than ``minutes`` in
     all; one round is always run.
     """
-    names, begin = list(functions), clock()
+    names, begin = list(functions), time.perf_counter()
     found: Seconds = {name: [] for name in names}
     for turn in tqdm(range(rounds), desc=what, unit="round"):
-        if turn and (clock() - begin) * (turn + 1) / turn > 60 * minutes:
+        spent = time.perf_counter() - begin
+        if turn and spent * (turn + 1) / turn > 60 * minutes:
             break
         for name in names if turn % 2 == 0 else names[::-1]:
             found[name].append(functions[name]())

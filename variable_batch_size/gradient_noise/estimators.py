@@ -114,23 +114,6 @@ def estimate(minibatch_squares: Tensor, mean_square: Tensor, matrix: Tensor) -> 
     return (matrix.reshape(3, 3, 1) * sums).sum(1)
 
 
-def estimate_from_differences(
-    mean_square: Tensor,
-    previous_square: Tensor,
-    product: Tensor,
-    minibatch_size: int,
-) -> Tensor:
-    """Returns biased statistics from two steps of one minibatch each: ``(3, G)``.
-
-    |G|^2 = g_t . g_(t-1) and v = ||g_t - g_(t-1)||^2 / 2, which takes the drift of the
-    true gradient between the steps for noise.
-
-    The squares are ||g_t||^2 and ||g_(t-1)||^2, the product g_t . g_(t-1): ``(G,)``.
-    """
-    variance = (mean_square + previous_square) / 2 - product
-    return torch.stack([minibatch_size * variance, product, torch.ones_like(product)])
-
-
 def weight_of(num_minibatches: int, time_constant: float) -> float:
     """Returns a step's weight in the averages: 1 - exp(-n / T), or 0 if n is 1.
 

@@ -18,16 +18,12 @@ from variable_batch_size.gradient_noise import estimators
 from variable_batch_size.gradient_noise.norm_noise import NormLayerNoise
 from variable_batch_size.gradient_noise.progress import Progress
 from variable_batch_size.gradient_noise.readings import Measurements, Reading
-from variable_batch_size.gradient_noise.squares import (
-    GradientDifferences,
-    GradientSquares,
-)
+from variable_batch_size.gradient_noise.squares import GradientSquares
 from xla_replica import Replica
 from xla_replica.common.arguments import check_choice, check_number
 
 Groups = list[dict[str, Any]]
-_STATE = ("averages", "differences", "norm layers", "whole", "fraction")
-_STATE += ("batch_size", "base")
+_STATE = ("averages", "norm layers", "whole", "fraction", "batch_size", "base")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +32,6 @@ class NoiseOptions:
 
     Attributes:
         time_constant: Time constant of the moving averages, in minibatches; > 0.
-        single_minibatch: What a step of one minibatch, which has no variance to
-            measure, does to the averages: ``'skip'`` leaves them as they are;
-            ``'difference'`` compares it with the step before, until a step of several
-            minibatches has been seen. Biased, and costs a copy of the gradients; the
-            first such step after loading a state has nothing to compare with.
         per_group: Each parameter group has its own gain; otherwise all have the
             overall one.
         causal: The gain comes from the steps before this one, so that a step's noise
@@ -56,14 +47,12 @@ class NoiseOptions:
     """
 
     time_constant: float = 1000.0
-    single_minibatch: str = "skip"
     per_group: bool = True
     causal: bool = False
     compat: str | None = None
 
     def __post_init__(self) -> None:
         check_number("time_constant", self.time_constant, above=0)
-        check_choice("single_minibatch", self.single_minibatch, ("skip", "difference"))
         check_choice("compat", self.compat, (None, "reference"))
 
 
@@ -89,7 +78,7 @@ class NoiseMeter:
         weighted: Whether minibatches have weights.
         estimator: Whose numbers were asked for last: those of a step's
             ``'minibatches'``, of ``'norm layers'``, also with ``', factor unknown'``,
-            of ``'differences'`` between steps, or ``'nothing'``.
+            or ``'nothing'``.
 
     Raises:
         TypeError: An option needs minibatches that all count the same.
@@ -111,14 +100,13 @@ class NoiseMeter:
         self._scalars = scalars
         # The batch size whose gain is one.
         self.weighted = minibatch_size is None
-        if self.weighted and (options.compat or options.single_minibatch != "skip"):
+        if self.weighted and options.compat:
             raise TypeError(
-                "single_minibatch='difference' and compat='reference' need minibatches "
-                "that all count the same; with reduction='sum' leave them out"
+                "compat='reference' needs minibatches that all count the same; with "
+                "reduction='sum' leave it out"
             )
         self._base = minibatch_size if options.compat else ref_batchsize
         self._lr_factor = self._base / ref_batchsize  # between gain and LR factor
-        self._compares = options.single_minibatch == "difference"
         self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
         self._gradients = GradientSquares(self.dtype, replica)
@@ -126,7 +114,6 @@ class NoiseMeter:
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         self._squares = self._averages[0]  # of the step under way: (G,)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
-        self._differences = GradientDifferences(self._gradients, minibatch_size or 1)
         self._norm_layers = NormLayerNoise(self.dtype, replica)
         self._progress = Progress(self.dtype, replica)
         self.estimator = "nothing"
@@ -148,13 +135,12 @@ class NoiseMeter:
 
         Raises:
             ValueError, TypeError: See `norm_layers_of`; or minibatches have weights,
-                parameters are sharded, or options are of other estimators.
+                parameters are sharded, or ``compat`` is set.
         """
-        options, parameters = self.options, self._gradients.parameters
-        if self.weighted or options.compat or options.single_minibatch != "skip":
+        parameters = self._gradients.parameters
+        if self.weighted or self.options.compat:
             raise TypeError(
-                "use_norm_layers needs reduction='mean' and neither compat='reference' "
-                "nor single_minibatch='difference'"
+                "use_norm_layers needs reduction='mean', and not compat='reference'"
             )
         if self._replica.is_sharded(parameters):
             raise TypeError(
@@ -172,13 +158,10 @@ class NoiseMeter:
         after the first backward pass of a step, the step's squares are not all known,
         and it does not count: on no replica, since the sum over them is not finite.
         """
-        self._differences.forget()
         self._add_groups(len(groups) - len(self._squares))
         new = self._gradients.watch(groups)
         if new and after_backward:
             self._squares.fill_(math.nan)
-        if self._compares:
-            self._differences.add_parameters(new)
 
     def prepare_step(self, num_minibatches: int) -> None:
         """Prepares for a step of so many minibatches, over all replicas.
@@ -186,7 +169,7 @@ class NoiseMeter:
         One tells nothing of the noise by its gradients, so they are not looked at;
         where programs are compiled they are, which makes one program of all steps.
         """
-        unused = num_minibatches == 1 and not (self.weighted or self._compares)
+        unused = num_minibatches == 1 and not self.weighted
         self._gradients.paused = unused and not self._replica.is_lazy
         self._norm_layers.prepare_step(num_minibatches)
 
@@ -248,10 +231,6 @@ class NoiseMeter:
             )
             self._averages = estimators.average(
                 self._averages, new, self._uploaded["weight"]
-            )
-        if self._compares:
-            self._differences.update(
-                mean_square, self._uploaded["weight of the difference"]
             )
         self._norm_layers.update(self._uploaded, self._uploaded["weight"])
         statistics = before if causal else self._statistics()
@@ -323,8 +302,7 @@ class NoiseMeter:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
-        tensors = [self._averages, self._differences.averages]
-        tensors += [self._norm_layers.state(), *self._progress.tensors]
+        tensors = [self._averages, self._norm_layers.state(), *self._progress.tensors]
         if isinstance(self._batch_size, torch.Tensor):
             tensors.append(self._batch_size)
         fetched = self._replica.fetch(tensors)
@@ -339,7 +317,8 @@ class NoiseMeter:
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        if set(state) | {"norm layers"} != set(_STATE):  # earlier states have none
+        # Earlier states lack the one or have the other.
+        if (state.keys() | {"norm layers"}) - {"differences"} != set(_STATE):
             raise ValueError(
                 f"this is not a state of a NoiseMeter: it has {sorted(state)}, "
                 f"expected are {sorted(_STATE)}"
@@ -362,8 +341,6 @@ class NoiseMeter:
         self.check_state(state)
         device = self._replica.device
         self._averages = state["averages"].to(self.dtype).to(device)
-        self._differences.averages = state["differences"].to(self.dtype).to(device)
-        self._differences.forget()
         if "norm layers" in state:
             self._norm_layers.load_state(state["norm layers"])
         self._batch_size = state["batch_size"].item()
@@ -375,7 +352,6 @@ class NoiseMeter:
     def _upload(self, num_minibatches: int, batch_size: int) -> None:
         """Uploads what an update needs."""
         time_constant = self.options.time_constant
-        differences = self._differences.weight(num_minibatches, time_constant)
         if not self.weighted:
             self._batch_size = batch_size
         values: dict[str, Any] = {"base": self._base}
@@ -388,7 +364,6 @@ class NoiseMeter:
                 ),
                 "ratio": batch_size / self._base,
                 "weight": estimators.weight_of(num_minibatches, time_constant),
-                "weight of the difference": differences,
                 **self._norm_layers.numbers(batch_size, num_minibatches, time_constant),
             }
         self._uploaded = {
@@ -411,17 +386,14 @@ class NoiseMeter:
         """Returns the best statistics on the device: ``(3, G)``, or ``(3, 1)``."""
         if self._norm_layers.in_use:
             return self._norm_layers.statistics(self._averages)
-        if self._compares:
-            return estimators.best(self._averages, self._differences.averages)
         return self._averages
 
     def _read(self) -> Reading:
         """Reads the device."""
         state = self.state_dict()
-        whole, differences, layers = (state[name].double() for name in _STATE[:3])
+        whole, layers = (state[name].double() for name in _STATE[:2])
         reading = Reading(
             whole,
-            differences,
             layers if self._norm_layers.in_use else None,
             batch_size=state["batch_size"].item(),
             base=self._base,
@@ -434,7 +406,6 @@ class NoiseMeter:
         if num_new == 0:
             return
         self._averages = estimators.with_new_groups(self._averages, num_new)
-        self._differences.add_groups(num_new)
         self._squares = torch.cat([self._squares, self._squares.new_zeros(num_new)])
         self._replica.sync()  # zeros on the device, not in the first graph
 

@@ -43,15 +43,13 @@ class Reading:
     """The averages of a meter, on the CPU in float64, and what follows from them.
 
     Attributes:
-        whole, differences: ``(3, G)``: the statistics of all parameters, by a step's
-            minibatches and by differences between steps.
+        whole: ``(3, G)``: the statistics of all parameters, by a step's minibatches.
         norm_layers: ``(6, 1)``: `NormLayerNoise.state`; None where it is not in use.
         batch_size: That of the last update.
         base: The batch size whose gain is one.
     """
 
     whole: Tensor
-    differences: Tensor
     norm_layers: Tensor | None
     batch_size: float
     base: float
@@ -62,9 +60,7 @@ class Reading:
         if self.norm_layers is not None and self.norm_layers[2] > 0:
             unknown = math.isnan(self._norm_factor(self.norm_layers))
             return f"norm layers{', factor unknown' if unknown else ''}"
-        if (self.whole[2] > 0).any():
-            return "minibatches"
-        return "differences" if (self.differences[2] > 0).any() else "nothing"
+        return "minibatches" if (self.whole[2] > 0).any() else "nothing"
 
     def measure(self, progress: float) -> Measurements:
         """Returns everything at once."""
@@ -104,7 +100,7 @@ class Reading:
     @property
     def _best(self) -> Tensor:
         if self.norm_layers is None:
-            return estimators.best(self.whole, self.differences)
+            return self.whole
         averages, matched = self.norm_layers.split(3)
         scale, overall = of_whole(matched, self.whole)
         return estimators.best(averages * scale, overall)

@@ -1,15 +1,12 @@
-"""Squared norms of gradients: of every minibatch, and of successive steps."""
+"""Squared norms of gradients: of every minibatch, and of what a step has summed."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from variable_batch_size.gradient_noise import estimators
 from xla_replica import Replica, traits
 from xla_replica.device.gradients import weak_hook
 
@@ -90,29 +87,13 @@ class GradientSquares:
         """Forgets the minibatch."""
         self._collected, self._repeated = {}, False
 
-    def gradients(self) -> dict[int, torch.Tensor]:
-        """Returns what ``.grad`` holds here now, by the parameter's index."""
-        return {
-            index: self._replica.local(parameter.grad)
-            for index, parameter in enumerate(self.parameters)
-            if parameter.grad is not None
-        }
-
     def of_gradients(self) -> torch.Tensor:
         """Returns ||gradient||^2 of what ``.grad`` holds now, by group: ``(G,)``."""
-        gradients = self.gradients()
-        found = squares(list(gradients.values()), self.dtype)
-        return self.whole_by_group(dict(zip(gradients, found)))
-
-    def whole_by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Returns `by_group` of sums over what `gradients` has returned."""
-        parameters = [self.parameters[index] for index in numbers]
-        sums = self._replica.sum_over_shards([*numbers.values()], parameters)
-        return self.by_group(dict(zip(numbers, sums)))
-
-    def zeros_like(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Returns zeros like what `gradients` returns of these parameters."""
-        return [torch.zeros_like(self._replica.local(p)).detach() for p in parameters]
+        indices = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        parameters = [self.parameters[index] for index in indices]
+        local = [self._replica.local(parameter.grad) for parameter in parameters]
+        sums = self._replica.sum_over_shards(squares(local, self.dtype), parameters)
+        return self.by_group(dict(zip(indices, sums)))
 
     def by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
         """Returns the sums of 0-d tensors over each parameter group: ``(G,)``."""
@@ -125,61 +106,6 @@ class GradientSquares:
         nothing = torch.zeros(1, dtype=self.dtype, device=self.device)
         found = iter(sums)
         return torch.cat([next(found) if each else nothing for each in members])
-
-
-class GradientDifferences:
-    """Compares each step of one minibatch with the one before; keeps a copy of it.
-
-    For runs of one minibatch a step, which have no variance within a step. The
-    statistics are `averages`, ``(3, G)``.
-    """
-
-    def __init__(self, gradients: GradientSquares, minibatch_size: int) -> None:
-        dtype, device = gradients.dtype, gradients.device
-        self.averages = estimators.no_statistics(0, dtype, device)
-        self._gradients = gradients
-        self._minibatch_size = minibatch_size
-        self._previous: list[torch.Tensor] = []
-        self._previous_square = self.averages[1]
-        self._previous_is_single = False
-
-    def forget(self) -> None:
-        """Compares with no step before, because it had other parameters."""
-        self._previous_is_single = False
-
-    def add_parameters(self, new: Sequence[nn.Parameter]) -> None:
-        """Makes room for new parameters."""
-        self._previous += self._gradients.zeros_like(new)
-
-    def add_groups(self, num_new: int) -> None:
-        """Makes room for new parameter groups, of which nothing is known."""
-        self.averages = estimators.with_new_groups(self.averages, num_new)
-        zeros = self._previous_square.new_zeros(num_new)
-        self._previous_square = torch.cat([self._previous_square, zeros])
-
-    def weight(self, num_minibatches: int, time_constant: float) -> float:
-        """Returns the coming step's weight: two single ones count as one minibatch."""
-        single = num_minibatches == 1
-        counts = single and self._previous_is_single
-        self._previous_is_single = single
-        return -math.expm1(-1 / time_constant) if counts else 0.0
-
-    def update(self, mean_square: torch.Tensor, weight: torch.Tensor) -> None:
-        """Takes in the step whose averaged gradients are in ``.grad``."""
-        gradients = self._gradients.gradients()
-        product = self._gradients.whole_by_group(
-            {
-                index: inner_product(gradient, self._previous[index], mean_square.dtype)
-                for index, gradient in gradients.items()
-            }
-        )
-        new = estimators.estimate_from_differences(
-            mean_square, self._previous_square, product, self._minibatch_size
-        )
-        self.averages = estimators.average(self.averages, new, weight)
-        self._previous_square = mean_square
-        for index, gradient in gradients.items():
-            self._previous[index].copy_(gradient)
 
 
 def squares(gradients: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -197,15 +123,9 @@ def square(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns ||gradient||^2, 0-d, added up in ``dtype``."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
-    return inner_product(gradient, gradient, dtype)
-
-
-def inner_product(
-    one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Returns the real part of <one, other>, 0-d, added up in ``dtype``."""
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    gradient = gradient.to(dtype)
     # Not a dot product, which a TPU computes from bfloat16 factors; and not a norm,
     # which XLA makes three times as many operations of.
-    return (one.to(dtype) * other.to(dtype)).sum()
+    return (gradient * gradient).sum()

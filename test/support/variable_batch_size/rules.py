@@ -68,9 +68,6 @@ ROWS = {
     "adascale, global": Row("adascale", _gain, noise={"per_group": False}),
     "adascale, causal": Row("adascale", _gain, noise={"causal": True}),
     "adascale, compat": Row("adascale", _gain, noise={"compat": "reference"}),
-    "adascale, difference": Row(
-        "adascale", _gain, noise={"single_minibatch": "difference"}
-    ),
     "root, adamw": Row("root", lambda k, r: k**0.5, "adamw"),
     "root, adamw, decay per sample": Row(
         "root", lambda k, r: k**0.5, "adamw", options=PER_SAMPLE
@@ -193,10 +190,8 @@ class Statistics:
 
     def __init__(self) -> None:
         self.sums = np.zeros(3)
-        self.difference_sums = np.zeros(3)
-        self.before: np.ndarray | None = None
 
-    def add(self, found: np.ndarray, differences: bool) -> None:
+    def add(self, found: np.ndarray) -> None:
         """Adds the minibatch gradients, ``(n, d)``, of one step."""
         n, mean = len(found), found.mean(0)
         kept = math.exp(-n / 50)
@@ -204,15 +199,9 @@ class Statistics:
             variance = ((found - mean) ** 2).sum() / (n - 1)
             new = np.array([MINIBATCH * variance, mean @ mean - variance / n, 1])
             self.sums = kept * self.sums + (1 - kept) * new
-        elif differences and self.before is not None:
-            gap = ((mean - self.before) ** 2).sum() / 2
-            new = np.array([MINIBATCH * gap, mean @ self.before, 1])
-            self.difference_sums = kept * self.difference_sums + (1 - kept) * new
-        self.before = mean if n == 1 else None
 
     def estimate(self) -> np.ndarray:
-        sums = self.sums if self.sums[2] else self.difference_sums
-        return sums[:2] / sums[2] if sums[2] else np.zeros(2)
+        return self.sums[:2] / self.sums[2] if self.sums[2] else np.zeros(2)
 
 
 def gain_of(estimate: np.ndarray, batch_size: float, base: float) -> float:
@@ -244,7 +233,7 @@ class ByHand:
         base = MINIBATCH if noise.get("compat") else REF
         before = [s.estimate() for s in self.statistics]
         for statistics, each in zip(self.statistics, found):
-            statistics.add(each, "single_minibatch" in noise)
+            statistics.add(each)
         after = [s.estimate() for s in self.statistics]
         estimates = before if noise.get("causal") else after
         overall = gain_of(sum(estimates), batch_size, base)

@@ -157,7 +157,7 @@ def test_squares_of_narrow_gradients_are_added_up_in_float32(dtype):
 
 def test_deleting_everything_frees_the_model():
     """Hooks inside autograd's nodes are invisible to the garbage collector."""
-    [parameter], optimizer = make(trace=(2,), single_minibatch="difference")
+    [parameter], optimizer = make(trace=(2,))
     step(optimizer, parameter, ROWS)
     watched = [weakref.ref(optimizer), weakref.ref(parameter)]
     del parameter, optimizer

@@ -404,7 +404,7 @@ def test_what_would_be_wrong_is_refused():
     assert seen.take().item() == 0
     sampler = vbs.CustomSampler(range(8), [8], minibatch_size=4, verbose=False)
     optimizer = vbs.AdaScaleOptimizer(
-        SGD(model.parameters(), 0.1), sampler, single_minibatch="difference"
+        SGD(model.parameters(), 0.1), sampler, compat="reference"
     )
-    with pytest.raises(TypeError, match="needs reduction='mean' and neither"):
+    with pytest.raises(TypeError, match="needs reduction='mean', and not compat="):
         optimizer.noise.use_norm_layers(model)

@@ -310,7 +310,7 @@ def step_with(weight, **options):
 
 SUM = {"reduction": "sum"}
 BY_TOKENS = {"reduction": "sum", "ref_weight": 4}
-DIFFERENCES = {"noise": vbs.NoiseOptions(single_minibatch="difference")}
+COMPAT = {"noise": vbs.NoiseOptions(compat="reference")}
 ADAM = {"rule": "adam-root", "inner": torch.optim.AdamW}
 
 
@@ -329,7 +329,7 @@ ADAM = {"rule": "adam-root", "inner": torch.optim.AdamW}
         (1, {"ref_weight": 4}, TypeError, "needs reduction='sum'"),
         (1, {**BY_TOKENS, "ref_batchsize": 4}, TypeError, "give one of them"),
         (1, {**SUM, "noise": True}, TypeError, "needs ref_weight="),
-        (1, BY_TOKENS | DIFFERENCES, TypeError, "all count the same"),
+        (1, BY_TOKENS | COMPAT, TypeError, "all count the same"),
         (1, BY_TOKENS | ADAM, TypeError, "ref_batchsize= in place of ref_weight="),
         (1, {**BY_TOKENS, "rule": "adascale"}, TypeError, "'updates' or 'samples'"),
     ],

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.xla_replica.replicas import row
 
 import variable_batch_size as vbs
-import xla_replica
-from variable_batch_size.trace_tools.families import make
 from variable_batch_size.trace_tools.step_time import (
     StepTime,
     fit_step_time,
@@ -125,46 +119,3 @@ def test_only_the_part_since_the_last_start_counts():
     ):
         with pytest.raises(ValueError, match=r"run.jsonl: a step time needs a log of"):
             step_time_of(bad)
-
-
-def timed_run(rank: int, path: Path, num_steps: int) -> None:
-    """Trains on a random walk of batch sizes, with a log."""
-    replica = xla_replica.current()
-    trace = make(
-        "random-walk", steps=num_steps, first=256, least=32, most=1024,
-        multiple_of=32, spread=0.5, seed=0,
-    )  # fmt: skip
-    sizes = [784, 1024, 1024, 10]
-    layers = [torch.nn.Linear(n, m) for n, m in itertools.pairwise(sizes)]
-    model = torch.nn.Sequential(*layers).to(replica.device)
-    sampler = vbs.CustomSampler(
-        dataset_size=int(trace.batchsize.sum()), trace=trace, minibatch_size=32
-    )
-    optimizer = vbs.LinearRuleOptimizer(
-        torch.optim.SGD(model.parameters(), 1e-4), sampler, 256
-    )
-    log = vbs.RunLog(path, optimizer, log_steps=5)
-    optimizer.attach(log)
-    batch = replica.send(torch.randn(32, 784))
-    optimizer.set_epoch(0)
-    for _ in sampler:
-        loss = model(batch).square().mean()
-        loss.backward()
-        log.add(loss)
-        optimizer.step()
-    log.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 2), row("xla", 2)])
-def test_one_half_of_a_run_tells_the_seconds_of_the_other(backend, tmp_path):
-    path, num_steps = tmp_path / "run.jsonl", 200
-    backend.run(timed_run, path, num_steps, timeout=300)
-    run = vbs.read_run(path)
-    # Every other block of 20 updates, so that what else the machine does is in both.
-    is_first = (run.updates["step"] - 1) // 20 % 2 == 0
-    first, second = run.updates[is_first], run.updates[~is_first]
-    model = step_time_of(dataclasses.replace(run, updates=first))
-    substeps = -(-(second["batch_size"] // 32) // backend.num_replicas)
-    error = model.seconds(substeps).sum() / second["seconds"].sum() - 1
-    assert abs(error) < 0.15, (model, error)
