@@ -468,7 +468,7 @@ def test_drawn_models_agree_with_a_loop_whatever_the_indices(first):
                 h = torch.tanh(layer(widened(piece(h, index))))
             return h.square().sum(1)
 
-        for kind in ("regular", "drawn", "drawn"):
+        for kind in ("regular", "drawn"):
             indices = [
                 REGULAR if kind == "regular" else rng.choice((torch.randperm(B),
                 torch.randint(B, (B,)).sort().values))

@@ -76,8 +76,8 @@ def deep_cnn() -> nn.Module:
 
 
 DEEP = {
-    "tokens": (deep_mlp, (64, 128, 64)),
-    "images": (deep_cnn, (32, 3, 24, 24)),
+    "tokens": (deep_mlp, (32, 128, 64)),
+    "images": (deep_cnn, (16, 3, 24, 24)),
     "flat": (
         lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))),
         (64, 512),
@@ -136,13 +136,13 @@ def test_gradients_are_made_when_the_activations_have_gone():
 @pytest.mark.parametrize("name", ["conv", "conv-fast", "linear", "embedding", "twice"])
 def test_a_plan_says_what_temporaries_take(name, method):
     build, shape = {
-        "conv": (lambda: nn.Conv2d(3, 8, 5, padding=2), (16, 3, 8, 8)),
-        "conv-fast": (lambda: nn.Conv2d(16, 8, 3, padding=1), (16, 16, 8, 8)),
-        "linear": (lambda: nn.Linear(64, 96), (16, 48, 64)),
-        "embedding": (lambda: nn.Embedding(50, 64), (32, 48)),
+        "conv": (lambda: nn.Conv2d(3, 8, 5, padding=2), (8, 3, 8, 8)),
+        "conv-fast": (lambda: nn.Conv2d(16, 8, 3, padding=1), (8, 16, 8, 8)),
+        "linear": (lambda: nn.Linear(64, 96), (8, 48, 64)),
+        "embedding": (lambda: nn.Embedding(50, 64), (16, 48)),
         "twice": (
             lambda: Apply(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(64, 64)),
-            (16, 48, 64),
+            (8, 48, 64),
         ),
     }[name]
     model = build()
@@ -165,7 +165,7 @@ def test_a_plan_says_what_temporaries_take(name, method):
 
 @pytest.mark.parametrize("size", [64, 1024])
 def test_tables_of_a_sketch_are_temporaries_too(size):
-    model, x = nn.Linear(512, 512), torch.randn(4, 512)
+    model, x = nn.Linear(256, 256), torch.randn(4, 256)
     factors = psg.per_sample_factors(model, squares, (x,), budget=2**18)
     assert peak_memory(lambda: factors.sketch(size)) <= 1.5 * 2**18 + 16 * 4 * 4 * size
 

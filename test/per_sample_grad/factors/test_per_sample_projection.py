@@ -67,13 +67,13 @@ def test_inner_products_are_right_in_expectation():
         "number": Dense(draw(3, 1)),
     }
     grams: dict[int, torch.Tensor] = {}
-    for size in (60, 10**6):
+    for size, seeds in ((60, 400), (10**6, 1)):  # the latter keeps the gradients
         found = 0
-        for seed in range(400):
+        for seed in range(seeds):
             projection = psg.Projection(SHAPES, size, seed=seed)
             rows = [projection.of(name, [use], WIDE) for name, use in uses.items()]
             projected = torch.cat(rows, 1)
-            found = found + projected @ projected.T / 400
+            found = found + projected @ projected.T / seeds
         grams[size] = found
     scale = grams[10**6].diagonal().max()
     assert (grams[60] - grams[10**6]).abs().max() < 0.15 * scale

@@ -42,7 +42,7 @@ def test_bits_do_not_depend_on_the_batch_size(score, labels):
     model = dense_model()
     kind = {"score": score, "labels": labels}
     truth = scores(model, **kind)
-    for batch_size, part_size in [(1, 4096), (7, 16), (8, 8), (20, 4096), (1000, 1)]:
+    for batch_size, part_size in [(1, 4096), (7, 16), (1000, 1)]:
         loader = DataLoader(Vectors(COUNT), batch_size=batch_size, shuffle=True)
         found = scores(model, loader, part_size=part_size, **kind)
         assert_same_bits(found, truth)
