@@ -31,6 +31,9 @@ def test_every_answer_is_that_of_the_factors(case):
     model, inputs = case.make(torch.float64)
     vectors = {n: torch.cos(p.detach()) for n, p in model.named_parameters()}
     weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    half = sum(p.numel() for p in trained.values()) // 2
+    projection = psg.Projection(trained, max(len(trained), half))
 
     def answers(factors: psg.Factors):
         own = {name: vectors[name] for name in factors.shapes}
@@ -39,6 +42,7 @@ def test_every_answer_is_that_of_the_factors(case):
             factors.dot(own),
             factors.weighted_sum(weights),
             factors.materialize(),
+            factors.project(projection),
         )
 
     found = []
@@ -142,7 +146,7 @@ def test_a_plan_says_what_temporaries_take(name, method):
         "embedding": (lambda: nn.Embedding(50, 64), (16, 48)),
         "twice": (
             lambda: Apply(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(64, 64)),
-            (8, 48, 64),
+            (12, 48, 64),
         ),
     }[name]
     model = build()

@@ -112,23 +112,6 @@ def test_a_parameter_without_uses_has_projections_of_zero():
     assert (found["a.weight"] != 0).any()
 
 
-def test_streamed_projections_are_those_of_all_factors():
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    x = torch.randn(4, 5, dtype=torch.float64)
-    projection, answers = psg.Projection(dict(model.named_parameters()), 30), []
-    for ask in ("backward", "stream"):
-        with psg.capture(model) as recorded:
-            losses = fold(model, x)
-        if ask == "stream":
-            found = recorded.stream(losses, lambda f: f.project(projection))
-        else:
-            found = recorded.backward(losses).project(projection)
-        answers.append(found)
-    one, other = answers
-    assert one.keys() == other.keys() == projection.shapes.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize(
     ("parameters", "size", "options", "error", "text"),
     [

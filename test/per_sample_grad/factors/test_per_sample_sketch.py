@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample_grad.gradient_oracle import error, flat, fold, oracle
+from support.per_sample_grad.gradient_oracle import error, fold, oracle
 from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 
@@ -76,13 +76,6 @@ def test_sketches_of_different_parameters_do_not_collide_by_name():
     assert not torch.equal(a, b)
     with pytest.raises(ValueError, match="size must be an integer >= 1, got 0"):
         psg.per_sample_factors(nn.Linear(2, 2), fold, (torch.ones(1, 2),)).sketch(0)
-
-
-def test_flat_gradients_and_sketches_have_the_same_samples():
-    model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    factors = psg.per_sample_factors(model, fold, (x,))
-    assert factors.sketch(5).shape == (4, 5)
-    assert flat(factors.materialize()).shape == (4, 8)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8])
