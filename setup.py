@@ -53,7 +53,7 @@ setup(
         "plot": ["matplotlib"],
         # Pages about runs: vbs report.
         "report": ["plotly>=6"],
-        # PoolScores.to_parquet, BlockDataset.from_parquet.
+        # PoolScores.to_frame().to_parquet, BlockDataset.from_parquet.
         "parquet": ["pyarrow"],
         # variable_batch_size.integrations.hugging_face;
         # examples/ordering/causal_language_model.py --model gpt-neox.

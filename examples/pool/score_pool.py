@@ -79,8 +79,9 @@ def score(model: nn.Module, pool: Dataset, options: argparse.Namespace) -> None:
     print(f"highest {options.score} of the whole model:", highest.tolist())
     if options.output is not None:
         parquet = options.output.endswith(".parquet")
-        write = scores.to_parquet if parquet else scores.to_csv
-        write(options.output)
+        table = scores.to_frame()
+        write = table.to_parquet if parquet else table.to_csv
+        write(options.output, index=False)
         print("index and score of every sample:", options.output)
 
 

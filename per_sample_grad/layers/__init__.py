@@ -1,4 +1,4 @@
-"""Layer rules: one file each. Importing this folder registers all of them."""
+"""Layer rules: one family a file. Importing this folder registers all of them."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,7 @@
-"""Convolutions: the outer products of output gradients and padded input patches."""
+"""Convolutions: the outer products of output gradients and padded input patches.
+
+In transposed ones, input and output gradient change roles.
+"""
 
 import torch
 from torch import nn
@@ -35,3 +38,28 @@ def padding_widths(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[tuple[int,
         totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size)]
         return [(total // 2, total - total // 2) for total in totals]
     return [(int(width), int(width)) for width in module.padding]
+
+
+@register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """Takes ``input`` ``(N, C_in, *P)`` and ``grad`` ``(N, C_out, *S)``.
+
+    The outer products of the input and what each of its positions writes to.
+    """
+    module, inputs = call.module, call.input
+    registry.require_batched(inputs, 2 + len(module.kernel_size))
+    widths = []
+    for dim, size in enumerate(grad.shape[2:]):
+        reach = (inputs.shape[2 + dim] - 1) * module.stride[dim]
+        reach += module.dilation[dim] * (module.kernel_size[dim] - 1) + 1
+        before = int(module.padding[dim])
+        # Nothing is written to what lies beyond (output_padding).
+        widths.append((before, max(0, reach - before - size)))
+    unfolding = Unfolding(
+        widths, "zeros", module.kernel_size, module.stride, module.dilation,
+        inputs.shape[2:], module.groups,
+    )  # fmt: skip
+    return {
+        "weight": windows(inputs, grad, unfolding),
+        "bias": Dense(registry.over_positions(grad, kept=[1])),
+    }

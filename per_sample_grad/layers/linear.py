@@ -1,4 +1,4 @@
-"""Linear with an input of any rank: weight ``Σ_t δ_t a_tᵀ``, bias ``Σ_t δ_t``."""
+"""Linear and Bilinear with inputs of any rank: ``Σ_t δ_t a_tᵀ`` and ``Σ_t δ_t``."""
 
 import torch
 from torch import nn
@@ -17,8 +17,27 @@ def linear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
             f"its input of shape {tuple(inputs.shape)} has no batch dimension beside "
             "the features"
         )
+    return _of_product(grad, inputs)
+
+
+@register_rule(nn.Bilinear)
+def bilinear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
+    """Takes inputs ``(N, *, q1)`` and ``(N, *, q2)`` and ``grad`` ``(N, *, p)``.
+
+    It is a Linear on the outer product of its two inputs.
+    """
+    values = [*call.args, *call.kwargs.values()]
+    if len(values) != 2:
+        raise Refusal(f"a Bilinear takes two inputs, not {len(values)}")
+    first, second = (call.batch_first(value) for value in values)
+    if call.kwargs and not call.args and next(iter(call.kwargs)) == "input2":
+        first, second = second, first
+    return _of_product(grad, (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2))
+
+
+def _of_product(grad: torch.Tensor, inputs: torch.Tensor) -> dict[str, Contribution]:
+    """Returns those of ``weight @ inputs + bias``."""
     # (N, G = 1, T, features)
-    left = grad.reshape(len(grad), 1, -1, grad.shape[-1])
-    right = inputs.reshape(len(inputs), 1, -1, inputs.shape[-1])
+    left, right = (x.reshape(len(x), 1, -1, x.shape[-1]) for x in (grad, inputs))
     bias = Dense(over_positions(grad, kept=[grad.dim() - 1]))
     return {"weight": Outer(left, right), "bias": bias}

@@ -4,7 +4,6 @@ The attention between the projections is computed again from the recorded inputs
 gradients are those of four Linears; ``in_proj`` is three groups of rows.
 """
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import xla_replica
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, Outer, accumulation_dtype
-from per_sample_grad.layers.registry import Call, register_rule
+from per_sample_grad.layers.registry import Call, refuse_dropout, register_rule
 
-_SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 _NAMES = ("q", "k", "v")
 
 
@@ -27,7 +25,7 @@ _NAMES = ("q", "k", "v")
 def multihead_attention(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``query`` ``(N, L, E)``, ``key`` and ``value`` ``(N, S, *)``."""
     module = call.module
-    given = _SIGNATURE.bind(module, *call.args, **call.kwargs).arguments
+    given = call.arguments
     _refuse_unknown(module, call, given)
     dtype = accumulation_dtype(grad.dtype)
     inputs = [call.batch_first(given[n]).to(dtype) for n in ("query", "key", "value")]
@@ -69,10 +67,7 @@ def _refuse_unknown(
             f"{call.batch_dim}: say so for this module with batch_dim="
         )
     if module.dropout and module.training:
-        raise Refusal(
-            "its dropout mask cannot be drawn again; call eval() on the module or set "
-            "its dropout to 0"
-        )
+        refuse_dropout()
     if module.bias_k is not None or module.add_zero_attn:
         raise Refusal("add_bias_kv and add_zero_attn are not known to the rule")
 

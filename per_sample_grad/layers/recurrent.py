@@ -9,7 +9,6 @@ needed together: they are made parts of one tensor (`joined`).
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,9 +25,7 @@ from torch.nn.utils.rnn import (
 import xla_replica
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, Outer, accumulation_dtype
-from per_sample_grad.layers.registry import Call, register_rule
-
-_SIGNATURE = inspect.signature(rnn.LSTM.forward)
+from per_sample_grad.layers.registry import Call, refuse_dropout, register_rule
 
 
 def joined(module: nn.Module, output: Any) -> tuple[torch.Tensor, Any] | None:
@@ -104,11 +101,8 @@ def recurrent(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes a sequence, packed or not; ``grad`` is that of `joined`'s tensor."""
     module = call.module
     if module.dropout and module.training and module.num_layers > 1:
-        raise Refusal(
-            "its dropout mask cannot be drawn again; call eval() on the module or set "
-            "its dropout to 0"
-        )
-    given = _SIGNATURE.bind(module, *call.args, **call.kwargs).arguments
+        refuse_dropout()
+    given = call.arguments
     dtype = accumulation_dtype(grad.dtype)
     inputs, kept = _steps(module, given["input"], dtype)
     states = given.get("hx")

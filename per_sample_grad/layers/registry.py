@@ -1,9 +1,10 @@
 """What layer rules see, the sums that several take, and which module has which rule."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -49,6 +50,12 @@ class Call:
                 f"its first argument is a {type(value).__name__}, not a tensor"
             )
         return self.batch_first(value)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments, by the names that the module's ``forward`` has for them."""
+        signature = inspect.signature(type(self.module).forward)
+        return signature.bind(self.module, *self.args, **self.kwargs).arguments
 
     def batch_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns ``tensor`` with the batch as its first dimension."""
@@ -341,3 +348,11 @@ def require_batched(inputs: torch.Tensor, num_dims: int) -> None:
             f"its input of shape {tuple(inputs.shape)} has {inputs.dim()} dimensions; "
             f"with a batch dimension it has {num_dims}"
         )
+
+
+def refuse_dropout() -> NoReturn:
+    """Raises `Refusal`: a rule that runs a module again would need its mask."""
+    raise Refusal(
+        "its dropout mask cannot be drawn again; call eval() on the module or set its "
+        "dropout to 0"
+    )

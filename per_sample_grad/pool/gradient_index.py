@@ -250,36 +250,6 @@ class GradientIndex:
 
         write_whole(unfinished_name(Path(path)), write)
 
-    def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Writes the columns ``index`` and ``projection``, a list of ``size`` floats.
-
-        Raises:
-            ImportError: pyarrow is not installed.
-        """
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError as error:
-            raise ImportError(
-                "to_parquet: pyarrow cannot be imported; pip install pyarrow, or use "
-                "to_npy"
-            ) from error
-        lists = pa.list_(pa.float32(), self.size)
-        schema = pa.schema([("index", pa.int64()), ("projection", lists)])
-
-        def write(file: BinaryIO) -> Path:
-            with pq.ParquetWriter(file, schema) as writer:
-                for start, rows in self._blocks():
-                    numbers = pa.array(np.ascontiguousarray(rows).reshape(-1))
-                    columns = [
-                        pa.array(np.arange(start, start + len(rows))),
-                        pa.FixedSizeListArray.from_arrays(numbers, self.size),
-                    ]
-                    writer.write_table(pa.Table.from_arrays(columns, schema=schema))
-            return Path(path)
-
-        write_whole(unfinished_name(Path(path)), write)
-
     def _blocks(self, rows: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the first row and the rows of blocks of 16 MiB, or so many rows."""
         most = max(1, _BLOCK_BYTES // (4 * self.size))

@@ -79,20 +79,6 @@ class PoolScores:
         """Writes `to_frame` as CSV."""
         self.to_frame().to_csv(path, index=False)
 
-    def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Writes `to_frame` as Parquet.
-
-        Raises:
-            ImportError: Neither pyarrow nor fastparquet is installed.
-        """
-        try:
-            self.to_frame().to_parquet(path, index=False)
-        except ImportError as error:
-            raise ImportError(
-                "to_parquet: pandas writes Parquet with pyarrow or fastparquet, and "
-                "neither can be imported; pip install pyarrow, or use to_csv"
-            ) from error
-
 
 def score_pool(
     model: nn.Module | Sequence[nn.Module],

@@ -92,17 +92,6 @@ def test_the_plan_takes_and_shows_the_lowest_cost(entries, quantity):
     assert f"like {chosen['auto'].cost / 1e6:.3f}" in str(found["auto"])
 
 
-@pytest.mark.parametrize("method", ["factored", "materialized"])
-def test_temporaries_fit_the_budget(method):
-    budget = 4096
-    factors = factors_of(8, 16, samples=6, method=method, budget=budget)
-    for quantity in ("norms", "gram"):
-        choice = factors.plan(quantity).choices["weight"]
-        assert choice.form == method
-        assert choice.num_chunks > 1
-        assert choice.bytes <= budget or choice.chunk == 1
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_token_cross_entropy_is_each_samples_own(reduction, weighted):
@@ -187,7 +176,7 @@ def test_cancelling_positions_stay_finite_where_factors_are_asked_for():
         assert all(math.isfinite(norm) and norm >= 0 for norm in norms.tolist())
 
 
-@pytest.mark.parametrize(("width", "positions"), [(1024, 256), (512, 16)])
+@pytest.mark.parametrize(("width", "positions"), [(1024, 128), (512, 16)])
 def test_norms_are_right_where_positions_cancel(width, positions):
     """From factors they would be off by about 1 per cent."""
     torch.manual_seed(0)

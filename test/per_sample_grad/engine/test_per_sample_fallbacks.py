@@ -35,32 +35,18 @@ BY_NAME = {case.name: case for case in (*BY_OPERATIONS, *UNSEEN)}
 
 
 @pytest.mark.parametrize("case", UNSEEN, ids=lambda case: case.name)
-def test_what_no_rule_accounts_for_is_an_error(case):
+def test_what_no_rule_accounts_for_is_an_error_or_exact_by_a_fallback(case):
     model, inputs = case.make(torch.float64)
-    with psg.capture(model) as recorded:
-        losses = case.loss(model, *inputs)
     expected = psg.CouplingError if "square" in case.name else psg.CoverageError
     with pytest.raises(expected):
-        recorded.backward(losses)
-
-
-@pytest.mark.parametrize("fallback", ["loop", "batched"])
-@pytest.mark.parametrize(
-    "case",
-    UNSEEN,
-    ids=lambda case: case.name,
-)
-def test_and_exact_by_a_fallback(case, fallback):
-    model, inputs = case.make(torch.float64)
+        psg.per_sample_factors(model, case.loss, inputs)
     truth = oracle(case, model, inputs)
-    with psg.capture(model, fallback=fallback) as recorded:
-        losses = case.loss(model, *inputs)
-    factors = recorded.backward(losses)
-    for name, values in factors.materialize().items():
-        assert error(values, truth[name]) <= 1e-10
-    grads = flat(truth)
-    assert error(factors.gram(), grads @ grads.T) <= 1e-10
-    assert error(factors.norms(), grads.norm(dim=1)) <= 1e-10
+    for fallback in ("loop", "batched"):
+        agree(
+            psg.per_sample_factors(model, case.loss, inputs, fallback=fallback),
+            truth,
+            1e-10,
+        )
 
 
 @pytest.mark.parametrize("rows", [3, 6])
@@ -92,18 +78,14 @@ def test_a_fallback_in_a_stream():
     assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("turned", "no rule is registered for Turned; PolarBackward0 mixes it"),
-    ],
-)
-def test_errors_say_why_there_is_no_rule(name, reason):
-    model, inputs = BY_NAME[name].make(torch.float32)
-    with psg.capture(model) as recorded:
-        losses = fold(model, *inputs)
-    with pytest.raises(psg.CoverageError, match=reason):
-        recorded.backward(losses)
+def test_errors_say_why_there_is_no_rule_and_recommend_what_is_cheapest_first():
+    model, inputs = BY_NAME["turned"].make(torch.float32)
+    reason = "no rule is registered for Turned; PolarBackward0 mixes it"
+    with pytest.raises(psg.CoverageError, match=reason) as caught:
+        psg.per_sample_grad_norms(model, fold, inputs)
+    text = str(caught.value)
+    order = ["register_rule", 'fallback="batched"', 'fallback="loop"']
+    assert [text.index(way) for way in order] == sorted(map(text.index, order))
 
 
 @pytest.mark.parametrize(
@@ -366,13 +348,3 @@ def test_what_cannot_be_run_once_more_is_told_and_still_exact():
         else:
             found[fallback] = recorded.backward(losses).norms()
     torch.testing.assert_close(found["batched"], found["loop"])
-
-
-def test_errors_recommend_what_is_cheapest_first():
-    case = BY_NAME["turned"]
-    model, inputs = case.make(torch.float32)
-    with pytest.raises(psg.CoverageError) as caught:
-        psg.per_sample_grad_norms(model, fold, inputs)
-    text = str(caught.value)
-    order = ["register_rule", 'fallback="batched"', 'fallback="loop"']
-    assert [text.index(way) for way in order] == sorted(map(text.index, order))

@@ -31,6 +31,9 @@ def test_every_answer_is_that_of_the_factors(case):
     model, inputs = case.make(torch.float64)
     vectors = {n: torch.cos(p.detach()) for n, p in model.named_parameters()}
     weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    half = sum(p.numel() for p in trained.values()) // 2
+    projection = psg.Projection(trained, max(len(trained), half))
 
     def answers(factors: psg.Factors):
         own = {name: vectors[name] for name in factors.shapes}
@@ -39,6 +42,7 @@ def test_every_answer_is_that_of_the_factors(case):
             factors.dot(own),
             factors.weighted_sum(weights),
             factors.materialize(),
+            factors.project(projection),
         )
 
     found = []
@@ -76,8 +80,8 @@ def deep_cnn() -> nn.Module:
 
 
 DEEP = {
-    "tokens": (deep_mlp, (64, 128, 64)),
-    "images": (deep_cnn, (32, 3, 24, 24)),
+    "tokens": (deep_mlp, (32, 128, 64)),
+    "images": (deep_cnn, (16, 3, 24, 24)),
     "flat": (
         lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))),
         (64, 512),
@@ -136,13 +140,13 @@ def test_gradients_are_made_when_the_activations_have_gone():
 @pytest.mark.parametrize("name", ["conv", "conv-fast", "linear", "embedding", "twice"])
 def test_a_plan_says_what_temporaries_take(name, method):
     build, shape = {
-        "conv": (lambda: nn.Conv2d(3, 8, 5, padding=2), (16, 3, 8, 8)),
-        "conv-fast": (lambda: nn.Conv2d(16, 8, 3, padding=1), (16, 16, 8, 8)),
-        "linear": (lambda: nn.Linear(64, 96), (16, 48, 64)),
-        "embedding": (lambda: nn.Embedding(50, 64), (32, 48)),
+        "conv": (lambda: nn.Conv2d(3, 8, 5, padding=2), (8, 3, 8, 8)),
+        "conv-fast": (lambda: nn.Conv2d(16, 8, 3, padding=1), (8, 16, 8, 8)),
+        "linear": (lambda: nn.Linear(64, 96), (8, 48, 64)),
+        "embedding": (lambda: nn.Embedding(50, 64), (16, 48)),
         "twice": (
             lambda: Apply(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(64, 64)),
-            (16, 48, 64),
+            (12, 48, 64),
         ),
     }[name]
     model = build()

@@ -134,10 +134,6 @@ def test_a_dimension_is_structure(own, other):
         recorded.backward(losses)
 
 
-def by_matrix(losses: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    return nn.functional.one_hot(order, len(losses)).to(losses.dtype) @ losses
-
-
 ORDERS = {
     "index": lambda losses, order: losses[order],
     "index_select": lambda losses, order: losses.index_select(-1, order),
@@ -146,39 +142,28 @@ ORDERS = {
     "index_put": lambda losses, order: losses.index_put((order,), losses),
     "index_copy": lambda losses, order: losses.index_copy(0, order, losses),
     "scatter": lambda losses, order: losses.scatter(0, order, losses),
+    "sort": lambda losses, order: (losses + 1e3 * order).sort().values,
+    "matrix": lambda losses, order: (
+        nn.functional.one_hot(order, len(losses)).to(losses.dtype) @ losses
+    ),
 }
 
 
-def reordered(
-    model: nn.Module, x: torch.Tensor, by, order: torch.Tensor, check: str
-) -> psg.Factors:
-    with psg.capture(model, check=check) as recorded:
-        losses = by(squares(model(x)), order)
-    return recorded.backward(losses)
+@pytest.mark.parametrize("by", ORDERS)
+def test_losses_in_an_order_that_is_data_are_compared_every_time(by):
+    model, x, same = (
+        nn.Linear(4, 4).double(),
+        torch.randn(5, 4).double(),
+        torch.arange(5),
+    )
+    check = "always" if by == "matrix" else "first"
 
+    def reordered(m: nn.Module, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return ORDERS[by](squares(m(x)), order)
 
-@pytest.mark.parametrize(
-    ("by", "check"),
-    [*((by, "first") for by in ORDERS.values()), (by_matrix, "always")],
-    ids=[*ORDERS, "matrix"],
-)
-def test_losses_in_an_order_that_is_data_are_compared_every_time(by, check):
-    model, x, same = nn.Linear(4, 4), torch.randn(5, 4), torch.arange(5)
-    reordered(model, x, by, same, check)
+    psg.per_sample_factors(model, reordered, (x, same), check=check)
     with pytest.raises(psg.CouplingError):
-        reordered(model, x, by, same.roll(2), check)
-
-
-def test_sorted_losses_are_compared_every_time():
-    model, x = nn.Linear(4, 4), torch.randn(5, 4)
-    x = x[squares(model(x)).argsort()]
-    for inputs in (x, x.roll(2, 0)):
-        with psg.capture(model) as recorded:
-            losses = squares(model(inputs)).sort().values
-        if inputs is x:
-            recorded.backward(losses)
-    with pytest.raises(psg.CouplingError):
-        recorded.backward(losses)
+        psg.per_sample_factors(model, reordered, (x, same.roll(2)), check=check)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -197,23 +182,6 @@ def test_so_are_activations_wherever_their_batch_is(dim):
             recorded.backward(losses)
     with pytest.raises(psg.CouplingError):
         recorded.backward(losses)
-
-
-def test_each_samples_own_numbers_are_no_order():
-    """The indexing in usual losses costs no comparison."""
-    model, x = nn.Linear(4, 4), torch.randn(4, 4)
-    target = torch.tensor([1, 0, 3, 3])
-    table = nn.Parameter(torch.randn(9, 4), requires_grad=False)
-    for losses in (
-        lambda m: m(x).square().gather(-1, target[:, None])[:, 0],
-        lambda m: m(x).square().sort().values.sum(1),
-        lambda m: m(x).square()[:, target].sum(1),
-        lambda m: nn.functional.cross_entropy(m(x), target, reduction="none"),
-        lambda m: squares(m(x) * table.detach().requires_grad_()[target]),
-    ):
-        made = comparisons(model, [losses, losses])
-        assert made == [True, False]
-        model = nn.Linear(4, 4)
 
 
 @rules_kept()

@@ -67,13 +67,13 @@ def test_inner_products_are_right_in_expectation():
         "number": Dense(draw(3, 1)),
     }
     grams: dict[int, torch.Tensor] = {}
-    for size in (60, 10**6):
+    for size, seeds in ((60, 400), (10**6, 1)):  # the latter keeps the gradients
         found = 0
-        for seed in range(400):
+        for seed in range(seeds):
             projection = psg.Projection(SHAPES, size, seed=seed)
             rows = [projection.of(name, [use], WIDE) for name, use in uses.items()]
             projected = torch.cat(rows, 1)
-            found = found + projected @ projected.T / 400
+            found = found + projected @ projected.T / seeds
         grams[size] = found
     scale = grams[10**6].diagonal().max()
     assert (grams[60] - grams[10**6]).abs().max() < 0.15 * scale
@@ -110,23 +110,6 @@ def test_a_parameter_without_uses_has_projections_of_zero():
     found = recorded.backward(losses).project(projection)
     assert (found["b.weight"] == 0).all()
     assert (found["a.weight"] != 0).any()
-
-
-def test_streamed_projections_are_those_of_all_factors():
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    x = torch.randn(4, 5, dtype=torch.float64)
-    projection, answers = psg.Projection(dict(model.named_parameters()), 30), []
-    for ask in ("backward", "stream"):
-        with psg.capture(model) as recorded:
-            losses = fold(model, x)
-        if ask == "stream":
-            found = recorded.stream(losses, lambda f: f.project(projection))
-        else:
-            found = recorded.backward(losses).project(projection)
-        answers.append(found)
-    one, other = answers
-    assert one.keys() == other.keys() == projection.shapes.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(

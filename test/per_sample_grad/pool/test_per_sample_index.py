@@ -289,12 +289,6 @@ def test_an_index_is_exported(tmp_path):
     index = psg.index_pool(dense_model(), Vectors(COUNT), folder=tmp_path, **OPTIONS)
     index.to_npy(tmp_path / "all.npy")
     assert_same_bits(np.load(tmp_path / "all.npy", mmap_mode="r"), index[:])
-    index.to_parquet(tmp_path / "all.parquet")
-    import pandas as pd
-
-    table = pd.read_parquet(tmp_path / "all.parquet")
-    assert table["index"].tolist() == [*range(COUNT)]
-    assert_same_bits(np.stack(table["projection"]), index[:])
     assert not list(tmp_path.glob("*.tmp"))
 
 

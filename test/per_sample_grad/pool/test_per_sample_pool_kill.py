@@ -20,7 +20,7 @@ from support.xla_replica.replicas import Backend, needs_xla
 import per_sample_grad as psg
 import xla_replica
 
-COUNT, PART = 800, 2 * BLOCK
+COUNT, PART = 480, 2 * BLOCK
 PATIENCE = 120.0
 # The items that are read to describe the pool, besides being scored.
 IDENTITY = {0, COUNT // 2, COUNT - 1}
@@ -104,7 +104,7 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
             assert process.poll() is None, "the job ended before it kept a part"
             assert time.monotonic() < end
             time.sleep(1e-3)
-        end = time.monotonic() + random.uniform(0.0, 0.2)
+        end = time.monotonic() + random.uniform(0.0, 0.1)
         while time.monotonic() < end:
             parts_in(folder)
     finally:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -63,26 +61,14 @@ def test_the_highest_are_those_of_a_sort():
         assert scores.top(k).tolist() == order[:k]
 
 
-@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+@pytest.mark.parametrize("kind", ["frame", "csv"])
 def test_every_bit_is_kept(kind, tmp_path):
     scores, path = drawn(), tmp_path / "scores"
     if kind == "frame":
         back = scores.to_frame()
-    elif kind == "csv":
+    else:
         scores.to_csv(path)
         back = pd.read_csv(path, dtype={"score": np.float32})
-    else:
-        pytest.importorskip("pyarrow")
-        scores.to_parquet(path)
-        back = pd.read_parquet(path)
     assert back.columns.tolist() == ["index", "score"]
     assert back["index"].tolist() == list(range(50))
     assert_same_bits(back["score"].to_numpy(), scores.scores)
-
-
-def test_parquet_without_an_engine_says_what_to_install(tmp_path, monkeypatch):
-    for engine in ("pyarrow", "fastparquet"):
-        monkeypatch.setitem(sys.modules, engine, None)  # as if it were not installed
-    with pytest.raises(ImportError, match="pip install pyarrow, or use to_csv"):
-        drawn().to_parquet(tmp_path / "scores.parquet")
-    assert not list(tmp_path.iterdir())
