@@ -120,7 +120,7 @@ def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
     newest = files.write(tmp_path, 2, state(2))
     content = newest.read_bytes()
     num_damaged = 0
-    for number in range(180):
+    for number in range(450):
         what, bad = damaged(content, number)
         if bad == content:  # zeros were replaced by zeros
             continue
@@ -136,7 +136,7 @@ def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
         aside.unlink()
         caplog.clear()
         num_damaged += 1
-    assert num_damaged > 120
+    assert num_damaged > 300
 
 
 def test_if_all_are_damaged_it_is_an_error(tmp_path):
