@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, get_args
 
@@ -300,7 +301,7 @@ class Capture:
         """
         total = self.stream(
             losses,
-            lambda factors: factors.norms(squared=True),
+            operator.methodcaller("norms", squared=True),
             retain_graph=retain_graph,
             accumulate=accumulate,
         )
@@ -335,7 +336,7 @@ class Capture:
         check_projected(shapes, projection)
         found = self.stream(
             losses,
-            lambda factors: factors.project(projection),
+            operator.methodcaller("project", projection),
             retain_graph=retain_graph,
             accumulate=accumulate,
         )

@@ -165,9 +165,9 @@ class Recorder:
             owner = RecordedModule(name, type(module).__name__, rule, params, names)
             hooks.append(functools.partial(self._record, owner))
         # The output is replaced before the call is recorded.
-        if batch_norm.needs_arithmetic(module):
+        if isinstance(module, batch_norm.NORMALISING):
             hooks.append(batch_norm.output_by_arithmetic)
-        if wrong_operations.is_wrong_on_lazy_devices(module):
+        elif type(module) in wrong_operations.WRONG:
             hooks.append(wrong_operations.right_output)
         return hooks
 

@@ -17,6 +17,9 @@ from per_sample_grad.errors import CouplingError, Refusal
 from per_sample_grad.factors.forms import Contribution, accumulation_dtype
 from per_sample_grad.layers.registry import Call, affine, register_rule
 
+# What may normalise by running statistics.
+NORMALISING = (_BatchNorm, _InstanceNorm)
+
 
 @register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def batch_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
@@ -62,31 +65,21 @@ def refuse_batch_statistics(model: nn.Module) -> None:
         )
 
 
-def needs_arithmetic(module: nn.Module) -> bool:
-    """Returns whether `output_by_arithmetic` must replace this module's output.
-
-    The XLA backend of torch 2.9 raises in the backward pass of a BatchNorm or
-    InstanceNorm that uses running statistics ("The size of mean should be compatible
-    with feature count").
-    """
-    return (
-        isinstance(module, _BatchNorm | _InstanceNorm)
-        and not module.training
-        and module.running_mean is not None
-        and xla_replica.traits(module.running_mean).is_lazy
-    )
-
-
 def output_by_arithmetic(
     module: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     output: torch.Tensor,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Returns, as a forward hook, ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
-    The module's own operation never runs: nothing asks a lazy device for its result.
+    The XLA backend of torch 2.9 raises in the backward pass of a BatchNorm or
+    InstanceNorm that uses running statistics ("The size of mean should be compatible
+    with feature count"). The module's own operation never runs: nothing asks a lazy
+    device for its result. Elsewhere nothing is replaced.
     """
+    if uses_batch_statistics(module) or not xla_replica.traits(output).is_lazy:
+        return None
     value = by_running_statistics(module, args[0] if args else kwargs["input"])
     shape = (1, -1) + (1,) * (output.dim() - 2)
     if module.weight is not None:

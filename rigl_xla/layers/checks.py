@@ -134,7 +134,7 @@ def check_bound(weights: Iterable[Weight]) -> None:
     ]
     if replaced:
         raise ValueError(
-            f"the model has other parameters now than when this pruner was built: "
-            f"{replaced[0]!r} and {len(replaced) - 1} more. Moving a model to XLA "
+            "the model has other parameters now than when this pruner was built: "
+            f"{len(replaced)} of them, such as {replaced[0]!r}. Moving a model to XLA "
             "does that; build optimizer and pruner after the move"
         )

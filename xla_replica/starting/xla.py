@@ -29,7 +29,7 @@ def is_installed() -> bool:
 
 
 def has_tpu() -> bool:
-    """Returns whether torch_xla is installed and would run on a TPU."""
+    """Returns whether PJRT_DEVICE chooses a TPU, or torch_xla would choose one."""
     chosen = os.environ.get("PJRT_DEVICE")
     if not is_installed() or chosen is not None:
         return chosen == "TPU"
