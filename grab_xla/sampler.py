@@ -6,7 +6,7 @@ import contextlib
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ from grab_xla.epoch.orders import (
 from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
-from grab_xla.gradients.groups import GroupGradients, add_gradient
-from grab_xla.gradients.samples import GradientMatrix, SampleGradients
+from grab_xla.gradients.groups import add_gradient, group_gradients, parameters_of
+from grab_xla.gradients.samples import GradientMatrix, sample_gradients
 from grab_xla.random_projections import projection
 from per_sample_grad import Capture, Projection
 from xla_replica.common.arguments import check_type
@@ -169,20 +169,22 @@ class GraBSampler(Sampler[int]):
         self._timer = timer or contextlib.nullcontext
         kind = str(getattr(random_projection, "value", random_projection))
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
-        self._gradients: SampleGradients | GroupGradients
-        if self.fidelity == "group":
-            self._gradients = GroupGradients(trainable_params)
-        else:
-            size = projection_size if self.fidelity == "projected" else None
-            self._gradients = SampleGradients(trainable_params, size, seed)
-        self.projection: Projection | None = self._gradients.projection
+        balanced: Mapping[str, Tensor] = trainable_params
+        self.projection: Projection | None = None
+        if self.fidelity == "projected":
+            self.projection = Projection(trainable_params, projection_size, seed=seed)
+            balanced = {
+                name: torch.empty(rows * columns, device="meta")
+                for name, (rows, columns) in self.projection.kept.items()
+            }
+        self._params = trainable_params if self.fidelity == "group" else None
+        self._names = list(trainable_params)
         self._group_size = fidelities.samples_together(
             self.fidelity, group_size, self.num_samples, ordering
         )
         self._num_groups = self.num_samples // self._group_size
         ordering.check_fits(self._num_groups)
         self._weights = SampleWeights(weights, self.num_samples)
-        balanced = self._gradients.balanced
         fewer = projection(
             kind, sum(each.numel() for each in balanced.values()), self._num_groups,
             pi_eps, kron_order, seed, dtype, self.device,
@@ -256,6 +258,8 @@ class GraBSampler(Sampler[int]):
             self._uses_gradients, self._timer,
         )  # fmt: skip
         self._reduction: str | None = None  # that of the last `backward`
+        # The last forward pass, until its `backward`.
+        self._recorded: Capture | dict[str, torch.nn.Parameter] | None = None
         self._is_recorded = False  # without a `backward` or a `step` since
 
     def __len__(self) -> int:
@@ -328,15 +332,19 @@ class GraBSampler(Sampler[int]):
         """
         if not self._uses_gradients:
             return contextlib.nullcontext()
-        context = self._gradients.record(model, options)
+        if self._params is not None:
+            self._recorded = parameters_of(model, self._params)
+        else:
+            self._recorded = Capture(model, self._names, **options)
         self._is_recorded = True
-        return context
+        is_capture = isinstance(self._recorded, Capture)
+        return self._recorded if is_capture else contextlib.nullcontext()
 
     def backward(
         self,
         losses: Tensor,
         *,
-        reduction: str = "mean",
+        reduction: Literal["mean", "sum"] = "mean",
         indices: Sequence[int] | Tensor | None = None,
         from_samples: bool = False,
     ) -> None:
@@ -377,14 +385,28 @@ class GraBSampler(Sampler[int]):
             self._reduction = reduction
             self._progress.claim(1 if is_group else len(losses), indices)
             return
-        factored = self._takes_factors and ordering.takes_factored(
-            self._balancer.state, len(losses)
-        )
-        rows = self._gradients.backpropagate(
-            losses, reduction, ordering if factored else None, from_samples
-        )
+        recorded, self._recorded = self._recorded, None
+        if recorded is None:
+            raise RuntimeError(
+                "backward() without record(): compute the losses inside `with "
+                "sampler.record(model):`, once for every backward()"
+            )
+        rows: Mapping[str, Tensor] | Tensor | FactoredRows
+        if isinstance(recorded, Capture):
+            state = self._balancer.state
+            factored = self._takes_factors and ordering.takes_factored(
+                state, len(losses)
+            )
+            balances = ordering if factored else None
+            rows = sample_gradients(
+                recorded, losses, reduction, self._matrix.shapes, self.projection,
+                balances, from_samples,
+            )  # fmt: skip
+            num_rows = len(losses)
+        else:
+            rows, num_rows = group_gradients(recorded, losses, reduction), 1
         self._reduction = reduction
-        self._place(rows, True, indices)
+        self._place(rows, num_rows, indices)
 
     def _check_group(self, losses: Tensor) -> None:
         """Raises ValueError if these cannot be the losses of the next group."""
@@ -401,22 +423,23 @@ class GraBSampler(Sampler[int]):
     def _place(
         self,
         rows: Mapping[str, Tensor] | Tensor | FactoredRows,
-        batched: bool,
+        num_rows: int,
         indices: Sequence[int] | Tensor | None,
     ) -> None:
         """Balances what a step has of every sample, or keeps it until the update."""
-        is_dict = not isinstance(rows, Tensor | FactoredRows)
-        num_rows = self._matrix.count(rows, batched) if is_dict else len(rows)
         self._is_recorded = False
         progress, balancer = self._progress, self._balancer
         if not progress.claim(num_rows, indices):
             return
         with self._timer("sorter_step"), torch.no_grad():
             if isinstance(rows, FactoredRows):
-                balancer.place(rows)
+                balancer.place([rows])
                 return
-            pieces = self._matrix.pieces(rows, batched, balancer.piece_size)
-            balancer.place_step(pieces, progress.end, progress.waits)
+            pieces = self._matrix.pieces(rows, balancer.piece_size)
+            if self._replica.num_replicas == 1:
+                balancer.place(pieces)
+            else:
+                balancer.place_together(*pieces, progress.end, progress.waits)
 
     def step(
         self,
@@ -445,7 +468,10 @@ class GraBSampler(Sampler[int]):
                 ``indices`` are not the next samples of the order, or, without them, the
                 gradients may be of another pass over the order than the newest one.
         """
-        self._place(per_sample_grads, batch, indices)
+        num_rows = self._matrix.count(per_sample_grads, batch)
+        if not batch:
+            per_sample_grads = {n: g.unsqueeze(0) for n, g in per_sample_grads.items()}
+        self._place(per_sample_grads, num_rows, indices)
 
     def count(self, num_samples: int) -> None:
         """Takes the place of `step` for an order that needs no gradients.

@@ -111,31 +111,22 @@ class OnlineBalancer:
             self._uniforms = torch.rand(size, **like)
 
     @torch.no_grad()
-    def place_step(self, pieces: Iterable[Tensor], end: int, waits: bool) -> None:
-        """Balances a step of all replicas, or keeps its rows until the update.
+    def place_together(self, rows: Tensor, end: int, waits: bool) -> None:
+        """Balances a step of several replicas, or keeps its rows until the update.
 
         Args:
-            pieces: This replica's rows, ``(R, d)`` at a time; see ``piece_size``. They
-                are iterated over twice, if the balance type looks at a step before it
-                is balanced.
+            rows: This replica's rows, ``(R, d)``.
             end: The number of samples that the pass has on all replicas; after these
                 come repeated ones.
-            waits: Whether several replicas balance at the update, with `place_update`.
+            waits: Whether replicas balance at the update, with `place_update`.
         """
-        if self._replica.num_replicas > 1:
-            [rows] = pieces
-            if waits:
-                # A copy: gradients may be zeroed before the update.
-                self._pending.append(rows.clone())
-                return
-            # In the sequence of the order, without repeated samples.
-            ordered = interleaved(self.columns.of_all_replicas(rows))
-            ordered = ordered[: end - self.num_seen]
-            pieces = [ordered]
-        self.state = self._ordering.begin_step(self.state, pieces, self._decisions)
-        for rows in pieces:
-            self.place(rows)
-            del rows  # before the next ones are formed
+        if waits:
+            # A copy: gradients may be zeroed before the update.
+            self._pending.append(rows.clone())
+            return
+        # In the sequence of the order, without repeated samples.
+        ordered = interleaved(self.columns.of_all_replicas(rows))
+        self.place([ordered[: end - self.num_seen]])
 
     @torch.no_grad()
     def place_update(self, batch_size: int, minibatch_size: int) -> None:
@@ -174,9 +165,7 @@ class OnlineBalancer:
             minibatches = [rows.clone() for rows in received.unbind(0)]
             self._replica.sync()
             for rows in minibatches[: num_minibatches - first]:
-                begin_step = self._ordering.begin_step
-                self.state = begin_step(self.state, [rows], self._decisions)
-                self.place(rows)
+                self.place([rows])
                 self._replica.sync()
         self._pending = []
 
@@ -196,8 +185,18 @@ class OnlineBalancer:
             )
 
     @torch.no_grad()
-    def place(self, rows_RD: Rows) -> None:
-        """Balances this replica's columns of the next samples."""
+    def place(self, pieces: Iterable[Rows]) -> None:
+        """Balances a step, given this replica's columns of its samples.
+
+        ``pieces`` are ``(R, columns)`` at a time; see ``piece_size``. They are iterated
+        over twice, if the balance type looks at a step before it is balanced.
+        """
+        self.state = self._ordering.begin_step(self.state, pieces, self._decisions)
+        for rows in pieces:
+            self._place_piece(rows)
+            del rows  # before the next ones are formed
+
+    def _place_piece(self, rows_RD: Rows) -> None:
         ordering, device = self._ordering, self.columns.device
         first, last = self.num_seen, self.num_seen + len(rows_RD)
         num_waiting = ordering.num_pending(self.state)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grab_xla.balancers import Ordering
 from grab_xla.balancing.decisions import without_nan
 from grab_xla.balancing.rows import FactoredRows
-from grab_xla.gradients.groups import not_recorded, of_another_model
+from grab_xla.gradients.groups import of_another_model
 from grab_xla.gradients.row_copies import flattened
 from grab_xla.random_projections import Projection as FormedProjection
 from per_sample_grad import Capture, Factors, Projection
@@ -35,124 +35,91 @@ MOST_FORMED = 2**24
 PIECE_ON_HOST, PIECE_ON_DEVICE = 2**20, 2**24
 
 
-class SampleGradients:
-    """What is balanced of every sample's gradient, and how a capture makes it.
+def sample_gradients(
+    capture: Capture,
+    losses: Tensor,
+    reduction: Literal["mean", "sum"],
+    shapes: Mapping[str, tuple[int, ...]],
+    projection: Projection | None = None,
+    ordering: Ordering | None = None,
+    from_samples: bool = False,
+) -> dict[str, Tensor] | Tensor | FactoredRows:
+    """Runs the backward pass of the mean loss, or of the sum.
 
     Args:
-        parameters: The parameters, by name.
-        size: The most numbers of a projection; None: gradients are not projected.
-        seed: The seed of the projection.
+        capture: The recorded forward pass.
+        losses: ``(B,)``.
+        reduction: ``"mean"`` or ``"sum"``.
+        shapes: Those of the parameters, in the sequence of the columns.
+        projection: Gradients are projected by this.
+        ordering: What balances rows that are known by their factors; None if all rows
+            must be formed.
+        from_samples: ``.grad`` gets the mean, or the sum, of gradients of samples, if
+            these are not projected.
+
+    Returns:
+        What is balanced of every sample: ``(B, ...)`` by name, ``(B, columns)`` for all
+        parameters together, or rows that are not formed.
 
     Raises:
-        TypeError, ValueError: An argument is not allowed.
-
-    Attributes:
-        projection: The map of projected gradients, else None.
-        balanced: Tensors of the shapes of what is balanced, by name.
+        RuntimeError: The losses do not depend on the parameters.
+        ValueError: ``reduction`` is not allowed.
+        PerSampleError: As for `Capture.backward`.
     """
+    check_choice("reduction", reduction, ("mean", "sum"))
+    found: dict[str, Tensor] | Tensor
+    factored: list[Factors] = []
+    sums: dict[str, Tensor] = {}
+    from_samples = from_samples and projection is None and len(losses) > 0
 
-    def __init__(
-        self, parameters: Mapping[str, Tensor], size: int | None, seed: int
-    ) -> None:
-        self._names = list(parameters)
-        self.projection: Projection | None = None
-        self.balanced = parameters
-        if size is not None:
-            self.projection = Projection(parameters, size, seed=seed)
-            self.balanced = {
-                name: torch.empty(rows * columns, device="meta")
-                for name, (rows, columns) in self.projection.kept.items()
-            }
-        self._capture: Capture | None = None
-
-    def record(self, model: nn.Module, options: Mapping[str, Any]) -> Capture:
-        """Returns a capture of a forward pass, which replaces an earlier one."""
-        self._capture = Capture(model, self._names, **options)
-        return self._capture
-
-    def backpropagate(
-        self,
-        losses: Tensor,
-        reduction: Literal["mean", "sum"],
-        ordering: Ordering | None,
-        from_samples: bool,
-    ) -> dict[str, Tensor] | Tensor | FactoredRows:
-        """Runs the backward pass of the mean loss, or of the sum.
-
-        Args:
-            losses: ``(B,)``.
-            reduction: ``"mean"`` or ``"sum"``.
-            ordering: What balances rows that are known by their factors; None if all
-                rows must be formed.
-            from_samples: ``.grad`` gets the mean, or the sum, of gradients of samples,
-                if these are not projected.
-
-        Returns:
-            What is balanced of every sample: ``(B, ...)`` by name, ``(B, columns)``
-            for all parameters together, or rows that are not formed.
-
-        Raises:
-            RuntimeError: No forward pass was recorded, or the losses do not depend on
-                the parameters.
-            ValueError: ``reduction`` is not allowed.
-            PerSampleError: As for `Capture.backward`.
-        """
-        if self._capture is None:
-            raise not_recorded()
-        check_choice("reduction", reduction, ("mean", "sum"))
-        capture, self._capture = self._capture, None
-        projection = self.projection
-        found: dict[str, Tensor] | Tensor
-        factored: list[Factors] = []
-        sums: dict[str, Tensor] = {}
-        from_samples = from_samples and projection is None and len(losses) > 0
-
-        def rows(factors: Factors) -> dict[str, Tensor] | Tensor:
-            if projection is not None:
-                return factors.project(projection)
-            if ordering is not None and factors.compression >= LEAST_COMPRESSION:
-                factored.append(factors)
-                return {}
-            formed = factors.materialize()
-            if from_samples:
-                for name, gradients in formed.items():
-                    sums[name] = getattr(gradients, reduction)(0)
-            return formed
-
-        if projection is not None and capture.params.keys() == projection.shapes.keys():
-            found = capture.project(losses, projection, accumulate=reduction)
-        else:
-            accumulate = None if from_samples else reduction
-            found = capture.stream(losses, rows, accumulate=accumulate)
+    def rows(factors: Factors) -> dict[str, Tensor] | Tensor:
+        if projection is not None:
+            return factors.project(projection)
+        if ordering is not None and factors.compression >= LEAST_COMPRESSION:
+            factored.append(factors)
+            return {}
+        formed = factors.materialize()
         if from_samples:
-            weight = 1 / len(losses) if reduction == "mean" else 1.0
-            for each in factored:
-                sums |= each.weighted_sum(torch.full_like(losses, weight))
-            capture.add_gradients(sums)
-        if capture.unused == capture.params.keys():
-            raise of_another_model()
-        if ordering is None or isinstance(found, Tensor):
-            return found
-        if factored and not self._are_worth_it(factored, len(losses), ordering):
-            while factored:
-                found |= factored.pop().materialize()
-        if not factored and ordering.needs_gram:
-            return found
-        shapes = {name: tuple(p.shape) for name, p in self.balanced.items()}
-        finite = {name: without_nan(rows) for name, rows in found.items()}
-        return FactoredRows(shapes, factored, finite)
+            for name, gradients in formed.items():
+                sums[name] = getattr(gradients, reduction)(0)
+        return formed
 
-    def _are_worth_it(
-        self, factored: list[Factors], num_samples: int, ordering: Ordering
-    ) -> bool:
-        """Returns whether balancing factors takes less than forming the gradients."""
-        spared = sum(math.prod(s) for each in factored for s in each.shapes.values())
-        total = sum(p.numel() for p in self.balanced.values())
-        least = LEAST_SPARED * ordering.num_vectors
-        if not ordering.needs_gram:
-            least //= 4
-        enough = num_samples * spared >= min(least, MOST_FORMED)
-        return 2 * spared > total and enough
+    if projection is not None and capture.params.keys() == projection.shapes.keys():
+        found = capture.project(losses, projection, accumulate=reduction)
+    else:
+        accumulate = None if from_samples else reduction
+        found = capture.stream(losses, rows, accumulate=accumulate)
+    if from_samples:
+        weight = 1 / len(losses) if reduction == "mean" else 1.0
+        for each in factored:
+            sums |= each.weighted_sum(torch.full_like(losses, weight))
+        capture.add_gradients(sums)
+    if capture.unused == capture.params.keys():
+        raise of_another_model()
+    if ordering is None or isinstance(found, Tensor):
+        return found
+    if factored and not _are_worth_it(factored, len(losses), ordering, shapes):
+        while factored:
+            found |= factored.pop().materialize()
+    if not factored and ordering.needs_gram:
+        return found
+    finite = {name: without_nan(rows) for name, rows in found.items()}
+    return FactoredRows(shapes, factored, finite)
+
+
+def _are_worth_it(
+    factored: list[Factors],
+    num_samples: int,
+    ordering: Ordering,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> bool:
+    """Returns whether balancing factors takes less than forming the gradients."""
+    spared = sum(math.prod(s) for each in factored for s in each.shapes.values())
+    least = LEAST_SPARED * ordering.num_vectors
+    if not ordering.needs_gram:
+        least //= 4
+    enough = num_samples * spared >= min(least, MOST_FORMED)
+    return 2 * spared > sum(map(math.prod, shapes.values())) and enough
 
 
 class GradientMatrix:
@@ -171,6 +138,7 @@ class GradientMatrix:
         remark: Ends the error about wrong shapes.
 
     Attributes:
+        shapes: Those of gradients, by name, in the sequence of the columns.
         keeps_gradients: Whether rows are the gradients themselves.
     """
 
@@ -183,14 +151,14 @@ class GradientMatrix:
         device: torch.device,
         remark: str = "",
     ) -> None:
-        self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self._projection, self._normalize = projection, normalize
         self._dtype, self._device, self._remark = dtype, device, remark
         self._projects = bool(projection.tables)
         self.keeps_gradients = not (normalize or self._projects)
 
     def pieces(
-        self, grads: Mapping[str, Tensor] | Tensor, batched: bool, multiple: int | None
+        self, grads: Mapping[str, Tensor] | Tensor, multiple: int | None
     ) -> Iterable[Tensor]:
         """Returns the rows, some after the others, each time they are iterated over.
 
@@ -200,16 +168,14 @@ class GradientMatrix:
         What comes at once is formed once; several pieces are formed every time.
 
         Args:
-            grads: ``(B, columns)``, or gradients that `count` accepts: ``(B, *shape)``,
-                or ``shape`` for one sample if not ``batched``.
+            grads: ``(B, columns)``, or ``(B, *shape)`` for every parameter.
             multiple: A piece has a multiple of so many rows, but for the last one. None
                 means all rows.
         """
         if isinstance(grads, Tensor):
             values = [grads]
         else:
-            values = [grads[name].detach() for name in self._shapes]
-        values = values if batched else [value.unsqueeze(0) for value in values]
+            values = [grads[name].detach() for name in self.shapes]
         pieces: list[Sequence[Tensor]] = [values]
         kind, copies = traits(self._device), 1
         if self._projects:
@@ -246,15 +212,15 @@ class GradientMatrix:
                 "step() takes a dict from parameter names to per-sample gradients, "
                 f"got {type(grads).__name__}"
             )
-        if grads.keys() != self._shapes.keys():
-            missing = sorted(self._shapes.keys() - grads.keys())
-            unknown = sorted(grads.keys() - self._shapes.keys())
+        if grads.keys() != self.shapes.keys():
+            missing = sorted(self.shapes.keys() - grads.keys())
+            unknown = sorted(grads.keys() - self.shapes.keys())
             raise ValueError(
                 "step() needs the gradients of exactly the parameters that the sampler "
                 f"was built with; missing {missing[:5]}, unknown {unknown[:5]}"
             )
         sizes = set()
-        for name, shape in self._shapes.items():
+        for name, shape in self.shapes.items():
             received = tuple(grads[name].shape)
             if received[batched:] != shape or len(received) != len(shape) + batched:
                 wanted = f"(B, {str(shape)[1:]}" if batched else str(shape)

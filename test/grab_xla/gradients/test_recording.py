@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from unittest import mock
@@ -37,14 +38,12 @@ def cnn() -> nn.Module:
 
 
 class TiedTransformer(nn.Module):
-    """Two blocks; the output layer's weight is that of the embedding."""
+    """The output layer's weight is that of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 8)
-        self.blocks = nn.Sequential(
-            *(nn.TransformerEncoderLayer(8, 2, 12, 0.0) for _ in range(2))
-        )
+        self.blocks = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, 0.0))
         self.head = nn.Linear(8, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
@@ -118,6 +117,12 @@ def trained(name: str, balance: str, how: str, **options) -> tuple[list, nn.Modu
     return orders, model
 
 
+@functools.cache
+def formed(name: str, balance: str) -> tuple[list, nn.Module]:
+    """Returns what `trained` does with gradients that are formed."""
+    return trained(name, balance, "formed", **FACTORED[balance])
+
+
 def projected(projection: psg.Projection, name: str, gradients: torch.Tensor):
     count = gradients[0].numel()
     impulses = torch.eye(count, dtype=torch.float64).view(-1, *gradients.shape[1:])
@@ -135,9 +140,8 @@ def assert_same_training(one: tuple, other: tuple) -> None:
 @pytest.mark.parametrize("balance", ["mean", "pair", "recursive", "batch"])
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_orders_are_those_of_formed_gradients(name, balance):
-    options = {"batch_size": BATCH} if balance == "batch" else {}
-    recorded = trained(name, balance, "recorded", **options)
-    assert_same_training(recorded, trained(name, balance, "formed", **options))
+    recorded = trained(name, balance, "recorded", **FACTORED[balance])
+    assert_same_training(recorded, formed(name, balance))
 
 
 @pytest.fixture
@@ -145,10 +149,9 @@ def placed(monkeypatch) -> list[FactoredRows]:
     """What was balanced without being formed."""
     found, original = [], OnlineBalancer.place
 
-    def place(self, rows):
-        if isinstance(rows, FactoredRows):
-            found.append(rows)
-        original(self, rows)
+    def place(self, pieces):
+        found.extend(rows for rows in pieces if isinstance(rows, FactoredRows))
+        original(self, pieces)
 
     monkeypatch.setattr(OnlineBalancer, "place", place)
     return found
@@ -176,10 +179,9 @@ FACTORED = {
 @pytest.mark.parametrize("balance", FACTORED)
 @pytest.mark.parametrize("name", MODELS)
 def test_orders_of_factors_are_those_of_formed_gradients(name, balance, factored):
-    options = FACTORED[balance]
-    recorded = trained(name, balance, "recorded", **options)
+    recorded = trained(name, balance, "recorded", **FACTORED[balance])
     assert [len(rows) for rows in factored] == [BATCH] * (N // BATCH * EPOCHS)
-    assert_same_training(recorded, trained(name, balance, "formed", **options))
+    assert_same_training(recorded, formed(name, balance))
 
 
 @pytest.mark.parametrize("forms", [True, False])
@@ -188,7 +190,7 @@ def test_gradients_of_samples_may_make_those_of_the_model(name, forms, request):
     if not forms:
         request.getfixturevalue("factored")
     recorded = trained(name, "mean", "from samples")
-    orders, model = trained(name, "mean", "formed")
+    orders, model = formed(name, "mean")
     assert recorded[0] == orders
     for mine, theirs in zip(recorded[1].parameters(), model.parameters()):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
@@ -289,7 +291,7 @@ def test_projected_orders_are_those_of_projected_gradients(name, balance):
     assert_same_training(
         recorded, trained(name, balance, "projected by hand", **options)
     )
-    assert recorded[0] != trained(name, balance, "formed")[0]
+    assert recorded[0] != formed(name, balance)[0]
 
 
 def sampler(model: nn.Module, **options) -> GraBSampler:
