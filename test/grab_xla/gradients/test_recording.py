@@ -86,6 +86,8 @@ def trained(name: str, balance: str, how: str, **options) -> tuple[list, nn.Modu
     model = MODELS[name]().double()
     x, y = samples(name)
     params = dict(model.named_parameters())
+    if options.pop("backwards", False):  # another sequence than the model's
+        params = dict(reversed(params.items()))
     grab = GraBSampler(range(N), params, balance, dtype=torch.float64, **options)
     captured = options_of(name, model)
     if how == "projected by hand":
@@ -207,9 +209,10 @@ def weights(epoch: int) -> np.ndarray:
         ("pair", {"prob_balance": True, "num_workers": 2}),
         ("recursive", {"prob_balance": True, "tie": "positive"}),
         *((name, {"weights": weights}) for name in ("mean", "pair", "batch")),
+        *((name, {"backwards": True}) for name in ("mean", "batch")),
     ],
 )
-def test_workers_weights_and_drawn_signs_are_those_of_formed_gradients(
+def test_sequences_workers_weights_and_drawn_signs_are_those_of_formed_gradients(
     balance, options, factored
 ):
     recorded = trained("mlp", balance, "recorded", **options)
