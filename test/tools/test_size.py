@@ -40,11 +40,11 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_790
-TEST_LINES = 41_800
+CODE = 23_480
+TEST_LINES = 41_080
 # Files and functions of ours.
 LIMITS = {
-    "minibatch": (7, 25), "update": (10, 45), "norms": (20, 85), "grab": (28, 125),
+    "minibatch": (7, 25), "update": (10, 45), "norms": (20, 84), "grab": (28, 123),
     "order": (8, 32),
 }  # fmt: skip
 
