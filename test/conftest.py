@@ -9,6 +9,14 @@ from collections.abc import Iterator
 # would take half as long again. It must be set before torch is loaded.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Compiling takes most of the time on XLA, and most of that is spent on making faster
+# programs, of which tests run each a few times. What a user has set counts more.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        os.environ.get("XLA_FLAGS", ""),
+    )
+)
 
 import pytest
 import torch
