@@ -34,7 +34,7 @@ from grab_xla.gradients.groups import add_gradient, group_gradients, parameters_
 from grab_xla.gradients.samples import GradientMatrix, sample_gradients
 from grab_xla.random_projections import projection
 from per_sample_grad import Capture, Projection
-from xla_replica.common.arguments import check_type
+from xla_replica.common.arguments import check_choice, check_type
 from xla_replica.common.differences import check_same
 
 # The version of `GraBSampler.state_dict`.
@@ -177,8 +177,6 @@ class GraBSampler(Sampler[int]):
                 name: torch.empty(rows * columns, device="meta")
                 for name, (rows, columns) in self.projection.kept.items()
             }
-        self._params = trainable_params if self.fidelity == "group" else None
-        self._names = list(trainable_params)
         self._group_size = fidelities.samples_together(
             self.fidelity, group_size, self.num_samples, ordering
         )
@@ -332,13 +330,16 @@ class GraBSampler(Sampler[int]):
         """
         if not self._uses_gradients:
             return contextlib.nullcontext()
-        if self._params is not None:
-            self._recorded = parameters_of(model, self._params)
+        context: contextlib.AbstractContextManager[Any]
+        if self.fidelity == "group":
+            self._recorded = parameters_of(model, self._matrix.shapes)
+            context = contextlib.nullcontext()
         else:
-            self._recorded = Capture(model, self._names, **options)
+            self._recorded = context = Capture(
+                model, list(self._matrix.shapes), **options
+            )
         self._is_recorded = True
-        is_capture = isinstance(self._recorded, Capture)
-        return self._recorded if is_capture else contextlib.nullcontext()
+        return context
 
     def backward(
         self,
@@ -385,12 +386,14 @@ class GraBSampler(Sampler[int]):
             self._reduction = reduction
             self._progress.claim(1 if is_group else len(losses), indices)
             return
-        recorded, self._recorded = self._recorded, None
+        recorded = self._recorded
         if recorded is None:
             raise RuntimeError(
                 "backward() without record(): compute the losses inside `with "
                 "sampler.record(model):`, once for every backward()"
             )
+        check_choice("reduction", reduction, ("mean", "sum"))
+        self._recorded = None
         rows: Mapping[str, Tensor] | Tensor | FactoredRows
         if isinstance(recorded, Capture):
             state = self._balancer.state

@@ -12,9 +12,9 @@ from xla_replica.common.arguments import check_choice
 
 
 def parameters_of(
-    model: nn.Module, expected: Mapping[str, Tensor]
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, nn.Parameter]:
-    """Returns the model's parameters of these names.
+    """Returns the model's parameters of these names and shapes.
 
     Raises:
         ValueError: The model has no such parameter, or it is frozen.
@@ -26,8 +26,8 @@ def parameters_of(
     }
     wrong = [
         name
-        for name, parameter in expected.items()
-        if name not in found or found[name].shape != parameter.shape
+        for name, shape in shapes.items()
+        if name not in found or found[name].shape != shape
     ]
     if wrong:
         raise ValueError(
@@ -35,7 +35,7 @@ def parameters_of(
             "model, of the same shapes; build the sampler with those of the model "
             "that is recorded"
         )
-    return {name: found[name] for name in expected}
+    return {name: found[name] for name in shapes}
 
 
 def group_gradients(

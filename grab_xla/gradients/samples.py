@@ -18,7 +18,6 @@ from grab_xla.gradients.row_copies import flattened
 from grab_xla.random_projections import Projection as FormedProjection
 from per_sample_grad import Capture, Factors, Projection
 from xla_replica import traits, where_finite
-from xla_replica.common.arguments import check_choice
 
 # Forming gradients takes less time where a layer is applied to many positions of a
 # sample, as convolutions are, whose factors are not that much smaller. A layer that is
@@ -63,10 +62,8 @@ def sample_gradients(
 
     Raises:
         RuntimeError: The losses do not depend on the parameters.
-        ValueError: ``reduction`` is not allowed.
         PerSampleError: As for `Capture.backward`.
     """
-    check_choice("reduction", reduction, ("mean", "sum"))
     found: dict[str, Tensor] | Tensor
     factored: list[Factors] = []
     sums: dict[str, Tensor] = {}

@@ -1,6 +1,7 @@
 """What layer rules see, the sums that several take, and which module has which rule."""
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +21,8 @@ from per_sample_grad.factors.forms import (
     accumulation_dtype,
 )
 from xla_replica import traits
+
+_signature = functools.cache(inspect.signature)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +56,9 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All arguments, by the names that the module's ``forward`` has for them."""
-        signature = inspect.signature(type(self.module).forward)
-        return signature.bind(self.module, *self.args, **self.kwargs).arguments
+        """The arguments by the names that ``forward`` has for them, and the module."""
+        bound = _signature(type(self.module).forward).bind_partial
+        return bound(self.module, *self.args, **self.kwargs).arguments
 
     def batch_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns ``tensor`` with the batch as its first dimension."""

@@ -317,7 +317,7 @@ class NoiseMeter:
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        # Earlier states lack the one or have the other.
+        # Earlier states may lack "norm layers", and may have "differences".
         if (state.keys() | {"norm layers"}) - {"differences"} != set(_STATE):
             raise ValueError(
                 f"this is not a state of a NoiseMeter: it has {sorted(state)}, "
