@@ -63,6 +63,7 @@ setup(
         "examples": ["torchvision", "scikit-learn", "matplotlib", "numba"],
         "test": [
             "pytest",
+            "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
             "ruff",
