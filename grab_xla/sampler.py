@@ -601,6 +601,11 @@ class GraBSampler(Sampler[int]):
                 f"load_state_dict: the state has no {', '.join(missing)}; pass what "
                 "GraBSampler.state_dict() returned"
             )
+        settings = self._identity["settings"]
+        if self.projection is not None and "projection" in state["settings"]:
+            if ", names " not in state["settings"]["projection"]:
+                self.projection = self.projection.as_before()
+            settings["projection"] = repr(self.projection)
         theirs = {name: state[name] for name in self._identity}
         error = "load_state_dict: the state of another sampler"
         check_same(_flat(theirs), _flat(self._identity), error)

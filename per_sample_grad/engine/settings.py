@@ -12,6 +12,7 @@ from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors.plan import METHODS, Method
 from xla_replica import AccumulationHook, refuse_sharded
 from xla_replica.common.arguments import check_choice, check_integer, check_number
+from xla_replica.common.names import unwrapped
 
 Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
 Fallback = Literal["error", "loop", "batched"]
@@ -19,9 +20,6 @@ Check = Literal["first", "always", "never"]
 # The reductions whose gradient a pass may add to ``.grad``.
 Accumulate = Literal["mean", "sum"]
 
-# What DDP and DataParallel, and torch.compile, put before the names of the model that
-# they wrap.
-WRAPPERS = ("module.", "_orig_mod.")
 # The most names that a message lists.
 MOST_NAMES = 12
 
@@ -101,8 +99,8 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
         trainable = {name for name, param in every.items() if param.requires_grad}
         wrong = sorted(set(params) - trainable)
         if wrong:
-            wrapped = {_unwrapped(name) for name in trainable}
-            named = {_unwrapped(name) for name in wrong}
+            wrapped = {unwrapped(name) for name in trainable}
+            named = {unwrapped(name) for name in wrong}
             remedy = ": of a wrapper, such as DDP or torch.compile(model), and of the "
             remedy += "model in it, take the names and the model from one of the two"
             raise ValueError(
@@ -118,13 +116,6 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
             "params= leaves none"
         )
     return chosen
-
-
-def _unwrapped(name: str) -> str:
-    """Returns a parameter's name in the innermost model."""
-    for prefix in WRAPPERS * 2:  # one wrapper may be in the other
-        name = name.removeprefix(prefix)
-    return name
 
 
 def _listed(names: Sequence[str]) -> str:

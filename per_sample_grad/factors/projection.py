@@ -17,10 +17,12 @@ more variance than a projection of the whole gradient to as many numbers.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
 import random
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -38,16 +40,20 @@ from per_sample_grad.factors.forms import (
 )
 from xla_replica import traits
 from xla_replica.common.arguments import check_integer
+from xla_replica.common.names import unwrapped
 
 # Counts changes after which the same names, shapes, size and seed are another map. It
 # is kept with projections on a disk.
 VERSION = 3
+# That of maps that are drawn from names from which a wrapper's prefix was taken.
+UNWRAPPED_VERSION = 4
 
 
 class Projection:
     """A linear map from gradients to a few numbers for each parameter.
 
-    It is the same for the same names, shapes, size and seed, on every device. All
+    It is the same for the same names, shapes, size and seed, on every device, whatever
+    wraps the model (``module.``, ``_orig_mod.``). All
     parameters keep one share of their numbers, the largest with which all of it fits
     ``size``; where that is one, gradients stay as they are. The shorter side keeps few
     numbers and the longer one many or all, because that is cheap and not worse. What is
@@ -87,16 +93,40 @@ class Projection:
                 f"size must be at least {len(self.shapes)}, a number for each "
                 f"parameter, got {size}"
             )
+        # What each parameter's signs are drawn from.
+        self._drawn_from = {name: unwrapped(name) for name in self.shapes}
+        if len(set(self._drawn_from.values())) < len(self.shapes):
+            self._drawn_from = {name: name for name in self.shapes}
+        self._as_before = False
         self.kept = _kept(self.shapes, size)
         self.size = sum(map(math.prod, self.kept.values()))
         self._folds: dict[tuple[object, ...], Folds] = {}
 
     def __repr__(self) -> str:
         total = sum(map(math.prod, self.shapes.values()))
-        return (
+        text = (
             f"Projection of {total} numbers of {len(self.shapes)} parameters to "
             f"{self.size}, seed {self.seed}, map {VERSION}"
         )
+        if self._as_before:
+            return text
+        shapes = [(self._drawn_from[n], shape) for n, shape in self.shapes.items()]
+        return f"{text}, names {zlib.crc32(repr(shapes).encode()):08x}"
+
+    def as_before(self) -> Projection:
+        """Returns the map in which a wrapper's prefix counts, as that of states saved
+        before it did not.
+        """
+        other = copy.copy(self)
+        other._drawn_from = {name: name for name in self.shapes}
+        other._as_before, other._folds = True, {}
+        return other
+
+    @property
+    def version(self) -> int:
+        """A number that differs where an earlier version made another map."""
+        is_same = all(name == drawn for name, drawn in self._drawn_from.items())
+        return VERSION if is_same else UNWRAPPED_VERSION
 
     def of(self, name: str, uses: Sequence[Contribution], budget: int) -> torch.Tensor:
         """Returns the projections of one parameter's gradients, ``(B, k1 k2)``.
@@ -117,7 +147,8 @@ class Projection:
             (rows, columns), kernel = forms.matrix_shape(shape), math.prod(shape[2:])
 
             def fold(count: int, kept: int, axis: str) -> Fold | None:
-                return _fold(count, kept, f"{self.seed} {name} {axis}", like)
+                drawn_from = self._drawn_from[name]
+                return _fold(count, kept, f"{self.seed} {drawn_from} {axis}", like)
 
             of_channels = None
             if kernel > 1:

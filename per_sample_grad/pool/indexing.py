@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from per_sample_grad.engine.settings import selected
-from per_sample_grad.factors import projection as projections
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Split, split_batch
@@ -107,7 +106,7 @@ def index_pool(
         settings={
             "size": size,
             "seed": projection.seed,
-            "projection version": projections.VERSION,
+            "projection version": projection.version,
             "index version": VERSION,
             "dtype": "float32",
             **{KEPT + name: list(kept) for name, kept in projection.kept.items()},

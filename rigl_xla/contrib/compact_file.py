@@ -20,11 +20,12 @@ from torch import nn
 import xla_replica
 from rigl_xla.layers.checks import pruner_of
 from rigl_xla.layers.sparse_layer import to_host
-from rigl_xla.layers.weights import check_model, clean
+from rigl_xla.layers.weights import check_model
 from rigl_xla.topology.masks import pack, unpack
 from xla_replica.common.arguments import check_type
 from xla_replica.common.differences import check_same
 from xla_replica.common.files import unfinished_name, write_whole
+from xla_replica.common.names import unwrapped
 
 FORMAT = "rigl_xla compact 1"
 
@@ -148,7 +149,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     shared: dict[str, str] = {}
     first: dict[int, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
-        name = clean(key)
+        name = unwrapped(key)
         if not isinstance(value, torch.Tensor):
             raise TypeError(
                 f"the model's state has {name!r}, a {type(value).__name__}; a compact "

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rigl_xla.layers.weights import Weight, clean
+from rigl_xla.layers.weights import Weight
 from rigl_xla.topology.masks import pack
+from xla_replica.common.names import unwrapped
 
 
 def is_state(state: Mapping[str, Any]) -> bool:
@@ -61,7 +62,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
 
     That is every module with a weight but `BatchNorm2d`, and nothing inside of one.
     """
-    names = {id(p): clean(name) for name, p in model.named_parameters()}
+    names = {id(p): unwrapped(name) for name, p in model.named_parameters()}
     weights = []
 
     def visit(module: nn.Module) -> None:

@@ -14,13 +14,11 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from xla_replica.common.arguments import check_type
+from xla_replica.common.names import unwrapped
 
 # How a user selects layers: by a pattern, a type of module, or a function.
 Selector = str | type | Callable[[str, nn.Parameter], bool]
 
-# What torch.compile, FSDP and checkpointing put into a path, wherever they wrap.
-_INNER = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_OUTER = "module."  # DDP and DataParallel, around the whole model
 _ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -168,18 +166,6 @@ def named(weights: list[Weight], pattern: str) -> list[str]:
     return names
 
 
-def clean(name: str) -> str:
-    """Returns a parameter's name without what wrappers put into it.
-
-    >>> clean("module._orig_mod.blocks.0._orig_mod.weight")
-    'blocks.0.weight'
-    """
-    name = ".".join(part for part in name.split(".") if part not in _INNER)
-    while name.startswith(_OUTER):
-        name = name.removeprefix(_OUTER)
-    return name
-
-
 def multipliers_of(model: nn.Module, weight: Weight) -> list[tuple[nn.Module, str]]:
     """Returns modules that multiply by a weight, with its name there.
 
@@ -243,7 +229,7 @@ def _places(
     around = (*around, module)
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
-            name, is_conv = clean(path + attribute), isinstance(module, _ConvNd)
+            name, is_conv = unwrapped(path + attribute), isinstance(module, _ConvNd)
             yield _Place(name, parameter, module, attribute, is_conv, (), around)
     for name, child in module._modules.items():
         if child is not None:

@@ -102,6 +102,27 @@ def test_the_map_depends_on_seed_name_and_nothing_else():
     assert not torch.equal(of("w"), of("v"))
 
 
+def test_what_wraps_a_model_changes_nothing_of_the_map():
+    """`DistributedDataParallel` and `torch.compile` put a prefix before names."""
+    gradient, found = [Dense(torch.randn(1, 9, 8))], {}
+    for prefix in ("", "module.", "module._orig_mod."):
+        shapes = {f"{prefix}w": (9, 8), f"{prefix}v": (4,)}
+        projection = psg.Projection(shapes, 20)
+        found[repr(projection)] = projection.of(f"{prefix}w", gradient, WIDE)
+        before = projection.as_before().of(f"{prefix}w", gradient, WIDE)
+        assert torch.equal(before, found[repr(projection)]) == (prefix == "")
+    assert len(found) == 1
+    # Other names, shapes or sequences are another map, and show it.
+    others = [{"u": (9, 8), "v": (4,)}, {"v": (4,), "w": (9, 8)}]
+    for shapes in others:
+        assert repr(psg.Projection(shapes, 20)) not in found
+    # A model's own attribute may have such a name, beside another.
+    both = psg.Projection({"w": (9, 8), "module.w": (9, 8)}, 20)
+    assert not torch.equal(
+        both.of("w", gradient, WIDE), both.of("module.w", gradient, WIDE)
+    )
+
+
 def test_a_parameter_without_uses_has_projections_of_zero():
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
     with psg.capture(model) as recorded:
