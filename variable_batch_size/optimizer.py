@@ -322,12 +322,21 @@ class ElasticOptimizer(OptimizerProxy):
                     self.replica.rank,
                 )
             first = 1 + max(step for _, step in given)
-            new = sampler.schedule.changed(first, batch_size)
-            groups = self.inner.param_groups
-            checks.check_groups(self._settings, groups, new, self.replica)
+            self.check_batch_size(batch_size, first)
             sampler.change_from(first, batch_size)
             position.replan(sampler.replanned(position.plan))
         return first
+
+    def check_batch_size(self, batch_size: int, first_step: int = 1) -> None:
+        """Raises ValueError if steps of this size would not fit sampler or rule.
+
+        Args:
+            batch_size: In samples, of all steps from ``first_step`` on.
+            first_step: The first one, since training began.
+        """
+        schedule = self.sampler.schedule.changed(first_step, batch_size)
+        groups = self.inner.param_groups
+        checks.check_groups(self._settings, groups, schedule, self.replica)
 
     def average_buffers(self, model: nn.Module) -> None:
         """Makes the model's floating-point buffers equal on all replicas.

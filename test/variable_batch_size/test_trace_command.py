@@ -223,6 +223,15 @@ def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
     assert steps["seconds"].tolist() == [0.5] * len(table)
 
 
+def test_a_trace_without_end_shows_its_last_size(folder, capsys):
+    (folder / "endless.csv").write_text("samples,batchsize\n0,64\n1600,128\n")
+    assert main(["plot", "endless.csv", "--height", "2", "--width", "14"]) == 0
+    top, bottom, axis = capsys.readouterr().out.splitlines()
+    assert top.endswith(" ██")
+    assert axis.endswith(": 128 without end")
+    assert bottom.count("█") == 14
+
+
 def test_devices_are_read_from_the_standard_input_too(folder, capsys, monkeypatch):
     text = (folder / "trace.csv").read_text()
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))

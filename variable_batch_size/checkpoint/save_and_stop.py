@@ -97,7 +97,9 @@ def poll_for_stop(
         while not pause.wait(interval) and run() is not None:
             try:
                 reason = poll()
-            except Exception:  # the user's code; training continues without an answer
+            # The user's code; training continues without an answer. SystemExit ends a
+            # thread without a word.
+            except (Exception, SystemExit):
                 logger.exception("stop_poll failed; it is called again")
                 continue
             if reason:

@@ -86,6 +86,12 @@ class BatchSizeController:
         unit = optimizer.sampler.minibatch_size
         self._least = check_integer("least", least, least=1)
         self._most = check_integer("most", most, least=max(unit, least))
+        sizes = -(-least // unit) * unit, most // unit * unit
+        if sizes[0] > sizes[1]:
+            raise ValueError(
+                f"least={least} and most={most}: batch sizes are multiples of the "
+                f"minibatch size, {unit}, and none of these is within the limits"
+            )
         self._every = check_integer("every", every, least=1)
         self._factor = check_number("factor", factor, above=1)
         if not callable(policy):
@@ -101,6 +107,11 @@ class BatchSizeController:
                 "BatchSizeController needs a sampler whose last batch size is held: a "
                 f"constant trace, or on_end='hold'; got on_end={on_end!r}"
             )
+        for name, size in zip(("least", "most"), sizes):
+            try:
+                optimizer.check_batch_size(size)
+            except ValueError as error:
+                raise ValueError(f"{name}: steps of {size} samples: {error}") from error
         self.updates_of = self._optimizer = optimizer
         self._replica = optimizer.replica
         if available is not None:

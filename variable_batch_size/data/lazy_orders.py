@@ -87,6 +87,28 @@ class LazyOrder(abc.ABC):
     def name(self) -> str:
         """What decides the order beside epoch and length; resuming compares it."""
 
+    def checked_samples(
+        self, epoch: int, num_samples: int, positions: np.ndarray
+    ) -> np.ndarray:
+        """Returns `samples`; raises ValueError unless they are one for each position.
+
+        That includes that they are integers in ``range(num_samples)``.
+        """
+        found = np.asarray(self.samples(epoch, num_samples, positions))
+        if found.shape != positions.shape or found.dtype.kind not in "iu":
+            raise ValueError(
+                f"{type(self).__name__}.samples() returned {found.dtype} numbers of "
+                f"shape {found.shape} for {len(positions)} positions: return one "
+                "integer for each"
+            )
+        outside = found[(found < 0) | (found >= num_samples)]
+        if len(outside):
+            raise ValueError(
+                f"{type(self).__name__}.samples() returned {outside[0]}, which is not "
+                f"in range({num_samples})"
+            )
+        return found
+
     @abc.abstractmethod
     def samples(
         self, epoch: int, num_samples: int, positions: np.ndarray
@@ -98,7 +120,8 @@ class LazyOrder(abc.ABC):
 
     def digest(self, epoch: int, num_samples: int) -> str:
         """Returns a hash of the name, and of the epoch's first samples."""
-        first = self.samples(epoch, num_samples, np.arange(min(num_samples, 64)))
+        positions = np.arange(min(num_samples, 64))
+        first = self.checked_samples(epoch, num_samples, positions)
         told = f"{self.name} {epoch} {num_samples} {first.tolist()}"
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 

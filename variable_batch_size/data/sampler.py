@@ -413,7 +413,9 @@ class CustomSampler(Sampler[list[int]]):
         order, num_samples = self.order, plan.num_samples
         if isinstance(order, LazyOrder):
             digest = order.digest(plan.epoch, num_samples)
-            samples_at = functools.partial(order.samples, plan.epoch, num_samples)
+            samples_at = functools.partial(
+                order.checked_samples, plan.epoch, num_samples
+            )
         else:
             whole = self._epoch_order(plan.epoch)
             samples_at = whole.__getitem__

@@ -28,6 +28,8 @@ import pandas as pd
 VERSION = 1
 # The events after which training goes on with the update of their step.
 BEGINNINGS = ("start", "resume")
+# What may be another when a run begins anew.
+_MAY_DIFFER = ("versions", "num_replicas", "replica")
 
 
 class RunFile:
@@ -60,7 +62,27 @@ class RunFile:
     def begin(self, step: int) -> None:
         """Writes the event of a run whose next update is number ``step``."""
         name = BEGINNINGS[step > 0]
+        if step == 0:
+            self._refuse_another_run()
         self.event(name, step, **self._header)
+
+    def _refuse_another_run(self) -> None:
+        """Raises ValueError if the file has a run that this one does not begin anew.
+
+        A run that a kill has ended before its first checkpoint begins anew.
+        """
+        if not self.path.exists():
+            return
+        before = read_run(self.path)
+        kept = {k: v for k, v in _plain(self._header).items() if k not in _MAY_DIFFER}
+        has_ended = bool(before.events) and before.events[-1]["event"] == "stop"
+        if has_ended or any(before.header.get(k, v) != v for k, v in kept.items()):
+            why = "has ended" if has_ended else "had other settings"
+            raise ValueError(
+                f"{self.path} has another run, which {why}, and this one begins at "
+                "step 0, so that its updates would take the place of the other's: give "
+                "RunLog another path, delete the file, or resume from a checkpoint"
+            )
 
     def event(self, name: str, step: int, **values: Any) -> None:
         """Writes what happened before update ``step``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from variable_batch_size.data.schedule import Cursor
 from variable_batch_size.device_scalars import dtype_for
+from variable_batch_size.gradient_noise.readings import Measurements
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.step.attached import Update
 from xla_replica.common.arguments import check_integer, check_type
@@ -32,6 +34,11 @@ class Sink(Protocol):
         """Logs numbers. ``step`` never falls in a run; a resumed run repeats a few."""
 
 
+# What lines are known by, and numbers that are told anyway.
+_OWN = {
+    "step", "event", "time", "epoch", "batch_size", "samples", "seconds",
+    "idle_seconds", "weight", "loss", "noise_estimator", *Measurements._fields,
+}  # fmt: skip
 # What sinks have as an axis of their own, or get as rates.
 _OF_FILES = ("step", "time", "seconds", "idle_seconds")
 
@@ -188,10 +195,10 @@ class RunLog:
         The seconds of the next update begin here.
         """
         for name, value in values.items():
-            if name in ("step", "event"):
+            if name in _OWN or re.fullmatch(r"lr(_\d+)?", name):
                 raise ValueError(
-                    f"write: {name}= is what a line is known by; give {value!r} "
-                    "another name"
+                    f"write: {name}= is what the log itself tells of an update; give "
+                    f"{value!r} another name"
                 )
             check_type(f"write: {name}", value, (int, float, np.number), "a number")
         step = self._next_step() - 1

@@ -240,6 +240,17 @@ class StepGradients:
 
     # --- an update ------------------------------------------------------------------
 
+    def refuse_nonzero(self) -> None:
+        """Raises ValueError unless the sums of a step that weighs nothing are zero."""
+        for gradient in self.sums.gradients.values():
+            if type(gradient) is torch.Tensor and gradient.count_nonzero():
+                raise ValueError(
+                    "the weights of the step's minibatches sum to zero, but its "
+                    "gradient is not zero, so it has no mean: give step(weight=...) "
+                    "the number of tokens that the loss sums; the loss of a minibatch "
+                    "without any is (0 * sum(p.sum() for p in model.parameters()))"
+                )
+
     def clip_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients to a global norm of at most ``max_norm``.
 

@@ -122,9 +122,9 @@ class StepTotals:
 
         Returns:
             The step's weight and the divisor of its gradient. The weight is a number on
-            a CPU, where reading is free, else ``(1,)``. A step of weight zero has a
-            divisor of one, so that its gradient stays zero. With ``reduction='mean'``
-            both are None.
+            a CPU, where reading is free, else ``(1,)``. A step of weight zero has an
+            infinite divisor, which makes its gradient zero whatever its loss is. With
+            ``reduction='mean'`` both are None.
 
         Raises:
             ReplicaError: Replicas are seen to differ.
@@ -134,7 +134,7 @@ class StepTotals:
         if self._weight is None:
             return None, None
         total = self._weight.clone()
-        divisor = torch.where(total > 0, total, torch.ones_like(total))
+        divisor = torch.where(total > 0, total, math.inf)
         return total.item() if self._context.replica.is_host else total, divisor
 
     def stop_agreed(self, look: bool) -> bool:

@@ -320,6 +320,8 @@ class UpdateLoop:
         weight, divisor = self.totals.take()
         # Commit.
         if self._is_weighted:
+            if is_zero(weight):
+                self.gradients.refuse_nonzero()
             self.gradients.sums.divide_(divisor)
         if settings.ref_weight is not None:
             ratio = weight / settings.ref_weight

@@ -64,8 +64,10 @@ def write_png(
     figure = Figure(figsize=(9, 0.8 + 2 * len(table.columns)), layout="constrained")
     axes = figure.subplots(len(table.columns), sharex=True, squeeze=False)[:, 0]
     for index, (axis, column) in enumerate(zip(axes, table.columns)):
-        steps = np.arange(len(table))
-        axis.plot(steps, table[column], f"C{index}", drawstyle="steps-post")
+        # The last step, too, is as wide as a step.
+        steps, values = np.arange(len(table) + 1), table[column]
+        values = np.append(values, values.iloc[-1:])
+        axis.plot(steps, values, f"C{index}", drawstyle="steps-post")
         axis.set_ylabel(column)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)

@@ -102,13 +102,17 @@ def run_plot(
     """
     source = _source(trace)
     read = Trace(source, tokens_per_sample=tokens_per_sample)
+    sizes, ends = read.batch_sizes, ""
+    if read.endless:  # the last size gets a part of the picture that can be seen
+        sizes = np.append(sizes, np.repeat(sizes[-1], len(sizes) // 8))
+        ends = f" ...: {sizes[-1]} without end"
     if out is None:
-        return tools.terminal_chart(read.batch_sizes, width, height)
-    table = pd.DataFrame({"batch size (samples)": read.batch_sizes})
+        return tools.terminal_chart(sizes, width, height) + ends
+    table = pd.DataFrame({"batch size (samples)": sizes})
     devices = _devices_column(source, read)
     if devices is not None:
         table["devices"] = devices
-    tools.write_png(table, out, read.name)
+    tools.write_png(table, out, read.name + ends)
     return f"wrote {out}"
 
 
@@ -143,6 +147,7 @@ def run_convert(
     time_column: str | None = None,
     device_column: str | None = None,
     seconds_per_step: float | None = None,
+    last_row_seconds: float = 0.0,
     minibatch_size: int | None = None,
     restart_seconds: float = 0.0,
     seconds_per_update: float | None = None,
@@ -170,6 +175,8 @@ def run_convert(
         time_column: Default: Time, time or timestamp.
         device_column: Default: TPU_cores, GPUs, devices or replicas.
         seconds_per_step: Of every step; default: one step per row.
+        last_row_seconds: How long the devices of the log's last row are there; by
+            default it only ends the log.
         minibatch_size: Samples in a substep, for a step-time model.
         restart_seconds: Until the first step, whenever their number changes.
         seconds_per_update: What a step takes for the sum and the update.
@@ -185,8 +192,9 @@ def run_convert(
         if minibatch_size is None:
             raise ValueError("a step-time model needs --minibatch-size")
     elif seconds_per_step is None:
-        if restart_seconds:
-            raise ValueError("--restart-seconds needs a step time")
+        if restart_seconds or last_row_seconds:
+            name = "restart" if restart_seconds else "last-row"
+            raise ValueError(f"--{name}-seconds needs a step time")
         return _written(tools.convert_rows(found, batch_size_of), out)
 
     def seconds(size: int, devices: int) -> float:
@@ -194,6 +202,7 @@ def run_convert(
             return seconds_per_step
         return step_time.seconds(-(-size // (minibatch_size * devices)))
 
+    found = found.longer(last_row_seconds)
     result = tools.convert(found, batch_size_of, seconds, restart_seconds)
     told = _written(result.steps, out)
     if out is None:

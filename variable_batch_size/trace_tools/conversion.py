@@ -47,6 +47,14 @@ class Availability:
         """The devices that there were, each times its seconds."""
         return float(np.diff(self.times) @ self.devices[:-1])
 
+    def longer(self, seconds: float) -> Availability:
+        """Returns the log whose last row's devices are there for so many seconds."""
+        check_number("last_row_seconds", seconds, least=0)
+        if not seconds:
+            return self
+        times = np.append(self.times, self.times[-1] + seconds)
+        return Availability(times, np.append(self.devices, self.devices[-1]))
+
     @functools.cached_property
     def changes(self) -> Availability:
         """The log without rows that change nothing; the last one stays."""

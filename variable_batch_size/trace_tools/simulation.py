@@ -26,12 +26,17 @@ ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 def stats(trace: Trace) -> dict[str, Any]:
     """Returns sizes, changes and the minibatch sizes that divide all batch sizes.
 
-    Of a trace without end: those of its rows.
+    Of a trace without end: those of the steps before its last row, if there are any.
     """
     sizes = trace.batch_sizes
+    endless = {}
+    if trace.endless:
+        endless = {"without end, after these steps": int(sizes[-1])}
+        sizes = sizes[:-1] if len(sizes) > 1 else sizes
     return {
-        "steps": len(sizes),
-        "samples": int(sizes.sum()),
+        "steps": len(sizes) if len(trace) > trace.endless else 0,
+        **endless,
+        "samples": int(sizes.sum()) if len(trace) > trace.endless else 0,
         "smallest batch size": int(sizes.min()),
         "median batch size": float(np.median(sizes)),
         "mean batch size": float(sizes.mean()),

@@ -131,6 +131,9 @@ class Trace:
             raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
         if unit == STEP_COLUMN:
             self._check_steps(column(columns.index(unit)))
+            for name in trace_csv.THRESHOLDS:
+                if name in columns:
+                    self._check_counted(column(columns.index(name)), name)
         elif unit is not None:
             self._unroll(column(columns.index(unit)), unit, tokens_per_sample)
         self.batch_sizes.setflags(write=False)
@@ -242,6 +245,24 @@ class Trace:
         self._first_steps = np.cumsum([0, *counts[:-1]])
         self.batch_sizes = np.repeat(self.batch_sizes, counts)
         self.endless = True
+
+    def _check_counted(self, column: Any, unit: str) -> None:
+        """Raises TraceError if a column beside ``step`` may be meant as thresholds.
+
+        It begins at 0 and increases, and does not count what was used before each step.
+        """
+        found = pd.to_numeric(pd.Series(column), errors="coerce").to_numpy(float)
+        if found[0] != 0 or not (np.diff(found) > 0).all():
+            return
+        used = np.cumsum(self.batch_sizes.astype(float)) - self.batch_sizes
+        times = found[-1] / max(used[-1], 1.0) if unit == "tokens" else 1.0
+        if not np.allclose(found, times * used, rtol=1e-9, atol=0):
+            raise TraceError(
+                f"{self.name}: there are columns {STEP_COLUMN!r} and {unit!r}, and "
+                f"{unit!r} is not what the steps before each row have used: leave out "
+                f"{STEP_COLUMN!r} if every row holds from so many {unit} on, and "
+                f"{unit!r} if every row is one step"
+            )
 
     def _check_steps(self, column: Any) -> None:
         """Warns where the steps do not count up by one from 0 or 1."""

@@ -166,11 +166,12 @@ def test_changes_can_be_allowed(tmp_path):
 
 
 def polled(rank: int, folder: Path) -> None:
-    answers = iter([None, RuntimeError("no answer"), "maintenance of the host"])
+    wrong = RuntimeError("no answer"), SystemExit(3)
+    answers = iter([None, *wrong, "maintenance of the host"])
 
     def poll():
         answer = next(answers)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -183,7 +184,7 @@ def test_a_poll_can_ask_to_stop(tmp_path, caplog):
     caplog.set_level(logging.ERROR)
     with pytest.raises(xla_replica.Stopped, match="maintenance of the host"):
         xla_replica.launch(polled, (tmp_path,), 1, "cpu")
-    assert "stop_poll failed" in caplog.text
+    assert caplog.text.count("stop_poll failed") == 2
     assert files.saved_files(tmp_path)
 
 

@@ -280,6 +280,13 @@ def test_a_decision_has_hysteresis_and_limits(wanted, least, most, expected):
         ),
         (16, {"available": 64}, TypeError, "available must be a function, got 64"),
         ([16, 8], {}, ValueError, "constant trace, or on_end='hold'"),
+        (16, {"least": 5, "most": 7}, ValueError, "multiples of the minibatch size, 4"),
+        (
+            16,
+            {"most": 10**6},
+            ValueError,
+            "most: steps of 1000000 samples: .*exceeds epoch",
+        ),
     ],
 )
 def test_wrong_arguments_say_so(tmp_path, trace, options, error, message):
@@ -299,8 +306,10 @@ def test_what_cannot_be_controlled_is_refused(tmp_path):
 def test_a_rule_that_does_not_allow_the_size_says_so():
     """Adam's betas cannot follow a batch ten times as large."""
     parameter, sampler, optimizer = one_weight(
-        4, "adam-root", torch.optim.AdamW, size=900, ref_batchsize=4
+        4, "adam-root", torch.optim.AdamW, size=900, ref_batchsize=4, noise=True
     )
+    with pytest.raises(ValueError, match=r"most: steps of 400 samples.*adam-half"):
+        vbs.BatchSizeController(optimizer, least=4, most=400)
     optimizer.attach(lambda update: optimizer.change_batch_size(400))
     next(iter(sampler))
     parameter.sum().backward()

@@ -202,6 +202,24 @@ def test_orders_of_others():
         next(iter(other))
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda positions: positions[:-1], r"shape \(63,\) for 64 positions"),
+        (lambda positions: positions / 2, "float64 numbers"),
+        (lambda positions: positions + 256, r"256, which is not in range\(256\)"),
+        (lambda positions: positions - 1, r"-1, which is not in range\(256\)"),
+    ],
+)
+def test_samples_that_cannot_be_are_refused(returned, message):
+    class Wrong(Reversed):
+        def samples(self, epoch, num_samples, positions):
+            return returned(positions)
+
+    with pytest.raises(ValueError, match=message):
+        next(iter(sampler(256, 64, Wrong())))
+
+
 @pytest.mark.parametrize("seed", [1.5, "1", None, True])
 def test_the_seed_must_be_an_integer(seed):
     with pytest.raises(TypeError, match="seed must be an integer, got"):

@@ -296,6 +296,24 @@ def test_a_stop_is_told_once_with_its_reason(ask_after, tmp_path):
     assert run.events[-2]["event"] == "checkpoint"
 
 
+def test_another_run_does_not_take_the_place_of_an_earlier_one(tmp_path):
+    training = Training(tmp_path)
+    training.epoch(0)
+    told = len(vbs.read_run(training.log.path).updates)
+    # A run that was killed before its first checkpoint begins anew.
+    again = Training(tmp_path)
+    again.epoch(0)
+    assert vbs.read_run(again.log.path).events[-1]["num_lost"] == told
+    other = Training(tmp_path, dataclasses.replace(CASE, trace=(8, 24)))
+    with pytest.raises(ValueError, match="another run, which had other settings"):
+        other.epoch(0)
+    again.log.close()
+    told = len(vbs.read_run(again.log.path).updates)
+    with pytest.raises(ValueError, match=r"another run, which has ended.*another path"):
+        Training(tmp_path).epoch(0)
+    assert len(vbs.read_run(again.log.path).updates) == told
+
+
 def test_a_log_that_was_not_attached_is_noticed(tmp_path):
     training = Training(tmp_path)
     training.optimizer._loop.attached._callbacks.remove(training.log)
@@ -385,7 +403,9 @@ def test_with_token_weights_the_loss_is_a_mean_over_tokens(tmp_path):
         (lambda t: t.log.write(accuracy=1.0), ValueError, "there has been no update"),
         (lambda t: t.log.write(accuracy=torch.ones(1)), TypeError,
          "write: accuracy must be a number, got"),
-        (lambda t: t.log.write(step=3), ValueError, "step= is what a line is known by"),
+        (lambda t: t.log.write(step=3), ValueError, "step= is what the log itself"),
+        (lambda t: t.log.write(batch_size=3), ValueError, "batch_size= is what the lo"),
+        (lambda t: t.log.write(lr_1=3), ValueError, "lr_1= is what the log itself"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_say_so(call, error, message, tmp_path):

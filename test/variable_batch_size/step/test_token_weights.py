@@ -207,6 +207,16 @@ def test_a_step_of_weight_zero_has_a_gradient_of_zero(reference):
         assert torch.equal(parameter, before) == (weight == 0)
 
 
+def test_a_loss_without_any_weight_has_no_mean():
+    parameter, sampler, optimizer = one_weight([4, 4], reduction="sum")
+    before = parameter.detach().clone()
+    next(iter(sampler))
+    parameter.sum().backward()
+    with pytest.raises(ValueError, match="sum to zero, but its gradient is not zero"):
+        optimizer.step(weight=0)
+    assert torch.equal(parameter, before)
+
+
 # --- noise -------------------------------------------------------------------------
 
 

@@ -199,6 +199,16 @@ def test_bad_logs_say_where_and_why(text, message):
     assert message in str(caught.value)
 
 
+def test_the_last_row_may_have_a_length():
+    found = availability([0, 10], [2, 3])
+    policy = POLICIES["proportional"](samples_per_device=8)
+    for seconds, expected in ((0, [2, 2]), (15, [2, 2, 3, 3, 3])):
+        steps = convert(found.longer(seconds), policy, lambda size, devices: 5.0).steps
+        assert steps["devices"].tolist() == expected
+    with pytest.raises(ValueError, match="last_row_seconds must be"):
+        found.longer(-1)
+
+
 def test_what_a_policy_or_a_step_time_may_not_be():
     found = availability([0, 10], [2, 0])
     with pytest.raises(TraceError, match="element 0, batchsize: 0 must be > 0"):

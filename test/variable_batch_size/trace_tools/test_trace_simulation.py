@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training, batches
@@ -130,6 +131,12 @@ def test_stats_are_those_of_the_numbers():
     assert told["largest minibatch size"] == 32
     assert (told["steps"], told["samples"], told["changes"]) == (4, 288, 2)
     assert (told["mean batch size"], told["median batch size"]) == (72, 80)
+    thresholds = pd.DataFrame({"samples": [0, 128], "batchsize": [64, 96]})
+    told = stats(Trace(thresholds))
+    assert (told["steps"], told["samples"], told["mean batch size"]) == (2, 128, 64)
+    assert told["without end, after these steps"] == 96
+    told = stats(Trace(64))
+    assert (told["steps"], told["samples"], told["mean batch size"]) == (0, 0, 64)
 
 
 @pytest.mark.parametrize("noise", [0.0, 3.0, 500.0, np.inf])

@@ -43,6 +43,7 @@ GOOD = {
     "plus signs": "step,batchsize\n0,+64\n1,+96\n",
     "thresholds, in capitals": "Samples,BatchSize\n0,64\n64,96\n",
     "columns like others": "step,samples,tokens,batchsize\n0,7,,64\n1,7,x,96\n",
+    "what was used": "step,samples,tokens,batchsize\n0,0,0,64\n1,64,640,96\n",
 }
 
 
