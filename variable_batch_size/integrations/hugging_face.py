@@ -75,6 +75,7 @@ class ElasticTrainer(Trainer):
     sampler's place. `train` resumes it on any number of processes. On SIGTERM and
     SIGINT it saves and raises `xla_replica.Stopped`, as `Checkpointer` does.
 
+    A subclass may have its own ``compute_loss``, which returns a mean as in `Trainer`.
     For a subclass of `Trainer`, such as ``Seq2SeqTrainer``, put this class first among
     the bases: ``class Mine(ElasticTrainer, Seq2SeqTrainer)``.
 
@@ -149,7 +150,6 @@ class ElasticTrainer(Trainer):
         }
         self._begun = False
         self._update: Update | None = None
-        self._num_items: torch.Tensor | None = None  # within `training_step`
 
     # --- data and steps -------------------------------------------------------------
 
@@ -284,33 +284,25 @@ class ElasticTrainer(Trainer):
             )
             if weight is None:
                 weight = torch.full_like(num_items, self.sampler.minibatch_size)
-            self._num_items = weight.clamp(min=1)  # a sum over no token is zero
             if counted is not None:
-                counted = self._num_items
+                counted = weight.clamp(min=1)  # a mean over no token is zero
+            # Shadows the method, which a subclass may have overridden.
+            self.compute_loss = functools.partial(self._sum_of_losses, weight)
             try:
                 self._loss_sum += super().training_step(model, minibatch, counted)
             finally:
-                self._num_items = None
+                del self.compute_loss
             num_items += weight
             self.optimizer.weight = weight
             if number < len(inputs):
                 self.optimizer.accumulate()
         return self._loss_sum / num_items.clamp(min=1)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """Returns the mean loss, as the trainer does; in training, the sum."""
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._num_items is None:
-            return found
-        if return_outputs:
-            return found[0] * self._num_items, found[1]
-        return found * self._num_items
+    def _sum_of_losses(
+        self, num_items: torch.Tensor, *arguments: Any, **named: Any
+    ) -> torch.Tensor:
+        """Returns the mean loss that the class computes, times what it is a mean of."""
+        return type(self).compute_loss(self, *arguments, **named) * num_items
 
     def _after_update(self, update: Update) -> None:
         """Makes the trainer's sum of losses that of the step's mean over all tokens."""

@@ -80,10 +80,16 @@ def test_asked_to_stop_it_saves_and_another_number_continues(exact, tmp_path):
     assert all(map(torch.equal, outcome["weights"], exact["weights"]))
 
 
-@pytest.mark.parametrize("num_processes", [1, 3])
-def test_a_language_model_is_that_of_a_plain_loop_over_tokens(tmp_path, num_processes):
-    weights, told = runs.text_run_in_plain_torch()
-    for outcome in Backend("cpu", num_processes).run(runs.text_run, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("num_processes", "kind"), [(1, None), (3, None), (1, "own"), (2, "term")]
+)
+def test_a_language_model_is_that_of_a_plain_loop_over_tokens(
+    tmp_path, num_processes, kind
+):
+    """Also in a subclass with a loss of its own, or a term beside the trainer's."""
+    weights, told = runs.text_run_in_plain_torch(kind)
+    arguments = str(tmp_path), kind
+    for outcome in Backend("cpu", num_processes).run(runs.text_run, *arguments):
         for ours, expected in zip(outcome["weights"], weights, strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
         logs = [log for log in outcome["logs"] if "loss" in log]

@@ -195,12 +195,45 @@ def texts() -> list[dict[str, torch.Tensor]]:
     return samples
 
 
-def text_run(rank: int, folder: str, **changes: Any) -> dict[str, Any]:
-    """Trains the language model; returns its weights and the logs."""
-    import_torchvision()  # in a new process
+def with_own_loss(kind: str | None) -> type:
+    """Returns `ElasticTrainer`, or a subclass as users write it: with a loss of its own
+    (``"own"``), or with a term added to the trainer's (``"term"``).
+    """
     from variable_batch_size.integrations.hugging_face import ElasticTrainer
 
-    trainer = ElasticTrainer(
+    class Own(ElasticTrainer):
+        def compute_loss(
+            self, model, inputs, return_outputs=False, num_items_in_batch=None
+        ):
+            outputs = model(input_ids=inputs["input_ids"])
+            logits, labels = outputs.logits[:, :-1], inputs["labels"][:, 1:]
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="sum"
+            )
+            number = num_items_in_batch
+            loss = loss / ((labels != -100).sum() if number is None else number)
+            return (loss, outputs) if return_outputs else loss
+
+    class Term(ElasticTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **options):
+            loss, outputs = super().compute_loss(model, inputs, True, **options)
+            loss = loss + penalty(model)
+            return (loss, outputs) if return_outputs else loss
+
+    return {None: ElasticTrainer, "own": Own, "term": Term}[kind]
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    """Returns a term that a user adds to a loss; no gradient of it begins as zero."""
+    return 0.1 * sum((1 - each).square().sum() for each in model.parameters())
+
+
+def text_run(
+    rank: int, folder: str, kind: str | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Trains the language model; returns its weights and the logs."""
+    import_torchvision()  # in a new process
+    trainer = with_own_loss(kind)(
         language_model(),
         arguments(
             folder, max_grad_norm=NORM, warmup_steps=3, weight_decay=0.1, seed=42,
@@ -219,7 +252,9 @@ def text_run(rank: int, folder: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def text_run_in_plain_torch() -> tuple[list[torch.Tensor], list[dict[str, float]]]:
+def text_run_in_plain_torch(
+    kind: str | None = None,
+) -> tuple[list[torch.Tensor], list[dict[str, float]]]:
     """Does the same with one batch a step; returns weights, losses, norms and rates."""
     from transformers import Trainer, get_linear_schedule_with_warmup
 
@@ -240,6 +275,8 @@ def text_run_in_plain_torch() -> tuple[list[torch.Tensor], list[dict[str, float]
         labels = torch.stack([sample["labels"] for sample in samples])[:, 1:]
         logits = model(input_ids=tokens).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if kind == "term":
+            loss = loss + penalty(model)
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), NORM)
