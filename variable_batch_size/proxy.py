@@ -40,6 +40,10 @@ class OptimizerProxy(Optimizer):
     register_load_state_dict_pre_hook = _of_inner("register_load_state_dict_pre_hook")
     register_load_state_dict_post_hook = _of_inner("register_load_state_dict_post_hook")
 
+    # Optimizers that average weights have these (schedule-free ones); others do not.
+    train = _of_inner("train")
+    eval = _of_inner("eval")
+
     # GradScaler then hands its scale to step(), which refuses it, instead of unscaling
     # gradients before step() can know.
     _step_supports_amp_scaling = True

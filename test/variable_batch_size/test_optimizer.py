@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
+import types
 import weakref
 
 import pytest
@@ -77,6 +79,46 @@ def test_a_wrapper_that_is_dropped_is_gone_at_once():
         inner.step()
     finally:
         gc.enable()
+
+
+def test_a_layer_may_be_frozen_after_gradients_were_thrown_away():
+    """As in a function that Lightning calls before the first epoch."""
+    for frozen in ("weight", "bias"):
+        model, sampler, wrapper = make()
+        model.zero_grad()
+        getattr(model, frozen).requires_grad_(False)
+        assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
+        moved = {name for name, p in model.named_parameters() if (p != 0).any()}
+        assert moved == {"weight", "bias"} - {frozen}
+
+
+def test_parameters_that_were_replaced_are_named_as_a_cause():
+    model, sampler, wrapper = make()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(ValueError, match=r"load_state_dict\(..., assign=True\)"):
+        run_epoch(model, sampler, wrapper)
+
+
+def test_it_has_train_and_eval_where_the_optimizer_has_them():
+    class Averaging(SGD):
+        def train(self):
+            return "trains"
+
+    _, _, wrapper = make(inner=Averaging)
+    assert wrapper.train() == "trains"
+    assert not hasattr(wrapper, "eval")
+    assert not hasattr(make()[2], "train")
+
+
+def test_losses_that_accelerate_divides_too_are_refused(monkeypatch):
+    state = types.SimpleNamespace(num_steps=4)
+    module = types.SimpleNamespace(GradientState=lambda: state)
+    monkeypatch.setitem(sys.modules, "accelerate.state", module)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
+        run_epoch(*make())
+    state.num_steps = 1
+    assert sum(run_epoch(*make())) == 3
 
 
 def test_it_is_an_optimizer():
@@ -214,6 +256,12 @@ def test_bad_arguments(options, error, message):
     ("inner", "rule", "message"),
     [
         (torch.optim.LBFGS, "linear", "LBFGS evaluates the loss inside"),
+        (torch.optim.SparseAdam, "linear", "SparseAdam takes sparse gradients alone"),
+        (
+            lambda ps: torch.optim.Optimizer(ps, {}),
+            "linear",
+            "a parameter group of the optimizer has no 'lr'",
+        ),
         (AdamW, "linear-momentum", "which only SGD turns into a scaled step"),
         (
             lambda ps: SGD(ps, torch.tensor(0.1)),

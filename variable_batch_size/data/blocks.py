@@ -9,8 +9,10 @@ replicas, and a run that resumes within an epoch reads the blocks of one window.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
+from torch.utils.data._utils import worker
 
 from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder, bijection
 from xla_replica.common.arguments import check_flag, check_integer
@@ -319,20 +322,59 @@ class _StreamBlocks:
         self, open_at: Callable[[int], Iterable[Any]], sizes: np.ndarray
     ) -> None:
         self._open_at, self._sizes = open_at, sizes
+        self._seeks = False  # whether open_at was seen to take a position
         self._next: int | None = None  # the block that the open stream is at
         self._stream: Iterator[Any] = iter(())
 
     def __call__(self, number: int) -> list[Any]:
         size = int(self._sizes[0])
-        if self._next is None or number < self._next:
-            self._stream, self._next = iter(self._open_at(number * size)), number
-        skipped = (number - self._next) * size
-        self._next = number + 1
-        end = skipped + int(self._sizes[number])
-        return [*itertools.islice(self._stream, skipped, end)]
+        with _worker_hidden():
+            if self._next is None or number < self._next:
+                self._stream, self._next = iter(self._open(number * size)), number
+            skipped = (number - self._next) * size
+            self._next = number + 1
+            end = skipped + int(self._sizes[number])
+            return [*itertools.islice(self._stream, skipped, end)]
+
+    def _open(self, position: int) -> Iterable[Any]:
+        """Opens the stream; the first time, raises if it does not begin there."""
+        if position and not self._seeks:
+            parts = (itertools.islice(self._open_at(p), 16) for p in (0, position))
+            first, there = (_serialized([*part]) for part in parts)
+            if first == there:
+                raise ValueError(
+                    f"open_at({position}) begins with the samples of open_at(0): it "
+                    "must return the samples from a position on, such as "
+                    "lambda at: dataset.skip(at). (Where samples do repeat, use "
+                    "BlockDataset(read_block, block_sizes, in_order=True))"
+                )
+            self._seeks = True
+        return self._open_at(position)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_next": None, "_stream": None}
+
+
+@contextlib.contextmanager
+def _worker_hidden() -> Iterator[None]:
+    """Hides in the block that this process is a worker of a loader.
+
+    A stream that splits its files among workers, as those of Hugging Face do, would
+    give each of them a part, and here every worker reads all of it.
+    """
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
+
+
+def _serialized(samples: list[Any]) -> bytes | None:
+    """Returns what equal samples have in common; another text if it is unknown."""
+    try:
+        return pickle.dumps(samples)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return None if not samples else repr(id(samples)).encode()
 
 
 def _checked_sizes(block_sizes: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -101,7 +101,7 @@ class CustomSampler(Sampler[list[int]]):
                 "order= is an iterator, which one epoch uses up: pass a function from "
                 "the epoch to an order, or an iterable such as a torch Sampler"
             )
-        self.seed = check_integer("seed", seed)
+        self.seed = check_integer("seed", seed, -(2**63), 2**63)  # as torch has it
         self.num_replicas = check_integer("num_replicas", num_replicas, least=1)
         self.rank = check_integer("rank", rank, 0, self.num_replicas - 1)
         trace = Trace(trace)
@@ -141,6 +141,11 @@ class CustomSampler(Sampler[list[int]]):
         self._weights: dict[int, float] | None = None  # by batch size
         self.num_yielded = 0
         self.plan: EpochPlan = self.plan_of(0)
+        if isinstance(order, type):
+            raise TypeError(
+                f"order={order.__name__} is a class: give one of its objects, "
+                f"order={order.__name__}(...)"
+            )
         if isinstance(order, LazyOrder) and order.length not in (None, num_samples):
             raise ValueError(
                 f"order= is one of {order.length} samples ({order.name}), and the "
@@ -395,6 +400,15 @@ class CustomSampler(Sampler[list[int]]):
     def __bool__(self) -> bool:
         return True  # a sampler without minibatches is still a sampler
 
+    @property
+    def batch_size(self) -> int:
+        """Is none: raises AttributeError. Accelerate asks several processes for it."""
+        raise AttributeError(
+            "CustomSampler has no batch_size: it deals minibatches to replicas itself, "
+            "so leave its loader out of accelerator.prepare(...); trace and "
+            "minibatch_size have the sizes"
+        )
+
     def __iter__(self) -> Minibatches:
         frame = sys._getframe(1)
         batching = frame.f_locals.get("self")
@@ -402,6 +416,12 @@ class CustomSampler(Sampler[list[int]]):
             raise TypeError(
                 "CustomSampler yields whole minibatches, and DataLoader(sampler=...) "
                 "makes batches of what it yields: pass it as batch_sampler="
+            )
+        if getattr(batching, "num_processes", 1) > 1:  # Accelerate's BatchSamplerShard
+            raise TypeError(
+                f"{type(batching).__name__} would deal the minibatches of this replica "
+                "to all processes once more: CustomSampler deals them to replicas "
+                "itself, so leave its loader out of accelerator.prepare(...)"
             )
         return Minibatches(self, loader_in(frame, self))
 

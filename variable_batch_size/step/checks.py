@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import warnings
 from typing import Any
 
@@ -103,6 +104,18 @@ def check_agreement(context: StepContext) -> None:
     )
 
 
+def refuse_other_accumulation() -> None:
+    """Raises ValueError if Accelerate divides losses to accumulate them, too."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None and state.GradientState().num_steps > 1:
+        raise ValueError(
+            "Accelerator(gradient_accumulation_steps="
+            f"{state.GradientState().num_steps}) divides every loss by that number, "
+            "and the wrapper divides by the number of minibatches of a step: leave it "
+            "out, with `with accelerator.accumulate(model):`"
+        )
+
+
 def _check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
     """Raises TypeError, or warns, unless ``rule`` suits an ``optimizer`` to wrap."""
     if not isinstance(optimizer, Optimizer):
@@ -112,6 +125,11 @@ def _check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
         raise TypeError(
             f"the optimizer is a {name}, which is a wrapper already: wrap the torch "
             "optimizer inside it, its attribute inner, once"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TypeError(
+            "SparseAdam takes sparse gradients alone, and the wrapper accumulates and "
+            "sums dense ones: use Adam, and Embedding(sparse=False)"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates the loss inside step(): not supported")
@@ -225,6 +243,10 @@ def _check_reduction(settings: Settings, schedule: Schedule) -> None:
 
 def _check_hyperparameters(groups: list[dict[str, Any]]) -> None:
     """Raises unless the reference learning rate and all others are numbers."""
+    if any("lr" not in group for group in groups):
+        raise TypeError(
+            "a parameter group of the optimizer has no 'lr', which the rule scales"
+        )
     if any(isinstance(group["lr"], torch.Tensor) for group in groups):
         raise TypeError(
             "the reference learning rate must be a number, not a tensor, which every "

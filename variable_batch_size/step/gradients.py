@@ -209,7 +209,9 @@ class StepGradients:
                 "step() without backward(): no gradient has changed since the last "
                 "step(). Call loss.backward() before every step(). A minibatch that "
                 "shall add nothing needs gradients of zero: "
-                "(0 * sum(p.sum() for p in model.parameters())).backward()"
+                "(0 * sum(p.sum() for p in model.parameters())).backward(). If you "
+                "did, the model has other parameters than the optimizer by now, as "
+                "after load_state_dict(..., assign=True): build the optimizer later"
             )
 
     def _take_back_detached(self, num_accumulated: int) -> None:

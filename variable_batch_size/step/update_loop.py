@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.data.schedule import Position
 from variable_batch_size.rules.scaling import Scaling
+from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Attached, Update, log_line
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.sample_mask import SampleMask
@@ -191,6 +192,8 @@ class UpdateLoop:
                 "would not be those of the trace. Build the loader with "
                 "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
             )
+        if position.step == position.plan.start_step:
+            checks.refuse_other_accumulation()
         is_empty = weight is not None and is_zero(weight)
         self.gradients.accept(position.substep, counted, needs_backward=not is_empty)
         if self._is_weighted:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import variable_batch_size as vbs
 
@@ -190,8 +190,39 @@ def test_a_stream_is_read_once_an_epoch_and_goes_on_within_a_window():
         )
         assert resumed.steps(0) == expected[step:]
         place = run.sampler.schedule.plan(0, 1).start(step)
-        assert place - WINDOW * 32 <= min(stream.opened) <= place
-        assert stream.num_read <= NUM_SAMPLES - place + 2 * WINDOW * 32
+        # Looked at once from the beginning, to see that it can seek.
+        begun = [position for position in stream.opened if position]
+        if len(begun) == len(stream.opened):
+            assert step == 0
+        else:
+            assert place - WINDOW * 32 <= min(begun, default=0) <= place
+        assert stream.num_read <= NUM_SAMPLES - place + 2 * WINDOW * 32 + 32
+
+
+def test_a_stream_that_does_not_begin_at_the_position_is_noticed():
+    run = Run(vbs.BlockDataset.from_stream(lambda at: range(500), NUM_SAMPLES, 32))
+    state = state_at(run, 0, run.sampler.plan.num_steps - 1)
+    again = vbs.BlockDataset.from_stream(lambda at: range(500), NUM_SAMPLES, 32)
+    with pytest.raises(ValueError, match=r"begins with the samples of open_at\(0\)"):
+        Run(again, state=state).steps(0)
+
+
+class Sharded(IterableDataset):
+    """A stream that gives each worker of a loader a part, as torch's page shows."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __iter__(self):
+        info = get_worker_info()
+        step, own = (1, 0) if info is None else (info.num_workers, info.id)
+        return iter(range(self.first + own, NUM_SAMPLES, step))
+
+
+def test_a_stream_that_splits_itself_among_workers_is_read_whole():
+    expected = Run(vbs.BlockDataset.from_stream(Sharded, NUM_SAMPLES, 32)).steps(0)
+    sharded = vbs.BlockDataset.from_stream(Sharded, NUM_SAMPLES, 32)
+    assert Run(sharded, num_workers=2).steps(0) == expected
 
 
 def test_a_stream_that_ends_too_early_says_so():

@@ -130,6 +130,8 @@ def test_an_order_must_be_a_permutation(order):
         ({"num_replicas": 0}, ValueError, "num_replicas must be an integer >= 1"),
         ({"num_replicas": 2.0}, TypeError, "num_replicas must be an integer"),
         ({"seed": 1.5}, TypeError, "seed must be an integer"),
+        ({"seed": 2**70}, ValueError, "seed must be an integer >= .* got 11805916207"),
+        ({"order": vbs.IndexShuffle}, TypeError, "order=IndexShuffle is a class: give"),
         ({"dataset_size": None}, TypeError, "either dataset= or dataset_size="),
         ({"dataset": range(256)}, TypeError, "either dataset= or dataset_size="),
         ({"dataset_size": 256.0}, TypeError, "dataset_size must be an integer"),
