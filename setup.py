@@ -49,6 +49,8 @@ setup(
         "torchtpu": ["torch_tpu>=0.2", "torch>=2.11"],
         # Balancing on a CPU: without it, a few times slower.
         "grab": ["numba"],
+        # Replicas that run a function of a notebook.
+        "notebook": ["cloudpickle"],
         # Pictures: vbs plot --out.
         "plot": ["matplotlib"],
         # Pages about runs: vbs report.
@@ -62,6 +64,7 @@ setup(
         "lightning": ["lightning>=2.6,<2.7"],
         "examples": ["torchvision", "scikit-learn", "matplotlib", "numba"],
         "test": [
+            "cloudpickle",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
@@ -77,12 +80,17 @@ setup(
         # Other people's tests and models (docs/outside.md), on torch 2.13.
         "outside": [
             "accelerate==1.15.0",
+            "datasets==5.2.0",
+            "ipykernel==7.4.0",
             "jsonschema==4.26.0",
             "kubeflow-trainer-api==2.3.0",
             "lightning==2.6.6",
             "mlflow-skinny==3.17.2",
+            "nbclient==0.11.0",
             "opacus==1.6.0",
+            "peft==0.21.2",
             "pyyaml==6.0.3",
+            "schedulefree==1.4.1",
             "timm==1.0.31",
             "torchdata==0.11.0",
             "torchvision==0.28.0",

@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from xla_replica.errors import ReplicaError
+from xla_replica.starting import main_module
 from xla_replica.starting.exit_results import collect_results, main_held_back
 from xla_replica.stopping import forwarding
 
@@ -58,8 +59,8 @@ def run_in_children(
     is then killed. ``variables`` are set in the environment of the children alone.
     ``start_method`` is "spawn" for a runtime that does not survive a fork and that
     importing torch loads. With ``script_later`` the children import the script when
-    they call `exit_results.load_task`; otherwise before all else, since it may register
-    the device that they compute on.
+    they call `exit_results.import_script`; otherwise before all else, since it may
+    register the device that they compute on.
     """
     context = _context(start_method)
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
@@ -72,7 +73,8 @@ def run_in_children(
         ]
         try:
             with forwarding(folder):
-                with main_held_back() if script_later else nullcontext():
+                later = script_later or not main_module.is_imported()
+                with main_held_back() if later else nullcontext():
                     for process in processes:
                         process.start()
                 death = watch(processes, folder)

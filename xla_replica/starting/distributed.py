@@ -169,7 +169,7 @@ def _child_main(
         os.environ.update(variables_of_process(kind, rank, num_replicas))
         device = _take_device(kind, rank)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
-        fn, args = exit_results.load_task(task)
+        fn, args = exit_results.load_call(exit_results.import_script(task))
         _join_group(
             device,
             timeout,

@@ -157,7 +157,7 @@ def _child_main(
         emulator.install()
         if prepare is not None:
             prepare()
-        fn, args = exit_results.load_task(task)
+        called = exit_results.import_script(task)
     except BaseException as error:
         fail(None, error)
 
@@ -166,6 +166,8 @@ def _child_main(
         try:
             with emulator.replica() as rank:
                 shared.report(rank, "computing")
+                # Arguments of its own, as in a process: it may move a model.
+                fn, args = exit_results.load_call(called)
                 replica = XlaReplica(f"emulated on the CPU, {num_replicas} threads")
                 result = exit_results.run_replica(replica, fn, args)
                 replica.sync()

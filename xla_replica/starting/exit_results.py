@@ -21,6 +21,7 @@ from xla_replica.backends.registry import bound
 from xla_replica.backends.replica import Replica
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
+from xla_replica.starting import main_module
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +66,16 @@ def _dump(value: Any, failure: str) -> bytes:
 
 
 def dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Returns ``(fn, args)`` as bytes for `load_task`, or raises TypeError."""
+    """Returns ``(fn, args)`` as bytes for `import_script`, or raises TypeError."""
     called = _dump(
         (fn, args),
         f"launch: {fn!r} and its arguments must be picklable, because replicas run in "
         "another process: pass a function defined at the top level of a module",
     )
+    if not main_module.is_imported():
+        if b"__main__" in called:
+            called = main_module.by_value(_Pickler, (fn, args))
+        return pickle.dumps(({}, called))
     # What multiprocessing sends its own children, here about the script alone.
     data = spawn.get_preparation_data("")
     main = {name: data[name] for name in data if name.startswith("init_main_")}
@@ -79,7 +84,7 @@ def dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 @contextlib.contextmanager
 def main_held_back() -> Iterator[None]:
-    """Surrounds the start of processes that import the script in `load_task`.
+    """Surrounds the start of processes that import the script in `import_script`.
 
     multiprocessing would import it before anything else runs in them, while a script
     that imports torch_xla needs an environment, and names that are in their place.
@@ -92,8 +97,8 @@ def main_held_back() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def load_task(task: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Imports the script that has called `dump_task` and returns ``(fn, args)``.
+def import_script(task: bytes) -> bytes:
+    """Imports the script that has called `dump_task`; returns what `load_call` takes.
 
     Raises:
         RuntimeError: The script starts replicas whenever it is imported.
@@ -105,6 +110,11 @@ def load_task(task: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         spawn.prepare(main)
     finally:
         del process._inheriting
+    return called
+
+
+def load_call(called: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns ``(fn, args)``, objects of their own for every call."""
     return pickle.loads(called)
 
 

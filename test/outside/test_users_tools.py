@@ -1,0 +1,243 @@
+"""What users train with beside this project: each run equals a plain loop in torch."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.documents import ROOT
+from support.outside import package
+from support.variable_batch_size.hugging_face import language_model
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import per_sample_grad as psg
+import variable_batch_size as vbs
+import xla_replica
+from tools.outside import models
+
+pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
+
+TRACE, MINIBATCH_SIZE, REFERENCE = [8, 16, 4, 24, 12, 8, 16, 8], 4, 8
+NUM_SAMPLES = sum(TRACE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torchvision():
+    models.import_torchvision()
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NUM_SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randn(NUM_SAMPLES, 1, generator=generator).double())
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def elastic(model: nn.Module, optimizer: torch.optim.Optimizer, dataset):
+    """Returns the sampler of an epoch in the order of the dataset, and a wrapper."""
+    sampler = vbs.CustomSampler(
+        dataset, TRACE, minibatch_size=MINIBATCH_SIZE, num_replicas=1, rank=0,
+        order=range(NUM_SAMPLES),
+    )  # fmt: skip
+    wrapper = vbs.LinearRuleOptimizer(
+        optimizer, sampler, REFERENCE, replica=xla_replica.LocalReplica("cpu")
+    )
+    return sampler, wrapper
+
+
+def plain_loop(model, optimizer, loss_of, dataset) -> list[torch.Tensor]:
+    """Trains on a whole batch for every row of the trace; returns the weights."""
+    first = 0
+    [lr] = {group["lr"] for group in optimizer.param_groups}
+    for size in TRACE:
+        batch = [tensor[first : first + size] for tensor in dataset.tensors]
+        first += size
+        optimizer.zero_grad()
+        loss_of(model, *batch).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = lr * size / REFERENCE
+        optimizer.step()
+    return [p.detach() for p in model.parameters() if p.requires_grad]
+
+
+def mean_square(model, x, y):
+    return F.mse_loss(model(x), y)
+
+
+def assert_same(model, expected) -> None:
+    found = [p.detach() for p in model.parameters() if p.requires_grad]
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("prepared", ["nothing", "model", "optimizer", "loader"])
+def test_a_loop_with_accelerate(prepared):
+    accelerate, dataset = package("accelerate"), data()
+    expected = mlp()
+    sgd = torch.optim.SGD(expected.parameters(), 0.05, momentum=0.9)
+    weights = plain_loop(expected, sgd, mean_square, dataset)
+    accelerator, model = accelerate.Accelerator(cpu=True), mlp()
+    inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    sampler, optimizer = elastic(model, inner, dataset)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    trained = accelerator.prepare(model) if prepared == "model" else model
+    if prepared == "optimizer":
+        optimizer = accelerator.prepare(optimizer)
+    if prepared == "loader":
+        loader = accelerator.prepare(loader)
+    for x, y in loader:
+        accelerator.backward(mean_square(trained, x, y))
+        optimizer.step()
+    assert_same(model, weights)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerates_own_accumulation_is_refused():
+    accelerate, dataset, model = package("accelerate"), data(), mlp()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    sampler, optimizer = elastic(model, torch.optim.SGD(model.parameters(), 1), dataset)
+    x, y = next(iter(DataLoader(dataset, batch_sampler=sampler)))
+    accelerator.backward(mean_square(model, x, y))
+    with pytest.raises(ValueError, match=r"\(gradient_accumulation_steps=2\) divides"):
+        optimizer.step()
+    accelerate.Accelerator(cpu=True, gradient_accumulation_steps=1)
+
+
+def test_a_schedule_free_optimizer():
+    schedulefree, dataset = package("schedulefree"), data()
+
+    def optimizer_of(model):
+        optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01)
+        optimizer.train()
+        return optimizer
+
+    expected = mlp()
+    optimizer = optimizer_of(expected)
+    plain_loop(expected, optimizer, mean_square, dataset)
+    optimizer.eval()
+    model = mlp()
+    sampler, wrapper = elastic(model, optimizer_of(model), dataset)
+    for x, y in DataLoader(dataset, batch_sampler=sampler):
+        mean_square(model, x, y).backward()
+        wrapper.step()
+    trained = [p.detach().clone() for p in model.parameters()]
+    wrapper.eval()
+    assert_same(model, list(expected.parameters()))
+    assert not all(map(torch.equal, trained, model.parameters()))
+
+
+# --- PEFT -----------------------------------------------------------------------------
+
+TARGET = {"target_modules": ["c_attn"], "task_type": "CAUSAL_LM"}
+ADAPTERS = {
+    "lora": ("LoraConfig", {"r": 2}, "error"),
+    "rslora": ("LoraConfig", {"r": 2, "use_rslora": True}, "error"),
+    "dora": ("LoraConfig", {"r": 2, "use_dora": True}, "batched"),
+    "ia3": ("IA3Config", {"feedforward_modules": []}, "batched"),
+    "vera": ("VeraConfig", {"r": 2}, "batched"),
+    # Of layers that are nn.Linear, as GPT-2's are not.
+    "loha": ("LoHaConfig", {"r": 2}, "batched"),
+    "lokr": ("LoKrConfig", {"r": 2}, "batched"),
+    "oft": ("OFTConfig", {"oft_block_size": 4, "r": 0}, "error"),
+}
+OF_LINEARS = ("loha", "lokr", "oft")
+
+
+def adapted(name: str) -> nn.Module:
+    """Returns a small model with an adapter whose parameters are all random."""
+    peft, (kind, options, _) = package("peft"), ADAPTERS[name]
+    if name in OF_LINEARS:
+        config = getattr(peft, kind)(target_modules=["0", "2"], **options)
+        model = peft.get_peft_model(mlp(), config).double()
+    else:
+        config = getattr(peft, kind)(**TARGET, **options)
+        model = peft.get_peft_model(language_model(), config).double()
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator).double() / 4
+            parameter.data.add_(noise)
+    return model
+
+
+def tokens(number: int) -> torch.Tensor:
+    return torch.randint(32, (number, 12), generator=torch.Generator().manual_seed(3))
+
+
+def token_losses(model, ids) -> torch.Tensor:
+    return psg.token_cross_entropy(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_per_sample_norms_of_an_adapter_are_those_of_a_loop(name):
+    model, inputs, losses_of = adapted(name), tokens(3), token_losses
+    if name in OF_LINEARS:
+        inputs, losses_of = data().tensors[0][:3], lambda m, x: m(x).square().sum(1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = []
+    for row in inputs.split(1):
+        found = torch.autograd.grad(losses_of(model, row).sum(), trained)
+        expected.append(sum(each.square().sum() for each in found).sqrt())
+    with psg.capture(model, fallback=ADAPTERS[name][2]) as recorded:
+        losses = losses_of(model, inputs)
+    torch.testing.assert_close(recorded.norms(losses), torch.stack(expected))
+
+
+def test_an_adapter_trains_under_a_trace():
+    dataset, expected = TensorDataset(tokens(NUM_SAMPLES)), adapted("lora")
+    trained = [p for p in expected.parameters() if p.requires_grad]
+    adam = torch.optim.AdamW(trained, 0.01)
+    loss_of = lambda model, ids: token_losses(model, ids).mean()  # noqa: E731
+    weights = plain_loop(expected, adam, loss_of, dataset)
+    model = adapted("lora")
+    inner = [p for p in model.parameters() if p.requires_grad]
+    sampler, optimizer = elastic(model, torch.optim.AdamW(inner, 0.01), dataset)
+    for [ids] in DataLoader(dataset, batch_sampler=sampler):
+        loss_of(model, ids).backward()
+        optimizer.step()
+    assert_same(model, weights)
+
+
+# --- streams and notebooks ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sharded_stream_of_datasets_is_read_whole_by_every_worker(num_workers):
+    rows = package("datasets").Dataset.from_dict({"x": [*range(NUM_SAMPLES)]})
+    stream = rows.to_iterable_dataset(num_shards=4)
+    dataset = vbs.BlockDataset.from_stream(stream.skip, NUM_SAMPLES, block_size=8)
+    sampler = vbs.CustomSampler(
+        dataset, TRACE, minibatch_size=MINIBATCH_SIZE, num_replicas=1, rank=0,
+        order=dataset.shuffled(window=3),
+    )  # fmt: skip
+    order = sampler.order_of(sampler.plan)(torch.arange(NUM_SAMPLES).numpy()).tolist()
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
+    assert [x for batch in loader for x in batch["x"].tolist()] == order
+
+
+CELLS = (
+    "import torch, xla_replica",
+    """def train(rank, scale):
+    replica = xla_replica.current()
+    total = replica.scalar(scale * (rank + 1))
+    replica.all_reduce_([total])
+    return replica.fetch([total])[0].item()""",
+    "xla_replica.launch(train, (2.0,), num_replicas=3, device='cpu')",
+)
+
+
+def test_a_notebook_launches_a_function_of_a_cell(monkeypatch):
+    nbformat, nbclient = package("nbformat"), package("nbclient")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT)]))
+    cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    assert notebook.cells[-1].outputs[-1]["data"]["text/plain"] == "[12.0, 12.0, 12.0]"
