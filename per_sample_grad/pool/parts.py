@@ -32,7 +32,7 @@ from xla_replica.common.files import UNFINISHED, rename, unfinished_name, write_
 DESCRIPTION = "pool.json"
 # Counts changes after which earlier folders cannot be continued; those whose indices
 # can still be opened.
-FORMAT, OPENED = 4, (3, 4)
+FORMAT, OPENED = 5, (3, 4, 5)
 _DAMAGED = ".damaged"
 # How many differences, or samples, a message has.
 _FEW = 5
@@ -202,7 +202,7 @@ def read_description(
         raise ValueError(
             f"{folder} was written by another version of per_sample_grad: its format "
             f"is {received!r}, and this version reads format {FORMAT}, which describes "
-            f"code in another way. {remedy}"
+            f"code and pools in another way. {remedy}"
         )
     if contents.key not in saved:
         others = [c for c in (SCORED, INDEXED) if c.key in saved]

@@ -26,7 +26,8 @@ from per_sample_grad.engine.capturing import capture
 from per_sample_grad.engine.settings import selected
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Given, Interval, noted
-from per_sample_grad.pool.fingerprint import digest, fingerprint
+from per_sample_grad.pool.fingerprint import fingerprint
+from per_sample_grad.pool.items import pool_digest
 from per_sample_grad.pool.parts import DESCRIPTION, Contents, Parts, check_folder, deal
 from per_sample_grad.pool.scores import LABELS, Passes, Scorer
 from xla_replica.common.arguments import check_flag, check_integer
@@ -84,6 +85,9 @@ class PoolRun:
         """Returns all that the numbers depend on, as names and values for JSON."""
         replica, passes = xla_replica.current(), self.passes
         replica.sync()  # one program for all weights that are not computed yet
+        # Without a folder nothing is continued, so that what cannot be described need
+        # not be.
+        tag = self.tag or "" if self.folder is None else self.tag
         found = {
             **self.settings,
             "labels": self.labels,
@@ -92,7 +96,7 @@ class PoolRun:
             "block_size": self.source.block_size,
             "device": replica.device.type,
             "tag": self.tag,
-            "pool": _pool_digest(self.source.dataset),
+            "pool": pool_digest(self.source.dataset, tag),
         }
         computing = {
             **self.models,
@@ -115,9 +119,6 @@ class PoolRun:
                 str({name: tuple(param.shape) for name, param in params.items()})
                 for params in chosen
             ]
-        # Without a folder nothing is continued, so that what cannot be described need
-        # not be.
-        tag = self.tag or "" if self.folder is None else self.tag
         return found | fingerprint(computing, tag)
 
     def collected(self) -> np.ndarray:
@@ -310,15 +311,3 @@ def _check_weights(
         "[*model.parameters(), *model.buffers()]); `with replica.seeded(0):` builds "
         "the same model on every replica.",
     )
-
-
-def _pool_digest(dataset: Any) -> str | None:
-    """Returns a hash of the first, middle and last item; None if items are random."""
-    indices = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
-    with torch.random.fork_rng(devices=[]):  # so that scoring draws the same numbers
-        first, second = (
-            # What cannot be described in an item is not compared.
-            digest(repr(fingerprint({"item": [dataset[i] for i in indices]}, tag="")))
-            for _ in range(2)
-        )
-    return first if first == second else None

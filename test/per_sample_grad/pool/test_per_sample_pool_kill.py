@@ -19,11 +19,12 @@ from support.xla_replica.replicas import Backend, needs_xla
 
 import per_sample_grad as psg
 import xla_replica
+from per_sample_grad.pool.items import compared_items
 
 COUNT, PART = 480, 2 * BLOCK
 PATIENCE = 120.0
 # The items that are read to describe the pool, besides being scored.
-IDENTITY = {0, COUNT // 2, COUNT - 1}
+IDENTITY = {*compared_items(COUNT)}
 
 
 class Slow(Vectors):

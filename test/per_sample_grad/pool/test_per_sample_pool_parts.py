@@ -20,6 +20,7 @@ from torch import nn
 
 import per_sample_grad as psg
 import xla_replica
+from per_sample_grad.pool.items import compared_items, pool_digest
 from per_sample_grad.pool.parts import Parts
 from xla_replica.common import files
 
@@ -31,7 +32,7 @@ def test_a_run_that_failed_continues_where_it_was(tmp_path):
         psg.score_pool(model, Pool(fail_at=18), **options)
     pool = Pool()
     found = psg.score_pool(model, pool, **options)
-    identity = {0, COUNT // 2, COUNT - 1}
+    identity = {*compared_items(COUNT)}
     assert set(pool.asked) == set(range(16, COUNT)) | identity
     whole = psg.score_pool(model, Pool(), block_size=4, progress=False)
     np.testing.assert_array_equal(found.scores, whole.scores)
@@ -137,7 +138,7 @@ def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room
     assert names == {"pool.json", "part-00000000.npy"}
     pool = Pool()
     psg.score_pool(make_model(), pool, **options)
-    assert set(pool.asked) == set(range(8, COUNT)) | {0}
+    assert set(pool.asked) == set(range(8, COUNT)) | {*compared_items(COUNT)}
 
 
 def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
@@ -222,9 +223,78 @@ class Drawn(Pool):
 
 def test_a_pool_that_is_drawn_at_random_continues_too(tmp_path):
     options = {"batch_size": 4, "folder": tmp_path, "progress": False}
-    first = psg.score_pool(make_model(), Drawn(), **options)
-    again = psg.score_pool(make_model(), Drawn(), **options)
+    with pytest.raises(TypeError, match="others every time that they are read"):
+        psg.score_pool(make_model(), Drawn(), **options)
+    first = psg.score_pool(make_model(), Drawn(), tag="noise of one", **options)
+    again = psg.score_pool(make_model(), Drawn(), tag="noise of one", **options)
     np.testing.assert_array_equal(first.scores, again.scores)
+
+
+class Files(torch.utils.data.Dataset):
+    """A pool of files, whose samples are what is in them, changed by a function."""
+
+    def __init__(self, folder, transform=None) -> None:
+        self.paths = [str(path) for path in sorted(folder.glob("*.txt"))]
+        self.transform, self.num_read = transform, 0
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.num_read += 1
+        with open(self.paths[index]) as file:
+            x = torch.full((4,), float(file.read()))
+        return (x if self.transform is None else self.transform(x)), index % 2
+
+
+def tensors(change=lambda x, y: None):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 4, generator=generator)
+    y = torch.arange(400) % 3
+    change(x, y)
+    return torch.utils.data.TensorDataset(x, y)
+
+
+def correct_labels(x, y):
+    y[[7, 100, 333]] = 1 - y[[7, 100, 333]].clamp(max=1)
+
+
+def other_order(x, y):
+    x[[3, 5]] = x[[5, 3]]
+
+
+def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
+    """Though few of its items differ, and none of those that are looked at."""
+    (tmp_path / "files").mkdir()
+    for number in range(400):
+        (tmp_path / f"files/{number:03}.txt").write_text(str(number / 400))
+    subset = torch.utils.data.Subset
+    kept = [i for i in range(400) if i != 7]
+    pools = {
+        "tensors": tensors(),
+        "corrected": tensors(correct_labels),
+        "order": tensors(other_order),
+        "subset": subset(tensors(), kept),
+        "other subset": subset(tensors(), [*kept[:6], kept[7], kept[6], *kept[8:]]),
+        "list": [(row, int(label)) for row, label in tensors()],
+        "corrected list": [(row, int(label)) for row, label in tensors(correct_labels)],
+        "files": Files(tmp_path / "files"),
+        "transformed": Files(tmp_path / "files", lambda x: x + (x == 7 / 400)),
+    }
+    digests = {name: pool_digest(pool, None) for name, pool in pools.items()}
+    assert len({*digests.values()}) == len(digests)
+    again = [pool_digest(each, None) for each in (tensors(), Files(tmp_path / "files"))]
+    assert again == [digests["tensors"], digests["files"]]
+    (tmp_path / "files/007.txt").write_text("0.5")
+    assert pool_digest(Files(tmp_path / "files"), None) != digests["files"]
+
+
+def test_a_folder_with_scores_of_other_labels_is_refused(tmp_path):
+    options = {"folder": tmp_path, "progress": False}
+    model = torch.nn.Linear(4, 3)
+    psg.score_pool(model, tensors(), **options)
+    with pytest.raises(ValueError, match="holds scores of something else: pool was"):
+        psg.score_pool(model, tensors(correct_labels), **options)
 
 
 def scored(rank: int, folder: str | None) -> np.ndarray:
