@@ -376,12 +376,12 @@ class GraBSampler(Sampler[int]):
         is_group, ordering = self._group_size > 1, self._orders.ordering
         if is_group:
             self._check_group(losses)
+        elif losses.dim() != 1:
+            raise ValueError(
+                f"backward() with losses of shape {tuple(losses.shape)}: give one "
+                'number per sample, shape (B,), as with reduction="none"'
+            )
         if not self._uses_gradients:
-            if not is_group and losses.dim() != 1:
-                raise ValueError(
-                    f"backward() with losses of shape {tuple(losses.shape)}: give one "
-                    'number per sample, shape (B,), as with reduction="none"'
-                )
             add_gradient(losses, reduction)
             self._reduction = reduction
             self._progress.claim(1 if is_group else len(losses), indices)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import xla_replica
 from rigl_xla import state
-from rigl_xla.layers.checks import Hold, check_bound, check_hold
+from rigl_xla.layers.checks import Hold, check_bound, check_hold, refuse_stranger
 from rigl_xla.layers.initial import (
     INITIAL_WEIGHTS,
     initial_layer,
@@ -31,8 +32,8 @@ from rigl_xla.topology.distribution import Distribution
 from rigl_xla.topology.methods import Score
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.drift import check_equal
+from rigl_xla.update.optimizer_state import state_of
 from rigl_xla.update.steps import TopologySteps
-from rigl_xla.update.topology_update import optimizer_state_of
 from xla_replica import AccumulationHook, AccumulationNote, Replica
 from xla_replica.backends.registry import given_or_current
 from xla_replica.common.arguments import check_integer
@@ -115,6 +116,9 @@ class RigLScheduler:
         momentum: How much of its running mean of gradients SNFS keeps at each step.
         skip_step: Whether a topology update replaces the optimizer's step. Must be
             False with wrappers that have ``steps_by_itself``.
+        bound_new_steps: Whether connections that have just grown move no further under
+            Adam and its kin than nine in ten others. False: their second moments begin
+            at zero, as in rigl-torch, and they move about three learning rates.
         seed: The seed of initial masks and random growth.
         replica: Default: the one the caller runs in.
 
@@ -155,6 +159,7 @@ class RigLScheduler:
         annealing: str = UpdateSchedule.annealing,
         momentum: float = Options.momentum,
         skip_step: bool = Options.skip_step,
+        bound_new_steps: bool = Options.bound_new_steps,
         seed: int = Options.seed,
         replica: Replica | None = None,
     ) -> None:
@@ -368,7 +373,7 @@ class RigLScheduler:
     def reset_momentum(self) -> None:
         """Zeroes what the optimizer keeps for inactive weights."""
         for layer in self._layers:
-            for tensor in optimizer_state_of(layer.weight.parameter, self.optimizer):
+            for _, tensor in state_of(layer.weight.parameter, self.optimizer):
                 layer.follow(tensor.device)
                 zero_inactive_(tensor, layer.mask)
 
@@ -449,6 +454,10 @@ class RigLScheduler:
             hook = self._after_step
         if self._layers:
             self._handles.append(self.optimizer.register_step_post_hook(hook))
+            refuse = functools.partial(refuse_stranger, weakref.ref(self))
+            handle = register_optimizer_step_post_hook(refuse)
+            weakref.finalize(self, handle.remove)
+            self._handles.append(handle)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -84,8 +84,10 @@ def from_dict(
             f"this release reads its own format {FORMAT} and rigl-torch 0.5.2's states"
         )
     _check_parts(state)
-    # Older releases had options in two dicts.
-    options = _resumed(options, {**state["options"], **state.get("asked", {})})
+    # Older releases had options in two dicts, and did not bound new connections' steps.
+    before = {"bound_new_steps": False}
+    saved = {**before, **state["options"], **state.get("asked", {})}
+    options = _resumed(options, saved)
     values = {**dataclasses.asdict(schedule), **state["schedule"], **changes}
     if options.from_rigl_torch:
         weights = rigl_torch.weights_of(model)
@@ -150,7 +152,8 @@ def _warn_of_schedule(
         names = ", ".join(f"{n}={v!r}" for n, v in asked.items() if saved[n] != v)
         warnings.warn(
             f"the saved schedule goes on: {'; '.join(changed)} in this call, which has "
-            f"no effect. For another one say pruner.load_state_dict(state, {names})",
+            f"no effect. For another one say pruner.load_state_dict(state, {names}); "
+            "where a Checkpointer has loaded the run, state=pruner.state_dict()",
             stacklevel=stacklevel + 1,
         )
 

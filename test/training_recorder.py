@@ -48,7 +48,6 @@ class Recorder:
             shows=self._show,
         )
         self._logdir = args.logdir
-        self._shown: dict[str, Any] = {}
         self._writer: SummaryWriter | None = None
         self._bar = tqdm(
             total=num_steps,
@@ -71,8 +70,6 @@ class Recorder:
 
     def __call__(self, update: vbs.Update) -> None:
         self.log(update)
-        self._shown["batch"] = update.batch_size
-        self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update()
 
     def accuracy(self, epoch: int, percent: float) -> None:
@@ -96,10 +93,9 @@ class Recorder:
             for name in line.keys() - {*AXES, "noise_estimator"}:
                 folder = "test" if name == "accuracy" else "train"
                 self._writer.add_scalar(f"{folder}/{name}", line[name], line["step"])
-            if "loss" in line:
-                self._shown |= {
-                    "lr": f"{line['lr']:.4f}",
-                    "loss": f"{line['loss']:.4f}",
-                }
-            if "gain" in line:
-                self._shown["gain"] = f"{line['gain']:.2f}"
+            if "loss" in line:  # all numbers of one step
+                shown = {"step": line["step"], "batch": line["batch_size"]}
+                shown |= {n: f"{line[n]:.4f}" for n in ("lr", "loss")}
+                if "gain" in line:
+                    shown["gain"] = f"{line['gain']:.2f}"
+                self._bar.set_postfix(shown, refresh=False)

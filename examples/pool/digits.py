@@ -106,10 +106,10 @@ def table(title: str, columns: Sequence[str], found: Mapping[str, np.ndarray]) -
     width = max(map(len, [*found, title]))
     print(f"{title:<{width}}  " + "  ".join(f"{column:>18}" for column in columns))
     for name, rows in found.items():
-        errors = (
-            rows.std(0, ddof=1) / len(rows) ** 0.5 if len(rows) > 1 else 0 * rows[0]
-        )
-        cells = (f"{m:9.3f} ± {e:.3f}" for m, e in zip(rows.mean(0), errors))
+        cells = [f"{mean:9.3f}" for mean in rows.mean(0)]
+        if len(rows) > 1:  # of one seed nobody knows
+            errors = rows.std(0, ddof=1) / len(rows) ** 0.5
+            cells = [f"{cell} ± {e:.3f}" for cell, e in zip(cells, errors)]
         print(f"{name:<{width}}  " + "  ".join(f"{cell:>18}" for cell in cells))
 
 

@@ -100,6 +100,29 @@ def check_hold(
         )
 
 
+def refuse_stranger(
+    pruner: weakref.ref[Any], optimizer: Optimizer, *arguments: object
+) -> None:
+    """Raises RuntimeError if an optimizer has stepped the weights of another's pruner.
+
+    Torch calls it after every optimizer's step, and what was changed is not masked.
+    """
+    del arguments
+    mine = pruner()
+    # A wrapper shares its state with the optimizer inside it.
+    if mine is None or optimizer.state is mine.optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if pruner_of(parameter) is mine:
+                raise RuntimeError(
+                    f"a {type(optimizer).__name__} that this pruner was not built with "
+                    "has stepped sparse weights, so that inactive ones are not zero "
+                    "any more. If it trains the model, close() this pruner and build "
+                    "one with that optimizer, and state_dict=pruner.state_dict()"
+                )
+
+
 def _held(weights: Sequence[Weight], pruner: object) -> list[str]:
     """Returns names of the weights that another pruner keeps sparse."""
     return [w.name for w in weights if pruner_of(w.parameter) not in (None, pruner)]

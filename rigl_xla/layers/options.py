@@ -57,13 +57,15 @@ class Options:
     dense_first: bool | None = None
     momentum: float = 0.9
     skip_step: bool = True
+    bound_new_steps: bool = True
     seed: int = 0
     from_rigl_torch: bool = False
 
     def __post_init__(self) -> None:
         for name in ("include", "exclude"):
             object.__setattr__(self, name, tuple(selectors(getattr(self, name))))
-        for name in ("ignore_linear_layers", "static_topo", "skip_step"):
+        flags = "ignore_linear_layers", "static_topo", "skip_step", "bound_new_steps"
+        for name in flags:
             check_flag(name, getattr(self, name))
         if self.dense_first is not None:
             check_flag("dense_first", self.dense_first)

@@ -87,12 +87,31 @@ def weights_of(
         names[parameter].append(place.name)
         if parameter in dense or not place.is_allowed:
             continue
+        if place in included and _is_normalised(place):
+            raise ValueError(
+                f"{place.name!r} is what weight_norm makes a weight of, divided by its "
+                "norm, which is zero where a whole row is inactive: leave it out of "
+                "include=, or remove the parametrization"
+            )
         other = owners.get(parameter)
         # A shared one is known by the module that multiplies by it, included or not.
         known = other and _multiplies(other)
         if (_multiplies(place) and not known) or (place in included and not other):
             owners[parameter] = place
     return [_named(place, names[parameter]) for parameter, place in owners.items()]
+
+
+def _is_normalised(place: Weight) -> bool:
+    """Returns whether a weight is computed as this parameter over its norm."""
+    module = place.module
+    of_parametrization = isinstance(module, ParametrizationList) and any(
+        type(each).__name__ == "_WeightNorm" for each in module
+    )
+    hooks = module._forward_pre_hooks.values()
+    return of_parametrization or (
+        place.attribute.endswith("_v")
+        and any(type(hook).__name__ == "WeightNorm" for hook in hooks)
+    )
 
 
 def check_model(model: Any) -> None:

@@ -174,7 +174,8 @@ class TopologySteps:
         trained = [x for x in self.layers if x.weight.parameter.requires_grad]
         if trained:
             now = (self.number, self.num_updates, self.options.seed)
-            change_(trained, optimizer, self._method, self.schedule, *now)
+            bound = self.options.bound_new_steps
+            change_(trained, optimizer, self._method, self.schedule, *now, bound)
             logger.debug("step %d: topology update %d", self.number, self.num_updates)
 
     def _check_has_stepped(self) -> None:

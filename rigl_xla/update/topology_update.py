@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.methods import Layer, Method, Score
 from rigl_xla.topology.update_schedule import UpdateSchedule, gradual_sparsity
+from rigl_xla.update.optimizer_state import follow_mask_
 from xla_replica import traits
 
 # Layers that are chosen for together are copied into one tensor, which is sorted: two
@@ -28,6 +29,7 @@ def change_(
     step: int,
     update: int,
     seed: int,
+    bound_new_steps: bool = True,
 ) -> None:
     """Drops and grows connections of all layers, by the gradients they collected.
 
@@ -50,32 +52,29 @@ def change_(
     for group in groups:
         part_2L = counts_2L[:, len(new) : len(new) + len(group)]
         new += _group_masks(group, method, part_2L, finite, layer_at)
-    for layer, mask, numbers in zip(ordered, new, counts):
-        install_(layer, mask, optimizer)
+    for number, (layer, mask, numbers) in enumerate(zip(ordered, new, counts)):
+        num_kept = counts_2L[0, number] if bound_new_steps else None
+        install_(layer, mask, optimizer, num_kept)
         layer.num_active = sum(numbers)
 
 
-def install_(layer: SparseLayer, new: torch.Tensor, optimizer: Optimizer) -> None:
+def install_(
+    layer: SparseLayer,
+    new: torch.Tensor,
+    optimizer: Optimizer,
+    num_kept: torch.Tensor | None = None,
+) -> None:
     """Makes ``new`` the layer's mask; what was not active before grows from zero.
 
-    All in place, so that everything that shares memory with a parameter sees it.
+    All in place, so that everything that shares memory with a parameter sees it. See
+    `follow_mask_` for the optimizer's state, and for ``num_kept``.
     """
     parameter, kept = layer.weight.parameter, layer.mask & new
-    for tensor in [layer.data, *optimizer_state_of(parameter, optimizer)]:
-        zero_inactive_(tensor, kept)
+    zero_inactive_(layer.data, kept)
+    follow_mask_(layer, new, optimizer, num_kept)
     if parameter.grad is not None:
         zero_inactive_(parameter.grad.detach(), new)
     layer.replace_mask_(new, kept)
-
-
-def optimizer_state_of(
-    parameter: torch.Tensor, optimizer: Optimizer
-) -> Iterator[torch.Tensor]:
-    """Yields what the optimizer keeps for each weight: momentum, second moments."""
-    state = optimizer.state.get(parameter)  # not [...], which would make an entry
-    for value in (state or {}).values():
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-            yield value
 
 
 def _next_counts(

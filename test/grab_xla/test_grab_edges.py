@@ -227,3 +227,15 @@ def test_an_epoch_left_in_the_middle_of_a_step_orders_what_was_updated():
     sampler.step(ordering.as_dict(ordering.gradients(0, N)[order[:8]]))
     expected = [sampler(1).tolist()]
     assert xla_replica.launch(left_in_the_middle, (), 2, "cpu") == [expected] * 2
+
+
+@pytest.mark.parametrize("fidelity", ["exact", "projected"])
+def test_a_mean_loss_is_refused_by_its_shape(fidelity):
+    model = nn.Linear(2, 1)
+    parameters = dict(model.named_parameters())
+    sampler = GraBSampler(range(8), parameters, "mean", fidelity=fidelity)
+    list(sampler)
+    with sampler.record(model):
+        loss = model(torch.ones(2, 2)).mean()
+    with pytest.raises(ValueError, match=r"shape \(\): give one number per sample"):
+        sampler.backward(loss)

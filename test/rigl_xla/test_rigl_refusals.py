@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -177,16 +178,43 @@ def test_a_loop_that_does_not_look_at_the_answer_is_refused():
 
 
 def test_another_optimizer_than_the_pruners_is_noticed():
+    for skip_step in (True, False):
+        model = nn.Linear(8, 8)
+        optimizer, other = sgd(model), sgd(model)
+        pruner = pruned(model, optimizer, skip_step=skip_step)
+        model(torch.ones(1, 8)).square().sum().backward()
+        pruner()
+        with pytest.raises(RuntimeError, match="SGD that this pruner was not built wi"):
+            other.step()
+        sgd(nn.Linear(8, 8)).step()  # of another model
+        pruner.close()
+        other.step()
+
+
+def test_weights_that_are_trained_without_the_optimizer_are_noticed():
     model = nn.Linear(8, 8)
-    pruner, other = pruned(model, sgd(model)), sgd(model)
+    pruner = pruned(model, sgd(model))
 
     def step():
         model(torch.ones(1, 8)).square().sum().backward()
-        if pruner():
-            other.step()
+        pruner()
 
     for _ in range(104):
         step()
     with pytest.raises(RuntimeError, match="has not stepped in 104 steps"):
         step()
     assert pruner.step == 104
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_what_weight_norm_divides_by_its_norm_cannot_be_sparse(new):
+    layer = nn.Linear(8, 8)
+    if new:
+        nn.utils.parametrizations.weight_norm(layer)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated
+            nn.utils.weight_norm(layer)
+    name = "parametrizations.weight.original1" if new else "weight_v"
+    with pytest.raises(ValueError, match=f"'{name}' is what weight_norm makes a weig"):
+        pruned(layer, sgd(layer), include=name)

@@ -54,7 +54,8 @@ def test_the_step_that_changes_the_topology_changes_no_other_weight():
 @pytest.mark.parametrize("kind", sorted(set(OPTIMIZERS) - {"sgd-plain"}))
 def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
     """That holds where there was optimizer state, as in a loaded state."""
-    model, optimizer, pruner = sparse_convnet(kind, skip_step=skip_step)
+    options = {"skip_step": skip_step, "bound_new_steps": False}
+    model, optimizer, pruner = sparse_convnet(kind, **options)
     train(model, optimizer, pruner, range(2))
     kept_of = {}
     for name in pruner.masks:
@@ -72,6 +73,54 @@ def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
         for tensor in kept_of[name]:
             assert not tensor[grown].any()
             assert tensor[kept].all()
+
+
+@pytest.mark.parametrize("optimizer_of", [torch.optim.AdamW, torch.optim.NAdam])
+def test_new_connections_move_no_further_under_adam_than_nine_in_ten_others(
+    optimizer_of,
+):
+    """Where second moments begin at zero they move several times as far."""
+    furthest = {}
+    for bound in (True, False):
+        torch.manual_seed(0)
+        layers = nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.ReLU()
+        model = nn.Sequential(*layers, nn.Linear(64, 1))
+        optimizer = optimizer_of(model.parameters(), 1e-3, weight_decay=0.0)
+        pruner = pruned(model, optimizer, delta=50, T_end=1000, bound_new_steps=bound)
+        generator = torch.Generator().manual_seed(1)
+        weight, grown, found = model[2].weight, None, []
+        for _ in range(360):
+            x = torch.randn(16, 32, generator=generator)
+            noise = torch.randn(16, 1, generator=generator)
+            F.mse_loss(model(x), x[:, :1].sin() + noise).backward()
+            before, mask = weight.detach().clone(), pruner.masks["2.weight"].clone()
+            if pruner():
+                optimizer.step()
+            else:
+                grown = pruner.masks["2.weight"] & ~mask
+            moved = (weight.detach() - before).abs() / 1e-3
+            if grown is not None and pruner.step > 150 and 0 < pruner.step % 50 <= 10:
+                others = moved[pruner.masks["2.weight"] & ~grown]
+                found.append((moved[grown].median() / others.quantile(0.9)).item())
+            optimizer.zero_grad()
+        furthest[bound] = max(found)
+    assert furthest[True] < 1.5, furthest
+    assert furthest[False] > 3, furthest
+
+
+def test_the_rates_of_rprop_begin_at_their_initial_value():
+    model = convnet()
+    optimizer = torch.optim.Rprop(model.parameters(), 0.01)
+    pruner = pruned(model, optimizer)
+    train(model, optimizer, pruner, range(2))
+    masks = copy.deepcopy(pruner.masks)
+    train(model, optimizer, pruner, range(2, 3))
+    for name, new in pruner.masks.items():
+        rates = optimizer.state[model.get_parameter(name)]["step_size"]
+        grown = new & ~masks[name]
+        assert grown.any()
+        assert (rates[grown] == 0.01).all()
+        assert not rates[~new].any()
 
 
 def test_the_strongest_stay_and_the_largest_gradients_grow():
