@@ -15,6 +15,7 @@ from variable_batch_size.checkpoint.files import (
 from variable_batch_size.control.controller import BatchSizeController
 from variable_batch_size.control.policies import Observation
 from variable_batch_size.data.blocks import BlockDataset, BlockShuffle
+from variable_batch_size.data.evaluation import EvaluationSampler
 from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import EpochPlan, Schedule, TraceExhausted
@@ -45,6 +46,7 @@ from variable_batch_size.runs.run_log import RunLog, Sink, tensorboard
 from variable_batch_size.step.attached import Update
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
+from variable_batch_size.training import Epoch, epochs
 
 __all__ = [
     "RULES",
@@ -59,7 +61,9 @@ __all__ = [
     "ConstantOptimizer",
     "CustomSampler",
     "ElasticOptimizer",
+    "Epoch",
     "EpochPlan",
+    "EvaluationSampler",
     "IndexShuffle",
     "LazyOrder",
     "LinearRuleMomentumOptimizer",
@@ -85,6 +89,7 @@ __all__ = [
     "TraceWarning",
     "Update",
     "average_buffers",
+    "epochs",
     "power",
     "read_checkpoint",
     "read_run",

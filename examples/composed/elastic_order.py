@@ -50,52 +50,24 @@ def train(rank, args):
     model.to(replica.device)
     grab = GraBSampler(training, dict(model.named_parameters()))
     sampler = vbs.CustomSampler(
-        dataset=training,
-        trace=args.trace,
-        minibatch_size=32,
-        on_end="cycle",
-        order=grab,
+        training, args.trace, minibatch_size=32, on_end="cycle", order=grab
     )
     loader = DataLoader(training, batch_sampler=sampler)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     optimizer = vbs.LinearRuleOptimizer(optimizer, sampler, ref_batchsize=32)
-    optimizer.attach(grab.after_update)
-    log = vbs.RunLog(f"{args.checkpoint}/run.jsonl", optimizer)
-    optimizer.attach(log)
-    checkpointer = vbs.Checkpointer(
-        args.checkpoint,
-        optimizer,
-        every_updates=50,
-        settings={"lr": args.lr},
-        model=model,
-        grab=grab,
-        log=log,
-    )
-    checkpointer.load()  # where nothing was saved, training begins at 0
-    optimizer.attach(checkpointer)
-    if sampler.epoch >= args.epochs:
-        percent = 100 * accuracy(model, images, labels)
-        if replica.is_primary:
-            print(
-                f"complete: {sampler.epoch} epochs, test accuracy {percent:.2f} %; "
-                "continue with more --epochs, or begin another --checkpoint",
-                flush=True,
-            )
-    for epoch in range(sampler.epoch, args.epochs):
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for x, y in replica.loader(loader):
+    run = {"checkpoint": args.checkpoint, "log": f"{args.checkpoint}/run.jsonl"}
+    run["settings"] = {"lr": args.lr}
+    for epoch in vbs.epochs(optimizer, loader, args.epochs, model=model, **run):
+        for x, y in epoch:
             with grab.record(model):
                 losses = F.cross_entropy(model(x), y, reduction="none")
             grab.backward(losses)
-            log.add(losses.mean())
+            epoch.add(losses.mean())
             optimizer.step()
         percent = 100 * accuracy(model, images, labels)
         if replica.is_primary:
-            print(f"epoch {epoch}: test accuracy {percent:.2f} %", flush=True)
-        log.write(accuracy=percent)
-        checkpointer.save()
-    log.close()
+            print(f"epoch {epoch.number}: test accuracy {percent:.2f} %", flush=True)
+        epoch.write(accuracy=percent)
 
 
 def parse():

@@ -177,6 +177,14 @@ class CustomSampler(Sampler[list[int]]):
         """Epochs with at least one step: an integer, or ``math.inf``."""
         return self.schedule.num_epochs
 
+    def num_updates(self, num_epochs: int) -> int:
+        """Returns how many updates so many epochs have, as a scheduler wants to know.
+
+        A trace that ends earlier has fewer epochs.
+        """
+        last = int(min(check_integer("num_epochs", num_epochs, 1), self.num_epochs))
+        return self.schedule.steps(last - 1).stop
+
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration yields, or what is left of it.
 

@@ -1,0 +1,203 @@
+"""`epochs` is the loop that the pages write by hand, and says what ends it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+
+import pytest
+import torch
+from support.xla_replica.replicas import SEVERAL_REPLICAS
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+import xla_replica
+
+TRACE = [8, 16, 4, 12, 32, 8, 4, 24]
+
+
+class Stop(Exception):
+    """Ends a run."""
+
+
+def parts(trace=TRACE, **options):
+    """Returns a model with BatchNorm, its optimizer, a scheduler and a loader."""
+    replica = xla_replica.current()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 3, generator=generator)
+    dataset = TensorDataset(x, x.sum(1, keepdim=True))
+    with replica.seeded(0):
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model.to(replica.device)
+    sampler = vbs.CustomSampler(
+        dataset, trace, minibatch_size=4, **{"on_end": "cycle"} | options
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.5)
+    optimizer = vbs.LinearRuleOptimizer(optimizer, sampler, ref_batchsize=8)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    return model, sampler, optimizer, StepLR(optimizer, 3, 0.5), loader
+
+
+def result(model) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns weights, which BatchNorm's statistics do not change, and these."""
+    replica = xla_replica.current()
+    return replica.fetch([*model.parameters()]), replica.fetch([*model.buffers()])
+
+
+def by_hand(rank: int):
+    model, sampler, optimizer, scheduler, loader = parts()
+    optimizer.attach(scheduler)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for x, y in xla_replica.current().loader(loader):
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        optimizer.average_buffers(model)
+    return result(model)
+
+
+def by_epochs(rank: int, folder: str, stop_after: int | None):
+    """Trains three epochs; with ``stop_after`` it is killed after so many updates."""
+    model, _, optimizer, scheduler, loader = parts()
+    seen = []
+
+    def stop(update: vbs.Update) -> None:
+        seen.append(update)
+        if len(seen) == stop_after:
+            raise Stop
+
+    run = {"checkpoint": folder, "log": f"{folder}/run.jsonl", "every_updates": 1}
+    run |= {"model": model, "scheduler": scheduler, "settings": {"name": "a run"}}
+    for number, epoch in enumerate(vbs.epochs(optimizer, loader, 3, **run)):
+        if number == 0 and stop_after:
+            optimizer.attach(stop)
+        for x, y in epoch:
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            epoch.add(loss)
+            optimizer.step()
+        epoch.write(epochs_done=epoch.number)
+    return result(model)
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_it_is_the_loop_by_hand_and_resumes_where_it_was_killed(backend, tmp_path):
+    for folder in ("whole", "killed"):
+        (tmp_path / folder).mkdir()
+    expected = backend.run(by_hand)
+    whole = backend.run(by_epochs, str(tmp_path / "whole"), None)
+    with pytest.raises(xla_replica.ReplicaError):
+        backend.run(by_epochs, str(tmp_path / "killed"), 7)
+    resumed = backend.run(by_epochs, str(tmp_path / "killed"), None)
+    for (hand, _), *others in zip(expected, whole, resumed):
+        for found, _ in others:
+            for own, other in zip(found, hand, strict=True):
+                torch.testing.assert_close(own, other)
+    for outcomes in (whole, resumed):  # averaged over replicas
+        for _, buffers in outcomes[1:]:
+            assert all(map(torch.equal, buffers[:2], outcomes[0][1]))
+    for folder in ("whole", "killed"):
+        run = vbs.read_run(tmp_path / folder / "run.jsonl")
+        assert run.updates["step"].tolist() == list(range(len(run.updates)))
+        assert run.updates["epochs_done"].dropna().tolist() == [0, 1, 2]
+        assert run.header["settings"] == {"name": "a run"}
+        assert run.events[-1]["event"] == "stop"
+
+
+def trained(optimizer, loader, num_epochs, model, **options):
+    """Trains; returns the numbers of the epochs."""
+    numbers = []
+    for epoch in vbs.epochs(optimizer, loader, num_epochs, model=model, **options):
+        numbers.append(epoch.number)
+        for x, y in epoch:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return numbers
+
+
+def test_the_end_of_a_trace_and_a_complete_run_are_said(tmp_path, caplog):
+    model, sampler, optimizer, _, loader = parts(on_end="stop")
+    folder = tmp_path / "run"
+    with caplog.at_level(logging.WARNING):
+        assert trained(optimizer, loader, 5, model, checkpoint=folder) == [0, 1, 2]
+    assert "ends after 8 steps, in epoch 2, and so does training" in caplog.text
+    assert sampler.num_updates(5) == 8
+    caplog.clear()
+    model, _, optimizer, _, loader = parts(on_end="stop")
+    with caplog.at_level(logging.WARNING):
+        assert trained(optimizer, loader, 3, model, checkpoint=folder) == []
+    assert "the run is complete: all 3 epochs were trained" in caplog.text
+
+
+class Order:
+    """An order that must be told of updates, and has a state."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def __call__(self, epoch):
+        return torch.arange(64).roll(self.told)
+
+    def after_update(self, update):
+        self.told += 1
+
+    def state_dict(self):
+        return {"told": self.told}
+
+    def load_state_dict(self, state):
+        self.told = state["told"]
+
+
+def test_the_samplers_order_is_told_of_updates_and_saved(tmp_path):
+    orders = [Order(), Order()]
+    for order, num_epochs in zip(orders, (2, 3)):
+        model, _, optimizer, _, loader = parts(order=order)
+        trained(optimizer, loader, num_epochs, model, checkpoint=tmp_path / "run")
+    assert orders[0].told == optimizer.sampler.num_updates(2)
+    assert orders[1].told == optimizer.sampler.num_updates(3)
+
+
+def test_the_best_checkpoint_is_kept_by_the_metric(tmp_path):
+    model, _, optimizer, _, loader = parts()
+    checkpointer = vbs.Checkpointer(tmp_path, optimizer, best="max", model=model)
+    metrics = [0.5, 0.9, 0.7]
+    for epoch in vbs.epochs(optimizer, loader, 3, model=model, checkpoint=checkpointer):
+        for x, y in epoch:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        epoch.metric = metrics[epoch.number]
+    assert checkpointer.best_metric == 0.9
+
+
+def test_what_cannot_be_run_is_refused(tmp_path):
+    model, _, optimizer, _, loader = parts()
+    other = DataLoader(range(64), batch_size=4)
+    with pytest.raises(ValueError, match="not those of the optimizer's sampler"):
+        vbs.epochs(optimizer, other, 3, model=model)
+    with pytest.raises(ValueError, match="every_updates= needs checkpoint="):
+        vbs.epochs(optimizer, loader, 3, model=model, every_updates=3)
+    run = vbs.epochs(optimizer, loader, 3, model=model)
+    epoch = next(run)
+    with pytest.raises(ValueError, match="there is no log"):
+        epoch.write(accuracy=1)
+    with pytest.raises(ValueError, match="epoch 0 was left before its last minibatch"):
+        next(run)
+
+
+def test_evaluation_deals_every_sample_once():
+    for num_replicas, size in itertools.product((1, 2, 3), (1, 7, 64, 100)):
+        found = []
+        for rank in range(num_replicas):
+            replica = xla_replica.LocalReplica("cpu")
+            replica.rank, replica.num_replicas = rank, num_replicas
+            batches = vbs.EvaluationSampler(range(100), size, replica=replica)
+            own = list(batches)
+            assert len(own) == len(batches)
+            found += own
+        assert sorted(itertools.chain(*found)) == list(range(100))
+        assert max(map(len, found)) == size
+    assert json.dumps(found)

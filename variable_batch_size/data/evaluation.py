@@ -1,0 +1,53 @@
+"""`EvaluationSampler`: every sample once, over all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+
+from torch.utils.data import Sampler
+
+from xla_replica import Replica
+from xla_replica.backends.registry import given_or_current
+from xla_replica.common.arguments import check_integer
+
+
+class EvaluationSampler(Sampler[list[int]]):
+    """Deals batches to the replicas in turn: every sample once, and none twice.
+
+    ::
+
+        loader = DataLoader(dataset, batch_sampler=vbs.EvaluationSampler(dataset, 256))
+        correct = torch.zeros(1, device=replica.device)
+        for x, y in replica.loader(loader):
+            correct += (model(x).argmax(1) == y).sum()
+        replica.all_reduce_([correct])  # all replicas', once, after the loop
+        accuracy = replica.fetch([correct])[0].item() / len(dataset)
+
+    Replicas may have different numbers of batches, so that the loop has no collective.
+    The last batch of all may be smaller, which is one more program on XLA.
+
+    Args:
+        dataset: The samples, which have a length.
+        batch_size: Samples in a batch.
+        replica: Whose batches; default: the one that the caller runs in.
+    """
+
+    def __init__(
+        self, dataset: Sized, batch_size: int, *, replica: Replica | None = None
+    ) -> None:
+        self.num_samples = len(dataset)
+        self.batch_size = check_integer("batch_size", batch_size, least=1)
+        replica = given_or_current(replica)
+        self._starts = range(
+            replica.rank * batch_size,
+            self.num_samples,
+            replica.num_replicas * batch_size,
+        )
+
+    def __len__(self) -> int:
+        """Returns how many batches this replica has."""
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in self._starts:
+            yield list(range(start, min(start + self.batch_size, self.num_samples)))

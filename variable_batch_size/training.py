@@ -1,0 +1,205 @@
+"""`epochs`: the loop over epochs, with what belongs around it in its order."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from variable_batch_size.checkpoint.checkpointer import Checkpointer
+from variable_batch_size.optimizer import ElasticOptimizer
+from variable_batch_size.runs.run_log import RunLog
+from variable_batch_size.step.attached import Update
+from xla_replica.common.arguments import check_flag, check_integer
+
+logger = logging.getLogger(__name__)
+
+
+class Epoch:
+    """The minibatches of one epoch, on the device of this replica; iterate once.
+
+    Attributes:
+        number: Its number, from 0.
+        metric: Set it to what was measured, for a `Checkpointer` that keeps the best.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        optimizer: ElasticOptimizer,
+        loader: Iterable[Any],
+        model: nn.Module,
+        log: RunLog | None,
+    ) -> None:
+        self.number = number
+        self.metric: float | None = None
+        self._optimizer, self._loader, self._model = optimizer, loader, model
+        self._log = log
+        self.has_run = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields this replica's minibatches; afterwards buffers are averaged."""
+        yield from self._optimizer.replica.loader(self._loader)
+        self._optimizer.average_buffers(self._model)
+        self.has_run = True
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Adds a minibatch's loss to the log, before ``step()``; see `RunLog.add`."""
+        self._logged().add(loss)
+
+    def write(self, **values: float) -> None:
+        """Logs what was measured after the epoch; see `RunLog.write`."""
+        self._logged().write(**values)
+
+    def _logged(self) -> RunLog:
+        if self._log is None:
+            raise ValueError("there is no log: pass vbs.epochs(..., log='run.jsonl')")
+        return self._log
+
+
+def epochs(
+    optimizer: ElasticOptimizer,
+    loader: Iterable[Any],
+    num_epochs: int,
+    *,
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | Checkpointer | None = None,
+    every_updates: int | None = None,
+    log: str | os.PathLike[str] | RunLog | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: bool = True,
+    **parts: Any,
+) -> Iterator[Epoch]:
+    """Returns the epochs of a run that stops and resumes anywhere. Collective.
+
+    ::
+
+        for epoch in vbs.epochs(optimizer, loader, 10, model=model, checkpoint="run"):
+            for x, y in epoch:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            evaluate(model)
+
+    It attaches, loads and saves in the only order that is right: the parts, the log,
+    then the checkpointer; it begins every epoch for sampler and optimizer, averages
+    buffers after its last minibatch, saves after your code for the epoch, and closes
+    the log. A run that is complete has no epoch left, and a trace that ends early ends
+    the run: both are told at once.
+
+    Args:
+        optimizer: The wrapper.
+        loader: A loader whose ``batch_sampler`` is the optimizer's sampler.
+        num_epochs: How many epochs the run has in all.
+        model: The model; saved, and its buffers averaged over replicas.
+        checkpoint: A folder, or a `Checkpointer` that is not attached.
+        every_updates: For a folder: see `Checkpointer`, which saves every 10 minutes.
+        log: A file, or a `RunLog` that is not attached.
+        settings: What a run must have in common with this one to resume it; the log's
+            header tells them.
+        progress: Whether replica 0 shows a bar, where it writes to a terminal.
+        **parts: What else the run is made of, by name: LR schedulers, a GraBSampler, a
+            pruner. Schedulers and functions ``after_update`` are attached; what has a
+            state is saved. The sampler's ``order`` is one without being named.
+
+    Raises:
+        TypeError, ValueError: The loader is another sampler's; or a part has no state
+            and is not attached; or an option does not fit.
+    """
+    check_integer("num_epochs", num_epochs, least=1)
+    check_flag("progress", progress)
+    sampler = optimizer.sampler
+    if getattr(loader, "batch_sampler", loader) is not sampler:
+        raise ValueError(
+            "epochs: the loader's minibatches are not those of the optimizer's "
+            "sampler: build it with DataLoader(dataset, batch_sampler=sampler)"
+        )
+    is_named = any(part is sampler.order for part in parts.values())
+    if hasattr(sampler.order, "state_dict") and not is_named:
+        parts["order"] = sampler.order
+    for name, part in list(parts.items()):
+        if hasattr(part, "get_last_lr"):  # its state is in the optimizer's
+            optimizer.attach(parts.pop(name))
+        elif hasattr(part, "after_update"):
+            optimizer.attach(part.after_update)
+    if isinstance(log, (str, os.PathLike)):
+        log = RunLog(log, optimizer, settings=settings)
+    if log is not None:
+        optimizer.attach(log)
+        parts["log"] = log
+    if isinstance(checkpoint, (str, os.PathLike)):
+        checkpoint = Checkpointer(
+            os.fspath(checkpoint), optimizer, every_updates=every_updates,
+            settings=settings, model=model, **parts,
+        )  # fmt: skip
+    elif every_updates is not None:
+        raise ValueError("every_updates= needs checkpoint=, a folder to save in")
+    if checkpoint is not None:
+        checkpoint.load()
+        optimizer.attach(checkpoint)
+    last = _last_epoch(optimizer, num_epochs)
+    return _run(optimizer, loader, last, model, checkpoint, log, progress)
+
+
+def _last_epoch(optimizer: ElasticOptimizer, num_epochs: int) -> int:
+    """Returns how many epochs the trace has, at most; says so if they are fewer."""
+    sampler, trace = optimizer.sampler, optimizer.sampler.schedule.trace
+    last = int(min(num_epochs, sampler.num_epochs))
+    if optimizer.replica.is_primary:
+        if last < num_epochs:
+            logger.warning(
+                f"{trace.name} ends after {len(trace)} steps, in epoch {last - 1}, and "
+                f"so does training, which was to have {num_epochs} epochs: add rows, "
+                "or pass on_end='hold' or 'cycle' to CustomSampler"
+            )
+        if sampler.epoch >= last:
+            logger.warning(
+                f"the run is complete: all {last} epochs were trained. For more, raise "
+                "num_epochs; for another run, give another checkpoint folder"
+            )
+    return last
+
+
+def _run(
+    optimizer: ElasticOptimizer,
+    loader: Iterable[Any],
+    last: int,
+    model: nn.Module,
+    checkpointer: Checkpointer | None,
+    log: RunLog | None,
+    progress: bool,
+) -> Iterator[Epoch]:
+    """Yields the epochs that are left."""
+    sampler = optimizer.sampler
+    total = sampler.num_updates(last)
+    done = sampler.schedule.steps(sampler.epoch).start + sampler.cursor.step
+    hidden = None if progress and optimizer.replica.is_primary else True
+    with tqdm(total=total, initial=done, unit="update", disable=hidden) as bar:
+
+        def show(update: Update) -> None:
+            bar.update()
+            bar.set_postfix(epoch=update.epoch, batch=update.batch_size, refresh=False)
+
+        if not bar.disable:
+            optimizer.attach(show)
+        for number in range(sampler.epoch, last):
+            sampler.set_epoch(number)
+            optimizer.set_epoch(number)
+            epoch = Epoch(number, optimizer, loader, model, log)
+            yield epoch
+            if not epoch.has_run:
+                raise ValueError(
+                    f"epoch {number} was left before its last minibatch: iterate over "
+                    "all of it, `for batch in epoch:`, on every replica; `break` out "
+                    "of both loops to end the training"
+                )
+            if checkpointer is not None:
+                checkpointer.save(epoch.metric)
+    if log is not None:
+        log.close()
+    if checkpointer is not None:
+        checkpointer.wait()
