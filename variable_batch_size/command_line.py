@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import inspect
+import json
 import os
+import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from variable_batch_size.trace_tools.commands import COMMANDS
-from variable_batch_size.trace_tools.options import add_options, add_parser, options_of
+from variable_batch_size.trace_tools.options import (
+    add_options,
+    add_parser,
+    listed,
+    options_of,
+)
 from variable_batch_size.traces.batch_trace import TraceWarning
 from xla_replica.common.trees import leaves
 
@@ -26,11 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Tools for training with a batch size that follows a trace.",
         epilog="vbs COMMAND --help shows a command's options and examples.",
     )
+    parser.add_argument("--version", action="version", version=f"vbs {_version()}")
     choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (run, members) in COMMANDS.items():
         command = add_parser(choices, name, run)
         if members is None:
             add_options(command, run)
+            _add_common(command, run)
             continue
         kind = next(iter(inspect.signature(run).parameters))
         inner = command.add_subparsers(
@@ -40,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             member_parser = add_parser(inner, member, function)
             add_options(member_parser, function)
             add_options(member_parser, run)
+            _add_common(member_parser, run)
     args = parser.parse_args(arguments)
     run, members = COMMANDS[args.command]
     try:
@@ -53,15 +65,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 of_member = options_of(args, members[args.member])
                 output = run(args.member, of_member, **options)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        choices.choices[args.command].error(str(error))
+        choices.choices[args.command].error(_in_options(str(error), vars(args)))
     for warning in caught:
         sys.stderr.write(f"warning: {warning.message}\n")
+    if getattr(args, "json", False):
+        output = json.dumps(output, default=float, indent=1)
+    elif isinstance(output, Mapping):
+        output = listed(output)
     sys.stdout.write(f"{output}\n")
     return 0
 
 
+def _version() -> str:
+    """Returns the version that is installed; of a bare checkout nothing is known."""
+    try:
+        return importlib.metadata.version("elastic-xla")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a checkout that is not installed"
+
+
+def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:
+    """Adds what several commands have: ``--force`` and ``--json``."""
+    signature = inspect.signature(run)
+    if "out" in signature.parameters:
+        parser.add_argument(
+            "--force", action="store_true", help="replace the file that --out names"
+        )
+    if "Mapping" in str(signature.return_annotation):
+        parser.add_argument(
+            "--json", action="store_true", help="print numbers as JSON, for programs"
+        )
+
+
+def _in_options(message: str, options: Mapping[str, Any]) -> str:
+    """Returns a message of the library in the words of the command line."""
+    message = message.replace("num_epochs", "epochs")
+    for name in sorted(options, key=len, reverse=True):
+        option = "--" + name.replace("_", "-")
+        message = re.sub(rf"\b(?<!-){name}=True\b", option, message)
+        message = re.sub(rf"\b(?<!-){name}='(\S+)'", rf"{option} \1", message)
+        message = re.sub(rf"\b(?<!-){name}=(?=\S)", f"{option} ", message)
+        if "_" in name:
+            message = re.sub(rf"\b{name}\b", option, message)
+    return message
+
+
 def _check_out(args: argparse.Namespace) -> None:
-    """Raises ValueError if the output would replace a file that is read."""
+    """Raises ValueError if the output would replace a file, or one that is read."""
     out = getattr(args, "out", None)
     if out is None or not os.path.isfile(out):
         return
@@ -72,3 +122,5 @@ def _check_out(args: argparse.Namespace) -> None:
             f"--out {out} is the file that is read, which would be lost: give it "
             "another name"
         )
+    if not args.force:
+        raise ValueError(f"--out {out} exists: --force replaces it")

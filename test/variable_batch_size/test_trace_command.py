@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import sys
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,8 @@ from variable_batch_size.command_line import COMMANDS, main
 from variable_batch_size.trace_tools.charts import terminal_chart
 from variable_batch_size.trace_tools.conversion import POLICIES
 from variable_batch_size.trace_tools.families import FAMILIES
-from variable_batch_size.traces.batch_trace import Trace
+from variable_batch_size.traces import trace_csv
+from variable_batch_size.traces.batch_trace import Trace, TraceError
 
 MEMBERS = {"make": FAMILIES, "convert": POLICIES}
 PAGES = [
@@ -51,6 +53,7 @@ def folder(tmp_path, monkeypatch):
     for place in (".", "runs/mnist-a", "runs/mnist-b"):
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
         (tmp_path / place / "run.jsonl").write_text("".join(texts))
+    (tmp_path / "empty.jsonl").touch()
     rows = [f"{n},{100.5 + 63 * n},{n % 7}\n" for n in range(1, 60)]
     (tmp_path / "log.csv").write_text(",Time,GPUs\n" + "".join(rows))
     return tmp_path
@@ -68,6 +71,11 @@ def examples(text: str) -> list[str]:
     return [line.strip() for line in lines if re.match(r" *vbs \w", line)]
 
 
+def replacing(words: list[str]) -> list[str]:
+    """Returns a command that may replace what is in the folder already."""
+    return [*words, *(["--force"] if "--out" in words else [])]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=" ".join)
 def test_help_explains_every_option_and_has_examples_that_run(page, folder, capsys):
     if page == ["report"]:
@@ -83,7 +91,7 @@ def test_help_explains_every_option_and_has_examples_that_run(page, folder, caps
     for example in found:
         words = shlex.split(example)[1:]
         assert words[: len(page)] == page
-        assert main(words) == 0, example
+        assert main(replacing(words)) == 0, example
         assert capsys.readouterr().out.strip(), example
 
 
@@ -91,7 +99,7 @@ def test_the_commands_of_the_pages_run(folder, capsys):
     found = [*examples(read("README.md")), *examples(read("docs/traces.md"))]
     assert len(found) >= 11
     for example in found:
-        assert main(shlex.split(example)[1:]) == 0, example
+        assert main(replacing(shlex.split(example)[1:])) == 0, example
 
 
 def test_the_code_of_the_page_runs(folder):
@@ -129,10 +137,10 @@ def test_pip_installs_the_command(monkeypatch):
     ("words", "message"),
     [
         ("check trace.csv --dataset-size 1K --minibatch-size 48 --num-replicas 2",
-         "trace.csv, line 2: batch size 64 is not a multiple of minibatch_size=48"),
+         "trace.csv, line 2: batch size 64 is not a multiple of --minibatch-size 48"),
         ("stats missing.csv", "No such file or directory: 'missing.csv'"),
         ("stats 0", "0 must be > 0"),
-        ("check 64 --dataset-size 1K --num-replicas 2", "num_epochs must be an int"),
+        ("check 64 --dataset-size 1K --num-replicas 2", "epochs must be an integer"),
         ("check 64 --dataset-size many --num-replicas 2", "'many' is not an integer"),
         ("make ramp --steps 2 --first 8", "arguments are required: --last"),
         ("make thresholds --rows 5:8 --total 9", "must be 0: a batch size is needed"),
@@ -144,7 +152,7 @@ def test_pip_installs_the_command(monkeypatch):
         ("convert fixed log.csv --batch-size 8 --fit run.jsonl --seconds-per-step 3",
          "give either --seconds-per-step or a step-time model"),
         ("convert fixed trace.csv --batch-size 8", "exactly one column Time or time"),
-        ("simulate trace.csv --dataset-size 1K --rule linear", "needs ref_batchsize"),
+        ("simulate trace.csv --dataset-size 1K --rule linear", "needs --ref-batchsize"),
         ("simulate 64 --dataset-size 1K --epochs 1 --minibatch-size 16 --fit run.jsonl",
          "run.jsonl: its substeps are minibatches of 32 samples, not of --minibatch-"),
         ("simulate 64 --dataset-size 1K --fit run.jsonl --seconds-per-update 1",
@@ -152,10 +160,15 @@ def test_pip_installs_the_command(monkeypatch):
         ("simulate 64 --dataset-size 1K --epochs 1 --seconds-per-substep -1",
          "seconds must be a finite number >= 0, got -1.0"),
         ("simulate 64 --dataset-size 1K --epochs 1 --price 3",
-         "price=3.0 needs a step time, got none"),
+         "--price 3.0 needs a step time, got none"),
         ("simulate thresholds.csv --dataset-size 1K --epochs 1",
          "thresholds.csv: the column devices has 2 rows, and the trace 3 steps"),
-        ("simulate 64 --dataset-size 1K --rule cubic", "rule='cubic' is unknown"),
+        ("simulate 64 --dataset-size 1K --rule cubic", "--rule cubic is unknown"),
+        ("plot trace.csv --out trace.jpg", "a picture is a PNG, so its name ends in"),
+        ("make constant --steps 1T --batch-size 8", "steps must be an integer <= 134"),
+        ("make constant --steps 9 --batch-size 8 --out trace.csv",
+         "--out trace.csv exists: --force replaces it"),
+        ("report empty.jsonl", "empty.jsonl tells of no update; is it the log of a"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_a_message(words, message, folder, capsys):
@@ -218,7 +231,8 @@ def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
     restarts = int((table["devices"].diff().fillna(0) != 0).sum())
     assert re.search(rf"^restarts +{restarts}$", shown, re.MULTILINE)
     steps = pd.read_csv("steps.csv")
-    assert steps["batch_size"].tolist() == table["batchsize"].tolist()
+    assert steps["batchsize"].tolist() == table["batchsize"].tolist()
+    assert Trace("steps.csv").batch_sizes.tolist() == table["batchsize"].tolist()
     assert steps["devices"].tolist() == table["devices"].tolist()
     assert steps["seconds"].tolist() == [0.5] * len(table)
 
@@ -242,7 +256,10 @@ def test_devices_are_read_from_the_standard_input_too(folder, capsys, monkeypatc
 def test_a_schedule_ends_with_the_run(folder, capsys):
     words = "simulate 100 --dataset-size 800 --minibatch-size 10 --epochs 2 --lr 0.5"
     for total in ("", " --total-samples 1600"):
-        assert main(f"{words} --schedule linear{total} --out steps.csv".split()) == 0
+        assert (
+            main(f"{words} --schedule linear{total} --force --out steps.csv".split())
+            == 0
+        )
         rates = pd.read_csv("steps.csv")["lr"].to_numpy()
         assert rates == pytest.approx(0.5 * (1 - np.arange(16) / 16))
 
@@ -266,6 +283,45 @@ def test_numbers_of_a_log_and_of_padding_are_shown(words, folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     for name, number in SHOWN[words].items():
         assert [name, number] in [re.split("  +", line) for line in lines]
+
+
+def test_numbers_are_json_for_programs(folder, capsys):
+    for words in ("stats 1K", "check 64 --dataset-size 1K --epochs 1 --num-replicas 2"):
+        assert main([*words.split(), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["steps"] in (0, 15)
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert re.match(r"vbs \S", capsys.readouterr().out)
+
+
+def test_a_large_file_is_the_same_trace(tmp_path, monkeypatch):
+    good = "step,batchsize\n" + "".join(f"{n},{1 + n % 7}\n" for n in range(5000))
+    rows = good.splitlines(keepends=True)
+    texts = {
+        "good": good,
+        "bad": "".join([*rows[:90], "89,many\n", *rows[91:]]),
+        "zero": "".join([*rows[:90], "89,0\n", *rows[91:]]),
+        "longer": "".join([*rows[:90], "89,1,000\n", *rows[91:]]),
+        "blank": "".join([*rows[:90], "\n", *rows[90:]]),
+        "jump": "".join([*rows[:90], "7,8\n", *rows[91:]]),
+    }
+    for name, text in texts.items():
+        path, found = tmp_path / f"{name}.csv", []
+        path.write_text(text)
+        for large in (2**20, 1):
+            monkeypatch.setattr(trace_csv, "LARGE", large)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    told = [*Trace(path).batch_sizes.tolist(), Trace(path).place(300)]
+                except TraceError as error:
+                    told = [str(error)]
+            found.append(told + [str(each.message) for each in caught])
+        assert found[0] == found[1], name
 
 
 def test_warnings_are_lines_and_not_hidden(folder, capsys):

@@ -80,6 +80,9 @@ def write_report(
         Path(log, "run.jsonl") if Path(log).is_dir() else Path(log) for log in logs
     ]
     runs = dict(zip(_names(files), map(read_run, files)))
+    for file, run in zip(files, runs.values()):
+        if run.updates.empty:
+            raise ValueError(f"{file} tells of no update; is it the log of a run?")
     figure = _figure(runs).to_html(
         full_html=False, include_plotlyjs=True, config={"displaylogo": False}
     )

@@ -5,6 +5,7 @@ The docstring of a command is its help; see `options`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from variable_batch_size import trace_tools as tools
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.runs.report import write_report
 from variable_batch_size.runs.run_file import read_run
-from variable_batch_size.trace_tools.columns import Columns
+from variable_batch_size.trace_tools.columns import Columns, amount
 from variable_batch_size.trace_tools.options import listed
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import COLUMN
@@ -36,7 +37,7 @@ def run_check(
     on_end: str = "stop",
     num_replicas: int,
     seconds_per_substep: float | None = None,
-) -> str:
+) -> Mapping[str, Any]:
     """Says whether a trace fits a dataset, and what it wastes.
 
     Epochs, samples that are dropped at their ends, and replicas that are idle because a
@@ -59,10 +60,10 @@ def run_check(
     """
     read = Trace(_source(trace), tokens_per_sample=tokens_per_sample)
     schedule = Schedule(read, dataset_size, minibatch_size, on_end, pad_minibatches)
-    return listed(tools.check(schedule, num_replicas, epochs, seconds_per_substep))
+    return tools.check(schedule, num_replicas, epochs, seconds_per_substep)
 
 
-def run_stats(trace: str, *, tokens_per_sample: int | None = None) -> str:
+def run_stats(trace: str, *, tokens_per_sample: int | None = None) -> Mapping[str, Any]:
     """Describes a trace: its sizes, how often they change, which minibatches fit.
 
     example:
@@ -73,7 +74,7 @@ def run_stats(trace: str, *, tokens_per_sample: int | None = None) -> str:
         tokens_per_sample: Of a trace with the column tokens.
     """
     read = Trace(_source(trace), tokens_per_sample=tokens_per_sample)
-    return listed(tools.stats(read))
+    return tools.stats(read)
 
 
 def run_plot(
@@ -100,6 +101,8 @@ def run_plot(
         width: Of the chart in the terminal.
         height: Of the chart in the terminal.
     """
+    if out is not None and out.suffix.lower() != ".png":
+        raise ValueError(f"--out {out}: a picture is a PNG, so its name ends in .png")
     source = _source(trace)
     read = Trace(source, tokens_per_sample=tokens_per_sample)
     sizes, ends = read.batch_sizes, ""
@@ -241,14 +244,14 @@ def run_simulate(
     seconds_per_substep: float | None = None,
     fit: Path | None = None,
     out: Path | None = None,
-) -> str:
+) -> Mapping[str, Any]:
     """Says what a run on a trace will be, without training.
 
     Steps, samples and learning rates are those of a real run. The noise scale (a number
     of samples, or a CSV file with the columns samples and noise_scale) gives progress,
     in steps at the reference batch size. A step time gives wall-clock, device-hours and
     cost, with and without restarts (where the column devices of the trace changes) and
-    compiling. --out writes one row per step.
+    compiling. --out writes one row per step, which is a trace too.
 
     examples:
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --rule linear \\
@@ -316,9 +319,10 @@ def run_simulate(
     if fit is not None:
         numbers["seconds per update, fitted"] = step_time.per_update
         numbers["seconds per substep, fitted"] = step_time.per_substep
-    if out is None:
-        return listed(numbers)
-    return f"{_written(steps, out)}\n{listed(numbers)}"
+    if out is not None:
+        steps = steps.rename(columns={"batch_size": COLUMN})
+        numbers = {"written": _written(steps, out), **numbers}
+    return numbers
 
 
 def run_report(logs: list[str], *, out: Path = Path("report.html")) -> str:
@@ -339,7 +343,9 @@ def run_report(logs: list[str], *, out: Path = Path("report.html")) -> str:
 
 # Functions that take options and return the output. Where there are members, functions
 # by name, the command line chooses one, whose name and options come first.
-Command = tuple[Callable[..., str], Mapping[str, Callable[..., Any]] | None]
+Command = tuple[
+    Callable[..., "str | Mapping[str, Any]"], Mapping[str, Callable[..., Any]] | None
+]
 COMMANDS: dict[str, Command] = {
     "check": (run_check, None),
     "make": (run_make, tools.FAMILIES),
@@ -357,7 +363,10 @@ def _source(trace: str) -> int | str | IO[str]:
         source = io.StringIO(sys.stdin.read())
         source.name = "the standard input"  # type: ignore[attr-defined]
         return source
-    return int(trace) if trace.isdecimal() else trace
+    try:
+        return trace if Path(trace).exists() else amount(trace)
+    except ValueError:
+        return trace
 
 
 def _step_time(
@@ -408,10 +417,10 @@ def _devices_column(source: Any, trace: Trace) -> np.ndarray | None:
 def _noise_scale(text: str | None) -> Any:
     if text is None:
         return None
-    try:
-        return float(text)
-    except ValueError:
-        return tools.read_curve(text)
+    for number in (amount, float):
+        with contextlib.suppress(ValueError):
+            return float(number(text))
+    return tools.read_curve(text)
 
 
 def _written(table: pd.DataFrame, path: Path | None) -> str:

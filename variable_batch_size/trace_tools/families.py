@@ -19,7 +19,7 @@ from variable_batch_size.trace_tools.curves import (
     read_curve,
     schedule_named,
 )
-from variable_batch_size.traces.batch_trace import Trace
+from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
 from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, TraceError
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 
@@ -306,7 +306,10 @@ def make(family: str, **options: object) -> pd.DataFrame:
         ValueError, TypeError: There is no such family, or an option is not allowed.
         TraceError: The batch sizes are not positive integers.
     """
-    made = FAMILIES[check_choice("family", family, FAMILIES)](**options)
+    function = FAMILIES[check_choice("family", family, FAMILIES)]
+    if isinstance(options.get("steps"), int):
+        check_integer("steps", options["steps"], most=MOST_STEPS)
+    made = function(**options)
     table = made if isinstance(made, pd.DataFrame) else pd.DataFrame({COLUMN: [*made]})
     table = table.assign(**{COLUMN: Trace(table[[COLUMN]]).batch_sizes})
     table.insert(0, STEP_COLUMN, np.arange(len(table)))

@@ -96,11 +96,16 @@ class Trace:
             vars(self).update(vars(source))
             return
         self.endless = is_integer(source)
-        self._lines: list[int] | None = None
+        self._lines: Sequence[int] | None = None
         self._first_steps: np.ndarray | None = None  # of every row, of thresholds
         values: Any = source
         header: list[str] | None = None
-        if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
+        if (plain := trace_csv.read_integers(source)) is not None:
+            header, columns_read = plain
+            self.name = os.fspath(source)
+            self._lines = range(2, 2 + len(columns_read[header[0]]))
+            column = lambda index: columns_read[header[index]]  # noqa: E731
+        elif isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
             table = trace_csv.read_table(source)
             self.name, self._lines = table.name, table.lines
             header, column = table.header, table.column
@@ -266,6 +271,9 @@ class Trace:
 
     def _check_steps(self, column: Any) -> None:
         """Warns where the steps do not count up by one from 0 or 1."""
+        is_array = isinstance(column, np.ndarray) and column[0] in (0, 1)
+        if is_array and (column[1:] - column[:-1] == 1).all():
+            return
         numbers = pd.to_numeric(pd.Series(column), errors="coerce")
         steps = numbers.to_numpy(float, na_value=np.nan)
 

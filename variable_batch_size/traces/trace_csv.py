@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
+import pandas as pd
 
 from xla_replica.common.arguments import is_integer
 
@@ -19,6 +20,7 @@ STEP_COLUMN = "step"
 # What the rows of a trace by threshold count, in place of steps.
 THRESHOLDS = ("samples", "tokens")
 Source: TypeAlias = "str | os.PathLike[str] | IO[Any]"
+LARGE = 2**20  # bytes
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 
 
@@ -85,6 +87,37 @@ def read_table(source: Source) -> Table:
     if not table.header:
         raise TraceError(f"{name}: no steps; the file is empty")
     return table
+
+
+def read_integers(source: Source) -> tuple[list[str], dict[str, np.ndarray]] | None:
+    """Returns header and columns of a large file of integers alone; None if it is not.
+
+    A file of millions of rows is read in a second in place of a minute. Row n is on
+    line n + 2.
+    """
+    if not isinstance(source, (str, os.PathLike)) or not os.path.isfile(source):
+        return None
+    if os.path.getsize(source) < LARGE:
+        return None
+    num_lines, num_commas, last = 0, 0, b""
+    with open(source, "rb") as file:
+        while part := file.read(LARGE):
+            if b'"' in part or b"\r" in part:
+                return None
+            num_lines += part.count(b"\n")
+            num_commas += part.count(b",")
+            last = part
+    try:
+        table = pd.read_csv(source, index_col=False)
+    except ValueError:  # also pandas' own errors, and text that is not UTF-8
+        return None
+    is_whole = num_commas == num_lines * (len(table.columns) - 1)
+    if not (is_whole and last.endswith(b"\n") and len(table) == num_lines - 1):
+        return None
+    if table.columns.duplicated().any() or any(k != np.int64 for k in table.dtypes):
+        return None
+    header = [str(name).strip() for name in table.columns]
+    return header, {name: table.iloc[:, n].to_numpy() for n, name in enumerate(header)}
 
 
 def check_header(columns: list[str], name: str) -> str | None:
