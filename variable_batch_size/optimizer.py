@@ -14,9 +14,10 @@ from variable_batch_size.gradient_noise.meter import NoiseOptions, meter_for
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.step import checks
+from variable_batch_size.step.attached import Unit
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.step.elastic_state import ElasticState
-from variable_batch_size.step.settings import Settings, StepContext
+from variable_batch_size.step.settings import Reduction, Settings, StepContext
 from variable_batch_size.step.update_loop import UpdateLoop
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
@@ -119,7 +120,7 @@ class ElasticOptimizer(OptimizerProxy):
         ref_batchsize: int | None = None,
         log_steps: int | None = None,
         *,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         ref_weight: float | None = None,
         max_grad_norm: float | None = None,
         momentum_correction: bool = False,
@@ -259,7 +260,7 @@ class ElasticOptimizer(OptimizerProxy):
         """Does nothing: gradients are zeroed, in place, after every update."""
         del set_to_none
 
-    def attach(self, target: Any, unit: str = "updates", every: float = 1) -> None:
+    def attach(self, target: Any, unit: Unit = "updates", every: float = 1) -> None:
         """Runs ``target`` after every update on this replica, idle or not.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from torch.optim import Optimizer
 
@@ -11,6 +11,11 @@ from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rules.rule import power
 from xla_replica.common.arguments import check_number
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from variable_batch_size.step.settings import ElasticOptions
 
 
 class _NamedRuleOptimizer(ElasticOptimizer):
@@ -24,7 +29,7 @@ class _NamedRuleOptimizer(ElasticOptimizer):
         sampler: CustomSampler,
         ref_batchsize: int | None = None,
         log_steps: int | None = None,
-        **options: Any,
+        **options: Unpack[ElasticOptions],
     ) -> None:
         super().__init__(
             optimizer, sampler, self._rule, ref_batchsize, log_steps, **options
@@ -87,7 +92,7 @@ class PowerRuleOptimizer(ElasticOptimizer):
         ref_batchsize: int,
         alpha: float,
         log_steps: int | None = None,
-        **options: Any,
+        **options: Unpack[ElasticOptions],
     ) -> None:
         super().__init__(
             optimizer, sampler, power(alpha), ref_batchsize, log_steps, **options
@@ -123,8 +128,8 @@ class AdaScaleOptimizer(ElasticOptimizer):
         time_constant: float = 1000.0,
         per_group: bool = True,
         causal: bool = False,
-        compat: str | None = None,
-        **options: Any,
+        compat: Literal["reference"] | None = None,
+        **options: Unpack[ElasticOptions],
     ) -> None:
         if ref_batchsize is None and options.get("ref_weight") is None:
             ref_batchsize = 32
@@ -180,7 +185,7 @@ class LinearRuleMomentumOptimizer(ElasticOptimizer):
         ref_batchsize: int,
         weight_decay: float | None = None,
         log_steps: int | None = None,
-        **options: Any,
+        **options: Unpack[ElasticOptions],
     ) -> None:
         if weight_decay is not None:
             check_number("weight_decay", weight_decay, least=0)

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -112,7 +112,7 @@ class Checkpointer:
         every_updates: int | None = None,
         every_minutes: float | None = None,
         keep: int = 3,
-        best: str | None = None,
+        best: Literal["max", "min"] | None = None,
         stop_on: Sequence[str | int] = ("SIGTERM", "SIGINT"),
         stop_poll: Callable[[], str | None] | None = None,
         poll_seconds: float = 5.0,

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 import xla_replica
 from variable_batch_size.data.lazy_orders import LazyOrder
 from variable_batch_size.data.minibatches import Minibatches, is_torchdata, loader_in
-from variable_batch_size.data.schedule import Cursor, EpochPlan, Schedule
+from variable_batch_size.data.schedule import Cursor, EpochPlan, OnEnd, Schedule
 from variable_batch_size.traces.batch_trace import Trace, TraceSource
 from xla_replica.common.arguments import check_flag, check_integer
 from xla_replica.common.differences import check_same
@@ -86,7 +86,7 @@ class CustomSampler(Sampler[list[int]]):
         *,
         dataset_size: int | None = None,
         order: OrderProvider | None = None,
-        on_end: str = "stop",
+        on_end: OnEnd = "stop",
         pad_minibatches: bool = False,
     ) -> None:
         if trace is None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -34,6 +34,10 @@ class Cursor(NamedTuple):
 
     epoch: int  # from 0
     step: int  # how many are done; one that was interrupted is run again
+
+
+# What follows the last row of a trace.
+OnEnd = Literal["stop", "error", "hold", "cycle"]
 
 
 class TraceExhausted(TraceError):
@@ -332,7 +336,7 @@ class Schedule:
         trace: Trace,
         num_samples: int,
         minibatch_size: int,
-        on_end: str = "stop",
+        on_end: OnEnd = "stop",
         pad_minibatches: bool = False,
     ) -> None:
         self.minibatch_size = check_integer("minibatch_size", minibatch_size, least=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -49,7 +49,7 @@ class NoiseOptions:
     time_constant: float = 1000.0
     per_group: bool = True
     causal: bool = False
-    compat: str | None = None
+    compat: Literal["reference"] | None = None
 
     def __post_init__(self) -> None:
         check_number("time_constant", self.time_constant, above=0)

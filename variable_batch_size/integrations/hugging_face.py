@@ -31,6 +31,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, seed_worker
 import xla_replica
 from variable_batch_size.checkpoint.save_and_stop import agreed_request, listen
 from variable_batch_size.data.sampler import CustomSampler, OrderProvider
+from variable_batch_size.data.schedule import OnEnd
 from variable_batch_size.gradient_noise.meter import NoiseOptions
 from variable_batch_size.integrations import hugging_face_checks as checks
 from variable_batch_size.integrations.steps import (
@@ -110,7 +111,7 @@ class ElasticTrainer(Trainer):
         ref_weight: float | None = None,
         noise: NoiseOptions | bool = False,
         order: OrderProvider | None = None,
-        on_end: str = "stop",
+        on_end: OnEnd = "stop",
         **options: Any,
     ) -> None:
         checks.check_library()

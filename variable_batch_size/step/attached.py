@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -61,6 +61,7 @@ def log_line(update: Update, noise: NoiseMeter | None, replica: Replica) -> str:
 
 
 # How much of each unit one update is; the noise meter counts the last one.
+Unit = Literal["updates", "samples", "epochs", "iterations"]
 UNITS: dict[str, Callable[[Update], int] | None] = {
     "updates": lambda update: 1,
     "samples": lambda update: update.batch_size,
@@ -83,7 +84,7 @@ class Attached:
         self._may_lack = False  # whether these may never come
         self.is_empty = True
 
-    def add(self, target: Any, unit: str, every: float) -> None:
+    def add(self, target: Any, unit: Unit, every: float) -> None:
         """Adds what `ElasticOptimizer.attach` was given; see there."""
         if isinstance(target, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise TypeError(
@@ -186,7 +187,7 @@ class AttachedScheduler:
     """
 
     def __init__(
-        self, scheduler: Any, unit: str, every: float, noise: NoiseMeter | None
+        self, scheduler: Any, unit: Unit, every: float, noise: NoiseMeter | None
     ) -> None:
         self._amount = UNITS[unit]
         if self._amount is None and noise is None:

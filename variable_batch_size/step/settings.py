@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.device_scalars import DeviceScalars
-from variable_batch_size.gradient_noise.meter import NoiseMeter
+from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.rules.rule import Rule
 from xla_replica import Replica
+
+Reduction = Literal["mean", "sum"]
+
+
+class ElasticOptions(TypedDict, total=False):
+    """The options of `ElasticOptimizer` that every wrapper has, for type checkers."""
+
+    reduction: Reduction
+    ref_weight: float | None
+    max_grad_norm: float | None
+    momentum_correction: bool
+    decay_per_sample: bool
+    noise: NoiseOptions | bool
+    overlap: bool
+    lockstep: bool
+    replica: Replica | None
 
 
 @dataclasses.dataclass(frozen=True)
