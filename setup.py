@@ -62,7 +62,13 @@ setup(
         "transformers": ["accelerate>=1.15,<1.16", "transformers>=5.23,<5.24"],
         # variable_batch_size.integrations.lightning
         "lightning": ["lightning>=2.6,<2.7"],
-        "examples": ["torchvision", "scikit-learn", "matplotlib", "numba"],
+        "examples": [
+            "torchvision",
+            "scikit-learn",
+            "matplotlib",
+            "numba",
+            "tensorboard",
+        ],
         "test": [
             "cloudpickle",
             "pytest",

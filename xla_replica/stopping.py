@@ -324,7 +324,7 @@ def _number(name: int | str) -> int:
             f"catch_signals: {name!r} is not a signal here; allowed are names such as "
             "'SIGTERM' and their numbers"
         ) from error
-    if number in (signal.SIGKILL, signal.SIGSTOP):
+    if number.name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"catch_signals: {number.name} cannot be caught")
     return int(number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 import types
@@ -10,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from support.documents import ROOT, read
 from support.per_sample_grad.gradient_oracle import rules_kept
 from support.scripts import run_script, words
 from support.xla_replica.replicas import HAS_XLA, needs_xla, of_torch_alone
@@ -441,3 +443,14 @@ def test_wrong_gradients_are_found():
     psg.register_rule(torch.nn.Linear)(lambda call, grad: rule(call, 2 * grad))
     with pytest.raises(RuntimeError, match=r"2\.weight +WRONG"):
         ordered_training.check_gradients(*models()["logistic"])
+
+
+def test_the_page_tells_scripts_from_their_parts():
+    page = read("examples/README.md")
+    scripts, parts = page.split("The other modules")
+    for path in sorted((ROOT / "examples").glob("*/*.py")):
+        name = str(path.relative_to(ROOT / "examples"))
+        text = path.read_text(encoding="utf-8")
+        summary = ast.get_docstring(ast.parse(text)).split("\n")[0]
+        section = scripts if "__main__" in text else parts
+        assert f"| [{name}]({name}) | {summary} |" in section

@@ -38,7 +38,9 @@ _IMPORTED = [
 _IMPORTED_BY_TORCH_XLA = "torch._inductor.fx_passes.post_grad"
 # A signal to the process group is meant for the replicas too. The server, in the same
 # group, must outlive them, because it reports how they ended.
-_FOR_REPLICAS = (signal.SIGTERM, signal.SIGHUP)
+_FOR_REPLICAS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 _FILES = (1, 2)
 
 
@@ -110,6 +112,11 @@ def cause_of_death(exit_code: int) -> str:
 
 def _context(start_method: str) -> BaseContext:
     """Returns what starts processes that must begin with `_Surroundings.enter`."""
+    if not hasattr(signal, "pthread_sigmask"):
+        raise NotImplementedError(
+            "replicas in processes of their own need Linux or macOS: on Windows train "
+            "with num_replicas=1, or under WSL"
+        )
     # Other systems: forking after an import is not always safe there.
     if start_method == "spawn" or sys.platform != "linux":
         return mp.get_context("spawn")

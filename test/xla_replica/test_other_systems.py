@@ -1,0 +1,39 @@
+"""The packages import where the names of POSIX are missing, as on Windows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from support.documents import ROOT
+
+IMPORTS = """
+import signal, sys
+import torch  # has a build for Windows
+
+for name in ("SIGHUP", "SIGKILL", "SIGSTOP", "pthread_sigmask"):
+    delattr(signal, name)
+for name in ("fcntl", "resource", "termios", "pwd", "grp"):
+    sys.modules[name] = None
+import grab_xla, per_sample_grad, rigl_xla, variable_batch_size as vbs, xla_replica
+import variable_batch_size.command_line
+
+def train(rank):
+    return xla_replica.current().num_replicas
+
+assert xla_replica.launch(train, num_replicas=1, device="cpu") == [1]
+try:
+    xla_replica.launch(train, num_replicas=2, device="cpu")
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def test_where_there_are_no_posix_signals_one_replica_runs():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "on Windows train with num_replicas=1" in done.stdout
