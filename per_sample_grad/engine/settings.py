@@ -115,6 +115,12 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
             "no parameter is selected: the model has none that requires grad, or "
             "params= leaves none"
         )
+    if unreal := [name for name, param in chosen.items() if param.is_complex()]:
+        raise ValueError(
+            f"params: {_listed(unreal)} are complex, and every sample's gradient is of "
+            "real parameters: leave them out (params=), or keep real and imaginary "
+            "parts as parameters of their own (torch.view_as_complex)"
+        )
     return chosen
 
 

@@ -94,7 +94,10 @@ class Parts:
 
     def is_intact(self, number: int) -> bool:
         """Returns whether a part has its checksum; reads all of it."""
-        content = memoryview(self._path(number).read_bytes())
+        path = self._path(number)
+        if not path.is_file():  # a folder has taken its place
+            return False
+        content = memoryview(path.read_bytes())
         crc = zlib.crc32(content[:-_CHECKSUM_BYTES])
         return self._checksum(number, crc) == content[-_CHECKSUM_BYTES:]
 
@@ -195,7 +198,7 @@ def read_description(
     path = folder / DESCRIPTION
     try:
         saved = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError, IsADirectoryError) as error:
         raise ValueError(f"{path} is damaged ({error}). {remedy}") from error
     if not isinstance(saved, dict) or saved.get("format") not in formats:
         received = saved.get("format") if isinstance(saved, dict) else None

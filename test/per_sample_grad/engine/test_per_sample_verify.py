@@ -374,3 +374,9 @@ def test_couplings_are_told_from_rounding_down_to_the_documented_size(
             recorded.backward(losses)
     with pytest.raises(psg.CouplingError):
         recorded.backward(losses)
+
+
+def test_complex_parameters_are_refused_by_name():
+    model = nn.Linear(2, 1, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="weight, bias are complex, and every sample"):
+        psg.capture(model)

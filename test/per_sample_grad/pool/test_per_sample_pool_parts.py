@@ -89,9 +89,22 @@ def test_the_parts_of_an_earlier_version_are_an_error(tmp_path):
     (tmp_path / "pool.json").write_text(json.dumps({"score": "grad_norm", "count": 23}))
     with pytest.raises(ValueError, match=r"by another version of .* format is None"):
         psg.score_pool(make_model(), Pool(), **options)
+    (tmp_path / "pool.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"pool\.json is damaged .*Give another"):
+        psg.score_pool(make_model(), Pool(), **options)
     (tmp_path / "pool.json").write_text('{"format": 2,')
     with pytest.raises(ValueError, match=r"pool\.json is damaged .*Give another"):
         psg.score_pool(make_model(), Pool(), **options)
+
+
+def test_a_folder_in_the_place_of_a_part_is_set_aside(tmp_path):
+    options = {"folder": tmp_path, "progress": False, "part_size": 8, "block_size": 8}
+    first = psg.score_pool(make_model(), Pool(), **options)
+    (tmp_path / "part-00000001.npy").unlink()
+    (tmp_path / "part-00000001.npy").mkdir()
+    with pytest.warns(UserWarning, match="is damaged"):
+        again = psg.score_pool(make_model(), Pool(), **options)
+    np.testing.assert_array_equal(first.scores, again.scores)
 
 
 class FullDisk:

@@ -78,7 +78,12 @@ class Case:
 
 def oracle(case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Gradients:
     """Returns ``(B, *shape)`` by name, from a float64 loop over the samples."""
-    model = copy.deepcopy(model).cpu().double()
+    model = copy.deepcopy(model).cpu()
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm) and module.eps is None:
+            # Of the dtype that it normalises in.
+            module.eps = torch.finfo(inputs[0].dtype).eps
+    model.double()
     wide = [x.cpu().double() if x.is_floating_point() else x.cpu() for x in inputs]
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     rows = []
