@@ -27,30 +27,40 @@ PANELS = (
 # Columns that the common axis can count; the first one's label is its unit.
 AXES = {"elapsed": "time", "samples": "samples", "step": "updates"}
 UNITS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
+# Of events: plotly's name, and a character that looks like it.
 SYMBOLS = {
-    "start": "triangle-right",
-    "resume": "triangle-right-open",
-    "checkpoint": "line-ns-open",
-    "stop": "x",
-    "decision": "diamond",
+    "start": ("triangle-right", "▶"),
+    "resume": ("triangle-right-open", "▷"),
+    "checkpoint": ("line-ns-open", "|"),
+    "stop": ("x", "✕"),
+    "decision": ("diamond", "◆"),
 }
+OTHER = ("circle", "●")
 MOST_POINTS = 4000  # of a line; a page of a million updates would not open
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>
-body {{ font-family: sans-serif; margin: 1.5em; color: #222; }}
+body {{ font-family: sans-serif; margin: 1.5em; }}
 table {{ border-collapse: collapse; font-size: 90%; }}
-th, td {{ padding: 0.25em 0.8em; text-align: right; border-bottom: 1px solid #ddd; }}
+th, td {{ padding: 0.25em 0.8em; text-align: right; border-bottom: 1px solid #8886; }}
 th:first-child, td:first-child {{ text-align: left; }}
+p {{ overflow-x: auto; }}
+@media (max-width: 600px) {{
+  body {{ margin: 0.5em; font-size: 85%; }}
+  h1 {{ font-size: 130%; overflow-wrap: anywhere; }}
+}}
 </style>
 </head>
 <body>
 <h1>{title}</h1>
 {tables}
+<p>Events: {events}</p>
 {figure}
 </body>
 </html>
@@ -84,18 +94,31 @@ def write_report(
         if run.updates.empty:
             raise ValueError(f"{file} tells of no update; is it the log of a run?")
     figure = _figure(runs).to_html(
-        full_html=False, include_plotlyjs=True, config={"displaylogo": False}
+        full_html=False,
+        include_plotlyjs=True,
+        config={"displaylogo": False, "responsive": True},
     )
     tables = "\n".join(
         _html_table(table) for table in (summary(runs), _differences(runs))
     )
     page = _PAGE.format(
-        title=html.escape("Runs: " + ", ".join(runs)), tables=tables, figure=figure
+        title=html.escape("Runs: " + ", ".join(runs)),
+        tables=tables,
+        figure=figure,
+        events=_legend(runs),
     )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _legend(runs: dict[str, Run]) -> str:
+    """Returns what the symbols of the events mean that there are."""
+    found = dict.fromkeys(e["event"] for run in runs.values() for e in run.events)
+    known = [f"{SYMBOLS[name][1]} {name}" for name in SYMBOLS if name in found]
+    others = [html.escape(name) for name in found if name not in SYMBOLS]
+    return ", ".join([*known, *([f"{OTHER[1]} {' or '.join(others)}"] * bool(others))])
 
 
 def summary(runs: dict[str, Run]) -> pd.DataFrame:
@@ -151,8 +174,8 @@ def _differences(runs: dict[str, Run]) -> pd.DataFrame:
     table = pd.DataFrame(
         {
             name: {
-                **run.header.get("versions", {}),
                 **{k: str(v) for k, v in run.header.get("settings", {}).items()},
+                **run.header.get("versions", {}),
             }
             for name, run in runs.items()
         }
@@ -212,7 +235,7 @@ def _figure(runs: dict[str, Run]) -> Any:
 
     for name, color in zip(runs, itertools.cycle(qualitative.D3)):
         told = events[name]
-        symbols = [SYMBOLS.get(event, "circle") for event in told["event"]]
+        symbols = [SYMBOLS.get(event, OTHER)[0] for event in told["event"]]
         line = {"width": 2, "color": color}
         add(
             1, told, y=[name] * len(told), mode="markers", name=name, legendgroup=name,
@@ -229,13 +252,17 @@ def _figure(runs: dict[str, Run]) -> Any:
                 mode="lines+markers" if len(points) < 200 else "lines",
                 line={"color": color, "shape": "vh" if has_steps else "linear"},
                 marker={"size": 4},
-                hovertemplate=f"%{{y:.6g}}<extra>{name}, {label.split('<')[0]}</extra>",
+                customdata=points[["step", "epoch"]].to_numpy(),
+                hovertemplate="%{y:.6g}<br>step %{customdata[0]}, epoch "
+                "%{customdata[1]}, at %{x:.6g}"
+                f"<extra>{name}, {label.split('<')[0]}</extra>",
             )  # fmt: skip
     figure.update_yaxes(tickvals=list(runs), title_text="events", row=1)
     for row, (column, label, _, may_log) in enumerate(panels, 2):
         values = pd.concat([_measured(table, column) for table in tables.values()])
         kind = "log" if may_log and len(values) and (values > 0).all() else "linear"
         label = label.replace("of all replicas", f"replica-{unit}")
+        label += "<br>(log)" if kind == "log" else ""
         figure.update_yaxes(title_text=label, type=kind, row=row)
     last = "xaxis" if rows == 1 else f"xaxis{rows}"
     buttons = []
@@ -249,9 +276,15 @@ def _figure(runs: dict[str, Run]) -> Any:
     top = {"y": 1.0, "yanchor": "bottom"}
     menu = {"type": "buttons", "direction": "right", "x": 0.0, "xanchor": "left"}
     figure.update_xaxes(title_text=unit, row=rows)
+    figure.update_xaxes(gridcolor="rgba(128,128,128,0.25)")
+    figure.update_yaxes(gridcolor="rgba(128,128,128,0.25)")
     figure.update_layout(
         height=sum(heights) + 160,
         template="plotly_white",
+        # Legible on a light page and on a dark one.
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": "#808080"},
         margin={"l": 110, "r": 20, "t": 60, "b": 50},
         legend={"orientation": "h", "x": 0.25, **top},
         updatemenus=[{**menu, **top, "buttons": buttons}],
@@ -262,7 +295,7 @@ def _figure(runs: dict[str, Run]) -> Any:
 def _table(run: Run) -> pd.DataFrame:
     """Returns the updates with the columns of `AXES` and `PANELS` that are known."""
     table = run.updates.reindex(
-        columns={**dict.fromkeys(run.updates), "time": 0, "samples": 0}
+        columns={**dict.fromkeys(run.updates), "time": 0, "samples": 0, "epoch": 0}
     )
     table["elapsed"] = table["time"] - (run.events[0]["time"] if run.events else np.nan)
     if "idle_seconds" in table:
