@@ -279,15 +279,16 @@ def _figure(runs: dict[str, Run]) -> Any:
     figure.update_xaxes(gridcolor="rgba(128,128,128,0.25)")
     figure.update_yaxes(gridcolor="rgba(128,128,128,0.25)")
     figure.update_layout(
-        height=sum(heights) + 160,
+        height=sum(heights) + 200,
         template="plotly_white",
         # Legible on a light page and on a dark one.
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": "#808080"},
-        margin={"l": 110, "r": 20, "t": 60, "b": 50},
-        legend={"orientation": "h", "x": 0.25, **top},
-        updatemenus=[{**menu, **top, "buttons": buttons}],
+        margin={"l": 110, "r": 20, "t": 100, "b": 50},
+        legend={"orientation": "h", "x": 0.0, **top},
+        # Above the legend, which on a phone is as wide as the page.
+        updatemenus=[{**menu, **top, "y": 1 + 40 / sum(heights), "buttons": buttons}],
     )
     return figure
 
