@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from xla_replica.common.arguments import check_flag, check_integer
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass
 class Epoch:
     """The minibatches of one epoch, on the device of this replica; iterate once.
 
@@ -28,19 +30,13 @@ class Epoch:
         metric: Set it to what was measured, for a `Checkpointer` that keeps the best.
     """
 
-    def __init__(
-        self,
-        number: int,
-        optimizer: ElasticOptimizer,
-        loader: Iterable[Any],
-        model: nn.Module,
-        log: RunLog | None,
-    ) -> None:
-        self.number = number
-        self.metric: float | None = None
-        self._optimizer, self._loader, self._model = optimizer, loader, model
-        self._log = log
-        self.has_run = False
+    number: int
+    _optimizer: ElasticOptimizer
+    _loader: Iterable[Any]
+    _model: nn.Module
+    _log: RunLog | None
+    metric: float | None = None
+    has_run: bool = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yields this replica's minibatches; afterwards buffers are averaged."""
@@ -48,18 +44,20 @@ class Epoch:
         self._optimizer.average_buffers(self._model)
         self.has_run = True
 
-    def add(self, loss: torch.Tensor) -> None:
-        """Adds a minibatch's loss to the log, before ``step()``; see `RunLog.add`."""
-        self._logged().add(loss)
-
-    def write(self, **values: float) -> None:
-        """Logs what was measured after the epoch; see `RunLog.write`."""
-        self._logged().write(**values)
-
-    def _logged(self) -> RunLog:
+    @property
+    def log(self) -> RunLog:
+        """The run's log; raises ValueError if it has none."""
         if self._log is None:
             raise ValueError("there is no log: pass vbs.epochs(..., log='run.jsonl')")
         return self._log
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Adds a minibatch's loss to the log, before ``step()``; see `RunLog.add`."""
+        self.log.add(loss)
+
+    def write(self, **values: float) -> None:
+        """Logs what was measured after the epoch; see `RunLog.write`."""
+        self.log.write(**values)
 
 
 def epochs(

@@ -114,9 +114,7 @@ class Projection:
         return f"{text}, names {zlib.crc32(repr(shapes).encode()):08x}"
 
     def as_before(self) -> Projection:
-        """Returns the map in which a wrapper's prefix counts, as that of states saved
-        before it did not.
-        """
+        """Returns the map of earlier states, in which a wrapper's prefix counts."""
         other = copy.copy(self)
         other._drawn_from = {name: name for name in self.shapes}
         other._as_before, other._folds = True, {}

@@ -34,14 +34,9 @@ def compared_items(count: int) -> list[int]:
 
 
 def pool_digest(dataset: Any, tag: str | None) -> str:
-    """Returns a hash of what a pool holds.
+    """Returns a hash of what a dataset with a length holds.
 
-    Args:
-        dataset: A dataset with a length.
-        tag: Stands for items that are another every time; None: they are an error.
-
-    Raises:
-        TypeError: Items are another every time, and there is no ``tag``.
+    Raises TypeError if its items are others every time, unless ``tag`` stands for them.
     """
     found = hashlib.sha256()
     _add(dataset, found)

@@ -38,14 +38,8 @@ def follow_mask_(
     """Makes the optimizer's state that of a new mask, in place.
 
     It is zero but for connections that were active and still are. Of those that grow,
-    rates begin at their initial value, and second moments (with ``num_kept``) where
-    `bounded_second_moment` says.
-
-    Args:
-        layer: With its mask so far.
-        new: The next mask.
-        num_kept: How many connections are active in both, an integer ``()`` on the
-            device; None: second moments begin at zero, too.
+    rates begin at their initial value, and second moments where
+    `bounded_second_moment` says, or without ``num_kept`` at zero, too.
     """
     parameter, kept = layer.weight.parameter, layer.mask & new
     state = dict(state_of(parameter, optimizer))
@@ -76,13 +70,8 @@ def bounded_second_moment(
     the learning rate, where others move a tenth of it, since their gradients change
     their signs. With r the 90th percentile of ``|m| / sqrt(v)`` over the connections
     that stay, and g the gradient by which one grows, ``v = (g / r)²`` makes a step of r
-    times the learning rate while its gradient is g. It is at least the mean of v.
-
-    Args:
-        first, second: Adam's moments, of the weight's shape.
-        gradient: The gradient that grew them; None: there is none, and v is its mean.
-        kept: bool, the connections that stay.
-        num_kept: How many these are, an integer ``()``.
+    times the learning rate while its gradient is g. It is at least the mean of v, which
+    it is without a gradient. ``kept`` is bool, and ``num_kept`` their number, ``()``.
     """
     zero = second.new_zeros(())
     known = kept & (second > 0)

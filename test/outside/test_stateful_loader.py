@@ -22,6 +22,11 @@ TRACE = [32, 64, 16, 8, 48, 40]
 NUM_SAMPLES = 400
 
 
+def step_start(plan: vbs.EpochPlan, number: int) -> int:
+    """Returns the first minibatch of the step that a minibatch belongs to."""
+    return max(start for start in plan.starts.tolist() if start <= number)
+
+
 class Numbers(Dataset):
     """Samples are their own numbers."""
 
@@ -88,7 +93,7 @@ def test_a_loader_that_is_restored_hands_out_exactly_what_is_left(num_workers, d
         state = loader.state_dict()
         other = loader_of(num_workers, dataset=dataset())
         other.load_state_dict(state)
-        assert epoch_of(other, 1) == expected[plan.starts[plan.step_of(number)] :]
+        assert epoch_of(other, 1) == expected[step_start(plan, number) :]
         assert epoch_of(other, 2) == epoch_of(loader_of(dataset=dataset()), 2)
 
 

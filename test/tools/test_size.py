@@ -40,8 +40,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 24_200
-TEST_LINES = 42_580
+CODE = 24_220
+TEST_LINES = 42_300
 # Files and functions of ours.
 LIMITS = {
     "minibatch": (7, 25), "update": (10, 45), "norms": (20, 84), "grab": (28, 123),

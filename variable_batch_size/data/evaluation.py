@@ -24,12 +24,8 @@ class EvaluationSampler(Sampler[list[int]]):
         accuracy = replica.fetch([correct])[0].item() / len(dataset)
 
     Replicas may have different numbers of batches, so that the loop has no collective.
-    The last batch of all may be smaller, which is one more program on XLA.
-
-    Args:
-        dataset: The samples, which have a length.
-        batch_size: Samples in a batch.
-        replica: Whose batches; default: the one that the caller runs in.
+    The last batch of all may be smaller, which is one more program on XLA. ``replica``
+    is by default the one that the caller runs in.
     """
 
     def __init__(
@@ -38,11 +34,8 @@ class EvaluationSampler(Sampler[list[int]]):
         self.num_samples = len(dataset)
         self.batch_size = check_integer("batch_size", batch_size, least=1)
         replica = given_or_current(replica)
-        self._starts = range(
-            replica.rank * batch_size,
-            self.num_samples,
-            replica.num_replicas * batch_size,
-        )
+        first, every = replica.rank * batch_size, replica.num_replicas * batch_size
+        self._starts = range(first, self.num_samples, every)
 
     def __len__(self) -> int:
         """Returns how many batches this replica has."""

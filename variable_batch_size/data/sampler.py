@@ -408,15 +408,6 @@ class CustomSampler(Sampler[list[int]]):
     def __bool__(self) -> bool:
         return True  # a sampler without minibatches is still a sampler
 
-    @property
-    def batch_size(self) -> int:
-        """Is none: raises AttributeError. Accelerate asks several processes for it."""
-        raise AttributeError(
-            "CustomSampler has no batch_size: it deals minibatches to replicas itself, "
-            "so leave its loader out of accelerator.prepare(...); trace and "
-            "minibatch_size have the sizes"
-        )
-
     def __iter__(self) -> Minibatches:
         frame = sys._getframe(1)
         batching = frame.f_locals.get("self")

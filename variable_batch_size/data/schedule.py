@@ -147,10 +147,6 @@ class EpochPlan:
     def _unrolled(self, head: np.ndarray) -> np.ndarray:
         return np.append(head, np.repeat(head[-1:], self.num_held))
 
-    def step_of(self, number: int) -> int:
-        """Returns the step of this epoch that a minibatch belongs to."""
-        return int(np.searchsorted(self.starts, number, side="right")) - 1
-
     def num_real_samples(self, rank: int, step: int, substep: int) -> int:
         """Returns how many samples of a minibatch count; the others are padding.
 

@@ -8,6 +8,7 @@ trip of their own.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any, Literal
 
@@ -23,6 +24,9 @@ from xla_replica import Replica
 from xla_replica.common.arguments import check_choice, check_number
 
 Groups = list[dict[str, Any]]
+logger = logging.getLogger(__name__)
+# After so many steps without a finite square somebody is told.
+_MOST_UNKNOWN = 3
 _STATE = ("averages", "norm layers", "whole", "fraction", "batch_size", "base")
 
 
@@ -111,6 +115,7 @@ class NoiseMeter:
         self.dtype = dtype_for(p for group in groups for p in group["params"])
         self._gradients = GradientSquares(self.dtype, replica)
         self._unseen = False  # whether gradients of this step were not looked at
+        self._num_measured = 0  # steps that should have told of the noise
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         self._squares = self._averages[0]  # of the step under way: (G,)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
@@ -204,6 +209,7 @@ class NoiseMeter:
         a weight, ``(1,)``, if they have one.
         """
         self._upload(num_minibatches, batch_size)
+        self._num_measured += num_minibatches > 1
         if self.weighted:
             return [self._squares, self._count]
         if self._unseen and num_minibatches != 1:  # another epoch than was prepared for
@@ -399,6 +405,14 @@ class NoiseMeter:
             base=self._base,
         )
         self.estimator = reading.estimator
+        if self._num_measured >= _MOST_UNKNOWN and not whole[2].any():
+            self._num_measured = -math.inf  # said once
+            logger.warning(
+                "the gradient noise of %d steps is unknown, because squares of their "
+                "gradients are not finite: in %s a gradient's norm must be below "
+                "%.0e. Scale the loss, or train in float64; gains are 1 until then",
+                _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
+            )  # fmt: skip
         return reading
 
     def _add_groups(self, num_new: int) -> None:

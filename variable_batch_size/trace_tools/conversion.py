@@ -49,11 +49,10 @@ class Availability:
 
     def longer(self, seconds: float) -> Availability:
         """Returns the log whose last row's devices are there for so many seconds."""
-        check_number("last_row_seconds", seconds, least=0)
-        if not seconds:
-            return self
-        times = np.append(self.times, self.times[-1] + seconds)
-        return Availability(times, np.append(self.devices, self.devices[-1]))
+        end = self.times[-1] + check_number("last_row_seconds", seconds, least=0)
+        return Availability(
+            np.append(self.times, end), np.append(self.devices, self.devices[-1])
+        )
 
     @functools.cached_property
     def changes(self) -> Availability:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
 import torch
 from support.variable_batch_size.noise import CLOSED_FORMS, make, step
+from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import BACKENDS
 from torch import nn
 from torch.optim import SGD
@@ -258,3 +260,17 @@ def test_an_epoch_that_was_not_prepared_for_does_not_count_what_was_not_seen():
     step(optimizer, parameter, [[1.0, 0, 0]])
     step(optimizer, parameter, ROWS)
     assert optimizer.noise.measure().variance == pytest.approx(2.0)
+
+
+def test_squares_that_overflow_are_told(caplog):
+    """Gradients times 1e20: a gain of one is not what they say."""
+    parameter, sampler, optimizer = one_weight(
+        [8] * 6, "adascale", size=48, ref_batchsize=4, noise=True
+    )
+    for number, _ in enumerate(sampler):
+        (parameter * (1e20 + number)).sum().backward()
+        optimizer.step()
+    with caplog.at_level(logging.WARNING):
+        assert optimizer.noise.gain() == 1
+        optimizer.noise.gain()
+    assert caplog.text.count("squares of their gradients are not finite") == 1
