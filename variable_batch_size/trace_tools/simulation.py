@@ -229,10 +229,10 @@ def check(
     """
     check_integer("num_replicas", num_replicas, least=1)
     epochs = epoch_table(schedule, num_epochs)
-    steps = simulate(schedule, num_epochs, devices=num_replicas)
-    slots = steps["num_substeps"] * num_replicas
-    counts = slots - steps["idle_substeps"]
-    idle = int(steps["idle_substeps"].sum())
+    plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
+    counts = np.concatenate([plan.num_minibatches for plan in plans])
+    slots = -(-counts // num_replicas) * num_replicas
+    idle = int((slots - counts).sum())
     dropped = epochs["dropped_samples"].to_numpy(copy=True)
     left, unused = 0, 0
     if schedule.num_epochs < math.inf:
