@@ -116,10 +116,10 @@ def refusal(name: str, kwargs: dict[str, Any]) -> str | None:
     """Returns what the error must say; None if the optimizer works."""
     if name == "LBFGS":
         return "evaluates the loss inside step"
+    if name == "SparseAdam":
+        return "takes sparse gradients alone"
     if isinstance(kwargs.get("lr"), torch.Tensor):
         return "must be a number, not a tensor"
-    if name == "SparseAdam":  # torch says so; accumulated gradients are dense
-        return "does not support dense gradients"
     return None
 
 

@@ -81,8 +81,7 @@ def oracle(case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Gr
     model = copy.deepcopy(model).cpu()
     for module in model.modules():
         if isinstance(module, nn.RMSNorm) and module.eps is None:
-            # Of the dtype that it normalises in.
-            module.eps = torch.finfo(inputs[0].dtype).eps
+            module.eps = torch.finfo(module.weight.dtype).eps
     model.double()
     wide = [x.cpu().double() if x.is_floating_point() else x.cpu() for x in inputs]
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
