@@ -171,7 +171,9 @@ def listening_for_parent(folder: str) -> Iterator[None]:
     exit, because that would be a failure. ``folder`` is that of the parent's
     `forwarding`.
     """
-    _listen_for_good(folder)
+    _process.num_runs += 1
+    _process.folder = folder
+    _process.listened |= _install(LISTENED, _on_signal).keys()
     try:
         yield
     finally:
@@ -183,27 +185,6 @@ def listening_for_parent(folder: str) -> Iterator[None]:
                     armed.rename(armed.with_suffix(".received"))
                 else:
                     armed.unlink(missing_ok=True)
-
-
-def _listen_for_good(folder: str) -> None:
-    """Installs handlers that stay until this process ends; see `forwarding`."""
-    _process.num_runs += 1
-    _process.folder = folder
-    _process.listened |= _install(LISTENED, _on_signal).keys()
-
-
-class Listener:
-    """Makes another process listen for good, when it is unpickled in its main thread.
-
-    torch_xla calls a function in threads of the processes that it starts, and nothing
-    else of the caller's runs in their main threads.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _listen_for_good, (self.folder,)
 
 
 @contextlib.contextmanager

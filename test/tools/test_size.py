@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 from support.scripts import run_script
 
@@ -40,8 +42,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 24_220
-TEST_LINES = 42_300
+CODE = 24_280
+TEST_LINES = 42_480
 # Files and functions of ours.
 LIMITS = {
     "minibatch": (7, 25), "update": (10, 45), "norms": (20, 84), "grab": (28, 123),
@@ -69,7 +71,10 @@ def test_the_packages_stay_within_their_budget():
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_way_passes_few_functions(name):
+def test_a_way_passes_few_functions(name, monkeypatch):
+    # A pruner that another test has left looks at every optimizer's step.
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    monkeypatch.setattr(optimizer, "_global_optimizer_post_hooks", {})
     found = WAYS[name]()
     num_files, num_functions = LIMITS[name]
     assert len(found.files) <= num_files, found.files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from xla_replica.backends.replica import Replica, listed
 from xla_replica.common.trees import map_tensors
 from xla_replica.device.device_traits import traits
 from xla_replica.device.seeding import check_seed
+from xla_replica.errors import ReplicaError
 
 
 class XlaReplica(Replica):
@@ -25,6 +27,20 @@ class XlaReplica(Replica):
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
+        if xr.is_spmd():
+            raise ReplicaError(
+                "this process uses SPMD (xr.use_spmd, FSDPv2), in which one program "
+                "runs on all devices and there are no replicas: train with an ordinary "
+                "optimizer, or leave SPMD out"
+            )
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if processes > xr.world_size():
+            raise ReplicaError(
+                f"torchrun has started {processes} processes, but torch_xla knows "
+                f"{xr.world_size()}, so that each would train a model of its own: run "
+                "the training function through xla_replica.launch, or call "
+                "torch.distributed.init_process_group('xla', init_method='xla://')"
+            )
         self._torch_xla, self._xm = torch_xla, xm
         self._on_cpu = xr.device_type() == "CPU"
         super().__init__(

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing import connection, forkserver, reduction, resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -86,6 +86,29 @@ def run_in_children(
                     process.kill()
                     process.join()
         return collect_results(folder, num_replicas, death)
+
+
+def first_death(
+    name: str, processes: Sequence[BaseProcess], folder: str
+) -> ReplicaError | None:
+    """Waits until all processes have ended well; returns how the first one has not.
+
+    Args:
+        name: What errors call a process, with its number in ``{}``.
+        processes: In the order of their numbers.
+        folder: See `run_in_children`.
+    """
+    del folder
+    running = {process.sentinel: number for number, process in enumerate(processes)}
+    while running:
+        for sentinel in connection.wait(list(running)):
+            number = running.pop(sentinel)
+            process = processes[number]
+            process.join()
+            if process.exitcode != 0:
+                who, cause = name.format(number), cause_of_death(process.exitcode)
+                return ReplicaError(f"{who} died ({cause})", number)
+    return None
 
 
 def _run_child(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import multiprocessing.connection
 import os
 import signal
 import sys
@@ -137,23 +136,16 @@ def _watch(
     device: torch.device, processes: Sequence[BaseProcess], folder: str
 ) -> ReplicaError | None:
     """Waits until all processes have ended well, or returns how one has not."""
-    del folder
-    running = {process.sentinel: process for process in processes}
-    while running:
-        for sentinel in multiprocessing.connection.wait(list(running)):
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode != 0:
-                rank = processes.index(process)
-                cause = child_process.cause_of_death(process.exitcode)
-                if process.exitcode == -signal.SIGABRT and not traits(device).is_host:
-                    cause += (
-                        ": so nccl ends a process whose peer is later at a collective "
-                        "than launch(timeout=) allows, or has failed; what it prints "
-                        "on standard error says which collective"
-                    )
-                return ReplicaError(f"replica {rank} died ({cause})", rank)
-    return None
+    death = child_process.first_death("replica {}", processes, folder)
+    is_aborted = any(each.exitcode == -signal.SIGABRT for each in processes)
+    if death is not None and is_aborted and not traits(device).is_host:
+        return ReplicaError(
+            f"{death}: so nccl ends a process whose peer is later at a collective than "
+            "launch(timeout=) allows, or has failed; what it prints on standard error "
+            "says which collective",
+            death.rank,
+        )
+    return death
 
 
 def _child_main(

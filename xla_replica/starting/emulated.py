@@ -7,11 +7,8 @@ in shared memory, where it outlives an abort.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -135,20 +132,6 @@ def _child_main(
     """Runs all replicas in threads, and writes their results or the first failure."""
     threading.Thread(target=shared.beat, daemon=True).start()
     torch.set_num_threads(1)
-    failed = threading.Lock()
-
-    def fail(rank: int | None, error: BaseException) -> None:
-        """Ends the process at once: peers would wait until XLA aborts it."""
-        failed.acquire()  # for good: the first failure is the cause
-        try:
-            with contextlib.suppress(OSError):  # nobody reads any more
-                sys.stdout.flush()
-                sys.stderr.flush()
-            exit_results.write_failure(folder, rank, error)
-        finally:
-            # Not sys.exit: threads may be stuck in native code for ever.
-            os._exit(1)
-
     try:
         from torch_xla._internal import pjrt
 
@@ -159,7 +142,7 @@ def _child_main(
             prepare()
         called = exit_results.import_script(task)
     except BaseException as error:
-        fail(None, error)
+        exit_results.fail(folder, None, error)
 
     def run_replica() -> None:
         rank = None
@@ -173,7 +156,7 @@ def _child_main(
                 replica.sync()
                 exit_results.write_result(folder, rank, result)
         except BaseException as error:
-            fail(rank, error)
+            exit_results.fail(folder, rank, error)
 
     # This thread waits where it can be interrupted: it runs the signal handlers.
     with listening_for_parent(folder):

@@ -6,14 +6,16 @@ import contextlib
 import io
 import logging
 import multiprocessing
+import os
 import pickle
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,6 +26,7 @@ from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.starting import main_module
 
 logger = logging.getLogger(__name__)
+_failing = threading.Lock()
 
 
 def run_replica(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -150,6 +153,21 @@ def write_failure(folder: str, rank: int | None, error: BaseException) -> None:
     path = Path(folder, f"{rank}.unfinished")
     path.write_bytes(content)
     path.rename(path.with_suffix(".failure"))  # never read half-written
+
+
+def fail(folder: str, rank: int | None, error: BaseException) -> NoReturn:
+    """Writes what a replica raised, and ends the process at once; the first one counts.
+
+    Its peers would wait, and so may threads that are stuck in native code.
+    """
+    _failing.acquire()  # for good
+    try:
+        with contextlib.suppress(OSError):  # nobody reads any more
+            sys.stdout.flush()
+            sys.stderr.flush()
+        write_failure(folder, rank, error)
+    finally:
+        os._exit(1)
 
 
 def collect_results(

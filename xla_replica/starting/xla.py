@@ -1,24 +1,26 @@
 """The backend 'xla': the chips of a TPU, or replicas emulated on this CPU.
 
-torch_xla starts a process for every chip; `emulated` starts threads of one process.
+Every chip has a process; `emulated` starts threads of one process.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
+
+import torch
 
 from xla_replica.backends.distributed import kinds_served, process_group
 from xla_replica.backends.registry import Job, check_is_alone, register_backend
 from xla_replica.backends.xla import XlaReplica
-from xla_replica.starting import emulated, exit_results
-from xla_replica.stopping import Listener, forwarding, listening
+from xla_replica.errors import ReplicaError
+from xla_replica.starting import child_process, emulated, exit_results
+from xla_replica.stopping import listening, listening_for_parent
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
@@ -35,9 +37,17 @@ def has_tpu() -> bool:
         return chosen == "TPU"
     if not _has_device_of_google():
         return False  # without importing torch_xla, which takes seconds
-    # Importing torch_xla would otherwise choose a device for this whole process.
-    with mock.patch.dict(os.environ, {"PJRT_SELECT_DEFAULT_DEVICE": "0"}):
+    # Importing torch_xla would otherwise choose a device for this whole process. What
+    # else it sets in the environment stays: libtpu needs it.
+    name = "PJRT_SELECT_DEFAULT_DEVICE"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
         from torch_xla._internal import tpu
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
     return tpu.num_available_chips() > 0
 
 
@@ -52,39 +62,78 @@ def run_on_tpu(
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` on every chip and returns this host's results by rank.
 
-    Under torchrun this process is one replica, and torch_xla calls ``fn`` in it.
+    In processes of ours, one for each chip, as `torch_xla.launch` would start them: it
+    waits for its first process whatever happens to the others, and they outlive it.
     """
     import torch_xla
+    from torch_xla._internal import pjrt
 
     os.environ.setdefault("PJRT_DEVICE", "TPU")
-    with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
-        task = (fn, args, num_replicas, folder, Listener(folder))
-        here = "TORCHELASTIC_RUN_ID" in os.environ
-        with listening() if here else forwarding(folder):
-            torch_xla.launch(_run_replica, args=task)
-        return exit_results.values(exit_results.read_results(folder))
-
-
-def _run_replica(
-    rank: int,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    num_replicas: int | None,
-    folder: str,
-    signals: Listener,
-) -> None:
-    """Runs the replica of one chip, and writes its result; torch_xla calls it."""
-    replica = XlaReplica("launched by torch_xla")
-    if num_replicas not in (None, replica.num_replicas):
-        raise ValueError(
-            f"num_replicas={num_replicas}, but there are {replica.num_replicas} "
-            "devices and torch_xla uses all of them: leave num_replicas out"
+    if torch_xla._XLAC._xla_runtime_is_initialized():
+        raise ReplicaError(
+            "an XLA device was used before launch, so that this process holds the "
+            "chips that the replicas need: make tensors and models in the function "
+            "that launch runs"
         )
-    # Under torchrun the rank that torch_xla passes is one within the host.
-    del rank, signals
-    result = exit_results.run_replica(replica, fn, args)
-    replica.wait()
-    exit_results.write_result(folder, replica.rank, result)
+    if pjrt.plugins.using_dynamic_plugins():
+        number = pjrt.plugins.default().physical_chip_count()
+    else:
+        is_tpu = pjrt.runtime.device_type() == "TPU"
+        number = pjrt.tpu.num_local_processes() if is_tpu else 1
+    task = exit_results.dump_task(fn, args)
+    return child_process.run_in_children(
+        _child_main,
+        [(index, number, task, num_replicas) for index in range(number)],
+        functools.partial(child_process.first_death, "the process of chip {}"),
+        number,
+        start_method="spawn",
+        script_later=True,
+    )
+
+
+def _child_main(
+    folder: str, index: int, number: int, task: bytes, num_replicas: int | None
+) -> None:
+    """Runs the replicas of one chip (several on v2 and v3) in threads, as torch_xla."""
+    from torch_xla._internal import pjrt
+
+    def run_replica() -> None:
+        rank = None
+        try:
+            replica = XlaReplica("a process of this host")
+            rank = replica.rank
+            if num_replicas not in (None, replica.num_replicas):
+                raise ValueError(
+                    f"num_replicas={num_replicas}, but there are "
+                    f"{replica.num_replicas} devices, and all of them are used: leave "
+                    "num_replicas out"
+                )
+            fn, args = exit_results.load_call(called)
+            result = exit_results.run_replica(replica, fn, args)
+            replica.wait()
+            exit_results.write_result(folder, rank, result)
+        except BaseException as error:
+            exit_results.fail(folder, rank, error)
+
+    try:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // number))
+        called = exit_results.import_script(task)
+    except BaseException as error:
+        exit_results.fail(folder, None, error)
+    # This thread waits where it can be interrupted: it runs the signal handlers.
+    with listening_for_parent(folder):
+        pjrt._run_thread_per_device(
+            index, number, run_replica, pjrt.initialize_multiprocess
+        )
+
+
+def _join_torchrun() -> None:
+    """Joins torch_xla's group of the processes that torchrun has started."""
+    import torch.distributed
+    import torch_xla.distributed.xla_backend  # noqa: F401
+
+    os.environ.setdefault("PJRT_DEVICE", "TPU")
+    torch.distributed.init_process_group("xla", init_method="xla://")
 
 
 def _run_here(job: Job) -> Any:
@@ -129,7 +178,10 @@ def _launch(job: Job) -> list[Any]:
     if _is_joined():
         return [_run_here(job)]
     if has_tpu() and process_group() is None:
-        return run_on_tpu(job.fn, job.args, job.num_replicas)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return run_on_tpu(job.fn, job.args, job.num_replicas)
+        _join_torchrun()
+        return [_run_here(job)]
     if job.is_started:
         raise ValueError(
             "device='xla' in one of several processes needs a TPU: XLA replicas on a "
