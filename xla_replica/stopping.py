@@ -233,7 +233,8 @@ def _leave_group_if_armed() -> None:
         leave_signals_to_parent()
 
 
-os.register_at_fork(after_in_child=_leave_group_if_armed)
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_leave_group_if_armed)
 
 
 def check_stop(reason: Any, exit_status: Any) -> None:

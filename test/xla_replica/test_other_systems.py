@@ -9,11 +9,13 @@ import sys
 from support.documents import ROOT
 
 IMPORTS = """
-import signal, sys
+import os, signal, sys
 import torch  # has a build for Windows
 
 for name in ("SIGHUP", "SIGKILL", "SIGSTOP", "pthread_sigmask"):
     delattr(signal, name)
+for name in ("fork", "register_at_fork", "setpgid"):
+    delattr(os, name)
 for name in ("fcntl", "resource", "termios", "pwd", "grp"):
     sys.modules[name] = None
 import grab_xla, per_sample_grad, rigl_xla, variable_batch_size as vbs, xla_replica

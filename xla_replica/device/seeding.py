@@ -17,7 +17,8 @@ from xla_replica.common.arguments import check_integer
 _turn = threading.RLock()
 # A loader worker may be forked while another emulated replica holds the lock, and
 # would then wait for it for ever.
-os.register_at_fork(after_in_child=_turn._at_fork_reinit)
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_turn._at_fork_reinit)
 
 
 class _Own(threading.local):
