@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 
 import handwritten_digits
@@ -12,6 +13,7 @@ import variable_train_mnist
 from support.scripts import run_script
 from support.xla_replica.replicas import HAS_XLA, needs_xla, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
+from training_recorder import Recorder
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "variable_train_mnist.py"
@@ -222,3 +224,15 @@ def test_datasets(name):
         assert len(images) == len(labels)
         assert set(labels.tolist()) == set(range(10))
     assert data.train_images.max() > 200
+
+
+def test_the_bar_shows_numbers_of_one_step(monkeypatch):
+    """Not the present batch size beside the loss of the last logging step."""
+    shown = []
+    recorder = Recorder.__new__(Recorder)
+    recorder._writer = types.SimpleNamespace(add_scalar=lambda *_: None)
+    postfix = lambda numbers, refresh: shown.append(numbers)  # noqa: E731
+    recorder._bar = types.SimpleNamespace(set_postfix=postfix)
+    lines = [{"step": n, "batch_size": 32 * n, "lr": 0.1 * n} for n in (1, 2, 3)]
+    recorder._show([lines[0], {**lines[1], "loss": 0.5}, lines[2]])
+    assert shown == [{"step": 2, "batch": 64, "lr": "0.2000", "loss": "0.5000"}]

@@ -329,12 +329,7 @@ class ElasticOptimizer(OptimizerProxy):
         return first
 
     def check_batch_size(self, batch_size: int, first_step: int = 1) -> None:
-        """Raises ValueError if steps of this size would not fit sampler or rule.
-
-        Args:
-            batch_size: In samples, of all steps from ``first_step`` on.
-            first_step: The first one, since training began.
-        """
+        """Raises ValueError if this size, from a step on, cannot be used."""
         schedule = self.sampler.schedule.changed(first_step, batch_size)
         groups = self.inner.param_groups
         checks.check_groups(self._settings, groups, schedule, self.replica)

@@ -75,14 +75,6 @@ def epochs(
 ) -> Iterator[Epoch]:
     """Returns the epochs of a run that stops and resumes anywhere. Collective.
 
-    ::
-
-        for epoch in vbs.epochs(optimizer, loader, 10, model=model, checkpoint="run"):
-            for x, y in epoch:
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-            evaluate(model)
-
     It attaches, loads and saves in the only order that is right: the parts, the log,
     then the checkpointer; it begins every epoch for sampler and optimizer, averages
     buffers after its last minibatch, saves after your code for the epoch, and closes

@@ -1,8 +1,7 @@
 """What a pool holds, as a digest: all of it where that is cheap, and some items.
 
 Cheap are the tensors, arrays and lists that a dataset has as attributes, files that are
-listed there (by size and time), and functions such as transforms. That is more than an
-item shows, and less than an item takes that is read and decoded.
+listed there (by size and time), and functions such as transforms.
 """
 
 from __future__ import annotations

@@ -103,10 +103,7 @@ def check_hold(
 def refuse_stranger(
     pruner: weakref.ref[Any], optimizer: Optimizer, *arguments: object
 ) -> None:
-    """Raises RuntimeError if an optimizer has stepped the weights of another's pruner.
-
-    Torch calls it after every optimizer's step, and what was changed is not masked.
-    """
+    """Raises RuntimeError if an optimizer steps the weights of another's pruner."""
     del arguments
     mine = pruner()
     # A wrapper shares its state with the optimizer inside it.

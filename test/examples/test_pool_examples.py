@@ -88,3 +88,9 @@ def test_removing_the_samples_that_the_index_names_changes_the_loss_more():
     )
     assert scores["index, preconditioned"].mean() > 0.3
     assert abs(scores["random"].mean()) < 0.2
+
+
+def test_a_single_seed_has_no_standard_error(capsys):
+    for seeds, expected in ((1, 0), (3, 2)):
+        digits.table("means", ["a", "b"], {"row": np.ones((seeds, 2))})
+        assert capsys.readouterr().out.count("±") == expected

@@ -359,8 +359,7 @@ class _StreamBlocks:
 def _worker_hidden() -> Iterator[None]:
     """Hides in the block that this process is a worker of a loader.
 
-    A stream that splits its files among workers, as those of Hugging Face do, would
-    give each of them a part, and here every worker reads all of it.
+    A stream that splits its files among workers would give each of them a part.
     """
     info, worker._worker_info = worker._worker_info, None
     try:

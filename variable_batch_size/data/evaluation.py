@@ -24,8 +24,7 @@ class EvaluationSampler(Sampler[list[int]]):
         accuracy = replica.fetch([correct])[0].item() / len(dataset)
 
     Replicas may have different numbers of batches, so that the loop has no collective.
-    The last batch of all may be smaller, which is one more program on XLA. ``replica``
-    is by default the one that the caller runs in.
+    The last batch of all may be smaller, which is one more program on XLA.
     """
 
     def __init__(

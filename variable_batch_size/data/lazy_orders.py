@@ -90,10 +90,7 @@ class LazyOrder(abc.ABC):
     def checked_samples(
         self, epoch: int, num_samples: int, positions: np.ndarray
     ) -> np.ndarray:
-        """Returns `samples`; raises ValueError unless they are one for each position.
-
-        That includes that they are integers in ``range(num_samples)``.
-        """
+        """Returns `samples`; raises ValueError unless each is one in the range."""
         found = np.asarray(self.samples(epoch, num_samples, positions))
         if found.shape != positions.shape or found.dtype.kind not in "iu":
             raise ValueError(

@@ -178,10 +178,7 @@ class CustomSampler(Sampler[list[int]]):
         return self.schedule.num_epochs
 
     def num_updates(self, num_epochs: int) -> int:
-        """Returns how many updates so many epochs have, as a scheduler wants to know.
-
-        A trace that ends earlier has fewer epochs.
-        """
+        """Returns how many updates so many epochs have, or those that the trace has."""
         last = int(min(check_integer("num_epochs", num_epochs, 1), self.num_epochs))
         return self.schedule.steps(last - 1).stop
 

@@ -90,11 +90,7 @@ def read_table(source: Source) -> Table:
 
 
 def read_integers(source: Source) -> tuple[list[str], dict[str, np.ndarray]] | None:
-    """Returns header and columns of a large file of integers alone; None if it is not.
-
-    A file of millions of rows is read in a second in place of a minute. Row n is on
-    line n + 2.
-    """
+    """Returns header and columns of a large file of integers, read fast; else None."""
     if not isinstance(source, (str, os.PathLike)) or not os.path.isfile(source):
         return None
     if os.path.getsize(source) < LARGE:

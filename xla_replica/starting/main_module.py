@@ -52,12 +52,7 @@ def _guarded_lines(path: str) -> frozenset[int]:
 def by_value(pickler: type[pickle.Pickler], value: Any) -> bytes:
     """Returns ``value`` as bytes, with the functions and classes of the script.
 
-    Args:
-        pickler: What writes everything else.
-        value: What to write.
-
-    Raises:
-        TypeError: cloudpickle is not installed.
+    ``pickler`` writes all else. Raises TypeError if cloudpickle is not installed.
     """
     try:
         import cloudpickle

@@ -317,3 +317,20 @@ def test_a_state_between_two_epochs_tells_no_order_of_the_coming_one():
     sampler.load_state_dict(state)
     assert sampler.order_digest(1) is None
     assert state["order"] is not None
+
+
+class BatchSamplerShard:
+    """As Accelerate's: every process takes its share of what a batch sampler yields."""
+
+    def __init__(self, batch_sampler, num_processes: int) -> None:
+        self.batch_sampler, self.num_processes = batch_sampler, num_processes
+
+    def __iter__(self):
+        yield from self.batch_sampler
+
+
+def test_a_loader_that_accelerate_deals_once_more_is_refused():
+    sampler = vbs.CustomSampler(range(8), 4, minibatch_size=2, num_replicas=2, rank=0)
+    assert len(list(BatchSamplerShard(sampler, 1))) == 2
+    with pytest.raises(TypeError, match="leave its loader out of acc"):
+        list(BatchSamplerShard(sampler, 2))
