@@ -357,10 +357,7 @@ class _StreamBlocks:
 
 @contextlib.contextmanager
 def _worker_hidden() -> Iterator[None]:
-    """Hides in the block that this process is a worker of a loader.
-
-    A stream that splits its files among workers would give each of them a part.
-    """
+    """Hides from streams, which would split themselves, that this is a worker."""
     info, worker._worker_info = worker._worker_info, None
     try:
         yield
