@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.documents import ROOT, blocks, patched, read, sides
 from support.readers import check_trained, on_replicas, run_script_of_reader
-from support.xla_replica.replicas import HAS_XLA
+from support.xla_replica.replicas import HAS_XLA, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 README = read("README.md")
@@ -29,6 +29,7 @@ def scripts() -> tuple[str, str, str]:
     return ordinary, elastic, patched(elastic, to_adascale)
 
 
+@of_torch_alone
 def test_the_quick_start_runs_as_it_is_printed(tmp_path):
     """In an empty folder, with the packages installed."""
     pytest.importorskip("sklearn")

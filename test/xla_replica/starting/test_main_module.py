@@ -47,6 +47,8 @@ def run(*arguments, **options):
 
 @pytest.mark.parametrize("way", ["-c", "standard input", "without a guard"])
 def test_functions_and_classes_are_sent_themselves(script, way, tmp_path):
+    if "'xla'" in script and way != "-c":
+        pytest.skip("what is sent does not depend on the device")
     if way == "-c":
         done = run("-c", script)
     elif way == "standard input":
