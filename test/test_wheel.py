@@ -76,6 +76,12 @@ def train(rank):
 if __name__ == "__main__":
     xla_replica.launch(train, num_replicas=2)
 """
+UNGUARDED = """
+def train(rank):
+    return 2 * rank
+
+assert xla_replica.launch(train, num_replicas=2, device="cpu") == [0, 2]
+"""
 # What each extra is for, as a script.
 USES = {
     "xla-cpu": REPLICAS,  # before those that are over it
@@ -83,6 +89,7 @@ USES = {
     "xla-tpu": f"import libtpu\n{REPLICAS}",
     "torchtpu": "from importlib.metadata import version\nversion('torch_tpu')",
     "grab": ORDER,
+    "notebook": UNGUARDED,
     "plot": DRAW,
     "report": REPORT,
     "parquet": READ_PARQUET,
