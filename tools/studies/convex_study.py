@@ -164,13 +164,21 @@ def print_table(curves: Curves) -> None:
             print(line + (f"{share[order]:8.2f}" if order in share else ""))
 
 
+# What a picture calls the orders.
+IN_WORDS = {
+    "rr": "random reshuffling", "so": "one shuffle", "mean": "mean balance",
+    "pair": "pair balance",
+}  # fmt: skip
+
+
 def plot(curves: Curves, batch_size: int, path: Path) -> None:
     """Draws one panel per problem: the mean over seeds and their range."""
     with picture(path, len(curves), figsize=(4.5 * len(curves), 4)) as axes:
         for axis, (name, by_order) in zip(axes, curves.items()):
             for order, rows in by_order.items():
                 epochs = np.arange(rows.shape[1])
-                axis.semilogy(epochs, rows.mean(0), label=order, linewidth=1.2)
+                label = IN_WORDS.get(order, order)
+                axis.semilogy(epochs, rows.mean(0), label=label, linewidth=1.2)
                 axis.fill_between(epochs, rows.min(0), rows.max(0), alpha=0.15)
             step_size = SETTINGS[name, batch_size].step_size
             axis.set_title(f"{name}, batch {batch_size}, step size {step_size}")

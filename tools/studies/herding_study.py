@@ -105,7 +105,8 @@ def plot(measured: Measured, path: Path) -> None:
         left.set_xlabel("number of vectors n")
         left.set_ylabel("herding (infinity norm)")
         left.set_title(f"after {num_epochs} epochs")
-        left.legend()
+        # Below the axes: above them it would lie on a line.
+        left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
         right.set_xlabel("epochs seen")
         right.set_title(f"n = {max(by_size)}")
         for axis in (left, right):
