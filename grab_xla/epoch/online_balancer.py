@@ -23,9 +23,9 @@ from xla_replica.common.compiling import has_numba
 
 # Sums over an epoch need this precision.
 DTYPES = (torch.float32, torch.float64)
-# Rows whose inner products are formed at once on a CPU: a power of two of so many, as
-# they stay in the cache. Elsewhere a step is one tile.
-CPU_TILES, CPU_TILE_NUMBERS = (32, 16, 8, 4), 2**17
+# The number of rows whose inner products are formed at once on a CPU: few, so that they
+# stay in the cache. Elsewhere a step is one tile.
+CPU_TILE_SIZE = 4
 
 
 class OnlineBalancer:
@@ -72,8 +72,7 @@ class OnlineBalancer:
         whole = self._replica.num_replicas > 1 or self._replica.is_lazy
         self.piece_size = None if whole else ordering.piece_size
         if on_host and tile_size is None:
-            fitting = CPU_TILE_NUMBERS // columns.num_own
-            tile_size = next((n for n in CPU_TILES if n <= fitting), CPU_TILES[-1])
+            tile_size = CPU_TILE_SIZE
         if self.piece_size is not None and tile_size is not None:
             # Whole tiles, of vectors that come from up to two rows each.
             self.piece_size = math.lcm(self.piece_size, 2 * tile_size)

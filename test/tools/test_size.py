@@ -43,7 +43,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 24_280
-TEST_LINES = 42_500
+TEST_LINES = 42_510
 # Files and functions of ours.
 LIMITS = {
     "minibatch": (7, 25), "update": (10, 45), "norms": (20, 84), "grab": (28, 123),
