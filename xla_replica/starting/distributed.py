@@ -140,9 +140,9 @@ def _watch(
     is_aborted = any(each.exitcode == -signal.SIGABRT for each in processes)
     if death is not None and is_aborted and not traits(device).is_host:
         return ReplicaError(
-            f"{death}: so nccl ends a process whose peer is later at a collective than "
-            "launch(timeout=) allows, or has failed; what it prints on standard error "
-            "says which collective",
+            f"{str(death).removesuffix(')')}: so nccl ends a process whose peer is "
+            "later at a collective than launch(timeout=) allows, or has failed; what "
+            "it prints on standard error says which collective)",
             death.rank,
         )
     return death
