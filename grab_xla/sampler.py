@@ -601,14 +601,15 @@ class GraBSampler(Sampler[int]):
                 f"load_state_dict: the state has no {', '.join(missing)}; pass what "
                 "GraBSampler.state_dict() returned"
             )
-        settings = self._identity["settings"]
-        if self.projection is not None and "projection" in state["settings"]:
-            if ", names " not in state["settings"]["projection"]:
-                self.projection = self.projection.as_before()
-            settings["projection"] = repr(self.projection)
-        theirs = {name: state[name] for name in self._identity}
+        settings, projection = dict(self._identity["settings"]), self.projection
+        if projection is not None and "projection" in state["settings"]:
+            projection = projection.saved_as(state["settings"]["projection"])
+            settings["projection"] = repr(projection)
+        identity = {**self._identity, "settings": settings}
+        theirs = {name: state[name] for name in identity}
         error = "load_state_dict: the state of another sampler"
-        check_same(_flat(theirs), _flat(self._identity), error)
+        check_same(_flat(theirs), _flat(identity), error)
+        self._identity, self.projection = identity, projection
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
         self._balancer.draw(self._num_groups, self._orders.generator)

@@ -47,6 +47,8 @@ from xla_replica.common.names import unwrapped
 VERSION = 3
 # That of maps that are drawn from names from which a wrapper's prefix was taken.
 UNWRAPPED_VERSION = 4
+# What comes before a digest of these names; earlier states do not have it.
+_NAMES = ", names "
 
 
 class Projection:
@@ -93,13 +95,16 @@ class Projection:
                 f"size must be at least {len(self.shapes)}, a number for each "
                 f"parameter, got {size}"
             )
-        # What each parameter's signs are drawn from.
-        self._drawn_from = {name: unwrapped(name) for name in self.shapes}
-        if len(set(self._drawn_from.values())) < len(self.shapes):
-            self._drawn_from = {name: name for name in self.shapes}
-        self._as_before = False
+        self._choose_names(as_before=False)
         self.kept = _kept(self.shapes, size)
         self.size = sum(map(math.prod, self.kept.values()))
+
+    def _choose_names(self, as_before: bool) -> None:
+        """Decides which names each parameter's signs are drawn from."""
+        self._as_before = as_before
+        self._drawn_from = {name: unwrapped(name) for name in self.shapes}
+        if as_before or len(set(self._drawn_from.values())) < len(self.shapes):
+            self._drawn_from = {name: name for name in self.shapes}
         self._folds: dict[tuple[object, ...], Folds] = {}
 
     def __repr__(self) -> str:
@@ -111,14 +116,20 @@ class Projection:
         if self._as_before:
             return text
         shapes = [(self._drawn_from[n], shape) for n, shape in self.shapes.items()]
-        return f"{text}, names {zlib.crc32(repr(shapes).encode()):08x}"
+        return f"{text}{_NAMES}{zlib.crc32(repr(shapes).encode()):08x}"
 
-    def as_before(self) -> Projection:
+    def as_before(self, as_before: bool = True) -> Projection:
         """Returns the map of earlier states, in which a wrapper's prefix counts."""
         other = copy.copy(self)
-        other._drawn_from = {name: name for name in self.shapes}
-        other._as_before, other._folds = True, {}
+        other._choose_names(as_before)
         return other
+
+    def saved_as(self, text: str) -> Projection:
+        """Returns the map as it was when its state, in which it is ``text``, was saved.
+
+        Whether it is the same map at all, the caller sees by comparing ``repr``.
+        """
+        return self.as_before(_NAMES not in text)
 
     @property
     def version(self) -> int:

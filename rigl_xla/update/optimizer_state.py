@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from xla_replica.device.selection import kth_largest
 
-# States that are no sums but rates, with what torch begins them at: of Rprop.
+# States that are rates, not sums (Rprop's), with the value torch begins them at.
 _INITIAL: dict[str, Callable[[dict[str, Any]], float]] = {
     "step_size": lambda group: float(group["lr"])
 }

@@ -107,12 +107,12 @@ def check_agreement(context: StepContext) -> None:
 def refuse_other_accumulation() -> None:
     """Raises ValueError if Accelerate divides losses to accumulate them, too."""
     state = sys.modules.get("accelerate.state")
-    if state is not None and state.GradientState().num_steps > 1:
+    num_steps = 1 if state is None else state.GradientState().num_steps
+    if num_steps > 1:
         raise ValueError(
-            "Accelerator(gradient_accumulation_steps="
-            f"{state.GradientState().num_steps}) divides every loss by that number, "
-            "and the wrapper divides by the number of minibatches of a step: leave it "
-            "out, with `with accelerator.accumulate(model):`"
+            f"Accelerator(gradient_accumulation_steps={num_steps}) divides every loss "
+            "by that number, and the wrapper divides by the number of minibatches of a "
+            "step: leave it out, with `with accelerator.accumulate(model):`"
         )
 
 
