@@ -18,6 +18,11 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import pytest
+from support.xla_replica import torchtpu
+
+if torchtpu.is_installed():
+    torchtpu.load()
+
 import torch
 
 from xla_replica.starting import child_process
@@ -41,6 +46,13 @@ LONGEST = (
     "test_per_sample_stream", "test_asynchronous_checkpoint", "test_grab_counts",
     "test_tpu_like", "test_main_module", "test_training",
 )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if torchtpu.is_installed():  # it asks every tensor that a module is given
+        config.addinivalue_line(
+            "filterwarnings", "ignore:The .grad attribute of a Tensor that is not:"
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

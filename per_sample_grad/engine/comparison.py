@@ -130,14 +130,15 @@ class Comparer:
         """Takes parameters' factors; keeps only distances if there is a reference."""
         if self.params.keys().isdisjoint(factors.shapes):
             return
-        is_lazy = xla_replica.traits(self.losses).is_lazy
+        is_host = xla_replica.traits(self.losses).is_host
         for name, weighted in factors.weighted_sum(self._weights).items():
             if name not in self.params:
                 continue
             if factors.merged[name]:
                 self._used.add(name)
             self._sums[name] = weighted
-            cancels = factors.cancellation(name) if is_lazy else None
+            # The host looks at every pass; elsewhere later ones go by this one.
+            cancels = None if is_host else factors.cancellation(name)
             if cancels is not None:
                 self._cancelling[name] = cancels
         if self._reference is not None:

@@ -283,8 +283,7 @@ class Factors:
         return planning.cancels(*self._squares_and_terms[name])
 
     def _cancels(self, name: str) -> bool:
-        known = name in self._cancelling or name in self._squares_and_terms
-        if self._may_read and not known:
+        if self._may_read and name not in self._cancelling:
             found = self.cancellation(name)
             if found is not None and bool(found):
                 self._cancelling.add(name)

@@ -26,8 +26,10 @@ PRODUCTS: dict[str, dict[int, int]] = {
     "AddmmBackward0": {1: 1, 2: 0},
     "BmmBackward0": {0: 2, 1: 1},
     "MvBackward0": {1: 0},
+    "LinearBackward0": {1: 0},  # TorchTPU's; of any dimensions but the last
 }
-_BIAS = ("AddmmBackward0", 0)  # what is added, and has no row for each sample
+# What is added, and has no row for each sample.
+_BIASES = {("AddmmBackward0", 0), ("LinearBackward0", 2)}
 _RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 Consumers = Mapping[Node, Sequence[tuple[Node | int, int]]]
@@ -99,9 +101,12 @@ def meets_samples(node: Node, slot: int, rows: Rows | None) -> bool:
     """Returns whether the input at ``slot`` meets rows of samples in a product."""
     if rows is None:
         return False
-    if (node.name(), slot) == _BIAS:
-        output, own = rules.output_shape(node), rules.source_shape(node, slot)
+    output = rules.output_shape(node)
+    if (node.name(), slot) in _BIASES:
+        own = rules.source_shape(node, slot)
         return rules.aligned(own, output)[rows.axis] == 1
+    if node.name() == "LinearBackward0":
+        return slot == 1 and rows.axis < len(output) - 1
     return PRODUCTS[node.name()].get(slot) == rows.axis
 
 
@@ -115,14 +120,20 @@ def contribution(node: Node, slot: int, grad: torch.Tensor, rows: Rows) -> Contr
         rows: Which of them belong to which sample.
     """
     name = node.name()
-    if (name, slot) == _BIAS:
+    is_sum = name == "AddmmBackward0"
+    if (name, slot) in _BIASES:
         values = rules.summed_to_source(grad, node, slot, rows.axis).values
         if rows.before != 1 or rows.after != 1:
             values = values.unflatten(0, (rows.before, -1, rows.after)).sum((0, 2))
-        return forms.multiplied(Dense(values), float(rules.saved(node, "beta")))
-    is_sum = name == "AddmmBackward0"
+        return forms.multiplied(
+            Dense(values), float(rules.saved(node, "beta")) if is_sum else 1.0
+        )
     on_the_left = slot == int(is_sum)
-    if on_the_left:  # the other's columns are the rows of samples
+    if name == "LinearBackward0":  # of (rows, *, out) and (rows, *, in): * is theirs
+        other, on_the_left = rules.saved(node, "input").movedim(rows.axis, 0), True
+        rows = rows._replace(after=rows.after * math.prod(other.shape[1:-1]))
+        other, grad = other.flatten(0, -2), grad.flatten(0, -2)
+    elif on_the_left:  # the other's columns are the rows of samples
         other = rules.saved(node, "mat2").transpose(-1, -2)
     else:
         other = rules.saved(node, "mat1" if is_sum else "self")

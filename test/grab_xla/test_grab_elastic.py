@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS, TIE_FREE
-from support.xla_replica.replicas import row
+from support.xla_replica.replicas import TORCHTPU, row
 from torch import nn
 
 import variable_batch_size as vbs
@@ -108,6 +108,7 @@ def alone() -> dict:
         row("xla", 1, slow=True),
         row("xla", 3, slow=True),
         row("xla", 8, slow=True),
+        *TORCHTPU,
     ],
 )
 def together(request, alone):

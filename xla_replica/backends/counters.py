@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from xla_replica.backends.replica import Replica
+from xla_replica.backends.replica import Replica, default_device
 from xla_replica.common.arguments import check_type
 
 
@@ -38,6 +38,8 @@ class Counts:
 
 def snapshot() -> Counts:
     """Returns the counts since the process started."""
+    if "torch_tpu" in sys.modules and default_device().type == "tpu":
+        return Counts(torch.tpu._get_cache_stats().num_compilations)
     if "torch_xla" not in sys.modules:
         return Counts()
     import torch_xla.debug.metrics as metrics

@@ -79,7 +79,7 @@ _TRAITS = {
     "cuda": DeviceTraits(has_streams=True, full_precision=_without_tf32),
     "xla": DeviceTraits(is_lazy=True, full_precision=_highest_from_now_on),
     # TorchTPU makes torch's setting its own: "medium", which is bfloat16, by default.
-    "tpu": DeviceTraits(is_lazy=True, full_precision=_highest_in_torch),
+    "tpu": DeviceTraits(full_precision=_highest_in_torch),
 }
 
 

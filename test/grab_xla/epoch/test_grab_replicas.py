@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS, TIE_FREE
-from support.xla_replica.replicas import row
+from support.xla_replica.replicas import TORCHTPU, row
 
 import xla_replica
 
@@ -107,6 +107,7 @@ def _case(
         _case("sharded", "xla", 8, slow=True),
         _case("gather", "cpu", 3),
         _case("gather", "xla", 2, slow=True),
+        *(_case("sharded", "tpu", 1, names=FEW) for _ in TORCHTPU),
     ],
 )
 def together(request, alone):

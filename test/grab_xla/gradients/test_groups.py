@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.grab_xla import balancing, training
-from support.xla_replica.replicas import row
+from support.xla_replica.replicas import TORCHTPU, row
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -305,7 +305,13 @@ def dealt(rank: int) -> tuple[list, list, list]:
 @pytest.mark.parametrize("run", [elastic, dealt])
 @pytest.mark.parametrize(
     "backend",
-    [row("cpu", 3), row("xla", 1), row("xla", 2, slow=True), row("xla", 8, slow=True)],
+    [
+        row("cpu", 3),
+        row("xla", 1),
+        row("xla", 2, slow=True),
+        row("xla", 8, slow=True),
+        *TORCHTPU,
+    ],
 )
 def test_replicas_order_groups_as_one_does(backend, run):
     orders = training.assert_same_run(run, backend=backend)

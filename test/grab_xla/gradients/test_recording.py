@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.grab_xla import training
-from support.xla_replica.replicas import row
+from support.xla_replica.replicas import TORCHTPU, row
 from torch import nn
 
 import grab_xla
@@ -414,7 +414,13 @@ def elastic(rank: int, how: str) -> tuple[list, list, list]:
 @pytest.mark.parametrize("fidelity", ["exact", "factored", "from samples", "projected"])
 @pytest.mark.parametrize(
     "backend",
-    [row("cpu", 3), row("xla", 1), row("xla", 2, slow=True), row("xla", 8, slow=True)],
+    [
+        row("cpu", 3),
+        row("xla", 1),
+        row("xla", 2, slow=True),
+        row("xla", 8, slow=True),
+        *TORCHTPU,
+    ],
 )
 def test_under_a_trace_replicas_order_as_one_does(backend, fidelity):
     if fidelity == "factored" and backend.num_replicas > 1:

@@ -17,7 +17,7 @@ from support.per_sample_grad.pool import (
     dense_model,
     make_model,
 )
-from support.xla_replica.replicas import Backend, row
+from support.xla_replica.replicas import TORCHTPU, Backend, row
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -153,7 +153,9 @@ def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3, slow=True)])
+@pytest.mark.parametrize(
+    "backend", [row("cpu", 3), row("xla", 3, slow=True), *TORCHTPU]
+)
 def test_bits_do_not_depend_on_the_number_of_replicas(backend):
     rows = [*ROWS[:4], ROWS[5], ROWS[7], ("grand", "given")]
     alone = Backend(backend.device, 1).run(on_replicas, COUNT, rows)[0]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.per_sample_grad.pool import COUNT, Pool, by_hand, make_model
-from support.xla_replica.replicas import Backend, needs_xla, row
+from support.xla_replica.replicas import TORCHTPU, Backend, needs_xla, row
 from torch import nn
 
 import per_sample_grad as psg
@@ -319,7 +319,7 @@ def scored(rank: int, folder: str | None) -> np.ndarray:
     return psg.score_pool(model, Pool(), folder=folder, **options).scores
 
 
-@pytest.mark.parametrize("backend", [row("xla", 3)])
+@pytest.mark.parametrize("backend", [row("xla", 3), *TORCHTPU])
 def test_replicas_continue_where_another_number_stopped(backend, tmp_path):
     alone = Backend(backend.device, 1).run(scored, None)[0]
     np.testing.assert_allclose(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import xla_replica
+from support.xla_replica import torchtpu
 
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 needs_xla = pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
@@ -49,6 +50,8 @@ def row(device: str, num_replicas: int, slow: bool = False):
     marks += [pytest.mark.slow] if slow else []
     if device == "xla":
         marks += [needs_xla, pytest.mark.xla]
+    if device == "tpu":
+        marks += [pytest.mark.torchtpu]
     name = "gloo" if device == "cpu" and num_replicas > 1 else device
     return pytest.param(
         Backend(device, num_replicas), marks=marks, id=f"{name}-{num_replicas}"
@@ -57,6 +60,11 @@ def row(device: str, num_replicas: int, slow: bool = False):
 
 # Where there are GPUs, the families run on one and on two.
 GPUS = [row("cuda", n) for n in (1, 2) if n <= torch.cuda.device_count()]
+# Where there is TorchTPU, over a CPU, they run on one replica.
+TORCHTPU = [row("tpu", 1)] if torchtpu.is_installed() else []
+# One replica whose operations are compiled, and the marks of tests that need one.
+COMPILED = Backend("tpu" if TORCHTPU else "xla", 1)
+IS_COMPILED = [pytest.mark.torchtpu] if TORCHTPU else [needs_xla, pytest.mark.xla]
 BACKENDS = [
     row("cpu", 1),
     row("cpu", 2),
@@ -69,6 +77,7 @@ BACKENDS = [
     row("xla", 5, slow=True),
     row("xla", 8, slow=True),  # the script for eight replicas runs by default
     *GPUS,
+    *TORCHTPU,
 ]
 # One row of each backend, the rest for slow runs: for families whose programs take long
 # to compile.
@@ -82,8 +91,13 @@ FEW_BACKENDS = [
     row("xla", 5, slow=True),
     row("xla", 8, slow=True),
     *GPUS,
+    *TORCHTPU,
 ]
 XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 2), row("xla", 8, slow=True)]
-ONE_XLA_BACKEND = [row("xla", 1), row("xla", 8, slow=True)]
-SLOW_XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 8, slow=True)]
+ONE_XLA_BACKEND = [row("xla", 1), row("xla", 8, slow=True), *TORCHTPU]
+SLOW_XLA_BACKENDS = [
+    row("xla", 1, slow=True),
+    row("xla", 8, slow=True),
+    *TORCHTPU,
+]
 SEVERAL_REPLICAS = [row("cpu", 3), row("xla", 3)]

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from support.variable_batch_size.checkpointed import CASE, Training, train
-from support.xla_replica.replicas import row
+from support.xla_replica.replicas import TORCHTPU, row
 from torch import nn
 
 import variable_batch_size as vbs
@@ -95,7 +95,7 @@ def beside_the_training(rank: int, folder: Path):
 
 @pytest.mark.parametrize(
     "backend",
-    [row("cpu", 1), row("cpu", 3, slow=True), row("xla", 3, slow=True)],
+    [row("cpu", 1), row("cpu", 3, slow=True), row("xla", 3, slow=True), *TORCHTPU],
 )
 def test_a_step_does_not_wait_and_the_state_does_not_change(backend, tmp_path):
     expected, unwritten, newest = backend.run(beside_the_training, tmp_path)[0]

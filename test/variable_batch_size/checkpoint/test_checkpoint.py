@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.variable_batch_size.checkpointed import CASE, Training, train
 from support.variable_batch_size.elastic import Case
-from support.xla_replica.replicas import SEVERAL_REPLICAS, XLA_BACKENDS, row
+from support.xla_replica.replicas import SEVERAL_REPLICAS, TORCHTPU, XLA_BACKENDS, row
 
 import variable_batch_size as vbs
 import xla_replica
@@ -42,6 +42,7 @@ def asked_at(name: str, backend, asked: tuple[int, ...], steps: Iterable[int]) -
         *asked_at("local", row("cpu", 1), (0,), (0, 6, 11)),
         *asked_at("gloo, one is asked", row("cpu", 3), (2,), (0, 6, 11)),
         *asked_at("xla", row("xla", 3), (1,), (0, 6)),
+        *(each for one in TORCHTPU for each in asked_at("tpu", one, (0,), (0, 6))),
     ],
 )
 def test_replicas_stop_within_an_update_and_resume(
@@ -108,7 +109,7 @@ def dropped_out(rank: int, folder: Path) -> list[tuple[int, list[torch.Tensor]]]
 
 
 @pytest.mark.parametrize(
-    "backend", [row("cpu", 1), *SEVERAL_REPLICAS, row("xla", 1, slow=True)]
+    "backend", [row("cpu", 1), *SEVERAL_REPLICAS, row("xla", 1, slow=True), *TORCHTPU]
 )
 def test_random_numbers_are_resumed(backend, tmp_path):
     """On the same number of replicas; the last checkpoint is that of update 14."""
@@ -130,7 +131,7 @@ def counted(rank: int, folder: Path):
     return found
 
 
-@pytest.mark.parametrize("backend", XLA_BACKENDS)
+@pytest.mark.parametrize("backend", [*XLA_BACKENDS, *TORCHTPU])
 def test_updates_between_saves_read_nothing_and_compile_nothing(backend, tmp_path):
     for found in backend.run(counted, tmp_path):
         assert found[1:] == [(0, 0, {}), (0, 0, {})]

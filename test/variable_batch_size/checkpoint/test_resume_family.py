@@ -16,7 +16,7 @@ from support.variable_batch_size.resuming import (
     resume_from_each,
     run,
 )
-from support.xla_replica.replicas import row
+from support.xla_replica.replicas import TORCHTPU, row
 
 import xla_replica
 
@@ -30,6 +30,7 @@ BACKENDS = [
     row("xla", 2, slow=True),
     row("xla", 3),
     row("xla", 8, slow=True),
+    *TORCHTPU,
 ]
 
 

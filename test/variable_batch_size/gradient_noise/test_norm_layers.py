@@ -13,6 +13,7 @@ from support.variable_batch_size.noise import CPU
 from support.xla_replica.replicas import (
     FEW_BACKENDS,
     SLOW_XLA_BACKENDS,
+    TORCHTPU,
     XLA_BACKENDS,
     row,
 )
@@ -354,7 +355,7 @@ def test_the_factor_serves_later_steps_and_is_saved():
     assert train(0, [4], state=state)[2] == "norm layers, factor unknown"
 
 
-@pytest.mark.parametrize("backend", XLA_BACKENDS)
+@pytest.mark.parametrize("backend", [*XLA_BACKENDS, *TORCHTPU])
 def test_nothing_compiles_and_nothing_is_read_after_two_steps(backend):
     for counts in backend.run(counted):
         assert counts == (0, 0)

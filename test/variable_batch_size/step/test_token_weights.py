@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from support.variable_batch_size import elastic
 from support.variable_batch_size.elastic import OPTIMIZERS, Case, batches
 from support.variable_batch_size.wrapping import one_weight
-from support.xla_replica.replicas import row
+from support.xla_replica.replicas import TORCHTPU, row
 from torch import nn
 
 import variable_batch_size as vbs
@@ -269,7 +269,9 @@ def measured(rank: int) -> list[tuple[list[float], list[torch.Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), row("xla", 2)])
+@pytest.mark.parametrize(
+    "backend", [row("cpu", 1), row("cpu", 3), row("xla", 2), *TORCHTPU]
+)
 def test_adascale_with_equal_weights_is_adascale(backend):
     outcomes = backend.run(measured)
     [numbers, weights] = outcomes[0][0]
