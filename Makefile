@@ -2,6 +2,7 @@
 # make test    sets up, then runs the tests
 # make browser installs Chromium, in which a test looks at the page of `vbs report`
 # make tpu-compile compiles a program of every family for TPUs (docs/tpu.md)
+# make torchtpu runs the families on TorchTPU, over a CPU (docs/tpu.md)
 # make outside sets up, then runs other people's tests and models (docs/outside.md)
 # make wheel   installs the wheel with declared dependencies alone, and each extra
 #
@@ -20,12 +21,14 @@ export PYTHONDONTWRITEBYTECODE :=
 
 REQUIREMENTS_xla = -e '.[xla-cpu,examples,test]'
 REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'
+# OpenXLA's plugin for CPUs takes libtpu's place.
+REQUIREMENTS_torchtpu = -e '.[torchtpu,test]' xla_cpu_pjrt==0.0.1
 REQUIREMENTS_tpu = jax==0.7.1 jaxlib==0.7.1 libtpu==0.0.21
 REQUIREMENTS_outside = '$(TORCH)' -e '.[test,outside]'
 # Packages whose dependencies are old or large, and not needed for what we run of them.
 ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13 skypilot==0.14.1
 
-.PHONY: mnist test test-all browser tpu-compiler tpu-compile outside wheel lint format bench clean help
+.PHONY: mnist test test-all browser tpu-compiler tpu-compile torchtpu outside wheel lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -61,6 +64,9 @@ tpu-compile: $(VENV)/ready tpu-compiler
 	$(VENV)/bin/python tools/tpu/compile_programs.py --quick --slices v5e:2x4
 	! $(VENV)/bin/python -m pip show --quiet jax libtpu 2>/dev/null
 	! .venv-tpu/bin/python -m pip show --quiet torch torch_xla 2>/dev/null
+
+torchtpu:
+	$(MAKE) ENV=torchtpu PYTEST_ARGS='-n auto --dist loadfile -m "torchtpu and not slow"' test
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test

@@ -23,6 +23,7 @@ from xla_replica.device.gradients import (
 )
 from xla_replica.device.lazy_operations import computed_once, lazy_operation
 from xla_replica.device.loader import DeviceLoader
+from xla_replica.device.programs import keep_programs
 from xla_replica.device.seeding import seeded
 from xla_replica.device.sharded import is_sharded, refuse_sharded
 from xla_replica.errors import ReplicaError, Stopped
@@ -60,6 +61,7 @@ __all__ = [
     "full_matmul_precision",
     "grad",
     "is_sharded",
+    "keep_programs",
     "launch",
     "lazy_operation",
     "leave_signals_to_parent",

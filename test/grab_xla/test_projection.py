@@ -227,7 +227,9 @@ def test_what_is_refused(change, error, message):
 
 def counted_projections(rank: int) -> dict[str, tuple[list[tuple], torch.Tensor]]:
     replica, found = xla_replica.current(), {}
-    for kind in sorted(PROJECTIONS):
+    # TorchTPU sums bags by a scan, which the plugin for CPUs has not.
+    scans = {"jl_sparse"} if replica.device.type == "tpu" else set()
+    for kind in sorted(PROJECTIONS.keys() - scans):
         projected = project(kind, dtype=torch.float32, device=replica.device)
         counts = []
         for seed in range(3):

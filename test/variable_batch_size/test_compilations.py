@@ -86,6 +86,18 @@ def test_steady_state_compiles_and_transfers_nothing(counts, run):
         assert first[1:] == (0, 0)
 
 
+def deferred(rank: int) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:
+    with torch.tpu.set_eager_mode(torch.tpu.EagerMode.DEFER_AND_FUSE):
+        return all_counted_epochs(rank)
+
+
+@pytest.mark.parametrize("backend", TORCHTPU)
+def test_deferred_operations_compile_as_little(backend):
+    for counted in backend.run(deferred):
+        for run, (_, second, third) in counted.items():
+            assert (second, third) == ((0, 0, 0), (0, 0, 0)), run
+
+
 def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
     trace = [4 * (1 + n % num_batch_sizes) for n in range(32)]
     made = nn.Linear(6, 3), torch.ones(2048, 6), torch.zeros(2048, dtype=torch.int64)

@@ -19,7 +19,7 @@ from support.grab_xla.training import (
     mlp,
     samples,
 )
-from support.xla_replica.replicas import TORCHTPU, row
+from support.xla_replica.replicas import row
 from torch import nn
 
 import variable_batch_size as vbs
@@ -159,7 +159,7 @@ def trained(rank: int, rules: tuple[str, ...]) -> list[tuple]:
 @pytest.mark.parametrize(
     "backend",
     [row("cpu", 1), row("cpu", 3), row("xla", 1, slow=True), row("xla", 2),
-     row("xla", 8, slow=True), *TORCHTPU],
+     row("xla", 8, slow=True)],
 )  # fmt: skip
 def test_under_a_trace_samples_weigh_what_their_updates_gave_them(backend):
     rules = ("root", "constant") if backend.num_replicas == 1 else ("root",)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from pathlib import Path
 
 PLUGIN = "xla_plugins.xla_cpu_pjrt"
@@ -20,6 +19,9 @@ _ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
+    # Else the plugin's few threads, of which a large operation takes several, may wait
+    # for each other for ever.
+    "TORCH_TPU_LAUNCH_BLOCKING": "1",
     # The plugin, an older one, writes a line for every program that it compiles.
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
@@ -46,22 +48,7 @@ def load() -> None:
 
     hardware.get_tpu_device_count = lambda: 1  # where it looks at the PCI bus
     _loader.load()
-    _wait_for_each_operation()
     _replace_cumsum()
-
-
-def _wait_for_each_operation() -> None:
-    """Ends every operation before the next one begins.
-
-    Else the plugin's few threads, of which a large one takes several, may wait for each
-    other for ever.
-    """
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the choice is experimental
-        modes = torch.tpu.EagerMode
-        torch.tpu.eager_mode = modes.DEFER_NEVER_AND_LAUNCH_BLOCKING
 
 
 def _replace_cumsum() -> None:
