@@ -23,12 +23,12 @@ from xla_replica.device.gradients import (
 )
 from xla_replica.device.lazy_operations import computed_once, lazy_operation
 from xla_replica.device.loader import DeviceLoader
-from xla_replica.device.programs import keep_programs
 from xla_replica.device.seeding import seeded
 from xla_replica.device.sharded import is_sharded, refuse_sharded
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.starting import distributed, xla  # noqa: F401  the rows
 from xla_replica.starting.launcher import default_num_replicas, launch
+from xla_replica.starting.programs import keep_programs
 from xla_replica.stopping import (
     StopRequest,
     catch_signals,

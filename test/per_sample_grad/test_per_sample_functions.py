@@ -8,12 +8,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.gradient_oracle import error, flat, fold, oracle
+from support.per_sample_grad.gradient_oracle import Case, error, flat, fold, oracle
 from support.per_sample_grad.layer_cases import CASES
 from support.per_sample_grad.refused_models import BY_OPERATIONS, UNSEEN, time_first
 from torch import nn
 
 import per_sample_grad as psg
+from xla_replica import DeviceTraits
+from xla_replica.device import device_traits
 
 BY_NAME = {case.name: case for case in (*CASES, *BY_OPERATIONS, *UNSEEN)}
 
@@ -199,6 +201,22 @@ def test_norms_are_right_where_positions_cancel(width, positions):
     assert factors.plan("norms").choices["weight"].form == "materialized"
     plain = psg.per_sample_factors(model, fold, (torch.randn_like(x),), **options)
     assert plain.plan("norms").choices["weight"].form == "factored"
+
+
+def test_where_reading_waits_the_first_pass_tells_later_ones_what_cancels(monkeypatch):
+    """As on a GPU, which the second pass does not read."""
+    monkeypatch.setitem(device_traits._TRAITS, "cpu", DeviceTraits())
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    wide = copy.deepcopy(model).double()
+    for _ in range(3):
+        x = 1 + 1e-3 * torch.randn(3, 16, 64)
+        truth = flat(oracle(Case("", None, (), loss=deviations), wide, (x,)))
+        with psg.capture(model) as recorded:
+            losses = deviations(model, x)
+        factors = recorded.backward(losses)
+        assert error(factors.norms(), truth.norm(dim=1)) < 1e-3
+        assert error(factors.gram(), truth @ truth.T) < 1e-3
 
 
 def test_the_functional_style_gives_the_same():
