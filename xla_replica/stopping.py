@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xla_replica.common.arguments import check_integer
+from xla_replica.loader_workers import spare_workers
 
 LISTENED = (signal.SIGTERM, signal.SIGINT)
 # Ctrl-C reaches parent and child, and the parent passes it on: signals within this time
@@ -131,6 +132,7 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
         _process.installed_late |= _install(unheard, _on_signal)
         _process.listened |= unheard
         _process.armed |= numbers
+        spare_workers(_process.armed)
         if _process.folder is not None:
             for number in numbers:
                 _armed_file(_process.folder, number).touch()
@@ -160,6 +162,7 @@ def listening() -> Iterator[None]:
                 _restore(dict(late))
                 _process.installed_late = installed_before
                 _process.listened, _process.armed = listened, armed
+                spare_workers(armed)
                 _process.request, _process.first = None, _FirstSignal()
 
 
@@ -212,29 +215,6 @@ def forwarding(folder: str) -> Iterator[None]:
         yield
     finally:
         _restore(installed)
-
-
-def leave_signals_to_parent(worker_id: int = 0) -> None:
-    """Moves a loader's worker into a process group of its own: ``worker_init_fn=``.
-
-    torchrun and a terminal signal the whole group, and torch's workers die of SIGTERM,
-    which ends the training that has just been asked to save. The worker still ends with
-    its parent. Workers that are forked, torch's default on Linux before Python 3.14, do
-    so without this where signals are caught.
-    """
-    del worker_id
-    with contextlib.suppress(OSError):  # it leads a group already
-        os.setpgid(0, 0)
-
-
-def _leave_group_if_armed() -> None:
-    """Moves a forked loader's worker out of the group where signals are caught."""
-    if _process.armed:
-        leave_signals_to_parent()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    os.register_at_fork(after_in_child=_leave_group_if_armed)
 
 
 def check_stop(reason: Any, exit_status: Any) -> None:

@@ -24,7 +24,7 @@ from support.xla_replica.stopping import (
     GLOO,
     LOCAL,
     TORCHRUN,
-    is_running,
+    all_end,
 )
 
 import xla_replica
@@ -38,7 +38,7 @@ STARTERS = [
     pytest.param(GLOO, id="gloo", marks=of_torch_alone),
     pytest.param(TORCHRUN, id="torchrun"),
     pytest.param(EMULATED, id="emulated", marks=XLA),
-    pytest.param(AS_A_TPU, id="torch_xla", marks=XLA),
+    pytest.param(AS_A_TPU, id="torch_xla", marks=[*XLA, SLOW]),
 ]
 
 
@@ -258,25 +258,41 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("starter", "name"),
+    ("starter", "name", "workers"),
     [
-        pytest.param(GLOO, "SIGTERM", id="gloo-SIGTERM", marks=of_torch_alone),
-        pytest.param(GLOO, "SIGINT", id="gloo-SIGINT", marks=SLOW),
-        pytest.param(EMULATED, "SIGTERM", id="emulated-SIGTERM", marks=[*XLA, SLOW]),
-        pytest.param(EMULATED, "SIGINT", id="emulated-SIGINT", marks=XLA),
+        pytest.param(LOCAL, "SIGTERM", "fork", id="local-fork"),
+        pytest.param(LOCAL, "SIGTERM", "spawn", id="local-spawn", marks=of_torch_alone),
+        pytest.param(LOCAL, "SIGTERM", "forkserver", id="local-server", marks=SLOW),
+        pytest.param(GLOO, "SIGTERM", "fork", id="gloo-fork", marks=of_torch_alone),
+        pytest.param(GLOO, "SIGINT", "spawn", id="gloo-spawn", marks=SLOW),
+        pytest.param(EMULATED, "SIGTERM", "fork", id="emulated-fork", marks=XLA),
+        pytest.param(
+            EMULATED, "SIGINT", "spawn", id="emulated-spawn", marks=[*XLA, SLOW]
+        ),
+        pytest.param(AS_A_TPU, "SIGTERM", "fork", id="torch_xla-fork", marks=XLA),
+        pytest.param(
+            AS_A_TPU, "SIGINT", "spawn", id="torch_xla-spawn", marks=[*XLA, SLOW]
+        ),
     ],
 )
 def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
-    starter, name, tmp_path
+    starter, name, workers, tmp_path
 ):
-    """The server that forks the replicas survives it and reports how they ended."""
-    run = starter.start(tmp_path, arms=True)
-    run.signal_group(signal.Signals[name])
+    """As of a machine that shuts down.
+
+    The server that forks the replicas survives it and reports how they ended. A
+    loader's worker that died of it would end the training before it has saved.
+    """
+    run = starter.start(tmp_path, True, workers)
+    children = run.children()
+    run.signal_all(signal.Signals[name])
     status, error = run.ends()
     assert status == 143, error
+    assert "DataLoader worker" not in error
     saved = [path.read_text().split(" ", 1)[0] for path in run.files("saved")]
     assert len(saved) == run.num_replicas, error
     assert len(set(saved)) == 1
+    all_end(children)
 
 
 @pytest.mark.parametrize(
@@ -299,10 +315,7 @@ def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
     assert status == -signal.Signals[name]
     assert ("KeyboardInterrupt" in error) == (name == "SIGINT")
     assert run.files("saved") == []
-    deadline = time.monotonic() + 20
-    while any(map(is_running, children)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, children))
+    all_end(children)
 
 
 @pytest.mark.parametrize(
@@ -319,8 +332,5 @@ def test_no_replica_outlives_a_killed_parent(starter, tmp_path):
     assert len(children) >= (1 if starter is EMULATED else run.num_replicas)
     run.process.kill()
     run.process.communicate()
-    deadline = time.monotonic() + 20
-    while any(map(is_running, children)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, children))
+    all_end(children)
     assert run.files("saved") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,11 +18,16 @@ import os, sys, time
 from pathlib import Path
 import torch, xla_replica
 
-def train(rank, folder, arms):
+def train(rank, folder, arms, workers):
     replica = xla_replica.current()
     if arms:
         xla_replica.catch_signals()
-    for update in range(100_000):
+    updates = range(100_000)
+    if workers:
+        updates = torch.utils.data.DataLoader(
+            updates, None, num_workers=2, multiprocessing_context=workers
+        )
+    for update in updates:
         request = xla_replica.stop_requested()
         flags = [torch.zeros(1, device=replica.device) + replica.scalar(bool(request))]
         replica.sync()
@@ -35,8 +41,8 @@ def train(rank, folder, arms):
         time.sleep(0.01)
 
 if __name__ == "__main__":
-    folder, arms, device, num_replicas = sys.argv[1:5]
-    args = folder, arms == "arms"
+    folder, arms, device, num_replicas, workers = sys.argv[1:]
+    args = folder, arms == "arms", workers
     if device == "as a TPU":  # the way torch_xla starts replicas there; here, only one
         from xla_replica.starting import xla
         os.environ["PJRT_DEVICE"] = "CPU"
@@ -52,16 +58,19 @@ class Starter(NamedTuple):
     device: str
     num_replicas: int
 
-    def start(self, folder: Path, arms: bool) -> Run:
-        """Starts the script and returns when all its replicas train."""
+    def start(self, folder: Path, arms: bool, workers: str = "") -> Run:
+        """Starts the script and returns when all its replicas train.
+
+        ``workers`` is how each starts two workers of a loader, if it has one.
+        """
         script = folder / "script.py"
         script.write_text(SCRIPT)
         process = subprocess.Popen(
             [*self.command, script, folder, "arms" if arms else "", self.device,
-             str(self.num_replicas)],
+             str(self.num_replicas), workers],
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a separate group, to be signalled as a whole
+            start_new_session=True,  # a group of its own, as a job has
         )  # fmt: skip
         run = Run(process, folder, self.num_replicas or 2)
         run.wait_until(lambda: len(run.files("ready")) == run.num_replicas)
@@ -89,9 +98,12 @@ class Run:
                 raise AssertionError(self.process.communicate()[1])
             time.sleep(0.05)
 
-    def signal_group(self, number: signal.Signals) -> None:
-        """Signals the script and all its processes, as a terminal or scheduler does."""
-        os.killpg(self.process.pid, number)
+    def signal_all(self, number: signal.Signals) -> None:
+        """Signals them one by one, as a machine does that shuts down."""
+        for process in [*reversed(self.children()), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):  # it has ended with others
+                os.kill(process, number)
+            time.sleep(0.05)
 
     def ends(self) -> tuple[int, str]:
         """Waits for the end; returns the exit status and what was written to stderr."""
@@ -125,6 +137,14 @@ def is_running(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def all_end(processes: list[int]) -> None:
+    """Waits until the processes have ended; raises AssertionError if some do not."""
+    deadline = time.monotonic() + 20
+    while alive := list(filter(is_running, processes)):
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
 
 
 PYTHON = (sys.executable,)
