@@ -416,14 +416,14 @@ class ElasticOptimizer(OptimizerProxy):
         """Returns the global batch size of the step under way; 0 after the last."""
         return self._loop.position.batch_size
 
-    def asked_to_stop(self, look: bool = False) -> bool:
+    def asked_to_stop(self, look: bool = False, every_seconds: float = 2.0) -> bool:
         """Returns whether all replicas stop after the update that was made last.
 
         Ask inside `attach`, where all replicas have made the same updates, as
-        `Checkpointer` does. They agree without a collective or, unless ``look``, a
-        transfer of their own; see `Agreement.stop_agreed`.
+        `Checkpointer` does. They agree without a collective or, unless ``look`` or
+        every so many seconds, a transfer of their own; see `Agreement.stop_agreed`.
         """
-        return self._loop.totals.stop_agreed(look)
+        return self._loop.totals.stop_agreed(look, every_seconds)
 
     def current_lr(self) -> float:
         """Returns the first group's effective learning rate in the step under way.

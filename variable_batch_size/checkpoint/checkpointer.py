@@ -23,7 +23,12 @@ from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import AttachedScheduler, Update
 from xla_replica import Replica
-from xla_replica.common.arguments import check_choice, check_flag, check_integer
+from xla_replica.common.arguments import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+)
 from xla_replica.common.differences import check_same
 from xla_replica.common.trees import leaves
 
@@ -82,10 +87,10 @@ class Checkpointer:
         stop_poll, poll_seconds: A function that is called every ``poll_seconds`` in a
             thread, where it may take its time; if it raises, it is called again. A text
             that it returns is a reason to stop (a maintenance event of the machine).
-        look_every: On an accelerator, after how many updates every replica looks
-            whether another one was asked to stop, which costs a host round trip. Where
-            all were asked, as by a signal to the job, they stop after the next update;
-            on GPUs, where one was, after about two.
+        look_every_seconds: On XLA and TorchTPU, after how much time every replica looks
+            whether another one was asked to stop, which costs a host round trip;
+            replica 0's value counts. Where all were asked, as by a signal to the job,
+            they stop after the next update; on GPUs, where one was, after about two.
         asynchronous: Write files in a thread beside the training, which waits only
             while the state is copied to the host. That copy is held until it is
             written; a save that comes before waits. What goes wrong is raised by the
@@ -116,7 +121,7 @@ class Checkpointer:
         stop_on: Sequence[str | int] = ("SIGTERM", "SIGINT"),
         stop_poll: Callable[[], str | None] | None = None,
         poll_seconds: float = 5.0,
-        look_every: int = 100,
+        look_every_seconds: float = 2.0,
         asynchronous: bool = False,
         settings: Mapping[str, Any] | None = None,
         **parts: Any,
@@ -130,7 +135,7 @@ class Checkpointer:
                 "s3fs) and pass the path of the mount"
             )
         check_integer("keep", keep, least=1)
-        check_integer("look_every", look_every, least=1)
+        check_number("look_every_seconds", look_every_seconds, above=0)
         check_choice("best", best, ("max", "min", None))
         self._settings = dict(settings or {})
         for name, value in self._settings.items():
@@ -151,7 +156,7 @@ class Checkpointer:
         self.best_metric: float | None = None
         self.updates_of = self._optimizer = optimizer
         self._parts = parts
-        self._keep, self._best, self._look_every = keep, best, look_every
+        self._keep, self._best, self._look_every = keep, best, look_every_seconds
         self._times = save_and_stop.SaveTimes(
             self.replica, every_updates, every_minutes
         )
@@ -178,8 +183,7 @@ class Checkpointer:
         self.num_updates += 1
         self._begun = None
         due = self._times.due(self.num_updates)
-        look = due or self.num_updates % self._look_every == 0
-        if self._optimizer.asked_to_stop(look):
+        if self._optimizer.asked_to_stop(due, self._look_every):
             written = self._save()
             written = self._writer.wait() or written
             self.replica.barrier()  # no replica leaves while replica 0 writes
@@ -468,7 +472,8 @@ def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise TypeError(
-                f"Checkpointer: {name}={part!r} has no state_dict and load_state_dict"
+                f"Checkpointer: {name}={part!r} is not an argument, and as a part it "
+                "has no state_dict and load_state_dict"
             )
         if part is optimizer.inner or part is optimizer.sampler:
             raise ValueError(

@@ -47,9 +47,6 @@ from xla_replica.stopping import listening
 
 logger = logging.getLogger(__name__)
 
-# After how many updates every process of an accelerator looks for requests to stop.
-LOOK_EVERY = 100
-
 
 class _CountedOptimizer(StepOptimizer):
     def change_batch_size(self, batch_size: int) -> int:
@@ -390,8 +387,7 @@ class ElasticTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
         """Also stops, after saving, where all processes have agreed to."""
         control, request = self.control, None
-        look = control.should_save or self.state.global_step % LOOK_EVERY == 0
-        if self.optimizer.asked_to_stop(look):
+        if self.optimizer.asked_to_stop(look=control.should_save):
             request = agreed_request(self.replica)
             control.should_save, control.should_evaluate = True, False
         if control.should_save or control.should_evaluate:

@@ -11,10 +11,13 @@ has to know.
 Where one replica alone is asked to stop, as on one preempted host, the others hear of
 it from copies of the sum that arrive on the host when the device gets to them, without
 anybody waiting. A replica that hears of it asks too, so that in the next sum all do.
+Where nothing can be read so, everybody looks from time to time. Clocks differ, so one
+ballot says how much work replica 0 has done in that time: all read it where they look.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -46,29 +49,40 @@ class Agreement:
         self._modulus = _EXACT // replica.num_replicas
         # Of hyperparameters and of orders, added up over updates.
         self._differences = torch.zeros(2, device=replica.device)
-        self._own = torch.zeros(5, device=replica.device)
+        self._own = torch.zeros(6, device=replica.device)
         self._asked = False
         self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
         self._votes: torch.Tensor | None = None
+        self._looks = not (replica.is_host or replica.has_streams)
+        # Minibatches of the busiest replica since everybody has looked, how many are to
+        # be made before the next look, and how many replica 0 proposes.
+        self._made, self._look_after, self._proposed = 0, 1.0, 0.0
+        self._looked_at = time.monotonic()
 
     # --- before the sum -------------------------------------------------------------
 
-    def ballots(self, used: tuple[Any, ...], order: str | None = None) -> torch.Tensor:
-        """Returns what is to be summed with the gradients: ``(5,)`` float32.
+    def ballots(
+        self, used: tuple[Any, ...], order: str | None, num_minibatches: int
+    ) -> torch.Tensor:
+        """Returns what is to be summed with the gradients: ``(6,)`` float32.
 
         The hash of what is used and that of the order; one, and whether the order is
-        known, which count replicas that cast these two; and whether to stop.
+        known, which count replicas that cast these two; whether to stop; and, on
+        replica 0, after how many minibatches everybody is to look again.
 
         Args:
             used: Names and values of the hyperparameters.
             order: A digest of the epoch's order; None where this replica has not begun
                 to run it, since idle replicas join steps before that.
+            num_minibatches: How many all replicas have run together in this step.
         """
+        self._made += -(-num_minibatches // self._replica.num_replicas)
         own = zlib.crc32(repr(used).encode()) % self._modulus
         known = order is not None
         digest = zlib.crc32(order.encode()) % self._modulus if known else 0
         self._asked |= self._vote_arrived() or xla_replica.stop_requested() is not None
-        numbers = (own, digest, 1.0, float(known), float(self._asked))
+        proposed = self._proposed if self._replica.is_primary else 0.0
+        numbers = (own, digest, 1.0, float(known), float(self._asked), proposed)
         self._own = self._scalars.get("ballots", (numbers,)).reshape(-1)
         return self._own.clone()
 
@@ -79,9 +93,9 @@ class Agreement:
         own, is_cast = self._own[:2], self._own[2:4]
         hashes, num_cast = sums[:2], sums[2:4]
         self._differences.add_((is_cast * (hashes - own * num_cast)).abs())
-        self._votes = sums[4:]
+        self._votes = sums[4:].clone()  # computed by the update's own program
         if self._replica.has_streams and not self._asked:
-            self._arriving.append(self._replica.fetch_later(self._votes))
+            self._arriving.append(self._replica.fetch_later(sums[4:5]))
         if self._replica.is_host:
             self.check()
 
@@ -117,7 +131,7 @@ class Agreement:
                 return True
         return False
 
-    def stop_agreed(self, look: bool) -> bool:
+    def stop_agreed(self, look: bool, every_seconds: float) -> bool:
         """Returns whether all replicas stop after the update that was counted last.
 
         A replica reads the sum only if it was asked itself: replicas that were all
@@ -129,9 +143,33 @@ class Agreement:
             look: Whether every replica looks at this update, also one that was not
                 asked; the same on all of them. Reads the device. On a CPU, where
                 reading is free, everybody always does.
+            every_seconds: After how much time, by replica 0, everybody looks anyway
+                where sums do not arrive beside the training.
         """
+        look = look or (self._looks and self._made >= self._look_after)
         everybody = look or self._replica.is_host
         if self._votes is None or not (self._asked or everybody):
             return False
-        votes = self._replica.fetch([self._votes])[0].item()
-        return votes > 0 if everybody else votes == self._replica.num_replicas
+        votes, proposed = self._read_votes()
+        if not everybody:
+            return votes == self._replica.num_replicas
+        if self._looks and self._made:
+            self._plan_look(proposed, every_seconds)
+        return votes > 0
+
+    def _read_votes(self) -> list[float]:
+        # Not `Replica.fetch`: that cuts the graph, and what XLA draws depends on cuts.
+        return self._votes.tolist()
+
+    def _plan_look(self, proposed: float, every_seconds: float) -> None:
+        """Plans the next look, and proposes the one after it.
+
+        What is proposed was measured between the two looks before this one, at which
+        the host waits for its device. At most twice as much work as the last time: what
+        was measured may be past.
+        """
+        self._look_after = max(1.0, min(proposed, 2.0 * self._made))
+        now = time.monotonic()
+        seconds = max(now - self._looked_at, 1e-9)
+        self._proposed = self._made * every_seconds / seconds
+        self._looked_at, self._made = now, 0

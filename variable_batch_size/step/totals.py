@@ -109,7 +109,9 @@ class StepTotals:
         else:
             used = hyperparameters(context.inner.param_groups), scaling.state_dict()
             order = context.sampler.order_digest(position.plan.epoch)
-            self._ballots = self.agreement.ballots(used, order)
+            self._ballots = self.agreement.ballots(
+                used, order, position.num_minibatches
+            )
             totals.append(self._ballots)
         if context.noise:
             totals += context.noise.to_sum(
@@ -137,14 +139,14 @@ class StepTotals:
         divisor = torch.where(total > 0, total, math.inf)
         return total.item() if self._context.replica.is_host else total, divisor
 
-    def stop_agreed(self, look: bool) -> bool:
+    def stop_agreed(self, look: bool, every_seconds: float) -> bool:
         """Returns whether all replicas stop after the update that was made last.
 
         See `Agreement.stop_agreed`. A replica that is alone agrees with itself.
         """
         if self.agreement is None:
             return self._was_asked
-        return self.agreement.stop_agreed(look)
+        return self.agreement.stop_agreed(look, every_seconds)
 
     def clear(self) -> None:
         """Forgets the minibatches of the step."""

@@ -120,21 +120,30 @@ def test_random_numbers_are_resumed(backend, tmp_path):
 
 
 def counted(rank: int, folder: Path):
-    """Returns the compilations and transfers of epochs without a save."""
-    training = Training(folder, every_updates=1000, every_minutes=None)
-    replica, found = training.replica, []
-    training.optimizer.attach(training.checkpointer)
-    for epoch in range(3):
-        with xla_replica.count(replica) as counts:
-            training.epoch(epoch)
-        found.append((counts.compilations, counts.transfers, counts.fallbacks))
+    """Returns what epochs without a save count, where looks are rare and often."""
+    found = {}
+    for often in (False, True):
+        seconds = 1e-9 if often else 1e9
+        training = Training(folder, every_updates=1000, look_every_seconds=seconds)
+        replica, found[often] = training.replica, []
+        training.optimizer.attach(training.checkpointer)
+        for epoch in range(3):
+            with xla_replica.count(replica) as counts:
+                training.epoch(epoch)
+            found[often].append((counts.compilations, counts.transfers))
+            assert not counts.fallbacks
     return found
 
 
 @pytest.mark.parametrize("backend", [*XLA_BACKENDS, *TORCHTPU])
-def test_updates_between_saves_read_nothing_and_compile_nothing(backend, tmp_path):
+def test_updates_read_only_where_all_look_and_compile_nothing(backend, tmp_path):
+    """The epochs have 9, 8 and 8 updates."""
+    several = backend.num_replicas if backend.num_replicas > 1 else 0
     for found in backend.run(counted, tmp_path):
-        assert found[1:] == [(0, 0, {}), (0, 0, {})]
+        assert found[True] == [(0, n * several) for n in (9, 8, 8)]
+        # From look to look at most twice as many minibatches.
+        assert sum(reads for _, reads in found[False]) == 4 * several
+        assert [compiled for compiled, _ in found[False]][1:] == [0, 0]
 
 
 def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path, caplog):

@@ -111,9 +111,10 @@ def test_the_listing_of_a_network_folder_may_be_late(tmp_path):
     ("options", "error", "message"),
     [
         ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
-        ({"look_every": 0}, ValueError, "look_every"),
+        ({"look_every_seconds": 0}, ValueError, "look_every_seconds must be a finite"),
+        ({"look_every": 100}, TypeError, "look_every=100 is not an argument"),
         ({"best": "highest"}, ValueError, "best must be one of 'max', 'min', None"),
-        ({"parts": {"x": 3}}, TypeError, "x=3 has no state_dict"),
+        ({"parts": {"x": 3}}, TypeError, "x=3 is not an argument, and as a"),
         ({"every_updates": -1}, ValueError, "every_updates must be an integer >= 1"),
         ({"every_updates": 2.5}, TypeError, "every_updates must be an integer"),
         ({"every_minutes": 0}, ValueError, "every_minutes must be a finite number > 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +16,7 @@ from support.xla_replica.replicas import SEVERAL_REPLICAS
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint.save_and_stop import agreed_request
+from variable_batch_size.step import agreement
 
 here = threading.local()  # the rank of the replica that a thread is
 
@@ -33,7 +35,7 @@ class ThreadReplica(xla_replica.Replica):
         num_replicas = len(replicas.board)
         super().__init__(rank, num_replicas, torch.device("cpu"), "a thread")
         self._replicas, self._kind, self._late = replicas, device, late
-        self.num_updates = self.num_fetched = 0
+        self.num_updates = self.num_reads = 0
 
     @property
     def is_host(self) -> bool:
@@ -51,21 +53,40 @@ class ThreadReplica(xla_replica.Replica):
         meeting.wait()  # all have read
         return gathered
 
-    def fetch(self, tensors):
-        self.num_fetched += 1
-        return super().fetch(tensors)
-
     def fetch_later(self, tensor):
         arrives, copy = self.num_updates + self._late, tensor.clone()
         return lambda: copy if self.num_updates >= arrives else None
+
+
+def counting(read):
+    """Returns ``read``, which a replica's agreement calls to read the sum, counted."""
+
+    def counted(found):
+        found._replica.num_reads += 1
+        return read(found)
+
+    return counted
 
 
 class Replicas:
     """Several replicas that train, of which some have been asked to stop."""
 
     def __init__(
-        self, monkeypatch, num_replicas: int, device: str, late: tuple[int, ...] = ()
+        self,
+        monkeypatch,
+        num_replicas: int,
+        device: str,
+        late: tuple[int, ...] = (),
+        trace: list[int] | None = None,
+        seconds: tuple[float, ...] = (0.0, 0.0, 0.0),
     ) -> None:
+        """Updates of ``trace``, whose minibatches take so many seconds by rank."""
+        self.clocks, self._seconds = [0.0] * num_replicas, seconds
+        clock = types.SimpleNamespace(monotonic=lambda: self.clocks[here.rank])
+        monkeypatch.setattr(agreement, "time", clock)
+        self._trace = trace or num_replicas
+        read = agreement.Agreement._read_votes
+        monkeypatch.setattr(agreement.Agreement, "_read_votes", counting(read))
         self.asked: set[int] = set()
         self.board = [None] * num_replicas
         self.meeting = threading.Barrier(num_replicas, timeout=60)
@@ -77,16 +98,20 @@ class Replicas:
         ]
         self._pool = ThreadPoolExecutor(num_replicas)
         self._training = list(self._pool.map(self._build, self._replicas))
+        if trace is None and device == "xla":
+            for _ in range(4):  # after the first updates all look less often
+                self.update()
         for replica in self._replicas:
-            replica.num_fetched = 0
+            replica.num_reads = 0
 
     def _build(self, replica: ThreadReplica):
+        here.rank = replica.rank
         model = torch.nn.Linear(1, 1)
         sampler = vbs.CustomSampler(
-            range(192), len(self.board), minibatch_size=1, rank=replica.rank,
+            range(2000), self._trace, minibatch_size=1, rank=replica.rank,
             num_replicas=len(self.board), verbose=False,
         )  # fmt: skip
-        sampler.num_yielded = 64  # which nobody iterates
+        sampler.num_yielded = 2000  # which nobody iterates
         inner = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = vbs.ConstantOptimizer(inner, sampler, replica=replica)
         optimizer.set_epoch(0)
@@ -97,19 +122,22 @@ class Replicas:
         return xla_replica.StopRequest("test", 143) if asked else None
 
     @property
-    def num_fetched(self) -> int:
-        return sum(replica.num_fetched for replica in self._replicas)
+    def num_reads(self) -> int:
+        return sum(replica.num_reads for replica in self._replicas)
 
-    def update(self, look: bool = False) -> list[bool]:
+    def update(self, look: bool = False, every_seconds: float = 1e9) -> list[bool]:
         """Returns what every replica finds after an update."""
 
         def train(replica: ThreadReplica) -> bool:
             here.rank = replica.rank
             model, optimizer = self._training[replica.rank]
-            model(torch.ones(1, 1)).sum().backward()
-            assert optimizer.step() == 1
+            is_made = 0
+            while not is_made:
+                model(torch.ones(1, 1)).sum().backward()
+                is_made = optimizer.step()
+                self.clocks[replica.rank] += self._seconds[replica.rank]
             replica.num_updates += 1
-            return optimizer.asked_to_stop(look)
+            return optimizer.asked_to_stop(look, every_seconds)
 
         return list(self._pool.map(train, self._replicas))
 
@@ -118,10 +146,10 @@ class Replicas:
 def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
     replicas = Replicas(monkeypatch, 3, device)
     assert replicas.update() == [False] * 3
-    assert replicas.num_fetched == 0
+    assert replicas.num_reads == 0
     replicas.asked = {0, 2}  # not yet all: those asked read the sum, and continue
     assert replicas.update() == [False] * 3
-    assert replicas.num_fetched == 2
+    assert replicas.num_reads == 2
     replicas.asked = {0, 1, 2}
     assert replicas.update() == [True] * 3
 
@@ -132,14 +160,14 @@ def test_on_gpus_the_others_hear_of_one_that_was_asked_alone(monkeypatch, late):
     replicas = Replicas(monkeypatch, 3, "cuda", late)
     for _ in range(4):
         assert replicas.update() == [False] * 3
-    assert replicas.num_fetched == 0
+    assert replicas.num_reads == 0
     replicas.asked = {1}
     until = 1 + max(late)
     for _ in range(until - 1):
         assert replicas.update() == [False] * 3
     assert replicas.update() == [True] * 3
     # Only those read that were asked, or have heard.
-    assert replicas.num_fetched == until + sum(until - late[rank] for rank in (0, 2))
+    assert replicas.num_reads == until + sum(until - late[rank] for rank in (0, 2))
 
 
 @pytest.mark.parametrize(("device", "look"), [("xla", True), ("cpu", False)])
@@ -151,6 +179,29 @@ def test_one_that_was_asked_alone_is_found_where_all_look(monkeypatch, device, l
     if device == "xla":
         assert replicas.update() == [False] * 3
     assert replicas.update(look) == [True] * 3
+
+
+def test_all_look_at_the_same_updates_after_so_many_seconds(monkeypatch):
+    """By replica 0's clock; also where updates are of four times the minibatches."""
+    trace, seconds = [3] * 150 + [12] * 99, (0.1, 0.4, 0.001)
+    replicas = Replicas(monkeypatch, 3, "xla", trace=trace, seconds=seconds)
+    looked_at, num_looks = 0.0, 0
+    for number in range(200):
+        before = replicas.num_reads
+        assert replicas.update(every_seconds=2.0) == [False] * 3
+        fetched = replicas.num_reads - before
+        assert fetched in (0, 3)
+        if fetched:
+            looked_at, num_looks = replicas.clocks[0], num_looks + 1
+        longest = 0.1 if number < 150 else 0.4
+        assert replicas.clocks[0] - looked_at < 2.0 + longest
+    assert num_looks <= replicas.clocks[0] / 2.0 + 7
+    replicas.asked = {1}
+    asked_at = replicas.clocks[0]
+    while (stops := replicas.update(every_seconds=2.0)) == [False] * 3:
+        pass
+    assert stops == [True] * 3
+    assert replicas.clocks[0] - asked_at < 2.5
 
 
 def stops_for_one_reason(rank: int) -> None:
