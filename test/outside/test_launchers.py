@@ -57,6 +57,11 @@ def test_the_jobset_has_only_fields_of_its_schema():
     assert job["parallelism"] * chips == int(rows) * int(columns)
     mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
+    memory = {"name": "memory", "mountPath": "/dev/shm"}  # of loader workers
+    assert memory in pod["containers"][0]["volumeMounts"]
+    assert {"name": "memory", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    # What a preempted spot node grants at most.
+    assert pod["terminationGracePeriodSeconds"] <= 25
 
 
 def test_a_misspelt_field_of_a_jobset_is_found():

@@ -1,0 +1,143 @@
+"""A training is asked to stop as Google's metadata server announces it."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+
+import pytest
+from support.documents import ROOT
+
+SCRIPT = ROOT / "examples/launch/stop_on_notice.py"
+# Ends as one that a Checkpointer has stopped.
+TRAINS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+print("trains", flush=True)
+time.sleep(60)
+"""
+
+
+class Metadata(http.server.ThreadingHTTPServer):
+    """What a Compute Engine machine asks about itself, as its documentation says."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.entries = {"preempted": "FALSE", "maintenance-event": "NONE"}
+        self.changed = threading.Condition()
+        self.asked: list[str] = []
+        self.is_down = False
+
+    def announce(self, name: str, value: str) -> None:
+        with self.changed:
+            self.entries[name] = value
+            self.changed.notify_all()
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        url = urllib.parse.urlsplit(self.path)
+        query = urllib.parse.parse_qs(url.query)
+        folder, _, name = url.path.rpartition("/")
+        server = self.server
+        server.asked.append(name)
+        if folder != "/computeMetadata/v1/instance" or name not in server.entries:
+            return self.send_error(404)
+        if self.headers["Metadata-Flavor"] != "Google":
+            return self.send_error(403)
+        if server.is_down:
+            return self.send_error(503)
+        with server.changed:
+            if query.get("wait_for_change") == ["true"]:
+                # An entry's version is its value here.
+                server.changed.wait_for(
+                    lambda: query["last_etag"] != [server.entries[name]],
+                    float(query["timeout_sec"][0]),
+                )
+            value = server.entries[name]
+        self.send_response(200)
+        self.send_header("ETag", value)
+        self.end_headers()
+        self.wfile.write(value.encode())
+
+    def log_message(self, *words: object) -> None: ...
+
+
+@pytest.fixture
+def metadata() -> Iterator[Metadata]:
+    with Metadata() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def begin(metadata: Metadata, command: str = TRAINS) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, sys.executable, "-c", command],
+        env={
+            **os.environ,
+            "GCE_METADATA_HOST": f"127.0.0.1:{metadata.server_port}",
+            "http_proxy": "http://127.0.0.1:9",  # which metadata never pass
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if command is TRAINS:
+        assert process.stdout.readline() == "trains\n"
+        while set(metadata.asked) < set(metadata.entries):
+            assert process.poll() is None
+            time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("preempted", "TRUE"),
+        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"),
+    ],
+)
+def test_a_notice_stops_the_training(metadata, name, value):
+    with begin(metadata) as process:
+        metadata.announce(name, value)
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert error == f"{name} is {value}: asking to stop\n"
+    assert metadata.asked.count(name) <= 3  # the server was waited for, not polled
+
+
+def test_a_server_that_does_not_answer_is_named_once_and_asked_again(metadata):
+    metadata.is_down = True
+    with begin(metadata) as process:
+        while metadata.asked.count("preempted") < 2:
+            time.sleep(0.01)
+        metadata.is_down = False
+        metadata.announce("preempted", "TRUE")
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert error.count("preempted: HTTP Error 503") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on(metadata, number):
+    with begin(metadata) as process:
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    # The command catches SIGTERM alone.
+    assert process.returncode == (143 if number == signal.SIGTERM else 130)
+
+
+def test_the_exit_status_is_the_command_s(metadata):
+    with begin(metadata, "raise SystemExit(7)") as process:
+        process.communicate(timeout=30)
+    assert process.returncode == 7
