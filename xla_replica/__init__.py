@@ -26,7 +26,6 @@ from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
 from xla_replica.device.sharded import is_sharded, refuse_sharded
 from xla_replica.errors import ReplicaError, Stopped
-from xla_replica.loader_workers import leave_signals_to_parent
 from xla_replica.starting import distributed, xla  # noqa: F401  the rows
 from xla_replica.starting.launcher import default_num_replicas, launch
 from xla_replica.starting.programs import keep_programs
@@ -64,7 +63,6 @@ __all__ = [
     "keep_programs",
     "launch",
     "lazy_operation",
-    "leave_signals_to_parent",
     "refuse_sharded",
     "register_backend",
     "register_device",

@@ -1,52 +1,65 @@
-"""Workers of loaders ignore signals that are not their parent's, and end with it."""
+"""Workers of loaders block the signals that are caught, and end with their parent."""
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
+import torch
 from support.xla_replica.stopping import LOCAL, all_end
 from torch.utils.data import DataLoader
 
 import xla_replica
 from xla_replica import stopping
-from xla_replica.loader_workers import spare_workers
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sigwaitinfo")
-
-
-def from_another(process: int, name: str) -> None:
-    subprocess.run(["kill", "-s", name, str(process)], check=True)
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX")
 
 
-def hangs(ready: str) -> None:
-    xla_replica.leave_signals_to_parent()
-    Path(ready).touch()
-    while True:
-        time.sleep(60)
+class Hangs(torch.utils.data.Dataset):
+    """A dataset whose second sample never comes."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        while index:
+            time.sleep(60)
+        return index
 
 
-def test_a_worker_ends_where_its_parent_alone_says_so(tmp_path):
-    """As a DataLoader does with one that hangs."""
-    ready = tmp_path / "ready"
-    context = multiprocessing.get_context("fork")
-    worker = context.Process(target=hangs, args=(str(ready),))
-    worker.start()
-    while not ready.exists():
-        assert worker.is_alive()
-        time.sleep(0.01)
-    for name in ("TERM", "INT", "TERM"):
-        from_another(worker.pid, name)
+STILL_ITERATES = """
+import torch, xla_replica
+xla_replica.catch_signals()
+loader = torch.utils.data.DataLoader([1, 2, 3], num_workers=1, persistent_workers=True)
+print(len(list(loader)))
+"""
+
+
+def test_python_ends_workers_when_it_exits():
+    """By `terminate`, where an iterator is alive; they block its signal."""
+    done = subprocess.run(
+        [sys.executable, "-c", STILL_ITERATES],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_ended_with_its_iterator(arms):
+    """torch waits five seconds for it."""
+    iterator = iter(DataLoader(Hangs(), None, num_workers=1))
+    next(iterator)
+    [worker] = iterator._workers
+    subprocess.run(["kill", "-s", "TERM", str(worker.pid)], check=True)
     time.sleep(0.2)
     assert worker.is_alive()
-    worker.terminate()
+    del iterator
     worker.join(20)
-    assert worker.exitcode == 0
+    assert worker.exitcode == -signal.SIGKILL
 
 
 class Signals:
@@ -59,28 +72,27 @@ class Signals:
         return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
 
-def test_workers_spare_the_signals_that_are_caught_while_they_are(monkeypatch):
-    def blocked() -> list[int]:
-        [first, _] = DataLoader(Signals(), None, num_workers=1)
-        return first
+def blocked() -> set[int]:
+    return set(next(iter(DataLoader(Signals(), None, num_workers=1))))
 
-    before = blocked()
+
+@pytest.fixture
+def arms(monkeypatch) -> Iterator[None]:
+    """Signals are caught as by a script, and afterwards no more."""
     monkeypatch.setattr(stopping._process, "armed", frozenset())
-    handlers = [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)]
-    try:
+    with stopping.listening():
+        xla_replica.catch_signals(["SIGUSR1"])
+        xla_replica.catch_signals(["SIGTERM"])
+        yield
 
-        def train(rank: int) -> list[int]:
-            xla_replica.catch_signals(["SIGUSR1"])
-            xla_replica.catch_signals(["SIGTERM"])
-            return blocked()
 
-        [within] = xla_replica.launch(train, (), 1, "cpu")
-    finally:
-        spare_workers(frozenset())
-    assert set(within) - set(before) == {signal.SIGUSR1, signal.SIGTERM}
-    assert blocked() == before
-    assert handlers == [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)]
+def test_workers_block_the_signals_that_are_caught(arms):
+    assert blocked() >= {signal.SIGUSR1, signal.SIGTERM}
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_workers_block_none_when_none_are_caught():
+    assert not blocked() & {signal.SIGUSR1, signal.SIGTERM}
 
 
 @pytest.mark.slow
