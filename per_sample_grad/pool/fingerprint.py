@@ -29,7 +29,8 @@ from torch import nn
 
 from xla_replica import Replica
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(...))
+_PLAIN += (torch.dtype, torch.layout, torch.memory_format)
 _CODE = (types.FunctionType, types.ModuleType, types.BuiltinFunctionType, type)
 _LONG_TEXT = 80
 # A list, object or function of more parts than that is one line of a description.
@@ -107,7 +108,8 @@ def _describe(path: str, value: Any, tag: str | None, found: Any, seen: Any) -> 
 def _read(value: Any) -> tuple[str, dict[str, Any]]:
     """Returns a text that tells a value from others of its kind, and its parts."""
     kind = type(value).__qualname__
-    if isinstance(value, _PLAIN):
+    is_annotation = type(value).__module__ == "typing"  # such as a TypeVar of a class
+    if isinstance(value, _PLAIN) or is_annotation:
         return repr(value), {}
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         host = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -130,6 +130,13 @@ def through_partial(value: float) -> dict[str, Any]:
     return {"loss": functools.partial(F.cross_entropy, **options)}
 
 
+def formatted(value: float) -> nn.Module:
+    activated = Activated(F.relu)
+    kind = torch.channels_last if value == 1 else torch.contiguous_format
+    activated.last = (..., torch.strided, Literal[3], kind)
+    return with_activation(activated)
+
+
 def lambdas(value: float) -> dict[str, Any]:
     """Their source text is the same, whichever is chosen of the line."""
     chosen = {1.0: lambda z, y: z.sum(1), 0.5: lambda z, y: z.mean(1)}
@@ -181,6 +188,7 @@ JOBS: dict[str, tuple[Any, str]] = {
         },
         "model.2.activation",
     ),
+    "format": (lambda v: {"model": formatted(v)}, "model.2.last[3]"),
     "hidden": (
         lambda v: {"model": with_activation(Activated(F.relu, lambda x: v * x))},
         "model.2._hidden[0].v",
@@ -317,12 +325,14 @@ CODE = '''
 import functools
 import torch.nn.functional as F
 from torch import nn
+from typing import Optional, TypeVar
 
 RATES = {"a": 0.1, "b": (1, 2.5, -0.0)}
 KINDS = {"mean", "sum", "none", "other"}
 
 class Net(nn.Module):
     sizes = frozenset({"x", "y", "z"})
+    Kind = TypeVar("Kind", bound=Optional[dict])
 
     def __init__(self, slope=0.1):
         super().__init__()
