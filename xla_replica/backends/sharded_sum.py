@@ -310,13 +310,15 @@ class ShardedSum(GradientSum):
 def _forget_accumulated(unit: Any) -> None:
     """Drops what FSDP2 has accumulated in another dtype than the gradients'.
 
-    After a whole step there is nothing. No public function does it.
+    After a whole step there is nothing. No public function does it. From torch 2.15 on
+    that is in ``.grad`` of whole parameters, as in the gradients' own dtype.
     """
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13
     for group in [state._fsdp_param_group] if groups is None else groups:
         for parameter in group.fsdp_params if group is not None else ():
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):
+                parameter.unsharded_accumulated_grad = None
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
