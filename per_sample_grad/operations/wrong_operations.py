@@ -44,8 +44,10 @@ class WrongOperation:
 
 def _exponential(x: torch.Tensor, alpha: float, inner: float = 1.0) -> torch.Tensor:
     """Returns ``x`` where that is positive, elsewhere ``alpha expm1(x / inner)``."""
-    # Without the clamp a large x has the gradient 0 times infinity, which is NaN.
-    return torch.where(x > 0, x, alpha * torch.expm1(x.clamp(max=0) / inner))
+    # With a large x itself the gradient is 0 times infinity, which is NaN. And that of
+    # x.clamp(max=0) at zero is 1, or from torch 2.15 on 0.
+    negative = torch.where(x > 0, 0, x)
+    return torch.where(x > 0, x, alpha * torch.expm1(negative / inner))
 
 
 # By module: the function in `torch.nn.functional` has the same name in lower case.
@@ -53,20 +55,20 @@ WRONG: dict[type[nn.Module], WrongOperation] = {
     nn.ELU: WrongOperation(
         "EluBackward0",
         "x + 1 below zero, not alpha exp(x)",
-        "torch.where(x > 0, x, alpha * torch.expm1(x.clamp(max=0)))",
+        "torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x)))",
         lambda module, x: _exponential(x, module.alpha),
     ),
     nn.CELU: WrongOperation(
         "CeluBackward0",
         "x + 1 below zero, not exp(x / alpha)",
-        "torch.where(x > 0, x, alpha * torch.expm1(x.clamp(max=0) / alpha))",
+        "torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x) / alpha))",
         lambda module, x: _exponential(x, module.alpha, module.alpha),
     ),
     nn.SELU: WrongOperation(
         "EluBackward0",
         "x + 1 below zero, not 1.758 exp(x), and 1 above, not 1.051",
         "1.0507009873554805 * torch.where(x > 0, x, "
-        "1.6732632423543772 * torch.expm1(x.clamp(max=0)))",
+        "1.6732632423543772 * torch.expm1(torch.where(x > 0, 0, x)))",
         lambda module, x: _SELU_SCALE * _exponential(x, _SELU_ALPHA),
     ),
 }
