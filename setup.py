@@ -62,6 +62,8 @@ setup(
         "transformers": ["accelerate>=1.15,<1.16", "transformers>=5.23,<5.24"],
         # variable_batch_size.integrations.lightning
         "lightning": ["lightning>=2.6,<2.7"],
+        # examples/launch/ray_train.py
+        "ray": ["ray[train]>=2.60"],
         "examples": [
             "torchvision",
             "scikit-learn",
@@ -96,6 +98,7 @@ setup(
             "opacus==1.6.0",
             "peft==0.21.2",
             "pyyaml==6.0.3",
+            "ray[train]==2.60.0",
             "schedulefree==1.4.1",
             "timm==1.0.31",
             "torchdata==0.11.0",

@@ -95,6 +95,7 @@ USES = {
     "parquet": READ_PARQUET,
     "transformers": "from variable_batch_size.integrations.hugging_face import *",
     "lightning": "from variable_batch_size.integrations.lightning import *",
+    "ray": "from ray.train import ScalingConfig\nScalingConfig(num_workers=(1, 8))",
     "examples": "import matplotlib, numba, sklearn, torchvision",
     "test": f"""
 import pytest, sys

@@ -1,0 +1,178 @@
+"""Ray Train runs its example, and a node is lost with its worker."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.documents import ROOT
+from support.outside import package
+from support.scripts import environment
+from support.xla_replica.torchrun import free_port, wait_for_server
+
+import variable_batch_size as vbs
+import xla_replica
+from examples.launch import ray_train
+
+pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
+
+PATIENCE = 100.0
+TPU = "--device tpu --topology 2x4 --accelerator-type TPU-V5LITEPOD"
+# The cluster misses a node, and Ray Train tries without it, within seconds. Nobody is
+# ended because others on this machine need memory.
+SETTINGS = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "2",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
+}
+START = ("-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
+
+
+def end_with_parent() -> None:
+    """Has Linux ask this process to end when pytest does, however it ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+class Processes:
+    """A command and all that it starts, which end together: they share a session."""
+
+    def __init__(self, output: Path, *words: object, **variables: str) -> None:
+        self.output = output
+        with output.open("wb") as file:
+            self.first = subprocess.Popen(
+                [sys.executable, *map(str, words)],
+                env=environment() | SETTINGS | variables,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    def running(self) -> list[int]:
+        """Returns their numbers, also of Ray's workers, which are no process group."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, _, session, *_ = path.read_text().rsplit(")", 1)[1].split()
+            except OSError:  # it has ended meanwhile
+                continue
+            if int(session) == self.first.pid and state != "Z":
+                found.append(int(path.parent.name))
+        return found
+
+    def said(self) -> str:
+        """Returns the last lines, without those on what Ray asks of a dashboard."""
+        lines = self.output.read_text().splitlines()
+        return "\n".join([each for each in lines if "Cleaner" not in each][-60:])
+
+    def kill(self) -> None:
+        while found := self.running():
+            for pid in found:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        self.first.wait()
+
+
+@pytest.fixture
+def started(tmp_path) -> Iterator[Callable[..., Processes]]:
+    """Starts commands in sessions of their own, of which nothing is left at the end."""
+    all_of_them: list[Processes] = []
+
+    def start(*words: object, **variables: str) -> Processes:
+        output = tmp_path / f"output-{len(all_of_them)}"
+        all_of_them.append(Processes(output, *words, **variables))
+        return all_of_them[-1]
+
+    yield start
+    for each in reversed(all_of_them):
+        each.kill()
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """A folder for sockets, whose names have at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as name:
+        yield name
+
+
+def starts(folder: Path) -> list[tuple[int, int]]:
+    """Returns the next update and the number of replicas of every start of a run."""
+    if not (folder / "run.jsonl").exists():
+        return []
+    events = vbs.read_run(folder / "run.jsonl").events
+    begun = [event for event in events if "num_replicas" in event]
+    return [(event["step"], event["num_replicas"]) for event in begun]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns the model's at the end of 20 epochs of 30 updates."""
+    newest, *_ = folder.glob("update-00000600-*.pt")
+    return torch.load(newest)["parts"]["model"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_without_a_node_the_run_ends_as_undisturbed(short_folder, started, tmp_path):
+    package("ray.train")
+    port, folder = free_port(), tmp_path / "run"
+    head = ["--head", "--port", port, "--num-cpus", 1, "--temp-dir", short_folder]
+    started(*START, *head, "--include-dashboard", "false")
+    wait_for_server(port)
+    address = f"127.0.0.1:{port}"
+    node = started(*START, "--address", address, "--num-cpus", 1)  # one worker's
+    words = ["--checkpoint", folder, "--device", "cpu", "--epochs", 20]
+    words += ["--num-workers", 1, 2, "--look-every", 1]
+    script = started(ROOT / "examples/launch/ray_train.py", *words, RAY_ADDRESS=address)
+
+    def two_have_saved() -> bool:
+        begun = starts(folder)[-1:]
+        saved = [int(path.name.split("-")[1]) for path in folder.glob("update-*.pt")]
+        return any(most == 2 and max(saved, default=0) > step for step, most in begun)
+
+    deadline = time.monotonic() + PATIENCE
+    while not two_have_saved():
+        is_late = time.monotonic() > deadline or script.first.poll() is not None
+        assert not is_late, script.said()
+        time.sleep(0.05)
+    before, _ = starts(folder)[-1]
+    assert len(node.running()) > 1
+    node.kill()
+    assert script.first.wait(PATIENCE) == 0, script.said()
+    resumed, num_workers = starts(folder)[-1]
+    assert num_workers == 1
+    assert before < resumed
+    undisturbed = tmp_path / "undisturbed"
+    args = ray_train.parse(["--checkpoint", str(undisturbed), "--epochs", "20"])
+    xla_replica.launch(ray_train.train, (args,), num_replicas=1, device="cpu")
+    torch.testing.assert_close(*map(weights, (folder, undisturbed)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--num-workers 1 8", {"use_gpu": True, "elasticity_enabled": True}),
+        ("--num-workers 2 2 --device cpu", {"num_workers": 2, "use_tpu": False}),
+        (f"--num-workers 8 16 {TPU}", {"num_tpus_per_worker": 1, "max_workers": 16}),
+    ],
+)
+def test_ray_knows_what_the_options_say(words, expected):
+    options = ray_train.scaling(ray_train.parse(words.split()))
+    config = package("ray.train").ScalingConfig(**options)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_on_a_tpu_workers_fill_whole_slices():
+    """Ray checks the shape of the slice, so it has understood the options."""
+    args = ray_train.parse(f"--num-workers 8 12 {TPU}".split())
+    with pytest.raises(ValueError, match="must be a multiple of 8"):
+        package("ray.train").ScalingConfig(**ray_train.scaling(args))
