@@ -6,13 +6,20 @@
 # make outside sets up, then runs other people's tests and models (docs/outside.md)
 # make wheel   installs the wheel with declared dependencies alone, and each extra
 #
-# ENV=xla (default) is torch 2.9 with torch_xla; ENV=torch is a current torch without it.
+# ENV=xla (default) is torch 2.9 with torch_xla; ENV=torch is the newest torch without it.
 
 PYTHON ?= python3
 ENV ?= xla
 VENV ?= .venv-$(ENV)
-# What the torch environment tests with; any torch from 2.9 on works.
-TORCH ?= torch==2.13.0
+# What the torch environment tests with; any torch from 2.9 on works. That of pyproject.toml
+# needs Python 3.11.
+TORCH ?= $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
+# Builds without CUDA, each with its own torchvision: they come first where there is no GPU.
+# Where they cannot be had, pip takes what its own index has.
+CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
+CPU_xla = 'torch==2.9.*' 'torchvision==0.24.*'
+CPU_torch = '$(TORCH)'
+CPU_outside = $(TORCH_outside) torchvision==0.28.0
 # A process per core; a file's tests stay together, they share what is slow to set up.
 # Files begin in the order of test/conftest.py, the longest ones first.
 PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
@@ -24,9 +31,18 @@ REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'
 # OpenXLA's plugin for CPUs takes libtpu's place.
 REQUIREMENTS_torchtpu = -e '.[torchtpu,test]' xla_cpu_pjrt==0.0.1
 REQUIREMENTS_tpu = jax==0.7.1 jaxlib==0.7.1 libtpu==0.0.21
-REQUIREMENTS_outside = '$(TORCH)' -e '.[test,outside]'
+# That of the record of docs/outside.md, and of its torchvision.
+TORCH_outside = torch==2.13.0
+REQUIREMENTS_outside = $(TORCH_outside) -e '.[test,outside]'
 # Packages whose dependencies are old or large, and not needed for what we run of them.
 ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13 skypilot==0.14.1
+
+define CPU_ONLY
+command -v nvidia-smi >/dev/null || \
+	$(VENV)/bin/python -m pip install --quiet --no-deps --retries 0 \
+		--index-url $(CPU_BUILDS) $(CPU_$(ENV)) 2>/dev/null || \
+	echo "make: no $(CPU_$(ENV)) at $(CPU_BUILDS): pip's own index may bring CUDA"
+endef
 
 .PHONY: mnist test test-all browser tpu-compiler tpu-compile torchtpu outside wheel lint format bench clean help
 
@@ -36,6 +52,7 @@ help:
 $(VENV)/ready: setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(if $(CPU_$(ENV)),$(CPU_ONLY))
 	$(VENV)/bin/python -m pip install --quiet $(REQUIREMENTS_$(ENV))
 	$(if $(ALONE_$(ENV)),$(VENV)/bin/python -m pip install --quiet --no-deps $(ALONE_$(ENV)))
 	touch $@

@@ -38,7 +38,7 @@ setup(
     # torch is pinned in these extras only: torch_xla needs exactly 2.9, its successor
     # torch_tpu 2.11 or newer (and Python 3.11), so that no environment has both, and
     # everybody else wants their own.
-    install_requires=["torch", "numpy", "pandas", "tensorboardX", "tqdm"],
+    install_requires=["torch>=2.9", "numpy", "pandas", "tensorboardX", "tqdm"],
     extras_require={
         # XLA replicas emulated on a CPU.
         "xla-cpu": [TORCH_XLA, TORCH_OF_XLA],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import runpy
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ README = read("README.md")
 
 @pytest.fixture(scope="module")
 def extras() -> dict[str, dict[str, Requirement]]:
-    """Requirements by extra and by the name of what is required."""
+    """Requirements by extra, "" without one, and by the name of what is required."""
     given = {}
     before = sys.modules.get("setuptools")
     # A stand-in: setuptools need not be installed, and nothing is to be set up.
@@ -32,8 +33,22 @@ def extras() -> dict[str, dict[str, Requirement]]:
             sys.modules["setuptools"] = before
     return {
         extra: {r.name: r for r in map(Requirement, requirements)}
-        for extra, requirements in given["extras_require"].items()
-    }
+        for extra, requirements in (
+            ("", given["install_requires"]), *given["extras_require"].items()
+        )
+    }  # fmt: skip
+
+
+def test_the_oldest_and_the_newest_torch_are_tested(extras):
+    """make takes the newest from pyproject.toml, and a build without CUDA first."""
+    allowed = extras[""]["torch"].specifier
+    [newest] = re.findall(r'^torch = \["torch==(.*)"\]$', read("pyproject.toml"), re.M)
+    assert list(allowed.filter(["2.8.0", "2.9.0", newest])) == ["2.9.0", newest]
+    make = ("make", "-n", "ENV=torch", "VENV=new", "new/ready")
+    said = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
+    installs = re.findall(r"pip install (.*)'torch==(.*?)'", said.stdout)
+    assert [version for _, version in installs] == [newest, newest]
+    assert ["/cpu " in options for options, _ in installs] == [True, False]
 
 
 def test_the_readme_names_an_extra_for_every_place_and_no_others(extras):
