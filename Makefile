@@ -3,6 +3,7 @@
 # make browser installs Chromium, in which a test looks at the page of `vbs report`
 # make tpu-compile compiles a program of every family for TPUs (docs/tpu.md)
 # make torchtpu runs the families on TorchTPU, over a CPU (docs/tpu.md)
+# make tpu-like runs the families as processes on a simulated TPU host
 # make outside sets up, then runs other people's tests and models (docs/outside.md)
 # make wheel   installs the wheel with declared dependencies alone, and each extra
 #
@@ -44,7 +45,7 @@ command -v nvidia-smi >/dev/null || \
 	echo "make: no $(CPU_$(ENV)) at $(CPU_BUILDS): pip's own index may bring CUDA"
 endef
 
-.PHONY: mnist test test-all browser tpu-compiler tpu-compile torchtpu outside wheel lint format bench clean help
+.PHONY: mnist test test-all browser tpu-compiler tpu-compile torchtpu tpu-like outside wheel lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -84,6 +85,10 @@ tpu-compile: $(VENV)/ready tpu-compiler
 
 torchtpu:
 	$(MAKE) ENV=torchtpu PYTEST_ARGS='-n auto --dist loadfile -m "torchtpu and not slow"' test
+
+# One process, so that all tests share replicas that have started.
+tpu-like:
+	$(MAKE) PYTEST_ARGS='-m tpu_like --session-timeout 300' test
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test

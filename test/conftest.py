@@ -24,6 +24,7 @@ if torchtpu.is_installed():
     torchtpu.load()
 
 import torch
+from support.xla_replica.replicas import HAS_XLA
 
 from xla_replica.starting import child_process
 
@@ -58,6 +59,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    """Fails what would be skipped, of tests that no other environment runs."""
+    report = yield
+    if report.skipped and HAS_XLA and item.get_closest_marker("tpu_like"):
+        report.outcome = "failed"
+        report.longrepr = f"must run where torch_xla is: {report.longrepr}"
+    return report
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from support.variable_batch_size.elastic import (
     large_batch_run,
 )
 from support.variable_batch_size.wrapping import one_weight
-from support.xla_replica.replicas import BACKENDS, SEVERAL_REPLICAS
+from support.xla_replica.replicas import BACKENDS, SEVERAL_REPLICAS, TPU_LIKE
 
 import variable_batch_size as vbs
 import xla_replica
@@ -56,7 +56,7 @@ def run_all(rank: int) -> dict[str, dict[str, object]]:
     return {name: elastic_run(rank, case) for name, case in CASES.items()}
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=[*BACKENDS, TPU_LIKE])
 def runs(request):
     """Returns the number of replicas and every case's results by rank; one launch."""
     by_rank = request.param.run(run_all)

@@ -108,6 +108,7 @@ def _case(
         _case("gather", "cpu", 3),
         _case("gather", "xla", 2, slow=True),
         *(_case("sharded", "tpu", 1, names=FEW) for _ in TORCHTPU),
+        _case("sharded", "tpu-like", 2),
     ],
 )
 def together(request, alone):

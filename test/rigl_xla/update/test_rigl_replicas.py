@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd, sparse_convnet
 from support.variable_batch_size.reports import Writer
 from support.xla_replica.replicas import (
+    FOUR_TPU_LIKE,
     SEVERAL_REPLICAS,
     TORCHTPU,
+    TPU_LIKE,
     Backend,
     needs_xla,
     row,
@@ -97,7 +99,12 @@ def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
 
 # The default tests of XLA replicas are those of five packages and of counts.
 @pytest.mark.parametrize(
-    "backend", [row("cpu", 3), *(row("xla", n, slow=True) for n in (1, 2, 8))]
+    "backend",
+    [
+        row("cpu", 3),
+        *(row("xla", n, slow=True) for n in (1, 2, 8)),
+        TPU_LIKE,
+    ],
 )
 def test_replicas_choose_as_one_process_on_all_their_data(backend):
     kinds = [*OPTIONS] if backend in (("cpu", 3), ("xla", 2)) else ["rigl"]
@@ -144,7 +151,7 @@ def drift(rank: int) -> dict[str, str]:
     return messages
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", [*SEVERAL_REPLICAS, TPU_LIKE, FOUR_TPU_LIKE])
 def test_drift_is_found(backend):
     for messages in backend.run(drift):
         assert messages.pop("") == ""

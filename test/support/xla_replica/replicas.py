@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import xla_replica
-from support.xla_replica import torchtpu
+from support.xla_replica import torchtpu, tpu_like
 
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 needs_xla = pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
@@ -26,7 +26,10 @@ TIMEOUT = 60.0
 
 
 class Backend(NamedTuple):
-    """A device, as `xla_replica.launch` takes it, and a number of replicas."""
+    """A device, as `xla_replica.launch` takes it, and a number of replicas.
+
+    "tpu-like" is a host with so many TPU chips, of which `tpu_like` knows.
+    """
 
     device: str
     num_replicas: int
@@ -35,6 +38,8 @@ class Backend(NamedTuple):
         self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
     ) -> list[Any]:
         """Returns ``fn(rank, *args)`` of every replica; ``fn`` must be top-level."""
+        if self.device == "tpu-like":
+            return tpu_like.run(self.num_replicas, fn, args)
         return xla_replica.launch(
             fn, args, self.num_replicas, self.device, timeout=timeout
         )
@@ -48,16 +53,21 @@ def row(device: str, num_replicas: int, slow: bool = False):
     """
     marks = [of_torch_alone] if device == "cpu" and num_replicas > 2 else []
     marks += [pytest.mark.slow] if slow else []
-    if device == "xla":
+    if device in ("xla", "tpu-like"):
         marks += [needs_xla, pytest.mark.xla]
     if device == "tpu":
         marks += [pytest.mark.torchtpu]
+    if device == "tpu-like":
+        marks += [pytest.mark.slow, pytest.mark.tpu_like]
     name = "gloo" if device == "cpu" and num_replicas > 1 else device
     return pytest.param(
         Backend(device, num_replicas), marks=marks, id=f"{name}-{num_replicas}"
     )
 
 
+# Processes, as on a TPU; `make tpu-like` runs all tests that have such a row.
+TPU_LIKE = row("tpu-like", 2)
+FOUR_TPU_LIKE = row("tpu-like", 4)
 # Where there are GPUs, the families run on one and on two.
 GPUS = [row("cuda", n) for n in (1, 2) if n <= torch.cuda.device_count()]
 # Where there is TorchTPU, over a CPU, they run on one replica.

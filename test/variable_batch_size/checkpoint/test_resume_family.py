@@ -16,7 +16,7 @@ from support.variable_batch_size.resuming import (
     resume_from_each,
     run,
 )
-from support.xla_replica.replicas import TORCHTPU, row
+from support.xla_replica.replicas import TORCHTPU, TPU_LIKE, row
 
 import xla_replica
 
@@ -31,6 +31,7 @@ BACKENDS = [
     row("xla", 3),
     row("xla", 8, slow=True),
     *TORCHTPU,
+    TPU_LIKE,
 ]
 
 

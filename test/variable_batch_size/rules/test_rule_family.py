@@ -25,7 +25,12 @@ from support.variable_batch_size.rules import (
     start,
     train,
 )
-from support.xla_replica.replicas import FEW_BACKENDS, SLOW_XLA_BACKENDS, Backend
+from support.xla_replica.replicas import (
+    FEW_BACKENDS,
+    SLOW_XLA_BACKENDS,
+    TPU_LIKE,
+    Backend,
+)
 
 import variable_batch_size as vbs
 import xla_replica
@@ -38,7 +43,7 @@ def train_all(rank: int) -> dict[str, dict[str, object]]:
     return {name: train(rank, name, EPOCHS) for name in ROWS}
 
 
-@pytest.fixture(scope="module", params=FEW_BACKENDS)
+@pytest.fixture(scope="module", params=[*FEW_BACKENDS, TPU_LIKE])
 def outcomes(request):
     """Returns every rule's results by rank; one launch for all."""
     return request.param.run(train_all, timeout=150)

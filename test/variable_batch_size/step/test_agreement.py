@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training
-from support.xla_replica.replicas import SEVERAL_REPLICAS
+from support.xla_replica.replicas import FOUR_TPU_LIKE, SEVERAL_REPLICAS, TPU_LIKE
 
 import variable_batch_size as vbs
 import xla_replica
@@ -298,15 +298,17 @@ def disagreements(rank: int) -> dict[str, tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", [*SEVERAL_REPLICAS, TPU_LIKE, FOUR_TPU_LIKE])
 def test_settings_that_differ_are_named_at_construction(backend):
+    n = backend.num_replicas
     for found in backend.run(disagreements):
         assert set(found) == set(OTHER)
         for name, (_, expected) in OTHER.items():
             message, rank = found[name]
-            assert expected in message
+            said = expected.replace("replica 2", f"replica {n - 1}")
+            assert said.replace("of 3", f"of {n}") in message
             assert "build sampler, model and optimizer alike" in message
-            assert rank == 2
+            assert rank == n - 1
 
 
 def train_in_order(rank: int, seeds: list[int]) -> int:
@@ -322,8 +324,9 @@ def train_in_order(rank: int, seeds: list[int]) -> int:
     return len(training.samples)
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", [*SEVERAL_REPLICAS, TPU_LIKE])
 def test_orders_that_differ_are_found(backend):
-    assert sum(backend.run(train_in_order, [7, 7, 7])) == 32
+    n = backend.num_replicas
+    assert sum(backend.run(train_in_order, [7] * n)) == 32
     with pytest.raises(xla_replica.ReplicaError, match="what order= returns must be t"):
-        backend.run(train_in_order, [7, 7, 8])
+        backend.run(train_in_order, [7] * (n - 1) + [8])

@@ -8,7 +8,14 @@ import sys
 
 import pytest
 import torch
-from support.xla_replica.replicas import BACKENDS, SEVERAL_REPLICAS, Backend, row
+from support.xla_replica.replicas import (
+    BACKENDS,
+    FOUR_TPU_LIKE,
+    SEVERAL_REPLICAS,
+    TPU_LIKE,
+    Backend,
+    row,
+)
 from torch.utils.data import DataLoader, Dataset
 
 import xla_replica
@@ -80,7 +87,7 @@ def every_verb(rank: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=[*BACKENDS, TPU_LIKE, FOUR_TPU_LIKE])
 def outcomes(request):
     return request.param.run(every_verb)
 
@@ -267,7 +274,7 @@ def further_verbs(rank: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture(scope="module", params=[row("cpu", 1), *SEVERAL_REPLICAS])
+@pytest.fixture(scope="module", params=[row("cpu", 1), *SEVERAL_REPLICAS, TPU_LIKE])
 def further(request):
     return request.param.run(further_verbs)
 

@@ -170,3 +170,25 @@ def test_looking_for_a_tpu_leaves_what_importing_torch_xla_has_set():
         [sys.executable, "-c", FINDS], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+SKIPPED = """
+import pytest
+
+@pytest.mark.tpu_like
+@pytest.mark.parametrize("reason", ["a row", "a fixture"])
+def test_family(reason):
+    pytest.skip(reason)
+"""
+
+
+def test_a_family_that_is_skipped_here_fails(tmp_path):
+    script = tmp_path / "test_skipped.py"
+    script.write_text(SKIPPED)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider",
+         "-c", ROOT / "pyproject.toml", script],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'test'}"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "2 failed" in done.stdout, done.stdout + done.stderr

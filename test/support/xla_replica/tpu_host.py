@@ -1,0 +1,128 @@
+"""Makes the process that imports it one of a host with TPU chips; see `tpu_like`.
+
+torch_xla, and all above it, find what they find on a host with chips: its devices on
+the PCI bus, its variables and, where it asks the client in libtpu, which replica of how
+many this is. XLA:CPU takes the client's place. It cannot sum across processes, so that
+collectives go through gloo, in `_Client` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+# Where the processes of all hosts meet.
+FOLDER = "TPU_LIKE_FOLDER"
+CHIPS_OF_HOST = "TPU_LIKE_CHIPS"
+
+
+class _Client:
+    """What libtpu tells torch_xla, and does for it."""
+
+    def __init__(self, torch_xla: ModuleType) -> None:
+        self._torch_xla, self._c = torch_xla, torch_xla._XLAC
+
+    def install(self) -> None:
+        # Python still reads TPU in its copy of the environment.
+        os.putenv("PJRT_DEVICE", "CPU")
+        self._c._xla_get_all_devices = lambda: [f"CPU:{n}" for n in range(self.size)]
+        self._c._xla_get_default_device_ordinal = lambda: self.rank
+        self._c._xla_all_reduce_inplace = self._all_reduce
+        self._c._xla_all_gather = self._all_gather
+        self._c._xla_all_to_all = self._all_to_all
+
+    @property
+    def size(self) -> int:
+        """How many chips there are, by the variable that libtpu reads."""
+        return self._torch_xla._internal.tpu.process_bounds_size()
+
+    @property
+    def rank(self) -> int:
+        """The chip's number. It is not in the order of processes, as on a TPU."""
+        return self.size - 1 - int(os.environ["CLOUD_TPU_TASK_ID"])
+
+    @functools.cached_property
+    def _group(self):
+        """The processes of this launch. Like libtpu, it waits for ever."""
+        import datetime
+        import multiprocessing
+
+        from torch import distributed
+
+        [number] = multiprocessing.current_process()._identity
+        launch = number - int(os.environ["PJRT_LOCAL_PROCESS_RANK"])
+        path = os.path.join(os.environ[FOLDER], f"launch-{launch}")
+        store = distributed.FileStore(path, self.size)
+        patience = datetime.timedelta(days=1)
+        return distributed.ProcessGroupGloo(store, self.rank, self.size, patience)
+
+    def _read(self, tensors) -> list:
+        """Returns values on the host, of all tensors in one transfer."""
+        self._torch_xla.sync()
+        return self._c._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
+
+    def _all_reduce(self, kind, tensors, scale, groups, pin_layout) -> None:
+        import torch
+
+        assert (kind, scale, groups) == ("sum", 1.0, [])
+        values = self._read(tensors)
+        for value in values:
+            self._group.allreduce([value]).wait()
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values):
+                tensor.copy_(value.to(tensor.device))
+
+    def _all_gather(self, tensor, dim, count, groups, *options):
+        import torch
+
+        assert (dim, count, groups) == (0, self.size, [])
+        [value] = self._read([tensor])
+        parts = [torch.empty_like(value) for _ in range(count)]
+        self._group.allgather([parts], [value]).wait()
+        return torch.cat(parts).to(tensor.device)
+
+    def _all_to_all(self, tensor, token, split, concat, count, groups, pin_layout):
+        import torch
+
+        assert (split, concat, count, groups) == (0, 0, self.size, [])
+        [value] = self._read([tensor])
+        received = torch.empty_like(value)
+        self._group.alltoall_base(received, value, [], []).wait()
+        return received.to(tensor.device), token
+
+
+def _see_chips(tpu: ModuleType) -> None:
+    tpu.num_available_chips = lambda: int(os.environ[CHIPS_OF_HOST])
+
+
+# By the modules that are changed when they have been imported, whoever imports them.
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "torch_xla._internal.tpu": _see_chips,
+    "torch_xla": lambda torch_xla: _Client(torch_xla).install(),
+}
+
+
+class _Finder:
+    """Finds the modules of `_CHANGES`."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name not in _CHANGES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _CHANGES[name](module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Finder)
