@@ -38,7 +38,7 @@ STARTERS = [
     pytest.param(GLOO, id="gloo", marks=of_torch_alone),
     pytest.param(TORCHRUN, id="torchrun"),
     pytest.param(EMULATED, id="emulated", marks=XLA),
-    pytest.param(AS_A_TPU, id="torch_xla", marks=[*XLA, SLOW]),
+    pytest.param(AS_A_TPU, id="tpu-like", marks=[*XLA, SLOW, pytest.mark.tpu_like]),
 ]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,9 +22,17 @@ class XlaReplica(Replica):
 
     Construct it in a replica (after ``launch``), never before: torch_xla determines the
     number of replicas once per process, when it is first asked.
+
+    Args:
+        reason: Why `current` chose this backend, for people.
+        waiting: Surrounds what waits for the device, and so for other replicas.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(
+        self,
+        reason: str,
+        waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         import torch_xla
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
@@ -42,6 +52,7 @@ class XlaReplica(Replica):
                 "torch.distributed.init_process_group('xla', init_method='xla://')"
             )
         self._torch_xla, self._xm = torch_xla, xm
+        self.waiting = waiting
         self._on_cpu = xr.device_type() == "CPU"
         super().__init__(
             xr.global_ordinal(), xr.world_size(), torch_xla.device(), reason
@@ -107,7 +118,8 @@ class XlaReplica(Replica):
     def wait(self) -> None:
         # sync(wait=True) returns before the execution ends.
         self._torch_xla.sync()
-        self._xm.wait_device_ops([str(self._xm._xla_real_device(self.device))])
+        with self.waiting():
+            self._xm.wait_device_ops([str(self._xm._xla_real_device(self.device))])
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         tensors = listed("fetch", tensors)
@@ -115,9 +127,10 @@ class XlaReplica(Replica):
             return []
         # Syncing first keeps the pending work in the one graph that every step runs.
         self.sync()
-        fetched = self._torch_xla._XLAC._xla_get_cpu_tensors(
-            [tensor.detach() for tensor in tensors]
-        )
+        with self.waiting():
+            fetched = self._torch_xla._XLAC._xla_get_cpu_tensors(
+                [tensor.detach() for tensor in tensors]
+            )
         # It returns tensors that are on the host, such as Adam's steps, themselves.
         return [
             copy.clone() if traits(tensor).is_host else copy

@@ -23,6 +23,8 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
+
 from xla_replica.errors import ReplicaError
 from xla_replica.starting import main_module
 from xla_replica.starting.exit_results import collect_results, main_held_back
@@ -69,7 +71,7 @@ def run_in_children(
         processes = [
             context.Process(
                 target=_run_child,
-                args=(_Surroundings(variables), main, folder, *own),
+                args=(_Surroundings(variables), len(arguments), main, folder, *own),
             )
             for own in arguments
         ]
@@ -89,33 +91,43 @@ def run_in_children(
 
 
 def first_death(
-    name: str, processes: Sequence[BaseProcess], folder: str
+    name: Callable[[int], str],
+    processes: Sequence[BaseProcess],
+    late: Callable[[], ReplicaError | None] = lambda: None,
 ) -> ReplicaError | None:
     """Waits until all processes have ended well; returns how the first one has not.
 
     Args:
-        name: What errors call a process, with its number in ``{}``.
+        name: Returns what errors call the process of a number, their ``rank``.
         processes: In the order of their numbers.
-        folder: See `run_in_children`.
+        late: Asked about once a second; an error that it returns ends the wait.
     """
-    del folder
     running = {process.sentinel: number for number, process in enumerate(processes)}
     while running:
-        for sentinel in connection.wait(list(running)):
+        ended = connection.wait(list(running), 1.0)
+        error = late()
+        for sentinel in ended:
             number = running.pop(sentinel)
             process = processes[number]
             process.join()
             if process.exitcode != 0:
-                who, cause = name.format(number), cause_of_death(process.exitcode)
-                return ReplicaError(f"{who} died ({cause})", number)
+                cause = cause_of_death(process.exitcode)
+                return ReplicaError(f"{name(number)} died ({cause})", number)
+        if error is not None:
+            return error
     return None
 
 
 def _run_child(
-    surroundings: _Surroundings, main: Callable[..., None], folder: str, *own: Any
+    surroundings: _Surroundings,
+    num_processes: int,
+    main: Callable[..., None],
+    folder: str,
+    *own: Any,
 ) -> None:
     """Calls ``main`` in the child, which has the parent's surroundings and its end."""
     surroundings.enter()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_processes))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     main(folder, *own)
 

@@ -11,7 +11,6 @@ import functools
 import itertools
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -136,7 +135,8 @@ def _watch(
     device: torch.device, processes: Sequence[BaseProcess], folder: str
 ) -> ReplicaError | None:
     """Waits until all processes have ended well, or returns how one has not."""
-    death = child_process.first_death("replica {}", processes, folder)
+    del folder
+    death = child_process.first_death("replica {}".format, processes)
     is_aborted = any(each.exitcode == -signal.SIGABRT for each in processes)
     if death is not None and is_aborted and not traits(device).is_host:
         return ReplicaError(
@@ -157,11 +157,9 @@ def _child_main(
     timeout: float,
 ) -> None:
     """Runs one replica in its process, and writes its result or failure."""
-    try:
-        os.environ.update(variables_of_process(kind, rank, num_replicas))
-        device = _take_device(kind, rank)
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_replicas))
-        fn, args = exit_results.load_call(exit_results.import_script(task))
+
+    @contextlib.contextmanager
+    def joined() -> Iterator[DistributedReplica]:
         _join_group(
             device,
             timeout,
@@ -169,14 +167,17 @@ def _child_main(
             rank=rank,
             world_size=num_replicas,
         )
-        replica = DistributedReplica("a process", device)
-        with listening_for_parent(folder):
-            result = _run_as(replica, fn, args)
-            exit_results.write_result(folder, rank, result)
+        with listening_for_parent(folder), computing_on(device):
+            yield DistributedReplica("a process", device)
             _wait_for_peers(rank, timeout)
-    except BaseException as error:  # a replica that exits has failed its peers too
-        exit_results.write_failure(folder, rank, error)
-        sys.exit(1)
+
+    try:
+        os.environ.update(variables_of_process(kind, rank, num_replicas))
+        device = _take_device(kind, rank)
+        called = exit_results.import_script(task)
+    except BaseException as error:
+        exit_results.fail(folder, rank, error)
+    exit_results.run_and_write(folder, called, joined, rank)
     torch.distributed.destroy_process_group()
 
 

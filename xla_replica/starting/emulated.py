@@ -7,11 +7,14 @@ in shared memory, where it outlives an abort.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any
@@ -68,7 +71,7 @@ class _Shared:
         """Waits until all results are there, or returns how the child has failed."""
         [process] = processes
         is_running = True
-        while not exit_results.have_all_ended(folder, self._num_replicas):
+        while len(exit_results.returned(folder)) < self._num_replicas:
             if not is_running:
                 return self._death(process)
             if time.monotonic() - self._heartbeat.value > self._frozen_after:
@@ -133,8 +136,6 @@ def _child_main(
     threading.Thread(target=shared.beat, daemon=True).start()
     torch.set_num_threads(1)
     try:
-        from torch_xla._internal import pjrt
-
         emulator = Emulator(num_replicas, timeout, shared.report)
         # Before the user's module is imported: it may take names from torch_xla.
         emulator.install()
@@ -144,20 +145,29 @@ def _child_main(
     except BaseException as error:
         exit_results.fail(folder, None, error)
 
-    def run_replica() -> None:
-        rank = None
-        try:
-            with emulator.replica() as rank:
-                shared.report(rank, "computing")
-                # Arguments of its own, as in a process: it may move a model.
-                fn, args = exit_results.load_call(called)
-                replica = XlaReplica(f"emulated on the CPU, {num_replicas} threads")
-                result = exit_results.run_replica(replica, fn, args)
-                replica.sync()
-                exit_results.write_result(folder, rank, result)
-        except BaseException as error:
-            exit_results.fail(folder, rank, error)
+    @contextlib.contextmanager
+    def emulated() -> Iterator[XlaReplica]:
+        with emulator.replica() as rank:
+            shared.report(rank, "computing")
+            yield XlaReplica(f"emulated on the CPU, {num_replicas} threads")
 
+    run_threads(folder, called, emulated, 0, 1)
+
+
+def run_threads(
+    folder: str,
+    called: bytes,
+    replica: Callable[[], AbstractContextManager[XlaReplica]],
+    index: int,
+    number: int,
+) -> None:
+    """Runs the replicas of process ``index`` of ``number`` in threads, as torch_xla.
+
+    See `exit_results.run_and_write`.
+    """
+    from torch_xla._internal import pjrt
+
+    run = functools.partial(exit_results.run_and_write, folder, called, replica)
     # This thread waits where it can be interrupted: it runs the signal handlers.
     with listening_for_parent(folder):
-        pjrt._run_thread_per_device(0, 1, run_replica, pjrt.initialize_multiprocess)
+        pjrt._run_thread_per_device(index, number, run, pjrt.initialize_multiprocess)

@@ -8,10 +8,12 @@ import logging
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +29,31 @@ from xla_replica.starting import main_module
 
 logger = logging.getLogger(__name__)
 _failing = threading.Lock()
+
+
+def run_and_write(
+    folder: str,
+    called: bytes,
+    replica: Callable[[], AbstractContextManager[Replica]],
+    rank: int | None = None,
+) -> None:
+    """Runs a call in a process that exists for it, and writes how it ended.
+
+    Args:
+        folder: That of `collect_results`.
+        called: See `load_call`: arguments of its own, since it may move a model.
+        replica: Surrounds the run of the calling thread's replica.
+        rank: The replica's, where it is known before.
+    """
+    try:
+        with replica() as here:
+            rank = here.rank
+            fn, args = load_call(called)
+            result = run_replica(here, fn, args)
+            here.wait()
+            write_result(folder, rank, result)
+    except BaseException as error:  # a replica that exits has failed its peers too
+        fail(folder, rank, error)
 
 
 def run_replica(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -135,16 +162,17 @@ def read_results(folder: str) -> list[Any]:
     return [pickle.loads(p.read_bytes()) for p in sorted(Path(folder).glob("*.result"))]
 
 
-def have_all_ended(folder: str, num_replicas: int) -> bool:
-    """Returns whether all results are in the folder."""
-    return len(list(Path(folder).glob("*.result"))) == num_replicas
+def returned(folder: str) -> list[int]:
+    """Returns the replicas whose results are in the folder."""
+    return sorted(int(path.stem) for path in Path(folder).glob("*.result"))
 
 
 def write_failure(folder: str, rank: int | None, error: BaseException) -> None:
     """Writes what replica ``rank`` raised; None where no single replica is at fault."""
-    who = "the emulated replicas" if rank is None else f"replica {rank}"
+    who = "a process of the replicas" if rank is None else f"replica {rank}"
     trace = "".join(traceback.format_exception(error))
-    text = f"{who} raised {type(error).__name__}: {error}\n\n{trace}"
+    raised = f"{who} raised {type(error).__name__}: {error}"
+    text = f"{raised}\n\nOn host {socket.gethostname()}:\n{trace}"
     content = pickle.dumps((rank, text, None))
     with contextlib.suppress(Exception):  # the exception, if it can be pickled and back
         with_error = _dump((rank, text, error), "")

@@ -5,24 +5,33 @@ Every chip has a process; `emulated` starts threads of one process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from xla_replica.backends.distributed import kinds_served, process_group
 from xla_replica.backends.registry import Job, check_is_alone, register_backend
 from xla_replica.backends.xla import XlaReplica
 from xla_replica.errors import ReplicaError
 from xla_replica.starting import child_process, emulated, exit_results
-from xla_replica.stopping import listening, listening_for_parent
+from xla_replica.starting.lateness import HostProgress
+from xla_replica.stopping import listening
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+# With these libtpu takes one chip, and meets no other process. torch_xla keeps what is
+# set, and sets addresses of all chips otherwise.
+_ONE_CHIP = {
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+    "TPU_PROCESS_BOUNDS": "1,1,1",
+    "TPU_PROCESS_ADDRESSES": "localhost:8476",
+    "TPU_PROCESS_PORT": "8476",
+    "CLOUD_TPU_TASK_ID": "0",
+}
 
 
 def is_installed() -> bool:
@@ -58,7 +67,10 @@ def _has_device_of_google() -> bool:
 
 
 def run_on_tpu(
-    fn: Callable[..., Any], args: tuple[Any, ...], num_replicas: int | None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    num_replicas: int | None,
+    timeout: float,
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` on every chip and returns this host's results by rank.
 
@@ -80,51 +92,57 @@ def run_on_tpu(
     else:
         is_tpu = pjrt.runtime.device_type() == "TPU"
         number = pjrt.tpu.num_local_processes() if is_tpu else 1
+    variables = {}
+    if num_replicas == 1 < number:
+        hosts = pjrt.tpu.get_worker_ips()
+        if len(hosts) > 1:
+            raise ValueError(
+                f"num_replicas=1, but this slice has {len(hosts)} hosts, and each "
+                "would train a model of its own: leave num_replicas out"
+            )
+        chip = os.environ.get("TPU_VISIBLE_CHIPS", "0")
+        number, variables = 1, {**_ONE_CHIP, "TPU_VISIBLE_CHIPS": chip}
+    progress = HostProgress(number, timeout)
     task = exit_results.dump_task(fn, args)
     return child_process.run_in_children(
         _child_main,
-        [(index, number, task, num_replicas) for index in range(number)],
-        functools.partial(child_process.first_death, "the process of chip {}"),
+        [(index, number, task, num_replicas, progress) for index in range(number)],
+        progress.watch,
         number,
+        variables,
         start_method="spawn",
         script_later=True,
     )
 
 
 def _child_main(
-    folder: str, index: int, number: int, task: bytes, num_replicas: int | None
+    folder: str,
+    index: int,
+    number: int,
+    task: bytes,
+    num_replicas: int | None,
+    progress: HostProgress,
 ) -> None:
-    """Runs the replicas of one chip (several on v2 and v3) in threads, as torch_xla."""
-    from torch_xla._internal import pjrt
+    """Runs the replicas of one chip (several on v2 and v3)."""
 
-    def run_replica() -> None:
-        rank = None
-        try:
-            replica = XlaReplica("a process of this host")
-            rank = replica.rank
-            if num_replicas not in (None, replica.num_replicas):
-                raise ValueError(
-                    f"num_replicas={num_replicas}, but there are "
-                    f"{replica.num_replicas} devices, and all of them are used: leave "
-                    "num_replicas out"
-                )
-            fn, args = exit_results.load_call(called)
-            result = exit_results.run_replica(replica, fn, args)
-            replica.wait()
-            exit_results.write_result(folder, rank, result)
-        except BaseException as error:
-            exit_results.fail(folder, rank, error)
+    @contextlib.contextmanager
+    def on_chip() -> Iterator[XlaReplica]:
+        replica = XlaReplica(
+            "a process of this host", functools.partial(progress.waiting, index)
+        )
+        progress.started(index, replica)
+        if num_replicas not in (None, replica.num_replicas):
+            raise ValueError(
+                f"num_replicas={num_replicas}, but there are {replica.num_replicas} "
+                "devices: leave num_replicas out to use all, or, on one host, pass 1"
+            )
+        yield replica
 
     try:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // number))
         called = exit_results.import_script(task)
     except BaseException as error:
         exit_results.fail(folder, None, error)
-    # This thread waits where it can be interrupted: it runs the signal handlers.
-    with listening_for_parent(folder):
-        pjrt._run_thread_per_device(
-            index, number, run_replica, pjrt.initialize_multiprocess
-        )
+    emulated.run_threads(folder, called, on_chip, index, number)
 
 
 def _join_torchrun() -> None:
@@ -179,7 +197,7 @@ def _launch(job: Job) -> list[Any]:
         return [_run_here(job)]
     if has_tpu() and process_group() is None:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return run_on_tpu(job.fn, job.args, job.num_replicas)
+            return run_on_tpu(job.fn, job.args, job.num_replicas, job.timeout)
         _join_torchrun()
         return [_run_here(job)]
     if job.is_started:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from support.xla_replica import tpu_like
 from support.xla_replica.torchrun import LAUNCHER
 
 SCRIPT = """
@@ -43,20 +44,17 @@ def train(rank, folder, arms, workers):
 if __name__ == "__main__":
     folder, arms, device, num_replicas, workers = sys.argv[1:]
     args = folder, arms == "arms", workers
-    if device == "as a TPU":  # the way torch_xla starts replicas there; here, only one
-        from xla_replica.starting import xla
-        os.environ["PJRT_DEVICE"] = "CPU"
-        xla.run_on_tpu(train, args, None)
     xla_replica.launch(train, args, int(num_replicas) or None, device, timeout=60)
 """
 
 
 class Starter(NamedTuple):
-    """How a script is started; with ``num_replicas`` 0 torchrun sets the number."""
+    """How a script is started; ``num_replicas`` 0 leaves the number to the starter."""
 
     command: tuple[str, ...]
     device: str
     num_replicas: int
+    num_chips: int = 0
 
     def start(self, folder: Path, arms: bool, workers: str = "") -> Run:
         """Starts the script and returns when all its replicas train.
@@ -70,11 +68,20 @@ class Starter(NamedTuple):
              str(self.num_replicas), workers],
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a group of its own, as a job has
+            env=self.environment(folder),
+            start_new_session=True,  # a separate group, to be signalled as a whole
         )  # fmt: skip
         run = Run(process, folder, self.num_replicas or 2)
         run.wait_until(lambda: len(run.files("ready")) == run.num_replicas)
         return run
+
+    def environment(self, folder: Path) -> dict[str, str] | None:
+        """Returns the script's environment, None for this process's."""
+        if not self.num_chips:
+            return None
+        host = folder / "host"
+        host.mkdir()
+        return tpu_like.environment(self.num_chips, host)
 
 
 class Run:
@@ -152,4 +159,4 @@ LOCAL = Starter(PYTHON, "cpu", 1)
 GLOO = Starter(PYTHON, "cpu", 2)
 EMULATED = Starter(PYTHON, "xla", 2)
 TORCHRUN = Starter(LAUNCHER, "cpu", 0)
-AS_A_TPU = Starter(PYTHON, "as a TPU", 1)
+AS_A_TPU = Starter(PYTHON, "xla", 0, num_chips=2)

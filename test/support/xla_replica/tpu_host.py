@@ -29,11 +29,16 @@ class _Client:
     def install(self) -> None:
         # Python still reads TPU in its copy of the environment.
         os.putenv("PJRT_DEVICE", "CPU")
-        self._c._xla_get_all_devices = lambda: [f"CPU:{n}" for n in range(self.size)]
+        self._c._xla_get_all_devices = self._meet
         self._c._xla_get_default_device_ordinal = lambda: self.rank
         self._c._xla_all_reduce_inplace = self._all_reduce
         self._c._xla_all_gather = self._all_gather
         self._c._xla_all_to_all = self._all_to_all
+
+    def _meet(self) -> list[str]:
+        """Returns all chips. All processes meet when they first ask for them."""
+        self._group  # noqa: B018
+        return [f"CPU:{n}" for n in range(self.size)]
 
     @property
     def size(self) -> int:
@@ -47,7 +52,7 @@ class _Client:
 
     @functools.cached_property
     def _group(self):
-        """The processes of this launch. Like libtpu, it waits for ever."""
+        """Connects the processes of this launch. Like libtpu, it waits for ever."""
         import datetime
         import multiprocessing
 
@@ -65,13 +70,21 @@ class _Client:
         self._torch_xla.sync()
         return self._c._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
 
+    @staticmethod
+    def _wait(works) -> None:
+        """Waits as a TPU's replica does when it next fetches."""
+        import xla_replica
+
+        with xla_replica.current().waiting():
+            for work in works:
+                work.wait()
+
     def _all_reduce(self, kind, tensors, scale, groups, pin_layout) -> None:
         import torch
 
         assert (kind, scale, groups) == ("sum", 1.0, [])
         values = self._read(tensors)
-        for value in values:
-            self._group.allreduce([value]).wait()
+        self._wait([self._group.allreduce([value]) for value in values])
         with torch.no_grad():
             for tensor, value in zip(tensors, values):
                 tensor.copy_(value.to(tensor.device))
@@ -82,7 +95,7 @@ class _Client:
         assert (dim, count, groups) == (0, self.size, [])
         [value] = self._read([tensor])
         parts = [torch.empty_like(value) for _ in range(count)]
-        self._group.allgather([parts], [value]).wait()
+        self._wait([self._group.allgather([parts], [value])])
         return torch.cat(parts).to(tensor.device)
 
     def _all_to_all(self, tensor, token, split, concat, count, groups, pin_layout):
@@ -91,7 +104,7 @@ class _Client:
         assert (split, concat, count, groups) == (0, 0, self.size, [])
         [value] = self._read([tensor])
         received = torch.empty_like(value)
-        self._group.alltoall_base(received, value, [], []).wait()
+        self._wait([self._group.alltoall_base(received, value, [], [])])
         return received.to(tensor.device), token
 
 

@@ -131,7 +131,7 @@ def _serve(rank: int, address: str) -> None:
 
 def _main(folder: str) -> None:
     try:
-        xla_replica.launch(_serve, (os.path.join(folder, "socket"),), timeout=60)
+        xla_replica.launch(_serve, (os.path.join(folder, "socket"),))
     except BaseException as error:
         Path(folder, "error").write_bytes(pickle.dumps(error))
 

@@ -16,14 +16,17 @@ pytestmark = [needs_xla, pytest.mark.xla]
 
 # sys.exit(21) in a replica.
 ON_A_TPU = """
-import sys
+import os, sys
+import xla_replica
 from xla_replica.starting import xla
+
+xla.has_tpu = lambda: True
 
 def train(rank):
     sys.exit(21)
 
 if __name__ == "__main__":
-    xla.run_on_tpu(train, (), None)
+    xla_replica.launch(train)
 """
 JOINED = """
 import torch, torch.distributed, torch_xla.distributed.xla_backend, xla_replica

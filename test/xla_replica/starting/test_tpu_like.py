@@ -1,57 +1,64 @@
-"""What a TPU's host does, with the processes of its chips on XLA:CPU.
-
-The parent is told of two chips; each process is a replica that knows of no other, so
-that what is seen is how processes start, fail and end.
-"""
+"""What a TPU's host does, with the processes of its chips on XLA:CPU."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.documents import ROOT
+from support.xla_replica import tpu_like
 from support.xla_replica.replicas import needs_xla
+from support.xla_replica.stopping import is_running
 from support.xla_replica.torchrun import LAUNCHER
 
+from xla_replica import LocalReplica
+from xla_replica.starting import exit_results
+from xla_replica.starting.lateness import HostProgress
+
 pytestmark = [needs_xla, pytest.mark.xla]
+IN_CI = [pytest.mark.slow, pytest.mark.tpu_like]  # make tpu-like
 
 SCRIPT = """
-import os, signal, sys, time
+import logging, os, signal, sys, time
 from pathlib import Path
+import torch
 import xla_replica
-from xla_replica.starting import xla
 
 def train(rank, folder, what):
-    index = int(os.environ["PJRT_LOCAL_PROCESS_RANK"])
+    replica = xla_replica.current()
     xla_replica.catch_signals()
-    Path(folder, f"pid-{index}").write_text(str(os.getpid()))
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
     while len(list(Path(folder).glob("pid-*"))) < 2:
         time.sleep(0.05)
-    if index == 1 and what == "raises":
+    if rank == 1 and what == "raises":
         raise KeyError("the user's mistake")
-    if index == 1 and what == "dies":
+    if rank == 1 and what == "dies":
         os.kill(os.getpid(), signal.SIGKILL)  # as where memory is short
-    while True:  # a collective whose peer never comes
+    if rank == 1 and what == "hangs":
         time.sleep(3600)
+    replica.fetch([replica.all_gather(torch.ones(1, device=replica.device))])
+    time.sleep(3600)
 
 if __name__ == "__main__":
-    from torch_xla._internal import pjrt
-    pjrt.runtime.device_type = lambda: "TPU"
-    pjrt.tpu.num_local_processes = lambda: 2
-    xla.run_on_tpu(train, tuple(sys.argv[1:]), None)
+    logging.basicConfig(level=logging.INFO)
+    timeout = 3 if sys.argv[2] == "hangs" else 300
+    xla_replica.launch(train, tuple(sys.argv[1:]), timeout=timeout)
 """
+HOST = socket.gethostname()
 
 
-def start(folder: Path, what: str) -> subprocess.Popen[str]:
+def start(folder: Path, what: str, **where: int) -> subprocess.Popen[str]:
     (folder / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU"}
     return subprocess.Popen(
         [sys.executable, folder / "script.py", folder, what],
-        env=environment,
+        env=tpu_like.environment(folder=folder, **{"num_chips": 2, **where}),
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -68,19 +75,22 @@ def replicas_of(folder: Path) -> list[int]:
     return list(map(int, found))
 
 
-def is_running(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("raises", ["replica 0 raised KeyError", "the user's mistake"]),
-        ("dies", ["the process of chip 1 died (signal 9)"]),
+        ("raises", ["replica 1 raised KeyError", f"On host {HOST}", "the user's mist"]),
+        (
+            "hangs",
+            [
+                f"replica 1 on host {HOST} did not come to what replica 0 on host "
+                f"{HOST} has waited for within 3 s",
+                f"host {HOST} has replicas 0, 1 of 2; replica 0, which logs and saves, "
+                "is here",
+            ],
+        ),
+        pytest.param(
+            "dies", [f"replica 1 on host {HOST} died (signal 9)"], marks=IN_CI
+        ),
     ],
 )
 def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, what, said):
@@ -94,6 +104,8 @@ def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, what, said):
     assert not any(map(is_running, replicas))
 
 
+@pytest.mark.slow
+@pytest.mark.tpu_like
 def test_no_replica_outlives_a_script_that_is_killed(tmp_path):
     """It would hold the chips."""
     with start(tmp_path, "waits") as process:
@@ -103,6 +115,139 @@ def test_no_replica_outlives_a_script_that_is_killed(tmp_path):
     while any(map(is_running, replicas)):
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_like
+def test_hosts_of_a_slice_say_where_replica_0_is(tmp_path):
+    """It need not be on the first; and each host ends by itself, with its reason."""
+    hosts = [
+        start(tmp_path, "raises", num_chips=1, host=n, num_hosts=2) for n in range(2)
+    ]
+    replicas = replicas_of(tmp_path)
+    hosts[0].wait(60)  # which has replica 1
+    hosts[1].send_signal(signal.SIGKILL)
+    said = [host.communicate()[1] for host in hosts]
+    assert "has replicas 1 of 2; replica 0, which logs and saves, is on an" in said[0]
+    assert "has replicas 0 of 2; replica 0, which logs and saves, is here" in said[1]
+    assert "replica 1 raised KeyError" in said[0]
+    assert "KeyError" not in said[1]
+    end = time.monotonic() + 60
+    while any(map(is_running, replicas)):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+ONE_CHIP = """
+import os, sys
+import torch, xla_replica
+
+def train(rank):
+    seen = {n: v for n, v in os.environ.items() if n.startswith(("TPU_", "CLOUD_TPU"))}
+    return str(xla_replica.current()), torch.get_num_threads(), seen
+
+if __name__ == "__main__":
+    try:
+        for each in xla_replica.launch(train, num_replicas=int(sys.argv[1])):
+            print(each)
+    except (ValueError, xla_replica.ReplicaError) as error:
+        sys.exit(str(error))
+"""
+
+
+def launched(folder: Path, num_replicas: int, **where: int) -> tuple[str, str]:
+    """Returns what the script writes to both of its streams."""
+    (folder / "script.py").write_text(ONE_CHIP)
+    done = subprocess.run(
+        [sys.executable, folder / "script.py", str(num_replicas)],
+        env=tpu_like.environment(4, folder, **where),
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.stdout, done.stderr
+
+
+def test_one_chip_of_four_is_a_replica_alone(tmp_path):
+    said, errors = launched(tmp_path, 1)
+    assert "replica 0 of 1 on xla:0" in said, errors
+    # What libtpu's documentation asks for, and no other chip's address.
+    for name, value in {
+        "TPU_VISIBLE_CHIPS": "0",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_ADDRESSES": "localhost:8476",
+        "CLOUD_TPU_TASK_ID": "0",
+    }.items():
+        assert f"'{name}': '{value}'" in said
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "hosts", "refusal"),
+    [
+        pytest.param(
+            2, 1, "num_replicas=2, but there are 4 devices: leave num_replicas out to "
+            "use all, or, on one host, pass 1", marks=IN_CI,
+        ),
+        pytest.param(
+            1, 2, "num_replicas=1, but this slice has 2 hosts, and each would train a",
+            marks=IN_CI,
+        ),
+    ],
+)  # fmt: skip
+def test_other_numbers_of_chips_are_refused(tmp_path, num_replicas, hosts, refusal):
+    """An error's remedy works: all, or on one host one."""
+    said, errors = launched(tmp_path, num_replicas, num_hosts=hosts)
+    assert "xla:0" not in said
+    assert refusal in errors
+
+
+class Clock:
+    """Stands for `time` in the module that watches."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("waiting", "returned", "said"),
+    [
+        ([], [], None),
+        ([0, 2], [], "replica 1 on host {} did not come to what replica 0"),
+        (
+            [0],
+            [1, 2],
+            "replica 1 on host {0} and replica 2 on host {0} did not come to",
+        ),
+        ([0, 1, 2], [], "all replicas on host {} have waited for 5 s"),
+        ([], [2], "replica 0 on host {0} and replica 1 on host {0} did not return"),
+        ([], [0, 1, 2], None),  # exit handlers take their time
+    ],
+)
+def test_who_is_late_is_named(waiting, returned, said, tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("xla_replica.starting.lateness.time", clock)
+    progress = HostProgress(3, timeout=5.0)
+    progress._folder = str(tmp_path)
+    for index in range(3):
+        replica = LocalReplica("cpu")
+        replica.rank, replica.num_replicas = index, 3
+        progress.started(index, replica)
+    waits = [progress.waiting(index) for index in waiting]
+    for each in waits:
+        each.__enter__()
+    for rank in returned:
+        exit_results.write_result(str(tmp_path), rank, torch.ones(1))
+    assert progress._late() is None  # it has only begun
+    clock.now += 5.5
+    error = progress._late()
+    assert (error is None) == (said is None)
+    if error is not None:
+        assert said.format(HOST) in str(error)
+    for each in waits:  # who has come is waited for no more
+        each.__exit__(None, None, None)
+    if not returned:
+        assert progress._late() is None
 
 
 SPMD = """
