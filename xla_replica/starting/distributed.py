@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,7 +36,6 @@ from xla_replica.backends.registry import (
 )
 from xla_replica.backends.replica import (
     LocalReplica,
-    Replica,
     default_device,
     in_use,
 )
@@ -132,10 +131,9 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
 
 
 def _watch(
-    device: torch.device, processes: Sequence[BaseProcess], folder: str
+    device: torch.device, processes: Sequence[BaseProcess], _folder: str
 ) -> ReplicaError | None:
     """Waits until all processes have ended well, or returns how one has not."""
-    del folder
     death = child_process.first_death("replica {}".format, processes)
     is_aborted = any(each.exitcode == -signal.SIGABRT for each in processes)
     if death is not None and is_aborted and not traits(device).is_host:
@@ -258,8 +256,8 @@ def _run_here(job: Job, kind: torch.device) -> Any:
         device = chosen_by_script(kind)
     with surroundings:
         replica = DistributedReplica("a process of this job", device)
-        with listening():
-            result = _run_as(replica, job.fn, job.args)
+        with listening(), computing_on(device):
+            result = exit_results.run_replica(replica, job.fn, job.args)
             if joins:
                 _wait_for_peers(replica.rank, job.timeout)
     return exit_results.values([result])[0]
@@ -279,12 +277,6 @@ def _in_group_of_its_own(device: torch.device, timeout: float) -> Iterator[None]
         torch.distributed.distributed_c10d._abort_process_group()
         raise
     torch.distributed.destroy_process_group()
-
-
-def _run_as(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Returns what `exit_results.run_replica` does; threads compute on its device."""
-    with computing_on(replica.device):
-        return exit_results.run_replica(replica, fn, args)
 
 
 # --- the rows -----------------------------------------------------------------------

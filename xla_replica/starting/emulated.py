@@ -151,23 +151,31 @@ def _child_main(
             shared.report(rank, "computing")
             yield XlaReplica(f"emulated on the CPU, {num_replicas} threads")
 
-    run_threads(folder, called, emulated, 0, 1)
+    run_threads(folder, called, emulated)
 
 
 def run_threads(
     folder: str,
     called: bytes,
     replica: Callable[[], AbstractContextManager[XlaReplica]],
-    index: int,
-    number: int,
+    index: int = 0,
+    number: int = 1,
+    alone: bool = False,
 ) -> None:
     """Runs the replicas of process ``index`` of ``number`` in threads, as torch_xla.
 
-    See `exit_results.run_and_write`.
+    See `exit_results.run_and_write`. With ``alone`` it takes a chip and has no peers.
     """
     from torch_xla._internal import pjrt
 
     run = functools.partial(exit_results.run_and_write, folder, called, replica)
     # This thread waits where it can be interrupted: it runs the signal handlers.
     with listening_for_parent(folder):
-        pjrt._run_thread_per_device(index, number, run, pjrt.initialize_multiprocess)
+        pjrt._run_thread_per_device(
+            index,
+            number,
+            run,
+            (lambda *_: pjrt.initialize_singleprocess())
+            if alone
+            else pjrt.initialize_multiprocess,
+        )

@@ -23,15 +23,6 @@ from xla_replica.starting.lateness import HostProgress
 from xla_replica.stopping import listening
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-# With these libtpu takes one chip, and meets no other process. torch_xla keeps what is
-# set, and sets addresses of all chips otherwise.
-_ONE_CHIP = {
-    "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
-    "TPU_PROCESS_BOUNDS": "1,1,1",
-    "TPU_PROCESS_ADDRESSES": "localhost:8476",
-    "TPU_PROCESS_PORT": "8476",
-    "CLOUD_TPU_TASK_ID": "0",
-}
 
 
 def is_installed() -> bool:
@@ -92,24 +83,19 @@ def run_on_tpu(
     else:
         is_tpu = pjrt.runtime.device_type() == "TPU"
         number = pjrt.tpu.num_local_processes() if is_tpu else 1
-    variables = {}
-    if num_replicas == 1 < number:
-        hosts = pjrt.tpu.get_worker_ips()
-        if len(hosts) > 1:
-            raise ValueError(
-                f"num_replicas=1, but this slice has {len(hosts)} hosts, and each "
-                "would train a model of its own: leave num_replicas out"
-            )
-        chip = os.environ.get("TPU_VISIBLE_CHIPS", "0")
-        number, variables = 1, {**_ONE_CHIP, "TPU_VISIBLE_CHIPS": chip}
-    progress = HostProgress(number, timeout)
+    used = 1 if num_replicas == 1 else number
+    if used < number and (hosts := pjrt.tpu.num_tpu_workers()) > 1:
+        raise ValueError(
+            f"num_replicas=1, but this slice has {hosts} hosts, and each would train a "
+            "model of its own: leave num_replicas out"
+        )
+    progress = HostProgress(used, timeout)
     task = exit_results.dump_task(fn, args)
     return child_process.run_in_children(
         _child_main,
-        [(index, number, task, num_replicas, progress) for index in range(number)],
+        [(index, number, task, num_replicas, progress) for index in range(used)],
         progress.watch,
-        number,
-        variables,
+        used,
         start_method="spawn",
         script_later=True,
     )
@@ -123,7 +109,7 @@ def _child_main(
     num_replicas: int | None,
     progress: HostProgress,
 ) -> None:
-    """Runs the replicas of one chip (several on v2 and v3)."""
+    """Runs the replicas of one of ``number`` chips (several on v2 and v3)."""
 
     @contextlib.contextmanager
     def on_chip() -> Iterator[XlaReplica]:
@@ -131,10 +117,12 @@ def _child_main(
             "a process of this host", functools.partial(progress.waiting, index)
         )
         progress.started(index, replica)
-        if num_replicas not in (None, replica.num_replicas):
+        # A chip of v2 and v3 has two devices, which are alone without knowing it.
+        num_devices = max(replica.num_replicas, replica.rank + 1)
+        if num_replicas not in (None, num_devices):
             raise ValueError(
-                f"num_replicas={num_replicas}, but there are {replica.num_replicas} "
-                "devices: leave num_replicas out to use all, or, on one host, pass 1"
+                f"num_replicas={num_replicas}, but there are {num_devices} devices: "
+                "leave num_replicas out to use all, or, on one host, pass 1"
             )
         yield replica
 
@@ -142,7 +130,8 @@ def _child_main(
         called = exit_results.import_script(task)
     except BaseException as error:
         exit_results.fail(folder, None, error)
-    emulated.run_threads(folder, called, on_chip, index, number)
+    alone = num_replicas == 1 < number
+    emulated.run_threads(folder, called, on_chip, index, number, alone)
 
 
 def _join_torchrun() -> None:

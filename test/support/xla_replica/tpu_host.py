@@ -48,7 +48,7 @@ class _Client:
     @property
     def rank(self) -> int:
         """The chip's number. It is not in the order of processes, as on a TPU."""
-        return self.size - 1 - int(os.environ["CLOUD_TPU_TASK_ID"])
+        return self.size - 1 - int(os.environ.get("CLOUD_TPU_TASK_ID", 0))
 
     @functools.cached_property
     def _group(self):
@@ -72,12 +72,17 @@ class _Client:
 
     @staticmethod
     def _wait(works) -> None:
-        """Waits as a TPU's replica does when it next fetches."""
+        """Waits as a TPU's replica does when it next fetches, also for who has gone."""
+        import time
+
         import xla_replica
 
         with xla_replica.current().waiting():
             for work in works:
-                work.wait()
+                try:
+                    work.wait()
+                except RuntimeError:
+                    time.sleep(86_400)
 
     def _all_reduce(self, kind, tensors, scale, groups, pin_layout) -> None:
         import torch

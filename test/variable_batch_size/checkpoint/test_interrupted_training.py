@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.xla_replica import tpu_like
 from support.xla_replica.replicas import needs_xla, of_torch_alone
 from support.xla_replica.torchrun import free_port, wait_for_server
 
@@ -149,7 +150,6 @@ def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
         ) as run:  # fmt: skip
             if kills == num_kills:
                 assert run.wait() == 0, run.output
-                ended = True
             else:
                 # Some kills come before the first update; all leave something to do.
                 until = time.monotonic() + 8.0 * at.random()
@@ -206,6 +206,36 @@ def test_asked_to_stop_eight_replicas_save_and_resume_to_their_target(tmp_path):
         assert run.wait() == 0, run.output
     assert restored(run.output) == stopped_at
     assert history(folder)["step"].tolist() == list(range(len(history(folder))))
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.slow
+@pytest.mark.tpu_like
+def test_on_chips_a_replica_dies_and_all_are_stopped_and_it_ends_the_same(
+    undisturbed, tmp_path
+):
+    folder = tmp_path / "run"
+    for what in ("dies", "is asked to stop"):
+        (tmp_path / what).mkdir()
+        before = num_updates(folder)
+        with Run(
+            folder, *ARGUMENTS, "--checkpoint-steps", 2,
+            **tpu_like.environment(2, tmp_path / what),
+        ) as run:  # fmt: skip
+            assert run.wait_for_update(before + 4), run.output
+            if what == "dies":
+                os.kill(descendants(run.process.pid)[-1], signal.SIGKILL)
+                assert run.wait() == 1, run.output
+                assert "died (signal 9)" in run.output
+            else:
+                os.kill(run.process.pid, signal.SIGTERM)
+                assert run.wait() == 143, run.output
+                assert "Started again, the run continues from" in run.output
+    with Run(folder, *ARGUMENTS, "--device", "cpu", "--num-replicas", 1) as run:
+        assert run.wait() == 0, run.output
+    assert restored(run.output) >= 8
+    assert_same_training(history(folder), undisturbed)
 
 
 class Node(Run):
