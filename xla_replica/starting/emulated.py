@@ -168,14 +168,13 @@ def run_threads(
     """
     from torch_xla._internal import pjrt
 
+    def start(*place: int) -> None:
+        if alone:
+            pjrt.initialize_singleprocess()
+        else:
+            pjrt.initialize_multiprocess(*place)
+
     run = functools.partial(exit_results.run_and_write, folder, called, replica)
     # This thread waits where it can be interrupted: it runs the signal handlers.
     with listening_for_parent(folder):
-        pjrt._run_thread_per_device(
-            index,
-            number,
-            run,
-            (lambda *_: pjrt.initialize_singleprocess())
-            if alone
-            else pjrt.initialize_multiprocess,
-        )
+        pjrt._run_thread_per_device(index, number, run, start)

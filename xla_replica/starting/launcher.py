@@ -32,6 +32,8 @@ def launch(
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` on every replica and returns their results by rank.
 
+    On a TPU slice of several hosts every host calls it, and has its replicas' results.
+
     Inside ``fn``, `current` is the replica. Where it runs:
 
     ============= =============================================================
@@ -60,16 +62,16 @@ def launch(
         device: One of the table.
         timeout: Seconds that a replica may be late, at a collective or after the last
             of its peers has returned, before the run is ended with an error. On
-            emulated replicas an exception ends it at once. At most 2,000,000, 23 days.
+            emulated replicas and on a TPU an exception ends it at once. At most
+            2,000,000, 23 days.
 
     Raises:
         Stopped: At least one replica raised it; raised when all have ended.
         SystemExit: A replica called ``sys.exit`` with a status other than 0.
         ReplicaError: A replica in another process raised (its exception is
             ``__cause__``), hung, left early or differed from its peers. An exception of
-            a replica in this process is raised unchanged, and torch_xla reports those
-            on a TPU in its own way. Or the process group that the script has joined
-            cannot sum tensors where this process computes.
+            a replica in this process is raised unchanged. Or the process group that
+            the script has joined cannot sum tensors where this process computes.
         ValueError: ``num_replicas`` or ``device`` does not exist here.
         TypeError: ``fn`` is not a function, ``args`` not a tuple, ``num_replicas`` not
             an integer or ``timeout`` not a number, or ``fn`` or ``args`` cannot be sent

@@ -78,11 +78,7 @@ def run_on_tpu(
             "chips that the replicas need: make tensors and models in the function "
             "that launch runs"
         )
-    if pjrt.plugins.using_dynamic_plugins():
-        number = pjrt.plugins.default().physical_chip_count()
-    else:
-        is_tpu = pjrt.runtime.device_type() == "TPU"
-        number = pjrt.tpu.num_local_processes() if is_tpu else 1
+    number = pjrt.tpu.num_local_processes()
     used = 1 if num_replicas == 1 else number
     if used < number and (hosts := pjrt.tpu.num_tpu_workers()) > 1:
         raise ValueError(

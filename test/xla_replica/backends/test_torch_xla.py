@@ -14,20 +14,6 @@ from xla_replica.starting import xla
 
 pytestmark = [needs_xla, pytest.mark.xla]
 
-# sys.exit(21) in a replica.
-ON_A_TPU = """
-import os, sys
-import xla_replica
-from xla_replica.starting import xla
-
-xla.has_tpu = lambda: True
-
-def train(rank):
-    sys.exit(21)
-
-if __name__ == "__main__":
-    xla_replica.launch(train)
-"""
 JOINED = """
 import torch, torch.distributed, torch_xla.distributed.xla_backend, xla_replica
 
@@ -71,12 +57,6 @@ def test_a_machine_without_any_device_of_google_has_no_tpu(tmp_path, monkeypatch
     (tmp_path / "1" / "vendor").write_text("0x1ae0\n")
     with pytest.raises(ImportError):
         xla.has_tpu()
-
-
-def test_the_status_with_which_a_replica_on_a_tpu_exits_is_the_scripts(tmp_path):
-    status, _, errors = run(tmp_path, ON_A_TPU)
-    assert status == 21
-    assert "Traceback" not in errors
 
 
 def test_launch_uses_torch_xlas_process_group_that_the_script_has_joined(tmp_path):

@@ -40,6 +40,8 @@ def train(rank, folder, what):
         raise KeyError("the user's mistake")
     if rank == 1 and what == "dies":
         os.kill(os.getpid(), signal.SIGKILL)  # as where memory is short
+    if rank == 1 and what == "exits":
+        sys.exit(21)
     if rank == 1 and what == "hangs":
         time.sleep(3600)
     replica.fetch([replica.all_gather(torch.ones(1, device=replica.device))])
@@ -100,6 +102,15 @@ def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, what, said):
     for text in said:
         assert text in errors
     assert not any(map(is_running, replicas))
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_like
+def test_the_status_with_which_a_replica_exits_is_the_scripts(tmp_path):
+    with start(tmp_path, "exits") as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 21
+    assert "Traceback" not in errors
 
 
 @pytest.mark.slow
