@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd, sparse_convnet
 from support.variable_batch_size.reports import Writer
 from support.xla_replica.replicas import (
-    FOUR_TPU_LIKE,
     SEVERAL_REPLICAS,
     TORCHTPU,
     TPU_LIKE,
@@ -151,7 +150,7 @@ def drift(rank: int) -> dict[str, str]:
     return messages
 
 
-@pytest.mark.parametrize("backend", [*SEVERAL_REPLICAS, TPU_LIKE, FOUR_TPU_LIKE])
+@pytest.mark.parametrize("backend", [*SEVERAL_REPLICAS, TPU_LIKE])
 def test_drift_is_found(backend):
     for messages in backend.run(drift):
         assert messages.pop("") == ""
