@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xla_replica import traits
+from xla_replica import full_matmul_precision, traits
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 
 Tables = tuple[Tensor, ...]
@@ -207,7 +207,8 @@ class Projection:
         The rows may be given as several parts of their columns, in order.
         ``kind="none"`` returns ``(B, D)``, a single part as it is.
         """
-        return PROJECTIONS[self.kind].apply(parts, *self.tables)
+        with full_matmul_precision(parts[0].device):
+            return PROJECTIONS[self.kind].apply(parts, *self.tables)
 
 
 def johnson_lindenstrauss_min_dim(num_samples: int, eps: float) -> int:

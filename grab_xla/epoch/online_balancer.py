@@ -17,7 +17,7 @@ from grab_xla.balancing.rows import Rows
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.gradients.row_copies import interleaved
-from xla_replica import traits
+from xla_replica import full_matmul_precision, traits
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 from xla_replica.common.compiling import has_numba
 
@@ -191,10 +191,11 @@ class OnlineBalancer:
         ``pieces`` are ``(R, columns)`` at a time; see ``piece_size``. They are iterated
         over twice, if the balance type looks at a step before it is balanced.
         """
-        self.state = self._ordering.begin_step(self.state, pieces, self._decisions)
-        for rows in pieces:
-            self._place_piece(rows)
-            del rows  # before the next ones are formed
+        with full_matmul_precision(self.columns.device):
+            self.state = self._ordering.begin_step(self.state, pieces, self._decisions)
+            for rows in pieces:
+                self._place_piece(rows)
+                del rows  # before the next ones are formed
 
     def _place_piece(self, rows_RD: Rows) -> None:
         ordering, device = self._ordering, self.columns.device

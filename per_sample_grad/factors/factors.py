@@ -14,7 +14,6 @@ from per_sample_grad.factors import plan as planning
 from per_sample_grad.factors.forms import Contribution, Dense, Outer, Versions
 from per_sample_grad.factors.plan import Choice, Method, Plan, Quantity
 from per_sample_grad.factors.projection import Projection
-from xla_replica import full_matmul_precision
 from xla_replica.common.arguments import check_choice
 
 # Gradients of at most so many numbers are joined before they are squared: a small
@@ -28,7 +27,10 @@ _T = TypeVar("_T")
 def _in_full_precision(
     method: Callable[Concatenate[Factors, _P], _T],
 ) -> Callable[Concatenate[Factors, _P], _T]:
-    """Runs a method without the caller's autocast, and without a graph."""
+    """Runs a method without the caller's autocast, and without a graph.
+
+    Its products keep all their digits.
+    """
 
     @functools.wraps(method)
     def answer(self: Factors, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -184,9 +186,10 @@ class Factors:
         found = self._sum(terms, (len(self), count))
         return found if many else found[:, 0]
 
-    @_in_full_precision
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns ``Σ_i w_i g_i`` by name, of the parameter's shape or ``(K, *shape)``.
+
+        Its products have the precision of a gradient's, which it may take the place of.
 
         Args:
             weights: ``(B,)`` or ``(K, B)``; ones give the gradient of the summed loss.
@@ -205,7 +208,6 @@ class Factors:
         self.add_weighted_sum_(totals, weights if many else weights.unsqueeze(0))
         return found
 
-    @_in_full_precision
     def add_weighted_sum_(
         self, totals: Mapping[str, torch.Tensor], weights: torch.Tensor
     ) -> None:
@@ -217,10 +219,11 @@ class Factors:
             totals: ``(K, *shape)`` for every name in `shapes`; views are allowed.
             weights: ``(K, B)``.
         """
-        rows = weights.detach().to(self._dtype) * self._multiplier
-        for name, uses in self.merged.items():
-            for use in uses:
-                algebra.add_weighted_sums_(totals[name], use, rows, self._budget)
+        with forms.without_autocast(self.losses.device):
+            rows = weights.detach().to(self._dtype) * self._multiplier
+            for name, uses in self.merged.items():
+                for use in uses:
+                    algebra.add_weighted_sums_(totals[name], use, rows, self._budget)
 
     @_in_full_precision
     def project(self, projection: Projection) -> dict[str, torch.Tensor]:
@@ -314,12 +317,11 @@ class Factors:
         if not left or not right:
             return self._sum([], (len(self), len(other)))
         choice = self._choice("gram", name, other)
-        with full_matmul_precision(self.losses.device):
-            if choice.form == "materialized":
-                return algebra.materialized_gram(
-                    left, right, self.shapes[name], choice.samples, choice.columns
-                )
-            return algebra.gram(left, right, choice.samples)
+        if choice.form == "materialized":
+            return algebra.materialized_gram(
+                left, right, self.shapes[name], choice.samples, choice.columns
+            )
+        return algebra.gram(left, right, choice.samples)
 
     def _choice(self, quantity: Quantity, name: str, other: Factors) -> Choice:
         choice = self._planned(quantity, name, other, self._method)

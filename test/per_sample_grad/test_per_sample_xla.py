@@ -221,8 +221,8 @@ def counted(rank: int, name: str) -> list[list[tuple[int, int, dict[str, int]]]]
     if HAS_XLA:
         import torch_xla.backends
 
-        # The Gram matrix has set it.
-        assert torch_xla.backends.get_mat_mul_precision() == "highest"
+        # Training beside the Gram matrix is what it was.
+        assert torch_xla.backends.get_mat_mul_precision() == "default"
     return found
 
 

@@ -344,7 +344,6 @@ CASES: dict[str, Run] = {
     "per-sample projections": functools.partial(per_sample, "projections", MLP),
     **{f"pool scoring, {name}": functools.partial(scored, name)
        for name in ("grad_norm", "el2n")},
-    # Last, because what follows is compiled in full precision too.
     "per-sample inner products": functools.partial(per_sample, "gram", MLP),
 }  # fmt: skip
 # One of each family and what every script runs, for CI.

@@ -25,6 +25,10 @@ _GRAPH = re.compile(
 )
 _FRAME = re.compile(r"^  (\S+) \((.*)\)$", re.MULTILINE)
 _OPERATION = re.compile(r"= ([a-z]+\d*)\[([\d,]*)\]\S* ([a-z][a-z0-9-]*)\((.*)")
+_PRODUCT = re.compile(
+    r"= \w+\[([\d,]*)\]\S* (?:dot|convolution)\(\w+\[([\d,]*)\].*? \w+\[([\d,]*)\](.*)"
+)
+_PRECISION = re.compile(r"operand_precision=\{(\w+),(\w+)\}")
 _WIDE = re.compile(r"\b([su]64)\[([\d,]+)\]")
 _DOUBLE = re.compile(r"\b(f64)\[([\d,]+)\]")
 _LITERAL = re.compile(r"constant\((?:\{.*?\}|[^()]*)\)")
@@ -70,6 +74,23 @@ def programs_by_case(log: str, last_step: bool = False) -> dict[str, list[Progra
             Program(_anonymous(graph["text"]), _place(graph["frames"]))
             for graph in _GRAPH.finditer(rest)
         ]
+    return found
+
+
+def products(program: Program) -> list[tuple[str, str]]:
+    """Returns the shapes and the precision of every product of matrices, in order.
+
+    Dimensions of size one are left out of ``result = left x right``.
+    """
+    found = []
+    for *shapes, rest in _PRODUCT.findall(program.text):
+        result, left, right = (
+            ",".join(size for size in shape.split(",") if size != "1")
+            for shape in shapes
+        )
+        precision = _PRECISION.search(rest)
+        names = set(precision.groups() if precision else ["default"])
+        found.append((f"{result} = {left} x {right}", "/".join(sorted(names))))
     return found
 
 

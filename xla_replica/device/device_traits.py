@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from xla_replica.common.arguments import check_type
+from xla_replica.device.explicit_precision import HighestProducts
 
 
 class DeviceTraits(NamedTuple):
@@ -64,20 +65,10 @@ def _without_tf32() -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-@contextlib.contextmanager
-def _highest_from_now_on() -> Iterator[None]:
-    """Makes torch_xla's precision "highest" for good, unless the script chose one."""
-    import torch_xla.backends
-
-    if torch_xla.backends.get_mat_mul_precision() == "default":
-        torch_xla.backends.set_mat_mul_precision("highest")
-    yield
-
-
 _TRAITS = {
     "cpu": DeviceTraits(is_host=True),
     "cuda": DeviceTraits(has_streams=True, full_precision=_without_tf32),
-    "xla": DeviceTraits(is_lazy=True, full_precision=_highest_from_now_on),
+    "xla": DeviceTraits(is_lazy=True, full_precision=HighestProducts),
     # TorchTPU makes torch's setting its own: "medium", which is bfloat16, by default.
     "tpu": DeviceTraits(full_precision=_highest_in_torch),
 }
@@ -109,12 +100,11 @@ def full_matmul_precision(device: torch.device) -> AbstractContextManager[None]:
 
     On a GPU there is no TF32 inside, under TorchTPU torch's float32 matmul precision is
     "highest", and afterwards the setting is what it was before.
-    On XLA a program is compiled when it runs, with the precision that the process has
-    then, and a TPU's default is that of bfloat16. There the first use therefore sets
-    the process (each emulated replica for itself) to ``"highest"`` permanently, unless
-    the program has chosen a precision before: call
-    ``torch_xla.backends.set_mat_mul_precision("high")`` first if this is too slow.
-    Setting it compiles nothing; compiled programs keep the precision they have.
+    On torch_xla, whose own precision is the process's and on a TPU that of bfloat16 by
+    default, each product of float32 inside is written into the program as one of
+    "highest" precision: ``@``, ``matmul``, ``mm``, ``bmm``, ``mv``, ``dot``, ``addmm``,
+    ``addmm_``, ``baddbmm`` and ``linear`` of tensors that need no gradient. Nothing
+    else changes, neither the process's precision nor that of a pass of training.
 
     Args:
         device: Where the products are computed. Nothing happens on a CPU.

@@ -99,6 +99,8 @@ class Emulator:
             setattr(self._c, name, self._guarded(getattr(self._c, name)))
         self._c._xla_sync_multi = self._after_collectives(self._c._xla_sync_multi)
         self._c._xla_warm_up_cache = self._alone(self._c._xla_warm_up_cache)
+        lowering = self._c.lowering.LoweringContext
+        lowering.build = self._alone(lowering.build)
         # Held by whoever compiles with torch.compile.
         self.tracing = compiling.install(self._num_replicas, self._torch_xla.sync)
         self._put_own_precision = own_process.install()
@@ -176,7 +178,7 @@ class Emulator:
         return compiling.untraced(sync_all_first)
 
     def _alone(self, compile_only: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``compile_only``, of a graph without collectives, under the lock."""
+        """Returns what lowers or compiles without collectives, under the lock."""
 
         @functools.wraps(compile_only)
         def compile_alone(*args: Any) -> Any:

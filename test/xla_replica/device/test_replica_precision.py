@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.per_sample_grad.gradient_oracle import fold
+from support.xla_replica.replicas import needs_xla
 from torch import nn
 
 import per_sample_grad as psg
 import xla_replica
-from per_sample_grad.factors import factors
+from per_sample_grad.factors import forms
+from tools.tpu.program_checks import Program, products
 
 
 @pytest.mark.parametrize("chosen", ["tf32", "ieee", "none"])
@@ -69,19 +71,50 @@ def test_torch_tpu_computes_in_torchs_highest_precision_inside():
         torch.set_float32_matmul_precision(before)
 
 
-def test_gram_matrices_ask_for_it(monkeypatch):
+def test_answers_about_samples_ask_for_it_and_sums_do_not(monkeypatch):
     asked = []
 
     def noted(device: torch.device):
         asked.append(device)
         return xla_replica.full_matmul_precision(device)
 
-    monkeypatch.setattr(factors, "full_matmul_precision", noted)
+    monkeypatch.setattr(forms, "full_matmul_precision", noted)
     model, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
     found = psg.per_sample_factors(model, fold, (x,))
-    found.norms()
+    found.weighted_sum(torch.ones(4))
     assert not asked
+    found.norms()
     found.gram()
     found.cross_gram(found)
     psg.per_sample_gram(model, fold, (x,))
-    assert asked == 3 * [torch.device("cpu")]
+    assert asked == 4 * [torch.device("cpu")]
+
+
+def products_inside(rank: int) -> tuple[list[str], str]:
+    """Returns the precisions of a program's products, and then the process's."""
+    del rank
+    import torch_xla.backends
+
+    device = xla_replica.current().device
+    matrices = [torch.rand(2, 2, 3, device=device), torch.rand(2, 3, 2, device=device)]
+    weight = torch.rand(2, 2, device=device, requires_grad=True)
+    with xla_replica.full_matmul_precision(device):
+        inside = matrices[0] @ matrices[1]
+        sums = torch.zeros(4, 2, device=device)
+        with torch.no_grad(), xla_replica.full_matmul_precision(device):
+            sums[:2].addmm_(weight, inside[0])
+        with pytest.raises(RuntimeError, match=r"under torch.no_grad\(\)"):
+            inside[0] @ weight
+    torch.testing.assert_close(sums[2:].cpu(), torch.zeros(2, 2))
+    torch.testing.assert_close(sums[:2].cpu(), weight.cpu() @ inside[0].cpu())
+    text = torch_xla._XLAC._get_xla_tensors_hlo([matrices[0] @ matrices[1] + inside])
+    found = sorted(precision for _, precision in products(Program(text, "")))
+    return found, torch_xla.backends.get_mat_mul_precision()
+
+
+@needs_xla
+@pytest.mark.xla
+def test_on_torch_xla_products_inside_are_of_that_precision_and_no_others():
+    assert xla_replica.launch(products_inside, (), 1, "xla") == [
+        (["default", "highest"], "default")
+    ]

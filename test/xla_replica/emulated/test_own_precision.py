@@ -21,7 +21,7 @@ _fetching, _switched = threading.Event(), threading.Event()
 
 
 def products(rank: int, fetches: bool) -> tuple[list[str], list[float]]:
-    """Multiplies before and after full precision is asked for, while peers wait.
+    """Multiplies before and after another precision is set, while peers wait.
 
     Replicas come to their first use one after the other, in the reverse sequence.
     """
@@ -47,8 +47,8 @@ def products(rank: int, fetches: bool) -> tuple[list[str], list[float]]:
     for turn in range(NUM_REPLICAS):
         if turn == NUM_REPLICAS - 1 - rank:
             multiply(sent[0])
-            with xla_replica.full_matmul_precision(replica.device):
-                multiply(sent[1])
+            torch_xla.backends.set_mat_mul_precision("highest")
+            multiply(sent[1])
         # Not the replicas' own, which compiles, with the precision before.
         _turns.wait()
     return found, values
@@ -65,7 +65,9 @@ class Awaited(float):
 
 
 def fetch_beside_a_switch(rank: int) -> bool:
-    """Fetches a product on one replica, while its peer asks for full precision."""
+    """Fetches a product on one replica, while its peer sets another precision."""
+    import torch_xla.backends
+
     replica = xla_replica.current()
     matrix = replica.send(torch.eye(2))
     replica.sync()
@@ -74,8 +76,8 @@ def fetch_beside_a_switch(rank: int) -> bool:
         return Awaited(1) in matrix
     _fetching.wait()
     product = matrix @ matrix
-    with xla_replica.full_matmul_precision(replica.device):
-        replica.sync()
+    torch_xla.backends.set_mat_mul_precision("highest")
+    replica.sync()
     _switched.set()
     return bool(product.any())
 

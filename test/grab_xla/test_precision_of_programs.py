@@ -1,0 +1,79 @@
+"""A balance computes in full precision, and the training beside it as the user asked.
+
+The programs are read, since XLA:CPU computes the same with every precision.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from support.xla_replica.replicas import needs_xla
+from torch import nn
+
+import xla_replica
+from grab_xla.gradients import samples
+from tools.tpu import cases
+from tools.tpu.program_checks import CASE_MARK, products, programs_by_case
+
+pytestmark = [needs_xla, pytest.mark.xla]
+
+
+def of_tokens() -> nn.Module:
+    """Returns a model whose weights are applied to several positions of a sample."""
+    return nn.Sequential(
+        nn.Linear(8, 9), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 9, cases.CLASSES)
+    )
+
+
+WORK = cases.Work(of_tokens, (5, 8), 6)
+FORWARD_AND_BACK = ("30,9 = 30,8 x 8,9", "6,10 = 6,45 x 45,10", "6,45 = 6,10 x 10,45")
+OF_WEIGHTS = ("8,9 = 8,30 x 30,9", "45,10 = 45,6 x 6,10")
+RUNS = {
+    "plain": lambda: cases.plain(WORK),
+    **{
+        fidelity: lambda fidelity=fidelity: cases.ordered("mean", fidelity, WORK)
+        for fidelity in ("exact", "projected", "group")
+    },
+    # A model of this size forms all gradients otherwise.
+    "factored": mock.patch.multiple(samples, LEAST_SPARED=0, LEAST_COMPRESSION=2)(
+        lambda: cases.ordered("mean", "exact", WORK)
+    ),
+    "norms": lambda: cases.per_sample("norms", WORK),
+}
+
+
+def run_all(rank: int, names: list[str]) -> None:
+    del rank
+    for name in names:
+        xla_replica.current().sync()
+        cases.write_mark(CASE_MARK + name)
+        RUNS[name]()
+        xla_replica.current().barrier()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_only_the_balance_is_above_the_precision_of_training(
+    monkeypatch, tmp_path, num_replicas
+):
+    log = tmp_path / "log"
+    monkeypatch.setenv("XLA_SAVE_TENSORS_FILE", str(log))
+    monkeypatch.setenv("XLA_SAVE_TENSORS_FMT", "hlo")
+    # Several replicas form all gradients.
+    names = [name for name in RUNS if num_replicas == 1 or name != "factored"]
+    xla_replica.launch(run_all, (names,), num_replicas, "xla")
+    last_steps = programs_by_case(Path(f"{log}.0").read_text(), last_step=True)
+    found = {
+        name: Counter(each for program in programs for each in products(program))
+        for name, programs in last_steps.items()
+    }
+    for name, counts in found.items():
+        expected = (
+            FORWARD_AND_BACK if name == "norms" else FORWARD_AND_BACK + OF_WEIGHTS
+        )
+        by_training = Counter((shapes, "default") for shapes in expected)
+        assert counts & by_training == by_training, name
+        above = {precision for _, precision in counts - by_training}
+        assert above == (set() if name == "plain" else {"highest"}), name
