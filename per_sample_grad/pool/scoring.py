@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -20,6 +19,7 @@ from per_sample_grad.pool.parts import SCORED, listed
 from per_sample_grad.pool.running import BLOCK_SIZE, PoolRun, check_options
 from per_sample_grad.pool.scores import LABELS, SCORES, Passes, Score
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
+from xla_replica.common.later import pd
 
 PART_SIZE = 4096
 

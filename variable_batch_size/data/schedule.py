@@ -22,11 +22,11 @@ import math
 from typing import Literal, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from variable_batch_size.traces.batch_trace import Trace, TraceError
 from xla_replica import ReplicaError
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
+from xla_replica.common.later import pd
 
 
 class Cursor(NamedTuple):

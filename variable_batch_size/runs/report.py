@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from variable_batch_size.runs.run_file import BEGINNINGS, Run, read_run
+from xla_replica.common.later import pd
 
 # Column of the updates, label, whether steps are drawn, whether the axis may be a log.
 PANELS = (

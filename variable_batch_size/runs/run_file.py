@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+
+from xla_replica.common.later import pd
 
 VERSION = 1
 # The events after which training goes on with the update of their step.

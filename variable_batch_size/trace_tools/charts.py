@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import numpy as np
-import pandas as pd
 
 from xla_replica.common.arguments import check_integer
+from xla_replica.common.later import pd
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection
 
 import numpy as np
-import pandas as pd
 
 from variable_batch_size.traces.trace_csv import Source, TraceError, read_table
+from xla_replica.common.later import pd
 
 
 class Columns:

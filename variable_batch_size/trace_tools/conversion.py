@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
-import pandas as pd
 
 from variable_batch_size.trace_tools.columns import Columns
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
 from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, Source, TraceError
 from xla_replica.common.arguments import check_integer, check_number
+from xla_replica.common.later import pd
 
 TIME_COLUMNS = ("Time", "time", "timestamp")
 DEVICE_COLUMNS = ("TPU_cores", "GPUs", "devices", "replicas")

@@ -8,9 +8,9 @@ others; see docs/extending.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import numpy as np
-import pandas as pd
 
 from variable_batch_size.trace_tools.columns import amount
 from variable_batch_size.trace_tools.curves import (
@@ -22,8 +22,9 @@ from variable_batch_size.trace_tools.curves import (
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
 from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, TraceError
 from xla_replica.common.arguments import check_choice, check_integer, check_number
+from xla_replica.common.later import is_pandas, pd
 
-Made = Iterable[int] | pd.DataFrame
+Made: TypeAlias = "Iterable[int] | pd.DataFrame"
 
 
 def constant(*, steps: int, batch_size: int) -> Made:
@@ -310,7 +311,7 @@ def make(family: str, **options: object) -> pd.DataFrame:
     if isinstance(options.get("steps"), int):
         check_integer("steps", options["steps"], most=MOST_STEPS)
     made = function(**options)
-    table = made if isinstance(made, pd.DataFrame) else pd.DataFrame({COLUMN: [*made]})
+    table = made if is_pandas(made, "DataFrame") else pd.DataFrame({COLUMN: [*made]})
     table = table.assign(**{COLUMN: Trace(table[[COLUMN]]).batch_sizes})
     table.insert(0, STEP_COLUMN, np.arange(len(table)))
     return table

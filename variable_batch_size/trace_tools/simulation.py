@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.rules.rule import Rule, rule_named
@@ -18,6 +17,7 @@ from variable_batch_size.trace_tools.curves import Curve, level
 from variable_batch_size.trace_tools.step_time import StepTime
 from variable_batch_size.traces.batch_trace import Trace
 from xla_replica.common.arguments import check_integer, check_number, is_number
+from xla_replica.common.later import pd
 
 # torch's Adam; rules for it change these.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from typing import Any, TextIO, TypeAlias
 
 import numpy as np
-import pandas as pd
 
 from variable_batch_size.traces import trace_csv
 from variable_batch_size.traces.trace_csv import (
@@ -36,6 +35,7 @@ from variable_batch_size.traces.trace_csv import (
     TraceError,
 )
 from xla_replica.common.arguments import check_integer, is_integer
+from xla_replica.common.later import is_pandas, pd
 
 # Of a trace by threshold: more would be a gigabyte of rows, and a wrong unit.
 MOST_STEPS = 2**27
@@ -109,14 +109,14 @@ class Trace:
             table = trace_csv.read_table(source)
             self.name, self._lines = table.name, table.lines
             header, column = table.header, table.column
-        elif isinstance(source, pd.DataFrame):
+        elif is_pandas(source, "DataFrame"):
             self.name = "the DataFrame"
             header, column = [*source.columns], lambda index: source.iloc[:, index]
         elif self.endless:
             self.name, values = "the constant trace", [source]
-        elif isinstance(source, (Sequence, np.ndarray, pd.Series)) and not isinstance(
-            source, (bytes, bytearray)
-        ):
+        elif (
+            isinstance(source, (Sequence, np.ndarray)) or is_pandas(source, "Series")
+        ) and not isinstance(source, (bytes, bytearray)):
             self.name = f"the {type(source).__name__}"
         elif hasattr(source, "tolist"):  # a torch tensor, on any device
             self.name, values = f"the {type(source).__name__}", source.tolist()
@@ -173,7 +173,7 @@ class Trace:
 
     def _checked(self, values: Any, column: str = COLUMN) -> np.ndarray:
         """Returns ``values`` as int64; raises TraceError for the first bad one."""
-        if isinstance(values, (np.ndarray, pd.Series, range)):
+        if isinstance(values, (np.ndarray, range)) or is_pandas(values, "Series"):
             array = np.asarray(values)
         else:
             array = np.asarray(values, dtype=object)  # keeps a bool what it is

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
-import pandas as pd
 
 from xla_replica.common.arguments import is_integer
+from xla_replica.common.later import pd
 
 COLUMN = "batchsize"
 STEP_COLUMN = "step"
