@@ -10,6 +10,7 @@ a script, it runs some cases one after the other:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import os
@@ -30,7 +31,9 @@ import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
 from rigl_xla import RigLScheduler
+from tools.tpu import large_models
 from tools.tpu.program_checks import CASE_MARK, LAST_STEP_MARK
+from tools.tpu.tracing import tracing
 
 CLASSES = 10
 Run = Callable[[], None]
@@ -98,13 +101,20 @@ def vision_transformer() -> nn.Module:
 
 
 class Work(NamedTuple):
-    """A model, the shape of its images, and the minibatch of a replica."""
+    """A model, the shape of its images or tokens, and the minibatch of a replica.
+
+    Inputs of one dimension are tokens, each of which is classified.
+    """
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...] = (1, 28, 28)
     minibatch: int = 32
+    optimizer: str = "sgd"
+    autocast: bool = False
 
 
+GPT2 = Work(large_models.gpt2, (large_models.LENGTH,), 8, "adamw", True)
+RESNET = Work(large_models.resnet, (3, 224, 224), 32, autocast=True)
 CNN, MLP = Work(cnn), Work(mlp)
 TRANSFORMER = Work(vision_transformer, (3, 32, 32), 16)
 
@@ -112,7 +122,7 @@ TRANSFORMER = Work(vision_transformer, (3, 32, 32), 16)
 class Setting:
     """A model, data for some minibatches per replica, and an optimizer."""
 
-    def __init__(self, work: Work, optimizer: str = "sgd", minibatches: int = 4):
+    def __init__(self, work: Work, optimizer: str = "", minibatches: int = 4):
         self.replica = xla_replica.current()
         self.minibatch = work.minibatch
         size = minibatches * work.minibatch * self.replica.num_replicas
@@ -120,15 +130,25 @@ class Setting:
             self.model = work.make().to(self.replica.device)
             self.images = torch.randn(size, *work.shape)
             self.labels = torch.randint(0, CLASSES, (size,))
-        parameters = self.model.parameters()
-        if optimizer == "adamw":
+            if len(work.shape) == 1:
+                self.images = self.labels = torch.randint(10, (size, *work.shape))
+        if hasattr(self.model, "tie"):
+            self.model.tie()
+        self.autocast = work.autocast
+        parameters = [*self.model.parameters()]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        if (optimizer or work.optimizer) == "adamw":
             self.inner: torch.optim.Optimizer = torch.optim.AdamW(parameters, 1e-3)
         else:
             self.inner = torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=1e-4)
 
     def losses(self, rows: Any) -> torch.Tensor:
         images, labels = self.replica.send((self.images[rows], self.labels[rows]))
-        return F.cross_entropy(self.model(images), labels, reduction="none")
+        with torch.autocast("xla", torch.bfloat16, enabled=self.autocast):
+            found = self.model(images)
+        losses = F.cross_entropy(found.float(), labels, reduction="none")
+        return losses.mean(1) if losses.dim() == 2 else losses
 
     def batches(self, count: int) -> Iterator[slice]:
         """Yields the rows of so many minibatches, the last of which is marked."""
@@ -299,9 +319,10 @@ def broadcast() -> None:
 
 def families(work: Work) -> dict[str, Run]:
     """Returns the cases whose costs stand beside those of a plain step."""
+    rule = "linear" if work.optimizer == "sgd" else "root"
     return {
         "plain step": functools.partial(plain, work),
-        "elastic step, linear": functools.partial(elastic, "linear", "sgd", work),
+        f"elastic step, {rule}": functools.partial(elastic, rule, "", work),
         "elastic step, adascale": functools.partial(elastic, "adascale", "sgd", work),
         **{
             f"GraB, mean, {fidelity}": functools.partial(
@@ -352,25 +373,45 @@ QUICK = (
     "averaging of buffers, evaluation", "broadcast of parameters", "GraB, mean, exact",
     "topology update, rigl", "per-sample norms", "pool scoring, grad_norm",
 )  # fmt: skip
-# Costs of a larger model, beside its plain step.
-COSTS = {
-    f"transformer, {name}": run
-    for name, run in {
+# What steps of a model cost beside its plain step. Nobody has GPT-2's or ResNet-50's
+# time here, so that these are traced.
+COSTS: dict[str, dict[str, Run]] = {
+    "transformer": {
         **families(TRANSFORMER),
         "elastic step of 4 minibatches": functools.partial(
             elastic, "linear", "sgd", TRANSFORMER, last=4
         ),
-    }.items()
+    },
+    "GPT-2": families(GPT2),
+    # BatchNorm mixes samples, so none has a gradient of its own.
+    "ResNet-50": {
+        name: run
+        for name, run in families(RESNET).items()
+        if name not in ("GraB, mean, exact", "GraB, mean, projected")
+    },
+}
+TRACED = ("GPT-2", "ResNet-50")
+for _model in TRACED:
+    del COSTS[_model]["per-sample norms"]
+EVERY = CASES | {
+    f"{model}, {name}": run
+    for model, runs in COSTS.items()
+    for name, run in runs.items()
 }
 
 
-def run_cases(rank: int, names: Sequence[str]) -> None:
+def run_cases(rank: int, names: Sequence[str], traces: bool = False) -> None:
     """Runs cases on this replica, marks where each begins and prints its seconds."""
+    with tracing(write_mark) if traces else contextlib.nullcontext():
+        _run_cases(rank, names)
+
+
+def _run_cases(rank: int, names: Sequence[str]) -> None:
     for name in names:
         since = time.perf_counter()
         xla_replica.current().sync()
         write_mark(CASE_MARK + name)
-        {**CASES, **COSTS}[name]()
+        EVERY[name]()
         xla_replica.current().barrier()
         gc.collect()
         if rank == 0:
@@ -383,11 +424,12 @@ def main() -> None:
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
     parser.add_argument("--num-replicas", type=int, default=8, help="default: 8")
+    parser.add_argument("--trace", action="store_true", help="compile and run nothing")
     args = parser.parse_args()
     names = args.cases or list(CASES)
-    if unknown := set(names) - {*CASES, *COSTS}:
+    if unknown := set(names) - set(EVERY):
         parser.error(f"no case is called {sorted(unknown)}")
-    xla_replica.launch(run_cases, (names,), args.num_replicas, "xla")
+    xla_replica.launch(run_cases, (names, args.trace), args.num_replicas, "xla")
 
 
 if __name__ == "__main__":

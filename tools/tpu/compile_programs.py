@@ -12,8 +12,8 @@ array of float64 is computed; see `program_checks.py`.
     make tpu-compiler
     python tools/tpu/compile_programs.py --output tpu.json
     python tools/tpu/compile_programs.py --quick --slices v5e:2x4
-    python tools/tpu/compile_programs.py --costs --num-replicas 2 --slices v5e:2x2 \\
-        --keep costs
+    python tools/tpu/compile_programs.py --costs GPT-2 --num-replicas 2 \\
+        --slices v5e:2x2 --keep costs
 
 What --keep has, of a run that was interrupted, is not done again.
 """
@@ -36,7 +36,7 @@ from tqdm.auto import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 from tools.record import parser_with_output, save
-from tools.tpu.cases import CASES, COSTS, QUICK
+from tools.tpu.cases import CASES, COSTS, EVERY, QUICK, TRACED
 from tools.tpu.program_checks import (
     Program,
     distinct,
@@ -52,18 +52,18 @@ By = Mapping[str, Any]
 
 
 def programs_of(
-    cases: Sequence[str], num_replicas: int, folder: Path
+    cases: Sequence[str], num_replicas: int, folder: Path, traces: bool
 ) -> tuple[dict[str, list[list[Program]]], dict[str, list[Program]]]:
     """Returns all programs by case and rank, and by case those of a last step.
 
     The folder keeps them, and what it has of the same cases is read.
     """
     log, done_cases = folder / "programs", folder / "cases.json"
-    run = [num_replicas, *cases]
+    run = [num_replicas, traces, *cases]
     if not done_cases.exists() or json.loads(done_cases.read_text()) != run:
         for old in folder.glob("programs.*"):
             old.unlink()  # torch_xla appends
-        _run_cases(cases, num_replicas, log)
+        _run_cases(cases, num_replicas, log, traces)
         done_cases.write_text(json.dumps(run))
     logs = [Path(f"{log}.{n}").read_text(encoding="utf-8") for n in range(num_replicas)]
     by_rank = [programs_by_case(text) for text in logs]
@@ -71,11 +71,13 @@ def programs_of(
     return by_case, programs_by_case(logs[0], last_step=True)
 
 
-def _run_cases(cases: Sequence[str], num_replicas: int, log: Path) -> None:
+def _run_cases(
+    cases: Sequence[str], num_replicas: int, log: Path, traces: bool
+) -> None:
     saving = {"XLA_SAVE_TENSORS_FILE": str(log), "XLA_SAVE_TENSORS_FMT": "hlo"}
     command = [sys.executable, HERE / "cases.py", "--num-replicas", str(num_replicas)]
     done = subprocess.run(
-        [*command, *cases],
+        [*command, *(["--trace"] if traces else []), *cases],
         env={**os.environ, **saving, "PJRT_DEVICE": "CPU"},
         capture_output=True,
         text=True,
@@ -193,16 +195,20 @@ def table(cases: Mapping[str, Mapping[str, By]], slices: Sequence[str]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def costs(steps: Mapping[str, Sequence[By]]) -> dict[str, dict[str, float]]:
-    """Returns flops and bytes of all programs of a step, and the largest's memory."""
-    return {
-        case: {
-            "Gflop": sum(row.get("flops") or 0 for row in rows) / 1e9,
-            "GB": sum(row.get("bytes") or 0 for row in rows) / 1e9,
-            "peak, MiB": max(row.get("peak bytes", 0) for row in rows) / 2**20,
-        }
-        for case, rows in steps.items()
-    }
+def costs(steps: Mapping[str, Sequence[By]]) -> dict[str, dict[str, Any]]:
+    """Returns flops and bytes of all programs of a step, and the largest's memory.
+
+    Where the compiler refuses a program of a step, it is what it says.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for case, rows in steps.items():
+        refusals = [row["refused"] for row in rows if "refused" in row]
+        found[case] = {"refused": refusals[0]} if refusals else {
+            "Gflop": sum(row["flops"] or 0 for row in rows) / 1e9,
+            "GB": sum(row["bytes"] or 0 for row in rows) / 1e9,
+            "peak, MiB": max(row["peak bytes"] for row in rows) / 2**20,
+        }  # fmt: skip
+    return found
 
 
 def cost_table(steps: Mapping[str, By]) -> str:
@@ -211,6 +217,9 @@ def cost_table(steps: Mapping[str, By]) -> str:
     lines = [" | ".join(["last step of", *first, *["beside the first"] * len(first)])]
     lines.append("|".join(["---"] * (2 * len(first) + 1)))
     for case, cost in steps.items():
+        if "refused" in cost:
+            lines.append(" | ".join([case, *["refused"] * (2 * len(first))]))
+            continue
         shown = [f"{value:.3g}" for value in cost.values()]
         ratios = [f"{cost[name] / first[name]:.2f}" for name in first]
         lines.append(" | ".join([case, *shown, *ratios]))
@@ -223,12 +232,14 @@ def main() -> None:
     which.add_argument(
         "--cases",
         nargs="+",
-        choices=[*CASES, *COSTS],
+        choices=[*EVERY],
         metavar="CASE",
         help="rows of cases.py, by name (default: all but those of --costs)",
     )
     which.add_argument("--quick", action="store_true", help="one case of each family")
-    which.add_argument("--costs", action="store_true", help="costs of a larger model")
+    which.add_argument("--costs", choices=[*COSTS], help="costs of a larger model")
+    parser.add_argument("--trace", action="store_true",
+                        help="write programs without running them")  # fmt: skip
     parser.add_argument(
         "--slices",
         nargs="+",
@@ -244,11 +255,14 @@ def main() -> None:
     args = parser.parse_args()
     if not args.python.exists():
         parser.error(f"{args.python} does not exist: make tpu-compiler")
-    names = args.cases or list(QUICK if args.quick else COSTS if args.costs else CASES)
+    names = args.cases or list(QUICK if args.quick else CASES)
+    if args.costs:
+        names = [f"{args.costs}, {name}" for name in COSTS[args.costs]]
+    traces = args.trace or args.costs in TRACED
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        by_case, last_steps = programs_of(names, args.num_replicas, folder)
+        by_case, last_steps = programs_of(names, args.num_replicas, folder, traces)
         how = (args.slices, args.num_replicas, args.python, folder)
         if args.costs:
             result, wrong = told_costs(last_steps, *how), []

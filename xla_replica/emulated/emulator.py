@@ -98,7 +98,8 @@ class Emulator:
         for name in ("_xla_step_marker", "_xla_sync_live_tensors"):
             setattr(self._c, name, self._guarded(getattr(self._c, name)))
         self._c._xla_sync_multi = self._after_collectives(self._c._xla_sync_multi)
-        self._c._xla_warm_up_cache = self._alone(self._c._xla_warm_up_cache)
+        for name in ("_xla_warm_up_cache", "_get_xla_tensors_hlo"):
+            setattr(self._c, name, self._alone(getattr(self._c, name)))
         lowering = self._c.lowering.LoweringContext
         lowering.build = self._alone(lowering.build)
         # Held by whoever compiles with torch.compile.
