@@ -119,6 +119,25 @@ def compiled(
     }
 
 
+def whole(
+    last_steps: Mapping[str, Sequence[Program]],
+    slices: Sequence[str],
+    num_replicas: int,
+    python: Path,
+    folder: Path,
+) -> dict[str, Sequence[Program]]:
+    """Returns the steps of whose programs the folder has every row."""
+    del python
+    return {
+        case: own
+        for case, own in last_steps.items()
+        if all(
+            (folder / _row_name(program.text, slices[0], num_replicas)).exists()
+            for program in own
+        )
+    }
+
+
 def _row_name(text: str, slice_name: str, num_replicas: int) -> str:
     described = json.dumps([text, slice_name, num_replicas]).encode()
     return f"{hashlib.sha256(described).hexdigest()[:24]}.json"
@@ -251,6 +270,8 @@ def main() -> None:
                         help="for compiling a program; default: 5")  # fmt: skip
     parser.add_argument("--keep", type=Path, metavar="FOLDER",
                         help="programs and what the compiler says of each")  # fmt: skip
+    parser.add_argument("--kept", action="store_true",
+                        help="compile nothing, tell what is kept")  # fmt: skip
     parser.add_argument("--python", type=Path, default=COMPILER, help="JAX and libtpu")
     args = parser.parse_args()
     if not args.python.exists():
@@ -264,6 +285,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         by_case, last_steps = programs_of(names, args.num_replicas, folder, traces)
         how = (args.slices, args.num_replicas, args.python, folder)
+        if args.kept:
+            last_steps = whole(last_steps, *how)
         if args.costs:
             result, wrong = told_costs(last_steps, *how), []
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -67,9 +68,16 @@ def _install(write_text: Callable[[str], None]) -> None:
 
 def _pending(native: Any, device: torch.device) -> list[torch.Tensor]:
     """Returns the replica's tensors that wait to be computed, the oldest first."""
-    found = {}
-    for each in gc.get_objects():
-        if type(each) in (torch.Tensor, torch.nn.Parameter) and _device(each) == device:
+    found, kinds = {}, (torch.Tensor, torch.nn.Parameter)
+    # No other thread runs meanwhile: what it is making must not be held.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        everything = [each for each in gc.get_objects() if type(each) in kinds]
+    finally:
+        sys.setswitchinterval(interval)
+    for each in everything:
+        if _device(each) == device:
             for tensor in (each, each.grad if each.is_leaf else None):
                 if tensor is not None:
                     found[native._xla_get_tensor_id(tensor)] = tensor
