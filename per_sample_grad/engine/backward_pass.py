@@ -293,7 +293,7 @@ class BackwardPass:
         call = self._calls[number]
         assert call is not None
         names = call.owner.names
-        with forms.without_autocast(self.losses.device):
+        with forms.full_precision(self.losses.device, products=False):
             if gradient is not None:
                 gradient = gradient.detach().reshape(call.shape)
                 if self._comparer is not None:

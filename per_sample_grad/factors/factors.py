@@ -219,7 +219,7 @@ class Factors:
             totals: ``(K, *shape)`` for every name in `shapes`; views are allowed.
             weights: ``(K, B)``.
         """
-        with forms.without_autocast(self.losses.device):
+        with forms.full_precision(self.losses.device, products=False):
             rows = weights.detach().to(self._dtype) * self._multiplier
             for name, uses in self.merged.items():
                 for use in uses:

@@ -170,19 +170,19 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return functools.reduce(torch.promote_types, floats, torch.float32)
 
 
-def without_autocast(device: torch.device) -> contextlib.ExitStack:
-    """Returns a context without a graph and without the caller's autocast."""
+def full_precision(
+    device: torch.device, products: bool = True
+) -> contextlib.AbstractContextManager[object]:
+    """Returns a context without a graph and without the caller's autocast.
+
+    In it ``products`` keep all their digits, or else have training's precision.
+    """
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())
     if torch.is_autocast_enabled(device.type):
         stack.enter_context(torch.autocast(device.type, enabled=False))
-    return stack
-
-
-def full_precision(device: torch.device) -> contextlib.ExitStack:
-    """Returns `without_autocast`, in which products keep all their digits too."""
-    stack = without_autocast(device)
-    stack.enter_context(full_matmul_precision(device))
+    if products:
+        stack.enter_context(full_matmul_precision(device))
     return stack
 
 
