@@ -30,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 REQUIREMENTS_xla = -e '.[xla-cpu,examples,test]'
 REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'
 # OpenXLA's plugin for CPUs takes libtpu's place.
-REQUIREMENTS_torchtpu = -e '.[torchtpu,test]' xla_cpu_pjrt==0.0.1
+REQUIREMENTS_torchtpu = 'torch==2.14.*' -e '.[torchtpu,test]' xla_cpu_pjrt==0.0.1
 REQUIREMENTS_tpu = jax==0.7.1 jaxlib==0.7.1 libtpu==0.0.21
 # That of the record of docs/outside.md, and of its torchvision.
 TORCH_outside = torch==2.13.0
@@ -93,8 +93,9 @@ tpu-like:
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test
 
+# What it installs is small with this torch, of which there is a build for CPUs.
 wheel:
-	TORCH='$(TORCH)' $(MAKE) ENV=torch PYTEST_ARGS='-m wheel test/test_wheel.py' test
+	TORCH='$(TORCH_outside)' $(MAKE) ENV=torch PYTEST_ARGS='-m wheel test/test_wheel.py' test
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -42,8 +42,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 24_280
-TEST_LINES = 42_510
+CODE = 24_600
+TEST_LINES = 44_250
 # Files and functions of ours.
 LIMITS = {
     "minibatch": (7, 25), "update": (10, 45), "norms": (20, 84), "grab": (28, 123),

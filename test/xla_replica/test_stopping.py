@@ -33,12 +33,13 @@ from xla_replica.stopping import forwarding
 
 XLA = [needs_xla, pytest.mark.xla]
 SLOW = pytest.mark.slow
+ON_CHIPS = [*XLA, SLOW, pytest.mark.tpu_like]
 STARTERS = [
     pytest.param(LOCAL, id="local"),
     pytest.param(GLOO, id="gloo", marks=of_torch_alone),
     pytest.param(TORCHRUN, id="torchrun"),
     pytest.param(EMULATED, id="emulated", marks=XLA),
-    pytest.param(AS_A_TPU, id="tpu-like", marks=[*XLA, SLOW, pytest.mark.tpu_like]),
+    pytest.param(AS_A_TPU, id="tpu-like", marks=ON_CHIPS),
 ]
 
 
@@ -269,10 +270,8 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_pa
         pytest.param(
             EMULATED, "SIGINT", "spawn", id="emulated-spawn", marks=[*XLA, SLOW]
         ),
-        pytest.param(AS_A_TPU, "SIGTERM", "fork", id="torch_xla-fork", marks=XLA),
-        pytest.param(
-            AS_A_TPU, "SIGINT", "spawn", id="torch_xla-spawn", marks=[*XLA, SLOW]
-        ),
+        pytest.param(AS_A_TPU, "SIGTERM", "fork", id="tpu-like-fork", marks=ON_CHIPS),
+        pytest.param(AS_A_TPU, "SIGINT", "spawn", id="tpu-like-spawn", marks=ON_CHIPS),
     ],
 )
 def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
@@ -287,7 +286,8 @@ def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
     children = run.children()
     run.signal_all(signal.Signals[name])
     status, error = run.ends()
-    assert status == 143, error
+    # The script's own signal, the last one, may come when it is about to end.
+    assert status in (143, -signal.Signals[name]), error
     assert "DataLoader worker" not in error
     saved = [path.read_text().split(" ", 1)[0] for path in run.files("saved")]
     assert len(saved) == run.num_replicas, error

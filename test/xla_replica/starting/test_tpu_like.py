@@ -73,6 +73,8 @@ def replicas_of(folder: Path) -> list[int]:
     return list(map(int, found))
 
 
+@pytest.mark.slow
+@pytest.mark.tpu_like
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -169,6 +171,8 @@ def launched(folder: Path, num_replicas: int, **where: int) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.tpu_like
 def test_one_chip_of_three_is_a_replica_alone(tmp_path):
     said, errors = launched(tmp_path, 1)
     assert "replica 0 of 1 on xla:0" in said, errors
