@@ -95,7 +95,7 @@ outside:
 
 # What it installs is small with this torch, of which there is a build for CPUs.
 wheel:
-	TORCH='$(TORCH_outside)' $(MAKE) ENV=torch PYTEST_ARGS='-m wheel test/test_wheel.py' test
+	WHEEL_TORCH='$(TORCH_outside)' $(MAKE) ENV=torch PYTEST_ARGS='-m wheel test/test_wheel.py' test
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
