@@ -163,7 +163,9 @@ def wheel(tmp_path_factory) -> Path:
 def environments(wheel, tmp_path_factory) -> dict[str, Path]:
     """Interpreters by extra; under "" that with the required dependencies alone."""
     folder = tmp_path_factory.mktemp("required") / "venv"
-    return {"": environment(folder, [str(wheel), os.environ.get("WHEEL_TORCH", "torch")])}
+    return {
+        "": environment(folder, [str(wheel), os.environ.get("WHEEL_TORCH", "torch")])
+    }
 
 
 @pytest.mark.parametrize("package", PACKAGES)
