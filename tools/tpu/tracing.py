@@ -49,6 +49,9 @@ def _install(write_text: Callable[[str], None]) -> None:
     import torch_xla
 
     native = torch_xla._XLAC
+    # While one thread asks for all objects no other one runs, not even one that waits
+    # already: the tuple that it is making must not be held. They take turns at locks.
+    sys.setswitchinterval(60)
 
     def write(*args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -69,14 +72,7 @@ def _install(write_text: Callable[[str], None]) -> None:
 def _pending(native: Any, device: torch.device) -> list[torch.Tensor]:
     """Returns the replica's tensors that wait to be computed, the oldest first."""
     found, kinds = {}, (torch.Tensor, torch.nn.Parameter)
-    # No other thread runs meanwhile: what it is making must not be held.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)
-    try:
-        everything = [each for each in gc.get_objects() if type(each) in kinds]
-    finally:
-        sys.setswitchinterval(interval)
-    for each in everything:
+    for each in [each for each in gc.get_objects() if type(each) in kinds]:
         if _device(each) == device:
             for tensor in (each, each.grad if each.is_leaf else None):
                 if tensor is not None:

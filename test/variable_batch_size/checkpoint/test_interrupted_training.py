@@ -150,6 +150,7 @@ def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
         ) as run:  # fmt: skip
             if kills == num_kills:
                 assert run.wait() == 0, run.output
+                ended = True
             else:
                 # Some kills come before the first update; all leave something to do.
                 until = time.monotonic() + 8.0 * at.random()
