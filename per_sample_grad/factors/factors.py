@@ -325,9 +325,8 @@ class Factors:
 
     def _choice(self, quantity: Quantity, name: str, other: Factors) -> Choice:
         choice = self._planned(quantity, name, other, self._method)
-        if self._method != "auto" or choice.form != "factored":
-            return choice
-        if self._cancels(name) or other._cancels(name):
+        is_free = self._method == "auto" and choice.form == "factored"
+        if is_free and (self._cancels(name) or other._cancels(name)):
             return self._planned(quantity, name, other, "materialized")
         return choice
 

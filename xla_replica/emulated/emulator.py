@@ -325,9 +325,8 @@ def _call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Returns name, reduction, dtypes and shapes: they are equal on all replicas."""
     described = [args[0]] if args and isinstance(args[0], str) else []
     for tensor in tensors_in([args, kwargs]):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        shape = ",".join(str(size) for size in tensor.shape)
-        described.append(f"{dtype}[{shape}]")
+        shape = ",".join(map(str, tensor.shape))
+        described.append(f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]")
     return f"{name}({', '.join(described)})"
 
 
