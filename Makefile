@@ -88,7 +88,7 @@ torchtpu:
 
 # One process, so that all tests share replicas that have started.
 tpu-like:
-	$(MAKE) PYTEST_ARGS='-m tpu_like --session-timeout 400' test
+	$(MAKE) PYTEST_ARGS='-m tpu_like --session-timeout 600' test
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test
