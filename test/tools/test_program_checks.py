@@ -22,7 +22,11 @@ from tools.tpu.program_checks import (
 )
 
 # Files of costs, by model.
-RECORDED = {"transformer": "compile_costs", "GPT-2": "compile_costs-gpt2"}
+RECORDED = {
+    "transformer": "compile_costs",
+    "GPT-2": "compile_costs-gpt2",
+    "ResNet-50": "compile_costs-resnet50",
+}
 UPDATE = """\
 HloModule IrToHlo.{id}, entry_computation_layout={{(f32[4]{{0}})->(f32[4]{{0}})}}
 
