@@ -79,7 +79,7 @@ tpu-compiler:
 
 # Neither environment has what is the other's.
 tpu-compile: $(VENV)/ready tpu-compiler
-	$(VENV)/bin/python tools/tpu/compile_programs.py --quick --slices v5e:2x4
+	$(VENV)/bin/python tools/tpu/compile_programs.py --quick --slices v5e:2x4 --at-most 20
 	! $(VENV)/bin/python -m pip show --quiet jax libtpu 2>/dev/null
 	! .venv-tpu/bin/python -m pip show --quiet torch torch_xla 2>/dev/null
 
