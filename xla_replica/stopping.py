@@ -188,6 +188,8 @@ def listening_for_parent(folder: str) -> Iterator[None]:
                     armed.rename(armed.with_suffix(".received"))
                 else:
                     armed.unlink(missing_ok=True)
+                # Python restores handlers while it ends, but not this one.
+                signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
