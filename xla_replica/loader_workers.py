@@ -57,6 +57,6 @@ def _with_signals_blocked(
 
 def _end(iterator: int, kill: Callable[[], None]) -> None:
     """Ends a worker that blocks SIGTERM, in place of ``terminate``."""
-    with contextlib.suppress(ValueError):  # it is no longer watched already
+    with contextlib.suppress(ValueError):  # torch no longer watches it
         signal_handling._remove_worker_pids(iterator)  # else torch takes it for a crash
     kill()

@@ -60,7 +60,7 @@ class Processes:
             )
 
     def running(self) -> list[int]:
-        """Returns their numbers, also of Ray's workers, which are no process group."""
+        """Returns their numbers, and those of Ray's workers, outside its group."""
         found = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
