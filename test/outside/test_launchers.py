@@ -151,5 +151,5 @@ def test_a_stop_after_a_save_is_recovered_from():
 
 def test_the_page_names_every_file():
     page = read("docs/resuming.md")
-    for path in (ROOT / "examples" / "launch").iterdir():
+    for path in (ROOT / "examples" / "launch").glob("*.*"):
         assert f"examples/launch/{path.name}" in page
