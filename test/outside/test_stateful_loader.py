@@ -136,6 +136,28 @@ def test_a_state_after_an_epoch_begins_the_next_one(num_workers):
 
 
 @WORKERS
+def test_a_state_has_a_step_that_is_run_again_when_it_is_done(num_workers):
+    expected = epoch_of(loader_of(), 0)
+    loader = loader_of(num_workers)
+    sampler, step, redone = loader.batch_sampler, 0, {1, 4}
+    starts = sampler.plan.starts
+    for minibatch in xla_replica.LocalReplica("cpu").loader(loader):
+        if minibatch != expected[starts[step + 1] - 1]:  # the last of the step
+            continue
+        if step in redone:
+            redone.remove(step)
+            sampler.redeal(step)
+            if num_workers:
+                continue
+        else:
+            step += 1
+        other = loader_of(num_workers)
+        other.load_state_dict(loader.state_dict())
+        assert epoch_of(other, 0) == expected[starts[step] :]
+    assert step == sampler.plan.num_steps
+
+
+@WORKERS
 def test_persistent_workers_and_two_passes(num_workers):
     options = {"persistent_workers": True} if num_workers else {}
     loader = loader_of(num_workers, **options)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from variable_batch_size.data.schedule import EpochPlan
+from variable_batch_size.data.schedule import Cursor, EpochPlan
 
 
 class Minibatches(Iterator[list[int]]):
@@ -19,9 +19,16 @@ class Minibatches(Iterator[list[int]]):
     whatever it or its workers have prefetched since. The steps of that state are those
     that were handed out whole: a step that was begun is run again, as everywhere.
 
+    `CustomSampler.redeal` sends it back, from its end too. What it handed out before is
+    stale then: `Replica.loader`, which counts, drops it.
+
     Args:
         sampler: The sampler, which knows plan, order and replica.
         loader: What iterates it: torch's DataLoader, torchdata's, or anything.
+
+    Attributes:
+        is_followed: Whether somebody drops what is stale.
+        resumes: Whether iterating the sampler goes on with this pass.
 
     Raises:
         TypeError: At the first minibatch: the loader would hand out others than these,
@@ -31,33 +38,50 @@ class Minibatches(Iterator[list[int]]):
     def __init__(self, sampler: Any, loader: Any = None) -> None:
         self._sampler = sampler
         self._loader = loader
-        self._minibatches = self._deal()
         self._plan = sampler.plan
         self._step, self._substep = self._plan.start_step, 0  # of the next one
+        self._samples_at: Callable[[np.ndarray], np.ndarray] | None = None
+        self._redone = sampler.redone  # the last redeal that it has followed
+        self._num_dealt = self._num_stale = 0
+        self._num_asked = self._num_stepped = 0
+        self.is_followed = self.resumes = False
 
     def __next__(self) -> list[int]:
-        return next(self._minibatches)
+        sampler, self.resumes = self._sampler, False
+        self._num_asked += 1
+        samples_at = self._samples_at or self._begin()
+        if (redone := sampler.redone) is not self._redone:
+            self._step, self._substep = self._place(redone)
+            self._num_stale = self._num_dealt
+            self._redone = redone  # last: another thread may ask `is_stale`
+        # Batch sizes to come may have changed.
+        plan = self._plan = sampler.look(self._plan, self._next_step)
+        if self._step >= plan.num_steps:
+            raise StopIteration
+        last = plan.num_minibatches_of(self._step) - 1
+        number = min(self._substep * plan.num_replicas + sampler.rank, last)
+        self._substep += 1
+        self._num_dealt += 1
+        sampler.num_yielded += 1
+        part = plan.samples_of(self._step, number)
+        samples = samples_at(np.arange(part.start, part.stop))
+        return np.resize(samples, sampler.minibatch_size).tolist()
 
-    def _deal(self) -> Iterator[list[int]]:
+    def _begin(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Takes plan and order as they are at the first minibatch's moment."""
         sampler = self._sampler
         check_loader(self._loader, sampler.dataset_length)
         self._loader = None
-        rank, size = sampler.rank, sampler.minibatch_size
-        plan = self._plan = sampler.plan  # that of the first minibatch's moment
-        samples_at = sampler.order_of(plan)
+        plan = self._plan = sampler.plan
+        samples_at = self._samples_at = sampler.order_of(plan)
         self._step, self._substep = plan.start_step, 0
-        while True:
-            # Batch sizes to come may have changed.
-            plan = self._plan = sampler.look(plan, self._next_step)
-            if self._step >= plan.num_steps:
-                return
-            last = plan.num_minibatches_of(self._step) - 1
-            number = min(self._substep * plan.num_replicas + rank, last)
-            self._substep += 1
-            sampler.num_yielded += 1
-            part = plan.samples_of(self._step, number)
-            samples = samples_at(np.arange(part.start, part.stop))
-            yield np.resize(samples, size).tolist()
+        return samples_at
+
+    def _place(self, redone: Cursor) -> tuple[int, int]:
+        """Returns step and substep of the next minibatch after a redeal."""
+        if redone is self._redone or redone.epoch != self._plan.epoch:
+            return self._step, self._substep
+        return redone.step, 0
 
     def _next_step(self, plan: EpochPlan) -> int:
         """Goes to the step of this replica's next minibatch, or the end; returns it."""
@@ -68,13 +92,36 @@ class Minibatches(Iterator[list[int]]):
             self._step, self._substep = self._step + 1, 0
         return self._step
 
+    # --- for a loader that reads ahead ----------------------------------------------
+
+    def is_stale(self, number: int) -> bool:
+        """Returns whether a minibatch, counted from 0, was dealt before a redeal."""
+        return self._redone is not self._sampler.redone or number < self._num_stale
+
+    def goes_on(self) -> bool:
+        """Returns whether a redeal has come after the end: then iterate once more."""
+        is_behind = self._redone is not self._sampler.redone
+        self.resumes = is_behind and not self.resumes  # a loader may ignore it
+        return self.resumes
+
+    def count_step(self) -> None:
+        """Counts a minibatch as run; raises as `CustomSampler.check_redealable`."""
+        self._num_stepped += 1
+        if self._num_asked > self._num_stepped and not self.is_followed:
+            raise ValueError(
+                f"step() was called for minibatch {self._num_stepped}, and the sampler "
+                f"was asked for {self._num_asked}: they would be lost if the step were "
+                "run again, so loaders that read ahead must go through "
+                "replica.loader(loader), where loader.batch_sampler is the sampler"
+            )
+
     # --- for torchdata --------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sampler's state after the steps that were handed out whole."""
         plan, sampler = self._plan, self._sampler
-        step = self._step
-        if self._substep and self._substep >= plan.num_substeps_of(step, sampler.rank):
+        step, substep = self._place(sampler.redone)
+        if substep and substep >= plan.num_substeps_of(step, sampler.rank):
             step += 1
         return {
             **sampler.state_dict(),

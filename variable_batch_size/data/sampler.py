@@ -9,6 +9,7 @@ import hashlib
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ class CustomSampler(Sampler[list[int]]):
         schedule: The trace, cut into epochs.
         order: As it was given.
         num_yielded: Minibatches that all iterations have yielded so far.
+        redone: Where the last `redeal` went back to, another object each time.
         dataset_length: The length of ``dataset``; None with ``dataset_size``.
 
     Raises:
@@ -140,6 +142,8 @@ class CustomSampler(Sampler[list[int]]):
         self._padded = False
         self._weights: dict[int, float] | None = None  # by batch size
         self.num_yielded = 0
+        self.redone: Cursor | None = None
+        self._newest: Callable[[], Any] = type(None)  # or a weak reference to a pass
         self.plan: EpochPlan = self.plan_of(0)
         if isinstance(order, type):
             raise TypeError(
@@ -284,6 +288,24 @@ class CustomSampler(Sampler[list[int]]):
         """Returns a plan with the batch sizes that its steps have now."""
         return self._plan(self.schedule, plan.epoch, plan.start_step)
 
+    def redeal(self, step: int) -> None:
+        """Deals ``step`` of this epoch, the one under way, and what follows once more.
+
+        Iterations go back when they are next asked, after their end too. What loaders
+        have fetched ahead is dropped by `xla_replica.Replica.loader`.
+        """
+        self.redone = Cursor(self.epoch, step)
+
+    def check_redealable(self) -> None:
+        """Raises ValueError if a redeal misses what is read ahead, at every step()."""
+        if (newest := self._newest()) is not None:
+            newest.count_step()
+
+    def follow_pass(self) -> Minibatches:
+        """Returns the newest iteration to what drops its stale minibatches."""
+        self._newest().is_followed = True
+        return self._newest()
+
     def commit(self, epoch: int, step: int) -> None:
         """Notes, after every update, that ``step`` steps of ``epoch`` are done."""
         self._committed = Cursor(epoch, step)
@@ -419,7 +441,11 @@ class CustomSampler(Sampler[list[int]]):
                 "to all processes once more: CustomSampler deals them to replicas "
                 "itself, so leave its loader out of accelerator.prepare(...)"
             )
-        return Minibatches(self, loader_in(frame, self))
+        newest = self._newest()
+        if newest is None or not newest.resumes:
+            newest = Minibatches(self, loader_in(frame, self))
+            self._newest = weakref.ref(newest)
+        return newest
 
     def order_of(self, plan: EpochPlan) -> Callable[[np.ndarray], np.ndarray]:
         """Returns a function from positions in an epoch's order to their samples.
@@ -449,7 +475,7 @@ class CustomSampler(Sampler[list[int]]):
         return samples_at
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: v for name, v in vars(self).items() if name != "_dealing"}
+        return {**vars(self), "_dealing": None, "_newest": type(None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _dealing=threading.Lock())

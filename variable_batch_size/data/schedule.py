@@ -244,6 +244,10 @@ class Position:
         self.substep += 1
         return self.substep == self.num_substeps
 
+    def rollback(self) -> None:
+        """Goes back to the first minibatch of the step under way."""
+        self.substep = 0
+
     def advance(self) -> None:
         """Counts the step under way as done."""
         self.step, self.substep = self.step + 1, 0

@@ -27,7 +27,7 @@ from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import accumulation_hook
-from xla_replica.device.loader import DeviceLoader, StreamCopies
+from xla_replica.device.loader import DeviceLoader, FreshBatches, StreamCopies
 from xla_replica.device.seeding import check_seed, seeded
 from xla_replica.errors import ReplicaError
 
@@ -381,10 +381,19 @@ class Replica(abc.ABC):
     def loader(self, batches: Iterable[Any], prefetch: int = 2) -> Iterable[Any]:
         """Returns ``batches`` as `send` moves them, ``prefetch`` ahead of the loop.
 
-        An exception in the dataset is raised in the training loop, at its place. On a
-        CPU, where nothing has to be moved, ``batches`` itself is returned.
+        An exception in the dataset is raised in the training loop, at its place. If a
+        step is run again, what was fetched ahead is dropped, see `FreshBatches`. On a
+        CPU, where nothing has to be moved, other ``batches`` are returned themselves.
         """
         check_integer("prefetch", prefetch, least=1)
+        sampler = getattr(batches, "batch_sampler", batches)
+        if hasattr(sampler, "follow_pass"):
+            ahead = functools.partial(self._ahead, prefetch=prefetch)
+            return FreshBatches(batches, sampler, ahead)
+        return self._ahead(batches, prefetch)
+
+    def _ahead(self, batches: Iterable[Any], prefetch: int) -> Iterable[Any]:
+        """Returns ``batches`` on the device; on a CPU themselves."""
         if self.is_host:
             return batches
         if self.has_streams:

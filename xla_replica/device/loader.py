@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,49 @@ class DeviceLoader:
                 yield self.receive(batch)
         finally:  # also when the training loop breaks out early
             thread.shutdown(cancel_futures=True)
+
+
+class FreshBatches:
+    """Drops batches that were fetched ahead of a step that is run again, as they come.
+
+    Args:
+        batches: A loader, iterated again if it has read to its end too early.
+        sampler: What deals its minibatches. Its ``follow_pass()`` returns the iteration
+            that began last, which has two methods: ``is_stale(number)``, whether the
+            minibatch that it handed out, counted from 0, is to be dropped; and
+            ``goes_on()``, whether it has more after its end, which the sampler's next
+            ``iter()`` then yields.
+        ahead: Returns an iterable over what it is given, as `DeviceLoader`.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        sampler: Any,
+        ahead: Callable[[Iterable[Any]], Iterable[Any]],
+    ) -> None:
+        self.batches = batches
+        self._sampler = sampler
+        self._ahead = ahead
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers, dealt = itertools.count(), None
+        while True:
+            for dealt, number, batch in self._ahead(self._numbered(numbers)):
+                if not dealt.is_stale(number):
+                    yield batch
+            if dealt is None or not dealt.goes_on():
+                return
+
+    def _numbered(self, numbers: Iterator[int]) -> Iterator[tuple[Any, int, Any]]:
+        """Yields batches with the iteration of the sampler, and their number in it."""
+        dealt = None
+        for batch, number in zip(self.batches, numbers):
+            dealt = dealt or self._sampler.follow_pass()
+            yield dealt, number, batch
 
 
 class StreamCopies:
