@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import xla_replica
 from rigl_xla import state
-from rigl_xla.layers.checks import Hold, check_bound, check_hold, refuse_stranger
+from rigl_xla.layers.checks import Hold, check_bound, check_hold, watch_optimizers
 from rigl_xla.layers.initial import (
     INITIAL_WEIGHTS,
     initial_layer,
@@ -454,10 +453,7 @@ class RigLScheduler:
             hook = self._after_step
         if self._layers:
             self._handles.append(self.optimizer.register_step_post_hook(hook))
-            refuse = functools.partial(refuse_stranger, weakref.ref(self))
-            handle = register_optimizer_step_post_hook(refuse)
-            weakref.finalize(self, handle.remove)
-            self._handles.append(handle)
+            watch_optimizers()
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -17,6 +17,7 @@ os.environ["XLA_FLAGS"] = (
     f"--xla_backend_optimization_level=1 {os.environ.get('XLA_FLAGS', '')}"
 )
 
+import hypothesis
 import pytest
 from support.xla_replica import torchtpu
 
@@ -47,6 +48,11 @@ LONGEST = (
     "test_per_sample_stream", "test_asynchronous_checkpoint", "test_grab_counts",
     "test_tpu_like", "test_main_module", "test_training",
 )  # fmt: skip
+
+
+# A loaded machine now and then takes more than the default 200 ms for an example.
+hypothesis.settings.register_profile("loaded", deadline=None)
+hypothesis.settings.load_profile("loaded")
 
 
 def pytest_configure(config: pytest.Config) -> None:

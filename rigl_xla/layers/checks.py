@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rigl_xla.layers.weights import Weight
@@ -100,18 +102,24 @@ def check_hold(
         )
 
 
-def refuse_stranger(
-    pruner: weakref.ref[Any], optimizer: Optimizer, *arguments: object
-) -> None:
-    """Raises RuntimeError if an optimizer steps the weights of another's pruner."""
+@functools.cache
+def watch_optimizers() -> None:
+    """Looks at the steps of all optimizers of this process, from now on.
+
+    One hook for all pruners, never removed: a pruner may be collected as garbage while
+    an optimizer runs its hooks.
+    """
+    register_optimizer_step_post_hook(_refuse_stranger)
+
+
+def _refuse_stranger(optimizer: Optimizer, *arguments: object) -> None:
+    """Raises RuntimeError if an optimizer has stepped the weights of another's."""
     del arguments
-    mine = pruner()
-    # A wrapper shares its state with the optimizer inside it.
-    if mine is None or optimizer.state is mine.optimizer.state:
-        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if pruner_of(parameter) is mine:
+            pruner: Any = pruner_of(parameter)
+            # A wrapper shares its state with the optimizer inside it.
+            if pruner is not None and optimizer.state is not pruner.optimizer.state:
                 raise RuntimeError(
                     f"a {type(optimizer).__name__} that this pruner was not built with "
                     "has stepped sparse weights, so that inactive ones are not zero "
