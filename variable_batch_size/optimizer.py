@@ -17,6 +17,7 @@ from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Unit
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.step.elastic_state import ElasticState
+from variable_batch_size.step.exact import ExactModel
 from variable_batch_size.step.settings import Reduction, Settings, StepContext
 from variable_batch_size.step.update_loop import UpdateLoop
 from xla_replica import Replica, ReplicaError
@@ -95,6 +96,10 @@ class ElasticOptimizer(OptimizerProxy):
             two updates in the loop, such as collectives and schedulers, then runs
             equally often on every replica. `set_epoch` must be called before every
             epoch.
+        exact: The model, whose weights then have the same bits on any number of
+            replicas: gradients are summed as integers, random numbers belong to their
+            minibatch, and running statistics move once a step. See
+            docs/exact_sums.md for what it costs and what it refuses.
         replica: Default: the one the caller runs in.
 
     Raises:
@@ -128,6 +133,7 @@ class ElasticOptimizer(OptimizerProxy):
         noise: NoiseOptions | bool = False,
         overlap: bool = True,
         lockstep: bool = False,
+        exact: nn.Module | None = None,
         replica: Replica | None = None,
     ) -> None:
         self.sampler = sampler
@@ -145,6 +151,7 @@ class ElasticOptimizer(OptimizerProxy):
             max_grad_norm,
             check_flag("overlap", overlap),
             check_flag("lockstep", lockstep),
+            exact is not None,
         )
         checks.check_wrapper(settings, optimizer, sampler, self.replica)
         groups = optimizer.param_groups
@@ -164,9 +171,22 @@ class ElasticOptimizer(OptimizerProxy):
             ref_weight if weighted else ref_batchsize,
             self.replica,
             scalars,
+            exact is not None,
         )
+        exact_model = None
+        if exact is not None:
+            exact_model = ExactModel(exact, self.replica, sampler.seed, scalars)
+            parameters = [p for group in groups for p in group["params"]]
+            exact_model.check(parameters, sampler.schedule)
         self._context = StepContext(
-            optimizer, sampler, self.replica, settings, scalars, self.noise, sharded
+            optimizer,
+            sampler,
+            self.replica,
+            settings,
+            scalars,
+            self.noise,
+            sharded,
+            exact_model,
         )
         checks.check_agreement(self._context)
         self._loop = UpdateLoop(self._context, self)
@@ -333,6 +353,8 @@ class ElasticOptimizer(OptimizerProxy):
         schedule = self.sampler.schedule.changed(first_step, batch_size)
         groups = self.inner.param_groups
         checks.check_groups(self._settings, groups, schedule, self.replica)
+        if self._context.exact:
+            self._context.exact.check([], schedule)
 
     def average_buffers(self, model: nn.Module) -> None:
         """Makes the model's floating-point buffers equal on all replicas.
@@ -368,6 +390,8 @@ class ElasticOptimizer(OptimizerProxy):
                 "built with whole ones alone, whose replicas run different numbers of "
                 "minibatches: build it with a sharded parameter too"
             )
+        if self._context.exact:
+            self._context.exact.check(unnamed, self.sampler.schedule)
         super().add_param_group(param_group)
         self._loop.gradients.add(self.param_groups[-1]["params"])
 
@@ -377,6 +401,11 @@ class ElasticOptimizer(OptimizerProxy):
     def epoch(self) -> int:
         """The epoch under way."""
         return self._loop.position.plan.epoch
+
+    @property
+    def exact(self) -> ExactModel | None:
+        """What makes sums exact; None without ``exact=``."""
+        return self._context.exact
 
     @property
     def is_idle(self) -> bool:

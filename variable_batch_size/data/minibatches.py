@@ -65,6 +65,7 @@ class Minibatches(Iterator[list[int]]):
         sampler.num_yielded += 1
         part = plan.samples_of(self._step, number)
         samples = samples_at(np.arange(part.start, part.stop))
+        self.hand_out()
         return np.resize(samples, sampler.minibatch_size).tolist()
 
     def _begin(self) -> Callable[[np.ndarray], np.ndarray]:
@@ -97,6 +98,11 @@ class Minibatches(Iterator[list[int]]):
     def is_stale(self, number: int) -> bool:
         """Returns whether a minibatch, counted from 0, was dealt before a redeal."""
         return self._redone is not self._sampler.redone or number < self._num_stale
+
+    def hand_out(self) -> None:
+        """Tells whoever asked that a minibatch is about to be loaded, or run."""
+        if self._sampler.on_handing_out:
+            self._sampler.on_handing_out()
 
     def goes_on(self) -> bool:
         """Returns whether a redeal has come after the end: then iterate once more."""

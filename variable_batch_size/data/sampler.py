@@ -68,6 +68,8 @@ class CustomSampler(Sampler[list[int]]):
         schedule: The trace, cut into epochs.
         order: As it was given.
         num_yielded: Minibatches that all iterations have yielded so far.
+        on_handing_out: Called before a minibatch is loaded, and again before it is run
+            if it was fetched ahead; in the threads in which that happens.
         redone: Where the last `redeal` went back to, another object each time.
         dataset_length: The length of ``dataset``; None with ``dataset_size``.
 
@@ -144,6 +146,7 @@ class CustomSampler(Sampler[list[int]]):
         self.num_yielded = 0
         self.redone: Cursor | None = None
         self._newest: Callable[[], Any] = type(None)  # or a weak reference to a pass
+        self.on_handing_out: Callable[[], None] | None = None
         self.plan: EpochPlan = self.plan_of(0)
         if isinstance(order, type):
             raise TypeError(
@@ -475,7 +478,8 @@ class CustomSampler(Sampler[list[int]]):
         return samples_at
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_dealing": None, "_newest": type(None)}
+        own = {"_dealing": None, "_newest": type(None), "on_handing_out": None}
+        return vars(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _dealing=threading.Lock())

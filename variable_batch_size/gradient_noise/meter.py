@@ -21,6 +21,7 @@ from variable_batch_size.gradient_noise.progress import Progress
 from variable_batch_size.gradient_noise.readings import Measurements, Reading
 from variable_batch_size.gradient_noise.squares import GradientSquares
 from xla_replica import Replica
+from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_choice, check_number
 
 Groups = list[dict[str, Any]]
@@ -75,6 +76,7 @@ class NoiseMeter:
         replica: The replica whose gradients these are.
         scalars: Uploads numbers.
         options: See `NoiseOptions`.
+        is_exact: Whether a step's sums do not depend on the order of its minibatches.
 
     Attributes:
         dtype: The dtype of all statistics: float64 where a parameter has it, else
@@ -96,6 +98,7 @@ class NoiseMeter:
         replica: Replica,
         scalars: DeviceScalars,
         options: NoiseOptions,
+        is_exact: bool = False,
     ) -> None:
         self.options = options
         self.minibatch_size = minibatch_size
@@ -117,9 +120,10 @@ class NoiseMeter:
         self._unseen = False  # whether gradients of this step were not looked at
         self._num_measured = 0  # steps that should have told of the noise
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
-        self._squares = self._averages[0]  # of the step under way: (G,)
+        # Of the step under way: (G,), and the number of minibatches with a weight.
+        self._squares = SmallSum(0, self.dtype, replica, is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
-        self._norm_layers = NormLayerNoise(self.dtype, replica)
+        self._norm_layers = NormLayerNoise(self.dtype, replica, is_exact)
         self._progress = Progress(self.dtype, replica)
         self.estimator = "nothing"
         self._uploaded: dict[str, torch.Tensor] = {}
@@ -163,10 +167,10 @@ class NoiseMeter:
         after the first backward pass of a step, the step's squares are not all known,
         and it does not count: on no replica, since the sum over them is not finite.
         """
-        self._add_groups(len(groups) - len(self._squares))
+        self._add_groups(len(groups) - self._num_groups)
         new = self._gradients.watch(groups)
         if new and after_backward:
-            self._squares.fill_(math.nan)
+            self._squares.spoil()
 
     def prepare_step(self, num_minibatches: int) -> None:
         """Prepares for a step of so many minibatches, over all replicas.
@@ -199,7 +203,7 @@ class NoiseMeter:
             counts = weight > 0
             squares = torch.where(counts, squares / weight, torch.zeros_like(squares))
             self._count = self._count + counts
-        self._squares = self._squares + squares
+        self._squares.add(squares)
 
     def to_sum(self, num_minibatches: int, batch_size: int) -> list[torch.Tensor]:
         """Uploads what changes from update to update, ahead of the collective.
@@ -211,10 +215,10 @@ class NoiseMeter:
         self._upload(num_minibatches, batch_size)
         self._num_measured += num_minibatches > 1
         if self.weighted:
-            return [self._squares, self._count]
+            return [self._squares.total, self._count]
         if self._unseen and num_minibatches != 1:  # another epoch than was prepared for
-            self._squares.fill_(math.nan)
-        return [self._squares, *self._norm_layers.to_sum()]
+            self._squares.spoil()
+        return [self._squares.total, *self._norm_layers.to_sum()]
 
     def update(self, total: Any = None) -> torch.Tensor:
         """Takes in the step whose averaged gradients are in ``.grad``.
@@ -233,7 +237,7 @@ class NoiseMeter:
         if not self._gradients.paused:
             mean_square = self._gradients.of_gradients()
             new = estimators.estimate(
-                self._squares, mean_square, self._uploaded["coefficients"]
+                self._squares.value(), mean_square, self._uploaded["coefficients"]
             )
             self._averages = estimators.average(
                 self._averages, new, self._uploaded["weight"]
@@ -247,7 +251,7 @@ class NoiseMeter:
         if self.options.per_group and statistics.shape[1] > 1:
             gains = estimators.gain(statistics, ratio, base)
         else:
-            gains = gain.expand(len(self._squares))
+            gains = gain.expand(self._num_groups)
         return gains * self._lr_factor if self.options.compat else gains
 
     def clear(self) -> None:
@@ -256,7 +260,7 @@ class NoiseMeter:
         self._unseen = False
         with torch.no_grad():
             torch._foreach_zero_(
-                [self._squares, self._count, *self._norm_layers.clear()]
+                [self._squares.total, self._count, *self._norm_layers.clear()]
             )
 
     # --- what can be asked ----------------------------------------------------------
@@ -294,7 +298,7 @@ class NoiseMeter:
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
-        num_groups, whole = len(self._squares), not self.options.per_group
+        num_groups, whole = self._num_groups, not self.options.per_group
         gains = self._read().gains(batch_size, num_groups, whole)
         return tuple(gain * self._lr_factor for gain in gains)
 
@@ -330,10 +334,10 @@ class NoiseMeter:
                 f"expected are {sorted(_STATE)}"
             )
         num_groups = state["averages"].shape[-1]
-        if num_groups != len(self._squares):
+        if num_groups != self._num_groups:
             raise ValueError(
                 f"the state is of {num_groups} parameter groups, and the optimizer has "
-                f"{len(self._squares)}"
+                f"{self._num_groups}"
             )
         if state["base"].item() != self._base:
             raise ValueError(
@@ -354,6 +358,10 @@ class NoiseMeter:
         self._replica.sync()
 
     # --- how ------------------------------------------------------------------------
+
+    @property
+    def _num_groups(self) -> int:
+        return self._averages.shape[-1]
 
     def _upload(self, num_minibatches: int, batch_size: int) -> None:
         """Uploads what an update needs."""
@@ -420,7 +428,7 @@ class NoiseMeter:
         if num_new == 0:
             return
         self._averages = estimators.with_new_groups(self._averages, num_new)
-        self._squares = torch.cat([self._squares, self._squares.new_zeros(num_new)])
+        self._squares.grow(num_new)
         self._replica.sync()  # zeros on the device, not in the first graph
 
 
@@ -432,13 +440,14 @@ def meter_for(
     reference: float | None,
     replica: Replica,
     scalars: DeviceScalars,
+    is_exact: bool = False,
 ) -> NoiseMeter | None:
     """Returns the meter that was asked for, or that a rule needs; else None.
 
     Args:
         noise: What the user asked for.
         is_needed: Whether the rule is measured.
-        groups, minibatch_size, replica, scalars: See `NoiseMeter`.
+        groups, minibatch_size, replica, scalars, is_exact: See `NoiseMeter`.
         reference: The batch size, or the weight, that gains compare with.
 
     Raises:
@@ -456,4 +465,6 @@ def meter_for(
             f"reduction={which[1]!r}"
         )
     options = noise if isinstance(noise, NoiseOptions) else NoiseOptions()
-    return NoiseMeter(groups, minibatch_size, reference, replica, scalars, options)
+    return NoiseMeter(
+        groups, minibatch_size, reference, replica, scalars, options, is_exact
+    )

@@ -13,6 +13,7 @@ from variable_batch_size.gradient_noise import estimators
 from variable_batch_size.gradient_noise.norm_layers import NormLayer, norm_layers_of
 from variable_batch_size.gradient_noise.squares import square
 from xla_replica import Replica
+from xla_replica.backends.small_sum import SmallSum
 
 
 class NormLayerNoise:
@@ -24,13 +25,15 @@ class NormLayerNoise:
             noise was measured too.
     """
 
-    def __init__(self, dtype: torch.dtype, replica: Replica) -> None:
+    def __init__(
+        self, dtype: torch.dtype, replica: Replica, is_exact: bool = False
+    ) -> None:
         self._layers: list[NormLayer] = []  # those in use
         self._minibatch_size = 0
         self._dtype, self._replica = dtype, replica
         self.averages = estimators.no_statistics(1, dtype, replica.device)
         self.matched = estimators.no_statistics(1, dtype, replica.device)
-        self._squares = torch.zeros(1, dtype=dtype, device=replica.device)
+        self._squares = SmallSum(1, dtype, replica, is_exact)
         # The step's whole gradient is measured. A compiled program always does so.
         self._measures_whole = True
         # Of the last step that did: what makes the layers' statistics the model's, and
@@ -78,7 +81,7 @@ class NormLayerNoise:
     def end_minibatch(self) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph."""
         if self._layers:
-            self._squares = self._squares + self.take()
+            self._squares.add(self.take())
 
     def take(self) -> Tensor:
         """Returns the sum of squares of all that samples add to ``.grad``: ``(1,)``.
@@ -98,12 +101,12 @@ class NormLayerNoise:
     def _total(self, tensors: list[Tensor]) -> Tensor:
         """Returns the sum of all squares, ``(1,)``, of tensors that fit together."""
         if not tensors:
-            return torch.zeros_like(self._squares)
+            return self.averages.new_zeros(1)
         return square(torch.cat(tensors, -1), self._dtype).reshape(1)
 
     def to_sum(self) -> list[Tensor]:
         """Returns what is to be summed over replicas, in place."""
-        return [self._squares] if self.in_use else []
+        return [self._squares.total] if self.in_use else []
 
     def update(self, numbers: dict[str, Tensor], weight_of_whole: Tensor) -> None:
         """Takes in a step, whose averaged gradients are in ``.grad``.
@@ -116,7 +119,9 @@ class NormLayerNoise:
         if not self._layers:
             return
         new = estimators.estimate(
-            self._squares, self.of_gradients(), numbers["coefficients of samples"]
+            self._squares.value(),
+            self.of_gradients(),
+            numbers["coefficients of samples"],
         )
         self.averages = estimators.average(
             self.averages, new, numbers["weight of samples"]

@@ -46,6 +46,11 @@ def check_wrapper(
             f"but this is {replica}"
         )
     _check_reduction(settings, sampler.schedule)
+    if settings.is_exact and settings.lockstep:
+        raise TypeError(
+            "exact= does not work with lockstep=True, as the trainers of other "
+            "libraries use it: they count minibatches, and a step may be run again"
+        )
     rule = settings.rule
     has_reference = (settings.ref_batchsize, settings.ref_weight) != (None, None)
     if rule.needs_reference and not has_reference:
@@ -92,6 +97,7 @@ def check_agreement(context: StepContext) -> None:
             **context.sampler.fingerprint(),
             "rule": settings.rule.name,
             **settings.options(),
+            **(context.exact.environment() if context.exact else {}),
             "noise": noise.options if noise else None,
             "lockstep": settings.lockstep,
             "hyperparameters": hyperparameters(context.inner.param_groups),

@@ -26,12 +26,14 @@ class ElasticState:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last update. Reads the device for noise."""
         settings, noise = self._context.settings, self._context.noise
+        exact = self._context.exact
         return {
             "rule": settings.rule.name,
             "ref_batchsize": settings.ref_batchsize,
             "settings": self._lasting,
             "scaling": self._loop.scaling.state_dict(),
             "noise": noise.state_dict() if noise else None,
+            "grid": exact.grid.state_dict() if exact else None,
             "schedules": self._loop.attached.state_dict(),
             "sampler": self._context.sampler.state_dict(),
         }
@@ -80,6 +82,8 @@ class ElasticState:
         loop.scaling.load_state_dict(state.get("scaling", []))
         if noise and state.get("noise"):
             noise.load_state_dict(state["noise"])
+        if self._context.exact:
+            self._context.exact.grid.load_state_dict(state.get("grid") or {})
         loop.attached.load_state_dict(state.get("schedules", []), allow_changes)
         if "sampler" in state:
             self._context.sampler.load_state_dict(
@@ -96,6 +100,7 @@ def _lasting(context: StepContext) -> dict[str, Any]:
     found = {
         "optimizer": type(context.inner).__name__,
         **context.settings.options(),
+        **(context.exact.environment() if context.exact else {}),
     }
     for index, group in enumerate(context.inner.param_groups):
         place = f" of parameter group {index}" if index else ""

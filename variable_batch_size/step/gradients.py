@@ -15,6 +15,8 @@ from torch import nn
 from variable_batch_size.data.schedule import Position
 from variable_batch_size.step.settings import StepContext
 from xla_replica import AccumulationNote
+from xla_replica.backends.exact_sum import ExactSum
+from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.device.gradients import accumulation_hook
 
 # How many numbers of a gradient are compared where reading is free.
@@ -41,10 +43,15 @@ class StepGradients:
         self._records: dict[nn.Parameter, GradientRecord] = {}
         self._nodes: dict[nn.Parameter, tuple[Any, Any]] = {}
         parameters = context.parameters()
-        self.sums = context.replica.gradient_sum(
-            self._is_unchanged, context.settings.overlap, parameters
-        )
+        self.sums = self._made_sums(parameters)
         self.add(parameters)
+
+    def _made_sums(self, parameters: list[nn.Parameter]) -> GradientSum:
+        replica, exact = self._context.replica, self._context.exact
+        if exact is not None:
+            return ExactSum(replica, self._is_unchanged, exact.grid, exact.rows)
+        overlap = self._context.settings.overlap
+        return replica.gradient_sum(self._is_unchanged, overlap, parameters)
 
     # --- which parameters are trained -----------------------------------------------
 
@@ -100,6 +107,8 @@ class StepGradients:
             if parameter.requires_grad != is_held and parameter not in new:
                 parameter.grad = None
         self.sums.hold(trained)
+        if context.exact:  # on idle replicas too, whose tensors then have one order
+            context.exact.zero_totals()
         self._watch(new)
         context.replica.sync()  # zeros on the device, not in the first graph
         if context.noise:
@@ -121,7 +130,7 @@ class StepGradients:
             record = self._records.get(parameter)
             if record is None:
                 record = self._records[parameter] = GradientRecord()
-                record.start(gradient, is_none=False)
+                record.start(gradient, is_none=parameter.grad is None)
                 record.accumulated = parameter in new
                 self._nodes[parameter] = (
                     accumulation_hook(parameter, record.before_accumulation),
@@ -178,7 +187,9 @@ class StepGradients:
             raise
         if context.noise:
             context.noise.drop_discarded()
-        self._take_back_detached(num_accumulated)
+        if context.exact is None:
+            self._take_back_detached(num_accumulated)
+        self.sums.end_minibatch()
         self._start_records()
         if context.noise:
             context.noise.end_minibatch(weight)

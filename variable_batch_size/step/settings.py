@@ -12,6 +12,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.device_scalars import DeviceScalars
 from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.rules.rule import Rule
+from variable_batch_size.step.exact import ExactModel
 from xla_replica import Replica
 
 Reduction = Literal["mean", "sum"]
@@ -28,6 +29,7 @@ class ElasticOptions(TypedDict, total=False):
     noise: NoiseOptions | bool
     overlap: bool
     lockstep: bool
+    exact: torch.nn.Module | None
     replica: Replica | None
 
 
@@ -43,6 +45,7 @@ class Settings:
     max_grad_norm: float | None
     overlap: bool
     lockstep: bool
+    is_exact: bool
 
     def options(self) -> dict[str, Any]:
         """Returns what replicas have in common, and a run with one that it resumes."""
@@ -53,6 +56,7 @@ class Settings:
             "reduction": self.reduction,
             "ref_weight": self.ref_weight,
             "max_grad_norm": self.max_grad_norm,
+            "exact": self.is_exact,
         }
 
 
@@ -69,6 +73,7 @@ class StepContext:
         noise: Measures the gradients, or does not exist.
         sharded: Whether parameters are sharded, so that plans have padding in place of
             idle steps.
+        exact: What makes sums exact, if they are to be.
     """
 
     inner: Optimizer
@@ -78,6 +83,7 @@ class StepContext:
     scalars: DeviceScalars
     noise: NoiseMeter | None
     sharded: bool
+    exact: ExactModel | None = None
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Returns the parameters of all groups, frozen ones too."""

@@ -13,6 +13,7 @@ from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.rules.scaling import Scaling
 from variable_batch_size.step.agreement import Agreement
 from variable_batch_size.step.settings import StepContext
+from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_number
 
 Groups = list[dict[str, Any]]
@@ -38,10 +39,11 @@ class StepTotals:
             self.agreement = Agreement(replica, context.scalars)
         self._ballots: torch.Tensor | None = None
         self._was_asked = False  # to stop, if it is alone, before the last update
-        self._weight: torch.Tensor | None = None
+        self._dtype = dtype_for(context.parameters())
+        self._weight: SmallSum | None = None
         if context.settings.reduction == "sum":
-            dtype = dtype_for(context.parameters())
-            self._weight = torch.zeros(1, dtype=dtype, device=replica.device)
+            is_exact = context.exact is not None
+            self._weight = SmallSum(1, self._dtype, replica, is_exact)
 
     # --- a minibatch ----------------------------------------------------------------
 
@@ -71,7 +73,7 @@ class StepTotals:
                 "step() with reduction='sum' needs weight=, the number of tokens whose "
                 "losses the minibatch's loss sums: optimizer.step(weight=num_tokens)"
             )
-        replica, dtype = self._context.replica, self._weight.dtype
+        replica, dtype = self._context.replica, self._dtype
         if not isinstance(weight, torch.Tensor):
             check_number("step: weight", weight, least=0)
             return replica.scalar(weight, dtype)
@@ -91,7 +93,7 @@ class StepTotals:
 
     def add(self, weight: torch.Tensor) -> None:
         """Adds a minibatch's weight, as `on_device` returned it."""
-        self._weight.add_(weight)
+        self._weight.add(weight)
 
     # --- an update ------------------------------------------------------------------
 
@@ -117,7 +119,9 @@ class StepTotals:
             totals += context.noise.to_sum(
                 position.num_minibatches, position.batch_size
             )
-        return totals if self._weight is None else [*totals, self._weight]
+        if context.exact:
+            totals += context.exact.to_sum()
+        return totals if self._weight is None else [*totals, self._weight.total]
 
     def take(self) -> tuple[Any, torch.Tensor | None]:
         """Reads what `to_sum` returned, once it is summed.
@@ -135,7 +139,7 @@ class StepTotals:
             self.agreement.count(self._ballots)
         if self._weight is None:
             return None, None
-        total = self._weight.clone()
+        total = self._weight.value().clone()
         divisor = torch.where(total > 0, total, math.inf)
         return total.item() if self._context.replica.is_host else total, divisor
 
@@ -151,7 +155,9 @@ class StepTotals:
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
         if self._weight is not None:
-            self._weight.zero_()
+            self._weight.clear()
+        if self._context.exact:
+            self._context.exact.clear()
 
 
 def is_zero(weight: Any) -> bool:

@@ -7,6 +7,7 @@ its update by the same call.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from typing import Any
 
@@ -22,6 +23,7 @@ from variable_batch_size.step.sample_mask import SampleMask
 from variable_batch_size.step.settings import StepContext
 from variable_batch_size.step.totals import StepTotals, hyperparameters, is_zero
 from xla_replica import ReplicaError
+from xla_replica.device.gradients import weak_hook
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,9 @@ class UpdateLoop:
         self._num_minibatches = 0  # of all epochs
         self._hyperparameters: tuple[Any, ...] | None = None  # None: they may change
         self.is_stepping = False
+        self._thread = threading.get_ident()
+        if context.exact:
+            context.sampler.on_handing_out = weak_hook(self._seed_minibatch)
         self._guard_inner_step()
         self.position = Position(context.sampler.plan, context.replica.rank)
         self._check_padding()
@@ -194,10 +199,14 @@ class UpdateLoop:
             )
         if position.step == position.plan.start_step:
             checks.refuse_other_accumulation()
+        if self._context.exact:
+            self._context.sampler.check_redealable()
         is_empty = weight is not None and is_zero(weight)
         self.gradients.accept(position.substep, counted, needs_backward=not is_empty)
         if self._is_weighted:
             self.totals.add(counted)
+        if self._context.exact:
+            self._context.exact.end_minibatch()
         self._check_hyperparameters()
         self.num_seen += not position.is_padding
         self._num_minibatches = number
@@ -209,6 +218,15 @@ class UpdateLoop:
         self._hyperparameters = hyperparameters(self._context.inner.param_groups)
         self.gradients.prepare_backward(position)
         return 0
+
+    def _seed_minibatch(self) -> None:
+        """Seeds what the next minibatch draws, the same whatever replica runs it."""
+        position = self.position
+        if not position.ended and threading.get_ident() == self._thread:
+            plan = position.plan
+            number = position.substep * plan.num_replicas + self._context.replica.rank
+            step = plan.first_step + position.step
+            self._context.exact.seed_minibatch(step, number)
 
     def follow_sampler(self) -> Position:
         """Goes to where the sampler is; returns the place of the next minibatch."""
@@ -263,7 +281,7 @@ class UpdateLoop:
 
         What needs a peer comes first and changes nothing that lasts; then the weights
         and the position change. If an exception ends the update, the step is lost and
-        gradients are zero.
+        gradients are zero. Returns 0 if all replicas are to run the step again.
         """
         context, position = self._context, self.position
         plan, step, batch_size = position.plan, position.step, position.batch_size
@@ -271,15 +289,19 @@ class UpdateLoop:
         if is_idle:
             self.gradients.use_zeros()
             context.replica.sync()  # keeps what is pending out of the update
+        is_done = True
         try:
             with torch.no_grad():
-                self.last_lrs, weight = self._change_weights()
+                weight, divisor, ratio = self._sum()
+                is_done = context.exact is None or context.exact.accept_step(position)
+                if is_done:
+                    self.last_lrs = self._change_weights(weight, divisor, ratio)
         finally:
-            position.advance()
-            self.gradients.clear()
-            self.totals.clear()
-            if self._is_lazy:
-                context.replica.sync()
+            self._end_step(is_done)
+        if not is_done:
+            context.sampler.redeal(step)
+            self.gradients.prepare_backward(position)
+            return 0
         context.sampler.commit(plan.epoch, step + 1)
         update = Update(
             epoch=plan.epoch,
@@ -301,11 +323,23 @@ class UpdateLoop:
         self.gradients.prepare_backward(position)
         return 1
 
-    def _change_weights(self) -> tuple[tuple[Any, ...], Any]:
-        """Sums over replicas, divides, measures, clips, scales and steps.
+    def _end_step(self, is_done: bool) -> None:
+        """Forgets what was accumulated, and goes to the next step or begins again."""
+        if is_done:
+            self.position.advance()
+        else:
+            self.position.rollback()
+        self.gradients.clear()
+        self.totals.clear()
+        if self._is_lazy:
+            self._context.replica.sync()
 
-        It is one program on every replica, for every batch size. Returns the effective
-        learning rate of each parameter group, and the step's weight.
+    def _sum(self) -> tuple[Any, Any, Any]:
+        """Sums over replicas, and looks whether they agree.
+
+        With `_change_weights` it is one program on every replica, for every batch size,
+        unless sums are exact, which the host looks at in between. Returns the step's
+        weight, what its gradient is divided by yet, and the batch ratio.
         """
         context, position = self._context, self.position
         settings = context.settings
@@ -318,10 +352,17 @@ class UpdateLoop:
         if settings.ref_weight is None:
             ratio = position.batch_size / (settings.ref_batchsize or 1)
         self.scaling.prepare(ratio)
-        # Sum, and look whether replicas agree.
         self.gradients.sums.sum_(totals, divisor)
         weight, divisor = self.totals.take()
-        # Commit.
+        return weight, divisor, ratio
+
+    def _change_weights(self, weight: Any, divisor: Any, ratio: Any) -> tuple[Any, ...]:
+        """Measures, clips, scales and steps; takes what `_sum` has returned.
+
+        Returns the effective learning rate of each parameter group.
+        """
+        context, settings = self._context, self._context.settings
+        self.gradients.sums.finish()
         if self._is_weighted:
             if is_zero(weight):
                 self.gradients.refuse_nonzero()
@@ -338,7 +379,9 @@ class UpdateLoop:
         finally:
             self.is_stepping = False
         self._wrapper._opt_called = True  # torch's schedulers look before their step
-        return lrs, weight
+        if context.exact:
+            context.exact.commit()
+        return lrs
 
     def _log(self, update: Update) -> None:
         """Logs one line on replica 0; every replica reads its device."""

@@ -88,6 +88,9 @@ class GradientSum:
         del parameter
         return False
 
+    def end_minibatch(self) -> None:
+        """Takes what a minibatch has left in ``.grad``, unless it is in its place."""
+
     def sum_(
         self, others: Sequence[torch.Tensor], divisor: int | torch.Tensor | None
     ) -> None:
@@ -106,6 +109,9 @@ class GradientSum:
             self._replica.all_reduce_([*self.tensors, *others])
         if divisor is not None:
             divide_(self.tensors, divisor)
+
+    def finish(self) -> None:
+        """Puts what `sum_` has summed into ``.grad``, unless it is there already."""
 
     def divide_(self, divisor: int | torch.Tensor) -> None:
         """Divides gradients by a number, or by a tensor of one, ``(1,)``.

@@ -78,10 +78,10 @@ class FreshBatches:
     Args:
         batches: A loader, iterated again if it has read to its end too early.
         sampler: What deals its minibatches. Its ``follow_pass()`` returns the iteration
-            that began last, which has two methods: ``is_stale(number)``, whether the
-            minibatch that it handed out, counted from 0, is to be dropped; and
-            ``goes_on()``, whether it has more after its end, which the sampler's next
-            ``iter()`` then yields.
+            that began last, which has three methods: ``is_stale(number)``, whether the
+            minibatch that it handed out, counted from 0, is to be dropped;
+            ``hand_out()``, called before one is yielded; and ``goes_on()``, whether it
+            has more after its end, which the sampler's next ``iter()`` then yields.
         ahead: Returns an iterable over what it is given, as `DeviceLoader`.
     """
 
@@ -103,6 +103,7 @@ class FreshBatches:
         while True:
             for dealt, number, batch in self._ahead(self._numbered(numbers)):
                 if not dealt.is_stale(number):
+                    dealt.hand_out()
                     yield batch
             if dealt is None or not dealt.goes_on():
                 return

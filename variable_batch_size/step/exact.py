@@ -1,0 +1,343 @@
+"""What makes the bits of a run those of any number of replicas.
+
+A minibatch's gradient has the same bits wherever it is computed, if it is computed from
+the same weights, buffers and random numbers, by the same programs. So every minibatch
+begins with the buffers of its step and with a seed of its own, and what it brings is
+added as integers; see `xla_replica.backends.grid`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from variable_batch_size.data.schedule import Position, Schedule
+from variable_batch_size.device_scalars import DeviceScalars
+from xla_replica import Replica, ReplicaError
+from xla_replica.backends.grid import Grid, zero_
+from xla_replica.device.gradients import weak_hook
+
+
+class ExactModel:
+    """The grid of a model's gradients and of its normalisation layers' statistics.
+
+    Args:
+        model: The model that is trained.
+        replica: The replica that the caller runs in.
+        seed: Of the random numbers that minibatches draw.
+        scalars: Uploads numbers.
+
+    Attributes:
+        grid: Its units, by name of parameter or buffer.
+        rows: Each parameter's row in the grid.
+        riders: What else a step sums.
+
+    Raises:
+        TypeError, ValueError: The model, or this process, cannot have such bits.
+    """
+
+    def __init__(
+        self, model: nn.Module, replica: Replica, seed: int, scalars: DeviceScalars
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"exact= is the model, whose buffers count too, got {model!r}"
+            )
+        self._replica, self._seed, self._scalars = replica, seed, scalars
+        self._num_repeats = 0  # of the step under way
+        parameters = dict(model.named_parameters())
+        layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, _NormBase) and module.running_mean is not None
+        }
+        _check(parameters, layers, replica)
+        buffers = [
+            f"{name}.{each}"
+            for name in layers
+            for each in ("running_mean", "running_var")
+        ]
+        self.grid = Grid(list(parameters), replica)
+        self.rows = {p: row for row, p in enumerate(parameters.values())}
+        self.riders: list[Rider] = []
+        first_row = self.grid.extend(buffers)
+        self.add_rider(RunningStatistics(list(layers.values()), self.grid, first_row))
+        self._known = {id(b) for each in layers.values() for b in each.buffers()}
+        self._versions: dict[str, Any] = {}
+        model.register_forward_pre_hook(weak_hook(self._before_pass))
+        model.register_forward_hook(weak_hook(self._after_pass))
+
+    def check(self, parameters: list[nn.Parameter], schedule: Schedule) -> None:
+        """Raises ValueError unless sums can hold the steps, and name the parameters."""
+        for parameter in parameters:
+            if parameter not in self.rows:
+                raise ValueError(
+                    f"exact=: the optimizer has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not one of the model's, so that "
+                    "its sum has no name: give exact= the module that has them all"
+                )
+
+        largest = int(schedule.trace.batch_sizes.max())
+        num_minibatches = -(-largest // schedule.minibatch_size)
+        if num_minibatches > self.grid.max_terms:
+            raise ValueError(
+                f"exact=: a batch of {largest} samples has {num_minibatches} "
+                f"minibatches, and sums on this device can hold {self.grid.max_terms}: "
+                "take larger minibatches"
+            )
+
+    def add_rider(self, rider: Rider) -> None:
+        """Sums from the next step on what a rider has, whose names are in the grid."""
+        self.riders.append(rider)
+        self._replica.sync()  # zeros on the device, not in the first graph
+
+    def end_minibatch(self) -> None:
+        """Takes in what a minibatch has left, whose gradients are taken in already."""
+        for rider in self.riders:
+            rider.end_minibatch()
+        self.grid.end_minibatch()
+
+    def to_sum(self) -> list[torch.Tensor]:
+        """Returns the integers that replicas sum, in place, beside the gradients'."""
+        totals = [total for rider in self.riders for total in rider.totals()]
+        return [tensor for total in totals for tensor in total]
+
+    def accept_step(self, position: Position) -> bool:
+        """Returns whether the sums of a step are good; if not, it is to be run again.
+
+        Collective; reads one number of the device.
+
+        Raises:
+            ReplicaError: They were bad the last time too.
+        """
+        [must_repeat] = self._replica.fetch([self.grid.measure()])
+        self._divisor = position.num_minibatches
+        if self._replica.is_lazy:
+            self._divisor = self._scalars.get("statistics", self._divisor)
+        if not must_repeat.item():
+            self._num_repeats = 0
+            return True
+        self._num_repeats += 1
+        if self._num_repeats > 1:
+            raise ReplicaError(
+                f"step {position.step} of epoch {position.plan.epoch} has been run "
+                "twice, and the largest numbers of its gradients differ by powers of "
+                "two: something in it is not the same twice, such as a random number "
+                "that neither torch nor a SeededDataset draws",
+                self._replica.rank,
+            )
+        self.grid.follow()
+        return False
+
+    def commit(self) -> None:
+        """Uses what riders have summed, and takes the grid of the step's maxima."""
+        for rider in self.riders:
+            rider.commit(self._divisor)
+        self.grid.follow()
+
+    def clear(self) -> None:
+        """Forgets the minibatches of the step."""
+        for rider in self.riders:
+            rider.clear()
+        self.zero_totals()
+        self.grid.drop_step()
+
+    def zero_totals(self) -> None:
+        """Makes the riders' sums zero."""
+        for rider in self.riders:
+            zero_(rider.totals())
+
+    def seed_minibatch(self, step: int, number: int) -> None:
+        """Seeds what the minibatch of this number draws, on the host and the device.
+
+        Args:
+            step: Since training began.
+            number: Of the minibatch in its step, over all replicas.
+        """
+        text = f"{self._seed} {step} {number}".encode()
+        digest = hashlib.blake2b(text, digest_size=4).digest()
+        seed = int.from_bytes(digest, "little")
+        torch.manual_seed(seed)
+        self._replica.seed(seed - self._replica.rank)  # which it adds
+
+    def _before_pass(self, model: nn.Module, args: Any) -> None:
+        del args
+        if model.training and torch.is_grad_enabled():
+            self._versions = self._found_versions(model)
+
+    def _after_pass(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Raises ValueError if a forward pass has changed a buffer."""
+        del args, output
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        for name, version in self._found_versions(model).items():
+            if version != self._versions.get(name):
+                raise ValueError(
+                    f"exact=: the forward pass has changed the buffer {name!r}, so "
+                    "the next minibatch would depend on those that this replica has "
+                    "run: only the running statistics of normalisation layers can "
+                    "move. Compute it in a function that you attach, or leave exact= "
+                    "out"
+                )
+
+    def _found_versions(self, model: nn.Module) -> dict[str, tuple[int, int]]:
+        return {
+            name: (id(buffer), buffer._version)
+            for name, buffer in model.named_buffers()
+            if id(buffer) not in self._known
+        }
+
+    def environment(self) -> dict[str, Any]:
+        """Returns what the bits of a gradient depend on beside the model."""
+        return {
+            "device": self._replica.device.type,
+            "torch": torch.__version__,
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "num_threads": torch.get_num_threads(),
+        }
+
+
+def _check(
+    parameters: dict[str, nn.Parameter], layers: dict[str, nn.Module], replica: Replica
+) -> None:
+    """Raises ValueError or TypeError where a run cannot have the same bits."""
+    for name, parameter in parameters.items():
+        if not (parameter.is_floating_point() and parameter.element_size() <= 4):
+            raise TypeError(
+                f"exact=: the parameter {name!r} is {parameter.dtype}, and exact sums "
+                "are of float32 and narrower floats"
+            )
+    if replica.is_sharded(list(parameters.values())):
+        raise TypeError(
+            "exact=: parameters are sharded (FSDP2), which sums their gradients itself"
+        )
+    for name, layer in layers.items():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise TypeError(
+                f"exact=: {name!r} is a SyncBatchNorm, whose statistics depend on the "
+                "minibatches that replicas run together: use BatchNorm, whose running "
+                "statistics move by the mean over the step's minibatches"
+            )
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if replica.has_streams and not is_deterministic:
+        raise ValueError(
+            "exact= on a GPU needs torch.use_deterministic_algorithms(True), before "
+            "the model runs"
+        )
+
+
+class Rider(Protocol):
+    """What is summed over a step's minibatches beside their gradients."""
+
+    def totals(self) -> list[list[torch.Tensor]]:
+        """Returns what `Grid.empty_total` has made, and `Grid.add_` added to."""
+
+    def end_minibatch(self) -> None:
+        """Adds to the totals what a minibatch has brought."""
+
+    def commit(self, num_minibatches: Any) -> None:
+        """Uses the totals, sums over so many minibatches of all replicas."""
+
+    def clear(self) -> None:
+        """Forgets the step, a minibatch that did not end too."""
+
+
+class RunningStatistics:
+    """Moves the running statistics of normalisation layers once a step.
+
+    By the mean over the step's minibatches of what each would have moved them by, each
+    from where they were when the step began.
+
+    Args:
+        layers: BatchNorm and its kin, with statistics.
+        grid: What moves are rounded to.
+        first_row: That of the first layer's mean in the grid; its variance and the
+            other layers' follow.
+    """
+
+    def __init__(self, layers: list[Any], grid: Grid, first_row: int) -> None:
+        self._grid = grid
+        self._layers = [
+            _Layer(layer, first_row + 2 * index, grid)
+            for index, layer in enumerate(layers)
+        ]
+
+    def end_minibatch(self) -> None:
+        """Takes the moves of a minibatch back, and adds them to those of its step."""
+        for layer in self._layers:
+            if layer.has_begun:
+                layer.take_back(self._grid)
+
+    def totals(self) -> list[list[torch.Tensor]]:
+        """Returns the sums of moves."""
+        return [total for layer in self._layers for total in layer.totals]
+
+    def commit(self, num_minibatches: Any) -> None:
+        """Moves the statistics, by sums over so many minibatches."""
+        for layer in self._layers:
+            layer.commit(self._grid, num_minibatches)
+
+    def clear(self) -> None:
+        """Takes back what a minibatch has moved that did not end."""
+        for layer in self._layers:
+            if layer.has_begun:
+                layer.put_back()
+
+
+@dataclasses.dataclass
+class _Layer:
+    """A normalisation layer: where its statistics were, and the sums of their moves."""
+
+    layer: Any
+    row: int
+    grid: dataclasses.InitVar[Grid]
+    has_begun: bool = False
+
+    def __post_init__(self, grid: Grid) -> None:
+        self._starts = [buffer.clone() for buffer in self._buffers()]
+        self.totals = [grid.empty_total(buffer) for buffer in self._buffers()[:2]]
+        self.layer.register_forward_pre_hook(weak_hook(self._begin))
+
+    def _buffers(self) -> list[torch.Tensor]:
+        layer = self.layer
+        return [layer.running_mean, layer.running_var, layer.num_batches_tracked]
+
+    def _begin(self, layer: nn.Module, args: Any) -> None:
+        """Runs before every pass; notes the statistics before a minibatch's first."""
+        del args
+        if self.has_begun or not (layer.training and torch.is_grad_enabled()):
+            return
+        self.has_begun = True
+        with torch.no_grad():
+            for start, buffer in zip(self._starts, self._buffers()):
+                start.copy_(buffer)
+
+    def take_back(self, grid: Grid) -> None:
+        """Adds what a minibatch has moved, and puts back what was before it."""
+        with torch.no_grad():
+            parts = zip(self._buffers(), self._starts, self.totals)
+            for index, (buffer, start, total) in enumerate(parts):
+                grid.add_(total, buffer - start, self.row + index)
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Makes the buffers those before the minibatch."""
+        self.has_begun = False
+        with torch.no_grad():
+            for start, buffer in zip(self._starts, self._buffers()):
+                buffer.copy_(start)
+
+    def commit(self, grid: Grid, num_minibatches: Any) -> None:
+        """Moves the statistics by the mean of the moves, and counts one batch."""
+        for index, total in enumerate(self.totals):
+            buffer = self._buffers()[index]
+            move = torch.empty_like(buffer)
+            grid.mean_into_(move, total, self.row + index, num_minibatches)
+            buffer.add_(move)
+        if self.layer.training:
+            self.layer.num_batches_tracked.add_(1)

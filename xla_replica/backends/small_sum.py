@@ -1,0 +1,85 @@
+"""Sums of a few numbers over minibatches and replicas, exact ones if asked for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from xla_replica.backends.replica import Replica
+
+_LIMB_BITS = 16
+# Of the limbs, from the lowest: all normal numbers of float32 are their multiples, as
+# far as they have any digits there.
+_EXPONENTS = range(-126, 128, _LIMB_BITS)
+
+
+class SmallSum:
+    """Adds a few numbers, such as the squares of a step's gradients.
+
+    An exact one adds the digits of float32 numbers in base 2^16, as int32, so that the
+    sum has the same bits whatever the order: at most 2^14 numbers are added.
+
+    Args:
+        size: How many numbers.
+        dtype: Theirs.
+        replica: The replica that adds them.
+        is_exact: Whether sums do not depend on their order; needs float32.
+
+    Attributes:
+        total: What replicas sum, in place.
+    """
+
+    def __init__(
+        self, size: int, dtype: torch.dtype, replica: Replica, is_exact: bool = False
+    ) -> None:
+        self.is_exact = is_exact
+        self._dtype = dtype
+        shape, kind = (size,), dtype
+        if is_exact:  # the last row counts numbers that are not finite
+            shape, kind = (len(_EXPONENTS) + 1, size), torch.int32
+        self.total = torch.zeros(shape, dtype=kind, device=replica.device)
+
+    def add(self, numbers: torch.Tensor) -> None:
+        """Adds a minibatch's numbers, ``(size,)``."""
+        self.total = self.total + (digits_of(numbers) if self.is_exact else numbers)
+
+    def spoil(self) -> None:
+        """Makes the sum not finite, on every replica."""
+        if self.is_exact:
+            self.total[-1] = 1
+        else:
+            self.total.fill_(math.nan)
+
+    def value(self) -> torch.Tensor:
+        """Returns the sum, ``(size,)``."""
+        return value_of(self.total).to(self._dtype) if self.is_exact else self.total
+
+    def grow(self, num_new: int) -> None:
+        """Appends numbers whose sum is zero."""
+        new = self.total.new_zeros((*self.total.shape[:-1], num_new))
+        self.total = torch.cat([self.total, new], -1)
+
+    def clear(self) -> None:
+        """Makes the sum zero."""
+        self.total.zero_()
+
+
+def digits_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns float32 numbers, ``(n,)``, as int32 digits, ``(limbs + 1, n)``."""
+    is_bad = ~(numbers.abs() < math.inf)
+    rest = torch.where(is_bad, torch.zeros_like(numbers), numbers)
+    digits = []
+    for exponent in reversed(_EXPONENTS):  # no operation rounds
+        digit = torch.trunc(rest * 2.0**-exponent)
+        rest = rest - digit * 2.0**exponent
+        digits.append(digit)
+    return torch.stack([*digits[::-1], is_bad.to(numbers.dtype)]).to(torch.int32)
+
+
+def value_of(digits: torch.Tensor) -> torch.Tensor:
+    """Returns what digits, or sums of them, amount to: ``(n,)`` float32."""
+    value = torch.zeros_like(digits[0], dtype=torch.float32)
+    for exponent, digit in zip(_EXPONENTS, digits):
+        value = value + digit.float() * 2.0**exponent
+    return torch.where(digits[-1] > 0, math.nan, value)
