@@ -185,10 +185,16 @@ def plain(work: Work) -> None:
 
 
 def elastic(
-    rule: str, optimizer: str, work: Work, last: int = 1, **options: Any
+    rule: str,
+    optimizer: str,
+    work: Work,
+    last: int = 1,
+    exact: bool = False,
+    **options: Any,
 ) -> None:
     """Trains an epoch with a rule, whose last step has ``last`` minibatches."""
     setting = Setting(work, optimizer, minibatches=3 + last)
+    options["exact"] = setting.model if exact else None
     size = setting.minibatch * setting.replica.num_replicas
     sampler = vbs.CustomSampler(
         setting.images, [size, 2 * size, last * size],
@@ -197,11 +203,13 @@ def elastic(
     wrapped = vbs.ElasticOptimizer(setting.inner, sampler, rule, size, **options)
     sampler.set_epoch(0)
     wrapped.set_epoch(0)
-    for number, rows in enumerate(sampler, start=1):
-        if number == len(sampler) - last + 1:
+    made = 0
+    for rows in sampler:
+        if made == sampler.plan.num_steps - 1:
             setting.mark_last_step()
+            made += 1
         setting.losses(rows).mean().backward()
-        wrapped.step()
+        made += wrapped.step()
     setting.replica.sync()
 
 
@@ -324,6 +332,7 @@ def families(work: Work) -> dict[str, Run]:
         "plain step": functools.partial(plain, work),
         f"elastic step, {rule}": functools.partial(elastic, rule, "", work),
         "elastic step, adascale": functools.partial(elastic, "adascale", "sgd", work),
+        "exact step": functools.partial(elastic, rule, "", work, exact=True),
         **{
             f"GraB, mean, {fidelity}": functools.partial(
                 ordered, "mean", fidelity, work
@@ -346,6 +355,7 @@ CASES: dict[str, Run] = {
             ("adam-root", "adamw"), ("adam-half-life", "adamw"),
         )
     },
+    "exact step": functools.partial(elastic, "linear", "sgd", CNN, exact=True),
     "elastic step, clipped": functools.partial(
         elastic, "linear", "sgd", CNN, max_grad_norm=1.0
     ),
@@ -369,7 +379,7 @@ CASES: dict[str, Run] = {
 }  # fmt: skip
 # One of each family and what every script runs, for CI.
 QUICK = (
-    "plain step", "elastic step, linear", "elastic step, adascale",
+    "plain step", "elastic step, linear", "elastic step, adascale", "exact step",
     "averaging of buffers, evaluation", "broadcast of parameters", "GraB, mean, exact",
     "topology update, rigl", "per-sample norms", "pool scoring, grad_norm",
 )  # fmt: skip

@@ -21,6 +21,7 @@ from variable_batch_size.device_scalars import DeviceScalars
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.grid import Grid, zero_
 from xla_replica.device.gradients import weak_hook
+from xla_replica.device.seeding import seed_host
 
 
 class ExactModel:
@@ -144,13 +145,8 @@ class ExactModel:
         """Forgets the minibatches of the step."""
         for rider in self.riders:
             rider.clear()
-        self.zero_totals()
-        self.grid.drop_step()
-
-    def zero_totals(self) -> None:
-        """Makes the riders' sums zero."""
-        for rider in self.riders:
             zero_(rider.totals())
+        self.grid.drop_step()
 
     def seed_minibatch(self, step: int, number: int) -> None:
         """Seeds what the minibatch of this number draws, on the host and the device.
@@ -162,8 +158,9 @@ class ExactModel:
         text = f"{self._seed} {step} {number}".encode()
         digest = hashlib.blake2b(text, digest_size=4).digest()
         seed = int.from_bytes(digest, "little")
-        torch.manual_seed(seed)
-        self._replica.seed(seed - self._replica.rank)  # which it adds
+        seed_host(seed)
+        if not self._replica.is_host:
+            self._replica.seed(seed - self._replica.rank)  # which it adds
 
     def _before_pass(self, model: nn.Module, args: Any) -> None:
         del args
@@ -270,8 +267,7 @@ class RunningStatistics:
     def end_minibatch(self) -> None:
         """Takes the moves of a minibatch back, and adds them to those of its step."""
         for layer in self._layers:
-            if layer.has_begun:
-                layer.take_back(self._grid)
+            layer.take_back(self._grid)
 
     def totals(self) -> list[list[torch.Tensor]]:
         """Returns the sums of moves."""
@@ -285,8 +281,7 @@ class RunningStatistics:
     def clear(self) -> None:
         """Takes back what a minibatch has moved that did not end."""
         for layer in self._layers:
-            if layer.has_begun:
-                layer.put_back()
+            layer.put_back()
 
 
 @dataclasses.dataclass
@@ -322,11 +317,14 @@ class _Layer:
         with torch.no_grad():
             parts = zip(self._buffers(), self._starts, self.totals)
             for index, (buffer, start, total) in enumerate(parts):
-                grid.add_(total, buffer - start, self.row + index)
+                move = buffer - start if self.has_begun else None
+                grid.add_(total, move, self.row + index)
         self.put_back()
 
     def put_back(self) -> None:
         """Makes the buffers those before the minibatch."""
+        if not self.has_begun:
+            return
         self.has_begun = False
         with torch.no_grad():
             for start, buffer in zip(self._starts, self._buffers()):

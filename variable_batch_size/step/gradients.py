@@ -107,8 +107,6 @@ class StepGradients:
             if parameter.requires_grad != is_held and parameter not in new:
                 parameter.grad = None
         self.sums.hold(trained)
-        if context.exact:  # on idle replicas too, whose tensors then have one order
-            context.exact.zero_totals()
         self._watch(new)
         context.replica.sync()  # zeros on the device, not in the first graph
         if context.noise:

@@ -101,10 +101,14 @@ class UpdateLoop:
         self.position.restart(self._context.sampler.plan)
         self._check_padding()
         self.num_seen = 0
-        self.gradients.clear()
-        self.totals.clear()
+        self._forget()
         self.gradients.prepare_backward(self.position)
         self._hyperparameters = None
+
+    def _forget(self) -> None:
+        """Forgets what has been accumulated."""
+        self.gradients.clear()
+        self.totals.clear()
 
     def begin_epoch(self, epoch: int) -> None:
         """Goes to the first step of an epoch.
@@ -139,8 +143,7 @@ class UpdateLoop:
                     rank,
                 )
             logger.warning(f"{left}: {remedy}")
-            self.gradients.clear()
-            self.totals.clear()
+            self._forget()
         position.restart(new, announced=True)
         self._check_padding()
         self.gradients.refresh()
@@ -288,6 +291,8 @@ class UpdateLoop:
         is_idle = position.idle
         if is_idle:
             self.gradients.use_zeros()
+            if context.exact:  # so that tensors are of the age that others' have
+                self._forget()
             context.replica.sync()  # keeps what is pending out of the update
         is_done = True
         try:
@@ -329,8 +334,7 @@ class UpdateLoop:
             self.position.advance()
         else:
             self.position.rollback()
-        self.gradients.clear()
-        self.totals.clear()
+        self._forget()
         if self._is_lazy:
             self._context.replica.sync()
 

@@ -45,7 +45,6 @@ class ExactSum(GradientSum):
         self._totals = {
             p: self._totals.get(p) or self._grid.empty_total(p) for p in parameters
         }
-        zero_(self._totals.values())
 
     def use_zeros(self) -> None:
         pass  # totals are zero
@@ -55,9 +54,8 @@ class ExactSum(GradientSum):
 
     def end_minibatch(self) -> None:
         for parameter, total in self._totals.items():
-            if parameter.grad is not None:
-                self._grid.add_(total, parameter.grad, self._rows[parameter])
-                parameter.grad = None
+            self._grid.add_(total, parameter.grad, self._rows[parameter])
+            parameter.grad = None
 
     def sum_(self, others: Sequence[torch.Tensor], divisor: Divisor) -> None:
         self._divisor = divisor

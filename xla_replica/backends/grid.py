@@ -5,14 +5,15 @@ a sum of integers does not. So the tensors of every minibatch are rounded to mul
 of a small power of two, their unit, and the multiples are added.
 
 A tensor's unit follows from the last step: if all numbers that any minibatch had then
-were below 2^e, the unit is 2^(e-44), and numbers below 2^(e+4) fit. A step whose largest
-number is beyond that, or below 2^(e-17), is run again with the units of its own maxima
-(`Grid.measure` says so), hence rounding moves no number of a minibatch, nor the mean
-over minibatches, by more than 2^-28 of the largest number of the step.
+were below 2^e, the unit is 2^(e-40), and numbers below 2^(e+4) fit. A step whose
+largest number is beyond that, or below 2^(e-14), is run again with the units of its own
+maxima (`Grid.measure` says so), hence rounding moves no number of a minibatch, nor the
+mean over minibatches, by more than 2^-27 of the largest number of the step.
 
-Units are those of all devices. Where 64 bits are native a tensor's sum is one int64.
-TPUs add two int32 limbs, the high one in units of 2^(e-20), the low one in those of
-2^(e-44); they are computed from float32 by operations that do not round.
+Units are those of all devices. Where floats of 64 bits are native a tensor's sum is one
+of those, which holds integers below 2^53 exactly. TPUs add two int32 limbs, the high
+one in units of 2^(e-20), the low one in those of 2^(e-40); they are computed from
+float32 by operations that do not round.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from xla_replica.device.comparisons import comparable, where_finite
 from xla_replica.device.device_traits import traits
 
 if TYPE_CHECKING:
@@ -30,10 +32,10 @@ if TYPE_CHECKING:
 
 Divisor = int | torch.Tensor | None
 
-LOW_BITS = 24
+LOW_BITS = 20
 HIGH_BITS = 20
 # How far the maxima of a step may lie from those of the last one, as powers of two.
-UP, DOWN = 4, 16
+UP, DOWN = 4, 13
 # Below it float32 has no normal numbers for the unit. So denormal numbers, which some
 # devices take for zero, round to zero everywhere.
 LEAST_EXPONENT = -80
@@ -58,9 +60,9 @@ class Grid:
     def __init__(self, names: Sequence[str], replica: Replica) -> None:
         self.names: list[str] = []
         self._replica = replica
-        self._is_wide = traits(replica.device).has_int64
+        self._is_wide = traits(replica.device).has_float64
         self._bits = HIGH_BITS + LOW_BITS if self._is_wide else HIGH_BITS
-        self.max_terms = 2**14 if self._is_wide else 2 ** (31 - HIGH_BITS - UP) - 1
+        self.max_terms = 2 ** ((53 if self._is_wide else 31) - self._bits - UP) - 1
         # A table, and not exp2, which is not exact on every device.
         powers = torch.exp2(torch.arange(-_BIAS, 128, dtype=torch.float64)).float()
         self._powers = powers.to(replica.device)
@@ -89,12 +91,22 @@ class Grid:
 
     def empty_total(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Returns the sum of no minibatch's tensors, for `add_`."""
-        dtypes = [torch.int64] if self._is_wide else [torch.int32] * 2
+        dtypes = [torch.float64] if self._is_wide else [torch.int32] * 2
         like = like.detach()
         return [torch.zeros_like(like, dtype=dtype) for dtype in dtypes]
 
-    def add_(self, total: list[torch.Tensor], value: torch.Tensor, row: int) -> None:
-        """Adds a minibatch's tensor, of a dtype of at most 32 bits, to a total."""
+    def add_(
+        self, total: list[torch.Tensor], value: torch.Tensor | None, row: int
+    ) -> None:
+        """Adds a minibatch's tensor, of a dtype of at most 32 bits, to a total.
+
+        None counts as zeros, which a lazy device adds: a program with another sequence
+        of its tensors would be another program.
+        """
+        if value is None:
+            if not self._replica.is_lazy:
+                return
+            value = torch.zeros_like(total[0], dtype=torch.float32)
         value = value.detach()
         value = (value.to_dense() if value.is_sparse else value).float()
         if not value.numel():
@@ -103,8 +115,8 @@ class Grid:
         if not self._replica.is_host:
             add = _add_multiples_ if self._is_wide else _add_limbs_
             add(total, value, up)
-            size = value.abs()
-            self._seen[row] = torch.where(size < math.inf, size, math.inf).max()
+            bad = value.new_full((), math.inf)
+            self._seen[row] = torch.where(where_finite(value), value.abs(), bad).max()
             return
         largest = 0.0
         for value_part, total_part in zip(*map(_blocks, (value, total[0]))):
@@ -123,7 +135,7 @@ class Grid:
         found = [self._seen.get(row, self._zero) for row in range(len(self.names))]
         self._seen = {}
         new = torch.tensor(found) if self._replica.is_host else torch.stack(found)
-        is_finite = new < math.inf
+        is_finite = where_finite(new)
         new = torch.where(is_finite, new, torch.zeros_like(new))
         self._largest = torch.maximum(self._largest, new)
         self._is_bad = torch.maximum(self._is_bad, (~is_finite).float())
@@ -142,7 +154,8 @@ class Grid:
             self._largest, self._is_bad = self._replica.all_gather(own).amax(0).unbind()
         level = (self._powers <= self._largest[:, None]).sum(1, dtype=torch.int32)
         level = level.clamp(min=LEAST_EXPONENT + _BIAS)
-        counts = (self._largest > 0) & (self._is_bad == 0)
+        zero = comparable(0.0, self._largest)
+        counts = (self._largest > zero) & (self._is_bad == zero)
         moved = level - self._level
         is_beyond = (moved > UP) | (moved < -DOWN) | (self._level == 0)
         self._next_level = torch.where(counts, level, self._level)
@@ -167,10 +180,11 @@ class Grid:
             result.copy_(_value_of_limbs(*total) / number)
         elif self._replica.is_host:
             for total_part, part in zip(*map(_blocks, (total[0], result))):
-                part.copy_(total_part.double().div_(number))
+                part.copy_(total_part / number)
         else:
-            result.copy_(total[0].double() / number)
-        result.masked_fill_(self._is_bad[row] > 0, math.nan)
+            result.copy_(total[0] / number)
+        is_bad = self._is_bad[row] > comparable(0.0, self._is_bad)
+        result.masked_fill_(is_bad, math.nan)
 
     def follow(self) -> None:
         """Takes the units that `measure` has found, and forgets the step."""
@@ -217,8 +231,8 @@ def _blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 def _add_multiples_(
     total: list[torch.Tensor], value: torch.Tensor, up: torch.Tensor | float
 ) -> None:
-    """Adds the multiples of the unit as int64. To multiply by ``up`` is exact."""
-    total[0].add_(torch.mul(value, up).round_().to(torch.int64))
+    """Adds the multiples of the unit as float64. To multiply by ``up`` is exact."""
+    total[0].add_(torch.mul(value, up).round_())
 
 
 def _add_limbs_(

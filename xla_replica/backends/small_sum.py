@@ -7,6 +7,7 @@ import math
 import torch
 
 from xla_replica.backends.replica import Replica
+from xla_replica.device.comparisons import where_finite
 
 _LIMB_BITS = 16
 # Of the limbs, from the lowest: all normal numbers of float32 are their multiples, as
@@ -67,7 +68,7 @@ class SmallSum:
 
 def digits_of(numbers: torch.Tensor) -> torch.Tensor:
     """Returns float32 numbers, ``(n,)``, as int32 digits, ``(limbs + 1, n)``."""
-    is_bad = ~(numbers.abs() < math.inf)
+    is_bad = ~where_finite(numbers)
     rest = torch.where(is_bad, torch.zeros_like(numbers), numbers)
     digits = []
     for exponent in reversed(_EXPONENTS):  # no operation rounds

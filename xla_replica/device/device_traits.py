@@ -29,14 +29,14 @@ class DeviceTraits(NamedTuple):
             keep all their digits, see `full_matmul_precision`.
         has_streams: Work on one ``torch.Stream`` runs beside that on another, and a
             copy from pinned memory does not make the host wait.
-        has_int64: Integers of 64 bits are native, and so are floats.
+        has_float64: Floats of 64 bits are native.
     """
 
     is_host: bool = False
     is_lazy: bool = False
     full_precision: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     has_streams: bool = False
-    has_int64: bool = True
+    has_float64: bool = True
 
 
 @contextlib.contextmanager
@@ -70,9 +70,11 @@ def _without_tf32() -> Iterator[None]:
 _TRAITS = {
     "cpu": DeviceTraits(is_host=True),
     "cuda": DeviceTraits(has_streams=True, full_precision=_without_tf32),
-    "xla": DeviceTraits(is_lazy=True, full_precision=HighestProducts, has_int64=False),
+    "xla": DeviceTraits(
+        is_lazy=True, full_precision=HighestProducts, has_float64=False
+    ),
     # TorchTPU makes torch's setting its own: "medium", which is bfloat16, by default.
-    "tpu": DeviceTraits(full_precision=_highest_in_torch, has_int64=False),
+    "tpu": DeviceTraits(full_precision=_highest_in_torch, has_float64=False),
 }
 
 

@@ -1,0 +1,146 @@
+"""Integers on a grid, against exact sums of Python's floats and fractions."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.xla_replica.replicas import TORCHTPU, Backend, row
+
+import xla_replica
+from xla_replica.backends.grid import Grid
+from xla_replica.backends.small_sum import SmallSum, digits_of, value_of
+
+NORMAL = st.floats(-(2.0**100), 2.0**100, width=32).filter(
+    lambda x: x == 0 or abs(x) > 2.0**-60
+)
+
+
+def grid_of(*names: str) -> Grid:
+    return Grid(names, xla_replica.LocalReplica("cpu"))
+
+
+def summed(grid: Grid, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the total of a step, which is run again if the grid says so."""
+    for _ in range(2):
+        total = grid.empty_total(tensors[0])
+        for tensor in tensors:
+            grid.add_(total, tensor, 0)
+            grid.end_minibatch()
+        if not grid.measure():
+            return total
+        grid.follow()
+    raise AssertionError("the maxima of a step do not fit the grid that was made of it")
+
+
+@given(st.lists(st.lists(NORMAL, min_size=3, max_size=3), min_size=1, max_size=9))
+def test_means_are_those_of_fsum(rows):
+    """Before the result is rounded to float32 the error is 2^-27 of the largest."""
+    grid, result = grid_of("w"), torch.empty(3)
+    tensors = [torch.tensor(each) for each in rows]
+    total = summed(grid, tensors)
+    grid.mean_into_(result, total, 0, len(tensors))
+    largest = max(abs(x) for each in rows for x in each)
+    unit = Fraction(1 / grid._up[0])
+    for column in range(3):
+        exact = sum(Fraction(each[column]) for each in rows) / len(rows)
+        mean = Fraction(total[0][column].item()) * unit / len(rows)
+        assert abs(mean - exact) <= Fraction(largest) / 2**27
+        fsum = math.fsum(each[column] for each in rows) / len(rows)
+        assert abs(result[column].item() - fsum) <= largest / 2**27 + abs(fsum) / 2**24
+
+
+def test_a_grid_is_of_the_step_before():
+    grid = grid_of("w", "idle")
+    x = torch.tensor([1.0, -3.0])
+    summed(grid, [x])
+    grid.follow()
+    assert grid.state_dict() == {"w": 2}  # below 2^2, and the other has none
+    for scale, fits in (
+        (21.3, True),
+        (21.4, False),
+        (2.0**-13, True),
+        (2.0**-14, False),
+    ):
+        grid.load_state_dict({"w": 2})
+        grid.add_(grid.empty_total(x), x * scale, 0)
+        grid.end_minibatch()
+        assert grid.measure().item() != fits
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_nan_and_leaves_the_grid(bad):
+    grid, result = grid_of("w"), torch.empty(2)
+    grid.load_state_dict({"w": 2})
+    total = grid.empty_total(result)
+    for tensor in (torch.tensor([1.0, 2.0]), torch.tensor([bad, 2.0])):
+        grid.add_(total, tensor, 0)
+        grid.end_minibatch()
+    assert not grid.measure()
+    grid.mean_into_(result, total, 0, 2)
+    assert result.isnan().all()
+    grid.follow()
+    assert grid.state_dict() == {"w": 2}
+
+
+@pytest.mark.parametrize(
+    "values", [[3e38, -3e38], [1e-45, 1e-40], [0.0, 0.0], [1e30, 1e-30], [-0.0, 2e-38]]
+)
+def test_extremes_fit_into_a_grid_of_their_own(values):
+    grid, x = grid_of("w"), torch.tensor(values)
+    result = torch.empty(2)
+    grid.mean_into_(result, summed(grid, [x, x]), 0, 2)
+    largest = x.abs().max().item()
+    assert (result - x).abs().max().item() <= max(largest / 2**27, 2.0**-120)
+
+
+def integers(rank: int, rows: list[list[float]], exponent: int) -> list[int]:
+    """Returns a total in units, and its mean, on the replica's device."""
+    replica = xla_replica.current()
+    grid = Grid(["w"], replica)
+    grid.load_state_dict({"w": exponent})
+    total = grid.empty_total(replica.send(torch.tensor(rows[0])))
+    for tensor in rows:
+        grid.add_(total, replica.send(torch.tensor(tensor)), 0)
+        grid.end_minibatch()
+    grid.measure()
+    result = torch.empty(len(rows[0]), device=replica.device)
+    grid.mean_into_(result, total, 0, None)
+    *parts, mean = [t.tolist() for t in replica.fetch([*total, result])]
+    if len(parts) == 2:
+        return [(high << 20) + low for high, low in zip(*parts)], mean
+    return [int(x) for x in parts[0]], mean
+
+
+@pytest.mark.parametrize("backend", [row("xla", 1), *TORCHTPU])
+def test_integers_are_those_of_all_devices(backend):
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-30, 4, (9, 400), generator=generator)
+    rows = torch.randn(9, 400, generator=generator) * torch.exp2(exponents.float())
+    rows[:, :3] = torch.tensor([0.0, 15.99, 1e-41])
+    [found], [expected] = (
+        each.run(integers, rows.tolist(), 0) for each in (backend, Backend("cpu", 1))
+    )
+    assert found[0] == expected[0]
+    torch.testing.assert_close(
+        *map(torch.tensor, (found[1], expected[1])), atol=0, rtol=2**-22
+    )
+
+
+def test_more_than_float32_is_not_for_small_sums():
+    values = torch.tensor([2.0**-126, -(2.0**127), 1.0 + 2**-23, 0.0, math.pi])
+    assert torch.equal(value_of(digits_of(values)), values)
+    replica = xla_replica.LocalReplica("cpu")
+    sums = SmallSum(1, torch.float32, replica, is_exact=True)
+    terms = [1e30, 1.0, -1e30, 1e-30]
+    for order in (terms, terms[::-1]):
+        sums.clear()
+        for term in order:
+            sums.add(torch.tensor([term]))
+        assert sums.value().item() == math.fsum(terms)
+    sums.spoil()
+    assert sums.value().isnan().all()

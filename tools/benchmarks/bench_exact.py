@@ -1,0 +1,94 @@
+"""Measures what exact sums cost: elastic steps with and without them, side by side.
+
+Each step has two minibatches on one replica. The processor times of both are taken in
+turn, in one process on one thread, so that what else the machine does is in both.
+
+    python tools/benchmarks/bench_exact.py --output docs/benchmarks/bench_exact.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+import variable_batch_size as vbs
+from tools.benchmarks.bench_step import make_model
+from tools.record import parser_with_output, save
+from tools.side_by_side import side_by_side
+
+
+def wide_mlp() -> nn.Module:
+    """Returns a network of 8.4 million parameters, each used once in a sample."""
+    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+
+
+# By name: a model, and the shape of a minibatch of its inputs.
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "MNIST CNN, minibatches of 32": (lambda: make_model(28, 1), (32, 1, 28, 28)),
+    "the CNN four times as wide, of 64": (lambda: make_model(28, 4), (64, 1, 28, 28)),
+    "MLP of 8.4 M, minibatches of 32": (wide_mlp, (32, 1024)),
+    "MLP of 8.4 M, minibatches of 256": (wide_mlp, (256, 1024)),
+}
+
+
+def elastic_step(
+    made: Callable[[], nn.Module], shape: tuple[int, ...], is_exact: bool
+) -> Callable[[], None]:
+    """Returns a function that makes one elastic update of two minibatches."""
+    torch.manual_seed(0)
+    model, inputs = made(), torch.randn(shape)
+    sampler = vbs.CustomSampler(
+        dataset_size=10_000 * shape[0],
+        trace=[2 * shape[0]],
+        minibatch_size=shape[0],
+        on_end="hold",
+        verbose=False,
+    )
+    optimizer = vbs.LinearRuleOptimizer(
+        torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9),
+        sampler,
+        ref_batchsize=2 * shape[0],
+        exact=model if is_exact else None,
+    )
+    optimizer.set_epoch(0)
+    minibatches = itertools.chain.from_iterable(itertools.repeat(sampler))
+    targets = torch.arange(shape[0]) % 10
+
+    def step() -> None:
+        made = 0
+        while not made:
+            next(minibatches)
+            F.cross_entropy(model(inputs), targets).backward()
+            made = optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    parser = parser_with_output(__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {}
+    for name, (made, shape) in MODELS.items():
+        plain = elastic_step(made, shape, is_exact=False)
+        exact = elastic_step(made, shape, is_exact=True)
+        times = side_by_side(plain, {"exact": exact}, options.rounds, name)
+        found[name] = {
+            "exact over elastic": round(times.ratios["exact"], 3),
+            "elastic, ms": round(1e3 * times.plain_seconds, 1),
+        }
+        print(name, found[name])
+    save(options.output, found)
+
+
+if __name__ == "__main__":
+    main()
