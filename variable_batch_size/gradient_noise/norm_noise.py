@@ -153,8 +153,10 @@ class NormLayerNoise:
 
     def load_state(self, state: Tensor) -> None:
         """Takes what `state` returned."""
-        state = state.to(self._dtype).to(self._replica.device)
-        self.averages, self.matched = state[:3].clone(), state[3:].clone()
+        # Split on the host: TorchTPU would make one program of that and what is next,
+        # which no other start has, and compile it.
+        parts = state.to(self._dtype).clone().split(3)
+        self.averages, self.matched = self._replica.send(parts)
         self._of_whole = None
 
 

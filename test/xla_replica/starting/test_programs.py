@@ -82,14 +82,12 @@ def programs_of_a_start(folder: Path, host: str) -> int:
 
 @needs_torchtpu
 @pytest.mark.torchtpu
-def test_later_starts_compile_nothing_where_the_folder_was_copied(tmp_path):
-    """The second one loads a checkpoint, for which it compiles one program."""
+def test_a_second_start_compiles_nothing_where_the_folder_was_copied(tmp_path):
     host = f"test-{os.getpid()}-{time.monotonic_ns()}"
     assert programs_of_a_start(tmp_path / "first", f"{host}-1") > 20
-    assert programs_of_a_start(tmp_path / "first", f"{host}-2") <= 1
     shutil.copytree(tmp_path / "first", tmp_path / "copied")
-    assert programs_of_a_start(tmp_path / "copied", f"{host}-3") == 0
-    for each in (1, 2, 3):
+    assert programs_of_a_start(tmp_path / "copied", f"{host}-2") == 0
+    for each in (1, 2):
         shutil.rmtree(f"/dev/shm/torch_tpu_cache/{host}-{each}", ignore_errors=True)
 
 
