@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.documents import ROOT, block, read
+from support.scripts import python
 from support.xla_replica.replicas import needs_xla
 
 LINES = block("docs/tpu.md", "", "PJRT_DEVICE=TPU").splitlines()
@@ -37,26 +37,20 @@ def test_every_line_is_run_or_excepted():
 @pytest.mark.xla
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLER)
-def test_a_line_prints_what_the_page_says(name, tmp_path):
+def test_a_line_prints_what_the_page_says(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     [prints] = re.findall(rf"^\| `{re.escape(name)}` \|.*\| (.*) \|$", PAGE, re.M)
     command, *redirected = RUN[name].replace("replicas 8", "replicas 2").split(" 2> ")
     command = " 2> ".join([f"{command} {SMALLER[name]}", *redirected])
     for folder in ("tools", "test"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PJRT_DEVICE": "CPU",
-            "CPU_NUM_DEVICES": "2",
-        },
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    variables = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": "2",
+    }
+    done = python(command, command=["sh", "-c"], timeout=500, **variables)
     text = done.stdout + done.stderr
     for file in tmp_path.glob("*.txt"):
         text += file.read_text()

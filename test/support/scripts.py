@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from support.documents import ROOT
+
 
 def words(arguments: Iterable[object]) -> list[str]:
     """Returns the words of a command line."""
@@ -43,3 +45,33 @@ def run_script(
         timeout=timeout,
     )
     return done.returncode, done.stdout
+
+
+def python(
+    *arguments: object,
+    command: Iterable[object] = (sys.executable,),
+    stdin: str | None = None,
+    timeout: float = 120.0,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python, which finds this checkout's packages and what supports its tests.
+
+    Args:
+        command: What runs the rest.
+        stdin: What it reads there.
+        timeout: The most seconds that it may take.
+        variables: Of its environment, besides those of this process.
+    """
+    path = os.pathsep.join(words([ROOT, ROOT / "test"]))
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    return subprocess.run(
+        words([*command, *arguments]),
+        env=environment, input=stdin, capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+
+
+def written(folder: Path, source: str) -> Path:
+    """Returns a script with this source in the folder."""
+    script = folder / "script.py"
+    script.write_text(source)
+    return script

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-from support.documents import ROOT
+from support.scripts import python
 
 IMPORTS = """
 import os, signal, sys
@@ -33,9 +29,6 @@ except NotImplementedError as error:
 
 
 def test_where_there_are_no_posix_signals_one_replica_runs():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True
-    )
+    done = python("-c", IMPORTS)
     assert done.returncode == 0, done.stderr
     assert "on Windows train with num_replicas=1" in done.stdout

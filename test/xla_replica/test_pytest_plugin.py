@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from support.documents import ROOT
+from support.scripts import python
 from support.xla_replica.replicas import needs_xla
 
 import xla_replica
@@ -63,12 +61,6 @@ def test_the_page_shows_how(tmp_path):
     )
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_sums.py").write_text(PAGE.format(example=example))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path, timeout=200)
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     assert 'raise KeyError(f"on replica {rank}")' in done.stdout

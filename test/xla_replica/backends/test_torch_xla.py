@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.scripts import python, written
 from support.xla_replica.replicas import needs_xla
 
 from xla_replica.starting import xla
@@ -31,20 +29,6 @@ if __name__ == "__main__":
 """
 
 
-def run(folder: Path, source: str) -> tuple[int, list[str], str]:
-    """Returns the exit status, the printed lines and what is on standard error."""
-    script = folder / "script.py"
-    script.write_text(source)
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PJRT_DEVICE": "CPU"},
-    )
-    return done.returncode, done.stdout.splitlines(), done.stderr
-
-
 def test_a_machine_without_any_device_of_google_has_no_tpu(tmp_path, monkeypatch):
     """There torch_xla is not imported; elsewhere it knows which device is a TPU."""
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
@@ -60,9 +44,9 @@ def test_a_machine_without_any_device_of_google_has_no_tpu(tmp_path, monkeypatch
 
 
 def test_launch_uses_torch_xlas_process_group_that_the_script_has_joined(tmp_path):
-    status, printed, errors = run(tmp_path, JOINED)
-    assert status == 0, errors
-    assert printed == [
+    done = python(written(tmp_path, JOINED), PJRT_DEVICE="CPU")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
         "replica 0 of 1 on xla:0 (torch.distributed is initialised with xla)",
         "replica 0 of 1 on xla:0 (a process of this job)",
         "num_replicas=2, but the process group that this process has joined has 1: "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+from support.scripts import python, written
 from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, needs_xla, row
 
 VARIABLE = "A_TEST_HAS_SET_THIS"
@@ -93,10 +93,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3, slow=True)])
 def test_a_run_writes_where_its_parent_writes_now(backend, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(PRINTS)
-    command = [sys.executable, script, backend.device, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = python(written(tmp_path, PRINTS), backend.device, tmp_path)
     seen = {
         "first": (done.stdout, done.stderr),
         "second": [(tmp_path / name).read_text() for name in ("out", "error")],

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from support.documents import ROOT
+from support.scripts import python
 from support.xla_replica import torchtpu
 
 import xla_replica
@@ -63,18 +61,11 @@ xla_replica.launch(train, (sys.argv[1],), 1, "tpu")
 
 def programs_of_a_start(folder: Path, host: str) -> int:
     """Returns how many programs a start compiles on a host that has seen none."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'test'}",
-        "TORCH_TPU_TIER2_COMPILATION_CACHE": host,  # in the memory of a host
-        # What is read more slowly than it is compiled would be compiled.
-        "TORCH_TPU_INTERNAL_TIER3_COMPILATION_CACHE_LOCAL_BACKUP_TASK": "0",
-    }
-    environment.pop("TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT", None)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    # What is read more slowly than it is compiled would be compiled.
+    always = {"TORCH_TPU_INTERNAL_TIER3_COMPILATION_CACHE_LOCAL_BACKUP_TASK": "0"}
+    done = python(
+        "-c", SCRIPT, folder, TORCH_TPU_TIER2_COMPILATION_CACHE=host, **always
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "are not kept" not in done.stderr
     return int(done.stdout.split("compiled")[1])
@@ -82,7 +73,8 @@ def programs_of_a_start(folder: Path, host: str) -> int:
 
 @needs_torchtpu
 @pytest.mark.torchtpu
-def test_a_second_start_compiles_nothing_where_the_folder_was_copied(tmp_path):
+def test_a_second_start_compiles_nothing_with_a_copy(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT", raising=False)
     host = f"test-{os.getpid()}-{time.monotonic_ns()}"
     assert programs_of_a_start(tmp_path / "first", f"{host}-1") > 20
     shutil.copytree(tmp_path / "first", tmp_path / "copied")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from support.scripts import python, written
 from support.xla_replica.torchrun import LAUNCHER, free_port
 
 # In the first attempt both replicas exit in their second launch.
@@ -45,20 +45,14 @@ def test_every_launch_of_every_restart_meets_its_own_peers(tmp_path, rendezvous)
     And every group ends with its launch: a gloo thread that outlives it may abort the
     process while Python exits.
     """
-    script = tmp_path / "script.py"
-    script.write_text(RESTARTED)
     port = free_port()
     place = {
-        "static": ("--master_port", str(port)),
+        "static": ("--master_port", port),
         "c10d": ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"),
     }[rendezvous]
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
-    done = subprocess.run(
-        [*torchrun, "--max_restarts", "1", *place, script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+                "--max_restarts", "1", *place)  # fmt: skip
+    done = python(written(tmp_path, RESTARTED), command=torchrun)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("TOTALS [3.0, 3.0, 3.0]") == 2
     assert "failed (exitcode: 21)" in done.stderr
@@ -87,11 +81,7 @@ if __name__ == "__main__":
 
 
 def test_an_exception_is_seen_although_peers_still_wait(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(RAISES)
-    done = subprocess.run(
-        [*LAUNCHER, script], capture_output=True, text=True, timeout=60
-    )
+    done = python(written(tmp_path, RAISES), command=LAUNCHER, timeout=60)
     assert done.returncode == 1
     assert "KeyError: 'the cause'" in done.stderr
     assert "LEFT True" in done.stdout
