@@ -74,25 +74,17 @@ def test_a_number_is_brought_to_the_device_without_a_copy():
     assert copies.number == 1
     with BlockingCopies() as copies:
         found = [
-            LocalReplica(META).scalar(0.1),
-            LocalReplica(META).scalar(True, torch.bool),
-            LocalReplica(META).scalar(3, torch.int64),
+            LocalReplica(META).scalar(*each)
+            for each in ((0.1,), (True, torch.bool), (3, torch.int64))
         ]
     assert copies.number == 0
-    assert [(tensor.shape, tensor.dtype) for tensor in found] == [
-        ((1,), torch.float32),
-        ((1,), torch.bool),
-        ((1,), torch.int64),
-    ]
+    assert [each.dtype for each in found] == [torch.float32, torch.bool, torch.int64]
+    assert {each.shape for each in found} == {(1,)}
     for value in (0.1, 1e-40, 2**53 + 1, float("nan")):
         for dtype in (torch.float32, torch.float64):
-            torch.testing.assert_close(
-                LocalReplica("cpu").scalar(value, dtype),
-                torch.tensor([value], dtype=dtype),
-                rtol=0,
-                atol=0,
-                equal_nan=True,
-            )
+            found = LocalReplica("cpu").scalar(value, dtype)
+            expected = torch.tensor([value], dtype=dtype)
+            assert torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +129,7 @@ def test_an_update_never_waits_for_the_device(
         **options,
     )
     if scheduled:
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(wrapper.inner, 7)
-        wrapper.attach(cosine)
+        wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(wrapper.inner, 7))
     wrapper.set_epoch(0)
     x, y = torch.ones(4, 6, device=META), torch.ones(4, dtype=torch.int64, device=META)
     copies, updates = BlockingCopies(), 0

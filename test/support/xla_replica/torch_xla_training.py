@@ -13,24 +13,16 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.parallel_loader as pl
 import torch_xla.runtime as xr
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-class FakeDigits(Dataset):
-    """Ten patterns in noise."""
-
-    def __init__(self, num_samples):
-        generator = torch.Generator().manual_seed(7)
-        patterns = torch.randn(10, 1, 12, 12, generator=generator)
-        self.labels = torch.arange(num_samples) % 10
-        noise = torch.randn(num_samples, 1, 12, 12, generator=generator)
-        self.images = patterns[self.labels] + 0.5 * noise
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        return self.images[index], self.labels[index]
+def fake_digits(num_samples):
+    """Returns ten patterns in noise."""
+    generator = torch.Generator().manual_seed(7)
+    patterns = torch.randn(10, 1, 12, 12, generator=generator)
+    labels = torch.arange(num_samples) % 10
+    noise = torch.randn(num_samples, 1, 12, 12, generator=generator)
+    return TensorDataset(patterns[labels] + 0.5 * noise, labels)
 
 
 class Digits(nn.Module):
@@ -49,14 +41,12 @@ def train(index, flags):
     torch.manual_seed(1)  # every process draws the same weights
     device = torch_xla.device()
     model = Digits().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=0.5)
-    dataset = FakeDigits(flags.num_samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    dataset = fake_digits(320)
     sampler = DistributedSampler(
         dataset, num_replicas=xr.world_size(), rank=xr.global_ordinal(), shuffle=True
     )
-    loader = DataLoader(
-        dataset, batch_size=flags.batch_size, sampler=sampler, drop_last=True
-    )
+    loader = DataLoader(dataset, flags.batch_size, sampler=sampler, drop_last=True)
     device_loader = pl.MpDeviceLoader(loader, device)
     losses = []
     for epoch in range(flags.epochs):
@@ -86,7 +76,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--num-samples", type=int, default=320)
-    parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--out", default=".")
     torch_xla.launch(train, args=(parser.parse_args(),))

@@ -6,22 +6,19 @@ script has a process, or two under torchrun, of its own, and does several things
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.scripts import python, written
 from support.xla_replica.replicas import HAS_XLA, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 import xla_replica
 from xla_replica import LocalReplica
-
-TESTS = Path(__file__).resolve().parents[2]
 
 # Replica r brings r + 1, so that the sum over two replicas is 3.
 SCRIPT = """
@@ -105,25 +102,17 @@ if __name__ == "__main__":
 
 def run(folder: Path, install: str, calls: dict[str, str], torchrun: bool) -> Any:
     """Returns what each call returned, or its error, as replica 0 has it."""
-    script = folder / "script.py"
     lines = ", ".join(f"{name!r}: lambda: {call}" for name, call in calls.items())
-    script.write_text(SCRIPT.format(install=install, calls=lines))
     # A machine may have a real accelerator, whose backend would be loaded with torch.
-    own = {
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [*(LAUNCHER if torchrun else [sys.executable]), script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **own},
+    done = python(
+        written(folder, SCRIPT.format(install=install, calls=lines)),
+        command=LAUNCHER if torchrun else [sys.executable],
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        OMP_NUM_THREADS="1",
     )
     assert done.returncode == 0, done.stderr
-    printed, results = done.stdout.split("RESULTS", 1)
-    return {"stdout": printed, **eval(results)}
+    *printed, results = re.sub(r"\[Gloo\].*\n", "", done.stdout).split("RESULTS")
+    return {"stdout": "".join(printed), **eval(results)}
 
 
 # --- whichever accelerator torch names ----------------------------------------------
@@ -131,8 +120,7 @@ def run(folder: Path, install: str, calls: dict[str, str], torchrun: bool) -> An
 PLACES = [["metal:0", "metal_dist"], ["metal:1", "metal_dist"]]
 
 
-@pytest.fixture(scope="module")
-def under_torchrun(tmp_path_factory):
+def test_under_torchrun_a_process_takes_the_device_that_its_launcher_means(tmp_path):
     calls = {
         "launch": "(*xla_replica.launch(train), accelerator.chosen.copy())",
         "cpu": "xla_replica.launch(nested, device='cpu')",
@@ -143,44 +131,40 @@ def under_torchrun(tmp_path_factory):
         "slurm": "started(SLURM_LOCALID=os.environ['RANK'])",
         "mpirun": "started(OMPI_COMM_WORLD_LOCAL_RANK=str(swapped()), "
         "SLURM_LOCALID='0')",
-        "nobody": "started()",
+        "nobody": "started()",  # the devices that the script uses
         "its own alone": "started(count=1, LOCAL_RANK=os.environ['RANK'])",
         "too few": "(setattr(accelerator, 'device_count', lambda: 0), "
         "xla_replica.launch(train))",
     }
-    folder = tmp_path_factory.mktemp("torchrun")
-    return run(folder, 'install("metal")', calls, torchrun=True)
-
-
-def test_launch_under_torchrun_takes_the_device_of_its_rank_and_its_group(
-    under_torchrun,
-):
-    (total, places), chosen = under_torchrun["launch"]
-    assert total == 3.0
-    assert places == PLACES
-    assert chosen == [0]
-
-
-@pytest.mark.parametrize("backend", ["its own", "both"])
-def test_a_group_that_serves_the_accelerator_is_used_as_it_is(under_torchrun, backend):
-    """And so is the device that the script has chosen, in joining or before."""
-    found, [(total, places)] = under_torchrun[backend]
-    assert found == "metal:1"
-    assert total == 3.0
-    assert [device for device, _ in places] == ["metal:1", "metal:0"]
-
-
-@pytest.mark.parametrize(
-    ("says", "devices"),
-    [
-        ("slurm", ["metal:0", "metal:1"]),
-        ("mpirun", ["metal:1", "metal:0"]),
-        ("nobody", ["metal:1", "metal:0"]),  # the devices that the script uses
-        ("its own alone", ["metal:0", "metal:0"]),
-    ],
-)
-def test_the_device_is_the_one_that_the_launcher_means(under_torchrun, says, devices):
-    assert under_torchrun[says] == devices
+    results = run(tmp_path, 'install("metal")', calls, torchrun=True)
+    del results["stdout"]  # where gloo writes, too
+    # A group that serves the accelerator is used as it is, and so is the device that
+    # the script has chosen, in joining or before; one for the CPU leaves it unused.
+    for name in ("its own", "both", "only cpu"):
+        device, [(total, places)] = results.pop(name)
+        results[name] = device, total, *(each for each, _ in places)
+    for error in results.pop("gloo"):
+        assert error.startswith("ReplicaError: the process group gloo sums tensors on ")
+        assert (
+            " but this process computes on metal: call torch.distributed.init" in error
+        )
+        assert error.endswith("To leave an accelerator unused, join 'cpu:gloo'")
+    assert results.pop("too few").startswith(
+        "ReplicaError: this process is number 0 on its host, which has 0 devices of "
+        "kind 'metal': start at most as many"
+    )
+    assert results == {
+        "launch": ((3.0, PLACES), [0]),
+        # By another launch inside, too, and by threads that this one did not start.
+        "cpu": [("cpu", (3.0, [["cpu", "gloo"]] * 2))],
+        "its own": ("metal:1", 3.0, "metal:1", "metal:0"),
+        "both": ("metal:1", 3.0, "metal:1", "metal:0"),
+        "only cpu": ("cpu", 3.0, "cpu", "cpu"),
+        "slurm": ["metal:0", "metal:1"],
+        "mpirun": ["metal:1", "metal:0"],
+        "nobody": ["metal:1", "metal:0"],
+        "its own alone": ["metal:0", "metal:0"],
+    }
 
 
 def test_a_group_that_was_joined_without_a_backend_is_found(tmp_path):
@@ -194,35 +178,6 @@ def test_a_group_that_was_joined_without_a_backend_is_found(tmp_path):
         assert replica.reason.startswith("torch.distributed is initialised with cpu:")
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_group_for_the_cpu_alone_leaves_the_accelerator_unused(under_torchrun):
-    found, [(total, places)] = under_torchrun["only cpu"]
-    assert (found, total) == ("cpu", 3.0)
-    assert [device for device, _ in places] == ["cpu", "cpu"]
-
-
-def test_a_group_that_does_not_serve_the_accelerator_is_an_error(under_torchrun):
-    for error in under_torchrun["gloo"]:
-        assert error.startswith("ReplicaError: the process group gloo sums tensors on ")
-        assert (
-            " but this process computes on metal: call torch.distributed.init" in error
-        )
-        assert error.endswith("To leave an accelerator unused, join 'cpu:gloo'")
-
-
-def test_a_cpu_that_was_asked_for_is_used_by_everything_inside(under_torchrun):
-    """By another launch, and by threads that this one did not start."""
-    [(of_thread, (total, places))] = under_torchrun["cpu"]
-    assert (of_thread, total) == ("cpu", 3.0)
-    assert places == [["cpu", "gloo"]] * 2
-
-
-def test_more_processes_than_devices_are_an_error(under_torchrun):
-    assert under_torchrun["too few"].startswith(
-        "ReplicaError: this process is number 0 on its host, which has 0 devices of "
-        "kind 'metal': start at most as many"
-    )
 
 
 @of_torch_alone

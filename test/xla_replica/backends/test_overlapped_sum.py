@@ -75,11 +75,8 @@ def other_order(loop: Loop, x: torch.Tensor) -> None:
 def zeroed_before(loop: Loop, x: torch.Tensor) -> None:
     if not loop.optimizer._loop.position.substep:
         for parameter in loop.parameters:
-            parameter.grad = (
-                None
-                if loop.num_updates % 2
-                else torch.zeros(parameter.shape, dtype=parameter.dtype)
-            )
+            zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            parameter.grad = None if loop.num_updates % 2 else zeros
     backward(loop, x)
 
 
@@ -265,51 +262,42 @@ def test_weights_are_those_without_overlap(outcomes, name):
     assert [outcome[name] for outcome in outcomes] == [""] * len(outcomes)
 
 
-def replaced_or_accumulated_again(rank: int) -> list[str]:
-    """Returns what the wrapper says of both, after two steps that are in order."""
+def comes_too_late(rank: int) -> dict[str, str]:
+    """Returns what the wrapper says after two steps that are in order."""
     overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 8
-    found = []
-    for wrong in ("again", "thrown away"):
+    found = {}
+    for wrong in ("again", "thrown away", "moved"):
         model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
         sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, verbose=False)
         sampler.num_yielded = 3  # it is not iterated
-        optimizer = vbs.ConstantOptimizer(
-            torch.optim.SGD(model.parameters(), 0.1), sampler
-        )
-        optimizer.set_epoch(0)
-        for _ in range(2):
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = vbs.ConstantOptimizer(inner, sampler)
+
+        def backward(model: nn.Module = model) -> None:
             model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-        model(torch.ones(1, 3)).sum().backward()
-        if wrong == "again":
-            model(torch.ones(1, 3)).sum().backward()
+
+        if wrong == "moved":  # to torch not "cpu", so gradients are copied
+            model.to("cpu:0")
+            with pytest.raises(ValueError, match="optimizer is built") as caught:
+                backward()
         else:
-            model.zero_grad()
-        with pytest.raises(ValueError, match="overlap=False") as caught:
-            optimizer.step()
-        found.append(str(caught.value))
+            optimizer.set_epoch(0)
+            for _ in range(2):
+                backward()
+                optimizer.step()
+            backward()
+            backward() if wrong == "again" else model.zero_grad()
+            with pytest.raises(ValueError, match="overlap=False") as caught:
+                optimizer.step()
+        found[wrong] = str(caught.value)
     return found
 
 
 def test_what_comes_too_late_for_a_sum_is_an_error():
-    for again, thrown_away in Backend("cpu", 2).run(replaced_or_accumulated_again):
-        assert "accumulated twice in the last minibatch" in again
-        assert "while it is summed over replicas" in thrown_away
-
-
-def moved_after_it_was_wrapped(rank: int) -> str:
-    model = nn.Linear(3, 3)
-    sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, verbose=False)
-    vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), 0.1), sampler)
-    model.to("cpu:0")  # to torch another device than "cpu", so gradients are copied
-    with pytest.raises(ValueError, match="before the optimizer is built") as caught:
-        model(torch.ones(1, 3)).sum().backward()
-    return str(caught.value)
-
-
-def test_a_model_that_is_moved_after_it_was_wrapped_is_an_error():
-    for message in Backend("cpu", 2).run(moved_after_it_was_wrapped):
-        assert "was given other memory" in message
+    for found in Backend("cpu", 2).run(comes_too_late):
+        assert "accumulated twice in the last minibatch" in found["again"]
+        assert "while it is summed over replicas" in found["thrown away"]
+        assert "was given other memory" in found["moved"]
 
 
 class Sums(list[tuple[str, int]]):

@@ -12,6 +12,7 @@ import xla_replica
 from xla_replica import ReplicaError
 
 here = threading.local()
+META = torch.device("meta")
 
 
 class ThreadReplica(xla_replica.Replica):
@@ -146,26 +147,27 @@ def test_a_backend_without_launch_is_found_but_cannot_be_launched(threads):
         (("a", "b", str), "register_backend: find must be a function, got 'b'"),
         (("a", str, None), "register_backend: replica must be a function, got None"),
         (("a", str, str, 3), "register_backend: launch must be a function, got 3"),
+        (("meta", None), r"must be DeviceTraits, got None \(NoneType\)"),
+        (
+            (META, xla_replica.DeviceTraits()),
+            r"kind must be a torch\.device\.type such",
+        ),
     ],
 )
-def test_a_backend_that_cannot_work_is_not_registered(arguments, says):
+def test_what_cannot_work_is_not_registered(arguments, says):
     before = dict(xla_replica.DEVICES)
+    device = len(arguments) == 2
+    register = xla_replica.register_device if device else xla_replica.register_backend
     with pytest.raises(TypeError, match=says):
-        xla_replica.register_backend(*arguments)
+        register(*arguments)
     assert before == xla_replica.DEVICES
 
 
-def test_what_is_no_device_has_no_traits():
+def test_a_name_is_no_device_and_no_replica():
     with pytest.raises(TypeError, match=r"got 'cpu'; for a name give torch\.device"):
         xla_replica.traits("cpu")
-    with pytest.raises(TypeError, match=r"must be DeviceTraits, got None \(NoneType\)"):
-        xla_replica.register_device("meta", None)
-    with pytest.raises(TypeError, match=r"kind must be a torch\.device\.type such as"):
-        xla_replica.register_device(torch.device("meta"), xla_replica.DeviceTraits())
-    with (
-        pytest.raises(TypeError, match="replica must be a Replica, as `current`"),
-        xla_replica.count("cpu"),
-    ):
+    is_told = pytest.raises(TypeError, match="replica must be a Replica, as `current`")
+    with is_told, xla_replica.count("cpu"):
         pass
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
+from support.scripts import python
 from support.xla_replica.replicas import (
     BACKENDS,
     FOUR_TPU_LIKE,
@@ -20,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import xla_replica
 from xla_replica import LocalReplica, ReplicaError
+
+LOCAL = LocalReplica("cpu")
 
 
 def every_verb(rank: int) -> dict[str, object]:
@@ -135,17 +136,13 @@ def test_a_fetched_tensor_is_a_copy(outcomes):
     assert not any(outcome["aliased"] for outcome in outcomes)
 
 
-def test_all_gather_is_in_order_of_rank(outcomes):
+def test_tensors_and_objects_of_any_length_are_gathered_by_rank(outcomes):
+    """Short objects need one round; one that does not fit into it needs two."""
     n = len(outcomes)
     expected = torch.arange(1.0, n + 1).reshape(n, 1, 1)
     assert all(torch.equal(outcome["gathered"], expected) for outcome in outcomes)
-
-
-def test_objects_of_any_length_are_gathered_by_rank(outcomes):
-    """Short objects need one round; one that does not fit into it needs two."""
-    n = len(outcomes)
-    expected = [{"rank": rank, "text": "ä" * rank * 700} for rank in range(n)]
-    assert all(outcome["texts"] == expected for outcome in outcomes)
+    texts = [{"rank": rank, "text": "ä" * rank * 700} for rank in range(n)]
+    assert all(outcome["texts"] == texts for outcome in outcomes)
 
 
 def test_values_that_differ_are_an_error_on_every_replica(outcomes):
@@ -171,15 +168,6 @@ def test_all_to_all_gives_each_replica_what_the_others_had_for_it(outcomes):
             assert received.tolist() == expected
         assert outcome["exchanged"][0].dtype == torch.float64
         assert outcome["exchanged"][1].dtype == torch.bfloat16
-
-
-def test_all_to_all_needs_a_part_for_every_replica():
-    replica = LocalReplica("cpu")
-    part = torch.ones(1, 2)
-    assert torch.equal(replica.all_to_all(part), part)
-    for wrong in (torch.ones(2, 2), torch.ones(())):
-        with pytest.raises(ValueError, match="first dimension must be 1"):
-            replica.all_to_all(wrong)
 
 
 def test_seeded_draws_are_equal_and_restore_the_generator(outcomes):
@@ -216,12 +204,6 @@ def loads_and_fails() -> list[int]:
     return seen
 
 
-def device_noise() -> torch.Tensor:
-    replica = xla_replica.current()
-    replica.seed(1)
-    return torch.rand(4, device=replica.device).cpu()
-
-
 def repeats_its_noise() -> tuple[torch.Tensor, list[torch.Tensor]]:
     replica = xla_replica.current()
     replica.seed(1)
@@ -232,16 +214,15 @@ def repeats_its_noise() -> tuple[torch.Tensor, list[torch.Tensor]]:
         drawn.append(torch.rand(2, device=replica.device))
         return torch.cat(replica.fetch(drawn))
 
-    draw()
-    if replica.device.type == "cpu":
-        state = replica.rng_state()
-        return state, [draw(), replica.set_rng_state(state) or draw(), draw()]
-    torch.rand(3, device=replica.device)  # still to be run when the state is taken
+    drawn = [draw()]
+    if replica.device.type != "cpu":
+        torch.rand(3, device=replica.device)  # still to be run when the state is taken
     state = replica.rng_state()
-    draws = [draw(), replica.set_rng_state(state) or draw(), draw()]
-    with pytest.raises(ValueError, match="not that of a torch_xla device, 8 bytes"):
-        replica.set_rng_state(torch.zeros(9, dtype=torch.uint8))
-    return state, draws
+    drawn += [draw(), replica.set_rng_state(state) or draw(), draw()]
+    if replica.device.type != "cpu":
+        with pytest.raises(ValueError, match="not that of a torch_xla device, 8 bytes"):
+            replica.set_rng_state(torch.zeros(9, dtype=torch.uint8))
+    return state, drawn
 
 
 def what_is_refused() -> list[str]:
@@ -268,7 +249,6 @@ def what_is_refused() -> list[str]:
 def further_verbs(rank: int) -> dict[str, object]:
     return {
         "loaded": loads_and_fails(),
-        "noise": device_noise(),
         "states": repeats_its_noise(),
         "refused": what_is_refused(),
     }
@@ -284,13 +264,13 @@ def test_the_loader_raises_what_the_dataset_raises(further):
 
 
 def test_seed_draws_differently_on_every_replica(further):
-    draws = [tuple(outcome["noise"].tolist()) for outcome in further]
+    draws = [tuple(outcome["states"][1][0].tolist()) for outcome in further]
     assert len(set(draws)) == len(further)
 
 
 def test_a_state_of_random_numbers_is_put_back(further):
     for outcome in further:
-        state, (first, again, later) = outcome["states"]
+        state, (_, first, again, later) = outcome["states"]
         assert (state.dtype, state.dim(), state.device.type) == (torch.uint8, 1, "cpu")
         assert torch.equal(first, again)
         assert not torch.equal(first, later)
@@ -390,25 +370,16 @@ def test_launch_joins_the_group_that_is_there():
 # --- without other replicas ---------------------------------------------------------
 
 
-def test_current_is_local_in_a_plain_script():
+def test_current_is_local_in_a_plain_script(monkeypatch):
     """In a separate process: other tests may have imported torch_xla in this one."""
     script = (
         "import xla_replica; replica = xla_replica.current(); print(replica);"
         "assert (replica.rank, replica.num_replicas) == (0, 1)"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "PJRT_DEVICE"}
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
-    )
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    run = python("-c", script)
     assert run.returncode == 0, run.stderr
     assert "replica 0 of 1" in run.stdout
-
-
-def test_current_refuses_to_train_torchrun_processes_apart(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    with pytest.raises(ReplicaError, match="init_process_group"):
-        xla_replica.current()
 
 
 @pytest.mark.parametrize(
@@ -448,6 +419,9 @@ def test_processes_of_another_launcher_do_not_each_train_alone(name, monkeypatch
             start()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert xla_replica.current().num_replicas == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ReplicaError, match="init_process_group"):
+        xla_replica.current()
 
 
 @pytest.mark.parametrize(
@@ -457,33 +431,32 @@ def test_processes_of_another_launcher_do_not_each_train_alone(name, monkeypatch
         ({"num_replicas": True}, "num_replicas must be an integer >= 1, got True"),
         ({"num_replicas": 2.0}, "num_replicas must be an integer >= 1, got 2.0"),
         ({"device": "gpu"}, "device must be one of .*'cpu', .*got 'gpu'"),
+        pytest.param({"device": "cuda"}, "'cuda', but the accelerator torch finds is",
+                     marks=pytest.mark.skipif("torch.cuda.is_available()")),
         ({"timeout": 0}, "timeout must be a finite number > 0 and <= 2000000.0, got"),
         ({"timeout": 1e9}, "timeout must be a finite number > 0 and <= 2000000.0, got"),
         ({"fn": 3}, "fn must be a function, got 3"),
         ({"args": "ab"}, "args must be a tuple of the arguments .*, got 'ab' .str"),
     ],
-)
+)  # fmt: skip
 def test_launch_rejects(arguments, error):
     with pytest.raises((TypeError, ValueError), match=error):
         xla_replica.launch(**{"fn": every_verb, **arguments})
 
 
-def test_a_default_number_is_one_that_launch_takes():
-    with pytest.raises(ValueError, match=r"device must be one of .*, got 'gpu'"):
-        xla_replica.default_num_replicas("gpu")
-    with pytest.raises(ValueError, match="on_cpu must be an integer >= 1, got 0"):
-        xla_replica.default_num_replicas("cpu", 0)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_launch_rejects_gpus_that_are_not_there():
-    with pytest.raises(ValueError, match="'cuda', but the accelerator torch finds is"):
-        xla_replica.launch(every_verb, device="cuda")
-
-
-def test_broadcast_rejects_a_source_that_is_not_a_replica():
-    with pytest.raises(ValueError, match=r"broadcast_: source must be .* got 1"):
-        LocalReplica("cpu").broadcast_([torch.ones(1)], source=1)
+@pytest.mark.parametrize(
+    ("verb", "arguments", "error"),
+    [
+        (xla_replica.default_num_replicas, ["gpu"], "device must be one of .*, got 'g"),
+        (xla_replica.default_num_replicas, ["cpu", 0], "on_cpu must be an integer >= "),
+        (LOCAL.broadcast_, [[torch.ones(1)], 1], "broadcast_: source must be .* got 1"),
+        (LOCAL.all_to_all, [torch.ones(2, 2)], "first dimension must be 1"),
+        (LOCAL.all_to_all, [torch.ones(())], "first dimension must be 1"),
+    ],
+)
+def test_what_fits_no_number_of_replicas_is_refused(verb, arguments, error):
+    with pytest.raises(ValueError, match=error):
+        verb(*arguments)
 
 
 def test_a_single_replica_raises_its_own_exception():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica.replicas import row
 
 import xla_replica
 
@@ -37,25 +37,16 @@ def compared(rank: int) -> tuple[list[list[Any]], list[str]]:
     return found, programs
 
 
-def check(found: list[list[Any]]) -> None:
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("xla", 1)])
+def test_comparisons_are_the_hosts_and_only_those_of_float64_in_float64(backend):
+    """And on torch_xla what is to be computed once is one barrier in the program."""
+    [(found, programs)] = backend.run(compared)
     *by_dtype, sums = found
     for finite, below in by_dtype:
         assert finite == [True, True, True, False, False, False]
         assert below == [True, True, False, False, True, False]
     assert sums == [[4.0, -5.0], -3.0]
-
-
-def test_on_the_host():
-    found, _ = compared(0)
-    check(found)
-
-
-@needs_xla
-@pytest.mark.xla
-def test_on_xla_only_float64_is_compared_in_float64():
-    """And what is to be computed once is one barrier in the program."""
-    [(found, programs)] = xla_replica.launch(compared, (), 1, "xla")
-    check(found)
-    *programs, of_sums = programs
-    assert ["f64" in program for program in programs] == [False, False, True]
-    assert of_sums.count(" opt-barrier(") == 1
+    if backend.device == "xla":
+        *programs, of_sums = programs
+        assert ["f64" in program for program in programs] == [False, False, True]
+        assert of_sums.count(" opt-barrier(") == 1

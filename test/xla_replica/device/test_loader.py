@@ -11,6 +11,7 @@ import torch
 from xla_replica import DeviceLoader, LocalReplica
 
 META = torch.device("meta")
+send = LocalReplica(META).send
 
 
 class Pair(NamedTuple):
@@ -26,10 +27,6 @@ def test_tensors_in_containers_of_any_depth_move():
     assert moved["list"][0].device == META
     assert moved["list"][1:] == [3]
     assert moved["none"] is None
-
-
-def send(batch):
-    return LocalReplica(META).send(batch)
 
 
 def test_every_batch_comes_once_and_in_order():

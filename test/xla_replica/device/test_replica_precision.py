@@ -15,60 +15,52 @@ import xla_replica
 from per_sample_grad.factors import forms
 from tools.tpu.program_checks import Program, products
 
+GPU = torch.device("cuda")  # whose settings exist even without one
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    before = torch.get_float32_matmul_precision(), MATMUL.fp32_precision
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    MATMUL.fp32_precision = before[1]
+
 
 @pytest.mark.parametrize("chosen", ["tf32", "ieee", "none"])
 def test_a_gpu_keeps_all_digits_inside_and_its_setting_after(chosen):
-    """The setting exists even without a GPU."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = chosen
-    try:
-        with xla_replica.full_matmul_precision(torch.device("cuda")):
-            assert matmul.fp32_precision == "ieee"
-        assert matmul.fp32_precision == chosen
-        with (
-            pytest.raises(KeyError),
-            xla_replica.full_matmul_precision(torch.device("cuda")),
-        ):
-            raise KeyError
-        assert matmul.fp32_precision == chosen
-        with xla_replica.full_matmul_precision(torch.device("cpu")):
-            assert matmul.fp32_precision == chosen
-    finally:
-        matmul.fp32_precision = before
+    MATMUL.fp32_precision = chosen
+    with xla_replica.full_matmul_precision(GPU):
+        assert MATMUL.fp32_precision == "ieee"
+    assert MATMUL.fp32_precision == chosen
+    with pytest.raises(KeyError), xla_replica.full_matmul_precision(GPU):
+        raise KeyError
+    assert MATMUL.fp32_precision == chosen
+    with xla_replica.full_matmul_precision(torch.device("cpu")):
+        assert MATMUL.fp32_precision == chosen
 
 
 @pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
 def test_torchs_older_setting_can_be_read_inside_and_is_as_before(chosen):
     """It must not differ from the newer one, which it sets."""
-    matmul = torch.backends.cuda.matmul
-    before = torch.get_float32_matmul_precision(), matmul.fp32_precision
-    try:
-        torch.set_float32_matmul_precision(chosen)
-        usual = matmul.allow_tf32, matmul.fp32_precision
-        assert usual[0] == (chosen != "highest")
-        with xla_replica.full_matmul_precision(torch.device("cuda")):
-            assert not matmul.allow_tf32
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert (matmul.allow_tf32, matmul.fp32_precision) == usual
-        assert torch.get_float32_matmul_precision() == chosen
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        matmul.fp32_precision = before[1]
+    torch.set_float32_matmul_precision(chosen)
+    usual = MATMUL.allow_tf32, MATMUL.fp32_precision
+    assert usual[0] == (chosen != "highest")
+    with xla_replica.full_matmul_precision(GPU):
+        assert not MATMUL.allow_tf32
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert (MATMUL.allow_tf32, MATMUL.fp32_precision) == usual
+    assert torch.get_float32_matmul_precision() == chosen
 
 
 def test_torch_tpu_computes_in_torchs_highest_precision_inside():
     """TorchTPU reads torch's setting, which it sets to "medium" when it is loaded."""
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    try:
-        with xla_replica.full_matmul_precision(torch.device("privateuseone")):
-            assert torch.get_float32_matmul_precision() == "medium"
-        with xla_replica.full_matmul_precision(SimpleNamespace(type="tpu")):
-            assert torch.get_float32_matmul_precision() == "highest"
+    with xla_replica.full_matmul_precision(torch.device("privateuseone")):
         assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with xla_replica.full_matmul_precision(SimpleNamespace(type="tpu")):
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == "medium"
 
 
 def test_answers_about_samples_ask_for_it_and_sums_do_not(monkeypatch):

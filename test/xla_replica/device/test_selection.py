@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica.replicas import row
 
 import xla_replica
 from xla_replica.device.selection import first, kth_largest
@@ -51,19 +51,11 @@ def selected(rank: int) -> dict[str, list[Any]]:
     return found
 
 
-def check(found: dict[str, list[Any]]) -> None:
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("xla", 1)])
+def test_the_largest_are_those_of_a_sorted_list(backend):
+    [found] = backend.run(selected)
     expected = [[False, True, True, False, False], [False] * 5, [False, True] + 3 * [0]]
     assert found["first"][0].tolist() == expected
     for name, rows in ROWS.items():
-        a, b = (sorted(row, reverse=True) for row in rows.tolist())
+        a, b = (sorted(each, reverse=True) for each in rows.tolist())
         assert found[name] == [[a[1], b[3]], [a[4], b[0]]], name
-
-
-def test_the_largest_are_those_of_a_sorted_list():
-    check(selected(0))
-
-
-@needs_xla
-@pytest.mark.xla
-def test_on_xla_too_and_another_count_compiles_nothing():
-    check(xla_replica.launch(selected, (), 1, "xla")[0])
