@@ -1,4 +1,4 @@
-"""Workers of loaders block the signals that are caught, and end with their parent."""
+"""Workers of loaders block the signals that are caught, and are ended all the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.xla_replica.stopping import LOCAL, all_end
+from support.scripts import python
 from torch.utils.data import DataLoader
 
 import xla_replica
@@ -41,10 +41,7 @@ print(len(list(loader)))
 
 def test_python_ends_workers_when_it_exits():
     """By `terminate`, where an iterator is alive; they block its signal."""
-    done = subprocess.run(
-        [sys.executable, "-c", STILL_ITERATES],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = python("-c", STILL_ITERATES, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 
 
@@ -93,13 +90,3 @@ def test_workers_block_the_signals_that_are_caught(arms):
 
 def test_workers_block_none_when_none_are_caught():
     assert not blocked() & {signal.SIGUSR1, signal.SIGTERM}
-
-
-@pytest.mark.slow
-def test_no_worker_outlives_a_killed_parent(tmp_path):
-    run = LOCAL.start(tmp_path, True, "fork")
-    children = run.children()
-    assert len(children) >= 2
-    run.process.kill()
-    run.process.communicate()
-    all_end(children)

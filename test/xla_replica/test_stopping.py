@@ -11,8 +11,11 @@ import time
 
 import pytest
 import torch
+from support.scripts import python
 from support.xla_replica.replicas import (
+    HAS_XLA,
     SEVERAL_REPLICAS,
+    TPU_LIKE,
     Backend,
     needs_xla,
     of_torch_alone,
@@ -31,16 +34,20 @@ import xla_replica
 from xla_replica import ReplicaError, Stopped
 from xla_replica.stopping import forwarding
 
-XLA = [needs_xla, pytest.mark.xla]
-SLOW = pytest.mark.slow
-ON_CHIPS = [*XLA, SLOW, pytest.mark.tpu_like]
-STARTERS = [
-    pytest.param(LOCAL, id="local"),
-    pytest.param(GLOO, id="gloo", marks=of_torch_alone),
-    pytest.param(TORCHRUN, id="torchrun"),
-    pytest.param(EMULATED, id="emulated", marks=XLA),
-    pytest.param(AS_A_TPU, id="tpu-like", marks=ON_CHIPS),
-]
+STARTERS = {
+    "local": (LOCAL, []),
+    "gloo": (GLOO, [of_torch_alone]),
+    "torchrun": (TORCHRUN, []),
+    "emulated": (EMULATED, [needs_xla, pytest.mark.xla]),
+    "tpu-like": (AS_A_TPU, TPU_LIKE.marks),
+}
+
+
+def starts(name: str, *values: str, slow: bool = False):
+    """Returns a starter, and more, as a parameter of a test."""
+    starter, marks = STARTERS[name]
+    marks = [*marks, *([pytest.mark.slow] if slow else [])]
+    return pytest.param(starter, *values, id="-".join([name, *values]), marks=marks)
 
 
 # --- Stopped ------------------------------------------------------------------------
@@ -48,14 +55,10 @@ STARTERS = [
 
 def test_stopped_is_an_exit_with_a_reason():
     stopped = pickle.loads(pickle.dumps(Stopped("the machine goes away", 7)))
-    assert (stopped.reason, stopped.exit_status, stopped.code) == (
-        "the machine goes away",
-        7,
-        7,
-    )
-    assert str(stopped) == "the machine goes away"
+    found = stopped.reason, str(stopped), stopped.exit_status, stopped.code
+    assert found == (*2 * ["the machine goes away"], 7, 7)
     script = "import xla_replica; raise xla_replica.Stopped('why', 9)"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 9
+    assert python("-c", script).returncode == 9
 
 
 @pytest.mark.parametrize(
@@ -73,12 +76,13 @@ def test_stopped_and_request_stop_reject(arguments, error, text):
     assert xla_replica.stop_requested() is None
 
 
-def stops(rank: int, who: tuple[int, ...]) -> int:
-    """Some replicas stop after a sum of all; the others still work on their own."""
+def stops(rank: int, who: tuple[int, ...], early: bool) -> int:
+    """Some replicas stop, in time after a sum of all; others work on their own."""
     replica = xla_replica.current()
-    ones = [torch.ones(1, device=replica.device)]
-    replica.all_reduce_(ones)
-    replica.sync()
+    if early and rank in who:
+        raise Stopped("too early")
+    replica.all_reduce_([torch.ones(1, device=replica.device)])
+    replica.wait()
     if rank in who:
         raise Stopped(f"replica {rank} of {replica.num_replicas}", 7)
     time.sleep(0.5)
@@ -88,16 +92,8 @@ def stops(rank: int, who: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_launch_raises_stopped_when_all_have_ended(backend):
     with pytest.raises(Stopped, match="replica 1 of 3") as caught:
-        backend.run(stops, (1, 2))
+        backend.run(stops, (1, 2), False)
     assert caught.value.exit_status == 7
-
-
-def stops_early(rank: int) -> None:
-    replica = xla_replica.current()
-    if rank == 1:
-        raise Stopped("too early")
-    replica.all_reduce_([torch.ones(1, device=replica.device)])
-    replica.wait()
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
@@ -105,7 +101,7 @@ def test_a_replica_that_stops_alone_is_an_error(backend):
     with pytest.raises(
         ReplicaError, match=r"replica 1 returned|peer failed|failed in all_reduce_ of 1"
     ):
-        backend.run(stops_early, timeout=4)
+        backend.run(stops, (1,), True, timeout=4)
 
 
 # --- requests -----------------------------------------------------------------------
@@ -119,12 +115,10 @@ def stops_when_asked(rank: int) -> None:
     replica = xla_replica.current()
     for _ in range(3):
         request = xla_replica.stop_requested()
-        asked = [
-            torch.zeros(1).to(replica.device) + replica.scalar(request is not None)
-        ]
+        asked = torch.zeros(1).to(replica.device) + replica.scalar(request is not None)
         replica.sync()
-        replica.all_reduce_(asked)
-        if replica.fetch(asked)[0].item():
+        replica.all_reduce_([asked])
+        if replica.fetch([asked])[0].item():
             reason, status = request or ("a peer was asked", 0)
             raise Stopped(reason, status)
 
@@ -157,26 +151,11 @@ def test_catch_signals_rejects(signals, error, text):
         xla_replica.catch_signals(signals)
 
 
-FROM_A_THREAD = """
-import threading, xla_replica
-
-def catch():
-    try:
-        xla_replica.catch_signals()
-    except RuntimeError as error:
-        print(error)
-
-thread = threading.Thread(target=catch)
-thread.start()
-thread.join()
-"""
-
-
 def test_a_thread_cannot_begin_to_listen():
     """In a separate process: in this one another test may have installed handlers."""
-    command = [sys.executable, "-c", FROM_A_THREAD]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "nothing in this process listens for SIGINT, SIGTERM" in said
+    thread = "threading.Thread(target=xla_replica.catch_signals).start()"
+    said = python("-c", f"import threading, xla_replica; {thread}").stderr
+    assert "catch_signals: nothing in this process listens for SIGINT, SIGTERM" in said
 
 
 def signals_itself(rank: int) -> list[object]:
@@ -222,23 +201,11 @@ assert xla_replica.stop_requested().exit_status == 143
 
 
 def test_signals_caught_outside_launch():
-    assert subprocess.run([sys.executable, "-c", OUTSIDE]).returncode == 0
+    done = python("-c", OUTSIDE)
+    assert done.returncode == 0, done.stderr
 
 
 # --- real signals to real scripts -----------------------------------------------------
-
-
-@pytest.mark.parametrize("starter", STARTERS)
-def test_a_caught_signal_stops_all_replicas_at_one_update(starter, tmp_path):
-    run = starter.start(tmp_path, arms=True)
-    run.process.send_signal(signal.SIGTERM)
-    status, error = run.ends()
-    saved = [path.read_text().split(" ", 1) for path in run.files("saved")]
-    assert len(saved) == run.num_replicas, error
-    assert len({update for update, _ in saved}) == 1
-    assert any("received SIGTERM" in request for _, request in saved)
-    if starter is not TORCHRUN:  # whose own status says that it was ended by a signal
-        assert status == 143, error
 
 
 @pytest.mark.parametrize("what", ["armed", "received", None])
@@ -261,49 +228,53 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_pa
 @pytest.mark.parametrize(
     ("starter", "name", "workers"),
     [
-        pytest.param(LOCAL, "SIGTERM", "fork", id="local-fork"),
-        pytest.param(LOCAL, "SIGTERM", "spawn", id="local-spawn", marks=of_torch_alone),
-        pytest.param(LOCAL, "SIGTERM", "forkserver", id="local-server", marks=SLOW),
-        pytest.param(GLOO, "SIGTERM", "fork", id="gloo-fork", marks=of_torch_alone),
-        pytest.param(GLOO, "SIGINT", "spawn", id="gloo-spawn", marks=SLOW),
-        pytest.param(EMULATED, "SIGTERM", "fork", id="emulated-fork", marks=XLA),
-        pytest.param(
-            EMULATED, "SIGINT", "spawn", id="emulated-spawn", marks=[*XLA, SLOW]
-        ),
-        pytest.param(AS_A_TPU, "SIGTERM", "fork", id="tpu-like-fork", marks=ON_CHIPS),
-        pytest.param(AS_A_TPU, "SIGINT", "spawn", id="tpu-like-spawn", marks=ON_CHIPS),
+        *(starts(name, "SIGTERM", "") for name in STARTERS),
+        starts("local", "SIGTERM", "fork"),
+        starts("local", "SIGTERM", "spawn", slow=HAS_XLA),
+        starts("local", "SIGTERM", "forkserver", slow=True),
+        starts("gloo", "SIGTERM", "fork"),
+        starts("gloo", "SIGINT", "spawn", slow=True),
+        starts("emulated", "SIGTERM", "fork"),
+        starts("emulated", "SIGINT", "spawn", slow=True),
+        starts("tpu-like", "SIGTERM", "fork"),
+        starts("tpu-like", "SIGINT", "spawn"),
     ],
 )
-def test_a_signal_to_all_processes_stops_all_replicas_at_one_update(
+def test_a_caught_signal_stops_all_replicas_at_one_update(
     starter, name, workers, tmp_path
 ):
-    """As of a machine that shuts down.
+    """One to the script; or, with workers, one to all, as a machine that shuts down.
 
     The server that forks the replicas survives it and reports how they ended. A
     loader's worker that died of it would end the training before it has saved.
     """
-    run = starter.start(tmp_path, True, workers)
+    run, number = starter.start(tmp_path, True, workers), signal.Signals[name]
     children = run.children()
-    run.signal_all(signal.Signals[name])
+    if workers:
+        run.signal_all(number)
+    else:
+        run.process.send_signal(number)
     status, error = run.ends()
-    # The script's own signal, the last one, may come when it is about to end.
-    assert status in (143, -signal.Signals[name]), error
+    if starter is not TORCHRUN:  # whose own status says that it was ended by a signal
+        # The last of the signals to all may come when the script is about to end.
+        assert status in (143, -number if workers else 143), error
     assert "DataLoader worker" not in error
-    saved = [path.read_text().split(" ", 1)[0] for path in run.files("saved")]
+    saved = [path.read_text().split(" ", 1) for path in run.files("saved")]
     assert len(saved) == run.num_replicas, error
-    assert len(set(saved)) == 1
+    assert len({update for update, _ in saved}) == 1
+    assert any(f"received {name}" in request for _, request in saved)
     all_end(children)
 
 
 @pytest.mark.parametrize(
     ("starter", "name"),
     [
-        pytest.param(LOCAL, "SIGTERM", id="local-SIGTERM"),
-        pytest.param(LOCAL, "SIGINT", id="local-SIGINT"),
-        pytest.param(GLOO, "SIGTERM", id="gloo-SIGTERM", marks=of_torch_alone),
-        pytest.param(GLOO, "SIGINT", id="gloo-SIGINT", marks=SLOW),
-        pytest.param(EMULATED, "SIGTERM", id="emulated-SIGTERM", marks=[*XLA, SLOW]),
-        pytest.param(EMULATED, "SIGINT", id="emulated-SIGINT", marks=[*XLA, SLOW]),
+        starts("local", "SIGTERM"),
+        starts("local", "SIGINT"),
+        starts("gloo", "SIGTERM"),
+        starts("gloo", "SIGINT", slow=True),
+        starts("emulated", "SIGTERM", slow=True),
+        starts("emulated", "SIGINT", slow=True),
     ],
 )
 def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
@@ -319,17 +290,14 @@ def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "starter",
-    [
-        pytest.param(GLOO, id="gloo", marks=of_torch_alone),
-        pytest.param(EMULATED, id="emulated", marks=XLA),
-    ],
+    ("starter", "workers"),
+    [starts("gloo", ""), starts("emulated", ""), starts("local", "fork", slow=True)],
 )
-def test_no_replica_outlives_a_killed_parent(starter, tmp_path):
+def test_no_replica_or_worker_outlives_a_killed_parent(starter, workers, tmp_path):
     """It does not save either: another run may have begun in the same folder."""
-    run = starter.start(tmp_path, arms=True)
+    run = starter.start(tmp_path, True, workers)
     children = run.children()
-    assert len(children) >= (1 if starter is EMULATED else run.num_replicas)
+    assert len(children) >= (1 if starter is EMULATED else 2)
     run.process.kill()
     run.process.communicate()
     all_end(children)

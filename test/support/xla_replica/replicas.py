@@ -45,6 +45,11 @@ class Backend(NamedTuple):
         )
 
 
+def on_chips(test):
+    """Marks a test whose processes are those of a host with TPU chips."""
+    return pytest.mark.slow(pytest.mark.tpu_like(test))
+
+
 def row(device: str, num_replicas: int, slow: bool = False):
     """Returns a backend as a parameter of a test, with ``slow`` for slow runs only.
 
@@ -105,9 +110,5 @@ FEW_BACKENDS = [
 ]
 XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 2), row("xla", 8, slow=True)]
 ONE_XLA_BACKEND = [row("xla", 1), row("xla", 8, slow=True), *TORCHTPU]
-SLOW_XLA_BACKENDS = [
-    row("xla", 1, slow=True),
-    row("xla", 8, slow=True),
-    *TORCHTPU,
-]
+SLOW_XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 8, slow=True), *TORCHTPU]
 SEVERAL_REPLICAS = [row("cpu", 3), row("xla", 3)]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from support.scripts import written
 from support.xla_replica import tpu_like
 from support.xla_replica.torchrun import LAUNCHER
 
@@ -61,38 +62,26 @@ class Starter(NamedTuple):
 
         ``workers`` is how each starts two workers of a loader, if it has one.
         """
-        script = folder / "script.py"
-        script.write_text(SCRIPT)
+        arguments = "arms" if arms else "", self.device, str(self.num_replicas), workers
+        chips = self.num_chips
         process = subprocess.Popen(
-            [*self.command, script, folder, "arms" if arms else "", self.device,
-             str(self.num_replicas), workers],
+            [*self.command, written(folder, SCRIPT), folder, *arguments],
             stderr=subprocess.PIPE,
             text=True,
-            env=self.environment(folder),
+            env=tpu_like.environment(chips, folder) if chips else None,
             start_new_session=True,  # a separate group, to be signalled as a whole
         )  # fmt: skip
         run = Run(process, folder, self.num_replicas or 2)
         run.wait_until(lambda: len(run.files("ready")) == run.num_replicas)
         return run
 
-    def environment(self, folder: Path) -> dict[str, str] | None:
-        """Returns the script's environment, None for this process's."""
-        if not self.num_chips:
-            return None
-        host = folder / "host"
-        host.mkdir()
-        return tpu_like.environment(self.num_chips, host)
 
-
-class Run:
+class Run(NamedTuple):
     """A script that is running."""
 
-    def __init__(
-        self, process: subprocess.Popen[str], folder: Path, num_replicas: int
-    ) -> None:
-        self.process = process
-        self.folder = folder
-        self.num_replicas = num_replicas
+    process: subprocess.Popen[str]
+    folder: Path
+    num_replicas: int
 
     def files(self, kind: str) -> list[Path]:
         return sorted(self.folder.glob(f"{kind}-*"))
@@ -123,13 +112,7 @@ class Run:
 
     def children(self) -> list[int]:
         """Returns the ids of all processes that descend from the script's."""
-        parents = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                pid, rest = stat.parent.name, stat.read_text().rsplit(")", 1)[1]
-            except OSError:
-                continue
-            parents[int(pid)] = int(rest.split()[1])
+        parents = {pid: int(stat[1]) for pid, stat in processes().items()}
         found, fresh = [], [self.process.pid]
         while fresh:
             fresh = [pid for pid, parent in parents.items() if parent in fresh]
@@ -137,19 +120,21 @@ class Run:
         return found
 
 
-def is_running(pid: int) -> bool:
-    """Returns whether the process exists and is not a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def processes() -> dict[int, list[str]]:
+    """Returns state, parent, group, session and more of processes, without zombies."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            stat = path.read_text().rsplit(")", 1)[1].split()
+            if stat[0] != "Z":
+                found[int(path.parent.name)] = stat
+    return found
 
 
-def all_end(processes: list[int]) -> None:
+def all_end(expected: list[int]) -> None:
     """Waits until the processes have ended; raises AssertionError if some do not."""
-    deadline = time.monotonic() + 20
-    while alive := list(filter(is_running, processes)):
+    deadline = time.monotonic() + 60
+    while alive := processes().keys() & expected:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -13,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from support.documents import ROOT
+from support.scripts import python, written
 from support.xla_replica import tpu_like
-from support.xla_replica.replicas import needs_xla
-from support.xla_replica.stopping import is_running
+from support.xla_replica.replicas import needs_xla, on_chips
+from support.xla_replica.stopping import all_end, processes
 from support.xla_replica.torchrun import LAUNCHER
 
 from xla_replica import LocalReplica
@@ -53,9 +53,8 @@ HOST = socket.gethostname()
 
 
 def start(folder: Path, what: str, **where: int) -> subprocess.Popen[str]:
-    (folder / "script.py").write_text(SCRIPT)
     return subprocess.Popen(
-        [sys.executable, folder / "script.py", folder, what],
+        [sys.executable, written(folder, SCRIPT), folder, what],
         env=tpu_like.environment(folder=folder, **{"num_chips": 2, **where}),
         stderr=subprocess.PIPE,
         text=True,
@@ -73,57 +72,40 @@ def replicas_of(folder: Path) -> list[int]:
     return list(map(int, found))
 
 
-@pytest.mark.slow
-@pytest.mark.tpu_like
+@on_chips
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "status", "said"),
     [
-        ("raises", ["replica 1 raised KeyError", f"On host {HOST}", "the user's mist"]),
-        (
-            "hangs",
-            [
-                f"replica 1 on host {HOST} did not come to what replica 0 on host "
-                f"{HOST} has waited for within 3 s",
-                f"replicas [0, 1] are on host {HOST}; 0 is here",
-            ],
-        ),
+        ("raises", 1, ["replica 1 raised KeyError", f"On host {HOST}", "user's mist"]),
+        ("hangs", 1, [
+            f"replica 1 on host {HOST} did not come to what replica 0 on host {HOST} "
+            "has waited for within 3 s",
+            f"replicas [0, 1] are on host {HOST}; 0 is here",
+        ]),
+        ("exits", 21, []),
     ],
-)
-def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, what, said):
+)  # fmt: skip
+def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, what, status, said):
     """torch_xla's launcher waits for its first process for ever."""
     with start(tmp_path, what) as process:
         replicas = replicas_of(tmp_path)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    for text in said:
-        assert text in errors
-    assert not any(map(is_running, replicas))
+    assert process.returncode == status
+    assert all(text in errors for text in said), errors
+    assert ("Traceback" in errors) == (what != "exits")
+    assert not processes().keys() & replicas
 
 
-@pytest.mark.slow
-@pytest.mark.tpu_like
-def test_the_status_with_which_a_replica_exits_is_the_scripts(tmp_path):
-    with start(tmp_path, "exits") as process:
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 21
-    assert "Traceback" not in errors
-
-
-@pytest.mark.slow
-@pytest.mark.tpu_like
+@on_chips
 def test_no_replica_outlives_a_script_that_is_killed(tmp_path):
     """It would hold the chips."""
     with start(tmp_path, "waits") as process:
         replicas = replicas_of(tmp_path)
         process.kill()
-    end = time.monotonic() + 60
-    while any(map(is_running, replicas)):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    all_end(replicas)
 
 
-@pytest.mark.slow
-@pytest.mark.tpu_like
+@on_chips
 def test_hosts_of_a_slice_say_where_replica_0_is(tmp_path):
     """It need not be on the first; and each host ends by itself, with its reason."""
     hosts = [
@@ -137,10 +119,7 @@ def test_hosts_of_a_slice_say_where_replica_0_is(tmp_path):
     assert f"replicas [0] are on host {HOST}; 0 is here" in said[1]
     assert "replica 1 raised KeyError" in said[0]
     assert "KeyError" not in said[1]
-    end = time.monotonic() + 60
-    while any(map(is_running, replicas)):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    all_end(replicas)
 
 
 ONE_CHIP = """
@@ -152,55 +131,34 @@ def train(rank):
     return str(xla_replica.current()), torch.get_num_threads(), seen
 
 if __name__ == "__main__":
-    try:
-        for each in xla_replica.launch(train, num_replicas=int(sys.argv[1])):
-            print(each)
-    except (ValueError, xla_replica.ReplicaError) as error:
-        sys.exit(str(error))
+    print(*xla_replica.launch(train, num_replicas=int(sys.argv[1])))
 """
 
 
-def launched(folder: Path, num_replicas: int, **where: int) -> tuple[str, str]:
-    """Returns what the script writes to both of its streams."""
-    (folder / "script.py").write_text(ONE_CHIP)
-    done = subprocess.run(
-        [sys.executable, folder / "script.py", str(num_replicas)],
-        env=tpu_like.environment(3, folder, **where),
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    return done.stdout, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.tpu_like
-def test_one_chip_of_three_is_a_replica_alone(tmp_path):
-    said, errors = launched(tmp_path, 1)
-    assert "replica 0 of 1 on xla:0" in said, errors
+@on_chips
+@pytest.mark.parametrize(
+    ("num_replicas", "hosts", "refusal"),
+    [
+        (1, 1, ""),
+        (2, 1, "num_replicas=2, but there are 3 devices: leave num_replicas out to use "
+         "all, or, on one host, pass 1"),
+        (1, 2, "num_replicas=1, but this slice has 2 hosts, and each would train a"),
+    ],
+)  # fmt: skip
+def test_one_chip_of_a_host_is_a_replica_alone(tmp_path, num_replicas, hosts, refusal):
+    """And an error's remedy works: all, or on one host one."""
+    variables = tpu_like.environment(3, tmp_path, num_hosts=hosts)
+    done = python(written(tmp_path, ONE_CHIP), num_replicas, **variables)
+    assert refusal in done.stderr
+    assert ("replica 0 of 1 on xla:0" in done.stdout) == (not refusal), done.stderr
     # What torch_xla and libtpu's documentation set, and no address of other chips.
     for name, value in {
         "TPU_VISIBLE_CHIPS": "0",
         "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
         "TPU_PROCESS_BOUNDS": "1,1,1",
     }.items():
-        assert f"'{name}': '{value}'" in said
-    assert "TPU_PROCESS_ADDRESSES" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.tpu_like
-@pytest.mark.parametrize(
-    ("num_replicas", "hosts", "refusal"),
-    [
-        (2, 1, "num_replicas=2, but there are 3 devices: leave num_replicas out to use "
-         "all, or, on one host, pass 1"),
-        (1, 2, "num_replicas=1, but this slice has 2 hosts, and each would train a"),
-    ],
-)  # fmt: skip
-def test_other_numbers_of_chips_are_refused(tmp_path, num_replicas, hosts, refusal):
-    """An error's remedy works: all, or on one host one."""
-    said, errors = launched(tmp_path, num_replicas, num_hosts=hosts)
-    assert "xla:0" not in said
-    assert refusal in errors
+        assert (f"'{name}': '{value}'" in done.stdout) == (not refusal)
+    assert "TPU_PROCESS_ADDRESSES" not in done.stdout
 
 
 class Clock:
@@ -217,11 +175,7 @@ class Clock:
     [
         ([], [], None),
         ([0, 2], [], "replica 1 on host {} did not come to what replica 0"),
-        (
-            [0],
-            [1, 2],
-            "replica 1 on host {0} and replica 2 on host {0} did not come to",
-        ),
+        ([0], [1, 2], "replica 1 on host {0} and replica 2 on host {0} did not come "),
         ([0, 1, 2], [], "another host's replica did not come to what replica 0 on "),
         ([], [2], "replica 0 on host {0} and replica 1 on host {0} did not return"),
         ([], [0, 1, 2], None),  # exit handlers take their time
@@ -248,40 +202,18 @@ def test_who_is_late_is_named(waiting, returned, said, monkeypatch):
         assert progress.late([]) is None  # nobody waits any more
 
 
-SPMD = """
-import torch_xla.runtime as xr
-xr.use_spmd()
-import xla_replica
-xla_replica.current()
-"""
-
-
 def test_spmd_is_refused():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU"}
-    done = subprocess.run(
-        [sys.executable, "-c", SPMD], env=environment, capture_output=True, text=True
-    )
+    spmd = "import torch_xla.runtime as xr, xla_replica; xr.use_spmd(); "
+    done = python("-c", spmd + "xla_replica.current()", PJRT_DEVICE="CPU")
     assert done.returncode == 1
     assert "this process uses SPMD" in done.stderr
-
-
-UNDER_TORCHRUN = """
-import os, sys
-os.environ["PJRT_DEVICE"] = "CPU"
-import torch_xla, xla_replica
-xla_replica.current()
-"""
 
 
 @pytest.mark.slow
 def test_processes_of_torchrun_that_know_nothing_of_each_other_are_refused(tmp_path):
     """Each was replica 0 of 1, and trained a model of its own."""
-    (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*LAUNCHER, tmp_path / "script.py"],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    script = written(tmp_path, "import torch_xla, xla_replica; xla_replica.current()")
+    done = python(script, command=LAUNCHER, PJRT_DEVICE="CPU")
     assert done.returncode == 1
     assert "torchrun has started 2 processes, but torch_xla knows 1" in done.stderr
 
@@ -308,10 +240,7 @@ assert "PJRT_SELECT_DEFAULT_DEVICE" not in os.environ
 
 
 def test_looking_for_a_tpu_leaves_what_importing_torch_xla_has_set():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", FINDS], env=environment, capture_output=True, text=True
-    )
+    done = python("-c", FINDS)
     assert done.returncode == 0, done.stderr
 
 
@@ -328,10 +257,6 @@ def test_family(reason):
 def test_a_family_that_is_skipped_here_fails(tmp_path):
     script = tmp_path / "test_skipped.py"
     script.write_text(SKIPPED)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider",
-         "-c", ROOT / "pyproject.toml", script],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'test'}"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    options = "-p", "conftest", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"
+    done = python("-m", "pytest", *options, script)
     assert "2 failed" in done.stdout, done.stdout + done.stderr
