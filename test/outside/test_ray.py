@@ -17,6 +17,7 @@ import torch
 from support.documents import ROOT
 from support.outside import package
 from support.scripts import environment
+from support.xla_replica.stopping import processes
 from support.xla_replica.torchrun import free_port, wait_for_server
 
 import variable_batch_size as vbs
@@ -61,15 +62,8 @@ class Processes:
 
     def running(self) -> list[int]:
         """Returns their numbers, and those of Ray's workers, outside its group."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, _, session, *_ = path.read_text().rsplit(")", 1)[1].split()
-            except OSError:  # it has ended meanwhile
-                continue
-            if int(session) == self.first.pid and state != "Z":
-                found.append(int(path.parent.name))
-        return found
+        session = str(self.first.pid)
+        return [pid for pid, stat in processes().items() if stat[3] == session]
 
     def said(self) -> str:
         """Returns the last lines, without those on what Ray asks of a dashboard."""
@@ -163,16 +157,15 @@ def test_without_a_node_the_run_ends_as_undisturbed(short_folder, started, tmp_p
         ("--num-workers 1 8", {"use_gpu": True, "elasticity_enabled": True}),
         ("--num-workers 2 2 --device cpu", {"num_workers": 2, "use_tpu": False}),
         (f"--num-workers 8 16 {TPU}", {"num_tpus_per_worker": 1, "max_workers": 16}),
+        # It checks the shape of the slice, which workers have to fill.
+        (f"--num-workers 8 12 {TPU}", "must be a multiple of 8"),
     ],
 )
 def test_ray_knows_what_the_options_say(words, expected):
     options = ray_train.scaling(ray_train.parse(words.split()))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            package("ray.train").ScalingConfig(**options)
+        return
     config = package("ray.train").ScalingConfig(**options)
     assert {name: getattr(config, name) for name in expected} == expected
-
-
-def test_on_a_tpu_workers_fill_whole_slices():
-    """Ray checks the shape of the slice, so it has understood the options."""
-    args = ray_train.parse(f"--num-workers 8 12 {TPU}".split())
-    with pytest.raises(ValueError, match="must be a multiple of 8"):
-        package("ray.train").ScalingConfig(**ray_train.scaling(args))
