@@ -1,6 +1,7 @@
-"""Emulated replicas: every failure is a named error, and xm.* code runs as written.
+"""Emulated replicas: every failure is a named error.
 
-What all backends have in common is tested in test_replica_family.py.
+What all backends have in common is in test_replica_family.py, and xm.* code as users
+write it in test_scripts.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from xla_replica import ReplicaError
 
 pytestmark = [needs_xla, pytest.mark.xla]
 
-FOUR = Backend("xla", 4)
+TWO, FOUR = Backend("xla", 2), Backend("xla", 4)
 
 
 def misbehaves(rank: int, how: str) -> torch.Tensor | None:
@@ -29,6 +30,8 @@ def misbehaves(rank: int, how: str) -> torch.Tensor | None:
     if rank == 2:
         if how == "hangs":
             time.sleep(600)
+        if how == "is late":  # later than the 15 s after which XLA itself would abort
+            time.sleep(17)
         if how == "leaves":
             return None
         if how == "aborts":
@@ -80,7 +83,10 @@ def test_a_replica_that_differs_ends_the_run(how, error):
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.parametrize("how", ["not at all", "sums elsewhere"])
+@pytest.mark.parametrize(
+    "how",
+    ["not at all", "sums elsewhere", pytest.param("is late", marks=pytest.mark.slow)],
+)
 def test_well_behaved_replicas_give_results(how):
     """The place in the code from which a collective is called may differ.
 
@@ -93,22 +99,7 @@ def test_well_behaved_replicas_give_results(how):
     assert multiprocessing.active_children() == []
 
 
-def slow_but_alive(rank: int) -> float:
-    """Replica 1 is later than the 15 s after which XLA itself would abort."""
-    replica = xla_replica.current()
-    tensor = torch.ones(1).to(replica.device)
-    if rank == 1:
-        time.sleep(17)
-    replica.all_reduce_([tensor])
-    return replica.fetch([tensor])[0].item()
-
-
-@pytest.mark.slow
-def test_a_slow_replica_is_waited_for():
-    assert Backend("xla", 2).run(slow_but_alive) == [2.0, 2.0]
-
-
-def fetches_before_the_sync(rank: int) -> list[object]:
+def fetches_before_the_sync(rank: int) -> tuple[list[object], dict[str, object]]:
     """Reads a sum that has not run yet, in every way."""
     replica = xla_replica.current()
 
@@ -138,13 +129,7 @@ def fetches_before_the_sync(rank: int) -> list[object]:
     read.append(torch.zeros(2).copy_(total()).tolist())
     read.append(total().to(device="cpu", dtype=torch.float64).tolist())
     read.append(bool((total() > 1).all()))
-    return read
-
-
-def brings_back(rank: int) -> tuple[list[object], dict[str, object]]:
-    read = fetches_before_the_sync(rank)
-    device = xla_replica.current().device
-    return read, {"model": torch.nn.Linear(2, 1).to(device), "rank": rank}
+    return read, {"model": torch.nn.Linear(2, 1).to(replica.device), "rank": rank}
 
 
 def test_fetches_before_the_sync_are_safe():
@@ -153,7 +138,7 @@ def test_fetches_before_the_sync_are_safe():
         [2.0, 4.0], 2.0, 4.0, [4.0], [1], [2.0, 2.0, 4.0, 4.0, 4.0, 4.0], [4.0, 2.0],
         [2.0, 4.0], [2.0, 4.0], True,
     ]  # fmt: skip
-    for rank, (read, result) in enumerate(Backend("xla", 2).run(brings_back)):
+    for rank, (read, result) in enumerate(TWO.run(fetches_before_the_sync)):
         assert read == expected
         assert result["rank"] == rank
         assert result["model"].weight.device.type == "cpu"
@@ -166,62 +151,16 @@ class Unpicklable(Exception):
         self.handle = handle
 
 
-def raises_what_cannot_travel(rank: int) -> None:
-    raise Unpicklable("contact", open(os.devnull))  # noqa: SIM115
-
-
-def test_an_exception_that_cannot_travel_still_tells():
-    with pytest.raises(ReplicaError, match="raised Unpicklable: lost contact"):
-        Backend("xla", 2).run(raises_what_cannot_travel)
-
-
-def returns_what_cannot_travel(rank: int) -> object:
+def has_what_cannot_travel(rank: int, raises: bool) -> object:
+    if raises:
+        raise Unpicklable("contact", lambda: rank)
     return lambda: rank
 
 
-def test_a_result_that_cannot_travel_is_an_error():
-    with pytest.raises(ReplicaError, match="result cannot be pickled"):
-        Backend("xla", 2).run(returns_what_cannot_travel)
-
-
-def written_with_xm(rank: int) -> dict[str, object]:
-    """Does what users of torch_xla write, with fetches before the sync."""
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-    import torch_xla.runtime as xr
-
-    n, device = xr.world_size(), torch_xla.device()
-    model = torch.nn.Linear(2, 1, bias=False).to(device)
-    xm.broadcast_master_param(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x = torch.full((4, 2), 1.0).to(device) * torch.tensor([rank + 1.0]).to(device)
-    model(x).sum().backward()
-    xm.optimizer_step(optimizer)
-    torch_xla.sync()
-    total = xm.all_reduce(xm.REDUCE_SUM, torch.tensor([rank + 2.0]).to(device))
-    item = total.item()
-    gathered = xm.all_gather(torch.tensor([rank + 2.0]).to(device)).tolist()
-    scattered = xm.reduce_scatter(
-        xm.REDUCE_SUM,
-        torch.ones(n).to(device),
-        scale=1.0,
-        scatter_dim=0,
-        shard_count=n,
-        pin_layout=False,
-    )
-    xm.rendezvous("here")
-    return {
-        "weight": model.weight.detach().cpu(),
-        "item": item,
-        "gathered": gathered,
-        "scattered": scattered.cpu().tolist(),
-    }
-
-
-def test_xm_code_runs_as_written():
-    outcomes = FOUR.run(written_with_xm)
-    for outcome in outcomes:
-        assert torch.equal(outcome["weight"], outcomes[0]["weight"])
-        assert outcome["item"] == 2 + 3 + 4 + 5
-        assert outcome["gathered"] == [2, 3, 4, 5]
-        assert outcome["scattered"] == [4.0]
+@pytest.mark.parametrize(
+    ("raises", "error"),
+    [(True, "raised Unpicklable: lost contact"), (False, "result cannot be pickled")],
+)
+def test_what_cannot_travel_still_tells(raises, error):
+    with pytest.raises(ReplicaError, match=error):
+        TWO.run(has_what_cannot_travel, raises)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import signal
@@ -14,17 +15,13 @@ from typing import Any
 import pytest
 import torch
 from support.documents import ROOT
-from support.scripts import environment, words
-from support.xla_replica.replicas import Backend, needs_xla
+from support.scripts import environment, python, written
+from support.xla_replica.replicas import needs_xla, row
 
 from xla_replica.__main__ import main
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 COMMAND = (sys.executable, "-W", "ignore", "-m", "xla_replica")
-
-
-def command(num_replicas: int, *options: object) -> list[str]:
-    """Returns the words before the script."""
-    return words([*COMMAND, "--num-replicas", num_replicas, *options])
 
 
 def run(
@@ -32,19 +29,13 @@ def run(
     *arguments: object,
     num_replicas: int = 2,
     options: tuple[str, ...] = (),
-    cwd: Path = ROOT,
 ) -> tuple[int, str]:
     """Runs the command in a new process; returns its exit status and output."""
-    done = subprocess.run(
-        words([*command(num_replicas, *options), script, *arguments]),
-        cwd=cwd,
-        env={**environment(), "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stdout
+    done = python(
+        "--num-replicas", num_replicas, *options, script, *arguments,
+        command=COMMAND, timeout=300,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
 
 
 # --- the command line ---------------------------------------------------------------
@@ -141,9 +132,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(tmp_path) -> Path:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return path
+    return written(tmp_path, SCRIPT)
 
 
 @needs_xla
@@ -151,27 +140,21 @@ def script(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("how", "status", "expected"),
     [
-        pytest.param("works", 0,
-                     ["1.0 of 0: works not set ['works', '--lr', '1'] __mp_main__",
-                      "1.0 of 1: works not set", "afterwards"],
-                     marks=pytest.mark.slow),
-        pytest.param("forks", 0, ["1.0 of 0: forks not set ['forks', '--lr', '1']",
-                                  "1.0 of 1: forks not set", "afterwards"],
-                     marks=pytest.mark.slow),
+        slow("works", 0, ["1.0 of 0: works not set ['works', '--lr', '1'] __mp_main__",
+                          "1.0 of 1: works not set", "afterwards"]),
+        slow("forks", 0, ["1.0 of 0: forks not set ['forks', '--lr', '1']",
+                          "1.0 of 1: forks not set", "afterwards"]),
         ("fails", 1, ["replica 1 raised KeyError: 'a wrong name'",
                       'raise KeyError("a wrong name")', "caught 'a wrong name'"]),
-        pytest.param("exits", 21, [], marks=pytest.mark.slow),
-        pytest.param("exits well", 0, [], marks=pytest.mark.slow),
-        pytest.param("nprocs", 1, ["Unsupported nprocs (8)"], marks=pytest.mark.slow),
-        pytest.param("no launch", 0, ["has not called torch_xla.launch or xmp.spawn"],
-                     marks=pytest.mark.slow),
-        pytest.param("uses a device", 1,
-                     ["has used an XLA device before it starts replicas"],
-                     marks=pytest.mark.slow),
+        slow("exits", 21, []),
+        slow("exits well", 0, []),
+        slow("nprocs", 1, ["Unsupported nprocs (8)"]),
+        slow("no launch", 0, ["has not called torch_xla.launch or xmp.spawn"]),
+        slow("uses a device", 1, ["has used an XLA device before it starts replicas"]),
     ],
 )  # fmt: skip
 def test_a_script_ends_as_it_would_on_a_tpu(script, how, status, expected):
-    found, printed = run(script, how, "--lr", "1", cwd=script.parent)
+    found, printed = run(script, how, "--lr", "1")
     assert found == status, printed
     for line in expected:
         assert line in printed
@@ -182,12 +165,13 @@ def test_a_script_ends_as_it_would_on_a_tpu(script, how, status, expected):
 @needs_xla
 @pytest.mark.xla
 @pytest.mark.slow
-def test_a_module_runs_as_with_python(tmp_path):
+def test_a_module_runs_as_with_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     package = tmp_path / "a_package"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "training.py").write_text(SCRIPT)
-    status, printed = run("a_package.training", "works", options=("-m",), cwd=tmp_path)
+    status, printed = run("a_package.training", "works", options=("-m",))
     assert status == 0, printed
     assert "1.0 of 1: works not set ['works'] __mp_main__" in printed
 
@@ -195,12 +179,10 @@ def test_a_module_runs_as_with_python(tmp_path):
 @needs_xla
 @pytest.mark.xla
 @pytest.mark.slow
-def test_a_script_that_launches_when_it_is_imported_is_told(tmp_path):
-    script = tmp_path / "unguarded.py"
-    script.write_text("import torch_xla\ntorch_xla.launch(print)\n")
-    status, printed = run(script, cwd=tmp_path)
-    assert status == 1
-    assert "if __name__ == '__main__':" in printed
+def test_a_script_without_a_guard_runs_on_all_replicas(tmp_path):
+    script = written(tmp_path, "import torch_xla\ntorch_xla.launch(print)\n")
+    status, printed = run(script)
+    assert (status, sorted(printed.split())) == (0, ["0", "1"])
 
 
 @needs_xla
@@ -208,14 +190,10 @@ def test_a_script_that_launches_when_it_is_imported_is_told(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_everything(script):
     process = subprocess.Popen(
-        [*command(2), str(script), "hangs"],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        [*COMMAND, "--num-replicas", "2", script, "hangs"],
+        cwd=ROOT, env=environment(), text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     assert process.stdout is not None
     assert "ready" in process.stdout.readline()
     start = time.monotonic()
@@ -229,39 +207,31 @@ def test_ctrl_c_ends_everything(script):
 @pytest.mark.xla
 @pytest.mark.slow
 def test_a_script_that_asks_for_a_tpu_is_told_that_it_has_one(tmp_path):
-    script = tmp_path / "asks.py"
-    script.write_text(
+    script = written(
+        tmp_path,
         "import torch_xla, torch_xla.core.xla_model as xm\n"
         "def fn(index):\n"
         "    print(xm.xla_device_hw(torch_xla.device()) + '\\n', end='')\n"
         "if __name__ == '__main__':\n"
-        "    torch_xla.launch(fn)\n"
+        "    torch_xla.launch(fn)\n",
     )
     for options, said in (((), "CPU"), (("--as-tpu",), "TPU")):
-        status, printed = run(script, options=options, cwd=tmp_path)
+        status, printed = run(script, options=options)
         assert (status, printed.split()) == (0, [said, said])
 
 
 # --- what scripts count on ----------------------------------------------------------
 
 
-def does_it_all(rank: int, folder: str) -> dict[str, Any]:
-    return {
-        "draws": draws(rank),
-        "logs": logs_beside(rank),
-        "collectives": uses_collectives(rank, folder),
-        "groups": uses_groups(rank),
-    }
+def does_it_all(rank: int, folder: str) -> tuple[Any, ...]:
+    return draws(rank), logs_beside(rank), uses_collectives(rank, folder), groups()
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(4, marks=[needs_xla, pytest.mark.xla])]
-)
+@pytest.fixture(scope="module", params=[row("xla", 4)])
 def outcomes(request, tmp_path_factory) -> dict[str, list[Any]]:
     """What every replica has found, by what it has tried."""
-    folder = str(tmp_path_factory.mktemp("saved"))
-    found = Backend("xla", request.param).run(does_it_all, folder)
-    return {name: [each[name] for each in found] for name in found[0]}
+    found = request.param.run(does_it_all, str(tmp_path_factory.mktemp("saved")))
+    return dict(zip(("draws", "logs", "collectives", "groups"), zip(*found)))
 
 
 def uses_collectives(rank: int, folder: str) -> dict[str, object]:
@@ -305,6 +275,9 @@ def uses_collectives(rank: int, folder: str) -> dict[str, object]:
     found["payloads"] = [len(payload) for payload in payloads]
     gathered = xf.all_gather(mine().requires_grad_(), dim=0)
     found["differentiable"] = gathered.tolist()
+    weight = torch.nn.Parameter(mine(1.0))
+    xm.broadcast_master_param(torch.nn.ParameterList([weight]))
+    found["of replica 0"] = weight.tolist()
     path = f"{folder}/saved.pt"
     xm.save({"sum": xm.all_reduce("sum", mine())}, path)
     xm.rendezvous("saved")
@@ -336,11 +309,12 @@ def test_collectives_give_what_they_promise(outcomes):
             "mesh": [{"rank": r} for r in range(n)],
             "payloads": [0, 1, 2, 3],
             "differentiable": ranks,
+            "of replica 0": [0.0, 1.0],
             "saved": [6.0],
         }
 
 
-def uses_groups(rank: int) -> dict[str, object]:
+def groups() -> dict[str, object]:
     """Calls torch.distributed with torch_xla's backend, and trains under DDP."""
     import torch.distributed as dist
     import torch_xla
@@ -381,9 +355,8 @@ def test_replicas_have_process_groups_of_their_own(outcomes):
     for rank, found in enumerate(outcomes["groups"]):
         weights = found.pop("weight")
         assert all(torch.equal(weight, weights[0]) for weight in weights)
-        expected = {"rank": rank, "total": 6.0, "parts": [0.0, 1.0, 2.0, 3.0]}
-        expected["sent"] = 1.0
-        assert found == expected
+        parts = [0.0, 1.0, 2.0, 3.0]
+        assert found == {"rank": rank, "total": 6.0, "parts": parts, "sent": 1.0}
 
 
 def draws(rank: int) -> list[object]:
