@@ -59,6 +59,7 @@ class Grid:
 
     def __init__(self, names: Sequence[str], replica: Replica) -> None:
         self.names: list[str] = []
+        self._saved: Mapping[str, int] = {}
         self._replica = replica
         self._is_wide = traits(replica.device).has_float64
         self._bits = HIGH_BITS + LOW_BITS if self._is_wide else HIGH_BITS
@@ -78,7 +79,7 @@ class Grid:
         # Two tensors: one in both places would make another program.
         zeros = torch.zeros(len(self.names), device=self._replica.device)
         self._nothing = zeros, zeros.clone()
-        self.load_state_dict(self.state_dict() if first else {})
+        self.load_state_dict({**self._saved, **(self.state_dict() if first else {})})
         return first
 
     def _use_level(self) -> None:
@@ -119,7 +120,7 @@ class Grid:
             self._seen[row] = torch.where(where_finite(value), value.abs(), bad).max()
             return
         largest = 0.0
-        for value_part, total_part in zip(*map(_blocks, (value, total[0]))):
+        for value_part, total_part in _blocks(value, total[0]):
             low, high = (each.item() for each in torch.aminmax(value_part))
             if not (math.isfinite(low) and math.isfinite(high)):
                 largest = math.inf
@@ -179,7 +180,7 @@ class Grid:
         if not self._is_wide:
             result.copy_(_value_of_limbs(*total) / number)
         elif self._replica.is_host:
-            for total_part, part in zip(*map(_blocks, (total[0], result))):
+            for total_part, part in _blocks(total[0], result):
                 part.copy_(total_part / number)
         else:
             result.copy_(total[0] / number)
@@ -206,7 +207,11 @@ class Grid:
         return {name: e - _BIAS for name, e in zip(self.names, level.tolist()) if e}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Takes what `state_dict` has returned; other tensors have no exponent."""
+        """Takes what `state_dict` has returned; other tensors have no exponent.
+
+        Names that are not known yet may be appended later.
+        """
+        self._saved = state
         level = [state.get(name, -_BIAS) + _BIAS for name in self.names]
         level = torch.tensor(level, dtype=torch.int32)
         self._level = self._replica.send(level)
@@ -221,11 +226,12 @@ def zero_(totals: Iterable[list[torch.Tensor]]) -> None:
             tensor.zero_()
 
 
-def _blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns a tensor's numbers in parts that fit into caches; they share memory."""
-    if tensor.numel() <= _BLOCK:
-        return [tensor]
-    return tensor.view(-1).split(_BLOCK)
+def _blocks(*tensors: torch.Tensor) -> Iterable[Sequence[torch.Tensor]]:
+    """Returns parts of tensors that fit into caches; they share memory."""
+    is_plain = all(tensor.is_contiguous() for tensor in tensors)
+    if tensors[0].numel() <= _BLOCK or not is_plain:
+        return [tensors]
+    return zip(*(tensor.view(-1).split(_BLOCK) for tensor in tensors))
 
 
 def _add_multiples_(
