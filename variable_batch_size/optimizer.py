@@ -283,6 +283,10 @@ class ElasticOptimizer(OptimizerProxy):
     def attach(self, target: Any, unit: Unit = "updates", every: float = 1) -> None:
         """Runs ``target`` after every update on this replica, idle or not.
 
+        With ``exact`` a step may be run again instead of its update. What the function,
+        or the object whose method it is, has kept of the step's minibatches it drops in
+        a method ``drop_step()``, if it has one.
+
         Args:
             target: A torch LR scheduler; or a function that takes an `Update`.
             unit: What a scheduler counts: ``'updates'``, ``'samples'``, ``'epochs'``,

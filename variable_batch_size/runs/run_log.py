@@ -129,6 +129,7 @@ class RunLog:
         dtype = dtype_for(p for group in groups for p in group["params"])
         # The sum of this replica's losses, and their number.
         self._loss = torch.zeros(2, dtype=dtype, device=self._replica.device)
+        self._loss_of_updates = self._loss  # without minibatches since the last one
         self._pending: list[dict[str, Any]] = []  # lines; numbers may be on the device
         self._weight = 0.0  # of the updates whose losses are summed
         # Since the last logging step: samples, seconds, seconds that replicas idled.
@@ -161,7 +162,11 @@ class RunLog:
             self._check_attached()
         if not self._optimizer.is_padding:
             loss = loss.detach().reshape(()).to(self._loss.dtype)
-            self._loss += torch.stack([loss, torch.ones_like(loss)])
+            self._loss = self._loss + torch.stack([loss, torch.ones_like(loss)])
+
+    def drop_step(self) -> None:
+        """Forgets the losses since the last update, whose step is run again."""
+        self._loss = self._loss_of_updates
 
     def __call__(self, update: Update) -> None:
         """Tells of an update; `ElasticOptimizer.attach` has it called."""
@@ -188,6 +193,7 @@ class RunLog:
         self._pending.append(line)
         if update.step % self._log_steps == 0:
             self._write(measure=True)
+        self._loss_of_updates = self._loss
 
     def write(self, **values: float) -> None:
         """Tells more of the last update, such as ``accuracy=`` after an evaluation.
@@ -252,6 +258,7 @@ class RunLog:
             self._loss.copy_(state["loss"])
         else:
             self._loss.zero_()
+        self._loss_of_updates = self._loss
 
     def _check_attached(self) -> None:
         """Raises ValueError if an update was made since the first minibatch."""

@@ -144,6 +144,12 @@ class Attached:
         for callback in self._callbacks:
             callback(update)
 
+    def drop_step(self) -> None:
+        """Tells those that have a ``drop_step`` that minibatches are run again."""
+        for callback in self._callbacks:
+            owner = getattr(callback, "__self__", callback)
+            getattr(owner, "drop_step", tuple)()
+
     def state_dict(self) -> list[dict[str, Any]]:
         """Returns the states of the schedulers, in order."""
         return [each.state_dict() for each in self._schedulers()] + self._waiting

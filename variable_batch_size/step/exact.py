@@ -144,8 +144,8 @@ class ExactModel:
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
         for rider in self.riders:
-            rider.clear()
             zero_(rider.totals())
+            rider.clear()
         self.grid.drop_step()
 
     def seed_minibatch(self, step: int, number: int) -> None:

@@ -93,6 +93,7 @@ class UpdateLoop:
         if not hasattr(inner, "_update_loop"):
             inner.register_step_pre_hook(_refuse_own_step)
         inner._update_loop = weakref.ref(self)  # the newest, if there are several
+        inner.exact = self._context.exact  # for whoever has only the inner one
 
     # --- epochs ---------------------------------------------------------------------
 
@@ -305,6 +306,7 @@ class UpdateLoop:
             self._end_step(is_done)
         if not is_done:
             context.sampler.redeal(step)
+            self.attached.drop_step()
             self.gradients.prepare_backward(position)
             return 0
         context.sampler.commit(plan.epoch, step + 1)
@@ -367,6 +369,8 @@ class UpdateLoop:
         """
         context, settings = self._context, self._context.settings
         self.gradients.sums.finish()
+        if context.exact:  # before the hooks of the inner optimizer's step
+            context.exact.commit()
         if self._is_weighted:
             if is_zero(weight):
                 self.gradients.refuse_nonzero()
@@ -383,8 +387,6 @@ class UpdateLoop:
         finally:
             self.is_stepping = False
         self._wrapper._opt_called = True  # torch's schedulers look before their step
-        if context.exact:
-            context.exact.commit()
         return lrs
 
     def _log(self, update: Update) -> None:
