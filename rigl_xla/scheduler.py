@@ -30,6 +30,7 @@ from rigl_xla.report.report import Report, describe
 from rigl_xla.topology.distribution import Distribution
 from rigl_xla.topology.methods import Score
 from rigl_xla.topology.update_schedule import UpdateSchedule
+from rigl_xla.update.dense_sums import DenseSums
 from rigl_xla.update.drift import check_equal
 from rigl_xla.update.optimizer_state import state_of
 from rigl_xla.update.steps import TopologySteps
@@ -237,6 +238,7 @@ class RigLScheduler:
         if not self._closed:
             self._check_hold(self._steps)
             self._place_hooks()
+            self._join_sums()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RigLScheduler:
         """Returns a pruner of copies of the model and the optimizer."""
@@ -431,6 +433,7 @@ class RigLScheduler:
         self.options, self.schedule = steps.options, steps.schedule
         self._place_hooks()
         self._steps.begin(self.replica)
+        self._join_sums()
         self.apply_mask_to_weights()
         self.reset_momentum()
 
@@ -455,14 +458,27 @@ class RigLScheduler:
             self._handles.append(self.optimizer.register_step_post_hook(hook))
             watch_optimizers()
 
+    def _join_sums(self) -> None:
+        """Adds dense gradients as the optimizer adds others, if its sums are exact."""
+        exact = getattr(self.optimizer, "exact", None)
+        self._steps.is_summed = exact is not None
+        if exact and self._layers and self.options.method_in_use.collects != "never":
+            sums = DenseSums(self._steps, exact, self.replica.is_lazy)
+            self._handles.append(sums)
+
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Masks weights and ends the step, for ``skip_step=False``."""
         del optimizer, args, kwargs
         self.apply_mask_to_weights()
         check_bound(layer.weight for layer in self._layers)
+        if self._steps.is_summed != bool(getattr(self.optimizer, "exact", None)):
+            raise RuntimeError(
+                "the optimizer was given exact= after this pruner was built with it, "
+                "whose sums would not be exact: build the pruner with the wrapper"
+            )
         if self._steps.collects:
-            if self.replica.num_replicas > 1:
+            if self.replica.num_replicas > 1 and not self._steps.is_summed:
                 # A replica without a minibatch looks for what was assigned, too: in a
                 # program of its own, not in the one with the optimizer's collective.
                 self.replica.sync()

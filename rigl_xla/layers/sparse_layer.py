@@ -133,6 +133,12 @@ class SparseLayer:
             self.pending = before if self.pending is None else before + self.pending
         self.discarded = self.accumulated = None
 
+    def take_pending(self) -> torch.Tensor | None:
+        """Returns what is pending, and begins anew."""
+        own, self.pending, self.hooked = self.pending, None, False
+        self.discarded = self.accumulated = None
+        return own
+
     def add_assigned(self) -> torch.Tensor:
         """Adds what ``.grad`` has that no hook has seen, if it is a dense gradient.
 

@@ -44,6 +44,7 @@ class TopologySteps:
     Attributes:
         collects: Whether the dense gradients of the next step are needed; False before
             `begin`.
+        is_summed: Whether pending gradients are those of all replicas when a step ends.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class TopologySteps:
         self.weights, self.layers = weights, layers
         self.options, self.schedule = options, schedule
         self.number, self.num_updates = number, num_updates
-        self.collects = False
+        self.collects = self.is_summed = False
         self._method = options.method_in_use
         self._has_gradients = False
         self._replaced = False  # the optimizer's step, by an update of the topology
@@ -157,10 +158,10 @@ class TopologySteps:
             running = self._method.collects == "always"
             momentum = self.options.momentum if running else None
             num_steps = self.schedule.grad_accumulation_n
-            collect_(self.layers, replica, num_steps, momentum)
+            others = None if self.is_summed else replica
+            collect_(self.layers, others, num_steps, momentum)
         for layer in self.layers:
-            layer.hooked = False
-            layer.discarded = layer.accumulated = None
+            layer.take_pending()
         if is_update:
             self._update(optimizer)
         used = is_update and self._method.collects == "updates"
@@ -230,17 +231,18 @@ def collects(method: Method, schedule: UpdateSchedule, step: int) -> bool:
 
 def collect_(
     layers: Sequence[SparseLayer],
-    replica: Replica,
+    replica: Replica | None,
     num_steps: int,
     momentum: float | None = None,
 ) -> None:
     """Adds the step's dense gradients, of all replicas, to those collected.
 
     Summed here, not when they are used, so that what is saved is the same on every
-    replica and names no number of them. With ``momentum`` a running mean keeps so much
+    replica and names no number of them; with None for ``replica`` they are summed
+    already. With ``momentum`` a running mean keeps so much
     of its past; without, this is one of ``num_steps`` that a mean is of.
     """
-    several = replica.num_replicas > 1
+    several = replica is not None and replica.num_replicas > 1
     if several:
         # What is pending may include a collective, which must be in the same program on
         # a replica that had a minibatch and on one that had none.
