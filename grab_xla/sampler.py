@@ -65,6 +65,9 @@ class GraBSampler(Sampler[int]):
         num_replicas, rank: Default: the caller's. 1 and 0 make a separate sampler on
             every replica.
         scheme: How replicas balance together, 'sharded' or 'gather'; see `Columns`.
+        exact: Whether orders have the same bits on any number of replicas under an
+            elastic optimizer with ``exact=``, and steps may be run again. Rows then
+            wait for their update on one replica too. Needs ``scheme='gather'``.
         drop_last: Whether several replicas leave out the last samples of an order that
             cannot be dealt evenly, rather than repeat its first ones.
         generator: The CPU generator of all random numbers, equal on all replicas.
@@ -128,6 +131,7 @@ class GraBSampler(Sampler[int]):
         num_replicas: int | None = None,
         rank: int | None = None,
         scheme: str = "sharded",
+        exact: bool = False,
         drop_last: bool = False,
         generator: torch.Generator | None = None,
         seed: int = 42,
@@ -216,7 +220,9 @@ class GraBSampler(Sampler[int]):
             settings["projection"] = repr(self.projection)
         if self.fidelity == "group":
             settings["group_size"] = group_size
-        self._columns = Columns(self._replica, num_columns, scheme, self.device, dtype)
+        self._columns = Columns(
+            self._replica, num_columns, scheme, self.device, dtype, exact
+        )
         herding = "running" if stale_mean_herding else "exact"
         self._metrics = EpochMetrics(
             self._columns, record_norm, herding if record_herding else None
@@ -228,7 +234,7 @@ class GraBSampler(Sampler[int]):
         # Factors stand for gradients that are balanced as they are, where they are;
         # replicas exchange columns, and metrics are of columns.
         keeps_gradients = self.fidelity == "exact" and self._matrix.keeps_gradients
-        is_alone = self._replica.num_replicas == 1 and not self._metrics.on
+        is_alone = not (self._columns.joins_updates or self._metrics.on)
         self._takes_factors = (keeps_gradients and is_alone) and all(
             torch.promote_types(p.dtype, torch.float32) == dtype
             and p.device.type == self.device.type
@@ -439,10 +445,10 @@ class GraBSampler(Sampler[int]):
                 balancer.place([rows])
                 return
             pieces = self._matrix.pieces(rows, balancer.piece_size)
-            if self._replica.num_replicas == 1:
-                balancer.place(pieces)
-            else:
+            if progress.waits or self._replica.num_replicas > 1:
                 balancer.place_together(*pieces, progress.end, progress.waits)
+            else:
+                balancer.place(pieces)
 
     def step(
         self,
@@ -498,7 +504,7 @@ class GraBSampler(Sampler[int]):
 
         Attach it to the elastic optimizer, which calls it once per update on every
         replica, idle or not: ``optimizer.attach(sampler.after_update)``. A single
-        replica has balanced them already; it only checks that it has.
+        replica has balanced them already, unless ``exact``; it only checks that it has.
 
         Args:
             update: Has ``epoch``, and ``batch_size`` and ``minibatch_size`` in samples;
@@ -517,6 +523,16 @@ class GraBSampler(Sampler[int]):
                 f"sampler.backward(losses, reduction={expected!r})"
             )
         self._progress.finish_update(update)
+
+    def drop_step(self) -> None:
+        """Forgets the minibatches since the last update, which are run again.
+
+        The elastic optimizer calls it if `after_update` is attached.
+
+        Raises:
+            ValueError: Their rows were balanced already, without ``exact``.
+        """
+        self._progress.drop_step()
 
     def update_v(self, second_moment: Tensor) -> None:
         """Gives 'adamean' the ``(d,)`` second moment that gradients are divided by.

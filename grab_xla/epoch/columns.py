@@ -24,7 +24,7 @@ from torch import Tensor
 
 import xla_replica
 from xla_replica import LocalReplica, Replica
-from xla_replica.common.arguments import check_choice
+from xla_replica.common.arguments import check_choice, check_flag
 
 SCHEMES = ("sharded", "gather")
 # A large share has whole lanes of a TPU, for which its compiler writes less code.
@@ -35,7 +35,9 @@ class Columns:
     """The columns that this replica holds of every vector, and how.
 
     ``num_columns`` is d, ``shards`` whether the scheme shares columns, and ``num_own``
-    how many each replica holds, because the last share is filled up.
+    how many each replica holds, because the last share is filled up. ``joins_updates``
+    is whether rows can wait for an update, as those of several replicas do, and with
+    ``exact`` those of one.
     """
 
     def __init__(
@@ -45,8 +47,15 @@ class Columns:
         scheme: str,
         device: torch.device,
         dtype: torch.dtype,
+        exact: bool = False,
     ) -> None:
         check_choice("scheme", scheme, SCHEMES)
+        if check_flag("exact", exact) and scheme != "gather":
+            raise ValueError(
+                f"exact=True needs scheme='gather', got {scheme!r}: replicas that "
+                "share columns add inner products in an order of their own"
+            )
+        self.joins_updates = exact or replica.num_replicas > 1
         self.replica, self.num_columns = replica, num_columns
         self.device, self.dtype = device, dtype
         self.shards = scheme == "sharded" and replica.num_replicas > 1

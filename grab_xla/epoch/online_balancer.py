@@ -69,7 +69,7 @@ class OnlineBalancer:
         on_host = traits(columns.device).is_host and not columns.shards
         compiled_row = on_host and tile_size is None and has_numba()
         # Replicas exchange a step at once, and a program would hold every piece.
-        whole = self._replica.num_replicas > 1 or self._replica.is_lazy
+        whole = columns.joins_updates or self._replica.is_lazy
         self.piece_size = None if whole else ordering.piece_size
         if on_host and tile_size is None:
             tile_size = CPU_TILE_SIZE
@@ -121,8 +121,9 @@ class OnlineBalancer:
             waits: Whether replicas balance at the update, with `place_update`.
         """
         if waits:
-            # A copy: gradients may be zeroed before the update.
-            self._pending.append(rows.clone())
+            # A copy: gradients may be zeroed before the update. It has the layout of
+            # what replicas exchange.
+            self._pending.append(rows.clone(memory_format=torch.contiguous_format))
             return
         # In the sequence of the order, without repeated samples.
         ordered = interleaved(self.columns.of_all_replicas(rows))
@@ -167,6 +168,10 @@ class OnlineBalancer:
             for rows in minibatches[: num_minibatches - first]:
                 self.place([rows])
                 self._replica.sync()
+        self.drop_step()
+
+    def drop_step(self) -> None:
+        """Forgets the minibatches that wait."""
         self._pending = []
 
     def drop_pending(self) -> None:
@@ -180,8 +185,9 @@ class OnlineBalancer:
         if num_minibatches and not self._joins_updates:
             raise ValueError(
                 f"{num_minibatches} minibatches of gradients were never balanced: with "
-                "several replicas, call optimizer.attach(sampler.after_update) once, "
-                "and sampler.step() before optimizer.step()"
+                "several replicas or exact=True, call "
+                "optimizer.attach(sampler.after_update) once, and sampler.step() "
+                "before optimizer.step()"
             )
 
     @torch.no_grad()

@@ -231,7 +231,7 @@ class Progress:
         dealt_elsewhere: The epoch whose whole order another sampler was given; None if
             no order was given.
         waits: Whether gradients of a step wait for the update, as several replicas' do
-            then.
+            then, and exact ones.
         end: How many whole groups of the order the pass uses on all replicas.
     """
 
@@ -268,7 +268,8 @@ class Progress:
 
     def _set_dealer(self, dealt_elsewhere: int | None) -> None:
         self.dealt_elsewhere = dealt_elsewhere
-        self.waits = dealt_elsewhere is not None and self._replica.num_replicas > 1
+        columns = self._balancer.columns
+        self.waits = dealt_elsewhere is not None and columns.joins_updates
         self.end = self._sharding.end(self._start)
 
     def deal(self) -> Iterator[int]:
@@ -400,7 +401,7 @@ class Progress:
                 "with samples that would be balanced twice: leave out "
                 "pad_minibatches=True where gradients choose the order"
             )
-        if self._replica.num_replicas > 1:
+        if self._balancer.columns.joins_updates:
             # An idle replica may come here before it asks for the epoch's order.
             self.give(update.epoch)
             self._num_pending = 0
@@ -421,6 +422,17 @@ class Progress:
                     f"the gradients of {num_new} since the last one: call it once per "
                     "minibatch, before optimizer.step()"
                 )
+
+    def drop_step(self) -> None:
+        """Forgets what waits for an update; see `GraBSampler.drop_step`."""
+        if not self._balancer.columns.joins_updates:
+            raise ValueError(
+                "the optimizer, which has exact=, runs a step again, and its gradients "
+                "are balanced already: pass GraBSampler(..., exact=True, "
+                "scheme='gather')"
+            )
+        self._balancer.drop_step()
+        self._num_pending = 0
 
     def restore(self, dealt_elsewhere: int | None) -> None:
         """Continues where the orders and the balancer were restored."""
