@@ -42,7 +42,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 24_600
+CODE = 25_400
 TEST_LINES = 44_250
 # Files and functions of ours.
 LIMITS = {

@@ -185,9 +185,10 @@ class StepGradients:
             raise
         if context.noise:
             context.noise.drop_discarded()
-        if context.exact is None:
+        if context.exact:
+            self.sums.end_minibatch()
+        else:
             self._take_back_detached(num_accumulated)
-        self.sums.end_minibatch()
         self._start_records()
         if context.noise:
             context.noise.end_minibatch(weight)

@@ -295,20 +295,25 @@ class UpdateLoop:
             if context.exact:  # so that tensors are of the age that others' have
                 self._forget()
             context.replica.sync()  # keeps what is pending out of the update
-        is_done = True
+        changed: tuple[Any, ...] | None = ()
         try:
             with torch.no_grad():
-                weight, divisor, ratio = self._sum()
-                is_done = context.exact is None or context.exact.accept_step(position)
-                if is_done:
-                    self.last_lrs = self._change_weights(weight, divisor, ratio)
+                changed = self._change_weights()
         finally:
-            self._end_step(is_done)
-        if not is_done:
+            if changed is None:
+                position.rollback()
+            else:
+                position.advance()
+            self.gradients.clear()
+            self.totals.clear()
+            if self._is_lazy:
+                context.replica.sync()
+        if not changed:
             context.sampler.redeal(step)
             self.attached.drop_step()
             self.gradients.prepare_backward(position)
             return 0
+        self.last_lrs, weight = changed
         context.sampler.commit(plan.epoch, step + 1)
         update = Update(
             epoch=plan.epoch,
@@ -330,22 +335,12 @@ class UpdateLoop:
         self.gradients.prepare_backward(position)
         return 1
 
-    def _end_step(self, is_done: bool) -> None:
-        """Forgets what was accumulated, and goes to the next step or begins again."""
-        if is_done:
-            self.position.advance()
-        else:
-            self.position.rollback()
-        self._forget()
-        if self._is_lazy:
-            self._context.replica.sync()
+    def _change_weights(self) -> tuple[tuple[Any, ...], Any] | None:
+        """Sums over replicas, divides, measures, clips, scales and steps.
 
-    def _sum(self) -> tuple[Any, Any, Any]:
-        """Sums over replicas, and looks whether they agree.
-
-        With `_change_weights` it is one program on every replica, for every batch size,
-        unless sums are exact, which the host looks at in between. Returns the step's
-        weight, what its gradient is divided by yet, and the batch ratio.
+        It is one program on every replica, for every batch size; two, between which the
+        host looks at the sums, if these are exact. Returns the effective learning rate
+        of each parameter group, and the step's weight; None if sums do not fit.
         """
         context, position = self._context, self.position
         settings = context.settings
@@ -358,19 +353,15 @@ class UpdateLoop:
         if settings.ref_weight is None:
             ratio = position.batch_size / (settings.ref_batchsize or 1)
         self.scaling.prepare(ratio)
+        # Sum, and look whether replicas agree.
         self.gradients.sums.sum_(totals, divisor)
         weight, divisor = self.totals.take()
-        return weight, divisor, ratio
-
-    def _change_weights(self, weight: Any, divisor: Any, ratio: Any) -> tuple[Any, ...]:
-        """Measures, clips, scales and steps; takes what `_sum` has returned.
-
-        Returns the effective learning rate of each parameter group.
-        """
-        context, settings = self._context, self._context.settings
-        self.gradients.sums.finish()
-        if context.exact:  # before the hooks of the inner optimizer's step
-            context.exact.commit()
+        if context.exact:
+            if not context.exact.accept_step(position):
+                return None
+            self.gradients.sums.finish()
+            context.exact.commit()  # before the hooks of the inner optimizer's step
+        # Commit.
         if self._is_weighted:
             if is_zero(weight):
                 self.gradients.refuse_nonzero()
@@ -387,7 +378,7 @@ class UpdateLoop:
         finally:
             self.is_stepping = False
         self._wrapper._opt_called = True  # torch's schedulers look before their step
-        return lrs
+        return lrs, weight
 
     def _log(self, update: Update) -> None:
         """Logs one line on replica 0; every replica reads its device."""
