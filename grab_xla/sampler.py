@@ -66,8 +66,8 @@ class GraBSampler(Sampler[int]):
             every replica.
         scheme: How replicas balance together, 'sharded' or 'gather'; see `Columns`.
         exact: Whether orders have the same bits on any number of replicas under an
-            elastic optimizer with ``exact=``, and steps may be run again. Rows then
-            wait for their update on one replica too. Needs ``scheme='gather'``.
+            elastic optimizer with ``exact=``. One replica then keeps gradients until
+            the update, too. Needs ``scheme='gather'``.
         drop_last: Whether several replicas leave out the last samples of an order that
             cannot be dealt evenly, rather than repeat its first ones.
         generator: The CPU generator of all random numbers, equal on all replicas.
@@ -525,13 +525,7 @@ class GraBSampler(Sampler[int]):
         self._progress.finish_update(update)
 
     def drop_step(self) -> None:
-        """Forgets the minibatches since the last update, which are run again.
-
-        The elastic optimizer calls it if `after_update` is attached.
-
-        Raises:
-            ValueError: Their rows were balanced already, without ``exact``.
-        """
+        """Forgets minibatches that are run again; see `ElasticOptimizer.attach`."""
         self._progress.drop_step()
 
     def update_v(self, second_moment: Tensor) -> None:

@@ -460,11 +460,10 @@ class RigLScheduler:
 
     def _join_sums(self) -> None:
         """Adds dense gradients as the optimizer adds others, if its sums are exact."""
-        exact = getattr(self.optimizer, "exact", None)
-        self._steps.is_summed = exact is not None
-        if exact and self._layers and self.options.method_in_use.collects != "never":
-            sums = DenseSums(self._steps, exact, self.replica.is_lazy)
-            self._handles.append(sums)
+        exact, steps = getattr(self.optimizer, "exact", None), self._steps
+        steps.is_summed = exact is not None
+        if exact and self.options.method_in_use.collects != "never":
+            self._handles.append(DenseSums(steps, exact, self.replica.is_lazy))
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -474,8 +473,7 @@ class RigLScheduler:
         check_bound(layer.weight for layer in self._layers)
         if self._steps.is_summed != bool(getattr(self.optimizer, "exact", None)):
             raise RuntimeError(
-                "the optimizer was given exact= after this pruner was built with it, "
-                "whose sums would not be exact: build the pruner with the wrapper"
+                "an optimizer got exact= when it had a pruner: build the pruner later"
             )
         if self._steps.collects:
             if self.replica.num_replicas > 1 and not self._steps.is_summed:

@@ -35,9 +35,8 @@ class Columns:
     """The columns that this replica holds of every vector, and how.
 
     ``num_columns`` is d, ``shards`` whether the scheme shares columns, and ``num_own``
-    how many each replica holds, because the last share is filled up. ``joins_updates``
-    is whether rows can wait for an update, as those of several replicas do, and with
-    ``exact`` those of one.
+    how many each replica holds, because the last share is filled up. ``joins_updates``:
+    rows may have to wait for an update, where there are several replicas or ``exact``.
     """
 
     def __init__(

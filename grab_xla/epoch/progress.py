@@ -268,8 +268,8 @@ class Progress:
 
     def _set_dealer(self, dealt_elsewhere: int | None) -> None:
         self.dealt_elsewhere = dealt_elsewhere
-        columns = self._balancer.columns
-        self.waits = dealt_elsewhere is not None and columns.joins_updates
+        waits = self._balancer.columns.joins_updates
+        self.waits = waits and dealt_elsewhere is not None
         self.end = self._sharding.end(self._start)
 
     def deal(self) -> Iterator[int]:
@@ -427,9 +427,8 @@ class Progress:
         """Forgets what waits for an update; see `GraBSampler.drop_step`."""
         if not self._balancer.columns.joins_updates:
             raise ValueError(
-                "the optimizer, which has exact=, runs a step again, and its gradients "
-                "are balanced already: pass GraBSampler(..., exact=True, "
-                "scheme='gather')"
+                "an optimizer with exact= runs steps again, and this one is balanced "
+                "already: pass GraBSampler(..., exact=True, scheme='gather')"
             )
         self._balancer.drop_step()
         self._num_pending = 0

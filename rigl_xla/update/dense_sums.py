@@ -10,17 +10,14 @@ from rigl_xla.update.steps import TopologySteps
 
 
 class DenseSums:
-    """Adds up dense gradients, minibatch by minibatch, as the optimizer does others.
+    """Adds up dense gradients as integers, so that masks have the same bits everywhere.
 
-    So masks are the same on any number of replicas, to the bit. It is what
-    ``optimizer.exact`` calls a rider.
+    It is what ``optimizer.exact`` calls a rider.
 
     Args:
-        steps: Of the pruner; they have begun. What they find pending in a step that
-            collects is then the sum over all replicas.
-        exact: The optimizer's: its ``grid``, and the ``rows`` of parameters in it.
-        is_lazy: Whether zeros are kept for steps that collect nothing, too, which
-            makes one program of both.
+        steps: Those of the pruner, which have begun.
+        exact: The optimizer's: it has a ``grid``, and the ``rows`` of parameters in it.
+        is_lazy: Whether to make one program of steps that collect and others.
     """
 
     def __init__(self, steps: TopologySteps, exact: Any, is_lazy: bool) -> None:
@@ -44,8 +41,7 @@ class DenseSums:
     def end_minibatch(self) -> None:
         """Adds what a minibatch has left pending."""
         for layer, row, total in zip(self._steps.layers, self._rows, self._totals):
-            dense = layer.take_pending()
-            if dense is not None:
+            if (dense := layer.take_pending()) is not None:
                 self._grid.add_(total, dense, row)
 
     def commit(self, num_minibatches: Any) -> None:
@@ -57,8 +53,7 @@ class DenseSums:
 
     def clear(self) -> None:
         """Forgets the step; makes zeros for the next one."""
-        layers = self._steps.layers
-        for layer in layers:
+        for layer in self._steps.layers:
             layer.take_pending()
-        needs = self._steps.collects or self._is_lazy
-        self._totals = [self._grid.empty_total(x.data) for x in layers if needs]
+        kept = self._steps.layers if self._steps.collects or self._is_lazy else []
+        self._totals = [self._grid.empty_total(layer.data) for layer in kept]

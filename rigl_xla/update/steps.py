@@ -238,9 +238,9 @@ def collect_(
     """Adds the step's dense gradients, of all replicas, to those collected.
 
     Summed here, not when they are used, so that what is saved is the same on every
-    replica and names no number of them; with None for ``replica`` they are summed
-    already. With ``momentum`` a running mean keeps so much
-    of its past; without, this is one of ``num_steps`` that a mean is of.
+    replica and names no number of them; without ``replica`` they are summed already.
+    With ``momentum`` a running mean keeps so much of its past; without, this is one of
+    ``num_steps`` that a mean is of.
     """
     several = replica is not None and replica.num_replicas > 1
     if several:
