@@ -8,13 +8,12 @@ from collections.abc import Iterable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
-from support.per_sample_grad.agreement import METHODS, agree
-from support.per_sample_grad.drawn_layers import KINDS
+from support.per_sample_grad.agreement import agree
 from support.per_sample_grad.gradient_oracle import (
     BATCH,
     HALF,
     Case,
+    deviations,
     error,
     flat,
     fold,
@@ -68,9 +67,9 @@ def wrong_with(cases: Iterable[tuple[Case, int, str]]) -> list[str]:
         truth = oracle(case, model, inputs)  # before `.to` unties what is tied
         moved(model, replica.device)
         with xla_replica.count() as counts:
-            with psg.capture(model, method=method, **case.options) as recorded:
-                losses = case.loss(model, *replica.send(inputs))
-            factors = recorded.backward(losses)
+            factors = psg.per_sample_factors(
+                model, case.loss, replica.send(inputs), method=method, **case.options
+            )
             replica.wait()
             try:
                 agree(factors, truth, 2e-5, replica.to_host)
@@ -94,43 +93,6 @@ def compared(rank: int, names: list[str]) -> list[str]:
 )
 def test_every_answer_equals_the_loop(names):
     assert COMPILED.run(compared, names, timeout=LONG) == [[]]
-
-
-DRAWN = 3
-
-
-def drawn(kind: str) -> list[Case]:
-    """Returns the same cases every time, without the first and smallest."""
-    found: list[Case] = []
-
-    @settings(
-        max_examples=DRAWN + 1,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=KINDS[kind])
-    def keep(case: Case) -> None:
-        found.append(case)
-
-    keep()
-    return found[-DRAWN:]
-
-
-def compared_drawn(rank: int, kinds: list[str]) -> list[str]:
-    return wrong_with(
-        (case, 2 + number, METHODS[number % len(METHODS)])
-        for kind in kinds
-        for number, case in enumerate(drawn(kind))
-    )
-
-
-@pytest.mark.slow
-def test_drawn_layers_equal_the_loop():
-    assert all(len(drawn(kind)) == DRAWN for kind in KINDS)
-    assert COMPILED.run(compared_drawn, list(KINDS), timeout=LONG) == [[]]
 
 
 def mlp() -> nn.Module:
@@ -342,12 +304,6 @@ def other_things(rank: int) -> list[str]:
 
 def test_reports_refusals_half_precision_and_projections():
     assert COMPILED.run(other_things, timeout=LONG) == [[]]
-
-
-def deviations(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Returns losses whose gradients, at the output's positions, sum to zero."""
-    out = m(x)
-    return (100 * (out - out.mean(1, keepdim=True))).square().sum((1, 2))
 
 
 def cancelling(rank: int) -> list[tuple[float, float, int]]:

@@ -43,21 +43,28 @@ def test_reentrant_checkpoints_hide_parameters():
         recorded.backward(losses)
 
 
-def test_checkpoints_that_are_not_reentrant_are_exact():
-    case = Case(
-        "checkpointed",
-        lambda: Apply(
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model[0].register_forward_hook(lambda module, args, out: 3 * out)
+    return model
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Other hooks change outputs after ours.
+        Case("hooked", hooked, (3,)),
+        Case("checkpointed", lambda: Apply(
             lambda m, x: checkpoint(m.b, torch.tanh(m.a(x)), use_reentrant=False),
             a=nn.Linear(3, 4),
-            b=nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)),
-        ),
-        (3,),
-    )
+            b=nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))), (3,)),
+    ],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_hooks_and_checkpoints_that_are_not_reentrant_are_exact(case):
     model, inputs = case.make(torch.float64)
     truth = oracle(case, model, inputs)
-    with psg.capture(model) as recorded:
-        losses = case.loss(model, *inputs)
-    found = recorded.backward(losses).materialize()
+    found = psg.per_sample_factors(model, case.loss, inputs).materialize()
     assert all(error(found[name], truth[name]) <= 1e-10 for name in truth)
 
 
@@ -153,15 +160,14 @@ def test_hooks_leave_no_trace():
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     keys = list(model.state_dict())
     model[2].weight.grad = torch.ones_like(model[2].weight)
-    with psg.capture(model) as recorded:
-        losses = fold(model, torch.randn(4, 2, 4))
-    recorded.backward(losses)
+    psg.per_sample_factors(model, fold, (torch.randn(4, 2, 4),))
     with pytest.raises(RuntimeError, match="weight"), psg.capture(model):
         model(torch.randn(4, 9, 4))  # fails in the middle of the block
     with psg.capture(model) as recorded:
         losses = fold(model, torch.randn(4, 2, 4))
     with pytest.raises(ZeroDivisionError):  # and in the middle of the backward pass
-        recorded.stream(losses, lambda factors: 1 / 0)
+        recorded.stream(losses, lambda factors: 1 / 0, retain_graph=True)
+    torch.autograd.grad(losses.sum(), list(model.parameters()))  # asks no rule again
     assert list(model.state_dict()) == keys
     for name, module in model.named_modules():
         assert set(vars(module)) == before[name]
@@ -176,14 +182,3 @@ def test_hooks_leave_no_trace():
     assert model[0].weight.grad is None
     assert torch.equal(model[2].weight.grad, torch.ones_like(model[2].weight))
     assert all(not param._backward_hooks for param in model.parameters())
-
-
-def test_other_hooks_change_outputs_after_ours():
-    case = Case("hooked", lambda: nn.Sequential(nn.Linear(3, 2)), (3,))
-    model, inputs = case.make(torch.float64)
-    model[0].register_forward_hook(lambda module, args, out: 3 * out)
-    truth = oracle(case, model, inputs)
-    with psg.capture(model) as recorded:
-        losses = case.loss(model, *inputs)
-    found = recorded.backward(losses).materialize()
-    assert all(error(found[name], truth[name]) <= 1e-10 for name in truth)

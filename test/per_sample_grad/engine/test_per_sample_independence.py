@@ -89,6 +89,14 @@ BY_DATA: dict[str, Callable] = {
         torch.zeros_like(h).index_put((i, POSITIONS), h[REGULAR, POSITIONS]) + h
     ),
     "index-list": lambda h, i: torch.stack([h[int(row)] for row in i]),
+    "index_select": lambda h, i: h.index_select(0, i),
+    "index_copy": lambda h, i: torch.zeros_like(h).index_copy(0, i, h),
+    "gather": lambda h, i: h.gather(0, i[:, None].expand(-1, WIDTH)),
+    "scatter": lambda h, i: torch.zeros_like(h).scatter(
+        0, i[:, None].expand(-1, WIDTH), h
+    ),
+    "take": lambda h, i: h.take(i[:, None] * WIDTH + POSITIONS),
+    "vector": lambda h, i: h + h.sum(1)[i][:, None],
     "masked_scatter": lambda h, i: torch.zeros_like(h).masked_scatter(mask(i), h),
     "masked_select": lambda h, i: h + h.masked_select(mask(i))[:WIDTH],
     "scatter_reduce": lambda h, i: torch.zeros_like(h).scatter_reduce(

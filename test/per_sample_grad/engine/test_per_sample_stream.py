@@ -29,18 +29,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 def test_every_answer_is_that_of_the_factors(case):
     """One pass gives several answers."""
     model, inputs = case.make(torch.float64)
-    vectors = {n: torch.cos(p.detach()) for n, p in model.named_parameters()}
-    weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     half = sum(p.numel() for p in trained.values()) // 2
     projection = psg.Projection(trained, max(len(trained), half))
 
     def answers(factors: psg.Factors):
-        own = {name: vectors[name] for name in factors.shapes}
         return (
             [factors.norms(squared=True), factors.gram()],
-            factors.dot(own),
-            factors.weighted_sum(weights),
+            factors.dot({name: torch.cos(trained[name]) for name in factors.shapes}),
+            factors.weighted_sum(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)),
             factors.materialize(),
             factors.project(projection),
         )
@@ -52,16 +49,8 @@ def test_every_answer_is_that_of_the_factors(case):
         if streamed:
             found.append(recorded.stream(losses, answers))
         else:
-            factors = recorded.backward(losses)
-            vectors = {name: vectors[name] for name in factors.shapes}
-            found.append(answers(factors))
-    one, other = found
-    for a, b in zip([*one[0], one[1]], [*other[0], other[1]]):
-        torch.testing.assert_close(a, b)
-    for a, b in zip(one[2:], other[2:]):
-        assert a.keys() == b.keys()
-        for name in a:
-            torch.testing.assert_close(a[name], b[name])
+            found.append(answers(recorded.backward(losses)))
+    torch.testing.assert_close(*found)
 
 
 def deep_mlp() -> nn.Module:
@@ -167,21 +156,6 @@ def test_a_plan_says_what_temporaries_take(name, method):
         assert peak_memory(answer) <= 1.5 * budget + 2**14
 
 
-def test_branches_that_do_not_meet_are_all_seen():
-    case = Case(
-        "branches",
-        lambda: Apply(
-            lambda m, x: m.c(torch.tanh(m.a(x))) * m.b(x.detach()) + m.d(x[:, :2]),
-            a=nn.Linear(3, 4), b=nn.Linear(3, 2), c=nn.Linear(4, 2), d=nn.Linear(2, 2),
-        ),
-        (3,),
-    )  # fmt: skip
-    model, inputs = case.make(torch.float64)
-    truth = oracle(case, model, inputs)
-    norms = psg.per_sample_grad_norms(model, fold, inputs)
-    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
-
-
 class Gate(nn.Module):
     """A module whose second input takes no gradient, although it has a graph."""
 
@@ -215,30 +189,6 @@ def test_an_input_that_takes_no_gradient_hides_no_call():
     truth = oracle(case, model, inputs)
     norms = psg.per_sample_grad_norms(model, fold, inputs)
     assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
-
-
-def test_the_graph_keeps_no_hooks():
-    """Hooks are removed after an answer, also after one that fails."""
-    model, x = deep_mlp(), torch.randn(4, 64)
-    with psg.capture(model) as recorded:
-        losses = squares(model, x)
-    asked = []
-
-    def failing(factors: psg.Factors) -> torch.Tensor:
-        asked.append(factors)
-        if len(asked) == 3:
-            raise KeyError("no answer")
-        return factors.norms()
-
-    with pytest.raises(KeyError, match="no answer"):
-        recorded.stream(losses, failing, retain_graph=True)
-    expected = torch.autograd.grad(squares(model, x).sum(), list(model.parameters()))
-    found = torch.autograd.grad(losses.sum(), list(model.parameters()))
-    assert len(asked) == 3
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b)
-    assert all(not module._forward_hooks for module in model.modules())
-    assert all(param.grad is None for param in model.parameters())
 
 
 @pytest.mark.parametrize("streamed", [True, False])

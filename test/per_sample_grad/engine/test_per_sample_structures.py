@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.per_sample_grad.gradient_oracle import fold, rules_kept
+from support.per_sample_grad.refused_models import Powered, turned
 from torch import nn
 
 import per_sample_grad as psg
@@ -52,21 +54,10 @@ def used_outside(m, x):
     return ordinary(m, x) + F.linear(x, m.first.weight)
 
 
-def used_outside_instead(m, x):
-    x = torch.tanh(m.first(x))
-    x = x - x.mean(1, keepdim=True)
-    return F.linear(m.drop(m.norm(m.second(x))), m.last.weight.sin())
-
-
 def one_left_out(m, x):
     x = torch.tanh(m.first(x))
     x = x - x.mean(1, keepdim=True)
     return m.last(m.drop(m.norm(x)))
-
-
-def called_in_vain(m, x):
-    m.second(x)
-    return one_left_out(m, x)
 
 
 def called_twice(m, x):
@@ -77,13 +68,6 @@ def without_gradients(m, x):
     with torch.no_grad():
         shifted = m.second(x)
     return one_left_out(m, x) + shifted
-
-
-def by_indices(m, x):
-    x = torch.tanh(m.first(x))
-    x = x - x.mean(1, keepdim=True)
-    order = torch.arange(len(x)).flip(0)
-    return m.last(m.drop(m.norm(m.second(x))))[order]
 
 
 def input_changed(m, x):
@@ -100,12 +84,8 @@ def output_changed(m, x):
     return m.last(m.drop(m.norm(m.second(x))))
 
 
-def mixed_in_the_end(m, x):
-    out = ordinary(m, x)
-    return out + out.sum(0, keepdim=True)
-
-
-def to(way: Callable) -> Callable[[Switched], None]:
+def to(way: Callable) -> Callable[[nn.Module], None]:
+    """Returns a change of what the module does."""
     return lambda model: setattr(model, "way", way)
 
 
@@ -136,10 +116,6 @@ def computed_weight(model: Switched) -> None:
 
 def frozen(model: Switched) -> None:
     model.second.weight.requires_grad_(False)
-
-
-def parametrized(model: Switched) -> None:
-    nn.utils.parametrizations.weight_norm(model.second)
 
 
 def forward_replaced(model: Switched) -> None:
@@ -199,44 +175,234 @@ def renamed(model: Switched) -> None:
 
 
 CHANGES = [
-    to(samples_coupled), to(other_order), to(used_outside), to(used_outside_instead),
-    to(one_left_out), to(called_in_vain), to(called_twice), to(without_gradients),
-    to(by_indices), to(input_changed), to(output_changed), to(mixed_in_the_end),
+    to(samples_coupled), to(other_order), to(used_outside),
+    to(one_left_out), to(called_twice), to(without_gradients),
+    to(input_changed), to(output_changed),
     tied, replaced, another_class, new_parameter, computed_weight, frozen,
-    parametrized, forward_replaced, hooked, tensor_hooked, wrong_rule, evaluated,
+    forward_replaced, hooked, tensor_hooked, wrong_rule, evaluated,
     with_batch_norm, tensor_as_attribute, compiled, of_a_subclass, renamed,
 ]  # fmt: skip
 
 
-def outcome(model: nn.Module, x: torch.Tensor) -> tuple:
+class Hidden(nn.Module):
+    """A module that computes with its parameter where nothing sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exponent = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Powered.apply(torch.sigmoid(x), self.exponent)
+
+
+class Used(nn.Module):
+    """A module that uses parameters directly, as it is told."""
+
+    def __init__(self, way: Callable) -> None:
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), Hidden()
+        self.own, self.other = (nn.Parameter(torch.rand(4)) for _ in range(2))
+        self.table, self.sub = nn.Embedding(5, 4), Hidden()
+        self.register_buffer("scale", torch.rand(4))
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.way(self, x, torch.sigmoid(self.first(x))))
+
+
+def by_operations(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return h * (m.own * m.scale) + m.other + m.table(torch.arange(3)[None])
+
+
+def by_the_model(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return turned(h, m.own) + turned(m.other * m.scale, h)
+
+
+def by_all(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return m.sub(by_the_model(m, x, h)) * m.other
+
+
+WAYS = {
+    by_operations: "error",
+    by_the_model: "batched",
+    by_all: "batched",
+}
+
+
+def around(function: Callable) -> Callable[[Used], None]:
+    """Returns a change that puts a function around what the module does."""
+
+    def change(model: Used) -> None:
+        before = model.way
+        model.way = lambda m, x, h: function(before, m, x, h)
+
+    return change
+
+
+def added(function: Callable) -> Callable[[Used], None]:
+    """Returns a change that adds something to what the module does."""
+    return around(lambda before, m, x, h: before(m, x, h) + function(m, x, h))
+
+
+def within_no_grad(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return h**m.own + h * m.other
+
+
+@around
+def edited_before(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
+    with torch.no_grad():
+        m.own.mul_(1.5)
+    return before(m, x, h)
+
+
+@around
+def edited_after(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
+    found = before(m, x, h)
+    with torch.no_grad():
+        for param in (m.own, m.sub.exponent):
+            param.mul_(1.5)
+    return found
+
+
+@around
+def activations_edited(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
+    found = before(m, x, h)
+    h.mul_(2)
+    return found
+
+
+@around
+def samples_instead_of_the_buffer(
+    before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor
+):
+    """The graph and its shapes are the same: what is multiplied is not."""
+    kept, m.scale = m.scale, x.detach().mean((0, 1))
+    try:
+        return before(m, x, h)
+    finally:
+        m.scale = kept
+
+
+def shaped(*shape: int) -> Callable[[Used], None]:
+    def change(model: Used) -> None:
+        model.own = nn.Parameter(torch.rand(shape).double())
+
+    return change
+
+
+def exchanged(model: Used) -> None:
+    model.own, model.other = model.other, model.own
+
+
+def tied_directly(model: Used) -> None:
+    model.other = model.own
+
+
+def frozen_directly(model: Used) -> None:
+    model.own.requires_grad_(False)
+
+
+def two_outputs(model: Used) -> None:
+    inner = model.sub
+    model.sub = TwoOutputs()
+    model.sub.exponent = inner.exponent
+
+
+class TwoOutputs(Hidden):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + super().forward(x + 1)
+
+
+def moved(model: Used) -> None:
+    """The parameter is another module's, and given to the one that had it."""
+    model.drop.exponent, kept = model.sub.exponent, model.sub
+    del kept.exponent
+    kept.exponent = model.drop.exponent
+
+
+def hooked_within(model: Used) -> None:
+    model.sub.register_forward_hook(lambda module, args, out: out - out.mean(0))
+
+
+@around
+def cut(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
+    return before(m, x, h.detach())
+
+
+def outside_its_module(model: Used) -> None:
+    added(lambda m, x, h: h**m.sub.exponent)(model)
+
+
+CHANGES_OF_USES = [
+    *(to(way) for way in WAYS),
+    added(lambda m, x, h: h * m.own),
+    added(lambda m, x, h: h**m.own),
+    added(lambda m, x, h: h * m.own.detach()),
+    added(lambda m, x, h: m.own * h.mean(0, keepdim=True)),
+    added(lambda m, x, h: (m.own * h).mean(0, keepdim=True)),
+    added(lambda m, x, h: h.clamp(max=m.own)),
+    added(lambda m, x, h: m.own.expand_as(h)),
+    added(lambda m, x, h: m.sub(h)),
+    added(lambda m, x, h: h @ torch.outer(m.own, m.other)),
+    added(lambda m, x, h: (h**m.own).detach()),
+    added(within_no_grad),
+    to(lambda m, x, h: h * (m.own * m.scale) + m.other),
+    to(lambda m, x, h: h * (m.own * m.scale) - m.other),
+    to(lambda m, x, h: h * m.own + m.other + m.table(torch.arange(3)[None])),
+    to(lambda m, x, h: turned(m.own, h) + turned(m.other * m.scale, h)),
+    added(lambda m, x, h: turned(h, m.own)),
+    to(lambda m, x, h: m.sub(h.flip(0))),
+    edited_before, edited_after, activations_edited, samples_instead_of_the_buffer,
+    shaped(1), shaped(3, 4), shaped(6, 1, 4), shaped(6, 3, 1), shaped(), exchanged,
+    tied_directly, frozen_directly, two_outputs, moved, hooked_within, cut,
+    outside_its_module, lambda model: model.sub.eval(), lambda model: model.eval(),
+]  # fmt: skip
+
+
+ROWS = [(Switched, "error", change) for change in CHANGES]
+ROWS += [
+    (lambda way=way: Used(way), fallback, change)
+    for (way, fallback), change in itertools.product(WAYS.items(), CHANGES_OF_USES)
+]
+
+
+def samples_for(model: nn.Module) -> torch.Tensor:
+    positions = () if isinstance(model, Switched) else (3,)
+    return torch.randn(6, *positions, 4, dtype=torch.float64)
+
+
+def outcome(model: nn.Module, x: torch.Tensor, fallback: str = "error") -> tuple:
     """Returns per-sample gradients and those of training; or the error."""
     torch.manual_seed(5)
     model.zero_grad()
     try:
-        with psg.capture(model) as recorded:
+        with psg.capture(model, fallback=fallback) as recorded:
             losses = fold(model, x)
         rows = recorded.backward(losses, accumulate="mean").materialize()
-        found = torch.cat([each.flatten(1) for each in rows.values()], 1)
+        found = torch.cat([each.reshape(len(x), -1) for each in rows.values()], 1)
     except (psg.PerSampleError, ValueError, RuntimeError) as error:
         return type(error), str(error)
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     return found, grads
 
 
-@pytest.mark.parametrize("number", range(len(CHANGES)))
+@pytest.mark.parametrize("number", range(len(ROWS)))
 @rules_kept()
+@pytest.mark.filterwarnings("ignore:fallback")
 def test_a_change_is_seen_as_in_a_model_without_a_history(number):
+    make, fallback, change = ROWS[number]
     torch.manual_seed(number)
-    model = Switched().double()
-    x = torch.randn(6, 4, dtype=torch.float64)
+    model = make().double()
+    x = samples_for(model)
     fresh = copy.deepcopy(model)
     for _ in range(3):
-        assert isinstance(outcome(model, x)[0], torch.Tensor)
+        assert isinstance(outcome(model, x, fallback)[0], torch.Tensor)
     for each in (model, fresh):
         torch.manual_seed(1)
-        CHANGES[number](each)
+        change(each)
     for _ in range(2):
-        found, expected = outcome(model, x), outcome(fresh, x)
+        found, expected = outcome(model, x, fallback), outcome(fresh, x, fallback)
         assert type(found[0]) is type(expected[0])
         if isinstance(expected[0], type):
             assert found == expected
@@ -247,27 +413,49 @@ def test_a_change_is_seen_as_in_a_model_without_a_history(number):
             assert one is None or torch.equal(one, other)
 
 
-def test_of_the_changes_many_are_refused_and_many_are_not():
-    refused, x = 0, torch.randn(6, 4, dtype=torch.float64)
-    for change in CHANGES:
+@pytest.mark.parametrize(
+    ("make", "changes", "least"),
+    [(Switched, CHANGES, 6), (lambda: Used(by_operations), CHANGES_OF_USES, 10)],
+)
+def test_of_the_changes_many_are_refused_and_many_are_not(make, changes, least):
+    refused = 0
+    for change in changes:
         with rules_kept():
-            model = Switched().double()
+            model = make().double()
             change(model)
-            refused += isinstance(outcome(model, x)[0], type)
-    assert 8 <= refused <= len(CHANGES) - 8
+            refused += isinstance(outcome(model, samples_for(model))[0], type)
+    assert least <= refused <= len(changes) - least
 
 
-def test_neither_a_graph_nor_a_model_is_kept():
-    model = Switched().double()
-    node = None
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_neither_a_graph_nor_a_model_is_kept(way):
+    model = Switched().double() if way is None else Used(way).double()
+    x = samples_for(model).requires_grad_()
     for _ in range(3):
-        x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-        outcome(model, x)
-        node = weakref.ref(x)
+        outcome(model, x, WAYS.get(way, "error"))
+    gone = [weakref.ref(x), weakref.ref(model)]
     del x
     gc.collect()
-    assert node() is None
-    gone = weakref.ref(model)
+    assert gone[0]() is None
     del model
     gc.collect()
-    assert gone() is None
+    assert gone[1]() is None
+
+
+@rules_kept()
+def test_insides_of_a_call_may_stop_gradients():
+    class Cut(nn.Linear):
+        stops = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.detach() if self.stops else x)
+
+    psg.register_rule(Cut, like=nn.Linear)
+    model = nn.Sequential(nn.Linear(4, 4), Cut(4, 4), nn.Linear(4, 4)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for stops in (False, False, True, False, True):
+        model[1].stops = stops
+        expected, _ = outcome(copy.deepcopy(model), x)
+        found, _ = outcome(model, x)
+        assert torch.allclose(found, expected, rtol=1e-10, atol=0)
+        assert stops == (not found[:, :16].any())  # of the first weight

@@ -30,9 +30,7 @@ def test_autocast():
     truth = flat(oracle(case, model, inputs))
     for _ in range(2):  # first with the comparison, then without
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            with psg.capture(model) as recorded:
-                losses = case.loss(model, *inputs)
-            factors = recorded.backward(losses)
+            factors = psg.per_sample_factors(model, case.loss, inputs)
             assert error(factors.norms(), truth.norm(dim=1)) <= 2e-2
         assert error(factors.gram(), truth @ truth.T) <= 4e-2
 
@@ -140,9 +138,7 @@ def test_every_layer_in_half_precision(case, dtype):
     """Answers agree with the same model in float64, as far as the dtype allows."""
     model, inputs = case.make(dtype)
     truth = oracle(case, model, inputs)
-    with psg.capture(model, **case.options) as recorded:
-        losses = case.loss(model, *inputs)
-    factors = recorded.backward(losses)
+    factors = psg.per_sample_factors(model, case.loss, inputs, **case.options)
     grads, tolerance = flat(truth), HALF[dtype]
     assert error(flat(factors.materialize()), grads) <= tolerance
     assert error(factors.norms(), grads.norm(dim=1)) <= tolerance

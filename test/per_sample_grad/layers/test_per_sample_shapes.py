@@ -75,13 +75,9 @@ def lost(
     case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
 ) -> float:
     """Returns the loop's own error in this dtype, where a parameter's terms cancel."""
-    rows = by_autograd(case, model, inputs)
-    sizes = [gradient[0].numel() for gradient in truth.values()]
-    size = flat(truth).norm()
-    return max(
-        error(found.view_as(expected), expected, size)
-        for found, expected in zip(rows.split(sizes, 1), truth.values())
-    )
+    dtype = next(model.parameters()).dtype
+    rows, size = oracle(case, model, inputs, dtype), flat(truth).norm()
+    return max(error(rows[name], truth[name], size) for name in truth)
 
 
 def lost_by_products(factors: psg.Factors, truth: Gradients) -> float:
@@ -151,19 +147,6 @@ def test_drawn_layers_equal_the_loop(kind, number):
     check()
 
 
-def by_autograd(
-    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]
-) -> torch.Tensor:
-    """Returns the loop's gradients in the model's own dtype, ``(B, D)``."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    rows = []
-    for i in range(len(inputs[0])):
-        loss = case.loss(model, *(x[i : i + 1] for x in inputs)).sum()
-        grads = torch.autograd.grad(loss, params, materialize_grads=True)
-        rows.append(torch.cat([grad.double().flatten() for grad in grads]))
-    return torch.stack(rows)
-
-
 def error_of_sum(
     case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
 ) -> float:
@@ -186,13 +169,13 @@ def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
         model, inputs = case.make(dtype, batch)
         truth = oracle(case, model, inputs)
         grads = flat(truth)
-        lost = error(by_autograd(case, model, inputs), grads)
+        lost = error(flat(oracle(case, model, inputs, dtype)), grads)
         allowed = max(HALF[dtype], 2 * lost)
 
         def factors_of(**options) -> psg.Factors:
-            with psg.capture(model, method=method, **options) as recorded:
-                losses = case.loss(model, *inputs)
-            return recorded.backward(losses)
+            return psg.per_sample_factors(
+                model, case.loss, inputs, method=method, **options
+            )
 
         try:
             factors = factors_of(**case.options)

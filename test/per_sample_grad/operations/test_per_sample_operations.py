@@ -314,7 +314,6 @@ def of_weight(function, *shape: int) -> Callable[[], nn.Module]:
 
 CASES += [
     Case("times-a-number", of_weight(lambda m, p: 3 * p / 2), (5, 3)),
-    Case("over-rows", of_weight(lambda m, p: (p.T / m.column[:, 0]).T), (5, 3)),
     Case("product", of_weight(lambda m, p: p @ m.b.weight.T, 5, 2), (5, 3)),
     Case("product-turned", of_weight(lambda m, p: (m.c.weight.T @ p) * 2, 2, 4),
          (5, 3)),
@@ -323,29 +322,13 @@ CASES += [
     Case("sum-of-two", of_weight(lambda m, p: p - 2 * (m.c.weight.T @ m.b.weight.T)),
          (5, 3)),
     Case("masked", of_weight(lambda m, p: p * m.mask / m.column), (5, 3)),
-    Case("number-times-constants", of_weight(lambda m, p: p * m.mask, 1), (5, 3)),
     Case("used-twice", of_weight(lambda m, p: p + p * m.column - p.sin()), (5, 3)),
     Case("again-and-again", of_weight(
         lambda m, p: functools.reduce(lambda w, _: w + w, range(8), p)), (5, 3)),
-    Case("masked-by-bool", of_weight(
-        lambda m, p: p.masked_fill(m.mask == 0, 0)), (3,)),
-    Case("bounded", of_weight(
-        lambda m, p: torch.sigmoid(p * m.mask).clamp(0.2, 0.8)), (3,)),
-    Case("over-shared", of_weight(lambda m, p: m.mask / (2 + p.square())), (5, 3)),
-    Case("unit-rows", of_weight(lambda m, p: F.normalize(p, dim=1)), (3,)),
-    Case("unit-rows-of-zeros", of_weight(
-        lambda m, p: F.normalize(p * m.mask[:, :1], dim=1)), (5, 3)),
-    Case("unit-matrix", of_weight(lambda m, p: p / p.norm()), (5, 3)),
     Case("sums", of_weight(
         lambda m, p: p * p.sum(1, keepdim=True) + p.sum()), (5, 3)),
-    Case("columns", of_weight(lambda m, p: (
-        p / p.square().sum(0).sqrt() + p.logsumexp(0, keepdim=True))), (5, 3)),
     Case("spectral", of_weight(
         lambda m, p: p / torch.dot(m.mask[:, 2], p @ m.mask[2])), (5, 3)),
-    Case("spectral-conjugate", of_weight(
-        lambda m, p: p * torch.vdot(p @ m.mask[2], m.mask[:, 2])), (3,)),
-    Case("largest", of_weight(
-        lambda m, p: p / p.abs().amax(1, keepdim=True)), (3,)),
     Case("of-one-vector", of_weight(
         lambda m, p: torch.outer(p, p)[:, :4] * 2, 5), (3,)),
     Case("table", lambda: Raw(
@@ -361,13 +344,8 @@ CASES += [
           ("on-positions", lambda layer: layer, (6, 3)),
           ("without-gain", lambda layer: frozen(layer, 0), (3,)),
           ("without-direction", lambda layer: frozen(layer, 1), (3,)))),
-    *(Case(f"weight-norm-by-{dim}", lambda dim=dim: nn.Sequential(
-        parametrizations.weight_norm(nn.Conv1d(5, 4, 3), dim=dim)), (5, 3))
-      for dim in (0, 1, None)),
     Case("spectral-norm", lambda: nn.Sequential(
         parametrizations.spectral_norm(nn.Linear(3, 5)).eval()), (3,)),
-    Case("of-a-product-of-three", of_weight(
-        lambda m, p: torch.einsum("ik,kl,lj->ij", p, p, m.b.weight.T), 2, 2), (5, 3)),
 ]  # fmt: skip
 
 

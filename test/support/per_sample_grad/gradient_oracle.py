@@ -36,6 +36,12 @@ def fold(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     return (torch.sin(0.7 * out) * coefficients.to(out.dtype)).sum(1)
 
 
+def deviations(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Returns losses whose gradients, at the output's positions, sum to zero."""
+    out = model(x)
+    return (100 * (out - out.mean(1, keepdim=True))).square().sum((1, 2))
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model, its inputs, and the options that `capture` needs for it.
@@ -76,14 +82,19 @@ class Case:
         return model.to(dtype), inputs
 
 
-def oracle(case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Gradients:
-    """Returns ``(B, *shape)`` by name, from a float64 loop over the samples."""
+def oracle(
+    case: Case,
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    dtype: torch.dtype = torch.float64,
+) -> Gradients:
+    """Returns ``(B, *shape)`` by name, from a loop over the samples in a dtype."""
     model = copy.deepcopy(model).cpu()
     for module in model.modules():
         if isinstance(module, nn.RMSNorm) and module.eps is None:
             module.eps = torch.finfo(module.weight.dtype).eps
-    model.double()
-    wide = [x.cpu().double() if x.is_floating_point() else x.cpu() for x in inputs]
+    model.to(dtype)
+    wide = [x.cpu().to(dtype) if x.is_floating_point() else x.cpu() for x in inputs]
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     rows = []
     for i in range(len(inputs[0])):

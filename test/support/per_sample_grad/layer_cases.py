@@ -97,6 +97,12 @@ def transformer_block() -> nn.Module:
     )
 
 
+def weight_is_bias() -> nn.Module:
+    norm = nn.LayerNorm(5)
+    norm.bias = norm.weight
+    return norm
+
+
 def frozen_first() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     model[0].requires_grad_(False)
@@ -230,6 +236,11 @@ TRAPS = [
         bidirectional=True)), (4, 3)),
     Case("gru-last-state", lambda: Apply(
         lambda m, x: m.inner(x.transpose(0, 1))[1][0], inner=rnn.GRU(3, 2)), (4, 3)),
+    Case("branches-that-do-not-meet", lambda: Apply(
+        lambda m, x: m.c(torch.tanh(m.a(x))) * m.b(x.detach()) + m.d(x[:, :2]),
+        a=nn.Linear(3, 4), b=nn.Linear(3, 2), c=nn.Linear(4, 2), d=nn.Linear(2, 2)),
+        (3,)),
+    Case("weight-that-is-the-bias", weight_is_bias, (4, 5)),
     Case("frozen-part", frozen_first, (3,)),
     Case("unused-part", partly_unused, (3,)),
     Case("transformer", transformer_block, tokens(5, 11)),
