@@ -10,7 +10,7 @@ from support.documents import block, blocks
 from support.per_sample_grad.gradient_oracle import rules_kept
 from support.per_sample_grad.pool import CLASSES, Vectors, dense_model
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import per_sample_grad as psg
 from per_sample_grad.layers.registry import RULES
@@ -71,63 +71,31 @@ def test_scoring_a_pool_by_a_function_of_factors():
     torch.testing.assert_close(found, gram.sum(1))
 
 
-class Tokenised(Dataset):
-    """A dataset whose items look like those of a Hugging Face dataset."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> dict[str, int]:
-        return {"input_ids": index, "labels": index % CLASSES}
-
-
-class Classifier(nn.Module):
-    """A model that is called, and answers, like one of Hugging Face."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(COUNT, 3), nn.Linear(3, CLASSES)
-
-    def forward(self, input_ids: torch.Tensor) -> types.SimpleNamespace:
-        return types.SimpleNamespace(logits=self.head(self.embed(input_ids)))
-
-
 def test_a_pool_of_dicts():
-    names = {
-        "psg": psg,
-        "DataLoader": DataLoader,
-        "model": Classifier(),
-        "tokenised": Tokenised(),
-        "collator": torch.utils.data.default_collate,
-    }
+    """The items, and what the model answers, look like those of Hugging Face."""
+    names = {"psg": psg, "DataLoader": DataLoader}
+    names["collator"] = torch.utils.data.default_collate
+    names["tokenised"] = [{"input_ids": i, "labels": i % CLASSES} for i in range(COUNT)]
+
+    class Classifier(nn.Sequential):
+        def forward(self, input_ids: torch.Tensor) -> types.SimpleNamespace:
+            return types.SimpleNamespace(logits=super().forward(input_ids))
+
+    names["model"] = Classifier(nn.Embedding(COUNT, 3), nn.Linear(3, CLASSES))
     exec(block(POOLS, "python", "collate_fn=collator"), names)
 
 
-class Images(Dataset):
-    """Nested items, which need `split=`."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> dict[str, object]:
-        return {
-            "image": torch.full((4,), float(index)),
-            "class": {"fine": index % CLASSES},
-        }
-
-
-class WithFeatures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, x: torch.Tensor, return_features: bool) -> tuple[torch.Tensor]:
-        assert not return_features
-        return (self.head(x),)
-
-
 def test_a_pool_with_split_and_forward():
-    names = {"psg": psg, "model": WithFeatures(), "dataset": Images()}
+    class WithFeatures(nn.Linear):
+        def forward(self, x: torch.Tensor, return_features: bool):
+            assert not return_features
+            return (super().forward(x),)
+
+    names = {"psg": psg, "model": WithFeatures(4, CLASSES)}
+    names["dataset"] = [
+        {"image": torch.full((4,), float(i)), "class": {"fine": i % CLASSES}}
+        for i in range(COUNT)
+    ]
     exec(block(POOLS, "python", "return_features"), names)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.per_sample_grad.layer_cases import Apply
 from support.per_sample_grad.pool import (
     BLOCK,
     CLASSES,
@@ -74,24 +75,21 @@ def test_rows_are_the_projections_of_the_samples_gradients(labels, tmp_path):
     assert_same_bits(in_memory[:], index[:])
 
 
-class Shared(nn.Module):
-    """Its layer is used twice, and one parameter never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.twice = nn.Linear(67, 9), nn.Linear(9, 9)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.last = nn.Linear(9, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.twice(self.twice(self.first(x)).tanh()))
+def shared() -> nn.Module:
+    """Returns a model whose layer is used twice, and one parameter never."""
+    model = Apply(
+        lambda m, x: m.last(m.twice(m.twice(m.first(x)).tanh())),
+        first=nn.Linear(67, 9), twice=nn.Linear(9, 9), last=nn.Linear(9, CLASSES),
+    )  # fmt: skip
+    model.unused = nn.Parameter(torch.ones(3))
+    return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_uses_of_one_parameter_are_added_and_what_is_unused_is_zero(dtype):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Shared()
+        model = shared()
     options = {
         **OPTIONS,
         "seed": 3,

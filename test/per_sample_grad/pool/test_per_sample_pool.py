@@ -7,29 +7,23 @@ import re
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.pool import CLASSES, COUNT, Pool, by_hand, make_model
+from support.per_sample_grad.layer_cases import Apply
+from support.per_sample_grad.pool import (
+    CLASSES,
+    COUNT,
+    Pool,
+    assert_same_bits,
+    by_hand,
+    make_model,
+)
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import per_sample_grad as psg
-
-
-class Inputs(Pool):
-    """A pool without targets."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index)[0]
-
-
-class Singles(Inputs):
-    """A pool of tuples of one item."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
-        return (super().__getitem__(index),)
-
 
 SCORES = ["grad_norm", "last_layer_grad_norm", "el2n", "loss", "grand"]
 
@@ -47,21 +41,13 @@ def test_scores_equal_the_loop(score, labels):
 
 
 def test_expected_gradient_length_needs_no_labels():
-    model = make_model()
-    found = psg.score_pool(model, Inputs(), score="egl", batch_size=8, progress=False)
+    model, inputs = make_model(), [Pool()[i][0] for i in range(COUNT)]
+    found = psg.score_pool(model, inputs, score="egl", batch_size=8, progress=False)
     expected = by_hand(model, "grad_norm", "expected")
     np.testing.assert_allclose(found.scores, expected, rtol=1e-4)
-    for pool in (Inputs(), Singles()):
+    for pool in (inputs, [(x,) for x in inputs]):
         with pytest.raises(ValueError, match="have no targets; give pairs"):
             psg.score_pool(model, pool, batch_size=8, progress=False)
-
-
-@pytest.mark.parametrize("block_size", [1, 4, 23, 64])
-def test_blocks_of_any_size_score_alike(block_size):
-    model = make_model()
-    truth = by_hand(model, "grad_norm", "given")
-    found = psg.score_pool(model, Pool(), block_size=block_size, progress=False)
-    np.testing.assert_allclose(found.scores, truth, rtol=1e-4)
 
 
 def test_several_models_are_averaged():
@@ -71,23 +57,14 @@ def test_several_models_are_averaged():
     np.testing.assert_allclose(found.scores, truth, rtol=1e-4)
 
 
-class Headed(nn.Module):
-    """A model whose last parameters belong to no module with a rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(12, 5)
-        self.head = nn.Parameter(torch.randn(5, CLASSES))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x.flatten(1)) @ self.head
-
-
 def test_the_last_layer_is_not_guessed():
+    """The model's last parameter belongs to no module with a rule."""
     options = {"score": "last_layer_grad_norm", "batch_size": 4, "progress": False}
+    model = Apply(lambda m, x: m.body(x.flatten(1)) @ m.head, body=nn.Linear(12, 5))
+    model.head = nn.Parameter(torch.randn(5, CLASSES))
     with pytest.raises(ValueError, match=r"accounts for head.*last_layer="):
-        psg.score_pool(Headed(), Pool(), **options)
-    psg.score_pool(Headed(), Pool(), last_layer="body", **options)
+        psg.score_pool(model, Pool(), **options)
+    psg.score_pool(model, Pool(), last_layer="body", **options)
     with pytest.raises(ValueError, match="name the layer with last_layer="):
         psg.score_pool(make_model(), Pool(), params=["5.weight"], **options)
 
@@ -111,13 +88,6 @@ def test_mixed_precision_stays_close():
     assert np.linalg.norm(found.scores - truth) <= 2e-2 * np.linalg.norm(truth)
 
 
-class Stream(IterableDataset):
-    """A dataset without a length."""
-
-    def __iter__(self):
-        return iter(())
-
-
 def test_options_are_checked():
     model = make_model()
     for options, told in (
@@ -132,7 +102,7 @@ def test_options_are_checked():
     with pytest.raises(ValueError, match="batch_size=None does not collate"):
         psg.score_pool(model, DataLoader(Pool(), batch_size=None))
     with pytest.raises(TypeError, match="no length"):
-        psg.score_pool(model, Stream(), batch_size=2)
+        psg.score_pool(model, iter(()), batch_size=2)
     with pytest.raises(TypeError, match="option batchsize, fall_back; all") as error:
         psg.score_pool(model, Pool(), fall_back="loop", batchsize=2)
     told = str(error.value).partition("allowed are ")[2].split(", ")
@@ -143,16 +113,11 @@ def test_options_are_checked():
             psg.score_pool(wrong, Pool())
 
 
-class Labelled(Pool):
-    """A pool with one label of its own."""
-
-    def __init__(self, index: int, label: object) -> None:
-        super().__init__()
-        self.index, self.label = index, label
-
-    def __getitem__(self, index: int):
-        inputs, target = super().__getitem__(index)
-        return inputs, self.label if index == self.index else target
+def labelled(index: int, label: object) -> list:
+    """Returns a pool with one label of its own."""
+    pool = [Pool()[i] for i in range(COUNT)]
+    pool[index] = pool[index][0], label
+    return pool
 
 
 PLAIN_LOSSES = {
@@ -170,10 +135,10 @@ def test_a_label_that_is_not_a_class_is_told_with_its_sample(index, kind, label)
     told = rf"the label of sample {index} is {label}, but the model has {CLASSES} cl"
     options = {"block_size": 4, "progress": False, **PLAIN_LOSSES[kind]}
     with pytest.raises(ValueError, match=told):
-        psg.score_pool(make_model(), Labelled(index, label), **options)
+        psg.score_pool(make_model(), labelled(index, label), **options)
     # The labels that nobody asked for need not be classes.
     options["labels"] = "pseudo"
-    psg.score_pool(make_model(), Labelled(index, label), **options)
+    psg.score_pool(make_model(), labelled(index, label), **options)
 
 
 def test_an_ignored_label_is_for_the_losses_that_ignore_it():
@@ -181,10 +146,10 @@ def test_an_ignored_label_is_for_the_losses_that_ignore_it():
     for number, loss in ((-100, {}), (7, {"loss": PLAIN_LOSSES["partial"]["loss"]})):
         if loss:
             loss = {"loss": functools.partial(loss["loss"], ignore_index=number)}
-        found = psg.score_pool(make_model(), Labelled(5, number), **options, **loss)
+        found = psg.score_pool(make_model(), labelled(5, number), **options, **loss)
         assert found.scores[5] == 0
     with pytest.raises(ValueError, match="the label of sample 5 is -100"):
-        psg.score_pool(make_model(), Labelled(5, -100), score="el2n", **options)
+        psg.score_pool(make_model(), labelled(5, -100), score="el2n", **options)
 
 
 def test_labels_of_another_kind_are_told_with_their_samples():
@@ -192,12 +157,12 @@ def test_labels_of_another_kind_are_told_with_their_samples():
     # From one float in a block, all of them.
     for label, kind in ((1.0, "torch.float"), ("no", "tuple|list"), (None, "NoneType")):
         with pytest.raises((ValueError, TypeError)) as error:
-            psg.score_pool(make_model(), Labelled(4, label), **options)
+            psg.score_pool(make_model(), labelled(4, label), **options)
         told = "".join(getattr(error.value, "__notes__", ())) + str(error.value)
         assert re.search(kind, told), told
         assert "samples 4 to 7" in told
     with pytest.raises(ValueError, match=r"classes as integers.*for samples 4 to 7"):
-        psg.score_pool(make_model(), Labelled(4, 1.0), score="el2n", **options)
+        psg.score_pool(make_model(), labelled(4, 1.0), score="el2n", **options)
 
 
 def test_integers_of_any_width_are_classes_and_floats_may_be_probabilities():
@@ -224,7 +189,7 @@ def test_any_error_says_which_samples_were_scored():
 
     options = {"block_size": 4, "progress": False}
     with pytest.raises(ZeroDivisionError) as error:
-        psg.score_pool(make_model(), Labelled(13, CLASSES), loss=loss, **options)
+        psg.score_pool(make_model(), labelled(13, CLASSES), loss=loss, **options)
     assert error.value.__notes__ == ["while samples 12 to 15 of the pool were scored"]
 
 
@@ -250,23 +215,6 @@ def test_a_function_of_factors_is_a_score(labels, tmp_path):
     assert (bias.scores < found.scores).all()
 
 
-def test_a_function_of_factors_may_ask_for_a_direction():
-    """The gradients' inner products with that of other samples, for instance."""
-    model = make_model().eval()
-    x, y = torch.utils.data.default_collate([Pool()[i] for i in range(3)])
-    losses = F.cross_entropy(model(x), y, reduction="none")
-    grads = torch.autograd.grad(losses.mean(), list(model.parameters()))
-    direction = dict(zip(dict(model.named_parameters()), grads))
-    found = psg.score_pool(
-        model, Pool(), score=lambda f: f.dot(direction), block_size=4, progress=False
-    )
-    for index in range(3):
-        losses = F.cross_entropy(model(x), y, reduction="none")
-        own = torch.autograd.grad(losses[index], list(model.parameters()))
-        expected = sum((a * b).sum() for a, b in zip(own, grads))
-        np.testing.assert_allclose(found.scores[index], expected, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("score", "told"),
     [
@@ -278,3 +226,62 @@ def test_a_function_of_factors_may_ask_for_a_direction():
 def test_what_a_function_of_factors_returns_is_checked(score, told):
     with pytest.raises(ValueError, match=rf"score= returned {told} samples; return a"):
         psg.score_pool(make_model(), Pool(), score=score, block_size=4, progress=False)
+
+
+def drawn(count: int = 50) -> psg.PoolScores:
+    """Returns floats of every size, some of which need all their digits."""
+    generator = np.random.default_rng(0)
+    bits = generator.integers(0, 0x7F7FFFFF, count, dtype=np.int32)
+    return psg.PoolScores(bits.view(np.float32), "loss")
+
+
+def test_nan_has_no_rank():
+    values = np.array([1, np.nan, -np.nan, 3, np.inf, np.nan], dtype=np.float32)
+    bad = psg.PoolScores(values, "loss")
+    for k in (0, 1, 6):
+        with pytest.raises(
+            ValueError,
+            match=r"3 of 6 scores are NaN, .* \(samples 1, 2, 5\): .*skip_nan",
+        ):
+            bad.top(k)
+    assert bad.top(3, skip_nan=True).tolist() == [4, 3, 0]
+    with pytest.raises(ValueError, match=r"<= 3, got 4"):
+        bad.top(4, skip_nan=True)
+    with pytest.raises(TypeError, match="skip_nan must be True or False, got 'yes'"):
+        bad.top(1, skip_nan="yes")
+    many = psg.PoolScores(np.full(10, np.nan, dtype=np.float32), "loss")
+    with pytest.raises(ValueError, match=r"\(samples 0, 1, 2, 3, 4, \.\.\.\)"):
+        many.top(1)
+    assert many.top(0, skip_nan=True).tolist() == []
+
+
+def test_the_repr_is_one_short_line():
+    values = np.arange(100_000, dtype=np.float32)
+    values[7] = np.nan
+    text = "PoolScores('loss' of 100000 samples, 0 to 1e+05, 1 NaN)"
+    assert repr(psg.PoolScores(values, "loss")) == text
+    assert repr(psg.PoolScores(values[:0], "loss")) == "PoolScores('loss' of 0 samples)"
+
+
+def test_the_highest_come_first_and_ties_by_index():
+    ties = psg.PoolScores(np.array([1, 3, 2, 3], dtype=np.float32), "loss")
+    for scores in (ties, drawn()):
+        order = sorted(range(len(scores)), key=lambda i: (-scores.scores[i], i))
+        for k in (0, 1, 3, len(scores)):
+            assert scores.top(k).tolist() == order[:k]
+    for wrong in (5, -1):
+        with pytest.raises(ValueError, match=f">= 0 and <= 4, got {wrong}"):
+            ties.top(wrong)
+
+
+@pytest.mark.parametrize("kind", ["frame", "csv"])
+def test_every_bit_is_kept(kind, tmp_path):
+    scores, path = drawn(), tmp_path / "scores"
+    if kind == "frame":
+        back = scores.to_frame()
+    else:
+        scores.to_csv(path)
+        back = pd.read_csv(path, dtype={"score": np.float32})
+    assert back.columns.tolist() == ["index", "score"]
+    assert back["index"].tolist() == list(range(50))
+    assert_same_bits(back["score"].to_numpy(), scores.scores)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.per_sample_grad.pool import Vectors, assert_same_bits, dense_model
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import per_sample_grad as psg
 
@@ -18,17 +18,9 @@ COUNT = 11
 Pair = collections.namedtuple("Pair", "inputs targets")
 
 
-class Mapped(Dataset):
-    """The pool with a function applied to every item."""
-
-    def __init__(self, function) -> None:
-        self.function = function
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int):
-        return self.function(*Vectors(COUNT)[index])
+def mapped(function) -> list:
+    """Returns the pool with a function applied to every item."""
+    return [function(*Vectors(COUNT)[index]) for index in range(COUNT)]
 
 
 @dataclasses.dataclass
@@ -68,20 +60,20 @@ def truth() -> np.ndarray:
 @pytest.mark.parametrize("key", ["labels", "label"])
 @pytest.mark.parametrize("wrap", [Output, lambda x: {"logits": x}, lambda x: x])
 def test_dicts_are_keywords_and_labels(key, wrap, truth):
-    pool = Mapped(lambda x, y: {**halves(x), key: y})
+    pool = mapped(lambda x, y: {**halves(x), key: y})
     assert_same_bits(scores(Keyworded(wrap), pool), truth)
 
 
 @pytest.mark.parametrize("score", ["last_layer_grad_norm", "el2n", "loss", "egl"])
 def test_every_score_takes_dicts(score):
-    pool = Mapped(lambda x, y: {**halves(x), "labels": y})
+    pool = mapped(lambda x, y: {**halves(x), "labels": y})
     expected = scores(dense_model(), Vectors(COUNT), score=score)
     assert_same_bits(scores(Keyworded(), pool, score=score), expected)
 
 
 def test_dicts_without_labels_have_pseudo_labels():
     expected = scores(dense_model(), Vectors(COUNT), labels="pseudo")
-    pool = Mapped(lambda x, y: halves(x))
+    pool = mapped(lambda x, y: halves(x))
     assert_same_bits(scores(Keyworded(), pool, labels="pseudo"), expected)
     with pytest.raises(ValueError, match="have no targets; give pairs"):
         scores(Keyworded(), pool)
@@ -89,16 +81,16 @@ def test_dicts_without_labels_have_pseudo_labels():
 
 def test_pairs_of_any_kind(truth):
     model = dense_model()
-    assert_same_bits(scores(model, Mapped(Pair)), truth)
-    assert_same_bits(scores(model, Mapped(lambda x, y: [x, y])), truth)
-    nested = Mapped(lambda x, y: (halves(x), y))
+    assert_same_bits(scores(model, mapped(Pair)), truth)
+    assert_same_bits(scores(model, mapped(lambda x, y: [x, y])), truth)
+    nested = mapped(lambda x, y: (halves(x), y))
     assert_same_bits(scores(Keyworded(), nested), truth)
-    tuples = Mapped(lambda x, y: (tuple(halves(x).values()), y))  # by position
+    tuples = mapped(lambda x, y: (tuple(halves(x).values()), y))  # by position
     assert_same_bits(scores(Keyworded(), tuples), truth)
 
 
 def test_split_and_forward_are_the_users(truth):
-    pool = Mapped(
+    pool = mapped(
         lambda x, y: {"id": "a sample", "x": {"deep": x}, "class": y, "no": 0}
     )
     found = scores(
@@ -111,7 +103,7 @@ def test_split_and_forward_are_the_users(truth):
 
 
 def test_targets_of_any_structure_reach_the_loss(truth):
-    pool = Mapped(lambda x, y: (x, {"class": y, "weight": torch.tensor(2.0)}))
+    pool = mapped(lambda x, y: (x, {"class": y, "weight": torch.tensor(2.0)}))
 
     def weighted(logits, targets):
         losses = nn.functional.cross_entropy(logits, targets["class"], reduction="none")
@@ -119,8 +111,10 @@ def test_targets_of_any_structure_reach_the_loss(truth):
 
     found = scores(dense_model(), pool, loss=weighted)
     np.testing.assert_allclose(found, 2 * truth, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"el2n needs targets of shape \(4,\)"):
-        scores(dense_model(), pool, score="el2n")
+    columns = mapped(lambda x, y: (x, torch.tensor([y])))
+    for wrong in (pool, columns, mapped(lambda x, y: (x, float(y)))):
+        with pytest.raises(ValueError, match="el2n needs targets of shape"):
+            scores(dense_model(), wrong, score="el2n")
 
 
 def test_targets_may_be_wider_than_the_model():
@@ -130,8 +124,8 @@ def test_targets_may_be_wider_than_the_model():
     def squared(out, targets):
         return (out.squeeze(1) - targets).square()
 
-    pool = Mapped(lambda x, y: (x, float(y)))
-    narrow = Mapped(lambda x, y: (x, torch.tensor(float(y))))
+    pool = mapped(lambda x, y: (x, float(y)))
+    narrow = mapped(lambda x, y: (x, torch.tensor(float(y))))
     found = scores(model, pool, loss=squared)
     np.testing.assert_allclose(found, scores(model, narrow, loss=squared), rtol=1e-5)
     x, y = torch.utils.data.default_collate([pool[i] for i in range(3)])
@@ -161,7 +155,7 @@ def test_targets_may_be_wider_than_the_model():
 )
 def test_what_is_not_understood_is_an_error(item, error, match):
     with pytest.raises(error, match=match):
-        scores(dense_model(), Mapped(item))
+        scores(dense_model(), mapped(item))
 
 
 def test_a_batch_of_an_unknown_type_is_an_error():
@@ -184,39 +178,27 @@ def test_what_split_and_forward_return_is_checked():
         scores(dense_model(), Vectors(COUNT), split=lambda batch: [1, 2, 3])
     model = Keyworded(lambda x: [x])
     with pytest.raises(TypeError, match=r"gave a list without \.logits.*forward="):
-        scores(model, Mapped(lambda x, y: {**halves(x), "labels": y}))
-
-
-def test_el2n_needs_one_class_per_sample():
-    for item in (lambda x, y: (x, float(y)), lambda x, y: (x, torch.tensor([y]))):
-        with pytest.raises(ValueError, match="el2n needs targets of shape"):
-            scores(dense_model(), Mapped(item), score="el2n")
+        scores(model, mapped(lambda x, y: {**halves(x), "labels": y}))
 
 
 def test_tokens_with_their_own_loss():
     """In a language model every sample has a sequence of targets."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9))
-
-    class Text(Dataset):
-        def __len__(self) -> int:
-            return COUNT
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            generator = torch.Generator().manual_seed(index)
-            ids = torch.randint(0, 9, (6,), generator=generator)
-            labels = torch.where(torch.arange(6) < 1 + index % 5, ids, -100)
-            return {"input_ids": ids, "labels": labels}
+    pool = []
+    for index in range(COUNT):
+        ids = torch.randint(0, 9, (6,))
+        labels = torch.where(torch.arange(6) < 1 + index % 5, ids, -100)
+        pool.append({"input_ids": ids, "labels": labels})
 
     def next_token(logits, labels):
         return psg.token_cross_entropy(logits[:, :-1], labels[:, 1:])
 
     found = scores(
-        model, Text(), loss=next_token, forward=lambda m, batch: m(batch["input_ids"])
+        model, pool, loss=next_token, forward=lambda m, batch: m(batch["input_ids"])
     )
-    for index in range(COUNT):
-        item = Text()[index]
+    for item, score in zip(pool, found):
         loss = next_token(model(item["input_ids"][None]), item["labels"][None])
         grads = torch.autograd.grad(loss.sum(), list(model.parameters()))
         norm = torch.cat([grad.flatten() for grad in grads]).norm()
-        np.testing.assert_allclose(found[index], norm, rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(score, norm, rtol=1e-4, atol=1e-7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,19 @@ from support.per_sample_grad.pool import (
     dense_model,
     make_model,
 )
-from support.xla_replica.replicas import TORCHTPU, Backend, row
+from support.xla_replica.replicas import (
+    SEVERAL_REPLICAS,
+    TORCHTPU,
+    Backend,
+    needs_xla,
+    row,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import per_sample_grad as psg
 import xla_replica
+from xla_replica import ReplicaError
 
 COUNT = 41
 ROWS = [
@@ -97,12 +105,6 @@ def test_blocks_are_collated_whatever_the_batches():
     assert set(seen[-1][1:]) == {seen[-1][0]}  # one sample, and copies of it
 
 
-def test_loading_processes_change_no_bit():
-    loader = DataLoader(Vectors(COUNT), batch_size=16, num_workers=2)
-    model = dense_model()
-    assert_same_bits(scores(model, loader), scores(model))
-
-
 @dataclasses.dataclass
 class Announce:
     """Writes a line for every loading process that starts."""
@@ -114,31 +116,12 @@ class Announce:
             file.write(f"{number}\n")
 
 
-def test_loading_processes_start_once_for_all_parts(tmp_path):
-    announce = Announce(tmp_path / "started")
-    options = {"num_workers": 1, "batch_size": 8, "worker_init_fn": announce}
+def test_loading_processes_change_no_bit_and_start_once_for_all_parts(tmp_path):
+    announce, model = Announce(tmp_path / "started"), dense_model()
+    options = {"num_workers": 2, "batch_size": 16, "worker_init_fn": announce}
     loader = DataLoader(Vectors(COUNT), **options)
-    scores(dense_model(), loader, part_size=BLOCK)
-    assert announce.path.read_text() == "0\n"
-
-
-def test_a_part_is_one_transfer(monkeypatch):
-    fetched = []
-    fetch = xla_replica.LocalReplica.fetch
-
-    def counted(self, tensors):
-        fetched.append([tuple(tensor.shape) for tensor in tensors])
-        return fetch(self, tensors)
-
-    monkeypatch.setattr(xla_replica.LocalReplica, "fetch", counted)
-    truth = scores(dense_model(), part_size=2 * BLOCK)
-    assert not fetched  # there is nothing to transfer on a host
-    monkeypatch.setattr(xla_replica.LocalReplica, "is_host", False)
-    monkeypatch.setattr(
-        xla_replica.LocalReplica, "loader", lambda self, batches: batches
-    )
-    assert_same_bits(scores(dense_model(), part_size=2 * BLOCK), truth)
-    assert fetched == [[(16,)], [(16,)], [(9,)]]
+    assert_same_bits(scores(model, loader, part_size=BLOCK), scores(model))
+    assert sorted(announce.path.read_text()) == ["\n", "\n", "0", "1"]
 
 
 def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
@@ -208,3 +191,84 @@ def test_negative_zeros_and_nan_pass_between_replicas():
     assert np.signbit(alone[~np.isnan(alone)]).all()
     for found in Backend("cpu", 2).run(signed):
         assert_same_bits(found, alone)
+
+
+OPTIONS = {"block_size": BLOCK, "part_size": BLOCK, "progress": False}
+
+
+def models_of(rank: int, kind: str) -> list[nn.Module]:
+    """Returns two models, of which the second is another one on the last replica."""
+    replica = xla_replica.current()
+    last = rank == replica.num_replicas - 1
+    with replica.seeded(0):
+        models = [dense_model(), nn.Sequential(dense_model(), nn.BatchNorm1d(4))]
+    if last and kind == "weight":
+        models[1][0][3].bias.data[2] += 1e-7
+    if last and kind == "buffer":
+        models[1][1].running_mean += 1
+    if last and kind == "name":
+        models[1].append(nn.Linear(4, 4, bias=False))
+    models[1].first = [models[1][0]]  # which a description has under this name
+    return [model.to(replica.device) for model in models]
+
+
+def told(models: object, folder: str | None) -> str:
+    """Returns the error that scoring with these models is."""
+    with pytest.raises(ReplicaError) as error:
+        psg.score_pool(models, Vectors(41), folder=folder, **OPTIONS)
+    return str(error.value)
+
+
+DIFFERING = {"weight": "0.3.bias", "buffer": "1.running_mean", "name": "2.weight"}
+
+
+def refused(rank: int, folder: str) -> list[str]:
+    found = [told(models_of(rank, kind), None) for kind in DIFFERING]
+    return [*found, told(models_of(rank, "weight"), folder)]
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_other_weights_are_an_error_on_every_replica(backend, tmp_path):
+    for found in backend.run(refused, str(tmp_path)):
+        for text, name in zip(found, [*DIFFERING.values(), DIFFERING["weight"]]):
+            assert f"buffers differ): replica 0 has {{'model[1].{name}': " in text
+            assert "1 of 3 differ from replica 0 (rank 2)" in text
+            assert "Build the model once, before launch" in text
+    assert not list(tmp_path.iterdir())
+
+
+# Emulated replicas are threads.
+together = threading.Barrier(3)
+
+
+def seeded_alike(rank: int) -> np.ndarray:
+    """Returns scores with a model that every replica has built after one seed."""
+    torch.manual_seed(0)
+    together.wait()  # so that none draws before all have seeded
+    model = dense_model().to(xla_replica.current().device)
+    return psg.score_pool(model, Vectors(41), **OPTIONS).scores
+
+
+@needs_xla
+@pytest.mark.xla
+def test_replicas_that_seed_alike_build_one_model():
+    first, *others = Backend("xla", 3).run(seeded_alike)
+    for scores in others:
+        assert_same_bits(scores, first)
+
+
+def repaired(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns scores after the remedy, and those of replica 0's model by itself."""
+    replica = xla_replica.current()
+    with replica.seeded(0):  # one thread at a time
+        model, truth = dense_model(rank), dense_model(0)
+    model, truth = model.to(replica.device), truth.to(replica.device)
+    replica.broadcast_([*model.parameters(), *model.buffers()])
+    found = [psg.score_pool(m, Vectors(41), **OPTIONS).scores for m in (model, truth)]
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_the_remedy_works(backend):
+    for found, truth in backend.run(repaired):
+        assert_same_bits(found, truth)

@@ -165,40 +165,32 @@ def test_a_killed_run_loses_two_parts_at_most_and_no_bit(
 
 def test_a_damaged_part_is_set_aside_and_scored_again(tmp_path):
     options = {"block_size": BLOCK, "part_size": 8, "progress": False}
-    options |= {"folder": tmp_path}
-    truth = psg.score_pool(dense_model(), Vectors(20), **options).scores
-    path = tmp_path / "part-00000001.npy"
+    pool, folder = Vectors(20), tmp_path / "scores"
+    left = tmp_path / "other" / "part-00000000.0123.tmp"  # as by a run that was killed
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    psg.score_pool(dense_model(1), pool, folder=left.parent, **options)
+    assert not left.exists()
+    truth = psg.score_pool(dense_model(), pool, folder=folder, **options).scores
+    path = folder / "part-00000001.npy"
     whole = path.read_bytes()
     np.testing.assert_array_equal(np.load(path), truth[8:16])
     flipped = [bytearray(whole) for _ in range(4)]
     for content, bit in zip(flipped, (0, 8 * 128 + 3, 8 * 150, 8 * len(whole) - 1)):
         content[bit // 8] ^= 1 << bit % 8
-    other = (tmp_path / "part-00000000.npy").read_bytes()
-    for damaged in (b"", whole[:-1], whole[:64], bytes(len(whole)), other, *flipped):
-        path.write_bytes(damaged)
+    next_to_it = (folder / "part-00000000.npy").read_bytes()
+    of_another_model = (tmp_path / "other" / path.name).read_bytes()
+    cut = (b"", whole[:-1], whole[:64], bytes(len(whole)))
+    for damaged in (*cut, next_to_it, of_another_model, *flipped, None):
+        path.unlink()
+        path.with_suffix(".damaged").unlink(missing_ok=True)
+        if damaged is None:
+            path.mkdir()
+        else:
+            path.write_bytes(damaged)
+
         with pytest.warns(UserWarning, match=r"part-00000001\.npy is damaged: .* aga"):
-            found = psg.score_pool(dense_model(), Vectors(20), **options)
+            found = psg.score_pool(dense_model(), pool, folder=folder, **options)
         assert_same_bits(found.scores, truth)
         assert path.read_bytes() == whole
-        assert path.with_suffix(".damaged").read_bytes() == damaged
-
-
-def test_a_part_of_another_model_is_damaged(tmp_path):
-    options = {"block_size": BLOCK, "part_size": 8, "progress": False}
-    folders = [tmp_path / str(seed) for seed in range(2)]
-    truth = [
-        psg.score_pool(dense_model(seed), Vectors(20), folder=folder, **options).scores
-        for seed, folder in enumerate(folders)
-    ]
-    name = "part-00000002.npy"
-    (folders[0] / name).write_bytes((folders[1] / name).read_bytes())
-    with pytest.warns(UserWarning, match="is damaged"):
-        found = psg.score_pool(dense_model(), Vectors(20), folder=folders[0], **options)
-    assert_same_bits(found.scores, truth[0])
-
-
-def test_what_a_killed_run_was_writing_is_deleted(tmp_path):
-    left = tmp_path / "part-00000000.0123.tmp"
-    left.write_bytes(b"half")
-    psg.score_pool(dense_model(), Vectors(20), folder=tmp_path, progress=False)
-    assert not left.exists()
+        assert damaged is None or path.with_suffix(".damaged").read_bytes() == damaged

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import gc
-import os
-import resource
-import subprocess
-import sys
 import tracemalloc
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from support.per_sample_grad.pool import CLASSES, Pool, make_model
-from torch import nn
-from torch.utils.data import Dataset
+from support.per_sample_grad.pool import Pool, make_model
 
 import per_sample_grad as psg
-import xla_replica
 from per_sample_grad.pool import gradient_index
 from per_sample_grad.pool.gradient_index import GradientIndex
 
@@ -59,62 +52,6 @@ def test_no_tensor_outlives_its_part(score, tmp_path, frozen):
     psg.score_pool(make_model(), pool, folder=tmp_path, **options)
     counts = pool.alive[-8:]  # without the first parts' and the description's
     assert len(set(counts)) == 1, counts
-
-
-class Numbers(Dataset):
-    """A pool of any size that takes no memory."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((8,), (index % 97) / 97.0), index % CLASSES
-
-
-LARGE = 100_000
-
-
-def of_numbers(folder: str | None, count: int) -> psg.PoolScores:
-    """Scores a large pool."""
-    with xla_replica.seeded(0):
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, CLASSES))
-    options = {"batch_size": 500, "folder": folder, "progress": False}
-    return psg.score_pool(model, Numbers(count), **options)
-
-
-def grown_by_a_large_pool(folder: str) -> int:
-    """Returns the KiB that a large pool takes beyond a small one; checks its scores."""
-    of_numbers(None, LARGE // 10)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = of_numbers(folder, LARGE)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    # The pool repeats itself, and so do its scores.
-    assert len(found) == LARGE
-    period = 97 * CLASSES
-    np.testing.assert_allclose(
-        found.scores[:-period], found.scores[period:], rtol=1e-5, atol=1e-7
-    )
-    return grown
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_take_no_more_memory_than_ten(tmp_path):
-    """It runs in a new process, since the high-water mark is the process's."""
-    code = "import sys, test_per_sample_pool_memory as t; "
-    code += "print(t.grown_by_a_large_pool(sys.argv[1]))"
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert run.returncode == 0, run.stderr
-    # In KiB: 352 for the scores, and what a process drifts by.
-    assert int(run.stdout.split()[-1]) < 4 * 1024
 
 
 def test_a_search_takes_the_memory_of_blocks(tmp_path, monkeypatch):
