@@ -11,11 +11,10 @@ from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
 from support.xla_replica.replicas import SEVERAL_REPLICAS
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import xla_replica
 from grab_xla import GraBSampler
-from grab_xla.balancing.reordering import RoundRobinSharding
 
 N = 24
 
@@ -53,18 +52,6 @@ def test_what_is_not_finite_is_not_herded():
         assert sampler.scalars().keys() == {"herding", "avg_grad_error"}
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_drawn_signs_do_not_depend_on_batches(num_workers):
-    """This includes the signs of partners that arrived in an earlier batch."""
-    kind = KINDS["pair"]._replace(options={"num_workers": num_workers})
-    options = {"prob_balance": True, "prob_balance_c": 5.0}
-    orders = []
-    for size in (48, 1, 3, 5, 7):
-        sampler = kind.sampler(**options)
-        orders.append([ordering.run_epoch(sampler, epoch, size) for epoch in range(3)])
-    assert all(each == orders[0] for each in orders)
-
-
 def test_a_bad_second_moment_changes_nothing():
     sampler, other = KINDS["adamean"].sampler(N), KINDS["adamean"].sampler(N)
     good = torch.full((13,), 4.0, dtype=torch.float64)
@@ -81,7 +68,6 @@ def test_a_bad_second_moment_changes_nothing():
 
 
 def scaled_on_replicas(rank):
-    del rank
     sampler = KINDS["adamean"].sampler(N)
     orders = []
     for epoch in range(3):
@@ -157,13 +143,6 @@ def test_replicas_that_cannot_agree_are_named(how, message):
         xla_replica.launch(ordered_otherwise, (how,), 2, "cpu")
 
 
-def test_more_replicas_than_samples():
-    order = np.array([1, 0, 2])
-    hands = [RoundRobinSharding(3, 8, rank).own(order, 0).tolist() for rank in range(8)]
-    assert hands == [[1], [0], [2], [1], [0], [2], [1], [0]]
-    assert RoundRobinSharding(1, 4, 3).own(np.array([0]), 0).tolist() == [0]
-
-
 @pytest.mark.parametrize("balance_type", ["mean", "pair", "recursive-pair"])
 def test_no_sample_at_all_and_only_one(balance_type):
     sampler = KINDS[balance_type].sampler(1)
@@ -173,34 +152,6 @@ def test_no_sample_at_all_and_only_one(balance_type):
         sampler.step(ordering.as_dict(torch.ones(1, 13)))
     with pytest.raises(ValueError, match="data_source is empty"):
         KINDS[balance_type].sampler(0)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(24))
-
-
-@pytest.mark.parametrize("source", [Stream(), 24, iter(range(24))])
-def test_what_has_no_length_is_refused(source):
-    with pytest.raises(TypeError, match="has no length: an order needs a dataset"):
-        GraBSampler(source, {"w": torch.zeros(3)})
-
-
-@pytest.mark.parametrize(
-    ("balance_type", "options"),
-    [("recursive-pair", {"batch_size": 32}), ("pair", {"num_workers": 13})],
-)
-def test_blocks_that_no_epoch_fills_are_refused(balance_type, options):
-    parameters = {"w": torch.zeros(3)}
-    with pytest.raises(ValueError, match=r"whole blocks of (32|26) .* there are only"):
-        GraBSampler(range(N), parameters, balance_type, **options)
-    GraBSampler(range(32), parameters, balance_type, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_sums_are_refused(dtype):
-    with pytest.raises(ValueError, match=r"dtype must be one of torch\.float32"):
-        GraBSampler(range(N), {"w": torch.zeros(3)}, dtype=dtype)
 
 
 class Update:
@@ -227,15 +178,3 @@ def test_an_epoch_left_in_the_middle_of_a_step_orders_what_was_updated():
     sampler.step(ordering.as_dict(ordering.gradients(0, N)[order[:8]]))
     expected = [sampler(1).tolist()]
     assert xla_replica.launch(left_in_the_middle, (), 2, "cpu") == [expected] * 2
-
-
-@pytest.mark.parametrize("fidelity", ["exact", "projected"])
-def test_a_mean_loss_is_refused_by_its_shape(fidelity):
-    model = nn.Linear(2, 1)
-    parameters = dict(model.named_parameters())
-    sampler = GraBSampler(range(8), parameters, "mean", fidelity=fidelity)
-    list(sampler)
-    with sampler.record(model):
-        loss = model(torch.ones(2, 2)).mean()
-    with pytest.raises(ValueError, match=r"shape \(\): give one number per sample"):
-        sampler.backward(loss)

@@ -80,7 +80,6 @@ def train(name: str, epochs: int = EPOCHS, saved=None, **options):
 
 
 def train_all(rank: int, saved) -> dict:
-    del rank
     found = {}
     for name in TIE_FREE:
         orders, state, costs = train(name)
@@ -137,7 +136,6 @@ def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
 
 def reshuffled(rank: int) -> list[list[int]]:
     """Returns the orders of epochs whose steps are checked and not balanced."""
-    del rank
     run = Training("rr")
     return [run.epoch(epoch) for epoch in range(3)]
 
@@ -148,7 +146,6 @@ def test_steps_without_gradients_are_checked_on_several_replicas():
 
 
 def train_pairs(rank: int) -> dict:
-    del rank
     return {name: train(name, **ODD) for name in PAIRS}
 
 
@@ -172,7 +169,6 @@ def test_pairs_that_minibatches_split_are_the_oracles(backend):
 
 
 def stepped_wrongly(rank: int, how: str) -> None:
-    del rank
     grab = KINDS["mean"].sampler(NUM_SAMPLES)
     sampler = vbs.CustomSampler(
         dataset_size=NUM_SAMPLES, trace=[8] * 6, minibatch_size=4, order=grab
@@ -197,35 +193,22 @@ def stepped_wrongly(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("num_replicas", "how", "message"),
     [
-        ("not attached", "optimizer.attach"),
-        ("optimizer first", "before optimizer.step"),
-        ("other samples", "indices are"),
+        (2, "not attached", "optimizer.attach"),
+        (2, "optimizer first", "before optimizer.step"),
+        (2, "other samples", "indices are"),
+        # The first update, of two minibatches of four, raises.
+        (1, "optimizer first", r"gradients of 4 since.*before optimizer\.step"),
+        (1, "other samples", "indices are"),
+        (1, "never", "took the gradients of 0 since"),
     ],
 )
-def test_misuse_is_named(how, message):
+def test_misuse_is_named(num_replicas, how, message):
     with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
-        xla_replica.launch(stepped_wrongly, (how,), 2, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("optimizer first", r"took the gradients of 4 since.*before optimizer\.step"),
-        ("other samples", "indices are"),
-        ("never", "took the gradients of 0 since"),
-    ],
-)
-def test_misuse_is_named_on_one_replica(how, message):
-    """The first update, of two minibatches of four, raises."""
-    with pytest.raises(ValueError, match=message):
-        xla_replica.launch(stepped_wrongly, (how,), 1, "cpu")
-
-
-def test_one_replica_needs_no_attaching():
-    """It balances at once, in two passes with the right order of calls."""
-    xla_replica.launch(stepped_wrongly, ("not attached",), 1, "cpu")
+        xla_replica.launch(stepped_wrongly, (how,), num_replicas, "cpu")
+    if num_replicas == 1:  # it balances at once, in the right order of calls
+        xla_replica.launch(stepped_wrongly, ("not attached",), 1, "cpu")
 
 
 def test_an_order_that_is_gone_is_not_given():

@@ -12,21 +12,15 @@ from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from grab_xla import GraBSampler, herding
 
 N = 22
 
 
-class WithIndex(torch.utils.data.Dataset):
-    """Samples that know their index."""
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, index):
-        return index, ordering.gradients(0, N)[index]
+# Samples that know their index.
+INDEXED = list(enumerate(ordering.gradients(0, N)))
 
 
 def epochs_of(loader, sampler, count=3):
@@ -63,7 +57,7 @@ LOADERS = {
 @pytest.mark.parametrize("kind", LOADERS)
 def test_every_kind_of_loader(kind, balance_type):
     sampler = KINDS[balance_type].sampler(N)
-    seen = epochs_of(LOADERS[kind](WithIndex(), sampler), sampler)
+    seen = epochs_of(LOADERS[kind](INDEXED, sampler), sampler)
     used = 20 if kind == "drop_last" else N
     assert [len(set(epoch)) for epoch in seen] == [used] * 3
     if kind != "drop_last":
@@ -76,7 +70,7 @@ def test_every_kind_of_loader(kind, balance_type):
 
 def test_what_a_loader_drops_comes_next_time():
     sampler = KINDS["mean"].sampler(N)
-    loader = LOADERS["drop_last"](WithIndex(), sampler)
+    loader = LOADERS["drop_last"](INDEXED, sampler)
     first, second, third = epochs_of(loader, sampler)
     assert set(range(N)) - set(first) <= set(second)
     assert set(range(N)) - set(second) <= set(third)
@@ -84,11 +78,11 @@ def test_what_a_loader_drops_comes_next_time():
 
 def test_a_look_at_the_first_batch_changes_nothing():
     sampler, other = KINDS["mean"].sampler(N), KINDS["mean"].sampler(N)
-    loader = LOADERS["batches"](WithIndex(), sampler)
+    loader = LOADERS["batches"](INDEXED, sampler)
     next(iter(loader))
     next(iter(loader))
     assert sampler.epoch == 0
-    expected = epochs_of(LOADERS["batches"](WithIndex(), other), other)
+    expected = epochs_of(LOADERS["batches"](INDEXED, other), other)
     assert epochs_of(loader, sampler) == expected
 
 
@@ -275,6 +269,11 @@ def test_one_epoch_of_each_kernel_order():
         fixed.update_v(torch.ones(4))
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(24))
+
+
 PARAMETERS = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
 GOOD = {"w": torch.zeros(4, 2, 3), "b": torch.zeros(4, 3)}
 
@@ -339,6 +338,25 @@ def test_steps_out_of_turn_are_refused():
         ({"num_replicas": 3, "rank": 1}, ValueError, "leave both out"),
         ({"trainable_params": [torch.zeros(3)]}, TypeError, "map names to tensors"),
         ({"trainable_params": {}}, ValueError, "empty"),
+        ({"data_source": range(0)}, ValueError, "data_source is empty"),
+        *(
+            ({"data_source": source}, TypeError, "no length: an order needs a dataset")
+            for source in (Stream(), N, iter(range(N)))
+        ),
+        (
+            {"balance_type": "recursive-pair", "batch_size": 32},
+            ValueError,
+            "whole blocks of 32 .* there are only",
+        ),
+        (
+            {"balance_type": "pair", "num_workers": 13},
+            ValueError,
+            "whole blocks of 26 .* there are only",
+        ),
+        *(
+            ({"dtype": dtype}, ValueError, r"dtype must be one of torch\.float32")
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(options, error, message):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.grab_xla.ordering import gradients
 from support.reference import not_compared
 
 from grab_xla import GraBSampler
-from grab_xla.gradients import samples as matrix
-from tools.peak_memory import peak_memory
 from tools.references import grab_sampler
 
 D = 40
@@ -26,36 +25,19 @@ def package(tmp_path_factory):
     torch.utils.data.Sampler.__init__ = init
 
 
+# What both are given.
+COMMON = {"random_first_epoch": False, "dtype": torch.float64}
+
+
 def theirs_of(package, n, balance_type, **options):
-    return package.GraBSampler(
-        range(n),
-        {"w": torch.zeros(D, dtype=torch.float64)},
-        balance_type,
-        "cpu",
-        random_first_epoch=False,
-        dtype=torch.float64,
-        **options,
-    )
+    parameters = {"w": torch.zeros(D, dtype=torch.float64)}
+    options |= COMMON
+    return package.GraBSampler(range(n), parameters, balance_type, "cpu", **options)
 
 
 def ours(n, balance_type, **options):
-    return GraBSampler(
-        range(n),
-        {"w": torch.zeros(D)},
-        balance_type,
-        random_first_epoch=False,
-        dtype=torch.float64,
-        **options,
-    )
-
-
-def gradients(n, epoch):
-    """Returns a different set for every epoch, with a common mean."""
-    generator = torch.Generator().manual_seed(0)
-    base = torch.randn(n, D, generator=generator, dtype=torch.float64) + 0.3
-    generator.manual_seed(1 + epoch)
-    drift = torch.randn(n, D, generator=generator, dtype=torch.float64)
-    return base + 0.3 * drift
+    options |= COMMON
+    return GraBSampler(range(n), {"w": torch.zeros(D)}, balance_type, **options)
 
 
 def assert_same_orders(theirs, mine, n, size, epochs=5):
@@ -64,7 +46,7 @@ def assert_same_orders(theirs, mine, n, size, epochs=5):
         order = list(theirs)
         assert list(mine) == order, epoch
         orders.add(tuple(order))
-        rows = gradients(n, epoch)[order]
+        rows = gradients(epoch, n, D)[order]
         for start in range(0, n, size):
             grads = {"w": rows[start : start + size]}
             theirs.step(grads)
@@ -116,44 +98,6 @@ def test_projected_orders_are_equal(package, balance_type, kind):
     assert_same_orders(theirs, mine, 90, 7)
 
 
-MEMORY = [
-    ("mean", {}),
-    ("mean", {"normalize_grads": True}),
-    ("mean", {"random_projection": "kron"}),
-    ("pair", {}),
-    ("recursive", {}),
-    ("recursive-pair", {"batch_size": 32}),
-    ("sign", {}),
-    ("batch", {"batch_size": 32}),
-    ("ema", {}),
-    ("adaema", {}),
-    ("adamean", {}),
-    ("norm", {}),
-]
-
-
-@pytest.mark.parametrize("tile_size", [None, 4])
-@pytest.mark.parametrize(("balance_type", "options"), MEMORY)
-def test_a_step_takes_no_more_memory(
-    package, balance_type, options, tile_size, monkeypatch
-):
-    # A small model, so pieces are as small beside it as usual.
-    monkeypatch.setattr(matrix, "PIECE_ON_HOST", 2**18)
-    shapes = {"a": (100, 100), "b": (100,), "c": (9000,)}
-    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    grads = {name: torch.randn(32, *shape) for name, shape in shapes.items()}
-    theirs = package.GraBSampler(range(64), parameters, balance_type, "cpu", **options)
-    mine = GraBSampler(
-        range(64), parameters, balance_type, tile_size=tile_size, **options
-    )
-    peaks = []
-    for sampler in (theirs, mine):
-        list(sampler)
-        sampler.step(grads)
-        peaks.append(peak_memory(lambda s=sampler: s.step(grads)))
-    assert peaks[1] <= peaks[0]
-
-
 def test_uncentred_batches_are_equal(package):
     """This is the type with the defect; theirs only runs in the default dtype."""
     torch.set_default_dtype(torch.float64)
@@ -178,7 +122,7 @@ def test_moving_averages_agree_but_for_ties(package, balance_type):
     for epoch in range(3):
         order = list(theirs)
         list(mine)
-        rows = gradients(90, epoch)[order]
+        rows = gradients(epoch, 90, D)[order]
         for start in range(0, 90, 7):
             mine._balancer.state = {
                 **mine._balancer.state,

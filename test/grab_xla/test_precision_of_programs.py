@@ -46,7 +46,6 @@ RUNS = {
 
 
 def run_all(rank: int, names: list[str]) -> None:
-    del rank
     for name in names:
         xla_replica.current().sync()
         cases.write_mark(CASE_MARK + name)

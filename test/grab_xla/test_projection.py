@@ -80,10 +80,6 @@ def test_gathering_in_pieces_is_the_same_sum(monkeypatch, at_once, batch_size):
     torch.testing.assert_close(projected(rows), expected)
 
 
-def test_a_kronecker_product_of_one_factor_is_a_dense_matrix():
-    assert torch.equal(project("kron", order=1).tables[0], project("jl").tables[0])
-
-
 def test_none_is_the_identity():
     rows = gradients(3).float()
     unchanged = project("none", num_outputs=None)

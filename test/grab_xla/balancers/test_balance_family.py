@@ -119,11 +119,13 @@ def test_with_replacement_draws_anew():
     assert 1100 < len(set(first)) < 1400  # 1 - 1/e of them
 
 
+@each("options", [{}, {"prob_balance": True, "prob_balance_c": 5.0}])
 @each("name", INVARIANT)
-def test_neither_batches_nor_tiles_change_an_order(name):
+def test_neither_batches_nor_tiles_change_an_order(name, options):
+    """Nor drawn signs, among them those of partners that came in an earlier batch."""
     orders = []
     for size, tile_size in [(48, None), (48, 5), (1, None), (7, 2), (5, 64), (16, 16)]:
-        sampler = KINDS[name].sampler(tile_size=tile_size)
+        sampler = KINDS[name].sampler(tile_size=tile_size, **options)
         orders.append([ordering.run_epoch(sampler, epoch, size) for epoch in range(3)])
     assert all(each == orders[0] for each in orders)
 
@@ -211,7 +213,6 @@ def test_placements_that_are_not_allowed_are_named(
 
 
 def returned_once(rank: int, placements: torch.Tensor) -> None:
-    del rank
     BALANCE_TYPES["returning"] = Returning
     parameters = {"w": torch.zeros(2)}
     grab = GraBSampler(range(3), parameters, "returning", placements=placements)

@@ -51,7 +51,6 @@ def test_a_block_is_sorted_as_by_an_oracle(size, has_thresholds, tie):
 
 def balanced(rank: int) -> tuple[list[torch.Tensor], str]:
     """Returns placements and accumulators of two blocks, and the program."""
-    del rank
     replica = xla_replica.current()
     tree = RecursivePairBalance(batch_size=8)
     draw = torch.Generator().manual_seed(0)

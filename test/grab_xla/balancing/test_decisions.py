@@ -125,7 +125,6 @@ def test_a_gpu_stops_soon_after_signs_have_settled(correlation, monkeypatch):
 
 def signs_on_xla(rank: int) -> list[tuple[bool, int]]:
     """Returns whether signs are those of the CPU, and the length of the program."""
-    del rank
     import torch_xla
 
     replica = xla_replica.current()

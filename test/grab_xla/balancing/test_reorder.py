@@ -11,7 +11,6 @@ from grab_xla.balancing.reordering import (
     RoundRobinSharding,
     reorder,
     reorder_by_score,
-    reorder_interleaved,
 )
 
 ORDER = np.array([10, 11, 12, 13, 14, 15, 16])
@@ -38,14 +37,6 @@ def test_leaves_have_positives_then_negatives_reversed(
 ):
     given = np.array(placements, dtype=np.int8)
     assert reorder(ORDER, given, num_leaves).tolist() == expected
-
-
-def test_workers_reorder_their_own_samples():
-    order = np.array([0, 10, 1, 11, 2, 12, 3, 13, 4])
-    placements = np.array([-1, 1, 1, -1, 1, 1, -1, -1])
-    following = reorder_interleaved(order, placements, 2)
-    assert following[0::2].tolist() == [1, 2, 4, 3, 0]
-    assert following[1::2].tolist() == [10, 12, 13, 11]
 
 
 def test_scores_sort_and_what_has_none_stays():

@@ -7,7 +7,7 @@ import torch
 from support.xla_replica.replicas import ONE_XLA_BACKEND
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import xla_replica
 from grab_xla.contrib import ntk
@@ -123,17 +123,6 @@ def test_what_is_not_finite_is_refused_by_name(bad):
         empirical_ntk(model, *state(model), cross_entropy, data)
 
 
-class Items(Dataset):
-    def __init__(self, *items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        return self.items[index]
-
-
 @pytest.mark.parametrize(
     ("items", "error", "message"),
     [
@@ -146,7 +135,7 @@ class Items(Dataset):
 def test_datasets_that_are_refused(items, error, message):
     model = mlp()
     with pytest.raises(error, match=message):
-        per_sample_gradients(model, *state(model), cross_entropy, Items(*items))
+        per_sample_gradients(model, *state(model), cross_entropy, items)
 
 
 def kernel_on_the_device(rank: int) -> tuple[torch.Tensor, dict, tuple[int, int]]:

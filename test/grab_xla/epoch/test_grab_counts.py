@@ -20,7 +20,6 @@ NUM_SAMPLES = 44  # with steps of 16: two whole ones and one of 12
 
 def count_epochs(rank: int, runs: list[tuple[str, dict]]) -> list[list]:
     """Returns, for each run and epoch, counts of its beginning and of its steps."""
-    del rank
     replica = xla_replica.current()
     own_batch = 16 // replica.num_replicas
     counted = []

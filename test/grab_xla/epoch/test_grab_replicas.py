@@ -67,7 +67,6 @@ def run(name: str, saved: dict[str, Any] | None, **options: Any) -> Outcome:
 def run_all(
     rank: int, saved: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Outcome]:
-    del rank
     return {name: run(name, state, **options) for name, state in saved.items()}
 
 
@@ -117,33 +116,20 @@ def together(request, alone):
     return backend.run(run_all, saved, {"scheme": scheme}, timeout=180)
 
 
-@pytest.fixture(params=TIE_FREE)
-def name(request, together) -> str:
-    if request.param not in together[0]:
+@pytest.mark.parametrize("name", TIE_FREE)
+def test_orders_and_accumulators_are_those_of_one_replica(together, alone, name):
+    """Also of a run that one replica has saved, or several, and others go on with."""
+    if name not in together[0]:
         pytest.skip("slow runs have it")
-    return request.param
-
-
-def test_orders_are_those_of_one_replica(together, alone, name):
+    expected = alone[name]
     for outcome in together:
-        assert outcome[name].orders == alone[name].orders
-
-
-def test_accumulators_are_those_of_one_replica(together, alone, name):
-    for outcome in together:
-        assert outcome[name].accumulators.keys() == alone[name].accumulators.keys()
-        for key, value in alone[name].accumulators.items():
+        assert outcome[name].orders == expected.orders
+        assert outcome[name].accumulators.keys() == expected.accumulators.keys()
+        for key, value in expected.accumulators.items():
             received = outcome[name].accumulators[key]
             torch.testing.assert_close(received, value, rtol=1e-9, atol=1e-9)
-
-
-def test_a_run_saved_by_one_replica_goes_on_with_several(together, alone, name):
-    for outcome in together:
-        assert outcome[name].resumed == alone[name].resumed
-
-
-def test_a_run_saved_by_several_goes_on_with_one(together, alone, name):
+        assert outcome[name].resumed == expected.resumed
     sampler = KINDS[name].sampler(NUM_SAMPLES)
     sampler.load_state_dict(together[0][name].state)
     finish_epoch(sampler, 3)
-    assert train(sampler, 4, 7) == alone[name].resumed
+    assert train(sampler, 4, 7) == expected.resumed

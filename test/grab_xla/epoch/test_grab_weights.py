@@ -151,7 +151,6 @@ def recomputed(rule: str) -> tuple[list[list[int]], list[torch.Tensor]]:
 
 
 def trained(rank: int, rules: tuple[str, ...]) -> list[tuple]:
-    del rank
     options = {"lr": LR, "weights": "update"}
     return [elastic(mlp(), samples(), EPOCHS, rule, **options) for rule in rules]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from grab_xla import GraBSampler, GraBWarning
 from xla_replica.device.loader import DeviceLoader
@@ -18,28 +18,20 @@ PARAMETERS = {"w": torch.zeros(2, 5), "b": torch.zeros(3)}
 REFUSED = "began before another one had taken all its steps"
 
 
-class Numbers(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, index):
-        return index
-
-
 LOADERS = {
-    "plain": lambda sampler: DataLoader(Numbers(), BATCH, sampler=sampler),
+    "plain": lambda sampler: DataLoader(range(N), BATCH, sampler=sampler),
     "drop_last": lambda sampler: DataLoader(
-        Numbers(), BATCH, sampler=sampler, drop_last=True
+        range(N), BATCH, sampler=sampler, drop_last=True
     ),
     # Draws five batches ahead of the first step.
     "workers": lambda sampler: DataLoader(
-        Numbers(), BATCH, sampler=sampler, num_workers=1, prefetch_factor=4
+        range(N), BATCH, sampler=sampler, num_workers=1, prefetch_factor=4
     ),
     "all drawn ahead": lambda sampler: DataLoader(
-        Numbers(), BATCH, sampler=sampler, num_workers=1, prefetch_factor=9
+        range(N), BATCH, sampler=sampler, num_workers=1, prefetch_factor=9
     ),
     "device loader": lambda sampler: DeviceLoader(
-        DataLoader(Numbers(), BATCH, sampler=sampler), lambda batch: batch
+        DataLoader(range(N), BATCH, sampler=sampler), lambda batch: batch
     ),
 }
 

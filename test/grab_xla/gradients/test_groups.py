@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
 import warnings
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from support.grab_xla import balancing, training
-from support.xla_replica.replicas import TORCHTPU, row
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import xla_replica
-from grab_xla import GraBSampler, GraBWarning
+from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
 
 N, GROUP, EPOCHS = 26, 4, 5
 
@@ -40,6 +43,13 @@ def grouped(model: nn.Module, balance: str = "mean", **options) -> GraBSampler:
     options = {"fidelity": "group", "group_size": GROUP, "seed": 3} | options
     params = dict(model.named_parameters())
     return GraBSampler(range(N), params, balance, dtype=torch.float64, **options)
+
+
+def step(grab: GraBSampler, model: nn.Module, batch: torch.Tensor, **options) -> None:
+    """Has the gradient of a group's recorded losses balanced."""
+    with grab.record(model):
+        losses = losses_of(model, batch)
+    grab.backward(losses, **options)
 
 
 def mean_gradient(model: nn.Module, group: list[int]) -> np.ndarray:
@@ -124,31 +134,100 @@ def test_grad_is_that_of_an_ordinary_backward_pass():
         assert torch.equal(mine, theirs)
 
 
-def test_shared_sparse_and_unused_parameters_are_balanced():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(N, 3, sparse=True)
-            self.unused = nn.Parameter(torch.ones(2))
-            self.head = nn.Linear(3, 3, bias=False)
+class Network(nn.Module):
+    """Its middle is computed again within the pass, by a pass of its own."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.head(self.embed(x))).square().mean(1)
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.table = nn.Embedding(N, 3, sparse=True)
+        self.unused = nn.Parameter(torch.ones(2))
 
-    model = Model()
-    grab = GraBSampler(
-        range(8), dict(model.named_parameters()), fidelity="group", group_size=8
-    )
-    batch = torch.tensor(list(grab))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.table(x))
+        x = x + checkpoint(self.second, x, use_reentrant=True)
+        return self.first(x).square().mean(1)
+
+
+def row_of(grab: GraBSampler, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Returns what a step adds to the sum of what is balanced."""
+    before = grab.state_dict()["engine"]["state"]["sums"][-1]
     with grab.record(model):
         losses = model(batch)
     grab.backward(losses)
-    sums = grab.state_dict()["engine"]["state"]["sums"][-1]
-    wanted = [
-        torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-        for p in model.parameters()
-    ]
-    torch.testing.assert_close(sums, torch.cat([each.flatten() for each in wanted]))
+    return grab.state_dict()["engine"]["state"]["sums"][-1] - before
+
+
+def test_shared_sparse_and_unused_parameters_are_balanced():
+    """Steps have more in ``.grad``, another parameter, another module, no gradient."""
+    model = Network().double()
+    grab = grouped(model)
+    for turn, batch in enumerate(torch.tensor(list(grab)).split(GROUP)[:5]):
+        if turn == 2:
+            model.first.bias.grad = None
+        elif turn == 3:
+            model.first = nn.Linear(3, 3).double()
+        elif turn == 4:
+            model.second.weight = nn.Parameter(torch.ones(3, 3).double())
+        old = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        row, added = row_of(grab, model, batch), []
+        for parameter, before in zip(model.parameters(), old):
+            new = parameter.grad
+            new = torch.zeros_like(parameter) if new is None else new
+            added.append((new if before is None else new - before).to_dense().flatten())
+        torch.testing.assert_close(row, torch.cat(added))
+
+
+def test_hooks_are_there_during_the_pass_alone():
+    """Also where the pass fails; and the sampler keeps no model."""
+    model = Network().double()
+    grab = grouped(model)
+    counts, weight = [], model.first.weight
+    weight.register_hook(lambda grad: counts.append(len(weight._backward_hooks)))
+    first, second, *_ = torch.tensor(list(grab)).split(GROUP)
+    assert row_of(grab, model, first).any()
+    assert counts == [2]
+    model(second).mean().backward()
+    assert counts == [2, 1]
+    with grab.record(model):
+        losses = model(second)
+    losses.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        grab.backward(losses)
+    del losses
+    for parameter in model.parameters():
+        assert len(parameter._backward_hooks or ()) == (parameter is weight)
+    weight._backward_hooks.clear()
+    twin, twin_grab = copy.deepcopy((model, grab))
+    assert torch.equal(row_of(twin_grab, twin, second), row_of(grab, model, second))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keeping(Balancer):
+    """Keeps the rows themselves."""
+
+    def init(self, num_columns, dtype, device):
+        return {"rows": torch.zeros(1, num_columns, dtype=dtype, device=device)}
+
+    def balance(self, state, rows, decide):
+        return {"rows": rows}, torch.ones(1, dtype=self.placement_dtype)
+
+
+def test_rows_that_somebody_keeps_do_not_change(monkeypatch):
+    monkeypatch.setitem(BALANCE_TYPES, "keeping", Keeping)
+    model = nn.Linear(6, 3).double()
+    grab, kept, wanted = grouped(model, "keeping"), [], []
+    for batch in torch.tensor(list(grab)).split(GROUP)[:3]:
+        step(grab, model, batch)
+        kept.append(grab._balancer.state["rows"])
+        wanted.append(torch.cat([model.weight.grad.flatten(), model.bias.grad]))
+        model.zero_grad()
+    assert torch.equal(torch.cat(kept), torch.stack(wanted))
+    assert len(torch.unique(torch.cat(kept), dim=0)) == 3
 
 
 @pytest.mark.parametrize("stop", [2, 6, 7])
@@ -157,9 +236,7 @@ def test_a_state_goes_on_after_any_group(stop):
 
     def run(grab, batches):
         for batch in batches:
-            with grab.record(model):
-                losses = losses_of(model, torch.tensor(batch))
-            grab.backward(losses, indices=batch)
+            step(grab, model, torch.tensor(batch), indices=batch)
         return batches
 
     def batches_of(grab):
@@ -222,18 +299,18 @@ def test_what_does_not_fit_groups_is_named():
     batch = torch.tensor(order[:GROUP])
     with pytest.raises(RuntimeError, match=r"backward\(\) without record\(\)"):
         grab.backward(losses_of(model, batch))
+    other = copy.deepcopy(model)
+    other[0] = nn.Linear(6, 4)
+    with pytest.raises(ValueError, match=r"0\.weight.*of the same shapes"):
+        grab.record(other)
     for wrong in (model[0], model.requires_grad_(False)):
         with pytest.raises(ValueError, match=r"are not trainable parameters"):
             grab.record(wrong)
     model.requires_grad_(True)
-    with grab.record(model):
-        losses = losses_of(model, torch.tensor(order[: GROUP + 1]))
     with pytest.raises(ValueError, match=r"group has 4 samples.*batch_size= to the D"):
-        grab.backward(losses)
-    with grab.record(model):
-        losses = losses_of(model, batch)
+        step(grab, model, torch.tensor(order[: GROUP + 1]))
     with pytest.raises(ValueError, match="indices are"):
-        grab.backward(losses, indices=order[1 : GROUP + 1])
+        step(grab, model, batch, indices=order[1 : GROUP + 1])
 
     class Update:
         epoch, batch_size, minibatch_size = 0, 16, 8
@@ -251,9 +328,7 @@ def test_samples_that_are_always_left_out_are_reported(drop_last):
         warnings.simplefilter("always", GraBWarning)
         for _ in range(3):
             for batch in loader:
-                with grab.record(model):
-                    losses = losses_of(model, batch)
-                grab.backward(losses)
+                step(grab, model, batch)
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == drop_last
     assert not drop_last or "left out 2 samples" in messages[0]
@@ -276,14 +351,12 @@ def test_a_group_that_is_not_finite_keeps_its_place():
 
 
 def elastic(rank: int) -> tuple[list, list, list]:
-    del rank
     options = {"fidelity": "group", "group_size": GROUP, "seed": 3}
     return training.elastic(training.mlp(), samples(), EPOCHS, **options)
 
 
 def dealt(rank: int) -> tuple[list, list, list]:
     """Orders by gradients at the first weights: replicas do not sum gradients."""
-    del rank
     replica, model, (x, y) = xla_replica.current(), training.mlp(), samples()
     grab = grouped(model)
     orders, counts = [], []
@@ -303,16 +376,7 @@ def dealt(rank: int) -> tuple[list, list, list]:
 
 @pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
 @pytest.mark.parametrize("run", [elastic, dealt])
-@pytest.mark.parametrize(
-    "backend",
-    [
-        row("cpu", 3),
-        row("xla", 1),
-        row("xla", 2, slow=True),
-        row("xla", 8, slow=True),
-        *TORCHTPU,
-    ],
-)
+@pytest.mark.parametrize("backend", training.BACKENDS)
 def test_replicas_order_groups_as_one_does(backend, run):
     orders = training.assert_same_run(run, backend=backend)
     assert len({tuple(order) for order in orders}) > 2

@@ -148,7 +148,6 @@ GROUPS = {"fidelity": "group", "group_size": BATCH // 2}
 
 
 def under_ddp(rank: int) -> list[tuple[list, list]]:
-    del rank
     model = mlp()
     wrapper = DistributedDataParallel(model)
     for recorded, named in ((model, wrapper), (wrapper, model)):
@@ -179,7 +178,6 @@ def test_ddp_orders_and_trains_as_one_process_does():
 
 
 def sharded(rank: int) -> list[str]:
-    del rank
     model = mlp()
     torch.distributed.fsdp.fully_shard(
         model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
@@ -210,7 +208,6 @@ def test_sharded_models_are_refused_at_construction():
 
 def clipped(rank: int, records: bool) -> tuple[list, list[float]]:
     """Trains an elastic run with clipping and a noise meter, in recorded orders."""
-    del rank
     model = mlp()
     x, y = samples()
     orders = iter(clipped(0, True)[0]) if not records else None

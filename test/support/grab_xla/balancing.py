@@ -1,27 +1,20 @@
-"""Balancing as in the papers, one sample at a time, in float64."""
+"""Balancing as in the papers, one sample at a time, in float64.
+
+``rows`` are ``(n, d)`` gradients in the order visited. A tie is negative, as by
+grab-sampler's rule.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-Rows = np.ndarray  # (n, d) gradients in the order visited
-Decide = Callable[[float, int, int], bool]  # (inner product, sample, draw) -> is it +1
 
-
-def below_zero(product: float, sample: int, draw: int) -> bool:
-    """Returns whether the sign is +1 by grab-sampler's rule: a tie is negative."""
-    del sample, draw
-    return product < 0
-
-
-def mean(order, rows, centre, decide: Decide = below_zero):
+def mean(order, rows, centre):
     """Returns the next order of mean balance around ``centre``."""
     left, right, total = [], [], np.zeros(rows.shape[1])
     for i, sample in enumerate(order):
         z = rows[i] - centre
-        if decide(total @ z, i, 0):
+        if total @ z < 0:
             left.append(sample)
             total = total + z
         else:
@@ -30,7 +23,7 @@ def mean(order, rows, centre, decide: Decide = below_zero):
     return left + right
 
 
-def pair(order, rows, decide: Decide = below_zero, num_workers: int = 1):
+def pair(order, rows, num_workers: int = 1):
     """Returns the next order of (coordinated) pair balance; 2W must divide n."""
     lefts = [[] for _ in range(num_workers)]
     rights = [[] for _ in range(num_workers)]
@@ -39,7 +32,7 @@ def pair(order, rows, decide: Decide = below_zero, num_workers: int = 1):
         for worker in range(num_workers):
             i, j = block + worker, block + num_workers + worker
             z = rows[i] - rows[j]
-            plus = decide(total @ z, j, 0)
+            plus = total @ z < 0
             total = total + z if plus else total - z
             first, second = (order[i], order[j]) if plus else (order[j], order[i])
             lefts[worker].append(first)
@@ -48,14 +41,14 @@ def pair(order, rows, decide: Decide = below_zero, num_workers: int = 1):
     return [following[i % num_workers][i // num_workers] for i in range(len(order))]
 
 
-def recursive(order, rows, centre, depth: int, decide: Decide = below_zero):
+def recursive(order, rows, centre, depth: int):
     """Returns the next order of recursive balance: samples walk from root to leaf."""
     totals = [np.zeros(rows.shape[1]) for _ in range(2 ** (depth + 1) - 1)]
     leaves = [([], []) for _ in range(2**depth)]
     for i, sample in enumerate(order):
         z, node = rows[i] - centre, 0
         for level in range(depth + 1):
-            plus = decide(totals[node] @ z, i, level)
+            plus = totals[node] @ z < 0
             totals[node] = totals[node] + z if plus else totals[node] - z
             leaf, node = node - (2**level - 1), 2 * node + (1 if plus else 2)
         if plus:
@@ -65,7 +58,7 @@ def recursive(order, rows, centre, depth: int, decide: Decide = below_zero):
     return [sample for front, back in leaves for sample in front + back]
 
 
-def recursive_pair(order, rows, size: int, decide: Decide = below_zero):
+def recursive_pair(order, rows, size: int):
     """Returns the next order of recursive pair balance; ``size`` must divide n."""
     totals = [np.zeros(rows.shape[1]) for _ in range(size - 1)]
 
@@ -74,7 +67,7 @@ def recursive_pair(order, rows, size: int, decide: Decide = below_zero):
             return items
         left, right = [], []
         for x, y in zip(items[0::2], items[1::2]):
-            plus = decide(before[node] @ (rows[x] - rows[y]), x, 0)
+            plus = before[node] @ (rows[x] - rows[y]) < 0
             left.append(x if plus else y)
             right.append(y if plus else x)
         totals[node] = totals[node] + rows[left].sum(0) - rows[right].sum(0)

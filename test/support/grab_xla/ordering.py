@@ -114,10 +114,11 @@ INVARIANT = [name for name in BALANCING if KINDS[name].invariant]
 TIE_FREE = [name for name in BALANCING if name not in ("ema", "adaema")]
 
 
-def gradients(epoch: int, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
-    """Returns ``(n, NUM_PARAMETERS)`` float64 gradients, which drift by epoch."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (num_samples, NUM_PARAMETERS)
+def gradients(
+    epoch: int, num_samples: int = NUM_SAMPLES, size: int = NUM_PARAMETERS
+) -> torch.Tensor:
+    """Returns ``(n, size)`` float64 gradients with a mean, which drift by epoch."""
+    generator, shape = torch.Generator().manual_seed(0), (num_samples, size)
     base = torch.randn(shape, generator=generator, dtype=torch.float64) + 0.3
     generator.manual_seed(1 + epoch)
     drift = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -12,10 +12,15 @@ from torch import nn
 import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
+from support.xla_replica.replicas import TORCHTPU, row
 
 Data = tuple[torch.Tensor, torch.Tensor]
 # Two epochs of 24 samples, and again, in minibatches of 4.
 TRACE, MINIBATCH, REFERENCE = [8, 16, 4, 12, 8], 4, 8
+BACKENDS = [
+    row("cpu", 3), row("xla", 1), row("xla", 2, slow=True), row("xla", 8, slow=True),
+    *TORCHTPU,
+]  # fmt: skip
 
 
 def samples(num_samples: int = 24, dtype: torch.dtype = torch.float64) -> Data:
