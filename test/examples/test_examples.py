@@ -280,48 +280,6 @@ def test_another_run_is_not_gone_on_with(tmp_path, capsys):
 # --- messages
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_help_teaches(name, capsys):
-    with pytest.raises(SystemExit):
-        SCRIPTS[name].main(["--help"])
-    text = capsys.readouterr().out
-    for word in (
-        "torchrun", "--resume", "recursive-pair", "--num-replicas 2", "default:",
-    ):  # fmt: skip
-        assert word in text
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("images", ["--epochs", 0], "--epochs must be at least 1, got 0"),
-        ("images", ["--order", "best"], "--order best: allowed are mean, pair"),
-        ("images", ["--order", "recursive-pair", "--batch-size", 24], "power of two"),
-        ("images", ["--order", "recursive", "--depth", -1], "--order recursive: depth"),
-        ("images", ["--batch-size", 15, "--num-replicas", 2], "15 is not a multiple"),
-        ("images", ["--resume"], "need --checkpoint DIR"),
-        ("images", ["--minibatch-size", 8], "--minibatch-size needs --trace FILE"),
-        ("images", ["--trace", "nofile.csv"], "--trace: "),
-        ("text", ["--model", "gpt-neox"], "not installed: pip install transformers"),
-        ("images", ["--num-samples", 3], "at least --batch-size, 16"),
-        ("images", ["--width", 9], "--width must be a multiple of 8, got 9"),
-        ("text", ["--text", "nofile.txt"], "nofile.txt"),
-        ("text", ["--max-bytes", 99], "has 99 bytes, but windows of 128 need more"),
-        ("text", ["--num-heads", 3], "--width 128 is not a multiple of --num-heads 3"),
-    ],
-)  # fmt: skip
-def test_bad_arguments_say_so(tmp_path, monkeypatch, name, arguments, message, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    try:
-        status = SCRIPTS[name].main(words(arguments))
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_digits_stand_in_and_a_line_says_so(monkeypatch, caplog):
     def offline(name: str, folder: str) -> None:
         raise RuntimeError("Error downloading\nno route to host")
@@ -388,53 +346,18 @@ def models() -> dict[str, tuple]:
     return rows
 
 
-def gradients_one_by_one(model, inputs, targets) -> dict[str, torch.Tensor]:
-    """Returns ``(B, *shape)`` by name, from one backward pass per sample on the CPU."""
-    rows = []
-    for i in range(len(inputs)):
-        one = slice(i, i + 1)
-        loss = ordered_training.sample_losses(model, inputs[one], targets[one])
-        rows.append(torch.autograd.grad(loss.sum(), list(model.parameters())))
-    names = dict(model.named_parameters())
-    return dict(zip(names, map(torch.stack, zip(*rows)), strict=True))
+def check_all_models(rank: int) -> None:
+    device = xla_replica.current().device
+    for model, inputs, targets in models().values():
+        on_device = (inputs.to(device), targets.to(device))
+        ordered_training.check_gradients(model.to(device), *on_device)
 
 
-def gradients_on(device: torch.device, name: str) -> dict[str, torch.Tensor]:
-    model, inputs, targets = models()[name]
-    on_device = (inputs.to(device), targets.to(device))
-    ordered_training.check_gradients(model.to(device), *on_device)
-    return psg.per_sample_grads(model, ordered_training.sample_losses, on_device)
-
-
-def assert_right(found: dict[str, torch.Tensor], name: str) -> None:
-    expected = gradients_one_by_one(*models()[name])
-    assert found.keys() == expected.keys()
-    largest = max(float(grad.abs().max()) for grad in expected.values())
-    for parameter, grad in expected.items():
-        # A true zero, such as a bias before a normalisation, is computed as noise.
-        size = max(float(grad.abs().max()), 1e-3 * largest)
-        assert float((found[parameter] - grad).abs().max()) < 1e-2 * size, parameter
-
-
-@pytest.mark.parametrize("name", models())
-def test_gradients_are_those_of_single_samples(name):
-    assert_right(gradients_on(torch.device("cpu"), name), name)
-
-
-def gradients_of_all_models(rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    del rank
-    replica = xla_replica.current()
-    return {
-        name: replica.to_host(gradients_on(replica.device, name)) for name in models()
-    }
-
-
-@pytest.mark.slow
-@needs_xla
-def test_gradients_are_right_on_xla():
-    (found,) = xla_replica.launch(gradients_of_all_models, (), 1, "xla")
-    for name, gradients in found.items():
-        assert_right(gradients, name)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("xla", marks=[pytest.mark.slow, needs_xla])]
+)
+def test_gradients_of_all_models_are_right(device):
+    xla_replica.launch(check_all_models, (), 1, device)
 
 
 @rules_kept()

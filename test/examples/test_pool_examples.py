@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from support.scripts import run_script
 
-from examples.pool import batch_to_label, digits, influence, mislabelled, target_set
+import per_sample_grad as psg
+from examples.pool import (
+    batch_to_label,
+    digits,
+    influence,
+    mislabelled,
+    score_pool,
+    target_set,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {
@@ -32,29 +42,6 @@ def test_an_example_measures_every_way(script, capsys):
     path = Path(script.__file__)
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 120
     assert "known against it" in script.__doc__
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "told"),
-    [
-        (influence, "--seeds 0", "--seeds: '0' is not an integer of at least 1"),
-        (influence, "--train 40 --remove 40", "--remove must be less than --train"),
-        (influence, "--halves 1", "--halves at least 2"),
-        (mislabelled, "--train 10 --wrong 0.04", "--wrong must leave a wrong label"),
-        (mislabelled, "--steps 30 -1", "-1"),
-        (mislabelled, "--train 5000", "5000 digits are needed, and there are 1797"),
-        (target_set, "--pool 50", "--pool must be at least 20, and at least --budget"),
-        (batch_to_label, "--pool 60", "--batch, times --rounds and one more, exceeds"),
-    ],
-)
-def test_arguments_that_cannot_be_are_told(
-    script, arguments, told, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "argv", [script.__name__, *arguments.split()])
-    with pytest.raises(SystemExit) as error:
-        script.main()
-    assert error.value.code != 0
-    assert told in f"{capsys.readouterr().err}{error.value.code}"
 
 
 def test_networks_that_are_trained_at_once_are_those_trained_alone():
@@ -94,3 +81,35 @@ def test_a_single_seed_has_no_standard_error(capsys):
     for seeds, expected in ((1, 0), (3, 2)):
         digits.table("means", ["a", "b"], {"row": np.ones((seeds, 2))})
         assert capsys.readouterr().out.count("±") == expected
+
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pool" / "score_pool.py"
+
+
+@pytest.mark.parametrize("layer", ["conv1", "conv2", "fc"])
+def test_norms_of_a_batch_are_those_of_its_gradients(layer):
+    model, pool = score_pool.make_problem(7)
+    found = score_pool.layer_norms(model, layer, *pool[:])
+    grads = psg.per_sample_grads(model, score_pool.losses_of, pool[:])
+    truth = grads[f"{layer}.weight"].flatten(1).norm(dim=1)
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=0)
+
+
+def test_the_script_prints_norms_and_the_highest_scores(tmp_path):
+    output = tmp_path / "scores.csv"
+    arguments = ("--pool", 20, "--batch-size", 5, "--output", output)
+    status, text = run_script(SCRIPT, *arguments, cwd=tmp_path)
+    assert status == 0, text
+    # The progress bar is beside them.
+    lines = re.findall(r"(?:gradient norms|highest|index and score) .*", text)
+    model, pool = score_pool.make_problem(20)
+    norms = score_pool.layer_norms(model, "conv2", *pool[:5])
+    assert lines[0].startswith("gradient norms in conv2, first 5 samples: ")
+    low, _, high = lines[0].split()[-3:]
+    assert [float(low), float(high)] == pytest.approx(
+        [float(norms.min()), float(norms.max())], abs=2e-3
+    )
+    scores = pd.read_csv(output)["score"]
+    highest = scores.sort_values(ascending=False, kind="stable").index[:5].tolist()
+    assert lines[1] == f"highest grad_norm of the whole model: {highest}"
+    assert lines[2] == f"index and score of every sample: {output}"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.scripts import run_script, words
 from support.xla_replica.replicas import of_torch_alone
-from support.xla_replica.torchrun import LAUNCHER
 
 import variable_batch_size as vbs
 from examples.sparse import rigl_mnist
@@ -44,11 +43,6 @@ def accuracies(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"accuracy ([\d.]+) %", output)]
 
 
-def results(output: str) -> str:
-    """Returns the output without what gloo's threads write before, as they connect."""
-    return output[output.index("epoch 0:") :]
-
-
 @of_torch_alone
 @pytest.mark.filterwarnings("ignore:the saved schedule goes on")
 def test_it_learns_and_resumes(tmp_path, run_here):
@@ -81,12 +75,3 @@ def test_on_replicas_with_a_trace(tmp_path, run_here):
     masks = re.compile(r"nonzero_params=.*")
     assert masks.search(alone).group() == masks.search(together).group()
     assert accuracies(together) == pytest.approx(accuracies(alone), abs=2)
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path):
-    """The run is that of two replicas that the script starts, a line for each epoch."""
-    own = run(tmp_path, *TRACE, "--num-replicas", 2)
-    torchrun = run(tmp_path, *TRACE, command=LAUNCHER)
-    assert len(accuracies(torchrun)) == 3
-    assert results(torchrun) == results(own)

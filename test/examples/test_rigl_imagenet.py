@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.scripts import run_script, words
 from support.xla_replica.replicas import needs_xla
-from support.xla_replica.torchrun import LAUNCHER
 
 import xla_replica
 from examples.sparse import imagenet_data, rigl_imagenet
@@ -168,14 +167,6 @@ def test_replicas_do_what_one_does(tmp_path, device, num_replicas):
     )
     assert_alike(tmp_path / "two", tmp_path / "one")
     assert "100%" in text  # the progress bar
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path):
-    (tmp_path / "two").mkdir()
-    run_here(tmp_path / "one", *TRACE)
-    text = run(tmp_path / "two", *TRACE, "--device", "cpu", command=LAUNCHER)
-    assert_alike(tmp_path / "two", tmp_path / "one")
     assert text.count("all sparse layers") == 1
 
 
@@ -247,26 +238,3 @@ def test_the_learning_rate_rises_and_falls(decay):
     expected = {"steps": [1, 0.1, 0.01, 0.001], "cosine": [0.851, 0.839, 0.227, 0.027]}
     picked = [found[step] for step in (29, 30, 70, 90)]
     assert picked == pytest.approx(expected[decay], abs=1e-3)
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit):
-        rigl_imagenet.main(["--help"])
-    text = capsys.readouterr().out
-    for word in ("torchrun", "--checkpoint saved", "--trace", "PJRT_DEVICE"):
-        assert word in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give --data DIR, or --fake-data"),
-        (["--data", "nowhere"], "--data nowhere has no folder train"),
-        (["--fake-data", "--epochs", "0"], "--epochs must be at least 1, got 0"),
-        (["--fake-data", "--distribution", "best"], "invalid choice: 'best'"),
-    ],
-)
-def test_bad_arguments_say_so(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        rigl_imagenet.main(arguments)
-    assert message in capsys.readouterr().err
