@@ -83,12 +83,6 @@ def test_mistakes_are_found_before_anything_is_touched(options, error, says):
     pruned(model, optimizer)  # a refusal leaves nothing behind
 
 
-def test_a_model_of_linear_layers_needs_to_be_told():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="needs ignore_linear_layers=False"):
-        RigLScheduler(model, sgd(model), dense_allocation=0.5, T_end=10)
-
-
 def test_an_optimizer_that_steps_by_itself_needs_to_be_told():
     images, labels = batch(0, 16)
     dataset = torch.utils.data.TensorDataset(images, labels)
@@ -101,6 +95,9 @@ def test_an_optimizer_that_steps_by_itself_needs_to_be_told():
 
 
 def test_weights_of_kinds_that_are_not_served_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="needs ignore_linear_layers=False"):
+        RigLScheduler(model, sgd(model), dense_allocation=0.5, T_end=10)
     model = convnet().to("meta")
     with pytest.raises(ValueError, match="meta device and have no values"):
         pruned(model, sgd(model))
@@ -153,28 +150,27 @@ def steps(model, optimizer, ends_step) -> None:
         optimizer.step()
 
 
-def test_a_loop_without_the_second_line_is_refused():
+def test_loops_without_the_second_line_or_its_answer_are_refused():
     model = convnet()
     optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
-    with pytest.raises(RuntimeError, match="took 4 steps without a call of the pruner"):
+    with (
+        pruned(model, optimizer) as pruner,
+        pytest.raises(RuntimeError, match="took 4 steps without a call of the pruner"),
+    ):
         steps(model, optimizer, ends_step=lambda: None)
     assert pruner.step == 0
-    pruner.close()
     for options in ({"static_topo": True}, {"skip_step": False}):
-        pruner = pruned(model, optimizer, **options)
-        steps(model, optimizer, ends_step=lambda: None)
-        pruner.close()
-
-
-def test_a_loop_that_does_not_look_at_the_answer_is_refused():
-    model = convnet()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer)
-    with pytest.raises(RuntimeError, match="had returned False in step 3, in which"):
-        steps(model, optimizer, ends_step=pruner)
-    pruner.close()
-    steps(model, optimizer, ends_step=pruned(model, optimizer, skip_step=False))
+        with pruned(model, optimizer, **options):
+            steps(model, optimizer, ends_step=lambda: None)
+    for skip_step in (True, False):
+        model = convnet()
+        optimizer = sgd(model)
+        pruner = pruned(model, optimizer, skip_step=skip_step)
+        if not skip_step:
+            steps(model, optimizer, ends_step=pruner)
+            continue
+        with pytest.raises(RuntimeError, match="had returned False in step 3, in whi"):
+            steps(model, optimizer, ends_step=pruner)
 
 
 def test_another_optimizer_than_the_pruners_is_noticed():

@@ -7,39 +7,28 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import (
-    OPTIMIZERS,
-    batch,
-    convnet,
-    counts,
-    equal,
-    inactive_are_zero,
-    pruned,
-    sgd,
-    sparse_convnet,
-    train,
-)
+from support.rigl_xla import sparse
 from torch import nn
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", sparse.OPTIMIZERS)
 def test_every_optimizer_keeps_inactive_weights_and_their_state_at_zero(kind):
-    model, optimizer, pruner = sparse_convnet(kind)
-    before, active = copy.deepcopy(pruner.masks), counts(pruner)
+    model, optimizer, pruner = sparse.sparse_convnet(kind)
+    before, active = copy.deepcopy(pruner.masks), sparse.counts(pruner)
     assert active == [231, 820, 32]  # 1152 - floor(0.8 * 1152), ...
     for step in range(15):
-        train(model, optimizer, pruner, range(step, step + 1))
-        assert counts(pruner) == active
-        assert inactive_are_zero(pruner)
+        sparse.train(model, optimizer, pruner, range(step, step + 1))
+        assert sparse.counts(pruner) == active
+        assert sparse.inactive_are_zero(pruner)
     assert pruner.rigl_steps == 4
-    assert not equal(pruner.masks, before)
+    assert not sparse.equal(pruner.masks, before)
 
 
 def test_the_step_that_changes_the_topology_changes_no_other_weight():
-    model, optimizer, pruner = sparse_convnet()
-    train(model, optimizer, pruner, range(2))
+    model, optimizer, pruner = sparse.sparse_convnet()
+    sparse.train(model, optimizer, pruner, range(2))
     before, masks = copy.deepcopy(model.state_dict()), copy.deepcopy(pruner.masks)
-    train(model, optimizer, pruner, range(2, 3))
+    sparse.train(model, optimizer, pruner, range(2, 3))
     for name, weight in model.state_dict().items():
         old, new = masks.get(name), pruner.masks.get(name)
         kept = torch.ones_like(weight, dtype=torch.bool) if old is None else old & new
@@ -51,12 +40,12 @@ def test_the_step_that_changes_the_topology_changes_no_other_weight():
 
 
 @pytest.mark.parametrize("skip_step", [True, False])
-@pytest.mark.parametrize("kind", sorted(set(OPTIMIZERS) - {"sgd-plain"}))
+@pytest.mark.parametrize("kind", sorted(set(sparse.OPTIMIZERS) - {"sgd-plain"}))
 def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
     """That holds where there was optimizer state, as in a loaded state."""
     options = {"skip_step": skip_step, "bound_new_steps": False}
-    model, optimizer, pruner = sparse_convnet(kind, **options)
-    train(model, optimizer, pruner, range(2))
+    model, optimizer, pruner = sparse.sparse_convnet(kind, **options)
+    sparse.train(model, optimizer, pruner, range(2))
     kept_of = {}
     for name in pruner.masks:
         weight = model.get_parameter(name)
@@ -66,7 +55,7 @@ def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
         for tensor in kept_of[name]:
             tensor.fill_(1.0)
     masks = copy.deepcopy(pruner.masks)
-    train(model, optimizer, pruner, range(2, 3))
+    sparse.train(model, optimizer, pruner, range(2, 3))
     for name, new in pruner.masks.items():
         grown, kept = new & ~masks[name], new & masks[name]
         assert grown.any()
@@ -86,7 +75,9 @@ def test_new_connections_move_no_further_under_adam_than_nine_in_ten_others(
         layers = nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.ReLU()
         model = nn.Sequential(*layers, nn.Linear(64, 1))
         optimizer = optimizer_of(model.parameters(), 1e-3, weight_decay=0.0)
-        pruner = pruned(model, optimizer, delta=50, T_end=1000, bound_new_steps=bound)
+        pruner = sparse.pruned(
+            model, optimizer, delta=50, T_end=1000, bound_new_steps=bound
+        )
         generator = torch.Generator().manual_seed(1)
         weight, grown, found = model[2].weight, None, []
         for _ in range(360):
@@ -109,12 +100,12 @@ def test_new_connections_move_no_further_under_adam_than_nine_in_ten_others(
 
 
 def test_the_rates_of_rprop_begin_at_their_initial_value():
-    model = convnet()
+    model = sparse.convnet()
     optimizer = torch.optim.Rprop(model.parameters(), 0.01)
-    pruner = pruned(model, optimizer)
-    train(model, optimizer, pruner, range(2))
+    pruner = sparse.pruned(model, optimizer)
+    sparse.train(model, optimizer, pruner, range(2))
     masks = copy.deepcopy(pruner.masks)
-    train(model, optimizer, pruner, range(2, 3))
+    sparse.train(model, optimizer, pruner, range(2, 3))
     for name, new in pruner.masks.items():
         rates = optimizer.state[model.get_parameter(name)]["step_size"]
         grown = new & ~masks[name]
@@ -124,7 +115,7 @@ def test_the_rates_of_rprop_begin_at_their_initial_value():
 
 
 def test_the_strongest_stay_and_the_largest_gradients_grow():
-    model, optimizer, pruner = sparse_convnet(delta=1, T_end=100)
+    model, optimizer, pruner = sparse.sparse_convnet(delta=1, T_end=100)
     masks = copy.deepcopy(pruner.masks)
     weights = {name: model.get_parameter(name).detach().clone() for name in masks}
     dense = {}
@@ -132,8 +123,8 @@ def test_the_strongest_stay_and_the_largest_gradients_grow():
         parameter = model.get_parameter(name)
         parameter.register_hook(lambda grad, name=name: dense.update({name: grad}))
     pruner.close()  # so that its hooks come after those of this test
-    pruner = pruned(model, optimizer, delta=1, T_end=100)
-    train(model, optimizer, pruner, range(1))
+    pruner = sparse.pruned(model, optimizer, delta=1, T_end=100)
+    sparse.train(model, optimizer, pruner, range(1))
     for name, new in pruner.masks.items():
         num_active = int(masks[name].sum())
         num_dropped = pruner.schedule.num_dropped(1, num_active)
@@ -148,8 +139,8 @@ def test_the_strongest_stay_and_the_largest_gradients_grow():
 
 def test_a_layer_outside_of_the_loss_keeps_its_mask():
     model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, delta=1)
+    optimizer = sparse.sgd(model)
+    pruner = sparse.pruned(model, optimizer, delta=1)
     masks = copy.deepcopy(pruner.masks)
     for _ in range(3):
         optimizer.zero_grad()
@@ -160,9 +151,9 @@ def test_a_layer_outside_of_the_loss_keeps_its_mask():
 
 
 def test_the_gradient_is_sparse_before_anyone_clips_it():
-    model, optimizer, pruner = sparse_convnet(delta=2, grad_accumulation_n=2)
+    model, optimizer, pruner = sparse.sparse_convnet(delta=2, grad_accumulation_n=2)
     for step in range(4):
-        images, labels = batch(step)
+        images, labels = sparse.batch(step)
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
         for name, mask in pruner.masks.items():
@@ -174,42 +165,42 @@ def test_backward_passes_of_one_step_add_up():
     """Several backward passes choose the masks that the whole batch chooses."""
     masks = []
     for parts in (1, 4):
-        model = convnet().double()
-        optimizer = sgd(model)
-        pruner = pruned(model, optimizer)
+        model = sparse.convnet().double()
+        optimizer = sparse.sgd(model)
+        pruner = sparse.pruned(model, optimizer)
         for step in range(13):
             optimizer.zero_grad()
-            images, labels = batch(step)
+            images, labels = sparse.batch(step)
             for x, y in zip(images.double().chunk(parts), labels.chunk(parts)):
                 (F.cross_entropy(model(x), y) / parts).backward()
             if pruner():
                 optimizer.step()
         masks.append(pruner.masks)
     assert pruner.rigl_steps == 4
-    assert equal(*masks)
+    assert sparse.equal(*masks)
 
 
 def test_single_call_mode_steps_and_updates_in_one():
     """Every step moves weights, and updates happen after steps 3, 6, 9 and 12."""
-    model, optimizer, pruner = sparse_convnet(skip_step=False)
+    model, optimizer, pruner = sparse.sparse_convnet(skip_step=False)
     changed_at = []
     for step in range(15):
         masks, bias = copy.deepcopy(pruner.masks), model[7].bias.detach().clone()
-        train(model, optimizer, pruner, range(step, step + 1))
+        sparse.train(model, optimizer, pruner, range(step, step + 1))
         assert not torch.equal(bias, model[7].bias)
-        if not equal(masks, pruner.masks):
+        if not sparse.equal(masks, pruner.masks):
             changed_at.append(pruner.step)
-        assert inactive_are_zero(pruner)
+        assert sparse.inactive_are_zero(pruner)
     assert changed_at == [3, 6, 9, 12]
 
 
 def test_single_call_mode_needs_no_call_and_takes_closures():
     weights = []
     for with_closure in (False, True):
-        model, optimizer, pruner = sparse_convnet(skip_step=False)
+        model, optimizer, pruner = sparse.sparse_convnet(skip_step=False)
 
         def loss(step, model=model, optimizer=optimizer):
-            images, labels = batch(step)
+            images, labels = sparse.batch(step)
             optimizer.zero_grad()
             value = F.cross_entropy(model(images), labels)
             value.backward()
@@ -223,18 +214,18 @@ def test_single_call_mode_needs_no_call_and_takes_closures():
                 optimizer.step()
         assert pruner.rigl_steps == 3
         weights.append(model.state_dict())
-    assert equal(*weights)
+    assert sparse.equal(*weights)
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_lr_schedulers_made_before_or_after(before):
-    model = convnet()
-    optimizer = sgd(model)
+    model = sparse.convnet()
+    optimizer = sparse.sgd(model)
     if before:
         lrs = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        pruned(model, optimizer)
+        sparse.pruned(model, optimizer)
     else:
-        pruned(model, optimizer)
+        sparse.pruned(model, optimizer)
         lrs = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     step = optimizer.step
     optimizer.step()
@@ -244,7 +235,7 @@ def test_lr_schedulers_made_before_or_after(before):
 
 
 def test_gradients_written_by_hand_are_masked_on_demand():
-    model, _, pruner = sparse_convnet()
+    model, _, pruner = sparse.sparse_convnet()
     first, *others = pruner.masks  # the first has none
     for name in others:
         weight = model.get_parameter(name)

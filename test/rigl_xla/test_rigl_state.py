@@ -9,15 +9,6 @@ import numpy as np
 import pytest
 import torch
 from support.rigl_xla import sparse
-from support.rigl_xla.sparse import (
-    OPTIMIZERS,
-    convnet,
-    equal,
-    pruned,
-    sgd,
-    sparse_convnet,
-    train,
-)
 from torch import nn
 
 from rigl_xla import Layer, RigLScheduler
@@ -54,48 +45,48 @@ def flat_state(optimizer):
 )
 def test_resuming_at_every_step_changes_nothing(run, kind):
     steps, options = 10, RUNS[run]
-    model, optimizer, pruner = sparse_convnet(kind, seed=1, **options)
+    model, optimizer, pruner = sparse.sparse_convnet(kind, seed=1, **options)
     saved = []
     for step in range(steps):
         parts = {"model": model, "optimizer": optimizer, "pruner": pruner}
         saved.append(through_a_file({k: v.state_dict() for k, v in parts.items()}))
-        train(model, optimizer, pruner, range(step, step + 1))
+        sparse.train(model, optimizer, pruner, range(step, step + 1))
     assert pruner.rigl_steps >= 2
     for step, state in enumerate(saved):
-        again = convnet(seed=9)
+        again = sparse.convnet(seed=9)
         again.load_state_dict(state["model"])
-        other = OPTIMIZERS[kind](again.parameters())
+        other = sparse.OPTIMIZERS[kind](again.parameters())
         other.load_state_dict(state["optimizer"])
-        resumed = pruned(again, other, **options, state_dict=state["pruner"])
+        resumed = sparse.pruned(again, other, **options, state_dict=state["pruner"])
         assert resumed.step == step
-        train(again, other, resumed, range(step, steps))
-        assert equal(resumed.masks, pruner.masks), step
-        assert equal(again.state_dict(), model.state_dict()), step
-        assert equal(flat_state(other), flat_state(optimizer)), step
+        sparse.train(again, other, resumed, range(step, steps))
+        assert sparse.equal(resumed.masks, pruner.masks), step
+        assert sparse.equal(again.state_dict(), model.state_dict()), step
+        assert sparse.equal(flat_state(other), flat_state(optimizer)), step
         assert resumed.rigl_steps == pruner.rigl_steps
 
 
 def test_the_states_order_of_loading_does_not_matter():
-    model, optimizer, pruner = sparse_convnet()
-    train(model, optimizer, pruner, range(4))
+    model, optimizer, pruner = sparse.sparse_convnet()
+    sparse.train(model, optimizer, pruner, range(4))
     weights, momenta = model.state_dict(), optimizer.state_dict()
-    other = convnet(seed=9)
-    its = OPTIMIZERS["sgd"](other.parameters())
-    resumed = pruned(other, its)
+    other = sparse.convnet(seed=9)
+    its = sparse.OPTIMIZERS["sgd"](other.parameters())
+    resumed = sparse.pruned(other, its)
     resumed.load_state_dict(pruner.state_dict())
     assert (resumed.T_end, resumed.delta_T, resumed.dense_allocation) == (14, 3, 0.2)
     other.load_state_dict(copy.deepcopy(weights))
     its.load_state_dict(copy.deepcopy(momenta))
     for one in (model, optimizer, pruner), (other, its, resumed):
-        train(*one, range(4, 13))
-    assert equal(model.state_dict(), other.state_dict())
+        sparse.train(*one, range(4, 13))
+    assert sparse.equal(model.state_dict(), other.state_dict())
 
 
 def test_a_state_is_a_copy_of_plain_types():
-    model, optimizer, pruner = sparse_convnet()
+    model, optimizer, pruner = sparse.sparse_convnet()
     state = pruner.state_dict()
     before = copy.deepcopy(state)
-    train(model, optimizer, pruner, range(6))
+    sparse.train(model, optimizer, pruner, range(6))
     for name, entry in state["layers"].items():
         assert torch.equal(entry["mask"], before["layers"][name]["mask"])
         assert entry["mask"].numel() == -(-pruner.masks[name].numel() // 8)
@@ -103,7 +94,7 @@ def test_a_state_is_a_copy_of_plain_types():
 
 
 def test_saved_values_can_be_changed_in_so_many_words():
-    *_, pruner = sparse_convnet()
+    *_, pruner = sparse.sparse_convnet()
     state = pruner.state_dict()
     pruner.load_state_dict(state, T_end=99, delta=33)
     assert (pruner.T_end, pruner.delta_T, pruner.alpha) == (99, 33, 0.3)
@@ -116,16 +107,16 @@ def test_saved_values_can_be_changed_in_so_many_words():
 
 def test_another_schedule_than_the_saved_one_is_told():
     """It goes on as it was, also in a run that is resumed for more epochs."""
-    model, optimizer, pruner = sparse_convnet()
+    model, optimizer, pruner = sparse.sparse_convnet()
     state = through_a_file(pruner.state_dict())
     told = r"T_end was 14 and is 28; delta was 3 and is 4 .*state, T_end=28, delta=4\)"
     pruner.close()
     with pytest.warns(UserWarning, match=told) as caught:
-        resumed = pruned(model, optimizer, T_end=28, delta=4, state_dict=state)
+        resumed = sparse.pruned(model, optimizer, T_end=28, delta=4, state_dict=state)
     assert [warning.filename for warning in caught] == [sparse.__file__]
     assert (resumed.T_end, resumed.delta_T) == (14, 3)
     resumed.close()
-    other = pruned(model, optimizer, T_end=28)
+    other = sparse.pruned(model, optimizer, T_end=28)
     with pytest.warns(UserWarning, match=r"is 28.*Checkpointer") as caught:
         other.load_state_dict(state)
     assert [warning.filename for warning in caught] == [__file__]
@@ -135,21 +126,23 @@ def test_another_schedule_than_the_saved_one_is_told():
 
 def test_random_masks_for_a_model_that_was_sparse_are_told():
     """A script that resumes weights but not the pruner trains another network."""
-    model, optimizer, pruner = sparse_convnet()
-    train(model, optimizer, pruner, range(4))
+    model, optimizer, pruner = sparse.sparse_convnet()
+    sparse.train(model, optimizer, pruner, range(4))
     weights, state = copy.deepcopy(model.state_dict()), pruner.state_dict()
 
     def resumed(**options):
-        other = convnet(seed=9)
+        other = sparse.convnet(seed=9)
         other.load_state_dict(weights)
-        return other, pruned(other, OPTIMIZERS["sgd"](other.parameters()), **options)
+        return other, sparse.pruned(
+            other, sparse.OPTIMIZERS["sgd"](other.parameters()), **options
+        )
 
     dropped = r"3 of 3 weights are sparse already.* drop .*state_dict="
     with pytest.warns(UserWarning, match=dropped):
         other, _ = resumed()
-    assert not equal(other.state_dict(), weights)
+    assert not sparse.equal(other.state_dict(), weights)
     for options in {"state_dict": state}, {"initial_masks": "magnitude"}:
-        assert equal(resumed(**options)[0].state_dict(), weights)
+        assert sparse.equal(resumed(**options)[0].state_dict(), weights)
 
 
 @pytest.mark.parametrize(
@@ -161,16 +154,16 @@ def test_random_masks_for_a_model_that_was_sparse_are_told():
     ],
 )
 def test_a_state_knows_all_weights_of_its_model(change, says):
-    model, other = convnet(), convnet()
-    state = pruned(model, sgd(model)).state_dict()
+    model, other = sparse.convnet(), sparse.convnet()
+    state = sparse.pruned(model, sparse.sgd(model)).state_dict()
     change(other)
     with pytest.raises(ValueError, match=says):
-        pruned(other, sgd(other), state_dict=state)
+        sparse.pruned(other, sparse.sgd(other), state_dict=state)
 
 
 def test_a_state_of_an_older_release_fits():
     """Its options are in two dicts, and it does not know which weights are dense."""
-    model, optimizer, pruner = sparse_convnet(method="set")
+    model, optimizer, pruner = sparse.sparse_convnet(method="set")
     state = pruner.state_dict()
     names = ("method", "drop", "grow", "skip_step", "sparsity_distribution")
     state["asked"] = {name: state["options"].pop(name) for name in names}
@@ -178,30 +171,30 @@ def test_a_state_of_an_older_release_fits():
         del state["options"][name]
     del state["dense"]
     pruner.close()
-    resumed = pruned(model, optimizer, state_dict=state)
+    resumed = sparse.pruned(model, optimizer, state_dict=state)
     assert resumed.options.method == "set"
-    assert equal(resumed.masks, pruner.masks)
+    assert sparse.equal(resumed.masks, pruner.masks)
 
 
 @pytest.mark.parametrize("method", ["rigl", "set", "snfs"])
 def test_a_schedule_without_an_update_is_warned_of(method):
-    model, optimizer, pruner = sparse_convnet(method=method, T_end=4)
+    model, optimizer, pruner = sparse.sparse_convnet(method=method, T_end=4)
     state = pruner.state_dict()
     with pytest.warns(UserWarning, match="T_end=14 is not past .* delta=14") as caught:
         pruner.load_state_dict(state, T_end=14, delta=14)
     assert [warning.filename for warning in caught] == [__file__]
     pruner.close()
     with pytest.warns(UserWarning, match="T_end=3 is not past .* delta=3") as caught:
-        pruned(model, optimizer, method=method, T_end=3).close()
+        sparse.pruned(model, optimizer, method=method, T_end=3).close()
     assert [warning.filename for warning in caught] == [sparse.__file__]
-    pruner = pruned(model, optimizer, method=method, T_end=4)
+    pruner = sparse.pruned(model, optimizer, method=method, T_end=4)
     with pytest.warns(UserWarning, match="T_end=2 is not past"):
         pruner.load_state_dict(state, T_end=2)
     with pytest.raises(ValueError, match="needs T_end"):
         pruner.load_state_dict(state, T_end=None)
     assert pruner.T_end == 2
     pruner.close()
-    pruned(model, optimizer, method="static", T_end=3)
+    sparse.pruned(model, optimizer, method="static", T_end=3)
 
 
 SPARSITIES = "sparsity_distribution"
@@ -226,16 +219,16 @@ def first(layer: Layer) -> torch.Tensor:
 def test_what_was_asked_for_need_not_be_repeated(options):
     masks = []
     for repeated in (options, {}):
-        model, optimizer, pruner = sparse_convnet(**options)
-        train(model, optimizer, pruner, range(2))
+        model, optimizer, pruner = sparse.sparse_convnet(**options)
+        sparse.train(model, optimizer, pruner, range(2))
         state = through_a_file(pruner.state_dict())
         pruner.close()
-        resumed = pruned(model, optimizer, **repeated, state_dict=state)
+        resumed = sparse.pruned(model, optimizer, **repeated, state_dict=state)
         for name, value in options.items():
             assert getattr(resumed.options, name) == value
-        train(model, optimizer, resumed, range(2, 8))
+        sparse.train(model, optimizer, resumed, range(2, 8))
         masks.append(resumed.masks)
-    assert equal(*masks)
+    assert sparse.equal(*masks)
 
 
 @pytest.mark.parametrize(
@@ -259,28 +252,28 @@ def test_what_was_asked_for_need_not_be_repeated(options):
     ],
 )
 def test_other_options_than_the_saved_ones_are_refused(saved, asked, says):
-    model, optimizer, pruner = sparse_convnet(**saved)
+    model, optimizer, pruner = sparse.sparse_convnet(**saved)
     state = through_a_file(pruner.state_dict())
     pruner.close()
     with pytest.raises(ValueError, match=says):
-        pruned(model, optimizer, **asked, state_dict=state)
-    pruned(model, optimizer, **saved, state_dict=state)
+        sparse.pruned(model, optimizer, **asked, state_dict=state)
+    sparse.pruned(model, optimizer, **saved, state_dict=state)
 
 
 @pytest.mark.parametrize("kind", ["random", "magnitude"])
 def test_masks_have_the_memory_format_of_weights(kind):
-    model = convnet().to(memory_format=torch.channels_last)
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, initial_masks=kind)
-    train(model, optimizer, pruner, range(4))
+    model = sparse.convnet().to(memory_format=torch.channels_last)
+    optimizer = sparse.sgd(model)
+    pruner = sparse.pruned(model, optimizer, initial_masks=kind)
+    sparse.train(model, optimizer, pruner, range(4))
     assert pruner.rigl_steps == 1
     state = through_a_file(pruner.state_dict())
     pruner.close()
-    resumed = pruned(model, optimizer, state_dict=state)
+    resumed = sparse.pruned(model, optimizer, state_dict=state)
     for one in (pruner, resumed):
         mask = one.masks["2.weight"]
         assert mask.is_contiguous(memory_format=torch.channels_last)
-    assert equal(pruner.masks, resumed.masks)
+    assert sparse.equal(pruner.masks, resumed.masks)
     optimizer.zero_grad()
     model(torch.randn(4, 1, 8, 8)).square().sum().backward()
     grad = model[2].weight.grad
@@ -328,8 +321,8 @@ def test_a_run_of_rigl_torch_with_sparse_norms_resumes_from_its_own_state():
     for one in (model, optimizer, pruner), (again, other, resumed):
         steps(*one, 8)
     assert resumed.rigl_steps == 4
-    assert equal(resumed.masks, pruner.masks)
-    assert equal(again.state_dict(), model.state_dict())
+    assert sparse.equal(resumed.masks, pruner.masks)
+    assert sparse.equal(again.state_dict(), model.state_dict())
 
 
 LAYER = "5.weight"
@@ -354,21 +347,21 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("damage", "says"), DAMAGES)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage, says):
-    model, optimizer, pruner = sparse_convnet()
-    train(model, optimizer, pruner, range(4))
+    model, optimizer, pruner = sparse.sparse_convnet()
+    sparse.train(model, optimizer, pruner, range(4))
     state, masks = copy.deepcopy([pruner.state_dict(), pruner.masks])
     damage(state, state["layers"][LAYER])
     with pytest.raises(ValueError, match=says):
         pruner.load_state_dict(state)
-    assert equal(pruner.masks, masks)
+    assert sparse.equal(pruner.masks, masks)
     assert (pruner.step, pruner.rigl_steps) == (4, 1)
 
 
 def test_a_state_with_another_name_of_a_shared_weight_fits():
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10))
     model[2].weight = model[0].weight
-    optimizer, sparsities = sgd(model), {"2": 0.5}
-    pruner = pruned(model, optimizer, dense_first=False, sparsities=sparsities)
+    optimizer, sparsities = sparse.sgd(model), {"2": 0.5}
+    pruner = sparse.pruned(model, optimizer, dense_first=False, sparsities=sparsities)
     assert list(pruner.masks) == ["1.weight", "0.weight"]
     state, mask = pruner.state_dict(), pruner.masks["0.weight"].clone()
     assert int(mask.sum()) == 40
@@ -393,7 +386,9 @@ def test_numbers_of_numpy_are_plain_ones(distribution):
     states = []
     for which in range(2):
         options = {name: values[which] for name, values in NUMPY.items()}
-        *_, pruner = sparse_convnet(sparsity_distribution=distribution, **options)
+        *_, pruner = sparse.sparse_convnet(
+            sparsity_distribution=distribution, **options
+        )
         state = through_a_file(pruner.state_dict())
         sizes = [[x["sparsity"], x["num_active"]] for x in state["layers"].values()]
         states.append([state["schedule"], state["options"], sizes])
@@ -405,7 +400,9 @@ def test_initial_masks_depend_on_seed_and_name_alone():
     for seed, noise in [(0, 1), (0, 2), (1, 1)]:
         torch.manual_seed(noise)
         model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
-        found.append(pruned(model, sgd(model), seed=seed, dense_first=False).masks)
-    assert equal(found[0], found[1])
-    assert not equal(found[0], found[2])
+        found.append(
+            sparse.pruned(model, sparse.sgd(model), seed=seed, dense_first=False).masks
+        )
+    assert sparse.equal(found[0], found[1])
+    assert not sparse.equal(found[0], found[2])
     assert not torch.equal(found[0]["0.weight"], found[0]["1.weight"])

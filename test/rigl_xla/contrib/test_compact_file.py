@@ -7,15 +7,7 @@ import itertools
 
 import pytest
 import torch
-from support.rigl_xla.sparse import (
-    convnet,
-    equal,
-    inactive_are_zero,
-    pruned,
-    sgd,
-    sparse_convnet,
-    train,
-)
+from support.rigl_xla import sparse
 from support.xla_replica.replicas import needs_xla
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -37,10 +29,10 @@ class Tied(nn.Module):
         self.head.weight = self.words.weight
 
 
-@pytest.mark.parametrize("build", [convnet, Tied])
+@pytest.mark.parametrize("build", [sparse.convnet, Tied])
 def test_a_model_comes_back_bit_for_bit(build, tmp_path):
     model = build()
-    pruner = pruned(model, sgd(model), dense_first=False)
+    pruner = sparse.pruned(model, sparse.sgd(model), dense_first=False)
     assert len(pruner.masks) >= 3
     path = save_compact(tmp_path / "model.pt", nn.DataParallel(model), pruner.masks)
     assert torch.load(path, weights_only=True)["format"] == "rigl_xla compact 1"
@@ -49,8 +41,8 @@ def test_a_model_comes_back_bit_for_bit(build, tmp_path):
     for tensor in other.state_dict().values():
         tensor.fill_(7)
     masks = load_compact(str(path), other)
-    assert equal(other.state_dict(), model.state_dict())
-    assert equal(masks, pruner.masks)
+    assert sparse.equal(other.state_dict(), model.state_dict())
+    assert sparse.equal(masks, pruner.masks)
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
     before = other.state_dict()[next(iter(masks))]
     assert before.stride() == model.state_dict()[next(iter(masks))].stride()
@@ -61,7 +53,9 @@ def test_its_size_is_the_promised_one(sparsity, tmp_path):
     sizes = (784, 300, 100, 10)
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     model = nn.Sequential(*layers)
-    pruner = pruned(model, sgd(model), dense_allocation=1 - sparsity, dense_first=False)
+    pruner = sparse.pruned(
+        model, sparse.sgd(model), dense_allocation=1 - sparsity, dense_first=False
+    )
     promised = round(pruner.report().size_in_bytes, 3)
     path = save_compact(tmp_path / "model.pt", model, pruner.masks)
     content = torch.load(path, weights_only=True)
@@ -71,11 +65,11 @@ def test_its_size_is_the_promised_one(sparsity, tmp_path):
 
 
 def test_an_average_over_topologies_is_not_sparse_and_is_refused(tmp_path):
-    model, optimizer, pruner = sparse_convnet()
+    model, optimizer, pruner = sparse.sparse_convnet()
     late = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for step in range(20):
-        train(model, optimizer, pruner, range(step, step + 1))
+        sparse.train(model, optimizer, pruner, range(step, step + 1))
         averaged.update_parameters(model)
         if pruner.step >= pruner.T_end:
             late.update_parameters(model)
@@ -95,8 +89,8 @@ def test_an_average_over_topologies_is_not_sparse_and_is_refused(tmp_path):
     save_compact(path, averaged.module, masks)
     pruner.close()
     load_compact(path, model)
-    assert equal(model.state_dict(), averaged.module.state_dict())
-    assert inactive_are_zero(pruner)
+    assert sparse.equal(model.state_dict(), averaged.module.state_dict())
+    assert sparse.inactive_are_zero(pruner)
 
 
 class Counting(nn.Linear):
@@ -115,18 +109,18 @@ class Counting(nn.Linear):
     ids=["other shape", "other names", "other dtype", "other sharing"],
 )
 def test_another_model_is_refused_and_stays_as_it_is(change, says, tmp_path):
-    model, other = convnet(), convnet(seed=3)
-    pruner = pruned(model, sgd(model))
+    model, other = sparse.convnet(), sparse.convnet(seed=3)
+    pruner = sparse.pruned(model, sparse.sgd(model))
     path = save_compact(tmp_path / "model.pt", model, pruner.masks)
     change(other)
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(ValueError, match=says):
         load_compact(path, other)
-    assert equal(before, other.state_dict())
+    assert sparse.equal(before, other.state_dict())
 
 
 def test_damaged_and_other_files_are_refused(tmp_path):
-    model, _, pruner = sparse_convnet()
+    model, _, pruner = sparse.sparse_convnet()
     path = save_compact(tmp_path / "model.pt", model, pruner.masks)
     with pytest.raises(ValueError, match=r"is kept sparse .* close\(\) that first"):
         load_compact(path, model)
@@ -147,7 +141,7 @@ def test_damaged_and_other_files_are_refused(tmp_path):
             load_compact(path, model)
     with pytest.raises(FileNotFoundError):
         load_compact(tmp_path / "none.pt", model)
-    assert equal(before, model.state_dict())
+    assert sparse.equal(before, model.state_dict())
     path.write_bytes(good)
     load_compact(path, model)
 
@@ -165,13 +159,13 @@ def test_damaged_and_other_files_are_refused(tmp_path):
 )
 def test_masks_that_do_not_fit_are_refused(masks, error, says, tmp_path):
     with pytest.raises(error, match=says):
-        save_compact(tmp_path / "model.pt", convnet(), masks)
+        save_compact(tmp_path / "model.pt", sparse.convnet(), masks)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_model_without_values_is_neither_saved_nor_filled(tmp_path):
-    path = save_compact(tmp_path / "model.pt", convnet(), {})
-    model = convnet().to("meta")
+    path = save_compact(tmp_path / "model.pt", sparse.convnet(), {})
+    model = sparse.convnet().to("meta")
     with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
         save_compact(path, model, {})
     with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
@@ -184,8 +178,8 @@ def test_a_model_without_values_is_neither_saved_nor_filled(tmp_path):
 
 def from_xla(rank: int, path: str) -> int:
     replica = xla_replica.current()
-    model = convnet().to(replica.device)
-    pruner = pruned(model, sgd(model))
+    model = sparse.convnet().to(replica.device)
+    pruner = sparse.pruned(model, sparse.sgd(model))
     with xla_replica.count(replica) as count:
         save_compact(path, model, pruner.masks)
     pruner.close()
@@ -199,8 +193,8 @@ def from_xla(rank: int, path: str) -> int:
 def test_a_model_on_xla_is_one_transfer(tmp_path):
     path = str(tmp_path / "model.pt")
     assert xla_replica.launch(from_xla, (path,), 1, "xla") == [1]
-    other = convnet(seed=1)
+    other = sparse.convnet(seed=1)
     masks = load_compact(path, other)
-    model = convnet()
-    assert equal(masks, pruned(model, sgd(model)).masks)
-    assert equal(other.state_dict(), model.state_dict())
+    model = sparse.convnet()
+    assert sparse.equal(masks, sparse.pruned(model, sparse.sgd(model)).masks)
+    assert sparse.equal(other.state_dict(), model.state_dict())

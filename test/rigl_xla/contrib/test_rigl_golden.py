@@ -15,6 +15,8 @@ from support.rigl_xla.sparse import batch, convnet, sgd
 from rigl_xla import RigLScheduler
 from tools.references import rigl_torch_reference
 
+OPTIONS = {"dense_allocation": 0.2, "T_end": 75, "delta": 7, "alpha": 0.3}
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
@@ -48,14 +50,8 @@ def check_same_step(number, theirs, their_sgd, their_pruner, ours, our_sgd, prun
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("dense_linear", [False, True])
 def test_80_steps_are_the_same_bit_for_bit(reference, n, dense_linear):
-    options = {
-        "dense_allocation": 0.2,
-        "T_end": 75,
-        "delta": 7,
-        "alpha": 0.3,
-        "grad_accumulation_n": n,
-        "ignore_linear_layers": dense_linear,
-    }
+    options = {"grad_accumulation_n": n, "ignore_linear_layers": dense_linear}
+    options |= OPTIONS
     theirs, ours = convnet(), convnet()
     their_sgd, our_sgd = sgd(theirs), sgd(ours)
     torch.manual_seed(5)  # it draws masks from the global generator
@@ -76,15 +72,9 @@ def test_80_steps_are_the_same_bit_for_bit(reference, n, dense_linear):
 
 @pytest.mark.parametrize("taken", [10, 13])
 def test_a_run_of_theirs_goes_on_here(reference, taken):
-    options = {
-        "dense_allocation": 0.3,
-        "T_end": 75,
-        "delta": 7,
-        "ignore_linear_layers": False,
-    }
     theirs = convnet()
     their_sgd = sgd(theirs)
-    their_pruner = reference(theirs, their_sgd, **options)
+    their_pruner = reference(theirs, their_sgd, **OPTIONS, ignore_linear_layers=False)
     for number in range(taken):
         step(theirs, their_sgd, their_pruner, number)
     ours = convnet(1)
@@ -99,8 +89,7 @@ def test_a_run_of_theirs_goes_on_here(reference, taken):
 
 
 def test_their_attributes_are_here(reference):
-    options = {"dense_allocation": 0.3, "T_end": 75, "ignore_linear_layers": False}
-    options["delta"] = 7
+    options = {"ignore_linear_layers": False, **OPTIONS}
     model = convnet()
     theirs = reference(model, sgd(model), **options)
     other = convnet()
@@ -119,9 +108,8 @@ def test_their_attributes_are_here(reference):
 def test_what_is_not_here_is_listed(reference):
     """Every attribute of theirs is ours too, or in the table of the documentation."""
     model, other = convnet(), convnet()
-    options = {"dense_allocation": 0.3, "T_end": 75, "delta": 7}
-    theirs = reference(model, sgd(model), **options)
-    ours = RigLScheduler(other, sgd(other), **options)
+    theirs = reference(model, sgd(model), **OPTIONS)
+    ours = RigLScheduler(other, sgd(other), **OPTIONS)
     own = {name for name in dir(theirs) if not name.startswith("__")}
     missing = sorted(name for name in own if not hasattr(ours, name))
     page = Path(__file__).parents[3] / "docs" / "migration" / "rigl_torch.md"

@@ -144,9 +144,6 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.randn(inputs, outputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
 
-    def forward(self, x):
-        return x @ self.weight + self.bias
-
 
 def test_a_report_says_what_is_left_out_and_counts_it():
     model = nn.Sequential(
@@ -221,11 +218,6 @@ def test_names_are_without_wrappers():
     assert names(weights_of(model)) == ["0.weight", "1.0.weight", "1.1.weight"]
     assert names(weights_of(model, exclude=["1.1"])) == ["0.weight", "1.0.weight"]
     assert names(rigl_torch.weights_of(model)) == names(weights_of(model))
-
-
-def test_rigl_torch_also_takes_norms_and_embeddings():
-    model = nn.Sequential(
-        nn.Embedding(4, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm2d(4)
-    )
-    found = names(rigl_torch.weights_of(model))
-    assert found == ["0.weight", "1.weight", "2.weight"]
+    # which also takes norms and embeddings
+    model = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4), nn.BatchNorm2d(4))
+    assert names(rigl_torch.weights_of(model)) == ["0.weight", "1.weight"]

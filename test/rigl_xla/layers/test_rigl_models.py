@@ -9,16 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import (
-    batch,
-    convnet,
-    equal,
-    inactive_are_zero,
-    pruned,
-    sgd,
-    sparse_convnet,
-    train,
-)
+from support.rigl_xla import sparse
 from torch import nn
 
 from rigl_xla import RigLScheduler
@@ -27,24 +18,24 @@ from rigl_xla import RigLScheduler
 def test_a_compiled_model_trains_alike():
     results = []
     for compiled in (False, True):
-        model = convnet()
+        model = sparse.convnet()
         called = torch.compile(model, backend="aot_eager") if compiled else model
-        optimizer = sgd(model)
-        pruner = pruned(called, optimizer)
-        train(called, optimizer, pruner, range(7))
+        optimizer = sparse.sgd(model)
+        pruner = sparse.pruned(called, optimizer)
+        sparse.train(called, optimizer, pruner, range(7))
         results.append((pruner.masks, model.state_dict()))
-    assert equal(results[0][0], results[1][0])
-    assert equal(results[0][1], results[1][1])
+    assert sparse.equal(results[0][0], results[1][0])
+    assert sparse.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("method", ["rigl", "set", "gmp"])
 def test_a_layer_that_is_frozen_later_keeps_its_connections(method):
-    model, optimizer, pruner = sparse_convnet(method=method)
-    train(model, optimizer, pruner, range(4))
+    model, optimizer, pruner = sparse.sparse_convnet(method=method)
+    sparse.train(model, optimizer, pruner, range(4))
     before, others = model[5].weight.detach().clone(), copy.deepcopy(pruner.masks)
     mask = others.pop("5.weight")
     model[5].requires_grad_(False)
-    train(model, optimizer, pruner, range(4, 13))
+    sparse.train(model, optimizer, pruner, range(4, 13))
     assert pruner.rigl_steps == 4
     assert torch.equal(model[5].weight, before)
     assert torch.equal(pruner.masks["5.weight"], mask)
@@ -56,8 +47,8 @@ def test_shared_weights_have_one_mask():
         nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 72), nn.Linear(72, 72)
     )
     model[3].weight = model[2].weight
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, delta=1)
+    optimizer = sparse.sgd(model)
+    pruner = sparse.pruned(model, optimizer, delta=1)
     assert list(pruner.masks) == ["2.weight"]
     model(torch.randn(2, 1, 8, 8)).square().sum().backward()
     assert not pruner()
@@ -66,43 +57,43 @@ def test_shared_weights_have_one_mask():
 
 @pytest.mark.parametrize("skip_step", [True, False])
 def test_parameters_that_are_replaced_are_an_error(skip_step):
-    model, _, pruner = sparse_convnet(skip_step=skip_step)
+    model, _, pruner = sparse.sparse_convnet(skip_step=skip_step)
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
     with pytest.raises(ValueError, match="build optimizer and pruner after the move"):
         pruner()
 
 
 def test_close_lets_go():
-    model, optimizer, pruner = sparse_convnet()
+    model, optimizer, pruner = sparse.sparse_convnet()
     with pruner, pytest.raises(ValueError, match="another RigLScheduler: close"):
-        pruned(model, optimizer)
-    F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+        sparse.pruned(model, optimizer)
+    F.cross_entropy(model(sparse.batch(0)[0]), sparse.batch(0)[1]).backward()
     optimizer.step()
     assert (model[5].weight != 0).float().mean() > 0.5  # no more than 0.2 before
-    pruned(model, optimizer).close()
+    sparse.pruned(model, optimizer).close()
 
 
 @pytest.mark.parametrize("options", [{}, {"dense_allocation": 1}])
 def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
-    model, optimizer, pruner = sparse_convnet(**options)
-    train(model, optimizer, pruner, range(1))
+    model, optimizer, pruner = sparse.sparse_convnet(**options)
+    sparse.train(model, optimizer, pruner, range(1))
     state, masks = pruner.state_dict(), copy.deepcopy(pruner.masks)
     pruner.close()
     before = copy.deepcopy(model.state_dict())
     assert all(pruner() for _ in range(6))
     assert (pruner.step, pruner.rigl_steps) == (1, 0)
-    assert equal(before, model.state_dict())
-    assert equal(masks, pruner.masks)
+    assert sparse.equal(before, model.state_dict())
+    assert sparse.equal(masks, pruner.masks)
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
     assert pruner()
-    pruner = pruned(model, sgd(model), **options)
+    pruner = sparse.pruned(model, sparse.sgd(model), **options)
     pruner.close()
     pruner.load_state_dict(state)
     optimizer = pruner.optimizer
     found = []
     for step in range(3):
         optimizer.zero_grad()
-        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        F.cross_entropy(model(sparse.batch(step)[0]), sparse.batch(step)[1]).backward()
         found.append(pruner())
     assert found == [True, False, True]
 
@@ -118,25 +109,27 @@ def unpickled(parts):
 @pytest.mark.parametrize("skip_step", [True, False])
 @pytest.mark.parametrize("how", [copied, unpickled])
 def test_a_copy_trains_as_the_original_would(how, skip_step):
-    model, optimizer, pruner = sparse_convnet(
+    model, optimizer, pruner = sparse.sparse_convnet(
         skip_step=skip_step, grad_accumulation_n=2
     )
-    train(model, optimizer, pruner, range(2))  # within a window of collected gradients
+    sparse.train(
+        model, optimizer, pruner, range(2)
+    )  # within a window of collected gradients
     together = how((model, optimizer, pruner))
     alone = how(pruner)
-    F.cross_entropy(model(batch(2)[0]), batch(2)[1]).backward()
+    F.cross_entropy(model(sparse.batch(2)[0]), sparse.batch(2)[1]).backward()
     runs = [how((model, optimizer, pruner))]  # without the gradients, as a model's
     before = copy.deepcopy(model.state_dict())
     runs += [together, (alone.model, alone.optimizer, alone)]
     for one in runs:
-        train(*one, range(2, 13))
-    assert equal(before, model.state_dict())
-    train(model, optimizer, pruner, range(2, 13))  # from another zero_grad() on
+        sparse.train(*one, range(2, 13))
+    assert sparse.equal(before, model.state_dict())
+    sparse.train(model, optimizer, pruner, range(2, 13))  # from another zero_grad() on
     for model_, _, pruner_ in runs:
         assert pruner_.rigl_steps == 4
-        assert inactive_are_zero(pruner_)
-        assert equal(pruner_.masks, pruner.masks)
-        assert equal(model_.state_dict(), model.state_dict())
+        assert sparse.inactive_are_zero(pruner_)
+        assert sparse.equal(pruner_.masks, pruner.masks)
+        assert sparse.equal(model_.state_dict(), model.state_dict())
     with pytest.raises(ValueError, match="another RigLScheduler: close"):
         copy.copy(pruner)
     pruner.close()
@@ -144,17 +137,17 @@ def test_a_copy_trains_as_the_original_would(how, skip_step):
 
 
 def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
-    model, _, pruner = sparse_convnet(delta=1)
+    model, _, pruner = sparse.sparse_convnet(delta=1)
     averaged, file = torch.optim.swa_utils.AveragedModel(model), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     saved = torch.load(file, weights_only=False)
     for other in (averaged.module, copied(model), unpickled(model), saved):
-        assert equal(other.state_dict(), model.state_dict())
-        F.cross_entropy(other(batch(0)[0]), batch(0)[1]).backward()
+        assert sparse.equal(other.state_dict(), model.state_dict())
+        F.cross_entropy(other(sparse.batch(0)[0]), sparse.batch(0)[1]).backward()
         for name, mask in pruner.masks.items():
             assert other.get_parameter(name).grad[~mask].any(), name
-        pruned(other, sgd(other)).close()
+        sparse.pruned(other, sparse.sgd(other)).close()
     for layer in pruner._layers:
         assert (layer.pending, layer.weight.parameter.grad) == (None, None)
         assert not layer.hooked
@@ -164,38 +157,38 @@ def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
 
 @pytest.mark.parametrize("skip_step", [True, False])
 def test_a_model_whose_pruner_went_out_of_scope_can_be_pruned_again(skip_step):
-    model = convnet()
-    optimizer = sgd(model)
-    pruned(model, optimizer, skip_step=skip_step)  # nobody keeps it
+    model = sparse.convnet()
+    optimizer = sparse.sgd(model)
+    sparse.pruned(model, optimizer, skip_step=skip_step)  # nobody keeps it
     for step in range(2):
         optimizer.zero_grad()
-        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        F.cross_entropy(model(sparse.batch(step)[0]), sparse.batch(step)[1]).backward()
         optimizer.step()
     assert int((model[5].weight != 0).sum()) == 820  # it stays sparse
     if not skip_step:
         with pytest.raises(ValueError, match="its optimizer keeps it too"):
-            pruned(model, optimizer)
-        optimizer = sgd(model)
-    pruner = pruned(model, optimizer, dense_allocation=0.5)
+            sparse.pruned(model, optimizer)
+        optimizer = sparse.sgd(model)
+    pruner = sparse.pruned(model, optimizer, dense_allocation=0.5)
     mask = pruner.masks["5.weight"].clone()
-    train(model, optimizer, pruner, range(2))
+    sparse.train(model, optimizer, pruner, range(2))
     assert torch.equal(model[5].weight != 0, mask)
     assert int(mask.sum()) == 2048
 
 
 def test_memory_is_shared_throughout():
     """Everything that shares memory with a weight or a mask keeps sharing it."""
-    model, optimizer, pruner = sparse_convnet()
+    model, optimizer, pruner = sparse.sparse_convnet()
     tensors = [model[5].weight, pruner.masks["5.weight"]]
     before = [tensor.data_ptr() for tensor in tensors]
-    train(model, optimizer, pruner, range(7))
+    sparse.train(model, optimizer, pruner, range(7))
     tensors = [model[5].weight, pruner.masks["5.weight"]]
     assert before == [tensor.data_ptr() for tensor in tensors]
 
 
 def test_masks_and_their_past_follow_a_parameter_to_its_device():
-    model = convnet()
-    [layer, *_] = pruned(model, sgd(model))._layers
+    model = sparse.convnet()
+    [layer, *_] = sparse.pruned(model, sparse.sgd(model))._layers
     mask = layer.mask
     layer.follow(torch.device("cpu"))
     assert layer.mask is mask
@@ -205,20 +198,20 @@ def test_masks_and_their_past_follow_a_parameter_to_its_device():
 
 
 def test_a_dense_model_is_left_alone():
-    model = convnet()
+    model = sparse.convnet()
     before = copy.deepcopy(model.state_dict())
-    optimizer = sgd(model)
+    optimizer = sparse.sgd(model)
     pruner = RigLScheduler(model, optimizer)
-    assert equal(before, model.state_dict())
-    train(model, optimizer, pruner, range(2))
+    assert sparse.equal(before, model.state_dict())
+    sparse.train(model, optimizer, pruner, range(2))
     assert pruner.masks == {}
     assert "total_nonzero_params=5480/5480 (100.00%)" in str(pruner)
     assert pruner.report().sparsity == 0
 
 
 def test_defaults_keep_linear_layers_dense():
-    model = convnet()
-    pruner = RigLScheduler(model, sgd(model), 0.1, 75, delta=7)
+    model = sparse.convnet()
+    pruner = RigLScheduler(model, sparse.sgd(model), 0.1, 75, delta=7)
     assert list(pruner.masks) == ["2.weight"]
     assert pytest.approx([0, 0.9, 0, 0]) == pruner.S
 
@@ -233,15 +226,15 @@ def test_no_other_layer_is_kept_dense_for_an_excluded_first_one(distribution):
         (["0", "2"], ["5.weight", "7.weight"]),
         ("5", ["2.weight", "7.weight"]),
     ]:
-        *_, pruner = sparse_convnet(exclude=exclude, **options)
+        *_, pruner = sparse.sparse_convnet(exclude=exclude, **options)
         assert list(pruner.masks) == names
-    *_, pruner = sparse_convnet(exclude="0", dense_first=True)
+    *_, pruner = sparse.sparse_convnet(exclude="0", dense_first=True)
     assert list(pruner.masks) == ["2.weight", "5.weight", "7.weight"]
 
 
 def test_what_it_prints():
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5))
-    pruner = pruned(model, sgd(model))
+    pruner = sparse.pruned(model, sparse.sgd(model))
     assert str(pruner).splitlines() == [
         "RigLScheduler(",
         "layers=2,",

@@ -7,15 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import (
-    batch,
-    convnet,
-    counts,
-    equal,
-    pruned,
-    sgd,
-    sparse_convnet,
-)
+from support.rigl_xla import sparse
 from support.xla_replica.replicas import Backend, needs_xla
 from torch import nn
 from torch.func import functional_call
@@ -46,8 +38,8 @@ def factors_derivatives(model, batches):
 
 @pytest.mark.parametrize("num_batches", [1, 3])
 def test_scores_are_derivatives_by_factors_of_weights(num_batches):
-    model = convnet().double()
-    batches = [batch(step) for step in range(num_batches)]
+    model = sparse.convnet().double()
+    batches = [sparse.batch(step) for step in range(num_batches)]
     found = snip_scores(model, iter(batches), loss)
     expected = factors_derivatives(model, batches)
     assert found.keys() == expected.keys()
@@ -57,14 +49,14 @@ def test_scores_are_derivatives_by_factors_of_weights(num_batches):
 
 @pytest.mark.parametrize("distribution", ["uniform", "erk"])
 def test_each_layer_begins_with_its_highest_scores(distribution):
-    model = convnet()
-    scores = snip_scores(model, [batch(0)], loss)
+    model = sparse.convnet()
+    scores = snip_scores(model, [sparse.batch(0)], loss)
     options = {"sparsity_distribution": distribution}
-    by_chance = pruned(model, sgd(model), **options)
-    expected = counts(by_chance)
+    by_chance = sparse.pruned(model, sparse.sgd(model), **options)
+    expected = sparse.counts(by_chance)
     by_chance.close()
-    model, _, pruner = sparse_convnet(initial_masks=scores, **options)
-    assert counts(pruner) == expected
+    model, _, pruner = sparse.sparse_convnet(initial_masks=scores, **options)
+    assert sparse.counts(pruner) == expected
     for name, mask in pruner.masks.items():
         assert scores[name][mask].min() >= scores[name][~mask].max()
 
@@ -72,10 +64,10 @@ def test_each_layer_begins_with_its_highest_scores(distribution):
 @pytest.mark.parametrize("density", [0.3, 0.05])
 def test_a_global_distribution_is_one_competition(density):
     """The mask is that of all scores sorted together; each layer keeps its best."""
-    model = convnet()
-    scores = snip_scores(model, [batch(0)], loss)
-    pruner = pruned(
-        model, sgd(model), dense_allocation=density, initial_masks=scores,
+    model = sparse.convnet()
+    scores = snip_scores(model, [sparse.batch(0)], loss)
+    pruner = sparse.pruned(
+        model, sparse.sgd(model), dense_allocation=density, initial_masks=scores,
         sparsity_distribution=global_distribution(scores),
     )  # fmt: skip
     everything = torch.cat([scores[name].flatten() for name in NAMES])
@@ -96,11 +88,11 @@ def test_no_layer_is_left_without_connections(sparsities, expected):
     """And overrides are outside of the competition."""
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10))
     scores = {f"{i}.weight": torch.rand(10, 10) + 10.0**i for i in range(3)}
-    pruner = pruned(
-        model, sgd(model), dense_allocation=0.1, initial_masks=scores,
+    pruner = sparse.pruned(
+        model, sparse.sgd(model), dense_allocation=0.1, initial_masks=scores,
         sparsity_distribution=global_distribution(scores), sparsities=sparsities,
     )  # fmt: skip
-    assert counts(pruner) == expected
+    assert sparse.counts(pruner) == expected
 
 
 @pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
@@ -108,8 +100,8 @@ def test_patterns_are_filled_by_score(structure):
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
     scores = {f"{i}.weight": torch.rand(model[i].weight.shape) for i in range(2)}
     dense = 0.25 if structure == "constant-fan-in" else 1
-    pruner = pruned(
-        model, sgd(model), dense_allocation=dense, structure=structure,
+    pruner = sparse.pruned(
+        model, sparse.sgd(model), dense_allocation=dense, structure=structure,
         initial_masks=scores, exclude="1",
     )  # fmt: skip
     width, per_row = (8, 2) if dense == 0.25 else (4, 2)
@@ -126,34 +118,36 @@ def test_the_model_stays_as_it_was(kind):
     called = torch.compile(model, backend="eager") if kind == "compiled" else model
     model[3].weight.grad = torch.ones_like(model[3].weight)
     before = copy.deepcopy(model.state_dict())
-    scores = snip_scores(called, [batch(0), batch(1)], loss)
+    scores = snip_scores(called, [sparse.batch(0), sparse.batch(1)], loss)
     assert list(scores) == ["0.weight", "3.weight"]
-    assert equal(before, model.state_dict())
+    assert sparse.equal(before, model.state_dict())
     assert model[0].weight.grad is None
     assert (model[3].weight.grad == 1).all()
     assert model.training
     with torch.no_grad():
-        assert equal(scores, snip_scores(called, [batch(0), batch(1)], loss))
+        assert sparse.equal(
+            scores, snip_scores(called, [sparse.batch(0), sparse.batch(1)], loss)
+        )
 
 
 def test_what_cannot_be_scored_is_an_error():
-    model = convnet()
+    model = sparse.convnet()
     with pytest.raises(ValueError, match="at least one batch"):
         snip_scores(model, [], loss)
     with pytest.raises(ValueError, match=r"gradient of '0.weight' is not finite"):
-        snip_scores(model, [batch(0)], lambda *args: loss(*args) * float("nan"))
+        snip_scores(model, [sparse.batch(0)], lambda *args: loss(*args) * float("nan"))
     nn.init.zeros_(model[5].weight)
     with pytest.raises(ValueError, match=r"does not depend on '0.weight'"):
-        snip_scores(model, [batch(0)], loss)
+        snip_scores(model, [sparse.batch(0)], loss)
     model.add_module("other", nn.Linear(3, 3))
-    scores = snip_scores(convnet(), [batch(0)], loss, exclude=["5"])
+    scores = snip_scores(sparse.convnet(), [sparse.batch(0)], loss, exclude=["5"])
     assert list(scores) == ["0.weight", "2.weight", "7.weight"]
     with pytest.raises(ValueError, match="no weight of the model can be sparse"):
-        snip_scores(model, [batch(0)], loss, exclude="*")
+        snip_scores(model, [sparse.batch(0)], loss, exclude="*")
     with pytest.raises(TypeError, match="model must be a torch module, got 'model'"):
-        snip_scores("model", [batch(0)], loss)
+        snip_scores("model", [sparse.batch(0)], loss)
     with pytest.raises(TypeError, match="replica is 'cpu'; it must be"):
-        snip_scores(model, [batch(0)], loss, replica="cpu")
+        snip_scores(model, [sparse.batch(0)], loss, replica="cpu")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +160,7 @@ def test_what_cannot_be_scored_is_an_error():
 )
 def test_a_loss_that_is_none_is_refused(value, got):
     with pytest.raises(ValueError, match=f"a tensor of one number .*{got}"):
-        snip_scores(convnet(), [batch(0)], value)
+        snip_scores(sparse.convnet(), [sparse.batch(0)], value)
 
 
 @pytest.mark.parametrize(
@@ -185,17 +179,18 @@ def test_scores_of_another_kind_are_refused(scores, says):
 
 def snip_run(rank: int, ddp: bool) -> dict[str, torch.Tensor]:
     replica = xla_replica.current()
-    model = convnet().double().to(replica.device)
+    model = sparse.convnet().double().to(replica.device)
     called = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
     share = slice(replica.rank, None, replica.num_replicas)
     batches = [
-        replica.send([part[share] for part in batch(step, 120)]) for step in range(2)
+        replica.send([part[share] for part in sparse.batch(step, 120)])
+        for step in range(2)
     ]
     scores = snip_scores(called, batches, loss)
     if ddp:  # it must not wait for gradients of this backward pass
         loss(called, batches[0]).backward()
-    pruner = pruned(
-        called, sgd(model), initial_masks=scores,
+    pruner = sparse.pruned(
+        called, sparse.sgd(model), initial_masks=scores,
         sparsity_distribution=global_distribution(scores),
     )  # fmt: skip
     pruner.check_replicas()
@@ -215,4 +210,4 @@ def test_replicas_have_the_masks_of_one_process_on_all_their_data(backend, ddp):
     expected = snip_run(0, False)
     assert list(expected) == NAMES
     for masks in backend.run(snip_run, ddp):
-        assert equal(masks, expected)
+        assert sparse.equal(masks, expected)

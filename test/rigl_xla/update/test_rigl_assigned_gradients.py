@@ -7,16 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import (
-    batch,
-    convnet,
-    counts,
-    equal,
-    inactive_are_zero,
-    pruned,
-    sgd,
-    sparse_convnet,
-)
+from support.rigl_xla import sparse
 from support.xla_replica.replicas import Backend, needs_xla
 from torch import nn
 
@@ -36,16 +27,6 @@ def by_backward(model, images, labels):
 def assign(model, gradients):
     for name, parameter in model.named_parameters():
         parameter.grad = gradients[name]
-
-
-def by_functions(model, images, labels):
-    def loss(parameters):
-        return F.cross_entropy(
-            torch.func.functional_call(model, parameters, (images,)), labels
-        )
-
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    assign(model, torch.func.grad(loss)(parameters))
 
 
 def by_capture(model, images, labels):
@@ -74,12 +55,12 @@ def by_passes(model, images, labels):
 
 def run_of(gradients, **options):
     """Returns masks after every step, and the pruner."""
-    model = convnet().double()
-    optimizer = sgd(model)
-    pruner = pruned(model, optimizer, **options)
+    model = sparse.convnet().double()
+    optimizer = sparse.sgd(model)
+    pruner = sparse.pruned(model, optimizer, **options)
     found = []
     for step in range(STEPS):
-        images, labels = batch(step)
+        images, labels = sparse.batch(step)
         optimizer.zero_grad()
         gradients(model, images.double(), labels)
         if pruner():
@@ -102,41 +83,39 @@ def run_by_backward(kind):
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize(
-    "gradients", [by_functions, by_capture, by_autograd, by_passes]
-)
+@pytest.mark.parametrize("gradients", [by_capture, by_autograd, by_passes])
 def test_topology_and_weights_are_those_of_backward_passes(gradients, kind):
     expected, other = run_by_backward(kind)
     found, pruner = run_of(gradients, **OPTIONS[kind])
     for step, (masks, others) in enumerate(zip(found, expected)):
-        assert equal(masks, others), step
-    assert not equal(found[0], found[-1])
+        assert sparse.equal(masks, others), step
+    assert not sparse.equal(found[0], found[-1])
     assert pruner.rigl_steps == other.rigl_steps == 4
-    assert inactive_are_zero(pruner)
+    assert sparse.inactive_are_zero(pruner)
     theirs = dict(other.model.named_parameters())
     for name, parameter in pruner.model.named_parameters():
         torch.testing.assert_close(parameter, theirs[name], rtol=0, atol=1e-12)
 
 
 def test_a_gradient_that_is_masked_before_it_is_clipped_is_collected_first():
-    model, other = convnet(), convnet()
-    pruner = pruned(model, sgd(model), delta=1)
-    expected = pruned(other, sgd(other), delta=1)
-    by_capture(model, *batch(0))
+    model, other = sparse.convnet(), sparse.convnet()
+    pruner = sparse.pruned(model, sparse.sgd(model), delta=1)
+    expected = sparse.pruned(other, sparse.sgd(other), delta=1)
+    by_capture(model, *sparse.batch(0))
     pruner.apply_mask_to_gradients()
     for name, mask in pruner.masks.items():
         assert not model.get_parameter(name).grad[~mask].any()
-    by_backward(other, *batch(0))
+    by_backward(other, *sparse.batch(0))
     assert not pruner()
     assert not expected()
-    assert equal(pruner.masks, expected.masks)
+    assert sparse.equal(pruner.masks, expected.masks)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "zeros", "masked"])
 @pytest.mark.parametrize("skip_step", [True, False])
 def test_an_update_without_a_dense_gradient_is_an_error(kind, skip_step):
-    model, optimizer, pruner = sparse_convnet(skip_step=skip_step)
-    active = counts(pruner)
+    model, optimizer, pruner = sparse.sparse_convnet(skip_step=skip_step)
+    active = sparse.counts(pruner)
 
     def step():
         for parameter in model.parameters() if kind != "nothing" else ():
@@ -151,13 +130,13 @@ def test_an_update_without_a_dense_gradient_is_an_error(kind, skip_step):
     with pytest.raises(RuntimeError, match=r"apply_mask_to_gradients\(\) before"):
         step()
     assert (pruner.step, pruner.rigl_steps) == (2, 0)
-    assert counts(pruner) == active
+    assert sparse.counts(pruner) == active
 
 
 def test_a_capture_neither_collects_nor_masks():
-    model = convnet().double()
-    pruner = pruned(model, sgd(model), delta=1)
-    images, labels = batch(0)
+    model = sparse.convnet().double()
+    pruner = sparse.pruned(model, sparse.sgd(model), delta=1)
+    images, labels = sparse.batch(0)
     for check, fallback in (("always", "error"), ("never", "loop")):
         found = []
         for _ in range(2):  # with the pruner, and without
@@ -166,7 +145,7 @@ def test_a_capture_neither_collects_nor_masks():
                 losses = F.cross_entropy(logits, labels, reduction="none")
             found.append(recorded.backward(losses).materialize())
             pruner.close()
-        assert equal(*found)
+        assert sparse.equal(*found)
     assert all(layer.pending is None for layer in pruner._layers)
     model[0].weight.register_hook(lambda gradient: gradient)
     with pytest.raises(psg.PerSampleError, match=r"0.weight have gradient hooks"):
@@ -188,11 +167,11 @@ def network():
 
 def pruner_of(model, optimizer):
     options = {"skip_step": False, "T_end": 30, "delta": 2, "dense_first": False}
-    return pruned(model, optimizer, **options)
+    return sparse.pruned(model, optimizer, **options)
 
 
 def dataset():
-    images, labels = batch(0, NUM_SAMPLES)
+    images, labels = sparse.batch(0, NUM_SAMPLES)
     return torch.utils.data.TensorDataset(images.double(), labels)
 
 
@@ -208,7 +187,7 @@ def composed_run(rank: int, hand: bool):
     sampler = vbs.CustomSampler(
         samples, TRACE, minibatch_size=4, on_end="cycle", order=grab
     )
-    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=8)
+    optimizer = vbs.LinearRuleOptimizer(sparse.sgd(model), sampler, ref_batchsize=8)
     pruner = pruner_of(model, optimizer)
     optimizer.attach(grab.after_update)
     masks, minibatches, totals = [], [[]], []
@@ -251,7 +230,7 @@ def composed_run_of_one(hand: bool):
 def plain_masks(minibatches):
     """Returns masks by update of a loop in torch on the same minibatches."""
     model = network()
-    optimizer = sgd(model)
+    optimizer = sparse.sgd(model)
     pruner = pruner_of(model, optimizer)
     samples, found = dataset(), []
     for step in minibatches:

@@ -7,16 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import (
-    batch,
-    counts,
-    equal,
-    inactive_are_zero,
-    pruned,
-    sgd,
-    sparse_convnet,
-    train,
-)
+from support.rigl_xla import sparse
 from torch import nn
 
 
@@ -32,31 +23,31 @@ from torch import nn
     ids=["rigl", "window", "constant-fan-in", "2:4"],
 )
 def test_one_bad_batch_leaves_masks_and_counts(bad, options):
-    model, optimizer, pruner = sparse_convnet(**options)
-    masks, active = copy.deepcopy(pruner.masks), counts(pruner)
-    train(model, optimizer, pruner, range(2))
-    (F.cross_entropy(model(batch(2)[0]), batch(2)[1]) * bad).backward()
+    model, optimizer, pruner = sparse.sparse_convnet(**options)
+    masks, active = copy.deepcopy(pruner.masks), sparse.counts(pruner)
+    sparse.train(model, optimizer, pruner, range(2))
+    (F.cross_entropy(model(sparse.batch(2)[0]), sparse.batch(2)[1]) * bad).backward()
     assert not pruner()
     assert pruner.rigl_steps == 1
-    assert equal(pruner.masks, masks)
-    assert counts(pruner) == active
-    train(model, optimizer, pruner, range(3, 9))
-    assert counts(pruner) == active
+    assert sparse.equal(pruner.masks, masks)
+    assert sparse.counts(pruner) == active
+    sparse.train(model, optimizer, pruner, range(3, 9))
+    assert sparse.counts(pruner) == active
     assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("at", [2, 3, 4])
 def test_one_bad_batch_stays_out_of_the_running_mean(bad, at):
-    model, optimizer, pruner = sparse_convnet(method="snfs", delta=5)
-    active = counts(pruner)
+    model, optimizer, pruner = sparse.sparse_convnet(method="snfs", delta=5)
+    active = sparse.counts(pruner)
     for step in range(5):
         if step != at:
-            train(model, optimizer, pruner, range(step, step + 1))
+            sparse.train(model, optimizer, pruner, range(step, step + 1))
             continue
         optimizer.zero_grad()
         before = {layer.name: layer.gradient for layer in pruner._layers}
-        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        F.cross_entropy(model(sparse.batch(step)[0]), sparse.batch(step)[1]).backward()
         pruner._layers[1].pending[0, 0] = bad  # in one layer: all leave the step out
         pruner()  # the optimizer takes no step here
         for layer in pruner._layers:
@@ -64,15 +55,15 @@ def test_one_bad_batch_stays_out_of_the_running_mean(bad, at):
             expected = torch.zeros_like(layer.data) if past is None else past
             assert torch.equal(layer.gradient, expected)
     masks = copy.deepcopy(pruner.masks)
-    train(model, optimizer, pruner, range(5, 10))
-    assert counts(pruner) == active
+    sparse.train(model, optimizer, pruner, range(5, 10))
+    assert sparse.counts(pruner) == active
     assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
 
 
 def test_nan_in_gradients_of_inactive_weights_does_not_reach_them():
     layer = nn.Linear(4, 4)
-    optimizer = sgd(layer)
-    pruner = pruned(layer, optimizer, dense_allocation=0.5, dense_first=False)
+    optimizer = sparse.sgd(layer)
+    pruner = sparse.pruned(layer, optimizer, dense_allocation=0.5, dense_first=False)
     pruner()
     (layer(torch.ones(1, 4)).sum() * float("nan")).backward()
     mask = pruner.masks["weight"]
@@ -81,11 +72,11 @@ def test_nan_in_gradients_of_inactive_weights_does_not_reach_them():
 
 
 def test_gradient_scaling():
-    model, optimizer, pruner = sparse_convnet()
+    model, optimizer, pruner = sparse.sparse_convnet()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    active = counts(pruner)
+    active = sparse.counts(pruner)
     for step in range(10):
-        images, labels = batch(step)
+        images, labels = sparse.batch(step)
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(model(images), labels)
@@ -96,8 +87,8 @@ def test_gradient_scaling():
             scaler.step(optimizer)
             scaler.update()
     assert pruner.rigl_steps == 3
-    assert counts(pruner) == active
-    assert inactive_are_zero(pruner)
+    assert sparse.counts(pruner) == active
+    assert sparse.inactive_are_zero(pruner)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -110,37 +101,39 @@ def test_a_batch_that_zero_grad_discards_does_not_take_part(
     """Whether or not the pruner is called for it: then its update keeps all masks."""
     runs = []
     for discards in (False, True):
-        model, optimizer, pruner = sparse_convnet(skip_step=skip_step)
-        train(model, optimizer, pruner, range(2))
+        model, optimizer, pruner = sparse.sparse_convnet(skip_step=skip_step)
+        sparse.train(model, optimizer, pruner, range(2))
         if discards:
-            images, labels = batch(99)
+            images, labels = sparse.batch(99)
             optimizer.zero_grad()
             (F.cross_entropy(model(images), labels) * factor).backward()
             optimizer.zero_grad(set_to_none=set_to_none)
             if called:
                 masks = copy.deepcopy(pruner.masks)
                 assert pruner() == (not skip_step)
-                assert equal(pruner.masks, masks)
+                assert sparse.equal(pruner.masks, masks)
         if not (skip_step and called):
-            train(model, optimizer, pruner, range(2, 3))
+            sparse.train(model, optimizer, pruner, range(2, 3))
         elif not discards:
             # What the update without a batch amounts to.
             pruner._steps.end(optimizer, pruner.replica)
-        train(model, optimizer, pruner, range(3, 7))
+        sparse.train(model, optimizer, pruner, range(3, 7))
         assert pruner.rigl_steps == 2
         runs.append((pruner.masks, model.state_dict()))
-    assert equal(runs[0][0], runs[1][0])
-    assert equal(runs[0][1], runs[1][1])
+    assert sparse.equal(runs[0][0], runs[1][0])
+    assert sparse.equal(runs[0][1], runs[1][1])
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_step_that_gradient_scaling_leaves_out_is_left_out_of_the_update(n):
-    model, optimizer, pruner = sparse_convnet(skip_step=False, grad_accumulation_n=n)
+    model, optimizer, pruner = sparse.sparse_convnet(
+        skip_step=False, grad_accumulation_n=n
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    active = counts(pruner)
+    active = sparse.counts(pruner)
     for step in range(4):
         masks = copy.deepcopy(pruner.masks)
-        images, labels = batch(step)
+        images, labels = sparse.batch(step)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         scaler.scale(loss * float("inf") if step == 2 else loss).backward()
@@ -149,4 +142,4 @@ def test_a_step_that_gradient_scaling_leaves_out_is_left_out_of_the_update(n):
         scaler.update()
     assert (pruner.step, pruner.rigl_steps) == (3, 1)
     assert not any(torch.equal(mask, masks[n]) for n, mask in pruner.masks.items())
-    assert counts(pruner) == active
+    assert sparse.counts(pruner) == active
