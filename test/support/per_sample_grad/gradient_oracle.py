@@ -91,7 +91,8 @@ def oracle(
     """Returns ``(B, *shape)`` by name, from a loop over the samples in a dtype."""
     model = copy.deepcopy(model).cpu()
     for module in model.modules():
-        if isinstance(module, nn.RMSNorm) and module.eps is None:
+        has_default = isinstance(module, nn.RMSNorm) and module.eps is None
+        if has_default and module.weight.dtype != dtype:
             module.eps = torch.finfo(module.weight.dtype).eps
     model.to(dtype)
     wide = [x.cpu().to(dtype) if x.is_floating_point() else x.cpu() for x in inputs]
