@@ -41,8 +41,7 @@ class DenseSums:
     def end_minibatch(self) -> None:
         """Adds what a minibatch has left pending."""
         for layer, row, total in zip(self._steps.layers, self._rows, self._totals):
-            if (dense := layer.take_pending()) is not None:
-                self._grid.add_(total, dense, row)
+            self._grid.add_(total, layer.take_pending(), row)
 
     def commit(self, num_minibatches: Any) -> None:
         """Makes the sums pending: not means, as without exact sums."""

@@ -43,7 +43,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 25_400
-TEST_LINES = 44_250
+TEST_LINES = 43_400
 # Files and functions of ours.
 LIMITS = {
     "minibatch": (7, 25), "update": (10, 45), "norms": (20, 84), "grab": (28, 123),

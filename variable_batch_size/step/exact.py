@@ -82,7 +82,6 @@ class ExactModel:
                     f"{tuple(parameter.shape)} that is not one of the model's, so that "
                     "its sum has no name: give exact= the module that has them all"
                 )
-
         largest = int(schedule.trace.batch_sizes.max())
         num_minibatches = -(-largest // schedule.minibatch_size)
         if num_minibatches > self.grid.max_terms:
