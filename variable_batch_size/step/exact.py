@@ -8,7 +8,6 @@ added as integers; see `xla_replica.backends.grid`.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from typing import Any, Protocol
 
@@ -58,16 +57,12 @@ class ExactModel:
             if isinstance(module, _NormBase) and module.running_mean is not None
         }
         _check(parameters, layers, replica)
-        buffers = [
-            f"{name}.{each}"
-            for name in layers
-            for each in ("running_mean", "running_var")
-        ]
         self.grid = Grid(list(parameters), replica)
         self.rows = {p: row for row, p in enumerate(parameters.values())}
         self.riders: list[Rider] = []
-        first_row = self.grid.extend(buffers)
-        self.add_rider(RunningStatistics(list(layers.values()), self.grid, first_row))
+        for name, layer in layers.items():
+            row = self.grid.extend([f"{name}.running_mean", f"{name}.running_var"])
+            self.add_rider(RunningStatistics(layer, self.grid, row))
         self._known = {id(b) for each in layers.values() for b in each.buffers()}
         self._versions: dict[str, Any] = {}
         model.register_forward_pre_hook(weak_hook(self._before_pass))
@@ -96,6 +91,7 @@ class ExactModel:
         self.riders.append(rider)
         self._replica.sync()  # zeros on the device, not in the first graph
 
+    @torch.no_grad()
     def end_minibatch(self) -> None:
         """Takes in what a minibatch has left, whose gradients are taken in already."""
         for rider in self.riders:
@@ -244,97 +240,61 @@ class Rider(Protocol):
 
 
 class RunningStatistics:
-    """Moves the running statistics of normalisation layers once a step.
+    """Moves the running statistics of a normalisation layer once a step.
 
     By the mean over the step's minibatches of what each would have moved them by, each
     from where they were when the step began.
 
     Args:
-        layers: BatchNorm and its kin, with statistics.
+        layer: A BatchNorm or its kin, with statistics.
         grid: What moves are rounded to.
-        first_row: That of the first layer's mean in the grid; its variance and the
-            other layers' follow.
+        row: That of the mean in the grid; the next one is that of the variance.
     """
 
-    def __init__(self, layers: list[Any], grid: Grid, first_row: int) -> None:
-        self._grid = grid
-        self._layers = [
-            _Layer(layer, first_row + 2 * index, grid)
-            for index, layer in enumerate(layers)
-        ]
-
-    def end_minibatch(self) -> None:
-        """Takes the moves of a minibatch back, and adds them to those of its step."""
-        for layer in self._layers:
-            layer.take_back(self._grid)
-
-    def totals(self) -> list[list[torch.Tensor]]:
-        """Returns the sums of moves."""
-        return [total for layer in self._layers for total in layer.totals]
-
-    def commit(self, num_minibatches: Any) -> None:
-        """Moves the statistics, by sums over so many minibatches."""
-        for layer in self._layers:
-            layer.commit(self._grid, num_minibatches)
-
-    def clear(self) -> None:
-        """Takes back what a minibatch has moved that did not end."""
-        for layer in self._layers:
-            layer.put_back()
-
-
-@dataclasses.dataclass
-class _Layer:
-    """A normalisation layer: where its statistics were, and the sums of their moves."""
-
-    layer: Any
-    row: int
-    grid: dataclasses.InitVar[Grid]
-    has_begun: bool = False
-
-    def __post_init__(self, grid: Grid) -> None:
+    def __init__(self, layer: Any, grid: Grid, row: int) -> None:
+        self._layer, self._grid, self._row = layer, grid, row
         self._starts = [buffer.clone() for buffer in self._buffers()]
-        self.totals = [grid.empty_total(buffer) for buffer in self._buffers()[:2]]
-        self.layer.register_forward_pre_hook(weak_hook(self._begin))
+        self._totals = [grid.empty_total(buffer) for buffer in self._buffers()[:2]]
+        self._has_begun = False
+        layer.register_forward_pre_hook(weak_hook(self._begin))
 
     def _buffers(self) -> list[torch.Tensor]:
-        layer = self.layer
+        layer = self._layer
         return [layer.running_mean, layer.running_var, layer.num_batches_tracked]
 
     def _begin(self, layer: nn.Module, args: Any) -> None:
         """Runs before every pass; notes the statistics before a minibatch's first."""
         del args
-        if self.has_begun or not (layer.training and torch.is_grad_enabled()):
+        if self._has_begun or not (layer.training and torch.is_grad_enabled()):
             return
-        self.has_begun = True
-        with torch.no_grad():
-            for start, buffer in zip(self._starts, self._buffers()):
-                start.copy_(buffer)
+        self._has_begun = True
+        for start, buffer in zip(self._starts, self._buffers()):
+            start.copy_(buffer)
 
-    def take_back(self, grid: Grid) -> None:
+    def totals(self) -> list[list[torch.Tensor]]:
+        """Returns the sums of the moves of mean and variance."""
+        return self._totals
+
+    def end_minibatch(self) -> None:
         """Adds what a minibatch has moved, and puts back what was before it."""
-        with torch.no_grad():
-            parts = zip(self._buffers(), self._starts, self.totals)
-            for index, (buffer, start, total) in enumerate(parts):
-                move = buffer - start if self.has_begun else None
-                grid.add_(total, move, self.row + index)
-        self.put_back()
+        parts = zip(self._buffers(), self._starts, self._totals)
+        for index, (buffer, start, total) in enumerate(parts):
+            move = buffer - start if self._has_begun else None
+            self._grid.add_(total, move, self._row + index)
+        self.clear()
 
-    def put_back(self) -> None:
-        """Makes the buffers those before the minibatch."""
-        if not self.has_begun:
-            return
-        self.has_begun = False
-        with torch.no_grad():
+    def commit(self, num_minibatches: Any) -> None:
+        """Moves the statistics by the mean of the moves, and counts one batch."""
+        for index, (buffer, total) in enumerate(zip(self._buffers(), self._totals)):
+            move, row = torch.empty_like(buffer), self._row + index
+            self._grid.mean_into_(move, total, row, num_minibatches)
+            buffer.add_(move)
+        if self._layer.training:
+            self._layer.num_batches_tracked.add_(1)
+
+    def clear(self) -> None:
+        """Takes back what a minibatch has moved."""
+        if self._has_begun:
+            self._has_begun = False
             for start, buffer in zip(self._starts, self._buffers()):
                 buffer.copy_(start)
-
-    def commit(self, grid: Grid, num_minibatches: Any) -> None:
-        """Moves the statistics by the mean of the moves, and counts one batch."""
-        for index, total in enumerate(self.totals):
-            buffer = self._buffers()[index]
-            move = torch.empty_like(buffer)
-            grid.mean_into_(move, total, self.row + index, num_minibatches)
-            buffer.add_(move)
-        if self.layer.training:
-            self.layer.num_batches_tracked.add_(1)
