@@ -226,7 +226,7 @@ class RigLScheduler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has in common: no hooks, and no bond to this process."""
-        bound = ("replica", "_handles")
+        bound = ("replica", "_handles", "_exact")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -234,7 +234,7 @@ class RigLScheduler:
         vars(self).update(state)
         if "replica" not in state:
             self.replica = xla_replica.current()
-        self._handles = []
+        self._handles, self._exact = [], None
         if not self._closed:
             self._check_hold(self._steps)
             self._place_hooks()
@@ -460,20 +460,22 @@ class RigLScheduler:
 
     def _join_sums(self) -> None:
         """Adds dense gradients as the optimizer adds others, if its sums are exact."""
-        exact, steps = getattr(self.optimizer, "exact", None), self._steps
-        steps.is_summed = exact is not None
+        self._exact = exact = getattr(self.optimizer, "exact", None)
+        self._steps.is_summed = exact is not None
         if exact and self.options.method_in_use.collects != "never":
-            self._handles.append(DenseSums(steps, exact, self.replica.is_lazy))
+            sums = DenseSums(self._steps, exact, self.replica.is_lazy)
+            self._handles.append(sums)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Masks weights and ends the step, for ``skip_step=False``."""
-        del optimizer, args, kwargs
+        del args, kwargs
         self.apply_mask_to_weights()
         check_bound(layer.weight for layer in self._layers)
-        if self._steps.is_summed != bool(getattr(self.optimizer, "exact", None)):
+        if getattr(optimizer, "exact", None) is not self._exact:
             raise RuntimeError(
-                "an optimizer got exact= when it had a pruner: build the pruner later"
+                "the optimizer was wrapped, or wrapped again, after this pruner was "
+                "built, so that exact= is another one: build the pruner later"
             )
         if self._steps.collects:
             if self.replica.num_replicas > 1 and not self._steps.is_summed:

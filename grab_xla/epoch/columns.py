@@ -54,7 +54,7 @@ class Columns:
                 f"exact=True needs scheme='gather', got {scheme!r}: replicas that "
                 "share columns add inner products in an order of their own"
             )
-        self.joins_updates = exact or replica.num_replicas > 1
+        self.exact, self.joins_updates = exact, exact or replica.num_replicas > 1
         self.replica, self.num_columns = replica, num_columns
         self.device, self.dtype = device, dtype
         self.shards = scheme == "sharded" and replica.num_replicas > 1

@@ -425,7 +425,7 @@ class Progress:
 
     def drop_step(self) -> None:
         """Forgets what waits for an update; see `GraBSampler.drop_step`."""
-        if not self._balancer.columns.joins_updates:
+        if self._uses_gradients and not self._balancer.columns.exact:
             raise ValueError(
                 "an optimizer with exact= runs steps again, and this one is balanced "
                 "already: pass GraBSampler(..., exact=True, scheme='gather')"

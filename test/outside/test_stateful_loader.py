@@ -146,7 +146,7 @@ def test_a_state_has_a_step_that_is_run_again_when_it_is_done(num_workers):
             continue
         if step in redone:
             redone.remove(step)
-            sampler.redeal(step)
+            sampler.redeal(sampler.epoch, step)
             if num_workers:
                 continue
         else:

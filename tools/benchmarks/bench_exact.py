@@ -74,7 +74,9 @@ def elastic_step(
 
 def main() -> None:
     parser = parser_with_output(__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="how often each is timed; default: 30"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}

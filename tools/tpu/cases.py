@@ -332,7 +332,6 @@ def families(work: Work) -> dict[str, Run]:
         "plain step": functools.partial(plain, work),
         f"elastic step, {rule}": functools.partial(elastic, rule, "", work),
         "elastic step, adascale": functools.partial(elastic, "adascale", "sgd", work),
-        "exact step": functools.partial(elastic, rule, "", work, exact=True),
         **{
             f"GraB, mean, {fidelity}": functools.partial(
                 ordered, "mean", fidelity, work
@@ -392,7 +391,10 @@ COSTS: dict[str, dict[str, Run]] = {
             elastic, "linear", "sgd", TRANSFORMER, last=4
         ),
     },
-    "GPT-2": families(GPT2),
+    "GPT-2": {
+        **families(GPT2),
+        "exact step": functools.partial(elastic, "root", "", GPT2, exact=True),
+    },
     # BatchNorm mixes samples, so none has a gradient of its own.
     "ResNet-50": {
         name: run

@@ -43,7 +43,7 @@ class Minibatches(Iterator[list[int]]):
         self._samples_at: Callable[[np.ndarray], np.ndarray] | None = None
         self._redone = sampler.redone  # the last redeal that it has followed
         self._num_dealt = self._num_stale = 0
-        self._num_asked = self._num_stepped = 0
+        self._num_asked = self._num_stepped = self._num_handed_out = 0
         self.is_followed = self.resumes = False
 
     def __next__(self) -> list[int]:
@@ -65,7 +65,7 @@ class Minibatches(Iterator[list[int]]):
         sampler.num_yielded += 1
         part = plan.samples_of(self._step, number)
         samples = samples_at(np.arange(part.start, part.stop))
-        self.hand_out()
+        self._tell()
         return np.resize(samples, sampler.minibatch_size).tolist()
 
     def _begin(self) -> Callable[[np.ndarray], np.ndarray]:
@@ -100,6 +100,11 @@ class Minibatches(Iterator[list[int]]):
         return self._redone is not self._sampler.redone or number < self._num_stale
 
     def hand_out(self) -> None:
+        """Counts a minibatch that leaves `Replica.loader`, to be run."""
+        self._num_handed_out += 1
+        self._tell()
+
+    def _tell(self) -> None:
         """Tells whoever asked that a minibatch is about to be loaded, or run."""
         if self._sampler.on_handing_out:
             self._sampler.on_handing_out()
@@ -113,12 +118,14 @@ class Minibatches(Iterator[list[int]]):
     def count_step(self) -> None:
         """Counts a minibatch as run; raises as `CustomSampler.check_redealable`."""
         self._num_stepped += 1
-        if self._num_asked > self._num_stepped and not self.is_followed:
+        num_read = self._num_handed_out if self.is_followed else self._num_asked
+        if num_read > self._num_stepped:
             raise ValueError(
-                f"step() was called for minibatch {self._num_stepped}, and the sampler "
-                f"was asked for {self._num_asked}: they would be lost if the step were "
-                "run again, so loaders that read ahead must go through "
-                "replica.loader(loader), where loader.batch_sampler is the sampler"
+                f"step() was called for minibatch {self._num_stepped}, and the loop "
+                f"has read {num_read}: they would be lost if the step were run again, "
+                "so loaders that read ahead must go through replica.loader(loader), "
+                "where loader.batch_sampler is the sampler, and nothing may read ahead "
+                "of that"
             )
 
     # --- for torchdata --------------------------------------------------------------

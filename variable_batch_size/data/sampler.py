@@ -9,7 +9,6 @@ import hashlib
 import logging
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -145,7 +144,7 @@ class CustomSampler(Sampler[list[int]]):
         self._weights: dict[int, float] | None = None  # by batch size
         self.num_yielded = 0
         self.redone: Cursor | None = None
-        self._newest: Callable[[], Any] = type(None)  # or a weak reference to a pass
+        self._newest: Minibatches | None = None  # of the iterations
         self.on_handing_out: Callable[[], None] | None = None
         self.plan: EpochPlan = self.plan_of(0)
         if isinstance(order, type):
@@ -291,23 +290,25 @@ class CustomSampler(Sampler[list[int]]):
         """Returns a plan with the batch sizes that its steps have now."""
         return self._plan(self.schedule, plan.epoch, plan.start_step)
 
-    def redeal(self, step: int) -> None:
-        """Deals ``step`` of this epoch, the one under way, and what follows once more.
+    def redeal(self, epoch: int, step: int) -> None:
+        """Deals a step, the one under way, and what follows once more.
 
         Iterations go back when they are next asked, after their end too. What loaders
         have fetched ahead is dropped by `xla_replica.Replica.loader`.
         """
-        self.redone = Cursor(self.epoch, step)
+        self.redone = Cursor(epoch, step)
+        owner = getattr(self.order, "__self__", self.order)
+        getattr(owner, "drop_step", tuple)()  # what it has seen of the step
 
     def check_redealable(self) -> None:
         """Raises ValueError if a redeal misses what is read ahead, at every step()."""
-        if (newest := self._newest()) is not None:
-            newest.count_step()
+        if self._newest is not None:
+            self._newest.count_step()
 
     def follow_pass(self) -> Minibatches:
         """Returns the newest iteration to what drops its stale minibatches."""
-        self._newest().is_followed = True
-        return self._newest()
+        self._newest.is_followed = True
+        return self._newest
 
     def commit(self, epoch: int, step: int) -> None:
         """Notes, after every update, that ``step`` steps of ``epoch`` are done."""
@@ -444,11 +445,9 @@ class CustomSampler(Sampler[list[int]]):
                 "to all processes once more: CustomSampler deals them to replicas "
                 "itself, so leave its loader out of accelerator.prepare(...)"
             )
-        newest = self._newest()
-        if newest is None or not newest.resumes:
-            newest = Minibatches(self, loader_in(frame, self))
-            self._newest = weakref.ref(newest)
-        return newest
+        if self._newest is None or not self._newest.resumes:
+            self._newest = Minibatches(self, loader_in(frame, self))
+        return self._newest
 
     def order_of(self, plan: EpochPlan) -> Callable[[np.ndarray], np.ndarray]:
         """Returns a function from positions in an epoch's order to their samples.
@@ -478,7 +477,7 @@ class CustomSampler(Sampler[list[int]]):
         return samples_at
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_dealing": None, "_newest": type(None), "on_handing_out": None}
+        own = {"_dealing": None, "_newest": None, "on_handing_out": None}
         return vars(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -63,6 +63,7 @@ class ExactModel:
         for name, layer in layers.items():
             row = self.grid.extend([f"{name}.running_mean", f"{name}.running_var"])
             self.add_rider(RunningStatistics(layer, self.grid, row))
+        self._statistics: list[Any] = [*self.riders]
         self._known = {id(b) for each in layers.values() for b in each.buffers()}
         self._versions: dict[str, Any] = {}
         model.register_forward_pre_hook(weak_hook(self._before_pass))
@@ -161,6 +162,9 @@ class ExactModel:
         del args
         if model.training and torch.is_grad_enabled():
             self._versions = self._found_versions(model)
+            # A checkpoint that is reentrant runs layers without gradients first.
+            for statistics in self._statistics:
+                statistics.begin()
 
     def _after_pass(self, model: nn.Module, args: Any, output: Any) -> None:
         """Raises ValueError if a forward pass has changed a buffer."""
@@ -256,6 +260,9 @@ class RunningStatistics:
         self._starts = [buffer.clone() for buffer in self._buffers()]
         self._totals = [grid.empty_total(buffer) for buffer in self._buffers()[:2]]
         self._has_begun = False
+        # Whether a minibatch has moved them, by replica.
+        moved = torch.zeros_like(layer.num_batches_tracked, dtype=torch.int32)
+        self._totals.append([moved])
         layer.register_forward_pre_hook(weak_hook(self._begin))
 
     def _buffers(self) -> list[torch.Tensor]:
@@ -263,34 +270,40 @@ class RunningStatistics:
         return [layer.running_mean, layer.running_var, layer.num_batches_tracked]
 
     def _begin(self, layer: nn.Module, args: Any) -> None:
-        """Runs before every pass; notes the statistics before a minibatch's first."""
+        """Runs before every pass, for models whose parts are called by themselves."""
         del args
-        if self._has_begun or not (layer.training and torch.is_grad_enabled()):
-            return
-        self._has_begun = True
-        for start, buffer in zip(self._starts, self._buffers()):
-            start.copy_(buffer)
+        if layer.training and torch.is_grad_enabled():
+            self.begin()
+
+    def begin(self) -> None:
+        """Notes the statistics before the first pass of a minibatch."""
+        if not self._has_begun:
+            self._has_begun = True
+            for start, buffer in zip(self._starts, self._buffers()):
+                start.copy_(buffer)
 
     def totals(self) -> list[list[torch.Tensor]]:
-        """Returns the sums of the moves of mean and variance."""
+        """Returns the sums of the moves of mean and variance, and of their number."""
         return self._totals
 
     def end_minibatch(self) -> None:
         """Adds what a minibatch has moved, and puts back what was before it."""
-        parts = zip(self._buffers(), self._starts, self._totals)
-        for index, (buffer, start, total) in enumerate(parts):
+        *statistics, count = zip(self._buffers(), self._starts, self._totals)
+        for index, (buffer, start, total) in enumerate(statistics):
             move = buffer - start if self._has_begun else None
             self._grid.add_(total, move, self._row + index)
+        buffer, start, [moved] = count
+        moved.add_((buffer - start if self._has_begun else buffer * 0).to(moved.dtype))
         self.clear()
 
     def commit(self, num_minibatches: Any) -> None:
         """Moves the statistics by the mean of the moves, and counts one batch."""
-        for index, (buffer, total) in enumerate(zip(self._buffers(), self._totals)):
+        *statistics, [count, [moved]] = zip(self._buffers(), self._totals)
+        for index, (buffer, total) in enumerate(statistics):
             move, row = torch.empty_like(buffer), self._row + index
             self._grid.mean_into_(move, total, row, num_minibatches)
             buffer.add_(move)
-        if self._layer.training:
-            self._layer.num_batches_tracked.add_(1)
+        count.add_(moved.clamp(max=1))
 
     def clear(self) -> None:
         """Takes back what a minibatch has moved."""

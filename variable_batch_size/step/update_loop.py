@@ -128,6 +128,7 @@ class UpdateLoop:
                 raise ReplicaError(f"{again}, on several replicas", rank)
             if position.ended:
                 logger.warning(f"{again}: this one has the same order and steps")
+        self._thread = threading.get_ident()  # the loop's, not a loader's
         new = context.sampler.plan_of(epoch)
         if position.has_run and not position.ended:
             left = (
@@ -309,7 +310,7 @@ class UpdateLoop:
             if self._is_lazy:
                 context.replica.sync()
         if not changed:
-            context.sampler.redeal(step)
+            context.sampler.redeal(plan.epoch, step)
             self.attached.drop_step()
             self.gradients.prepare_backward(position)
             return 0

@@ -69,15 +69,20 @@ class Grid:
         self._powers = powers.to(replica.device)
         self._zero: torch.Tensor | float = 0.0
         if not replica.is_host:
-            self._zero = torch.zeros((), device=replica.device)
+            self._zero = torch.zeros((), dtype=torch.float32, device=replica.device)
         self.extend(names)
 
     def extend(self, names: Sequence[str]) -> int:
         """Appends tensors without a grid; returns the first one's row."""
+        if self.names and self._largest is not self._nothing[0]:
+            raise ValueError(
+                f"{names[:1]} cannot be summed from the middle of a step on: build "
+                "what asks for it between two updates"
+            )
         first = len(self.names)
         self.names += names
         # Two tensors: one in both places would make another program.
-        zeros = torch.zeros(len(self.names), device=self._replica.device)
+        zeros = torch.zeros(len(self.names)).float().to(self._replica.device)
         self._nothing = zeros, zeros.clone()
         self.load_state_dict({**self._saved, **(self.state_dict() if first else {})})
         return first
@@ -135,7 +140,8 @@ class Grid:
             return
         found = [self._seen.get(row, self._zero) for row in range(len(self.names))]
         self._seen = {}
-        new = torch.tensor(found) if self._replica.is_host else torch.stack(found)
+        is_host, dtype = self._replica.is_host, torch.float32
+        new = torch.tensor(found, dtype=dtype) if is_host else torch.stack(found)
         is_finite = where_finite(new)
         new = torch.where(is_finite, new, torch.zeros_like(new))
         self._largest = torch.maximum(self._largest, new)

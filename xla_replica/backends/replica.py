@@ -386,7 +386,8 @@ class Replica(abc.ABC):
         CPU, where nothing has to be moved, other ``batches`` are returned themselves.
         """
         check_integer("prefetch", prefetch, least=1)
-        sampler = getattr(batches, "batch_sampler", batches)
+        sampler = getattr(batches, "batch_sampler", None)
+        sampler = sampler or getattr(batches, "sampler", batches)
         if hasattr(sampler, "follow_pass"):
             ahead = functools.partial(self._ahead, prefetch=prefetch)
             return FreshBatches(batches, sampler, ahead)

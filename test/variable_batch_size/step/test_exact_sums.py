@@ -283,3 +283,37 @@ def test_another_number_of_threads_is_another_run():
             other.optimizer.load_state_dict(state["optimizer"])
     finally:
         torch.set_num_threads(1)
+
+
+def test_minibatches_that_were_listed_are_refused():
+    model = nn.Linear(4, 4)
+    sampler, optimizer = wrapped(model)
+    for _ in list(sampler)[:1]:
+        model(torch.ones(4, 4)).sum().backward()
+        with pytest.raises(ValueError, match="nothing may read ahead"):
+            optimizer.step()
+
+
+def test_a_look_ahead_of_the_loader_is_refused():
+    model = nn.Linear(4, 4)
+    sampler, optimizer = wrapped(model)
+    batches = iter(optimizer.replica.loader(sampler))
+    next(batches), next(batches)
+    model(torch.ones(4, 4)).sum().backward()
+    with pytest.raises(ValueError, match="nothing may read ahead"):
+        optimizer.step()
+
+
+def test_reentrant_checkpoints_leave_no_move_behind():
+    layer = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    model.forward = lambda x: torch.utils.checkpoint.checkpoint(
+        layer, model[0](x), use_reentrant=True
+    )
+    sampler, optimizer = wrapped(model, trace=(4,))
+    minibatches = iter(sampler)
+    for made in (0, 1):
+        next(minibatches)
+        model(torch.randn(4, 4)).square().sum().backward()
+        assert optimizer.step() == made
+        assert layer.num_batches_tracked == made
