@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.xla_replica.replicas import of_torch_alone
 from torch.testing._internal.common_methods_invocations import op_db
 
 from per_sample_grad.operations import layouts
@@ -120,6 +121,7 @@ def moves_others(function: Callable, given: Any) -> tuple[list[str], int]:
     return wrong, number
 
 
+@of_torch_alone
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_another_sample_moves_nothing(part):

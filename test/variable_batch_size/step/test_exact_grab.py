@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.grab_xla import training
-from support.xla_replica.replicas import Backend, needs_xla
+from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone
 
 import variable_batch_size as vbs
 import xla_replica
@@ -78,6 +78,7 @@ def check(kind: str, *backends: Backend) -> None:
             assert all(map(torch.equal, found, expected))
 
 
+@of_torch_alone
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_orders_and_weights_have_the_same_bits(kind):
     check(kind, *(Backend("cpu", number) for number in (1, 2, 3)))

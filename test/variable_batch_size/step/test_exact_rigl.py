@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.grab_xla.training import cross_entropies, mlp, samples
-from support.xla_replica.replicas import Backend, needs_xla
+from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone
 
 import variable_batch_size as vbs
 import xla_replica
@@ -106,6 +106,7 @@ def check(kind: str, *backends: Backend) -> None:
             assert [*map(torch.equal, seen, expected)] == [True] * len(expected)
 
 
+@of_torch_alone
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_masks_and_weights_have_the_same_bits(kind):
     check(kind, *(Backend("cpu", number) for number in (1, 2, 3)))
