@@ -297,8 +297,6 @@ class CustomSampler(Sampler[list[int]]):
         have fetched ahead is dropped by `xla_replica.Replica.loader`.
         """
         self.redone = Cursor(epoch, step)
-        owner = getattr(self.order, "__self__", self.order)
-        getattr(owner, "drop_step", tuple)()  # what it has seen of the step
 
     def check_redealable(self) -> None:
         """Raises ValueError if a redeal misses what is read ahead, at every step()."""

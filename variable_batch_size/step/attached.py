@@ -144,9 +144,12 @@ class Attached:
         for callback in self._callbacks:
             callback(update)
 
-    def drop_step(self) -> None:
-        """Tells those that have a ``drop_step`` that minibatches are run again."""
-        for callback in self._callbacks:
+    def drop_step(self, *others: Any) -> None:
+        """Tells those that have a ``drop_step`` that minibatches are run again.
+
+        ``others`` are told too, attached or not.
+        """
+        for callback in [*self._callbacks, *others]:
             owner = getattr(callback, "__self__", callback)
             getattr(owner, "drop_step", tuple)()
 

@@ -311,7 +311,7 @@ class UpdateLoop:
                 context.replica.sync()
         if not changed:
             context.sampler.redeal(plan.epoch, step)
-            self.attached.drop_step()
+            self.attached.drop_step(context.sampler.order)
             self.gradients.prepare_backward(position)
             return 0
         self.last_lrs, weight = changed

@@ -49,9 +49,6 @@ class ExactSum(GradientSum):
     def use_zeros(self) -> None:
         pass  # totals are zero
 
-    def accumulates_elsewhere(self, parameter: nn.Parameter) -> bool:
-        return True
-
     def end_minibatch(self) -> None:
         for parameter, total in self._totals.items():
             self._grid.add_(total, parameter.grad, self._rows[parameter])

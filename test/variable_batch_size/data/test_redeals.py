@@ -143,9 +143,9 @@ def test_a_loader_that_reads_ahead_is_refused_unless_it_is_followed():
     assert [next(ahead), next(ahead)] == expected(one)[:2]
     with pytest.raises(ValueError, match=r"1, .* has read 2.* replica\.loader\(load"):
         one.check_redealable()
-    next(iter(one))  # a look at the data is no harm
+    next(iter(one))  # looking at the data does no harm
     assert run(one, one) == expected(one)
-    one.check_redealable()  # nothing is iterated
+    one.check_redealable()  # the pass has ended
 
 
 def test_a_redeal_leaves_iterations_of_other_epochs_and_copies_alone():
