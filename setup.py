@@ -64,6 +64,8 @@ setup(
         "lightning": ["lightning>=2.6,<2.7"],
         # examples/launch/ray_train.py
         "ray": ["ray[train]>=2.60"],
+        # Members that come and go (LIVE_LIGHTHOUSE): its lighthouse tells who lives.
+        "live": ["torchft>=0.2,<0.3"],
         "examples": [
             "torchvision",
             "scikit-learn",

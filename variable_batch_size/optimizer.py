@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from variable_batch_size.step.attached import Unit
 from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.step.elastic_state import ElasticState
 from variable_batch_size.step.exact import ExactModel
+from variable_batch_size.step.live_run import LiveRun, State
 from variable_batch_size.step.settings import Reduction, Settings, StepContext
 from variable_batch_size.step.update_loop import UpdateLoop
 from xla_replica import Replica, ReplicaError
@@ -373,6 +375,8 @@ class ElasticOptimizer(OptimizerProxy):
                 accelerator this is where it is found.
         """
         self._loop.check_agreement()
+        if self.replica.is_live:  # exact sums keep them equal
+            return
         average_buffers(model, self._loop.num_seen, self.replica)
         self._loop.num_seen = 0
 
@@ -398,6 +402,23 @@ class ElasticOptimizer(OptimizerProxy):
             self._context.exact.check(unnamed, self.sampler.schedule)
         super().add_param_group(param_group)
         self._loop.gradients.add(self.param_groups[-1]["params"])
+
+    def go_live(
+        self,
+        snapshot: Callable[[], State],
+        load: Callable[[State], None],
+        begin: Callable[[], None],
+        changed: Callable[[int], None],
+        settings: State,
+    ) -> None:
+        """Joins a live run, or begins it; `Checkpointer.load` calls it. See `LiveRun`.
+
+        ``settings`` are what members must have in common beside the wrapper's own.
+        """
+        run = LiveRun(self._context, self._loop, snapshot, load, begin, changed)
+        settings = {**checks.common_settings(self._context), **settings}
+        run.enter({name: repr(value) for name, value in settings.items()})
+        self._loop.live = run
 
     # --- what can be asked ----------------------------------------------------------
 

@@ -25,8 +25,8 @@ from xla_replica.device.lazy_operations import computed_once, lazy_operation
 from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
 from xla_replica.device.sharded import is_sharded, refuse_sharded
-from xla_replica.errors import ReplicaError, Stopped
-from xla_replica.starting import distributed, xla  # noqa: F401  the rows
+from xla_replica.errors import MemberLost, ReplicaError, Stopped
+from xla_replica.starting import distributed, live, xla  # noqa: F401  the rows
 from xla_replica.starting.launcher import default_num_replicas, launch
 from xla_replica.starting.programs import keep_programs
 from xla_replica.stopping import (
@@ -45,6 +45,7 @@ __all__ = [
     "DeviceTraits",
     "Job",
     "LocalReplica",
+    "MemberLost",
     "Replica",
     "ReplicaError",
     "StopRequest",

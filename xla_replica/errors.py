@@ -1,4 +1,4 @@
-"""The two exceptions that end a run: a replica failed, or all of them stopped."""
+"""The exceptions that end a run, or what its members do together."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ class ReplicaError(RuntimeError):
 
     def __reduce__(self):
         return type(self), (self.args[0], self.rank)
+
+
+class MemberLost(ReplicaError):
+    """A member of a live run has died, hangs or has left, in a collective.
+
+    The others meet, and do together once more what they were at. `ElasticOptimizer`
+    sees to that in its steps, and in the functions that are attached to it.
+    """
 
 
 class Stopped(SystemExit):

@@ -54,6 +54,11 @@ class Columns:
                 f"exact=True needs scheme='gather', got {scheme!r}: replicas that "
                 "share columns add inner products in an order of their own"
             )
+        if replica.is_live and not exact:
+            raise ValueError(
+                "in a live run members may die with what they alone have: pass "
+                "GraBSampler(..., exact=True, scheme='gather')"
+            )
         self.exact, self.joins_updates = exact, exact or replica.num_replicas > 1
         self.replica, self.num_columns = replica, num_columns
         self.device, self.dtype = device, dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,7 @@ class OnlineBalancer:
         self._placements: list[Tensor] = []
         self._uniforms: Tensor | None = None
         self._pending: list[Tensor] = []  # minibatches that wait for their update
+        self._gathered: list[Tensor] | None = None  # those of all replicas, if they are
         self._joins_updates = False
         self.weights: Tensor | None = None
         self.num_seen = 0
@@ -144,6 +145,23 @@ class OnlineBalancer:
             ValueError: Another number of minibatches waits than this replica ran.
         """
         self._joins_updates = True
+        gathered = self._gathered
+        if gathered is None:
+            gathered = self._gather(batch_size, minibatch_size)
+        for rows in gathered:
+            self.place([rows])
+            self._replica.sync()
+        self.drop_step()
+
+    def exchange(self, batch_size: int, minibatch_size: int) -> None:
+        """Gathers what `place_update` then balances, without a collective of its own.
+
+        For replicas that may be lost while they exchange.
+        """
+        self._gathered = list(self._gather(batch_size, minibatch_size))
+
+    def _gather(self, batch_size: int, minibatch_size: int) -> Iterator[Tensor]:
+        """Yields the rows of all minibatches of an update, in the order's order."""
         num_replicas, rank = self._replica.num_replicas, self._replica.rank
         num_minibatches = batch_size // minibatch_size
         num_own = max(0, -(-(num_minibatches - rank) // num_replicas))
@@ -165,14 +183,11 @@ class OnlineBalancer:
             received = self.columns.of_all_replicas(sent)
             minibatches = [rows.clone() for rows in received.unbind(0)]
             self._replica.sync()
-            for rows in minibatches[: num_minibatches - first]:
-                self.place([rows])
-                self._replica.sync()
-        self.drop_step()
+            yield from minibatches[: num_minibatches - first]
 
     def drop_step(self) -> None:
         """Forgets the minibatches that wait."""
-        self._pending = []
+        self._pending, self._gathered = [], None
 
     def drop_pending(self) -> None:
         """Forgets a step left before its update.
@@ -181,7 +196,7 @@ class OnlineBalancer:
             ValueError: No update has ever been joined.
         """
         num_minibatches = len(self._pending)
-        self._pending = []
+        self.drop_step()
         if num_minibatches and not self._joins_updates:
             raise ValueError(
                 f"{num_minibatches} minibatches of gradients were never balanced: with "
@@ -282,5 +297,6 @@ class OnlineBalancer:
             own = columns.own(value, fill) if value.dim() == 2 else value
             self.state[name] = own.clone().to(columns.device)
         self._placements = [saved["codes"].to(columns.device)]
-        self.num_seen, self._pending = saved["num_seen"], []
+        self.num_seen = saved["num_seen"]
+        self.drop_step()
         self._metrics.reset()

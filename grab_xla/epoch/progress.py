@@ -423,6 +423,13 @@ class Progress:
                     "minibatch, before optimizer.step()"
                 )
 
+    def exchange(self, epoch: int, batch_size: int, minibatch_size: int) -> None:
+        """Gathers what waits for an update, on all replicas, before it is made."""
+        if self._uses_gradients:
+            self.give(epoch)
+            size = self._group_size
+            self._balancer.exchange(batch_size // size, minibatch_size // size)
+
     def drop_step(self) -> None:
         """Forgets what waits for an update; see `GraBSampler.drop_step`."""
         if self._uses_gradients and not self._balancer.columns.exact:

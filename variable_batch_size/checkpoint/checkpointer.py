@@ -180,13 +180,14 @@ class Checkpointer:
         self._writer.check()
         if self._begun is not None and self.replica.is_primary:
             self._check_folder()
-        self.num_updates += 1
-        self._begun = None
-        due = self._times.due(self.num_updates)
+        num_updates = self.num_updates + 1
+        due = self._times.due(num_updates)
+        # After what may find that another member is lost, so that it can run again.
+        self.num_updates, self._begun = num_updates, None
         if self._optimizer.asked_to_stop(due, self._look_every):
             written = self._save()
             written = self._writer.wait() or written
-            self.replica.barrier()  # no replica leaves while replica 0 writes
+            # In it, so that no replica leaves while replica 0 writes.
             request = save_and_stop.agreed_request(self.replica)
             for part in self._parts.values():
                 if isinstance(part, RunLog):
@@ -270,15 +271,8 @@ class Checkpointer:
         # All modules at once: averaging resets the count of minibatches that weighs.
         modules = [p for p in self._parts.values() if isinstance(p, nn.Module)]
         self._optimizer.average_buffers(nn.ModuleList(modules))
-        state = {
-            "version": VERSION,
-            "num_updates": self.num_updates,
-            "best": self.best_metric,
-            "settings": self._settings,
-            "optimizer": self._optimizer.state_dict(),
-            "parts": {n: p.state_dict() for n, p in self._parts.items()},
-            "random": random_state.saved(self.replica, random_numbers),
-        }
+        state = self._snapshot()
+        state["random"] = random_state.saved(self.replica, random_numbers)
         if between_epochs:
             cursor = state["optimizer"]["elastic"]["sampler"]
             schedule = self._optimizer.sampler.schedule
@@ -310,6 +304,17 @@ class Checkpointer:
         # On XLA every program that runs advances them, also the one that saves.
         self.replica.set_rng_state(random_numbers)
         return path
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Returns the state without random numbers, tensors where they are."""
+        return {
+            "version": VERSION,
+            "num_updates": self.num_updates,
+            "best": self.best_metric,
+            "settings": self._settings,
+            "optimizer": self._optimizer.state_dict(),
+            "parts": {n: p.state_dict() for n, p in self._parts.items()},
+        }
 
     def _write(self, state: dict[str, Any], is_best: bool, since: float) -> Path:
         num_updates = state["num_updates"]  # the run may have made more meanwhile
@@ -358,7 +363,9 @@ class Checkpointer:
     ) -> Restored | None:
         """Resumes the newest checkpoint that is not damaged. Collective.
 
-        Returns None if there is none. Damaged ones are renamed, with a warning.
+        Returns None if there is none. Damaged ones are renamed, with a warning. In a
+        live run this is where a member joins, and blocks until it may: one that others
+        have begun is received from them, and no file is read.
 
         Args:
             allow_changes: Also resume a run with other settings, trace, dataset length,
@@ -375,10 +382,37 @@ class Checkpointer:
         check_flag("best", best)
         self._writer.wait()
         self._has_looked = True
+        if self.replica.is_live and not best:
+            return self._enter(allow_changes)
         found = self._choose("best" if best else "update")
-        if found is None:
+        return found and self._load(*found, allow_changes)
+
+    def _enter(self, allow_changes: bool) -> Restored | None:
+        """Joins a live run, or begins it."""
+
+        def begin() -> None:
+            found = files.newest_whole(self.folder, "update")
+            if found is not None:
+                self._load(found[0].path, found[1], allow_changes)
+
+        def change(generation: int) -> None:
+            self._times.look_again()
+            for part in self._parts.values():
+                if isinstance(part, RunLog):
+                    part.change_members(generation)
+
+        def load(state: dict[str, Any]) -> None:
+            self._load(self.folder, state, False)
+
+        settings = {"settings": self._settings, "parts": sorted(self._parts)}
+        self._optimizer.go_live(self._snapshot, load, begin, change, settings)
+        cursor = self._optimizer.sampler.cursor
+        if not self.num_updates:
             return None
-        path, state = found
+        return Restored(self.folder, self.num_updates, cursor.epoch, self.best_metric)
+
+    def _load(self, path: Path, state: dict[str, Any], allow_changes: bool) -> Restored:
+        """Takes a checkpoint's state, or another member's, see `_snapshot`."""
         version = state.get("version") if isinstance(state, dict) else None
         if version != VERSION:
             raise ValueError(
@@ -401,7 +435,8 @@ class Checkpointer:
         )
         for name, part in self._parts.items():
             part.load_state_dict(own(state["parts"][name]))
-        random_state.restore(own(state["random"]), self.replica)
+        if "random" in state:  # in a live run every minibatch has a seed
+            random_state.restore(own(state["random"]), self.replica)
         self.num_updates, self.best_metric = state["num_updates"], state["best"]
         self._times.saved(self.num_updates)
         self._begun = self._optimizer.sampler.cursor

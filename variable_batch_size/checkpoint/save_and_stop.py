@@ -43,6 +43,10 @@ class SaveTimes:
         self._since, self._updates_then = self._clock(), num_updates
         self._next_look = num_updates + 1
 
+    def look_again(self) -> None:
+        """Looks after the next update, as other replicas then do."""
+        self._next_look = 0
+
     def due(self, num_updates: int) -> bool:
         """Returns whether to save after an update; collective where the clock is read.
 
@@ -77,7 +81,9 @@ def agreed_request(replica: Replica) -> StopRequest:
 
     All need its exit status: which replica ends the process is a matter of chance.
     """
-    requests = replica.all_gather_object(xla_replica.stop_requested())
+    own = xla_replica.stop_requested()
+    # In a live run all members have one, and who stops waits for nobody.
+    requests = [own] if replica.is_live else replica.all_gather_object(own)
     return next(request for request in requests if request is not None)
 
 

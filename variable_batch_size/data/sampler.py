@@ -298,6 +298,13 @@ class CustomSampler(Sampler[list[int]]):
         """
         self.redone = Cursor(epoch, step)
 
+    def deal_to(self, rank: int, num_replicas: int, cursor: Cursor) -> None:
+        """Goes on as another replica, from a cursor on, as `redeal` does."""
+        self.rank, self.num_replicas = rank, num_replicas
+        self._restored = cursor
+        self.plan = self.plan_of(cursor.epoch)
+        self.redone = cursor
+
     def check_redealable(self) -> None:
         """Raises ValueError if a redeal misses what is read ahead, at every step()."""
         if self._newest is not None:

@@ -189,6 +189,7 @@ class Position:
         announced: See the attribute.
 
     Attributes:
+        rank: The replica, which may become another one between two steps.
         plan: The epoch's plan.
         step: The step under way; `EpochPlan.num_steps` after the last.
         substep: Minibatches of that step that the replica has run.
@@ -204,7 +205,7 @@ class Position:
     """
 
     def __init__(self, plan: EpochPlan, rank: int, announced: bool = False) -> None:
-        self._rank = rank
+        self.rank = rank
         self.restart(plan, announced)
 
     def restart(self, plan: EpochPlan, announced: bool = False) -> None:
@@ -212,6 +213,17 @@ class Position:
         self.plan, self.step, self.substep = plan, plan.start_step, 0
         self.announced, self.has_run = announced, False
         self._read_step()
+
+    @property
+    def mark(self) -> int:
+        """How many steps of the training are done."""
+        return self.plan.first_step + self.step
+
+    def move(self, plan: EpochPlan, rank: int) -> None:
+        """Goes on as another replica, at the first step of a plan of this epoch."""
+        has_run, self.rank = self.has_run, rank
+        self.restart(plan, announced=True)
+        self.has_run = has_run
 
     def replan(self, plan: EpochPlan) -> None:
         """Takes another plan of the epoch, equal in the steps that have begun."""
@@ -223,7 +235,7 @@ class Position:
         self.ended = step >= plan.num_steps
         self.num_substeps = self.num_minibatches = self.batch_size = 0
         if not self.ended:
-            self.num_substeps = plan.num_substeps_of(step, self._rank)
+            self.num_substeps = plan.num_substeps_of(step, self.rank)
             self.num_minibatches = plan.num_minibatches_of(step)
             self.batch_size = plan.batch_size(step)
         self.idle = not self.ended and self.num_substeps == 0
@@ -231,7 +243,7 @@ class Position:
     @property
     def num_real_samples(self) -> int:
         """Samples of the next minibatch that count; the others are padding."""
-        return self.plan.num_real_samples(self._rank, self.step, self.substep)
+        return self.plan.num_real_samples(self.rank, self.step, self.substep)
 
     @property
     def is_padding(self) -> bool:
@@ -285,11 +297,11 @@ class Position:
             self._check_unannounced()
         if self.idle:
             raise ReplicaError(
-                f"replica {self._rank} is idle in step {self.step} of epoch "
+                f"replica {self.rank} is idle in step {self.step} of epoch "
                 f"{plan.epoch} and has not joined it, because an earlier update or "
                 "callback raised an exception: resume from a checkpoint; or because "
                 "of lockstep=True: call join_step() in place of step()",
-                self._rank,
+                self.rank,
             )
         return is_new
 
@@ -303,7 +315,7 @@ class Position:
                 f"minibatches on {plan.num_replicas} replicas: call "
                 f"optimizer.set_epoch({plan.epoch}) before iterating, where idle "
                 "replicas join that step before their first forward pass",
-                self._rank,
+                self.rank,
             )
         self.announced = True
 

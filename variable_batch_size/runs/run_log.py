@@ -130,6 +130,7 @@ class RunLog:
         # The sum of this replica's losses, and their number.
         self._loss = torch.zeros(2, dtype=dtype, device=self._replica.device)
         self._loss_of_updates = self._loss  # without minibatches since the last one
+        self._shared_loss = self._loss.clone()  # of all members, in a live run
         self._pending: list[dict[str, Any]] = []  # lines; numbers may be on the device
         self._weight = 0.0  # of the updates whose losses are summed
         # Since the last logging step: samples, seconds, seconds that replicas idled.
@@ -170,6 +171,8 @@ class RunLog:
 
     def __call__(self, update: Update) -> None:
         """Tells of an update; `ElasticOptimizer.attach` has it called."""
+        if self._replica.is_live:  # first, since it runs again if a member is lost
+            self._share_losses()
         self._begin(update.step)
         self._step, self._closed = update.step, False
         now = time.perf_counter()
@@ -243,10 +246,18 @@ class RunLog:
 
         A checkpoint has asked for them, so this tells of it.
         """
+        if self._replica.is_live:  # it may be for a member that joins
+            return {"loss": self._shared_loss, "weight": self._weight}
         self.event("checkpoint")
         loss = self._loss.clone()
         self._replica.all_reduce_([loss])
         return {"loss": loss, "weight": self._weight}
+
+    def change_members(self, generation: int) -> None:
+        """Tells that other members of a live run train than before."""
+        self.event(
+            "members", generation=generation, num_replicas=self._replica.num_replicas
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""
@@ -254,10 +265,12 @@ class RunLog:
         self._added_at = None
         self._weight = state["weight"]
         self._totals[:] = 0
-        if self._replica.is_primary:  # it is the sum of all: the others begin with zero
+        self._loss.zero_()
+        self._shared_loss = torch.zeros_like(self._loss)
+        if self._replica.is_live:
+            self._shared_loss += state["loss"]
+        elif self._replica.is_primary:  # it is the sum of all: the others have zero
             self._loss.copy_(state["loss"])
-        else:
-            self._loss.zero_()
         self._loss_of_updates = self._loss
 
     def _check_attached(self) -> None:
@@ -282,6 +295,13 @@ class RunLog:
         cursor, schedule = self._sampler.cursor, self._sampler.schedule
         return schedule.steps(cursor.epoch).start + cursor.step
 
+    def _share_losses(self) -> None:
+        """Adds up the losses of all members, so that each has what one alone had."""
+        total = self._loss.clone()
+        self._replica.all_reduce_([total])
+        self._shared_loss = self._shared_loss + total
+        self._loss = torch.zeros_like(self._loss)
+
     def _write(self, measure: bool) -> None:
         """Writes the pending lines, after one read of what is on the device."""
         lines = self._pending
@@ -292,7 +312,10 @@ class RunLog:
             if isinstance(value, torch.Tensor)
         ]
         tensors = [line[name] for line, name in on_device]
-        if measure:
+        if measure and self._replica.is_live:
+            tensors.append(self._shared_loss)
+            self._shared_loss = torch.zeros_like(self._loss)
+        elif measure:
             total = self._loss.clone()
             self._replica.all_reduce_([total])
             self._loss.zero_()

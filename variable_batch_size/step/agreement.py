@@ -46,10 +46,9 @@ class Agreement:
     def __init__(self, replica: Replica, scalars: DeviceScalars) -> None:
         self._replica = replica
         self._scalars = scalars
-        self._modulus = _EXACT // replica.num_replicas
         # Of hyperparameters and of orders, added up over updates.
         self._differences = torch.zeros(2, device=replica.device)
-        self._own = torch.zeros(6, device=replica.device)
+        self._own = torch.zeros(6 + replica.is_live, device=replica.device)
         self._asked = False
         self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
         self._votes: torch.Tensor | None = None
@@ -67,8 +66,9 @@ class Agreement:
         """Returns what is to be summed with the gradients: ``(6,)`` float32.
 
         The hash of what is used and that of the order; one, and whether the order is
-        known, which count replicas that cast these two; whether to stop; and, on
-        replica 0, after how many minibatches everybody is to look again.
+        known, which count replicas that cast these two; whether to stop; on replica 0,
+        after how many minibatches everybody is to look again; and, a seventh in a live
+        run, whether somebody waits to join it.
 
         Args:
             used: Names and values of the hyperparameters.
@@ -77,13 +77,16 @@ class Agreement:
             num_minibatches: How many all replicas have run together in this step.
         """
         self._made += -(-num_minibatches // self._replica.num_replicas)
-        own = zlib.crc32(repr(used).encode()) % self._modulus
+        modulus = _EXACT // self._replica.num_replicas
+        own = zlib.crc32(repr(used).encode()) % modulus
         known = order is not None
-        digest = zlib.crc32(order.encode()) % self._modulus if known else 0
+        digest = zlib.crc32(order.encode()) % modulus if known else 0
         self._asked |= self._vote_arrived() or xla_replica.stop_requested() is not None
         proposed = self._proposed if self._replica.is_primary else 0.0
-        numbers = (own, digest, 1.0, float(known), float(self._asked), proposed)
-        self._own = self._scalars.get("ballots", (numbers,)).reshape(-1)
+        numbers = [own, digest, 1.0, float(known), float(self._asked), proposed]
+        if self._replica.is_live:
+            numbers.append(float(self._replica.wants_change))
+        self._own = self._scalars.get("ballots", (tuple(numbers),)).reshape(-1)
         return self._own.clone()
 
     # --- after it -------------------------------------------------------------------
@@ -150,12 +153,21 @@ class Agreement:
         everybody = look or self._replica.is_host
         if self._votes is None or not (self._asked or everybody):
             return False
-        votes, proposed = self._read_votes()
-        if not everybody:
+        votes, proposed, *_ = self._read_votes()
+        if not everybody or self._replica.is_live:  # where members may leave alone
             return votes == self._replica.num_replicas
         if self._looks and self._made:
             self._plan_look(proposed, every_seconds)
         return votes > 0
+
+    def change_agreed(self) -> tuple[bool, bool]:
+        """Returns whether members of a live run meet now, and whether this one leaves.
+
+        They do if some, not all, were asked to stop, or somebody waits to join.
+        """
+        votes, _, waiting = self._read_votes()
+        leaves = 0 < votes < self._replica.num_replicas
+        return leaves or waiting > 0, leaves and self._asked
 
     def _read_votes(self) -> list[float]:
         # Not `Replica.fetch`: that cuts the graph, and what XLA draws depends on cuts.

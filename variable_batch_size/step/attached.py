@@ -75,6 +75,7 @@ class Attached:
 
     Attributes:
         is_empty: Whether there has been none, nor is one missing that was saved.
+        num_done: How many have run after the last update.
     """
 
     def __init__(self, noise: NoiseMeter | None) -> None:
@@ -83,6 +84,7 @@ class Attached:
         self._waiting: list[dict[str, Any]] = []  # states of schedulers yet to come
         self._may_lack = False  # whether these may never come
         self.is_empty = True
+        self.num_done = 0
 
     def add(self, target: Any, unit: Unit, every: float) -> None:
         """Adds what `ElasticOptimizer.attach` was given; see there."""
@@ -130,7 +132,7 @@ class Attached:
         self._callbacks.append(target)
 
     def run(self, update: Update) -> None:
-        """Calls them all, in the order in which they were attached.
+        """Calls those that are not done, in the order in which they were attached.
 
         Raises ValueError where a saved run had more schedulers.
         """
@@ -141,8 +143,9 @@ class Attached:
                 "one lacks, so its learning rate would stay as it was saved: attach "
                 "the same schedulers before training, or load with allow_changes=True"
             )
-        for callback in self._callbacks:
+        for callback in self._callbacks[self.num_done :]:
             callback(update)
+            self.num_done += 1
 
     def drop_step(self, *others: Any) -> None:
         """Tells those that have a ``drop_step`` that minibatches are run again.

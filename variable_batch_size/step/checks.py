@@ -46,6 +46,11 @@ def check_wrapper(
             f"but this is {replica}"
         )
     _check_reduction(settings, sampler.schedule)
+    if replica.is_live and not settings.is_exact:
+        raise TypeError(
+            "in a live run a step may be run again by other members, which needs sums "
+            "that do not depend on them: pass exact=model"
+        )
     if settings.is_exact and settings.lockstep:
         raise TypeError(
             "exact= does not work with lockstep=True, as the trainers of other "
@@ -87,24 +92,29 @@ def check_groups(
     _check_rule(settings, groups, schedule)
 
 
-def check_agreement(context: StepContext) -> None:
-    """Raises ReplicaError if replicas would not train one model. Collective."""
+def common_settings(context: StepContext) -> dict[str, Any]:
+    """Returns what all replicas of a run have in common, by name."""
     settings, noise, parameters = context.settings, context.noise, context.parameters()
     kinds = repr([(*p.shape, p.dtype, p.requires_grad) for p in parameters])
+    return {
+        **context.sampler.fingerprint(),
+        "rule": settings.rule.name,
+        **settings.options(),
+        **(context.exact.environment() if context.exact else {}),
+        "noise": noise.options if noise else None,
+        "lockstep": settings.lockstep,
+        "hyperparameters": hyperparameters(context.inner.param_groups),
+        "parameters": f"{len(parameters)} tensors of "
+        f"{sum(p.numel() for p in parameters)} numbers, sha256 "
+        f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",
+    }
+
+
+def check_agreement(context: StepContext) -> None:
+    """Raises ReplicaError if replicas would not train one model. Collective."""
     context.replica.check_agreement(
         "the settings of the run",
-        {
-            **context.sampler.fingerprint(),
-            "rule": settings.rule.name,
-            **settings.options(),
-            **(context.exact.environment() if context.exact else {}),
-            "noise": noise.options if noise else None,
-            "lockstep": settings.lockstep,
-            "hyperparameters": hyperparameters(context.inner.param_groups),
-            "parameters": f"{len(parameters)} tensors of "
-            f"{sum(p.numel() for p in parameters)} numbers, sha256 "
-            f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",
-        },
+        common_settings(context),
         "Each would train another model: build sampler, model and optimizer alike "
         "on every replica, without the rank in seeds, files or conditions.",
     )

@@ -131,6 +131,11 @@ class ExactModel:
         self.grid.follow()
         return False
 
+    def meet(self, grid: dict[str, int]) -> None:
+        """Takes the grid that other replicas have; the step begins anew."""
+        self.grid.load_state_dict(grid)
+        self._num_repeats = 0
+
     def commit(self) -> None:
         """Uses what riders have summed, and takes the grid of the step's maxima."""
         for rider in self.riders:
@@ -192,7 +197,7 @@ class ExactModel:
         """Returns what the bits of a gradient depend on beside the model."""
         return {
             "device": self._replica.device.type,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "num_threads": torch.get_num_threads(),
         }

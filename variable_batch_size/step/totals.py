@@ -28,14 +28,14 @@ class StepTotals:
     whatever replica ran which minibatch. float32 counts exactly up to 2^24 tokens.
 
     Attributes:
-        agreement: Whether replicas agree; None where there is one replica alone.
+        agreement: Whether replicas agree; None where there is one replica for good.
     """
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
         replica = context.replica
         self.agreement: Agreement | None = None
-        if replica.num_replicas > 1:
+        if replica.num_replicas > 1 or replica.is_live:
             self.agreement = Agreement(replica, context.scalars)
         self._ballots: torch.Tensor | None = None
         self._was_asked = False  # to stop, if it is alone, before the last update

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from variable_batch_size.data.schedule import Position
+from variable_batch_size.data.schedule import Cursor, Position
 from variable_batch_size.rules.scaling import Scaling
 from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Attached, Update, log_line
@@ -22,7 +22,7 @@ from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.sample_mask import SampleMask
 from variable_batch_size.step.settings import StepContext
 from variable_batch_size.step.totals import StepTotals, hyperparameters, is_zero
-from xla_replica import ReplicaError
+from xla_replica import MemberLost, ReplicaError
 from xla_replica.device.gradients import weak_hook
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,10 @@ class UpdateLoop:
         num_seen: Minibatches since whoever counts them has set it to 0.
         wrapper_name: The wrapper's class.
         is_stepping: Whether the inner optimizer may step, which is an error elsewhere.
+        live: Meets other members, in a run in which they come and go; see `LiveRun`.
     """
+
+    live: Any = None
 
     def __init__(self, context: StepContext, wrapper: Optimizer) -> None:
         self._context = context
@@ -128,6 +131,11 @@ class UpdateLoop:
                 raise ReplicaError(f"{again}, on several replicas", rank)
             if position.ended:
                 logger.warning(f"{again}: this one has the same order and steps")
+        if context.replica.is_live and self.live is None:
+            raise ReplicaError(
+                "in a live run a member joins in Checkpointer.load(), where it gets "
+                "the state of the others: call it before optimizer.set_epoch"
+            )
         self._thread = threading.get_ident()  # the loop's, not a loader's
         new = context.sampler.plan_of(epoch)
         if position.has_run and not position.ended:
@@ -297,9 +305,13 @@ class UpdateLoop:
                 self._forget()
             context.replica.sync()  # keeps what is pending out of the update
         changed: tuple[Any, ...] | None = ()
+        is_lost = False
         try:
             with torch.no_grad():
                 changed = self._change_weights()
+        except MemberLost as error:
+            self._note_loss(error)
+            changed, is_lost = None, True
         finally:
             if changed is None:
                 position.rollback()
@@ -313,7 +325,7 @@ class UpdateLoop:
             context.sampler.redeal(plan.epoch, step)
             self.attached.drop_step(context.sampler.order)
             self.gradients.prepare_backward(position)
-            return 0
+            return self._resume() if is_lost else 0
         self.last_lrs, weight = changed
         context.sampler.commit(plan.epoch, step + 1)
         update = Update(
@@ -326,15 +338,69 @@ class UpdateLoop:
             ends_epoch=step + 1 == plan.num_steps,
             weight=weight,
         )
-        if not self.attached.is_empty:
-            self.attached.run(update)
-        self.gradients.refresh()  # functions may have frozen or unfrozen some
-        self._hyperparameters = hyperparameters(context.inner.param_groups)
+        if self.live and hasattr(context.sampler.order, "commit"):
+            context.sampler.order.commit(update)
+        self.attached.num_done = 0
+        self._end_update(update)
+        return 1
+
+    def _end_update(self, update: Update) -> None:
+        """Runs what is attached, and what else follows an update."""
+        context = self._context
+        while not self.attached.is_empty:
+            try:
+                self.attached.run(update)
+                break
+            except MemberLost as error:
+                self._note_loss(error)
+            self.live.resume(update)
         log_steps = context.settings.log_steps
         if log_steps and update.step % log_steps == 0:
             self._log(update)
+        if self.live:
+            meet, leaves = self.totals.agreement.change_agreed()
+            if leaves:
+                self.live.leave()
+            if meet:
+                self.live.resume()
+        self.gradients.refresh()  # functions may have frozen or unfrozen some
+        self._hyperparameters = hyperparameters(context.inner.param_groups)
+        self.gradients.prepare_backward(self.position)
+
+    # --- members that come and go ---------------------------------------------------
+
+    def _note_loss(self, loss: MemberLost) -> None:
+        """Tells of a loss; raises it unless there is a way to go on.
+
+        Members meet when it is no longer being handled: until then it keeps the group
+        open at which others wait.
+        """
+        if self.live is None:
+            raise loss
+        logger.warning(f"members meet: {loss}")
+
+    def _resume(self) -> int:
+        """Meets the other members in mid-step; returns the updates that it has missed.
+
+        They were made by a member that had its sums, and are received with its state.
+        """
+        mark = self.position.mark
+        update = self.live.resume()
+        if update is not None:
+            self._end_update(update)
+        return self.position.mark - mark
+
+    def deal_to(self, rank: int, num_replicas: int) -> None:
+        """Goes on as another replica, at the step that the sampler or a state has."""
+        context, position = self._context, self.position
+        was_announced = position.announced
+        plan = position.plan
+        context.sampler.deal_to(rank, num_replicas, Cursor(plan.epoch, position.step))
+        position.move(context.sampler.plan, rank)
+        position.announced = was_announced
+        self._forget()
+        self._hyperparameters = None
         self.gradients.prepare_backward(position)
-        return 1
 
     def _change_weights(self) -> tuple[tuple[Any, ...], Any] | None:
         """Sums over replicas, divides, measures, clips, scales and steps.
@@ -354,6 +420,10 @@ class UpdateLoop:
         if settings.ref_weight is None:
             ratio = position.batch_size / (settings.ref_batchsize or 1)
         self.scaling.prepare(ratio)
+        exchange = getattr(context.sampler.order, "exchange", None)
+        if self.live and exchange:
+            plan = position.plan
+            exchange(plan.epoch, position.batch_size, plan.minibatch_size)
         # Sum, and look whether replicas agree.
         self.gradients.sums.sum_(totals, divisor)
         weight, divisor = self.totals.take()

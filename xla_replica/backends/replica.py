@@ -46,7 +46,10 @@ class Replica(abc.ABC):
         num_replicas: How many replicas sum their gradients together.
         device: Where this replica computes.
         reason: Why `current` chose this backend, for people.
+        is_live: Whether replicas come and go; see `MemberReplica`.
     """
+
+    is_live = False
 
     def __init__(
         self, rank: int, num_replicas: int, device: torch.device, reason: str
@@ -69,6 +72,11 @@ class Replica(abc.ABC):
     def is_primary(self) -> bool:
         """Whether this is the one replica that logs and writes files."""
         return self.rank == 0
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether somebody waits to join the replicas of a live run."""
+        return False
 
     @property
     def is_lazy(self) -> bool:

@@ -1,0 +1,156 @@
+"""What a run's members have in common, and how one that is behind gets it.
+
+A member that joins, or has missed an update in which another one died, receives what a
+checkpoint has from one that is furthest, from memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import xla_replica
+from variable_batch_size.step.attached import Update
+from variable_batch_size.step.settings import StepContext
+from variable_batch_size.step.update_loop import UpdateLoop
+from xla_replica import MemberLost, Stopped
+
+logger = logging.getLogger(__name__)
+
+State = dict[str, Any]
+
+
+class LiveRun:
+    """Takes a run from one generation of members to the next, on one of them.
+
+    Args:
+        context, loop: Those of the optimizer.
+        snapshot: Returns what a checkpoint has, without a collective.
+        load: Takes what that has returned.
+        begin: Loads the newest checkpoint, if there is one, on this member alone.
+        changed: Called when other members train than before.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        loop: UpdateLoop,
+        snapshot: Callable[[], State],
+        load: Callable[[State], Any],
+        begin: Callable[[], Any],
+        changed: Callable[[int], Any],
+    ) -> None:
+        self._context, self._loop = context, loop
+        self._snapshot, self._load, self._begin = snapshot, load, begin
+        self._changed = changed
+        self._has_state = False
+        self._update: Update | None = None  # whose functions run
+
+    def enter(self, settings: State) -> None:
+        """Joins the run, or begins it with others that are new. Blocks until then.
+
+        Args:
+            settings: What members must have in common, plain values by name.
+        """
+        self._context.replica.membership.describe(settings)
+        self._meet()
+
+    def resume(self, update: Update | None = None) -> Update | None:
+        """Meets the others after a loss, or where that was agreed on.
+
+        Args:
+            update: The one whose attached functions are running, if some are.
+
+        Returns:
+            That of another member that was further, whose functions are still to run.
+        """
+        self._update = update
+        self._meet()
+        update, self._update = self._update, None
+        return update
+
+    def leave(self) -> None:
+        """Leaves the run between two updates; raises `Stopped`."""
+        request = xla_replica.stop_requested()
+        self._context.replica.leave(self._mark())
+        logger.warning(f"left the run after {self._mark()[0]} updates: {request}")
+        raise Stopped(request.reason, request.exit_status)
+
+    def _mark(self) -> tuple[int, ...]:
+        """Returns how far this member has come; nothing without a state."""
+        if not self._has_state:
+            return ()
+        return self._loop.position.mark, self._loop.attached.num_done
+
+    def _meet(self) -> None:
+        replica, loop = self._context.replica, self._loop
+        while True:
+            is_between = self._update is not None
+            generation = replica.change(self._mark(), is_between)
+            marks = [tuple(offer.mark) for offer in generation.offers]
+            try:
+                self._equalise(marks)
+            except MemberLost as error:
+                logger.warning(f"members meet again: {error}")
+                continue
+            break
+        if replica.is_primary:
+            logger.info(
+                f"generation {generation.number}: {replica.num_replicas} members train "
+                f"from step {loop.position.mark} on"
+            )
+        self._changed(generation.number)
+
+    def _equalise(self, marks: list[tuple[int, ...]]) -> None:
+        """Gives every member the state of one that is furthest; deals anew."""
+        context, loop = self._context, self._loop
+        replica, exact = context.replica, context.exact
+        source = marks.index(max(marks))
+        is_source = replica.rank == source
+        # The place before anything is loaded, which this member had dealt to another.
+        context.sampler.rank = replica.rank
+        context.sampler.num_replicas = replica.num_replicas
+        if is_source and not self._has_state:
+            self._begin()
+            self._has_state = True
+        if marks.count(max(marks)) < len(marks) or not max(marks):
+            state = replica.share(self._packed() if is_source else None, source)
+            if marks[replica.rank] != max(marks) or not self._has_state:
+                self._unpack(state)
+            grid = state["grid"]
+        else:
+            grid = replica.share(exact.grid.state_dict() if is_source else None, source)
+        exact.meet(grid)
+        loop.deal_to(replica.rank, replica.num_replicas)
+
+    def _packed(self) -> State:
+        """Returns what another member needs to go on from here."""
+        update = self._update and dataclasses.asdict(self._update)
+        if update:
+            numbers = [float(lr) for lr in update["lr"]]
+            update |= {
+                "lr": numbers,
+                "weight": update["weight"] and float(update["weight"]),
+            }
+        return self._context.replica.to_host(
+            {
+                "run": self._snapshot(),
+                "grid": self._context.exact.grid.state_dict(),
+                "update": update,
+                "num_done": self._loop.attached.num_done,
+                "has_begun": self._loop.position.announced,
+            }
+        )
+
+    def _unpack(self, state: State) -> None:
+        had_state, self._has_state = self._has_state, True
+        self._load(state["run"])
+        loop, update = self._loop, state["update"]
+        loop.attached.num_done = state["num_done"]
+        loop.position.announced = had_state  # a new one calls set_epoch
+        self._update = None
+        if update is not None:
+            update["lr"] = tuple(update["lr"])
+            self._update = Update(**update)

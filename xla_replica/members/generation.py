@@ -1,0 +1,145 @@
+"""Who trains next: a function of what all living members offer.
+
+Every member computes the same generation from the same offers, so nobody has to be
+told, and nobody leads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from xla_replica.errors import ReplicaError
+
+_NEW = (0, "")
+
+
+class Superseded(ReplicaError):
+    """The others have gone on without this member, which must not write anything."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """What a member brings when members meet. Plain numbers and texts.
+
+    Attributes:
+        proof: Of the run's shared token, see `prove`.
+        store: The address of the member's own key-value store.
+        settings: What members must have in common, by name.
+        generation: Number and lineage of the last one that the member was in.
+        entered: Number of the one in which it came, and its rank there.
+        mark: How far it has come; a later one is larger.
+        is_between: Whether it is amid functions that follow an update, where nobody can
+            join.
+        leaves: Whether it goes.
+    """
+
+    proof: str
+    store: str
+    settings: Mapping[str, Any]
+    generation: tuple[int, str] = _NEW
+    entered: tuple[int, int] = (0, 0)
+    mark: tuple[int, ...] = ()
+    is_between: bool = False
+    leaves: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the member has not trained yet."""
+        return self.generation == _NEW
+
+
+class Generation(NamedTuple):
+    """The members that train from now on.
+
+    Attributes:
+        number: One more than that of the generation before.
+        lineage: Distinguishes it from others of that number.
+        members: Their ids, by rank.
+        offers: What they have brought, by rank.
+        refused: Ids of members that are not of this run, and why.
+    """
+
+    number: int
+    lineage: str
+    members: tuple[str, ...]
+    offers: tuple[Offer, ...]
+    refused: dict[str, str]
+
+
+def prove(token: str, member: str) -> str:
+    """Returns what shows that a member knows the token, without telling it."""
+    return hmac.new(token.encode(), member.encode(), hashlib.sha256).hexdigest()
+
+
+def next_generation(
+    offers: Mapping[str, Offer], me: str, token: str, min_members: int = 1
+) -> Generation | None:
+    """Returns the generation that these offers make; None if they must meet again.
+
+    Survivors keep their order, and new members come last, by id. Those that have missed
+    a generation, bring no proof or have other settings are not in it, nor is who
+    leaves. While a survivor is between the functions that follow an update, new members
+    wait.
+
+    Raises:
+        Superseded: ``me`` has missed a generation.
+        ReplicaError: ``me`` is new and not of this run.
+    """
+    refused = {
+        member: "it does not know the run's token (LIVE_TOKEN)"
+        for member, offer in offers.items()
+        if not hmac.compare_digest(offer.proof, prove(token, member))
+    }
+    known = {m: offer for m, offer in offers.items() if m not in refused}
+    if refused and known[me].is_new:
+        raise ReplicaError(
+            f"{len(refused)} of {len(offers)} members do not have this member's token: "
+            "set LIVE_TOKEN to the same text for all of them"
+        )
+    last = _last_generation(known)
+    if known[me].generation not in (last, _NEW):
+        raise Superseded(
+            f"this member was last in generation {known[me].generation[0]}, and the "
+            f"others have gone on to {last[0]} without it, because it did not answer. "
+            "It has written nothing since. Start it again, and it joins as a new one"
+        )
+    stay = {m: each for m, each in known.items() if not each.leaves}
+    old = [m for m, each in stay.items() if each.generation == last != _NEW]
+    old.sort(key=lambda member: stay[member].entered)
+    new = sorted(member for member, offer in stay.items() if offer.is_new)
+    first = stay[(old or new)[0]] if old or new else None
+    for member in new:
+        if stay[member].settings != first.settings:
+            refused[member] = _difference(first.settings, stay[member].settings)
+    if me in refused:
+        raise ReplicaError(
+            f"this member is not of the run that it would join: {refused[me]}. Start "
+            "it with what the others have"
+        )
+    if any(stay[member].is_between for member in old):
+        new = []
+    members = tuple(old + [member for member in new if member not in refused])
+    is_waiting = me not in members and not known[me].leaves
+    if is_waiting or len(members) < min_members:
+        return None
+    number = last[0] + 1
+    text = f"{number} {last[1]} {' '.join(members)}"
+    lineage = hashlib.sha256(text.encode()).hexdigest()[:12]
+    brought = tuple(stay[member] for member in members)
+    return Generation(number, lineage, members, brought, refused)
+
+
+def _last_generation(offers: Mapping[str, Offer]) -> tuple[int, str]:
+    """Returns the generation that goes on, of parts of a run the one ahead."""
+    furthest = max(offers.values(), key=lambda o: (o.generation[0], o.mark, o.store))
+    return furthest.generation
+
+
+def _difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    names = [n for n in {**expected, **found} if expected.get(n) != found.get(n)]
+    parts = [f"{n} is {found.get(n)!r}, not {expected.get(n)!r}" for n in names[:4]]
+    return "; ".join(parts)

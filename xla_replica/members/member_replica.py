@@ -1,0 +1,204 @@
+"""`MemberReplica`: a replica whose peers come and go, and its collectives."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import io
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._utils import _take_tensors
+
+from xla_replica.backends.distributed import BUCKET_BYTES
+from xla_replica.backends.replica import Replica, listed
+from xla_replica.errors import MemberLost
+from xla_replica.members.generation import Generation
+from xla_replica.members.membership import Membership
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.05  # how often a sum that has not arrived looks who is lost
+
+
+class MemberReplica(Replica):
+    """This process, one of the members of a run.
+
+    It is alone until it first meets the others, see `change`. Then a collective raises
+    `MemberLost` if a member dies, hangs or leaves, and no verb works until `change`.
+    Tensors of an accelerator are summed on the host, one transfer in each direction.
+
+    Args:
+        membership: Finds the other members.
+        device: Where this member computes.
+        timeout: Seconds that a living member may be late at a collective.
+    """
+
+    is_live = True
+
+    def __init__(
+        self,
+        membership: Membership,
+        device: torch.device | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        device = torch.device("cpu") if device is None else device
+        super().__init__(0, 1, device, "a member of a live run")
+        self.membership = membership
+        self._timeout = timeout
+        self._group: Any = None  # gloo's; None while it is alone
+        # A worker of a loader that freed a group would take its sockets away from here.
+        os.register_at_fork(after_in_child=gc.freeze)
+        atexit.register(self._drop_group)
+        self._is_broken = False
+
+    @property
+    def wants_change(self) -> bool:
+        return self.membership.someone_waits
+
+    # --- generations ----------------------------------------------------------------
+
+    def change(self, mark: tuple[int, ...], is_between: bool = False) -> Generation:
+        """Meets the other members; returns the generation that sums from now on.
+
+        Args: See `Offer`.
+        """
+        self._drop_group()
+        while True:
+            generation = self.membership.agree(mark, is_between)
+            self.rank = generation.members.index(self.membership.id)
+            self.num_replicas = len(generation.members)
+            try:
+                self._join(generation)
+                return generation
+            except MemberLost as error:
+                logger.warning(f"members meet again: {error}")
+                self._drop_group()
+
+    def leave(self, mark: tuple[int, ...]) -> None:
+        """Tells the others, who meet now, that this member goes."""
+        self._drop_group()
+        self.membership.agree(mark, leaves=True)
+        self.membership.leave()
+
+    def _join(self, generation: Generation) -> None:
+        self._is_broken = False
+        if self.num_replicas == 1:
+            return
+        gloo = torch.distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=self.membership.host)]
+        options._timeout = timedelta(seconds=self._timeout)
+        host, port = generation.offers[0].store.rsplit(":", 1)
+        try:
+            store = torch.distributed.TCPStore(
+                host, int(port), timeout=timedelta(seconds=self._timeout)
+            )
+            keys = f"{generation.number}-{generation.lineage}"
+            store = torch.distributed.PrefixStore(keys, store)
+            self._group = gloo(store, self.rank, self.num_replicas, options)
+        except RuntimeError as error:
+            raise self._loss("joining the group", error) from error
+        self.barrier()
+
+    def _drop_group(self) -> None:
+        """Ends the group, so that what the others wait for fails at once."""
+        self._group, self._is_broken = None, True
+
+    def _loss(self, verb: str, error: Any) -> MemberLost:
+        return MemberLost(
+            f"member {self.rank} of {self.num_replicas} has lost another one in {verb} "
+            f"({error})",
+            self.rank,
+        )
+
+    # --- collectives ----------------------------------------------------------------
+
+    def _wait(self, verb: str, begin: Any) -> None:
+        """Waits for a collective, as long as all members live."""
+        if self._is_broken:
+            raise self._loss(verb, "and has not met the others since")
+        done = threading.Event()
+        try:
+            work = begin(self._group)
+            work.get_future().add_done_callback(lambda _: done.set())
+            while not done.wait(_LOOK_SECONDS):
+                if self.membership.has_lost and not done.is_set():
+                    # What hangs cannot be ended, and to free its group would wait for
+                    # it, or abort where Python exits.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                    raise self._loss(verb, "it is not heard of any more")
+            work.wait()
+        except RuntimeError as error:
+            self._drop_group()
+            if isinstance(error, MemberLost):
+                raise
+            raise self._loss(verb, error) from error
+
+    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
+        tensors = listed("all_reduce_", tensors)
+        if self._group is None and not self._is_broken:
+            return
+        with torch.no_grad():
+            on_host = tensors if self.is_host else self.fetch(tensors)
+            for own, sent in zip(_buckets(tensors), _buckets(on_host)):
+                flat = torch.cat([tensor.detach().reshape(-1) for tensor in sent])
+                self._wait(
+                    "all_reduce_", lambda group, flat=flat: group.allreduce([flat])
+                )
+                if not self.is_host:
+                    flat = self.send(flat)
+                parts = flat.split([tensor.numel() for tensor in own])
+                for tensor, part in zip(own, parts):
+                    tensor.copy_(part.view_as(tensor))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = tensor.detach().contiguous()
+        if self._group is None and not self._is_broken:
+            return value.clone().unsqueeze(0)
+        [value] = self.fetch([value])
+        gathered = [torch.empty_like(value) for _ in range(self.num_replicas)]
+        self._wait("all_gather", lambda group: group.allgather([gathered], [value]))
+        return self.send(torch.stack(gathered))
+
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        self._check_source(source)
+        tensors = listed("broadcast_", tensors)
+        if self._group is None and not self._is_broken:
+            return
+        for tensor, value in zip(tensors, self.fetch(tensors)):
+            self._wait(
+                "broadcast_", lambda group, value=value: group.broadcast(value, source)
+            )
+            with torch.no_grad():
+                tensor.copy_(value)
+
+    def share(self, state: Any, source: int) -> Any:
+        """Returns member ``source``'s ``state`` on every member, its own unchanged.
+
+        It is loaded as a checkpoint is, without code. Other members' is not read.
+        """
+        is_source = self.rank == source
+        buffer = io.BytesIO()
+        if is_source:
+            torch.save(state, buffer)
+        size = torch.tensor([buffer.tell()])
+        self.broadcast_([size], source)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        if is_source:
+            content.copy_(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
+        self.broadcast_([content], source)
+        if is_source:
+            return state
+        received = io.BytesIO(memoryview(content.numpy()))
+        return torch.load(received, weights_only=True, map_location="cpu")
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    return list(_take_tensors(tensors, BUCKET_BYTES))

@@ -1,0 +1,257 @@
+"""A member's part in finding out who lives, who waits to join, and who trains next.
+
+Liveness and quorum are those of torchft's lighthouse: a server that hears heartbeats,
+and answers a request for a quorum when all that live have made one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from xla_replica.errors import ReplicaError
+from xla_replica.members.generation import Generation, Offer, next_generation, prove
+
+logger = logging.getLogger(__name__)
+
+_BEATS_PER_TIMEOUT = 8
+_SEEN = re.compile(r"(member-[0-9a-f]{32}): seen ([0-9.e+-]+)s ago")
+
+
+class Membership:
+    """Talks to the lighthouse, in a thread of its own and when members meet.
+
+    Args:
+        lighthouse: Its address, such as ``http://127.0.0.1:29510``.
+        token: A text that all members of the run know.
+        min_members: How many must be there for training to go on.
+        heartbeat_seconds: After how long a member that is not heard of counts as dead:
+            the lighthouse's own option, which must be the same.
+        patience: Seconds to wait for the others where members meet.
+
+    Attributes:
+        id: This process's name among the members.
+        generation: The last one that it was in; None before the first.
+    """
+
+    def __init__(
+        self,
+        lighthouse: str,
+        token: str = "",
+        *,
+        min_members: int = 1,
+        heartbeat_seconds: float = 1.0,
+        patience: float = 300.0,
+    ) -> None:
+        self._address = _checked_address(lighthouse)
+        self._token, self._min_members = token, min_members
+        self._heartbeat_seconds, self._patience = heartbeat_seconds, patience
+        self.id = f"member-{uuid.uuid4().hex}"
+        self.generation: Generation | None = None
+        self._settings: Mapping[str, Any] = {}
+        self._entered = (0, 0)
+        # Ids that are not to be waited for, and what the watch has seen last.
+        self._ignored: set[str] = {self.id}
+        self._seen: dict[str, float] = {}
+        self._lost: frozenset[str] = frozenset()
+        self._client = self._connected()
+        host = _own_host(self._address)
+        self._store = torch.distributed.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False
+        )
+        self.host, self._store_address = host, f"{host}:{self._store.port}"
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="members", daemon=True)
+        atexit.register(self.leave)
+
+    def _connected(self) -> Any:
+        """Returns a client of the lighthouse; raises ReplicaError if there is none."""
+        os.environ.setdefault("RUST_LOG", "warn")  # every request would be a line
+        try:
+            from torchft.coordination import LighthouseClient
+        except ImportError as error:
+            raise ReplicaError(
+                f"LIVE_LIGHTHOUSE={self._address} asks for members that come and go, "
+                "which needs torchft: pip install 'elastic-xla[live]'"
+            ) from error
+        try:
+            return LighthouseClient(
+                self._address, timedelta(seconds=min(self._patience, 10))
+            )
+        except (RuntimeError, TimeoutError, OSError) as error:
+            raise ReplicaError(
+                f"there is no lighthouse at {self._address}: start one with `python -m "
+                f"xla_replica.members lighthouse`, or correct LIVE_LIGHTHOUSE ({error})"
+            ) from error
+
+    # --- where members meet ---------------------------------------------------------
+
+    def describe(self, settings: Mapping[str, Any]) -> None:
+        """Notes what members must have in common, as plain values by name."""
+        self._settings = dict(settings)
+
+    def agree(
+        self, mark: tuple[int, ...], is_between: bool = False, leaves: bool = False
+    ) -> Generation:
+        """Returns the next generation, when all that live have asked for it. Blocks.
+
+        Args: See `Offer`.
+
+        Raises:
+            Superseded: The others have gone on without this member.
+            ReplicaError: It is not of this run, or nobody has answered for too long.
+        """
+        if self._thread.ident is None:  # the lighthouse waits for whom it hears
+            self._thread.start()
+        give_up = time.monotonic() + self._patience
+        last = self.generation
+        offer = Offer(
+            prove(self._token, self.id),
+            self._store_address,
+            self._settings,
+            (last.number, last.lineage) if last else (0, ""),
+            self._entered,
+            tuple(mark),
+            is_between,
+            leaves,
+        )
+        while True:
+            offers = self._ask(offer, give_up)
+            found = next_generation(offers, self.id, self._token, self._min_members)
+            if found is not None:
+                break
+            if time.monotonic() > give_up:
+                raise ReplicaError(
+                    f"after {self._patience:g} s there are {len(offers)} members, and "
+                    f"training needs {self._min_members} (LIVE_MIN_MEMBERS)"
+                )
+            time.sleep(self._heartbeat_seconds / _BEATS_PER_TIMEOUT)
+        for member, why in found.refused.items():
+            if member not in self._ignored:
+                logger.warning(f"{member} is refused: {why}")
+        self._ignored = {*found.members, *found.refused, *self._ignored}
+        self._lost = frozenset()
+        if not leaves:
+            if last is None:
+                self._entered = found.number, found.members.index(self.id)
+            self.generation = found
+        return found
+
+    def _ask(self, offer: Offer, give_up: float) -> dict[str, Offer]:
+        """Returns what the members of a quorum offer, by id."""
+        while True:
+            left = give_up - time.monotonic()
+            try:
+                quorum = self._client.quorum(
+                    self.id,
+                    timedelta(seconds=max(left, 1.0)),
+                    address="",
+                    store_address=offer.store,
+                    step=0,
+                    world_size=1,
+                    data=dataclasses.asdict(offer),
+                )
+            except (RuntimeError, TimeoutError) as error:
+                if left <= 0:
+                    raise ReplicaError(
+                        f"the lighthouse at {self._address} has made no quorum for "
+                        f"{self._patience:g} s: {error}"
+                    ) from error
+                logger.warning(f"the lighthouse is asked again: {error}")
+                time.sleep(self._heartbeat_seconds)
+                continue
+            return {m.replica_id: _offer(m.data) for m in quorum.participants}
+
+    def leave(self) -> None:
+        """Stops heartbeats: the others need not wait for this member any more."""
+        self._leaving.set()
+
+    # --- what the watch knows -------------------------------------------------------
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a member of the generation is not heard of any more."""
+        return bool(self._lost)
+
+    @property
+    def someone_waits(self) -> bool:
+        """Whether a living process that is not in the generation wants to join it."""
+        limit = self._heartbeat_seconds
+        return any(
+            age < limit and member not in self._ignored
+            for member, age in self._seen.items()
+        )
+
+    def _watch(self) -> None:
+        """Sends heartbeats and looks who else does, until this member leaves."""
+        pause = self._heartbeat_seconds / _BEATS_PER_TIMEOUT
+        is_known = True  # what the page looks like
+        while not self._leaving.wait(pause):
+            try:
+                self._client.heartbeat(self.id, timedelta(seconds=1))
+                with urllib.request.urlopen(f"{self._address}/status", timeout=1) as it:
+                    page = it.read().decode()
+            except (RuntimeError, TimeoutError, urllib.error.URLError, OSError):
+                self._seen = {}  # training goes on until somebody dies
+                continue
+            text = re.sub(r"<[^>]*>", "", page)
+            self._seen = {m: float(age) for m, age in _SEEN.findall(text)}
+            if self.id not in self._seen and is_known:
+                is_known = False
+                logger.warning(
+                    "the lighthouse's page does not tell who lives: members that hang "
+                    "are found at the timeout of a sum, and nobody can join"
+                )
+                continue
+            members = self.generation.members if self.generation else ()
+            limit = self._heartbeat_seconds
+            self._lost = frozenset(
+                m for m in members if self._seen.get(m, limit) >= limit
+            )
+
+
+def _offer(data: Mapping[str, Any] | None) -> Offer:
+    """Returns an offer as it came through JSON."""
+    names = {field.name for field in dataclasses.fields(Offer)}
+    values = {name: v for name, v in (data or {}).items() if name in names}
+    for name in ("generation", "entered", "mark"):
+        values[name] = tuple(values.get(name, ()))
+    return Offer(**{"proof": "", "store": "", "settings": {}, **values})
+
+
+def _checked_address(address: str) -> str:
+    """Returns the lighthouse's address; raises ValueError unless it is one."""
+    parts = urlsplit(address)
+    if parts.scheme != "http" or not parts.port:
+        raise ValueError(
+            f"the lighthouse's address is {address!r}; it must be one such as "
+            "http://127.0.0.1:29510 (LIVE_LIGHTHOUSE)"
+        )
+    return f"http://{parts.hostname}:{parts.port}"
+
+
+def _own_host(lighthouse: str) -> str:
+    """Returns the address of this host as the lighthouse's host sees it."""
+    parts = urlsplit(lighthouse)
+    try:
+        with socket.create_connection((parts.hostname, parts.port), 10) as connection:
+            return connection.getsockname()[0]
+    except OSError as error:
+        raise ReplicaError(
+            f"the lighthouse at {lighthouse} cannot be reached: {error}"
+        ) from error

@@ -1,0 +1,137 @@
+"""Runs a lighthouse, and members of a live run on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+logger = logging.getLogger(__name__)
+
+_MILLISECONDS = 1000
+_PATIENCE_SECONDS = 10.0  # for members that were asked to stop
+
+
+@contextlib.contextmanager
+def lighthouse(
+    bind: str = "127.0.0.1:0", heartbeat_seconds: float = 1.0, patience: float = 300.0
+) -> Iterator[str]:
+    """Runs a lighthouse in this process; gives its address.
+
+    Args:
+        bind: Where it listens. It asks nobody for a token: members do, of each other.
+        heartbeat_seconds: After how long a member that is not heard of is dead.
+        patience: Seconds for which it waits for a member that lives, but does not meet
+            the others.
+    """
+    os.environ.setdefault("RUST_LOG", "warn")
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind,
+        min_replicas=1,
+        join_timeout_ms=int(patience * _MILLISECONDS),
+        quorum_tick_ms=10,
+        heartbeat_timeout_ms=int(heartbeat_seconds * _MILLISECONDS),
+    )
+    host, port = bind.rsplit(":", 1)[0], server.address().rsplit(":", 1)[1]
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.shutdown()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m xla_replica.members",
+        description="A lighthouse, at which members of a live run find each other.",
+    )
+    parser.add_argument(
+        "--heartbeat-seconds",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="a member that is silent for so long is dead (default: 1)",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    alone = commands.add_parser(
+        "lighthouse", help="run the lighthouse alone; members set LIVE_LIGHTHOUSE"
+    )
+    alone.add_argument(
+        "--bind",
+        default="127.0.0.1:29510",
+        metavar="HOST:PORT",
+        help="where to listen (default: %(default)s)",
+    )
+    run = commands.add_parser(
+        "run", help="run a script as several members, and start anew those that die"
+    )
+    run.add_argument(
+        "--members", type=int, default=2, metavar="N", help="how many (default: 2)"
+    )
+    run.add_argument(
+        "script", nargs=argparse.REMAINDER, help="a Python script and its arguments"
+    )
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if options.command == "lighthouse":
+        with lighthouse(options.bind, options.heartbeat_seconds) as address:
+            logger.info(f"members of this run set LIVE_LIGHTHOUSE={address}")
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.pause()
+        return
+    if options.members < 1 or not options.script:
+        parser.error("run needs --members of at least 1, and a script")
+    with lighthouse("127.0.0.1:0", options.heartbeat_seconds) as address:
+        variables = {
+            "LIVE_LIGHTHOUSE": address,
+            "LIVE_HEARTBEAT_SECONDS": str(options.heartbeat_seconds),
+            "LIVE_TOKEN": os.environ.get("LIVE_TOKEN") or secrets.token_hex(16),
+            "LIVE_MIN_MEMBERS": os.environ.get("LIVE_MIN_MEMBERS", "1"),
+        }
+        logger.info(f"LIVE_LIGHTHOUSE={address}")
+        sys.exit(keep_running(options.script, options.members, variables))
+
+
+def keep_running(
+    script: Sequence[str], num_members: int, variables: dict[str, str]
+) -> int:
+    """Runs members until one has ended well; returns the exit status.
+
+    One that a signal has killed is started anew, others than that end the run.
+    """
+    environment = {**os.environ, **variables}
+    command = [sys.executable, *script]
+    running = [subprocess.Popen(command, env=environment) for _ in range(num_members)]
+    try:
+        while running:
+            time.sleep(0.1)
+            for member in [each for each in running if each.poll() is not None]:
+                running.remove(member)
+                status = member.returncode
+                if status == -signal.SIGKILL:
+                    logger.warning(
+                        f"member {member.pid} was killed; another one starts"
+                    )
+                    running.append(subprocess.Popen(command, env=environment))
+                elif status:
+                    return status
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        for member in running:
+            member.terminate()
+        for member in running:
+            try:
+                member.wait(_PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:  # it waits for others, perhaps
+                member.kill()
+    return 0
