@@ -46,6 +46,13 @@ def check_wrapper(
             f"but this is {replica}"
         )
     _check_reduction(settings, sampler.schedule)
+    if replica.is_live and settings.lockstep:
+        raise TypeError(
+            "live members do not work with lockstep=True, as the trainers of other "
+            "libraries (Hugging Face's, Lightning's) use it: they count minibatches, "
+            "and a step may be run again. Write the loop yourself, or start the run "
+            "without LIVE_LIGHTHOUSE"
+        )
     if replica.is_live and not settings.is_exact:
         raise TypeError(
             "in a live run a step may be run again by other members, which needs sums "

@@ -74,6 +74,11 @@ class Replica(abc.ABC):
         return self.rank == 0
 
     @property
+    def generation(self) -> int:
+        """The number of the generation of members of a live run; 0 elsewhere."""
+        return 0
+
+    @property
     def wants_change(self) -> bool:
         """Whether somebody waits to join the replicas of a live run."""
         return False

@@ -36,7 +36,7 @@ class MemberReplica(Replica):
 
     Args:
         membership: Finds the other members.
-        device: Where this member computes.
+        alone: This process as the only replica of its job, which computes.
         timeout: Seconds that a living member may be late at a collective.
     """
 
@@ -45,12 +45,14 @@ class MemberReplica(Replica):
     def __init__(
         self,
         membership: Membership,
-        device: torch.device | None = None,
+        alone: Replica,
         timeout: float = 60.0,
     ) -> None:
-        device = torch.device("cpu") if device is None else device
-        super().__init__(0, 1, device, "a member of a live run")
-        self.membership = membership
+        super().__init__(0, 1, alone.device, "a member of a live run")
+        self.membership, self._alone = membership, alone
+        # What concerns the device alone is as the backend has it.
+        for verb in ("sync", "wait", "fetch", "send", "rng_state", "set_rng_state"):
+            setattr(self, verb, getattr(alone, verb))
         self._timeout = timeout
         self._group: Any = None  # gloo's; None while it is alone
         # A worker of a loader that freed a group would take its sockets away from here.
@@ -61,6 +63,14 @@ class MemberReplica(Replica):
     @property
     def wants_change(self) -> bool:
         return self.membership.someone_waits
+
+    @property
+    def generation(self) -> int:
+        met = self.membership.generation
+        return met.number if met else 0
+
+    def seed(self, seed: int) -> None:
+        self._alone.seed(seed + self.rank)  # to which it adds its own, 0
 
     # --- generations ----------------------------------------------------------------
 

@@ -25,7 +25,13 @@ from urllib.parse import urlsplit
 import torch
 
 from xla_replica.errors import ReplicaError
-from xla_replica.members.generation import Generation, Offer, next_generation, prove
+from xla_replica.members.generation import (
+    Generation,
+    Offer,
+    Superseded,
+    next_generation,
+    prove,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +74,8 @@ class Membership:
         # Ids that are not to be waited for, and what the watch has seen last.
         self._ignored: set[str] = {self.id}
         self._seen: dict[str, float] = {}
+        self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
+        self._was_silent = False  # for too long, in this generation
         self._lost: frozenset[str] = frozenset()
         self._client = self._connected()
         host = _own_host(self._address)
@@ -130,8 +138,10 @@ class Membership:
             is_between,
             leaves,
         )
+        self._note_silence()
         while True:
             offers = self._ask(offer, give_up)
+            self._check_is_not_left(offers)
             found = next_generation(offers, self.id, self._token, self._min_members)
             if found is not None:
                 break
@@ -145,12 +155,33 @@ class Membership:
             if member not in self._ignored:
                 logger.warning(f"{member} is refused: {why}")
         self._ignored = {*found.members, *found.refused, *self._ignored}
-        self._lost = frozenset()
+        self._lost, self._was_silent = frozenset(), False
         if not leaves:
             if last is None:
                 self._entered = found.number, found.members.index(self.id)
             self.generation = found
         return found
+
+    def _note_silence(self) -> None:
+        """Notes it if the others had reason to take this member for dead."""
+        now = time.monotonic()
+        self._was_silent |= now - self._heard_at > self._heartbeat_seconds
+        self._heard_at = now
+
+    def _check_is_not_left(self, offers: Mapping[str, Offer]) -> None:
+        """Raises Superseded if others may have gone on, and ended, meanwhile."""
+        last = self.generation
+        if last is None or not self._was_silent or len(last.members) == 1:
+            return
+        peers = {*last.members} & {*offers} - {self.id}
+        if not peers:
+            raise Superseded(
+                "this member was not heard of for more than "
+                f"{self._heartbeat_seconds:g} s (it was stopped, or the network was "
+                f"down), and the others of generation {last.number} are not there: "
+                "they may have gone on. Start it again; it joins them, or continues "
+                "the newest checkpoint"
+            )
 
     def _ask(self, offer: Offer, give_up: float) -> dict[str, Offer]:
         """Returns what the members of a quorum offer, by id."""
@@ -191,7 +222,9 @@ class Membership:
     @property
     def someone_waits(self) -> bool:
         """Whether a living process that is not in the generation wants to join it."""
-        limit = self._heartbeat_seconds
+        limit = (
+            3 * self._heartbeat_seconds / _BEATS_PER_TIMEOUT
+        )  # not who died just now
         return any(
             age < limit and member not in self._ignored
             for member, age in self._seen.items()
@@ -204,6 +237,7 @@ class Membership:
         while not self._leaving.wait(pause):
             try:
                 self._client.heartbeat(self.id, timedelta(seconds=1))
+                self._note_silence()
                 with urllib.request.urlopen(f"{self._address}/status", timeout=1) as it:
                     page = it.read().decode()
             except (RuntimeError, TimeoutError, urllib.error.URLError, OSError):

@@ -14,6 +14,7 @@ from xla_replica.backends.replica import LocalReplica, Replica
 from xla_replica.errors import ReplicaError
 from xla_replica.members.member_replica import MemberReplica
 from xla_replica.members.membership import Membership
+from xla_replica.starting import xla  # noqa: F401  its row first: the last is asked
 from xla_replica.stopping import listening
 
 # What members are told by their environment, beside LIVE_LIGHTHOUSE, as texts.
@@ -47,7 +48,7 @@ def _replica(reason: str) -> MemberReplica:
                     ) from error
         membership = Membership(os.environ["LIVE_LIGHTHOUSE"], **options)
         timeout = float(os.environ.get("LIVE_TIMEOUT_SECONDS", "60"))
-        _member = MemberReplica(membership, _alone().device, timeout)
+        _member = MemberReplica(membership, _alone(), timeout)
     return _member
 
 

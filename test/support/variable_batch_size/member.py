@@ -60,6 +60,7 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
+    replica = xla_replica.current()
     data = Samples()
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1),
@@ -67,6 +68,7 @@ def main() -> None:
     )  # fmt: skip
     if options.kind == "grab":  # whose gradients are those of single samples
         model[1] = nn.GroupNorm(2, 8)
+    model.to(replica.device)
     grab = None
     if options.kind == "grab":
         grab = GraBSampler(
@@ -100,7 +102,7 @@ def main() -> None:
         """Is a collective of the user's own."""
         if update.step % 7 == 0:
             total = model[0].weight.detach().sum().reshape(1)
-            xla_replica.current().all_reduce_([total])
+            replica.all_reduce_([total])
 
     def record(update: vbs.Update) -> None:
         line = {"step": update.step, "samples": sorted(ran), "member": os.getpid()}
@@ -114,7 +116,7 @@ def main() -> None:
         optimizer.attach(grab.after_update)
     for target in (record, evaluate, parts["log"], checkpointer):
         optimizer.attach(target)
-    loader = xla_replica.current().loader(
+    loader = replica.loader(
         DataLoader(data, batch_sampler=sampler, num_workers=options.workers)
     )
     for epoch in range(sampler.epoch, options.epochs):
@@ -141,7 +143,8 @@ def main() -> None:
         values.append(torch.tensor(grab.order))
     if options.kind == "rigl":
         values += parts["pruner"].masks.values()
-    content = b"".join(value.detach().numpy().tobytes() for value in values)
+    values = [value.detach() for value in values]
+    content = b"".join(value.numpy().tobytes() for value in replica.fetch(values))
     result = {
         "hash": hashlib.sha256(content).hexdigest()[:16],
         "num_updates": checkpointer.num_updates,
