@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -403,19 +405,16 @@ class ElasticOptimizer(OptimizerProxy):
         super().add_param_group(param_group)
         self._loop.gradients.add(self.param_groups[-1]["params"])
 
-    def go_live(
-        self,
-        snapshot: Callable[[], State],
-        load: Callable[[State], None],
-        begin: Callable[[], None],
-        changed: Callable[[int], None],
-        settings: State,
-    ) -> None:
-        """Joins a live run, or begins it; `Checkpointer.load` calls it. See `LiveRun`.
+    def go_live(self, settings: State, **options: Callable[..., Any]) -> None:
+        """Joins a live run, or begins it; `Checkpointer.load` calls it.
 
-        ``settings`` are what members must have in common beside the wrapper's own.
+        Args:
+            settings: What members must have in common beside the wrapper's own.
+            **options: Those of `LiveRun`.
         """
-        run = LiveRun(self._context, self._loop, snapshot, load, begin, changed)
+        run = LiveRun(self._context, self._loop, **options)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            settings["version"] = importlib.metadata.version("elastic-xla")
         settings = {**checks.common_settings(self._context), **settings}
         run.enter({name: repr(value) for name, value in settings.items()})
         self._loop.live = run

@@ -405,7 +405,14 @@ class Checkpointer:
             self._load(self.folder, state, False)
 
         settings = {"settings": self._settings, "parts": sorted(self._parts)}
-        self._optimizer.go_live(self._snapshot, load, begin, change, settings)
+        self._optimizer.go_live(
+            settings,
+            snapshot=self._snapshot,
+            load=load,
+            begin=begin,
+            changed=change,
+            is_saved=lambda part: part is self or self.saves(part),
+        )
         cursor = self._optimizer.sampler.cursor
         if not self.num_updates:
             return None

@@ -52,6 +52,7 @@ class Agreement:
         self._asked = False
         self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
         self._votes: torch.Tensor | None = None
+        self._num_cast: torch.Tensor | None = None  # how many have voted
         self._looks = not (replica.is_host or replica.has_streams)
         # Minibatches of the busiest replica since everybody has looked, how many are to
         # be made before the next look, and how many replica 0 proposes.
@@ -97,7 +98,10 @@ class Agreement:
         hashes, num_cast = sums[:2], sums[2:4]
         self._differences.add_((is_cast * (hashes - own * num_cast)).abs())
         self._votes = sums[4:].clone()  # computed by the update's own program
-        if self._replica.has_streams and not self._asked:
+        self._num_cast = sums[2:3].clone()
+        # In a live run a vote is to leave, alone.
+        hears = self._replica.has_streams and not self._replica.is_live
+        if hears and not self._asked:
             self._arriving.append(self._replica.fetch_later(sums[4:5]))
         if self._replica.is_host:
             self.check()
@@ -154,7 +158,9 @@ class Agreement:
         if self._votes is None or not (self._asked or everybody):
             return False
         votes, proposed, *_ = self._read_votes()
-        if not everybody or self._replica.is_live:  # where members may leave alone
+        if self._replica.is_live:  # where members may leave alone
+            return votes == self._num_cast.item()
+        if not everybody:
             return votes == self._replica.num_replicas
         if self._looks and self._made:
             self._plan_look(proposed, every_seconds)
@@ -166,7 +172,7 @@ class Agreement:
         They do if some, not all, were asked to stop, or somebody waits to join.
         """
         votes, _, waiting = self._read_votes()
-        leaves = 0 < votes < self._replica.num_replicas
+        leaves = 0 < votes < self._num_cast.item()
         return leaves or waiting > 0, leaves and self._asked
 
     def _read_votes(self) -> list[float]:

@@ -147,6 +147,16 @@ class Attached:
             callback(update)
             self.num_done += 1
 
+    def check_states(self, is_saved: Callable[[Any], bool]) -> None:
+        """Raises ValueError if something has a state that nobody saves."""
+        for callback in self._callbacks:
+            owner = getattr(callback, "__self__", callback)
+            if hasattr(owner, "state_dict") and not is_saved(owner):
+                raise ValueError(
+                    f"attach: {owner!r} has a state, which members that join a live "
+                    "run would lack: pass it to Checkpointer as a part, by any name"
+                )
+
     def drop_step(self, *others: Any) -> None:
         """Tells those that have a ``drop_step`` that minibatches are run again.
 

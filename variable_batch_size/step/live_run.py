@@ -31,6 +31,7 @@ class LiveRun:
         load: Takes what that has returned.
         begin: Loads the newest checkpoint, if there is one, on this member alone.
         changed: Called when other members train than before.
+        is_saved: Whether an object's state is a part of a snapshot.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class LiveRun:
         load: Callable[[State], Any],
         begin: Callable[[], Any],
         changed: Callable[[int], Any],
+        is_saved: Callable[[Any], bool],
     ) -> None:
         self._context, self._loop = context, loop
         self._snapshot, self._load, self._begin = snapshot, load, begin
-        self._changed = changed
+        self._changed, self.is_saved = changed, is_saved
         self._has_state = False
         self._update: Update | None = None  # whose functions run
 
@@ -127,6 +129,13 @@ class LiveRun:
 
     def _packed(self) -> State:
         """Returns what another member needs to go on from here."""
+        run, position = self._snapshot(), self._loop.position
+        # In an epoch's first step the last update is one of the epoch before, whose
+        # order may be gone.
+        place = {"epoch": position.plan.epoch, "step": position.step}
+        if position.step == 0:
+            place["order"] = None
+        run["optimizer"]["elastic"]["sampler"] |= place
         update = self._update and dataclasses.asdict(self._update)
         if update:
             numbers = [float(lr) for lr in update["lr"]]
@@ -136,11 +145,10 @@ class LiveRun:
             }
         return self._context.replica.to_host(
             {
-                "run": self._snapshot(),
+                "run": run,
                 "grid": self._context.exact.grid.state_dict(),
                 "update": update,
                 "num_done": self._loop.attached.num_done,
-                "has_begun": self._loop.position.announced,
             }
         )
 

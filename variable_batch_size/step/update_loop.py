@@ -136,6 +136,8 @@ class UpdateLoop:
                 "in a live run a member joins in Checkpointer.load(), where it gets "
                 "the state of the others: call it before optimizer.set_epoch"
             )
+        if self.live:
+            self.attached.check_states(self.live.is_saved)
         self._thread = threading.get_ident()  # the loop's, not a loader's
         new = context.sampler.plan_of(epoch)
         if position.has_run and not position.ended:

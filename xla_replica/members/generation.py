@@ -35,6 +35,7 @@ class Offer:
         is_between: Whether it is amid functions that follow an update, where nobody can
             join.
         leaves: Whether it goes.
+        was_silent: Whether the others had reason to take it for dead.
     """
 
     proof: str
@@ -45,6 +46,7 @@ class Offer:
     mark: tuple[int, ...] = ()
     is_between: bool = False
     leaves: bool = False
+    was_silent: bool = False
 
     @property
     def is_new(self) -> bool:
@@ -95,7 +97,8 @@ def next_generation(
         if not hmac.compare_digest(offer.proof, prove(token, member))
     }
     known = {m: offer for m, offer in offers.items() if m not in refused}
-    if refused and known[me].is_new:
+    run_differs = any(not offers[member].is_new for member in refused)
+    if known[me].is_new and (run_differs or (refused and len(known) == 1)):
         raise ReplicaError(
             f"{len(refused)} of {len(offers)} members do not have this member's token: "
             "set LIVE_TOKEN to the same text for all of them"
@@ -123,8 +126,8 @@ def next_generation(
     if any(stay[member].is_between for member in old):
         new = []
     members = tuple(old + [member for member in new if member not in refused])
-    is_waiting = me not in members and not known[me].leaves
-    if is_waiting or len(members) < min_members:
+    is_ready = me in members and len(members) >= min_members
+    if not (is_ready or known[me].leaves):
         return None
     number = last[0] + 1
     text = f"{number} {last[1]} {' '.join(members)}"
@@ -134,9 +137,16 @@ def next_generation(
 
 
 def _last_generation(offers: Mapping[str, Offer]) -> tuple[int, str]:
-    """Returns the generation that goes on, of parts of a run the one ahead."""
-    furthest = max(offers.values(), key=lambda o: (o.generation[0], o.mark, o.store))
-    return furthest.generation
+    """Returns the generation that goes on, of parts of a run the one ahead.
+
+    Or, of a member that was silent and of who has gone on without it, the latter's.
+    """
+
+    def rank(offer: Offer) -> tuple[Any, ...]:
+        is_heard = not (offer.is_new or offer.was_silent)
+        return is_heard, offer.generation[0], offer.mark, offer.store
+
+    return max(offers.values(), key=rank).generation
 
 
 def _difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import gc
 import io
+import itertools
 import logging
 import os
 import threading
@@ -18,13 +19,14 @@ from torch._utils import _take_tensors
 
 from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.replica import Replica, listed
-from xla_replica.errors import MemberLost
+from xla_replica.errors import MemberLost, ReplicaError
 from xla_replica.members.generation import Generation
 from xla_replica.members.membership import Membership
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05  # how often a sum that has not arrived looks who is lost
+_MOST_ATTEMPTS = 20  # to connect, where members meet
 
 
 class MemberReplica(Replica):
@@ -80,7 +82,7 @@ class MemberReplica(Replica):
         Args: See `Offer`.
         """
         self._drop_group()
-        while True:
+        for attempt in itertools.count(1):
             generation = self.membership.agree(mark, is_between)
             self.rank = generation.members.index(self.membership.id)
             self.num_replicas = len(generation.members)
@@ -89,7 +91,16 @@ class MemberReplica(Replica):
                 return generation
             except MemberLost as error:
                 logger.warning(f"members meet again: {error}")
+                problem = str(error)
                 self._drop_group()
+            if attempt == _MOST_ATTEMPTS:
+                raise ReplicaError(
+                    f"members have met {attempt} times, and have not been able to "
+                    "connect: they reach the lighthouse, but perhaps not each other's "
+                    f"ports. The last problem: {problem}",
+                    self.rank,
+                )
+        raise AssertionError
 
     def leave(self, mark: tuple[int, ...]) -> None:
         """Tells the others, who meet now, that this member goes."""
@@ -139,12 +150,14 @@ class MemberReplica(Replica):
             work = begin(self._group)
             work.get_future().add_done_callback(lambda _: done.set())
             while not done.wait(_LOOK_SECONDS):
-                if self.membership.has_lost and not done.is_set():
+                is_cut_off = self.membership.has_lost or self.membership.was_silent
+                if is_cut_off and not done.is_set():
                     # What hangs cannot be ended, and to free its group would wait for
                     # it, or abort where Python exits.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                     raise self._loss(verb, "it is not heard of any more")
             work.wait()
+            self.membership.was_silent = False  # nobody has gone on without it
         except RuntimeError as error:
             self._drop_group()
             if isinstance(error, MemberLost):

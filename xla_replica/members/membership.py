@@ -52,6 +52,8 @@ class Membership:
 
     Attributes:
         id: This process's name among the members.
+        was_silent: Whether the others had reason to take it for dead, since the last
+            collective that all of them took part in.
         generation: The last one that it was in; None before the first.
     """
 
@@ -69,13 +71,13 @@ class Membership:
         self._heartbeat_seconds, self._patience = heartbeat_seconds, patience
         self.id = f"member-{uuid.uuid4().hex}"
         self.generation: Generation | None = None
+        self.was_silent = False
         self._settings: Mapping[str, Any] = {}
         self._entered = (0, 0)
-        # Ids that are not to be waited for, and what the watch has seen last.
+        # Ids of who has left or was refused, and what the watch has seen last.
         self._ignored: set[str] = {self.id}
         self._seen: dict[str, float] = {}
         self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
-        self._was_silent = False  # for too long, in this generation
         self._lost: frozenset[str] = frozenset()
         self._client = self._connected()
         host = _own_host(self._address)
@@ -126,6 +128,7 @@ class Membership:
         """
         if self._thread.ident is None:  # the lighthouse waits for whom it hears
             self._thread.start()
+        self._note_silence()
         give_up = time.monotonic() + self._patience
         last = self.generation
         offer = Offer(
@@ -137,8 +140,8 @@ class Membership:
             tuple(mark),
             is_between,
             leaves,
+            self.was_silent,
         )
-        self._note_silence()
         while True:
             offers = self._ask(offer, give_up)
             self._check_is_not_left(offers)
@@ -154,8 +157,8 @@ class Membership:
         for member, why in found.refused.items():
             if member not in self._ignored:
                 logger.warning(f"{member} is refused: {why}")
-        self._ignored = {*found.members, *found.refused, *self._ignored}
-        self._lost, self._was_silent = frozenset(), False
+        self._ignored |= {*found.refused, *(m for m in offers if offers[m].leaves)}
+        self._lost, self.was_silent = frozenset(), False
         if not leaves:
             if last is None:
                 self._entered = found.number, found.members.index(self.id)
@@ -165,13 +168,13 @@ class Membership:
     def _note_silence(self) -> None:
         """Notes it if the others had reason to take this member for dead."""
         now = time.monotonic()
-        self._was_silent |= now - self._heard_at > self._heartbeat_seconds
+        self.was_silent |= now - self._heard_at > self._heartbeat_seconds
         self._heard_at = now
 
     def _check_is_not_left(self, offers: Mapping[str, Offer]) -> None:
         """Raises Superseded if others may have gone on, and ended, meanwhile."""
         last = self.generation
-        if last is None or not self._was_silent or len(last.members) == 1:
+        if last is None or not self.was_silent or len(last.members) == 1:
             return
         peers = {*last.members} & {*offers} - {self.id}
         if not peers:
@@ -222,12 +225,11 @@ class Membership:
     @property
     def someone_waits(self) -> bool:
         """Whether a living process that is not in the generation wants to join it."""
-        limit = (
-            3 * self._heartbeat_seconds / _BEATS_PER_TIMEOUT
-        )  # not who died just now
+        # Fewer than have passed since a death when the others meet.
+        limit = 3 * self._heartbeat_seconds / _BEATS_PER_TIMEOUT
+        known = {*self._ignored, *(self.generation.members if self.generation else ())}
         return any(
-            age < limit and member not in self._ignored
-            for member, age in self._seen.items()
+            age < limit and member not in known for member, age in self._seen.items()
         )
 
     def _watch(self) -> None:
@@ -254,17 +256,16 @@ class Membership:
                 continue
             members = self.generation.members if self.generation else ()
             limit = self._heartbeat_seconds
-            self._lost = frozenset(
-                m for m in members if self._seen.get(m, limit) >= limit
-            )
+            # A lighthouse that has just started does not know who it will hear of.
+            self._lost = frozenset(m for m in members if self._seen.get(m, 0) >= limit)
 
 
 def _offer(data: Mapping[str, Any] | None) -> Offer:
     """Returns an offer as it came through JSON."""
     names = {field.name for field in dataclasses.fields(Offer)}
     values = {name: v for name, v in (data or {}).items() if name in names}
-    for name in ("generation", "entered", "mark"):
-        values[name] = tuple(values.get(name, ()))
+    for name in {"generation", "entered", "mark"} & {*values}:
+        values[name] = tuple(values[name])
     return Offer(**{"proof": "", "store": "", "settings": {}, **values})
 
 
@@ -276,7 +277,7 @@ def _checked_address(address: str) -> str:
             f"the lighthouse's address is {address!r}; it must be one such as "
             "http://127.0.0.1:29510 (LIVE_LIGHTHOUSE)"
         )
-    return f"http://{parts.hostname}:{parts.port}"
+    return f"http://{parts.netloc}"
 
 
 def _own_host(lighthouse: str) -> str:

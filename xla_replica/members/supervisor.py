@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,11 @@ from collections.abc import Iterator, Sequence
 logger = logging.getLogger(__name__)
 
 _MILLISECONDS = 1000
+_LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0  # for members that were asked to stop
+_STEADY_SECONDS = 30.0  # one that has lived so long was not wrong from the start
+_MOST_FAILURES = 2
+_LEFT = (143, 130, -signal.SIGTERM, -signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -42,6 +47,7 @@ def lighthouse(
         heartbeat_timeout_ms=int(heartbeat_seconds * _MILLISECONDS),
     )
     host, port = bind.rsplit(":", 1)[0], server.address().rsplit(":", 1)[1]
+    host = socket.gethostname() if host in ("0.0.0.0", "[::]") else host
     try:
         yield f"http://{host}:{port}"
     finally:
@@ -55,75 +61,85 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="A lighthouse, at which members of a live run find each other.",
     )
     parser.add_argument(
-        "--heartbeat-seconds",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="a member that is silent for so long is dead (default: 1)",
-    )
+        "--heartbeat-seconds", type=float, default=1.0, metavar="S",
+        help="a member that is silent for so long is dead; members are told the same "
+        "by LIVE_HEARTBEAT_SECONDS (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--patience", type=float, default=300.0, metavar="S",
+        help="wait so long for a member that lives but does not meet the others "
+        "(default: 300)",
+    )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     alone = commands.add_parser(
         "lighthouse", help="run the lighthouse alone; members set LIVE_LIGHTHOUSE"
     )
     alone.add_argument(
-        "--bind",
-        default="127.0.0.1:29510",
-        metavar="HOST:PORT",
-        help="where to listen (default: %(default)s)",
-    )
+        "--bind", default="127.0.0.1:29510", metavar="HOST:PORT",
+        help="where to listen; 0.0.0.0 for all interfaces (default: %(default)s)",
+    )  # fmt: skip
     run = commands.add_parser(
         "run", help="run a script as several members, and start anew those that die"
     )
-    run.add_argument(
-        "--members", type=int, default=2, metavar="N", help="how many (default: 2)"
-    )
+    run.add_argument("--members", type=int, default=2, metavar="N", help="default: 2")
     run.add_argument(
         "script", nargs=argparse.REMAINDER, help="a Python script and its arguments"
     )
     options = parser.parse_args(arguments)
+    times = options.heartbeat_seconds, options.patience
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if options.command == "lighthouse":
-        with lighthouse(options.bind, options.heartbeat_seconds) as address:
+        with lighthouse(options.bind, *times) as address:
             logger.info(f"members of this run set LIVE_LIGHTHOUSE={address}")
             with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
         return
     if options.members < 1 or not options.script:
         parser.error("run needs --members of at least 1, and a script")
-    with lighthouse("127.0.0.1:0", options.heartbeat_seconds) as address:
+    with lighthouse("127.0.0.1:0", *times) as address:
         variables = {
             "LIVE_LIGHTHOUSE": address,
             "LIVE_HEARTBEAT_SECONDS": str(options.heartbeat_seconds),
             "LIVE_TOKEN": os.environ.get("LIVE_TOKEN") or secrets.token_hex(16),
-            "LIVE_MIN_MEMBERS": os.environ.get("LIVE_MIN_MEMBERS", "1"),
         }
-        logger.info(f"LIVE_LIGHTHOUSE={address}")
+        texts = " ".join(f"{name}={value}" for name, value in variables.items())
+        logger.info(f"another member: {texts} python {' '.join(options.script)}")
         sys.exit(keep_running(options.script, options.members, variables))
 
 
 def keep_running(
     script: Sequence[str], num_members: int, variables: dict[str, str]
 ) -> int:
-    """Runs members until one has ended well; returns the exit status.
+    """Runs members until all have ended; returns the exit status.
 
-    One that a signal has killed is started anew, others than that end the run.
+    One that was asked to leave (143, 130) is not replaced, nor is any once one has
+    ended well; one that has died is, unless that happens at once and again and again.
     """
     environment = {**os.environ, **variables}
     command = [sys.executable, *script]
-    running = [subprocess.Popen(command, env=environment) for _ in range(num_members)]
+    running: dict[subprocess.Popen[bytes], float] = {}
+
+    def start() -> None:
+        running[subprocess.Popen(command, env=environment)] = time.monotonic()
+
+    for _ in range(num_members):
+        start()
+    is_over, num_failures = False, 0
     try:
         while running:
-            time.sleep(0.1)
+            time.sleep(_LOOK_SECONDS)
             for member in [each for each in running if each.poll() is not None]:
-                running.remove(member)
+                is_early = time.monotonic() - running.pop(member) < _STEADY_SECONDS
                 status = member.returncode
-                if status == -signal.SIGKILL:
-                    logger.warning(
-                        f"member {member.pid} was killed; another one starts"
-                    )
-                    running.append(subprocess.Popen(command, env=environment))
-                elif status:
+                is_over |= status == 0
+                if is_over or status in _LEFT:
+                    continue
+                num_failures = num_failures + 1 if is_early else 1
+                if num_failures > num_members + _MOST_FAILURES:
+                    logger.error(f"member {member.pid} and those before it have failed")
                     return status
+                logger.warning(f"member {member.pid} has died ({status}): another one")
+                start()
     except KeyboardInterrupt:
         return 130
     finally:

@@ -23,6 +23,7 @@ VARIABLES = {
     "LIVE_MIN_MEMBERS": ("min_members", int),
     "LIVE_HEARTBEAT_SECONDS": ("heartbeat_seconds", float),
     "LIVE_PATIENCE_SECONDS": ("patience", float),
+    "LIVE_TIMEOUT_SECONDS": ("timeout", float),
 }
 
 _member: MemberReplica | None = None  # this process's
@@ -46,8 +47,8 @@ def _replica(reason: str) -> MemberReplica:
                     raise ReplicaError(
                         f"{name}={os.environ[name]!r}: {error}"
                     ) from error
+        timeout = options.pop("timeout", 60.0)
         membership = Membership(os.environ["LIVE_LIGHTHOUSE"], **options)
-        timeout = float(os.environ.get("LIVE_TIMEOUT_SECONDS", "60"))
         _member = MemberReplica(membership, _alone(), timeout)
     return _member
 

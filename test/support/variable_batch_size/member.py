@@ -14,7 +14,9 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,22 +46,62 @@ class Samples(Dataset):
         return self.images[index], self.labels[index], index
 
 
-def main() -> None:
+class Evaluation:
+    """A collective of the user's own, after every seventh update."""
+
+    def __init__(self, model: nn.Module, replica: xla_replica.Replica) -> None:
+        self._weight, self._replica = model[0].weight, replica
+
+    def __call__(self, update: vbs.Update) -> None:
+        """Sums something over replicas."""
+        if update.step % 7 == 0:
+            self._replica.all_reduce_([self._weight.detach().sum().reshape(1)])
+
+
+class Record:
+    """Writes which samples this member runs for which attempt at a step."""
+
+    def __init__(self, path: Path, optimizer: vbs.ElasticOptimizer) -> None:
+        self._path, self._position = path, optimizer._loop.position
+        self._replica = optimizer.replica
+        self._generation, self._num_dropped = 0, 0
+
+    def _write(self, step: int, **values: Any) -> None:
+        if self._generation != self._replica.generation:
+            self._generation, self._num_dropped = self._replica.generation, 0
+        line = {"step": step, "generation": self._generation, **values}
+        with self._path.open("a") as file:
+            file.write(json.dumps({**line, "attempt": self._num_dropped}) + "\n")
+
+    def run(self, samples: list[int]) -> None:
+        """Notes a minibatch."""
+        self._write(self._position.mark, samples=samples)
+
+    def __call__(self, update: vbs.Update) -> None:
+        """Notes an update."""
+        self._write(update.step, batch_size=update.batch_size)
+        self._num_dropped = 0
+
+    def drop_step(self) -> None:
+        """Notes that the step is run again."""
+        self._num_dropped += 1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Trains, from wherever the others are."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--kind", choices=("plain", "grab", "rigl"), default="plain")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minibatch-seconds", type=float, default=0.0)
     parser.add_argument("--save-every", type=int, default=5)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(message)s"
     )
     torch.set_num_threads(1)
-    torch.manual_seed(options.seed)
+    torch.manual_seed(0)
     replica = xla_replica.current()
     data = Samples()
     model = nn.Sequential(
@@ -76,13 +118,17 @@ def main() -> None:
             projection_size=24, scheme="gather", exact=True,
         )  # fmt: skip
     sampler = vbs.CustomSampler(
-        data, TRACE, minibatch_size=MINIBATCH, on_end="cycle", order=grab
-    )
+        data, TRACE, minibatch_size=MINIBATCH, on_end="cycle", order=grab,
+        seed=int(os.environ.get("MEMBER_SEED", "0")),
+    )  # fmt: skip
     optimizer = vbs.LinearRuleOptimizer(
         torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), sampler,
         ref_batchsize=16, exact=model, max_grad_norm=1.0,
     )  # fmt: skip
-    parts = {"model": model, "log": vbs.RunLog(options.folder / "run.jsonl", optimizer)}
+    parts = {
+        "model": model,
+        "log": vbs.RunLog(options.folder / "run.jsonl", optimizer, log_steps=1),
+    }
     if grab is not None:
         parts["grab"] = grab
     if options.kind == "rigl":
@@ -96,25 +142,12 @@ def main() -> None:
     )  # fmt: skip
     checkpointer.load()
     (options.folder / f"{os.getpid()}.ready").touch()
-    ran: list[int] = []
-
-    def evaluate(update: vbs.Update) -> None:
-        """Is a collective of the user's own."""
-        if update.step % 7 == 0:
-            total = model[0].weight.detach().sum().reshape(1)
-            replica.all_reduce_([total])
-
-    def record(update: vbs.Update) -> None:
-        line = {"step": update.step, "samples": sorted(ran), "member": os.getpid()}
-        ran.clear()
-        with (options.folder / f"{os.getpid()}.samples").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    record.drop_step = ran.clear
+    record = Record(options.folder / f"{os.getpid()}.samples", optimizer)
     optimizer.attach(torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9))
     if grab is not None:
         optimizer.attach(grab.after_update)
-    for target in (record, evaluate, parts["log"], checkpointer):
+    evaluation = Evaluation(model, replica)
+    for target in (record, evaluation, parts["log"], checkpointer):
         optimizer.attach(target)
     loader = replica.loader(
         DataLoader(data, batch_sampler=sampler, num_workers=options.workers)
@@ -124,7 +157,7 @@ def main() -> None:
         optimizer.set_epoch(epoch)
         for images, labels, indices in loader:
             time.sleep(options.minibatch_seconds)
-            ran += indices.tolist()
+            record.run(indices.tolist())
             if grab is None:
                 loss = nn.functional.cross_entropy(model(images), labels)
                 loss.backward()

@@ -1,0 +1,183 @@
+"""Members die, leave, stop and join in the middle of a run: its bits stay the same."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.variable_batch_size.live_job import (
+    PHASES,
+    Fate,
+    LiveJob,
+    live_job,
+    needs_lighthouse,
+)
+
+pytestmark = needs_lighthouse
+
+_expected: dict[tuple[str, ...], dict] = {}
+
+
+def undisturbed(arguments: tuple[str, ...], folder: Path) -> dict:
+    """Returns what one process without any others finds, with these arguments."""
+    if arguments not in _expected:
+        job = LiveJob(folder, arguments, {})
+        job.start()
+        [_expected[arguments]] = job.wait(job.results)
+        job.stop()
+    return _expected[arguments]
+
+
+def meet_fates(job: LiveJob, fates: list[Fate], num_members: int = 3) -> None:
+    """Has members meet their fates, and as many others take their places."""
+    waiting = list(fates)
+    for _ in range(num_members):
+        job.start(waiting.pop(0) if waiting else None)
+
+    def has_ended() -> bool:
+        for process in job.look():
+            if process.exitcode and not job.results():
+                job.start(waiting.pop(0) if waiting else None)
+        return not job.running
+
+    job.wait(has_ended, 300)
+
+
+def free_port() -> int:
+    """Returns a port at which nobody listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    """Returns whether somebody listens at a port."""
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+def more_updates(job: LiveJob) -> Callable[[], bool]:
+    """Returns a function that says whether four updates were made since now."""
+    number = job.num_updates() + 4
+    return lambda: job.num_updates() >= number
+
+
+def check(job: LiveJob, expected: dict) -> None:
+    """Asserts that members have ended with the bits of an undisturbed run."""
+    results = job.results()
+    assert results, job.log()
+    assert results == [expected] * len(results), job.log()
+    assert job.check_samples() == expected["num_updates"]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("plain", marks=SLOW), "grab", pytest.param("rigl", marks=SLOW)],
+)
+def test_deaths_in_every_phase_leave_the_bits(kind, tmp_path):
+    arguments = ("--kind", kind, "--epochs", "4", "--minibatch-seconds", "0.02")
+    expected = undisturbed(arguments, tmp_path / "alone")
+    fates = [Fate(phase, random.randrange(1, 6)) for phase in PHASES]
+    with live_job(tmp_path / "live", *arguments, "--workers", "1") as job:
+        meet_fates(job, fates)
+        check(job, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_ten_random_deaths_leave_the_bits(number, tmp_path):
+    kind = ("plain", "grab", "rigl")[number % 3]
+    arguments = ("--kind", kind, "--epochs", "8", "--minibatch-seconds", "0.02")
+    expected = undisturbed(arguments, tmp_path / "alone")
+    phases = [list(PHASES)[(10 * number + n) % len(PHASES)] for n in range(10)]
+    ways = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
+    fates = [Fate(phase, random.randrange(12), random.choice(ways)) for phase in phases]
+    workers = ("--workers", str(number % 2))
+    with live_job(tmp_path / "live", *arguments, *workers) as job:
+        meet_fates(job, fates, 4)
+        check(job, expected)
+
+
+ARGUMENTS = ("--epochs", "4", "--minibatch-seconds", "0.03")
+
+
+def test_members_leave_stop_and_join(tmp_path):
+    expected = undisturbed(ARGUMENTS, tmp_path / "alone")
+    with live_job(tmp_path / "live", *ARGUMENTS) as job:
+        first, second = job.start(), job.start()
+        job.wait(lambda: job.num_ready() == 2)
+        os.kill(first.pid, signal.SIGTERM)
+        job.wait(lambda: first in job.ended)
+        assert first.exitcode == 143
+        third, fourth = job.start(), job.start()  # at once
+        job.wait(lambda: job.num_ready() == 3)
+        os.kill(third.pid, signal.SIGSTOP)
+        job.wait(lambda: job.results())
+        os.kill(third.pid, signal.SIGCONT)
+        job.wait(lambda: not job.running)
+        assert (second.exitcode, fourth.exitcode) == (0, 0)
+        assert third.exitcode == 1
+        assert "Superseded" in job.log()
+        check(job, expected)
+
+
+def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
+    expected = undisturbed(ARGUMENTS, tmp_path / "alone")
+    with live_job(tmp_path / "live", *ARGUMENTS) as job:
+        members = [job.start(), job.start()]
+        job.wait(lambda: list(job.folder.glob("checkpoints/*.pt")))
+        for each in members:
+            each.kill()
+        job.wait(lambda: not job.running)
+        job.start()
+        job.wait(lambda: not job.running)
+        assert "resuming" in job.log()
+        check(job, expected)
+
+
+def test_members_that_are_not_of_the_run_are_refused(tmp_path):
+    with live_job(tmp_path / "live", *ARGUMENTS) as job:
+        going_on = job.start()
+        job.wait(job.num_ready)
+        others = [job.start(LIVE_TOKEN="a guess"), job.start(MEMBER_SEED="1")]
+        job.wait(lambda: all(each in job.ended for each in others))
+        assert [each.exitcode for each in others] == [1, 1]
+        assert "LIVE_TOKEN" in job.log()
+        assert "seed is '1', not '0'" in job.log()
+        job.wait(lambda: going_on in job.ended)
+        assert going_on.exitcode == 0
+        assert len(job.results()) == 1
+
+
+def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
+    expected = undisturbed(ARGUMENTS, tmp_path / "alone")
+    port = free_port()
+    command = [sys.executable, "-m", "xla_replica.members", "lighthouse", "--bind"]
+    start = functools.partial(subprocess.Popen, [*command, f"127.0.0.1:{port}"])
+    variables = {"LIVE_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+    with start() as lighthouse:
+        job = LiveJob(tmp_path / "live", ARGUMENTS, variables)
+        job.wait(lambda: answers(port))
+        members = [job.start(), job.start()]
+        job.wait(lambda: job.num_ready() == 2)
+        lighthouse.kill()
+    job.wait(more_updates(job))  # nobody needs it
+    with start() as lighthouse:
+        job.wait(lambda: answers(port))
+        job.wait(more_updates(job))
+        members[0].kill()
+        job.wait(lambda: not job.running)
+        lighthouse.kill()
+    assert members[1].exitcode == 0
+    check(job, expected)
