@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
+from support.xla_replica.replicas import needs_xla, of_torch_alone
 
 MINIBATCH = 4
 # In minibatches; replicas idle where there are more of them.
 TRACE = (1, 3, 8, 5, 2, 7, 4, 6)
 NUM_EPOCHS = 2
 # By step: what losses are multiplied by. A jump up and one down.
-SCALES = {3: 1e3, 4: 1e3, 6: 1e-3, 9: 40.0}
-ZERO_STEP, NAN_MINIBATCH = 7, (len(TRACE) * NUM_EPOCHS - 1, 2)
+SCALES = types.MappingProxyType({3: 1e3, 4: 1e3, 6: 1e-3, 9: 40.0})
+NAN_MINIBATCH = len(TRACE) * NUM_EPOCHS - 1, 2
 
 
-class Digits(nn.Module):
-    """A convolutional network with dropout, and a normalisation."""
-
-    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(1, 8, 3, padding=1), norm(8)
-        self.last = nn.Linear(8 * 16, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.max_pool2d(F.relu(self.norm(self.first(x))), 2)
-        return self.last(F.dropout(x.flatten(1), 0.1, self.training))
+def digits(norm: Callable[[int], nn.Module]) -> nn.Module:
+    """Returns a convolutional network with dropout, and a normalisation."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), norm(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Dropout(0.1), nn.Linear(8 * 16, 10),
+    )  # fmt: skip
 
 
-class Perceptron(nn.Module):
-    """A small network that compiles fast, with dropout and BatchNorm."""
+def perceptron(*layers: nn.Module) -> nn.Module:
+    """Returns a small network that compiles fast."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), *layers, nn.Linear(8, 10))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(64, 8), nn.BatchNorm1d(8)
-        self.last = nn.Linear(8, 10)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.first(x.flatten(1)))
-        return self.last(F.dropout(x, 0.1, self.training))
+def small() -> nn.Module:
+    """Returns one with dropout and BatchNorm."""
+    return perceptron(nn.BatchNorm1d(8), nn.Dropout(0.1))
 
 
 class Transformer(nn.Module):
@@ -64,129 +59,185 @@ class Transformer(nn.Module):
         return x @ self.embedding.weight.T
 
 
-class Run(NamedTuple):
-    """A model, an optimizer, and options of the wrapper."""
-
-    model: Callable[[], nn.Module]
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: (
-        torch.optim.SGD(parameters, 0.05, momentum=0.9)
-    )
-    rule: str = "linear"
-    options: Mapping[str, Any] = types.MappingProxyType({})
-    is_language: bool = False
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-2)
 
 
+class Run(NamedTuple):
+    """A model, an optimizer, and options of the wrapper."""
+
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    rule: str = "linear"
+    options: Mapping[str, Any] = types.MappingProxyType({})
+    is_language: bool = False
+    trace: tuple[int, ...] = TRACE
+    num_epochs: int = NUM_EPOCHS
+    scales: Mapping[int, float] = SCALES
+    zero_step: int | None = 7  # where some gradients are None
+
+
 RUNS = {
-    "group norm": Run(lambda: Digits(lambda n: nn.GroupNorm(2, n)), adamw, "root"),
-    "batch norm": Run(lambda: Digits(nn.BatchNorm2d)),
-    "small": Run(Perceptron),
-    "adascale": Run(Perceptron, rule="adascale"),
+    "small": Run(small),
+    "group norm": Run(lambda: digits(lambda n: nn.GroupNorm(2, n)), adamw, "root"),
+    "batch norm": Run(lambda: digits(nn.BatchNorm2d)),
+    "adascale": Run(small, rule="adascale"),
     "clipped, noise": Run(
-        Perceptron, options={"max_grad_norm": 0.5, "noise": True, "overlap": False}
+        small, options={"max_grad_norm": 0.5, "noise": True, "overlap": False}
     ),
     "tokens": Run(Transformer, adamw, "root", {"reduction": "sum"}, is_language=True),
 }
 
 
+def wrapped(model: nn.Module, parameters=None, trace=(8,), lr=0.1, **options: Any):
+    """Returns a sampler of eight minibatches, and an optimizer with exact sums."""
+    sampler = vbs.CustomSampler(
+        dataset_size=32, trace=trace, minibatch_size=MINIBATCH, on_end="cycle"
+    )
+    inner = torch.optim.SGD(parameters or model.parameters(), lr)
+    options = {"exact": model, **options}
+    return sampler, vbs.LinearRuleOptimizer(inner, sampler, 8, **options)
+
+
 class Training:
-    """A run on the replica that it is built in, as a user writes it.
+    """A run on the replica that it is built in, or what is left after a saved state.
 
     Attributes:
         repeated: Steps that were run again.
+        counts: Of every epoch: see `xla_replica.count`.
     """
 
-    def __init__(self, name: str, is_exact: bool = True, num_threads: int = 1) -> None:
+    def __init__(
+        self, run: str | Run, is_exact=True, num_threads=1, saved: Any = None
+    ) -> None:
         torch.set_num_threads(num_threads)
-        self.is_exact = is_exact
-        self.run, self.replica = RUNS[name], xla_replica.current()
+        self.run = run = RUNS[run] if isinstance(run, str) else run
+        self.is_exact, self.replica = is_exact, xla_replica.current()
         generator = torch.Generator().manual_seed(0)
-        size = MINIBATCH * sum(TRACE)
+        size = MINIBATCH * sum(run.trace)
         self.inputs = torch.rand(size, 1, 8, 8, generator=generator)
         self.targets = torch.randint(10, (size, 9), generator=generator)
         with self.replica.seeded(0):
-            self.model = self.run.model()
+            self.model = run.model()
             # Part of no forward pass, so that it may become NaN.
             self.model.extra = nn.Parameter(torch.randn(3))
         self.model.to(self.replica.device)
         self.sampler = vbs.CustomSampler(
-            self.inputs,
-            [MINIBATCH * n for n in TRACE],
-            minibatch_size=MINIBATCH,
-            on_end="cycle",
-            verbose=False,
-        )
+            self.inputs, [MINIBATCH * n for n in run.trace], minibatch_size=MINIBATCH,
+            on_end="cycle", order=self.order(), verbose=False,
+        )  # fmt: skip
+        inner, exact = run.optimizer(self.model.parameters()), is_exact and self.model
         self.optimizer = vbs.ElasticOptimizer(
-            self.run.optimizer(self.model.parameters()),
-            self.sampler,
-            self.run.rule,
-            16,
-            exact=self.model if is_exact else None,
-            **self.run.options,
+            inner, self.sampler, run.rule, 16, exact=exact or None, **run.options
         )
+        if saved:
+            saved = copy.deepcopy(saved)  # replicas were sent the same memory
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
         self.repeated: list[int] = []
+        self.counts: list[xla_replica.Counts] = []
+
+    def order(self) -> Any:
+        """Returns what orders samples."""
 
     def losses(self, rows: list[int]) -> tuple[torch.Tensor, Any]:
-        """Returns the loss of a minibatch and its weight."""
+        """Returns the losses of a minibatch, or their sum and its weight."""
         x, y = self.replica.send((self.inputs[rows], self.targets[rows]))
         if not self.run.is_language:
-            return F.cross_entropy(self.model(x), y[:, 0]), None
+            return F.cross_entropy(self.model(x), y[:, 0], reduction="none"), None
         counts = (y[:, 1:] > 2).float()  # so that minibatches weigh differently
         losses = F.cross_entropy(self.model(y[:, :-1]).mT, y[:, 1:], reduction="none")
         return (losses * counts).sum(), counts.sum()
+
+    def backward(self, losses: torch.Tensor) -> None:
+        losses.mean().backward()
 
     def minibatch(self, rows: list[int]) -> int:
         position = self.optimizer._loop.position
         step = position.plan.first_step + position.step
         number = position.substep * self.replica.num_replicas + self.replica.rank
-        loss, weight = self.losses(rows)
-        scale = SCALES.get(step, 1.0)
-        is_nan = (step, number) == NAN_MINIBATCH
-        own = self.replica.scalar(math.nan if is_nan else 0.1 * step)
+        losses, weight = self.losses(rows)
+        scale = self.replica.scalar(self.run.scales.get(step, 1.0))
+        own = math.nan if (step, number) == NAN_MINIBATCH else 0.1 * step
         extra = self.model.extra - self.model.extra.detach()  # a gradient, no value
-        loss = loss * self.replica.scalar(scale) + (extra * own).sum()
-        loss.sum().backward()
-        if step == ZERO_STEP and self.is_exact:
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.grad = None if parameter.dim() == 1 else parameter.grad
+        self.backward(losses * scale + (extra * self.replica.scalar(own)).sum())
+        if step == self.run.zero_step and self.is_exact:
+            for parameter in self.model.parameters():
+                parameter.grad = None if parameter.dim() == 1 else parameter.grad
         is_last = position.substep == position.num_substeps - 1
         made = self.optimizer.step(weight=weight)
         if is_last and not made:
             self.repeated.append(step)
         return made
 
-    def train(self) -> Iterator[None]:
+    def train(self, loader: Iterable[Any] | None = None) -> Iterator[None]:
         """Trains from where it is; yields after every call that made updates."""
-        for epoch in range(self.sampler.epoch, NUM_EPOCHS):
-            self.sampler.set_epoch(epoch)
-            self.optimizer.set_epoch(epoch)
-            for rows in self.sampler:
-                if self.minibatch(rows):
-                    yield
+        for epoch in range(self.sampler.epoch, self.run.num_epochs):
+            with xla_replica.count(self.replica) as count:
+                self.sampler.set_epoch(epoch)
+                self.optimizer.set_epoch(epoch)
+                for rows in loader or self.sampler:
+                    if self.minibatch(rows):
+                        yield
+                self.replica.sync()
+            self.counts.append(count)
 
     def state(self) -> dict[str, Any]:
         parts = {"model": self.model, "optimizer": self.optimizer}
         return self.replica.to_host({n: p.state_dict() for n, p in parts.items()})
 
-    def digest(self) -> str:
-        """Returns a hash of all bits of parameters and buffers."""
-        tensors = self.replica.fetch([*self.model.state_dict().values()])
-        parts = [each.contiguous().numpy().tobytes() for each in tensors]
-        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-
-
-def digests(
-    rank: int, names: tuple[str, ...], is_exact: bool = True
-) -> dict[str, tuple[str, list[int]]]:
-    """Returns the hash of every run after its end, and the steps run again here."""
-    found = {}
-    for name in names:
-        training = Training(name, is_exact)
-        for _ in training.train():
+    def finish(self, loader: Iterable[Any] | None = None) -> Training:
+        """Trains to the end; returns itself."""
+        for _ in self.train(loader):
             pass
-        found[name] = training.digest(), training.repeated
-    return found
+        return self
+
+    def outcome(self, tensors: Iterable[torch.Tensor] | None = None) -> Outcome:
+        """Returns a hash of all bits of tensors, else of the model, and the counts."""
+        tensors = self.model.state_dict().values() if tensors is None else tensors
+        found = self.replica.fetch([each.detach() for each in tensors])
+        text = b"".join(each.contiguous().numpy().tobytes() for each in found)
+        self.replica.barrier()
+        digest, number = hashlib.sha256(text).hexdigest(), self.sampler.num_yielded
+        return Outcome(digest, self.repeated, number, self.counts)
+
+
+class Outcome(NamedTuple):
+    """A hash; steps that were run again, minibatches; and what epochs have counted."""
+
+    digest: str
+    repeated: list[int]
+    num_yielded: int
+    counts: list[xla_replica.Counts]
+
+
+def assert_same_bits(*runs: list[Outcome]) -> None:
+    """Asserts that the replicas of all runs, the first of which has one, agree."""
+    [alone] = runs[0]
+    assert {0} < set(alone.repeated)  # another step than the first is run again, too
+    for run in runs:
+        assert {each.digest for each in run} == {alone.digest}
+        assert sum(each.num_yielded for each in run) == alone.num_yielded
+        for each in run:
+            assert set(each.repeated) <= set(alone.repeated)
+            assert not any(x.compilations for x in each.counts[len(each.counts) // 2 :])
+
+
+def on_all_replicas(kinds: Iterable[str]) -> Any:
+    """Marks a test of these kinds on CPUs and on torch_xla: of one, unless slow."""
+    rows = []
+    for index, kind in enumerate(kinds):
+        slow = [pytest.mark.slow] if index else []
+        xla = [needs_xla, pytest.mark.xla, *slow]
+        rows.append(pytest.param(kind, "cpu", (1, 2, 3), marks=of_torch_alone))
+        rows.append(pytest.param(kind, "xla", (1, 2), marks=xla))
+    return pytest.mark.parametrize(("kind", "device", "numbers"), rows)
+
+
+def finished(rank: int, names: Iterable[str], is_exact: bool = True) -> list[Outcome]:
+    """Returns what has become of runs."""
+    return [Training(name, is_exact).finish().outcome() for name in names]

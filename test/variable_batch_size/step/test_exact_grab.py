@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.grab_xla import training
-from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone
+from support.variable_batch_size.exact import (
+    Outcome,
+    Run,
+    Training,
+    assert_same_bits,
+    on_all_replicas,
+    perceptron,
+)
+from support.xla_replica.replicas import Backend
+from torch import nn
 
-import variable_batch_size as vbs
-import xla_replica
 from grab_xla import GraBSampler
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -19,83 +25,54 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "projected": {"fidelity": "projected", "projection_size": 24},
     "drawn": {"prob_balance": True, "balance_type": "recursive", "depth": 1},
 }
-EPOCHS = 4  # of 24 samples
+RUN = Run(
+    lambda: perceptron(nn.Tanh()), options={"max_grad_norm": 1.0},
+    trace=(2, 1, 4), num_epochs=4, scales={1: 1e4}, zero_step=None,
+)  # fmt: skip
 
 
-def train(rank: int, kind: str, exact: bool = True):
-    """Returns orders and what is left, minibatches yielded, and later compilations.
+class Ordered(Training):
+    """A run in the orders of GraB."""
 
-    In the first epoch's second step losses are 10,000 times as large.
-    """
+    def __init__(self, kind: str, exact: bool) -> None:
+        self.options = {"scheme": "gather", "exact": exact, **OPTIONS[kind]}
+        super().__init__(RUN)
+        self.optimizer.attach(self.grab.after_update)
+
+    def order(self) -> GraBSampler:
+        parameters = dict(self.model.named_parameters())
+        del parameters["extra"]
+        self.grab = GraBSampler(
+            self.inputs, parameters, record_orders=True, **self.options
+        )
+        return self.grab
+
+    def losses(self, rows: list[int]) -> tuple[torch.Tensor, Any]:
+        self.rows = rows
+        with self.grab.record(self.model):
+            return super().losses(rows)
+
+    def backward(self, losses: torch.Tensor) -> None:
+        self.grab.backward(losses, indices=self.rows)
+
+
+def train(rank: int, kind: str, exact: bool = True) -> Outcome:
+    """Returns the outcome of orders, weights, and the state of the balance."""
     del rank
-    torch.set_num_threads(1)
-    replica, model = xla_replica.current(), training.mlp(torch.float32)
-    x, y = training.samples(24, torch.float32)
-    parameters = dict(model.named_parameters())
-    options = {"scheme": "gather", "exact": exact, **OPTIONS[kind]}
-    grab = GraBSampler(x, parameters, **options)
-    sampler = vbs.CustomSampler(
-        x, training.TRACE, minibatch_size=4, on_end="cycle", order=grab, verbose=False
-    )
-    inner, updates = torch.optim.SGD(model.parameters(), 0.3), []
-    optimizer = vbs.LinearRuleOptimizer(
-        inner, sampler, 8, max_grad_norm=1.0, exact=model
-    )
-    for target in (grab.after_update, updates.append):
-        optimizer.attach(target)
-    orders, counts = [], []
-    for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)
-        with xla_replica.count(replica) as count:
-            optimizer.set_epoch(epoch)
-            for rows in sampler:
-                inputs, targets = replica.send((x[rows], y[rows]))
-                scale = replica.scalar(1e4 if len(updates) == 1 else 1.0)
-                with grab.record(model):
-                    losses = training.cross_entropies(model, inputs, targets) * scale
-                grab.backward(losses, indices=rows)
-                optimizer.step()
-            replica.sync()
-        orders.append(torch.tensor(grab.order))
-        counts.append(count.compilations)
-    state = grab.state_dict()["engine"]
-    weights = replica.fetch([p.detach() for p in model.parameters()])
-    replica.barrier()
-    found = [*orders, *weights, *state["state"].values(), state["codes"]]
-    return found, sampler.num_yielded, sum(counts[2:])  # replicas have idled before
+    run = Ordered(kind, exact).finish()
+    orders, state = run.grab.orders_history, run.grab.state_dict()["engine"]
+    assert len({tuple(order) for order in orders}) == RUN.num_epochs
+    balance = [*state["state"].values(), state["codes"]]
+    return run.outcome([torch.tensor(orders), *run.model.parameters(), *balance])
 
 
-def check(kind: str, *backends: Backend) -> None:
-    """Asserts that all replicas of all backends find the same."""
-    runs = [backend.run(train, kind) for backend in backends]
-    expected, num_yielded, _ = runs[0][0]
-    assert len({tuple(order.tolist()) for order in expected[:EPOCHS]}) == EPOCHS
-    assert num_yielded > EPOCHS * 24 // 4 + 2  # another step than the first is repeated
-    for results in runs:
-        assert sum(number for _, number, _ in results) == num_yielded
-        for found, _, num_compiled in results:
-            assert num_compiled == 0
-            assert all(map(torch.equal, found, expected))
-
-
-@of_torch_alone
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_orders_and_weights_have_the_same_bits(kind):
-    check(kind, *(Backend("cpu", number) for number in (1, 2, 3)))
-
-
-@needs_xla
-@pytest.mark.xla
-@pytest.mark.parametrize(
-    "kind",
-    ["group", *(pytest.param(k, marks=pytest.mark.slow) for k in [*OPTIONS][1:])],
-)
-def test_orders_and_weights_have_the_same_bits_on_xla(kind):
-    check(kind, Backend("xla", 1), Backend("xla", 2))
+@on_all_replicas(OPTIONS)
+def test_orders_and_weights_have_the_same_bits(kind, device, numbers):
+    assert_same_bits(*(Backend(device, n).run(train, kind) for n in numbers))
 
 
 def test_steps_that_are_run_again_need_rows_that_wait():
     with pytest.raises(ValueError, match=r"exact=True, scheme='gather'"):
         train(0, "exact", False)
     with pytest.raises(ValueError, match="needs scheme='gather', got 'sharded'"):
-        GraBSampler(range(8), dict(training.mlp().named_parameters()), exact=True)
+        GraBSampler(range(8), dict(nn.Linear(1, 1).named_parameters()), exact=True)

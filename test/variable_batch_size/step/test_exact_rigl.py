@@ -2,159 +2,102 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from support.grab_xla.training import cross_entropies, mlp, samples
-from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone
+from support.variable_batch_size.exact import (
+    Outcome,
+    Run,
+    Training,
+    assert_same_bits,
+    on_all_replicas,
+    perceptron,
+)
+from support.xla_replica.replicas import Backend
+from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
 from rigl_xla import RigLScheduler
 
-# In minibatches of 4; where there are several replicas some idle.
-TRACE, EPOCHS = [8, 4, 20, 16, 4, 12], 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "rigl": {"T_end": 10},
     "window": {"delta": 4, "grad_accumulation_n": 3},
     "snfs": {"method": "snfs"},
     "assigned": {},  # gradients, in place of a backward pass
 }
+RUN = Run(
+    lambda: perceptron(nn.Tanh()), options={"max_grad_norm": 1.0},
+    trace=(2, 1, 5, 4, 1, 3), scales={5: 1e4}, zero_step=None,
+)  # fmt: skip
 
 
-class Training:
-    """A sparse model whose losses are 10,000 times as large in the sixth step.
+class Pruned(Training):
+    """A run of a sparse model, whose pruner is built after a state is loaded.
 
     Attributes:
         seen: After each update: masks, weights, and gradients that wait for more.
     """
 
-    def __init__(self, kind: str, is_exact: bool = True, prunes: bool = True) -> None:
-        torch.set_num_threads(1)
-        self.kind, self.replica = kind, xla_replica.current()
-        self.model = model = mlp(torch.float32)
-        self.x, self.y = samples(sum(TRACE), torch.float32)
-        self.sampler = vbs.CustomSampler(
-            self.x, TRACE, minibatch_size=4, on_end="cycle", verbose=False
-        )
-        inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        self.optimizer = vbs.LinearRuleOptimizer(
-            inner, self.sampler, 8, max_grad_norm=1.0, exact=model if is_exact else None
-        )
-        self.pruner = self.pruned() if prunes else None
+    def __init__(
+        self, kind: str, is_exact: bool = True, saved: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(RUN, is_exact, saved=saved)
+        self.is_assigned, self.seen = kind == "assigned", []
+        options = {"dense_allocation": 0.3, "delta": 3, "T_end": 20, **OPTIONS[kind]}
+        self.pruner = RigLScheduler(
+            self.model, self.optimizer, skip_step=False, ignore_linear_layers=False,
+            dense_first=False, state_dict=saved and saved["pruner"], **options,
+        )  # fmt: skip
         self.optimizer.attach(self.look)
-        self.num_updates, self.seen = 0, []
-
-    def pruned(self, **options: Any) -> RigLScheduler:
-        options |= {"dense_allocation": 0.3, "delta": 3, "T_end": 20}
-        options |= {"ignore_linear_layers": False, "dense_first": False}
-        options |= OPTIONS[self.kind]
-        return RigLScheduler(self.model, self.optimizer, skip_step=False, **options)
 
     def look(self, update: vbs.Update) -> None:
-        found = [*self.pruner.masks.values(), *self.model.parameters()]
         gradients = [layer.gradient for layer in self.pruner._layers]
-        found += [each for each in gradients if each is not None]
-        self.seen += [each.detach().clone() for each in found]
-        self.num_updates += 1
+        found = [*self.pruner.masks.values(), *self.model.parameters(), *gradients]
+        self.seen += [x.detach().clone() for x in found if x is not None]
         self.replica.sync()
 
-    def run(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)
-        self.optimizer.set_epoch(epoch)
-        for rows in self.sampler:
-            x, y = self.replica.send((self.x[rows], self.y[rows]))
-            scale = self.replica.scalar(1e4 if self.num_updates == 5 else 1.0)
-            self.backward((cross_entropies(self.model, x, y) * scale).mean())
-            self.optimizer.step()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        if self.kind != "assigned":
-            xla_replica.backward(loss)
+    def backward(self, losses: torch.Tensor) -> None:
+        if not self.is_assigned:
+            xla_replica.backward(losses.mean())
             return
         parameters = [*self.model.parameters()]
-        for parameter, grad in zip(parameters, xla_replica.grad(loss, parameters)):
+        grads = xla_replica.grad(losses.mean(), parameters)
+        for parameter, grad in zip(parameters, grads):
             parameter.grad = grad
 
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "pruner": self.pruner.state_dict()}
 
-def train(rank: int, kind: str, is_exact: bool = True):
-    """Returns what updates left, minibatches yielded, and the last compilations."""
+
+def train(rank: int, kind: str, saved: dict[str, Any] | None = None) -> Outcome:
+    """Returns the outcome of what updates left."""
     del rank
-    run = Training(kind, is_exact)
-    run.run(0)
-    with xla_replica.count(run.replica) as count:
-        run.run(1)
-        run.replica.sync()
+    run = Pruned(kind, saved=saved).finish()
     assert run.pruner.rigl_steps >= 2
-    seen = run.replica.fetch(run.seen)
-    run.replica.barrier()
-    return seen, run.sampler.num_yielded, count.compilations
+    return run.outcome(run.seen)
 
 
-def check(kind: str, *backends: Backend) -> None:
-    """Asserts that all replicas of all backends see the same."""
-    runs = [backend.run(train, kind) for backend in backends]
-    expected, num_yielded, _ = runs[0][0]
-    # Another step than the first is repeated.
-    assert num_yielded > EPOCHS * sum(TRACE) // 4 + 2
-    for results in runs:
-        assert sum(number for _, number, _ in results) == num_yielded
-        for seen, _, num_compiled in results:
-            assert num_compiled == 0
-            assert [*map(torch.equal, seen, expected)] == [True] * len(expected)
-
-
-@of_torch_alone
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_masks_and_weights_have_the_same_bits(kind):
-    check(kind, *(Backend("cpu", number) for number in (1, 2, 3)))
-
-
-@needs_xla
-@pytest.mark.xla
-@pytest.mark.parametrize(
-    "kind", ["rigl", *(pytest.param(k, marks=pytest.mark.slow) for k in [*OPTIONS][1:])]
-)
-def test_masks_and_weights_have_the_same_bits_on_xla(kind):
-    check(kind, Backend("xla", 1), Backend("xla", 2))
+@on_all_replicas(OPTIONS)
+def test_masks_and_weights_have_the_same_bits(kind, device, numbers):
+    assert_same_bits(*(Backend(device, n).run(train, kind) for n in numbers))
 
 
 @pytest.mark.parametrize("kind", ["rigl", "window", "snfs"])
 def test_gradients_mean_what_they_do_without_exact_sums(kind):
-    (exact, *_), (plain, *_) = (train(0, kind, is_exact) for is_exact in (True, False))
+    exact, plain = (Pruned(kind, each).finish().seen for each in (True, False))
     torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-6)
 
 
-def resumed(rank: int, states: list[Any]):
-    """Resumes, then builds the pruner; returns what is left, minibatches yielded."""
-    del rank
-    run = Training("rigl", prunes=False)
-    run.num_updates, run.seen = 8, states[0]
-    run.model.load_state_dict(states[1])
-    run.optimizer.load_state_dict(states[2])
-    run.pruner = run.pruned(state_dict=states[3])
-    run.run(1)
-    return run.seen, run.sampler.num_yielded
-
-
 def test_a_resumed_run_has_the_same_bits():
-    run, states = Training("rigl"), []
-    parts = run.model, run.optimizer, run.pruner
-
-    def save(update: vbs.Update) -> None:
-        if update.step == 7:
-            found = [run.seen, *(part.state_dict() for part in parts)]
-            states.extend(copy.deepcopy([*found, run.sampler.num_yielded]))
-
-    run.optimizer.attach(save)
-    for epoch in range(EPOCHS):
-        run.run(epoch)
-    *_, num_before = states
-    results = Backend("cpu", 3).run(resumed, states)
+    run, saved = Pruned("rigl"), []
+    for _ in run.train():
+        saved.append((run.state(), len(run.seen), run.sampler.num_yielded))
+    state, num_seen, num_yielded = saved[7]
+    results = Backend("cpu", 3).run(train, "rigl", state)
     # No other step is run again: the units of dense gradients are resumed too.
-    num_after = sum(number for _, number in results)
-    assert num_after == run.sampler.num_yielded - num_before
-    for seen, _ in results:
-        assert [*map(torch.equal, seen, run.seen)] == [True] * len(run.seen)
+    expected = run.outcome(run.seen[num_seen:])
+    assert {each.digest for each in results} == {expected.digest}
+    num_after = sum(each.num_yielded for each in results)
+    assert num_after == expected.num_yielded - num_yielded

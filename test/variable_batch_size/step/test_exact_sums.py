@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,12 @@ from support.variable_batch_size.exact import (
     RUNS,
     TRACE,
     Training,
-    digests,
+    assert_same_bits,
+    finished,
+    small,
+    wrapped,
 )
-from support.xla_replica.replicas import (
-    GPUS,
-    Backend,
-    needs_xla,
-    row,
-)
+from support.xla_replica.replicas import GPUS, Backend, needs_xla, row
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,13 +26,12 @@ import variable_batch_size as vbs
 import xla_replica
 
 ALONE = Backend("cpu", 1)
-NUM_STEPS = NUM_EPOCHS * len(TRACE)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    [found] = ALONE.run(digests, tuple(RUNS))
-    return found
+    [found] = ALONE.run(finished, tuple(RUNS))
+    return dict(zip(RUNS, found))
 
 
 @pytest.mark.parametrize(
@@ -41,98 +39,69 @@ def alone():
     [row("cpu", 2), row("cpu", 3), row("cpu", 5, True), row("cpu", 8, True), *GPUS],
 )
 def test_bits_are_those_of_one_replica(backend, alone):
-    for found in backend.run(digests, tuple(RUNS)):
-        for name, (digest, repeated) in found.items():
-            assert digest == alone[name][0], name
-            assert set(repeated) <= set(alone[name][1])
+    found = backend.run(finished, tuple(RUNS))
+    for expected, *outcomes in zip(alone.values(), *found):
+        assert_same_bits([expected], outcomes)
 
 
 def test_steps_that_leave_the_grid_are_run_again(alone):
-    for name, (_, repeated) in alone.items():
+    for name, (_, repeated, *_) in alone.items():
         assert {0, 3, 9} <= set(repeated), name  # no grid yet; and jumps up
         assert repeated == sorted(set(repeated)), name  # once each
 
 
 def test_sums_of_floats_differ(alone):
     """Or the tests above could not fail."""
-    [one] = ALONE.run(digests, ("small",), False)
-    two = Backend("cpu", 2).run(digests, ("small",), False)[0]
-    assert len({one["small"][0], two["small"][0], alone["small"][0]}) == 3
-
-
-def xla_digests(rank: int, name: str) -> tuple[str, list[int], list[int]]:
-    """Returns the hash, and compilations and transfers of each epoch."""
-    training = Training(name)
-    compilations, transfers = [], []
-    for epoch in range(NUM_EPOCHS):
-        with xla_replica.count(training.replica) as count:
-            training.sampler.set_epoch(epoch)
-            training.optimizer.set_epoch(epoch)
-            for rows in training.sampler:
-                training.minibatch(rows)
-        compilations.append(count.compilations)
-        transfers.append(count.transfers)
-        assert not count.fallbacks
-    return training.digest(), compilations, transfers
+    one, two = (Backend("cpu", n).run(finished, ["small"], False)[0] for n in (1, 2))
+    assert len({each.digest for each in (*one, *two, alone["small"])}) == 3
 
 
 @needs_xla
 @pytest.mark.xla
 @pytest.mark.parametrize(
-    "name",
-    [n if n == "small" else pytest.param(n, marks=pytest.mark.slow) for n in RUNS],
+    ("name", "numbers"),
+    [
+        (n, (1, 2))
+        if n == "small"
+        else pytest.param(n, (1, 2, 8), marks=pytest.mark.slow)
+        for n in RUNS
+    ],
 )
-def test_replicas_on_xla_have_one_hash(name):
-    runs = [Backend("xla", n).run(xla_digests, name) for n in (1, 2)]
-    if name != "small":
-        runs.append(Backend("xla", 8).run(xla_digests, name))
-    assert len({digest for run in runs for digest, *_ in run}) == 1
+def test_replicas_on_xla_have_one_hash(name, numbers):
+    runs = [[x for [x] in Backend("xla", n).run(finished, [name])] for n in numbers]
+    assert_same_bits(*runs)
     for run in runs:
-        for _, compilations, transfers in run:
-            assert compilations[1:] == [0] * (NUM_EPOCHS - 1)
+        for _, *_, counts in run:
+            assert not any(count.fallbacks for count in counts)
             # Every replica reads one flag for each time that a step is run.
             at_least = len(TRACE) * len(run)
-            assert at_least <= transfers[1] <= 2 * at_least
+            assert at_least <= counts[1].transfers <= 2 * at_least
 
 
-def states(rank: int, name: str) -> tuple[str, list]:
-    """Returns the hash of a run, and its state after every update of replica 0."""
-    training = Training(name)
-    saved = [training.state() for _ in training.train()]
-    return training.digest(), saved
+def states(rank: int) -> list[dict[str, Any]]:
+    """Returns the state of a run after every update of this replica."""
+    training = Training("small")
+    return [training.state() for _ in training.train()]
 
 
-def resumed(rank: int, name: str, saved: list) -> list[str]:
+def resumed(rank: int, saved: list[dict[str, Any]]) -> set[str]:
     """Returns the hashes of runs that continue from states."""
-    found = []
-    for state in saved:
-        training = Training(name)
-        state = copy.deepcopy(state)  # replicas were sent the same memory
-        training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
-        for _ in training.train():
-            pass
-        found.append(training.digest())
-    return found
+    return {Training("small", saved=each).finish().outcome().digest for each in saved}
 
 
 def test_a_run_continues_with_the_same_bits_on_other_numbers_of_replicas(alone):
-    digest, saved = Backend("cpu", 2).run(states, "small")[0]
-    assert digest == alone["small"][0]
-    assert len(saved) == NUM_STEPS
-    assert set(ALONE.run(resumed, "small", saved)[0]) == {digest}
-    few = saved[:: NUM_STEPS // 3]
-    assert set(Backend("cpu", 3).run(resumed, "small", few)[0]) == {digest}
+    saved, _ = Backend("cpu", 2).run(states)
+    assert len(saved) == NUM_EPOCHS * len(TRACE)
+    for number, some in (1, saved), (3, saved[::5]):
+        for found in Backend("cpu", number).run(resumed, some):
+            assert found == {alone["small"].digest}
 
 
 def test_what_is_not_finite_stays_in_its_tensor():
-    training = Training("small")
-    for _ in training.train():
-        pass
+    training = Training("small").finish()
     for name, parameter in training.model.named_parameters():
-        assert (
-            parameter.isnan().all() if name == "extra" else parameter.isfinite().all()
-        )
+        is_as_expected = torch.isnan if name == "extra" else torch.isfinite
+        assert is_as_expected(parameter).all()
     assert training.optimizer.state_dict()["elastic"]["grid"]["extra"] < 8
 
 
@@ -142,8 +111,7 @@ def test_weights_are_those_of_float_sums():
     for training in (exact, plain):  # without dropout, which is seeded by minibatch
         training.model.eval()
         training.optimizer.set_lr((1e-4,))
-        for _ in training.train():
-            pass
+        training.finish()
     pairs = zip(exact.model.named_parameters(), plain.model.parameters())
     for (name, mine), theirs in pairs:
         if name != "extra":
@@ -152,33 +120,20 @@ def test_weights_are_those_of_float_sums():
 
 def test_running_statistics_move_once_a_step():
     """By the mean of what its minibatches would have moved them by."""
-    training = Training("small")
-    norm = training.model.norm
-    x = training.inputs[: 2 * MINIBATCH]
-    expected = norm.running_mean.clone(), norm.running_var.clone()
-    moves = []
-    for part in x.split(MINIBATCH):
-        values = training.model.first(part.flatten(1))
-        moves.append((values.mean(0), values.var(0)))
-    sampler = vbs.CustomSampler(
-        dataset_size=64, trace=[2 * MINIBATCH], minibatch_size=MINIBATCH, on_end="hold"
-    )
-    optimizer = vbs.LinearRuleOptimizer(
-        torch.optim.SGD(training.model.parameters(), 0.0), sampler, 8,
-        exact=training.model,
-    )  # fmt: skip
-    optimizer.set_epoch(0)
+    model = small()
+    _, linear, norm, *_ = model
+    parts = torch.rand(2, MINIBATCH, 64)
+    values = [linear(part) for part in parts]
+    means = (sum(x.mean(0) for x in values) / 2, sum(x.var(0) for x in values) / 2)
+    sampler, optimizer = wrapped(model, lr=0.0)
     made, minibatches = 0, iter(sampler)
     while not made:
-        for part in x.split(MINIBATCH):
+        for part in parts:
             next(minibatches)
-            training.model(part).sum().backward()
+            model(part).sum().backward()
             made += optimizer.step()
-    for at, (start, buffer) in enumerate(
-        zip(expected, (norm.running_mean, norm.running_var))
-    ):
-        mean = torch.stack([move[at] for move in moves]).mean(0)
-        torch.testing.assert_close(buffer, start + 0.1 * (mean - start))
+    torch.testing.assert_close(norm.running_mean, 0.1 * means[0])
+    torch.testing.assert_close(norm.running_var, 0.9 + 0.1 * means[1])
     assert norm.num_batches_tracked == 1
 
 
@@ -189,38 +144,11 @@ def with_workers(rank: int) -> str:
     loader = DataLoader(
         rows, batch_sampler=training.sampler, num_workers=2, collate_fn=list
     )
-    for epoch in range(NUM_EPOCHS):
-        training.sampler.set_epoch(epoch)
-        training.optimizer.set_epoch(epoch)
-        for batch in training.replica.loader(loader):
-            training.minibatch(batch)
-    return training.digest()
+    return training.finish(training.replica.loader(loader)).outcome().digest
 
 
 def test_loaders_may_read_ahead(alone):
-    assert ALONE.run(with_workers) == [alone["small"][0]]
-
-
-class Counting(nn.Module):
-    """Moves a buffer of its own in every forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x * self.weight
-
-
-def wrapped(model: nn.Module, parameters=None, trace=(8,), **options):
-    sampler = vbs.CustomSampler(
-        dataset_size=1024, trace=trace, minibatch_size=MINIBATCH, on_end="cycle"
-    )
-    inner = torch.optim.SGD(parameters or model.parameters(), 0.1)
-    options = {"exact": model, **options}
-    return sampler, vbs.LinearRuleOptimizer(inner, sampler, 8, **options)
+    assert ALONE.run(with_workers) == [alone["small"].digest]
 
 
 def test_what_cannot_be_exact_is_refused_by_name():
@@ -244,7 +172,9 @@ def test_steps_of_too_many_minibatches_are_refused(monkeypatch):
 
 
 def test_a_buffer_that_a_pass_changes_is_refused():
-    model = Counting()
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("calls", torch.zeros(()))
+    model[0].register_forward_hook(lambda *_: model.calls.add_(1))
     wrapped(model)
     with torch.no_grad():
         model(torch.ones(4))  # not a pass of training
@@ -252,14 +182,28 @@ def test_a_buffer_that_a_pass_changes_is_refused():
         model(torch.ones(4))
 
 
-def test_a_loader_that_reads_ahead_by_itself_is_refused():
+def twice(minibatches: Iterable[Any]) -> Iterator[Any]:
+    minibatches = iter(minibatches)
+    next(minibatches), next(minibatches)
+    return minibatches
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda sampler, replica: twice(sampler), r"replica.loader\(loader\)"),
+        (lambda sampler, replica: list(sampler), "nothing may read ahead"),
+        (lambda sampler, replica: twice(replica.loader(sampler)), "may read ahead"),
+    ],
+)
+def test_what_reads_ahead_by_itself_is_refused(read, message):
     model = nn.Linear(4, 4)
     sampler, optimizer = wrapped(model)
-    minibatches = iter(sampler)
-    next(minibatches), next(minibatches)
+    held = read(sampler, optimizer.replica)
     model(torch.ones(4, 4)).sum().backward()
-    with pytest.raises(ValueError, match=r"replica.loader\(loader\)"):
+    with pytest.raises(ValueError, match=message):
         optimizer.step()
+    del held
 
 
 def test_a_step_that_differs_when_it_is_run_again_is_an_error():
@@ -285,25 +229,6 @@ def test_another_number_of_threads_is_another_run():
         torch.set_num_threads(1)
 
 
-def test_minibatches_that_were_listed_are_refused():
-    model = nn.Linear(4, 4)
-    sampler, optimizer = wrapped(model)
-    for _ in list(sampler)[:1]:
-        model(torch.ones(4, 4)).sum().backward()
-        with pytest.raises(ValueError, match="nothing may read ahead"):
-            optimizer.step()
-
-
-def test_a_look_ahead_of_the_loader_is_refused():
-    model = nn.Linear(4, 4)
-    sampler, optimizer = wrapped(model)
-    batches = iter(optimizer.replica.loader(sampler))
-    next(batches), next(batches)
-    model(torch.ones(4, 4)).sum().backward()
-    with pytest.raises(ValueError, match="nothing may read ahead"):
-        optimizer.step()
-
-
 def test_reentrant_checkpoints_leave_no_move_behind():
     layer = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), layer)
@@ -317,3 +242,33 @@ def test_reentrant_checkpoints_leave_no_move_behind():
         model(torch.randn(4, 4)).square().sum().backward()
         assert optimizer.step() == made
         assert layer.num_batches_tracked == made
+
+
+def logged(rank: int) -> list[float]:
+    """Returns the losses that are logged of steps whose losses are 1, 1, 100 and 1."""
+    replica, lines, updates = xla_replica.current(), [], []
+    model = nn.Linear(1, 1, bias=False).to(replica.device)
+    nn.init.ones_(model.weight)
+    sampler, optimizer = wrapped(model, trace=(8, 4, 16, 4), lr=0.0)
+    sinks = [lambda line, step: lines.append(line["loss"])]
+    log = vbs.RunLog(None, optimizer, log_steps=3, sinks=sinks)
+    for target in (log, updates.append):
+        optimizer.attach(target)
+    sampler.set_epoch(0)
+    optimizer.set_epoch(0)
+    for rows in sampler:
+        scale = 100.0 if len(updates) == 2 else 1.0
+        loss = model(replica.send(torch.full((len(rows), 1), scale))).mean()
+        xla_replica.backward(loss)
+        log.add(loss)
+        optimizer.step()
+    replica.barrier()
+    return lines
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), row("xla", 2)])
+def test_losses_of_steps_that_are_run_again_count_once(backend):
+    # Run again: the first step, which has no units yet, and the third.
+    primary, *others = backend.run(logged)
+    assert primary == pytest.approx([1.0, (1 * 1 + 4 * 100 + 1 * 1) / 6])
+    assert others == [[]] * len(others)

@@ -20,17 +20,25 @@ NORMAL = st.floats(-(2.0**100), 2.0**100, width=32).filter(
 )
 
 
-def grid_of(*names: str) -> Grid:
-    return Grid(names, xla_replica.LocalReplica("cpu"))
+def grid_of(*names: str, **exponents: int) -> Grid:
+    grid = Grid(names, xla_replica.LocalReplica("cpu"))
+    grid.load_state_dict(exponents)
+    return grid
 
 
-def summed(grid: Grid, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def added(grid: Grid, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the total of tensors of as many minibatches."""
+    total = grid.empty_total(tensors[0])
+    for tensor in tensors:
+        grid.add_(total, tensor, 0)
+        grid.end_minibatch()
+    return total
+
+
+def summed(grid: Grid, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Returns the total of a step, which is run again if the grid says so."""
     for _ in range(2):
-        total = grid.empty_total(tensors[0])
-        for tensor in tensors:
-            grid.add_(total, tensor, 0)
-            grid.end_minibatch()
+        total = added(grid, *tensors)
         if not grid.measure():
             return total
         grid.follow()
@@ -42,7 +50,7 @@ def test_means_are_those_of_fsum(rows):
     """Before the result is rounded to float32 the error is 2^-27 of the largest."""
     grid, result = grid_of("w"), torch.empty(3)
     tensors = [torch.tensor(each) for each in rows]
-    total = summed(grid, tensors)
+    total = summed(grid, *tensors)
     grid.mean_into_(result, total, 0, len(tensors))
     largest = max(abs(x) for each in rows for x in each)
     unit = Fraction(1 / grid._up[0])
@@ -55,31 +63,20 @@ def test_means_are_those_of_fsum(rows):
 
 
 def test_a_grid_is_of_the_step_before():
-    grid = grid_of("w", "idle")
-    x = torch.tensor([1.0, -3.0])
-    summed(grid, [x])
+    grid, x = grid_of("w", "idle"), torch.tensor([1.0, -3.0])
+    summed(grid, x)
     grid.follow()
     assert grid.state_dict() == {"w": 2}  # below 2^2, and the other has none
-    for scale, fits in (
-        (21.3, True),
-        (21.4, False),
-        (2.0**-13, True),
-        (2.0**-14, False),
-    ):
-        grid.load_state_dict({"w": 2})
-        grid.add_(grid.empty_total(x), x * scale, 0)
-        grid.end_minibatch()
+    for scale, fits in [(21.3, True), (21.4, False), (2**-13, True), (2**-14, False)]:
+        grid = grid_of("w", w=2)
+        added(grid, x * scale)
         assert grid.measure().item() != fits
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_nan_and_leaves_the_grid(bad):
-    grid, result = grid_of("w"), torch.empty(2)
-    grid.load_state_dict({"w": 2})
-    total = grid.empty_total(result)
-    for tensor in (torch.tensor([1.0, 2.0]), torch.tensor([bad, 2.0])):
-        grid.add_(total, tensor, 0)
-        grid.end_minibatch()
+    grid, result = grid_of("w", w=2), torch.empty(2)
+    total = added(grid, torch.tensor([1.0, 2.0]), torch.tensor([bad, 2.0]))
     assert not grid.measure()
     grid.mean_into_(result, total, 0, 2)
     assert result.isnan().all()
@@ -93,7 +90,7 @@ def test_what_is_not_finite_is_nan_and_leaves_the_grid(bad):
 def test_extremes_fit_into_a_grid_of_their_own(values):
     grid, x = grid_of("w"), torch.tensor(values)
     result = torch.empty(2)
-    grid.mean_into_(result, summed(grid, [x, x]), 0, 2)
+    grid.mean_into_(result, summed(grid, x, x), 0, 2)
     largest = x.abs().max().item()
     assert (result - x).abs().max().item() <= max(largest / 2**27, 2.0**-120)
 
@@ -103,10 +100,7 @@ def integers(rank: int, rows: list[list[float]], exponent: int) -> list[int]:
     replica = xla_replica.current()
     grid = Grid(["w"], replica)
     grid.load_state_dict({"w": exponent})
-    total = grid.empty_total(replica.send(torch.tensor(rows[0])))
-    for tensor in rows:
-        grid.add_(total, replica.send(torch.tensor(tensor)), 0)
-        grid.end_minibatch()
+    total = added(grid, *(replica.send(torch.tensor(each)) for each in rows))
     grid.measure()
     result = torch.empty(len(rows[0]), device=replica.device)
     grid.mean_into_(result, total, 0, None)
@@ -126,9 +120,8 @@ def test_integers_are_those_of_all_devices(backend):
         each.run(integers, rows.tolist(), 0) for each in (backend, Backend("cpu", 1))
     )
     assert found[0] == expected[0]
-    torch.testing.assert_close(
-        *map(torch.tensor, (found[1], expected[1])), atol=0, rtol=2**-22
-    )
+    means = torch.tensor(found[1]), torch.tensor(expected[1])
+    torch.testing.assert_close(*means, atol=0, rtol=2**-22)
 
 
 def test_more_than_float32_is_not_for_small_sums():
