@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rigl_xla.update.steps import TopologySteps
+from xla_replica.backends.grid import Total
 
 
 class DenseSums:
@@ -16,17 +17,15 @@ class DenseSums:
 
     Args:
         steps: Those of the pruner, which have begun.
-        exact: The optimizer's: it has a ``grid``, and the ``rows`` of parameters in it.
+        exact: The optimizer's: it has a ``grid``, and ``names`` of parameters in it.
         is_lazy: Whether to make one program of steps that collect and others.
     """
 
     def __init__(self, steps: TopologySteps, exact: Any, is_lazy: bool) -> None:
         self._steps, self._exact, self._is_lazy = steps, exact, is_lazy
-        self._grid = grid = exact.grid
-        rows = [exact.rows[layer.weight.parameter] for layer in steps.layers]
-        names = [f"dense {grid.names[row]}" for row in rows]
-        grid.extend([name for name in names if name not in grid.names])
-        self._rows = [grid.names.index(name) for name in names]
+        parameters = [layer.weight.parameter for layer in steps.layers]
+        self._names = [f"dense {exact.names[each]}" for each in parameters]
+        exact.grid.extend(self._names)
         self.clear()
         exact.add_rider(self)
 
@@ -34,25 +33,27 @@ class DenseSums:
         """Ends the sums, as the handle of a hook does."""
         self._exact.riders.remove(self)
 
-    def totals(self) -> list[list[torch.Tensor]]:
-        """Returns the sums that replicas add up in this step."""
+    @property
+    def totals(self) -> list[Total]:
+        """The sums that replicas add up in this step."""
         return self._totals if self._steps.collects else []
 
     def end_minibatch(self) -> None:
         """Adds what a minibatch has left pending."""
-        for layer, row, total in zip(self._steps.layers, self._rows, self._totals):
-            self._grid.add_(total, layer.take_pending(), row)
+        for layer, total in zip(self._steps.layers, self._totals):
+            total.add_(layer.take_pending())
 
     def commit(self, num_minibatches: Any) -> None:
         """Makes the sums pending: not means, as without exact sums."""
         del num_minibatches
-        for layer, row, total in zip(self._steps.layers, self._rows, self.totals()):
-            layer.pending = torch.empty_like(layer.data)
-            self._grid.mean_into_(layer.pending, total, row)
+        for layer, total in zip(self._steps.layers, self.totals):
+            layer.pending = total.mean_into_(torch.empty_like(layer.data))
 
     def clear(self) -> None:
         """Forgets the step; makes zeros for the next one."""
-        for layer in self._steps.layers:
+        layers = self._steps.layers
+        for layer in layers:
             layer.take_pending()
-        kept = self._steps.layers if self._steps.collects or self._is_lazy else []
-        self._totals = [self._grid.empty_total(layer.data) for layer in kept]
+        kept = layers if self._steps.collects or self._is_lazy else []
+        named = zip(self._names, kept)
+        self._totals = [Total(self._exact.grid, n, layer.data) for n, layer in named]

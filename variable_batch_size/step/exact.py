@@ -9,7 +9,8 @@ added as integers; see `xla_replica.backends.grid`.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Protocol
+import itertools
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +19,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from variable_batch_size.data.schedule import Position, Schedule
 from variable_batch_size.device_scalars import DeviceScalars
 from xla_replica import Replica, ReplicaError
-from xla_replica.backends.grid import Grid, zero_
+from xla_replica.backends.grid import Grid, Total
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.seeding import seed_host
 
 
 class ExactModel:
     """The grid of a model's gradients and of its normalisation layers' statistics.
+
+    A step sums what its riders have. A rider has ``totals``, a list; and the methods
+    ``end_minibatch()``, which adds to them, ``commit(num_minibatches)``, which uses
+    their sums over all replicas, and ``clear()``, which forgets the step, a minibatch
+    that did not end too.
 
     Args:
         model: The model that is trained.
@@ -34,7 +40,7 @@ class ExactModel:
 
     Attributes:
         grid: Its units, by name of parameter or buffer.
-        rows: Each parameter's row in the grid.
+        names: Each parameter's name in the grid.
         riders: What else a step sums.
 
     Raises:
@@ -50,21 +56,21 @@ class ExactModel:
             )
         self._replica, self._seed, self._scalars = replica, seed, scalars
         self._num_repeats = 0  # of the step under way
-        parameters = dict(model.named_parameters())
+        self.names = {p: name for name, p in model.named_parameters()}
         layers = {
             name: module
             for name, module in model.named_modules()
             if isinstance(module, _NormBase) and module.running_mean is not None
         }
-        _check(parameters, layers, replica)
-        self.grid = Grid(list(parameters), replica)
-        self.rows = {p: row for row, p in enumerate(parameters.values())}
-        self.riders: list[Rider] = []
-        for name, layer in layers.items():
-            row = self.grid.extend([f"{name}.running_mean", f"{name}.running_var"])
-            self.add_rider(RunningStatistics(layer, self.grid, row))
-        self._statistics: list[Any] = [*self.riders]
-        self._known = {id(b) for each in layers.values() for b in each.buffers()}
+        _check(self.names, layers, replica)
+        buffers = {n: [*dict(m.named_buffers(n, False))] for n, m in layers.items()}
+        names = itertools.chain(self.names.values(), *buffers.values())
+        self.grid = Grid([*names], replica)
+        self._statistics = [
+            RunningStatistics(layers[n], self.grid, names)
+            for n, names in buffers.items()
+        ]
+        self.riders: list[Any] = [*self._statistics]
         self._versions: dict[str, Any] = {}
         model.register_forward_pre_hook(weak_hook(self._before_pass))
         model.register_forward_hook(weak_hook(self._after_pass))
@@ -72,7 +78,7 @@ class ExactModel:
     def check(self, parameters: list[nn.Parameter], schedule: Schedule) -> None:
         """Raises ValueError unless sums can hold the steps, and name the parameters."""
         for parameter in parameters:
-            if parameter not in self.rows:
+            if parameter not in self.names:
                 raise ValueError(
                     f"exact=: the optimizer has a parameter of shape "
                     f"{tuple(parameter.shape)} that is not one of the model's, so that "
@@ -87,7 +93,7 @@ class ExactModel:
                 "take larger minibatches"
             )
 
-    def add_rider(self, rider: Rider) -> None:
+    def add_rider(self, rider: Any) -> None:
         """Sums from the next step on what a rider has, whose names are in the grid."""
         self.riders.append(rider)
         self._replica.sync()  # zeros on the device, not in the first graph
@@ -101,8 +107,8 @@ class ExactModel:
 
     def to_sum(self) -> list[torch.Tensor]:
         """Returns the integers that replicas sum, in place, beside the gradients'."""
-        totals = [total for rider in self.riders for total in rider.totals()]
-        return [tensor for total in totals for tensor in total]
+        totals = [total for rider in self.riders for total in rider.totals]
+        return [part for total in totals for part in total.parts]
 
     def accept_step(self, position: Position) -> bool:
         """Returns whether the sums of a step are good; if not, it is to be run again.
@@ -145,7 +151,6 @@ class ExactModel:
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
         for rider in self.riders:
-            zero_(rider.totals())
             rider.clear()
         self.grid.drop_step()
 
@@ -163,20 +168,17 @@ class ExactModel:
         if not self._replica.is_host:
             self._replica.seed(seed - self._replica.rank)  # which it adds
 
-    def _before_pass(self, model: nn.Module, args: Any) -> None:
-        del args
-        if model.training and torch.is_grad_enabled():
+    def _before_pass(self, model: nn.Module, *_: Any) -> None:
+        if _trains(model):
             self._versions = self._found_versions(model)
             # A checkpoint that is reentrant runs layers without gradients first.
             for statistics in self._statistics:
-                statistics.begin()
+                statistics.begin(model)
 
-    def _after_pass(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _after_pass(self, model: nn.Module, *_: Any) -> None:
         """Raises ValueError if a forward pass has changed a buffer."""
-        del args, output
-        if not (model.training and torch.is_grad_enabled()):
-            return
-        for name, version in self._found_versions(model).items():
+        found = self._found_versions(model) if _trains(model) else {}
+        for name, version in found.items():
             if version != self._versions.get(name):
                 raise ValueError(
                     f"exact=: the forward pass has changed the buffer {name!r}, so "
@@ -190,7 +192,7 @@ class ExactModel:
         return {
             name: (id(buffer), buffer._version)
             for name, buffer in model.named_buffers()
-            if id(buffer) not in self._known
+            if name not in self.grid.rows
         }
 
     def environment(self) -> dict[str, Any]:
@@ -204,16 +206,16 @@ class ExactModel:
 
 
 def _check(
-    parameters: dict[str, nn.Parameter], layers: dict[str, nn.Module], replica: Replica
+    names: dict[nn.Parameter, str], layers: dict[str, nn.Module], replica: Replica
 ) -> None:
     """Raises ValueError or TypeError where a run cannot have the same bits."""
-    for name, parameter in parameters.items():
+    for parameter, name in names.items():
         if not (parameter.is_floating_point() and parameter.element_size() <= 4):
             raise TypeError(
                 f"exact=: the parameter {name!r} is {parameter.dtype}, and exact sums "
                 "are of float32 and narrower floats"
             )
-    if replica.is_sharded(list(parameters.values())):
+    if replica.is_sharded(list(names)):
         raise TypeError(
             "exact=: parameters are sharded (FSDP2), which sums their gradients itself"
         )
@@ -224,28 +226,16 @@ def _check(
                 "minibatches that replicas run together: use BatchNorm, whose running "
                 "statistics move by the mean over the step's minibatches"
             )
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    if replica.has_streams and not is_deterministic:
+    if replica.has_streams and not torch.are_deterministic_algorithms_enabled():
         raise ValueError(
             "exact= on a GPU needs torch.use_deterministic_algorithms(True), before "
             "the model runs"
         )
 
 
-class Rider(Protocol):
-    """What is summed over a step's minibatches beside their gradients."""
-
-    def totals(self) -> list[list[torch.Tensor]]:
-        """Returns what `Grid.empty_total` has made, and `Grid.add_` added to."""
-
-    def end_minibatch(self) -> None:
-        """Adds to the totals what a minibatch has brought."""
-
-    def commit(self, num_minibatches: Any) -> None:
-        """Uses the totals, sums over so many minibatches of all replicas."""
-
-    def clear(self) -> None:
-        """Forgets the step, a minibatch that did not end too."""
+def _trains(module: nn.Module) -> bool:
+    """Returns whether a pass is one of training."""
+    return module.training and torch.is_grad_enabled()
 
 
 class RunningStatistics:
@@ -257,62 +247,45 @@ class RunningStatistics:
     Args:
         layer: A BatchNorm or its kin, with statistics.
         grid: What moves are rounded to.
-        row: That of the mean in the grid; the next one is that of the variance.
+        names: Of the layer's buffers in the grid.
     """
 
-    def __init__(self, layer: Any, grid: Grid, row: int) -> None:
-        self._layer, self._grid, self._row = layer, grid, row
-        self._starts = [buffer.clone() for buffer in self._buffers()]
-        self._totals = [grid.empty_total(buffer) for buffer in self._buffers()[:2]]
-        self._has_begun = False
-        # Whether a minibatch has moved them, by replica.
-        moved = torch.zeros_like(layer.num_batches_tracked, dtype=torch.int32)
-        self._totals.append([moved])
-        layer.register_forward_pre_hook(weak_hook(self._begin))
+    def __init__(self, layer: nn.Module, grid: Grid, names: list[str]) -> None:
+        self._layer = layer
+        self._starts: list[torch.Tensor] = []  # none before a minibatch's first pass
+        self.totals = [Total(grid, *each) for each in zip(names, self._buffers())]
+        # For models whose parts are called by themselves, too.
+        layer.register_forward_pre_hook(weak_hook(self.begin))
 
     def _buffers(self) -> list[torch.Tensor]:
-        layer = self._layer
-        return [layer.running_mean, layer.running_var, layer.num_batches_tracked]
+        return list(self._layer.buffers(recurse=False))
 
-    def _begin(self, layer: nn.Module, args: Any) -> None:
-        """Runs before every pass, for models whose parts are called by themselves."""
-        del args
-        if layer.training and torch.is_grad_enabled():
-            self.begin()
-
-    def begin(self) -> None:
-        """Notes the statistics before the first pass of a minibatch."""
-        if not self._has_begun:
-            self._has_begun = True
-            for start, buffer in zip(self._starts, self._buffers()):
-                start.copy_(buffer)
-
-    def totals(self) -> list[list[torch.Tensor]]:
-        """Returns the sums of the moves of mean and variance, and of their number."""
-        return self._totals
+    def begin(self, module: nn.Module, *_: Any) -> None:
+        """Notes the statistics before the first pass of a minibatch, of a module."""
+        if _trains(module) and not self._starts:
+            self._starts = [buffer.clone() for buffer in self._buffers()]
 
     def end_minibatch(self) -> None:
         """Adds what a minibatch has moved, and puts back what was before it."""
-        *statistics, count = zip(self._buffers(), self._starts, self._totals)
-        for index, (buffer, start, total) in enumerate(statistics):
-            move = buffer - start if self._has_begun else None
-            self._grid.add_(total, move, self._row + index)
-        buffer, start, [moved] = count
-        moved.add_((buffer - start if self._has_begun else buffer * 0).to(moved.dtype))
-        self.clear()
+        starts = self._starts or [None] * len(self.totals)
+        for buffer, start, total in zip(self._buffers(), starts, self.totals):
+            total.add_(None if start is None else buffer - start)
+        self._put_back()
 
     def commit(self, num_minibatches: Any) -> None:
         """Moves the statistics by the mean of the moves, and counts one batch."""
-        *statistics, [count, [moved]] = zip(self._buffers(), self._totals)
-        for index, (buffer, total) in enumerate(statistics):
-            move, row = torch.empty_like(buffer), self._row + index
-            self._grid.mean_into_(move, total, row, num_minibatches)
-            buffer.add_(move)
-        count.add_(moved.clamp(max=1))
+        for buffer, total in zip(self._buffers(), self.totals):
+            move = torch.empty_like(buffer, dtype=torch.float32)
+            total.mean_into_(move, num_minibatches)
+            buffer.add_(move if buffer.is_floating_point() else move.sign().long())
 
     def clear(self) -> None:
-        """Takes back what a minibatch has moved."""
-        if self._has_begun:
-            self._has_begun = False
-            for start, buffer in zip(self._starts, self._buffers()):
-                buffer.copy_(start)
+        """Forgets the step, and takes back what a minibatch has moved."""
+        self._put_back()
+        for total in self.totals:
+            total.zero_()
+
+    def _put_back(self) -> None:
+        for buffer, start in zip(self._buffers(), self._starts):
+            buffer.copy_(start)
+        self._starts = []

@@ -49,7 +49,7 @@ class StepGradients:
     def _made_sums(self, parameters: list[nn.Parameter]) -> GradientSum:
         replica, exact = self._context.replica, self._context.exact
         if exact is not None:
-            return ExactSum(replica, self._is_unchanged, exact.grid, exact.rows)
+            return ExactSum(replica, self._is_unchanged, exact.grid, exact.names)
         overlap = self._context.settings.overlap
         return replica.gradient_sum(self._is_unchanged, overlap, parameters)
 

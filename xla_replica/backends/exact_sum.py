@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.grid import Divisor, Grid, zero_
+from xla_replica.backends.grid import Divisor, Grid, Total
 from xla_replica.backends.replica import Replica
 
 
@@ -21,7 +21,7 @@ class ExactSum(GradientSum):
     Args:
         replica, may_begin: See `GradientSum`.
         grid: The units of the gradients.
-        rows: A parameter's row in the grid.
+        names: A parameter's name in the grid.
     """
 
     def __init__(
@@ -29,43 +29,41 @@ class ExactSum(GradientSum):
         replica: Replica,
         may_begin: Callable[[], bool],
         grid: Grid,
-        rows: Mapping[nn.Parameter, int],
+        names: Mapping[nn.Parameter, str],
     ) -> None:
         super().__init__(replica, may_begin)
-        self._grid, self._rows = grid, rows
-        self._totals: dict[nn.Parameter, list[torch.Tensor]] = {}
+        self._grid, self._names = grid, names
+        self._totals: dict[nn.Parameter, Total] = {}
         self._divisor: Divisor = None
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
-        before = self.gradients
-        self.gradients = {
-            p: before[p] if p in before else torch.zeros_like(p.detach())
-            for p in parameters
-        }
-        self._totals = {
-            p: self._totals.get(p) or self._grid.empty_total(p) for p in parameters
-        }
+        gradients, totals = self.gradients, self._totals
+        for p in parameters:
+            if p not in gradients:
+                gradients[p] = torch.zeros_like(p.detach())
+                totals[p] = Total(self._grid, self._names[p], p)
+        self.gradients = {p: gradients[p] for p in parameters}
+        self._totals = {p: totals[p] for p in parameters}
 
     def use_zeros(self) -> None:
         pass  # totals are zero
 
     def end_minibatch(self) -> None:
         for parameter, total in self._totals.items():
-            self._grid.add_(total, parameter.grad, self._rows[parameter])
+            total.add_(parameter.grad)
             parameter.grad = None
 
     def sum_(self, others: Sequence[torch.Tensor], divisor: Divisor) -> None:
         self._divisor = divisor
-        totals = [tensor for total in self._totals.values() for tensor in total]
+        totals = [part for total in self._totals.values() for part in total.parts]
         self._replica.all_reduce_([*totals, *others])
 
     def finish(self) -> None:
         for parameter, gradient in self.gradients.items():
-            total, row = self._totals[parameter], self._rows[parameter]
-            self._grid.mean_into_(gradient, total, row, self._divisor)
+            self._totals[parameter].mean_into_(gradient, self._divisor)
             parameter.grad = gradient
 
     def clear(self) -> None:
-        for parameter in self._totals:
+        for parameter, total in self._totals.items():
             parameter.grad = None
-        zero_(self._totals.values())
+            total.zero_()

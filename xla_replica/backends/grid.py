@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,105 +49,51 @@ class Grid:
     """The units of named tensors, and the largest numbers of the step under way.
 
     Args:
-        names: Of the tensors; a tensor's row is its place among them.
+        names: Of the tensors.
         replica: The replica whose tensors these are.
 
     Attributes:
-        names: As given.
+        rows: The place of each tensor, by its name.
         max_terms: How many minibatches a sum can have.
+        up: By row: a power of two, what tensors are multiplied by.
+        seen: By row: the largest number of a minibatch, infinite if one is not finite.
+        is_bad: By row: whether one of the step is not; known after `measure`.
     """
 
     def __init__(self, names: Sequence[str], replica: Replica) -> None:
-        self.names: list[str] = []
-        self._saved: Mapping[str, int] = {}
-        self._replica = replica
-        self._is_wide = traits(replica.device).has_float64
-        self._bits = HIGH_BITS + LOW_BITS if self._is_wide else HIGH_BITS
-        self.max_terms = 2 ** ((53 if self._is_wide else 31) - self._bits - UP) - 1
+        self.rows: dict[str, int] = {}
+        self.replica, self.is_wide = replica, traits(replica.device).has_float64
+        self._bits = HIGH_BITS + LOW_BITS if self.is_wide else HIGH_BITS
+        self.max_terms = 2 ** ((53 if self.is_wide else 31) - self._bits - UP) - 1
         # A table, and not exp2, which is not exact on every device.
         powers = torch.exp2(torch.arange(-_BIAS, 128, dtype=torch.float64)).float()
         self._powers = powers.to(replica.device)
-        self._zero: torch.Tensor | float = 0.0
-        if not replica.is_host:
-            self._zero = torch.zeros((), dtype=torch.float32, device=replica.device)
+        zero = torch.zeros((), dtype=torch.float32)
+        self._zero = 0.0 if replica.is_host else zero.to(replica.device)
+        self._saved: Mapping[str, int] = {}
         self.extend(names)
 
-    def extend(self, names: Sequence[str]) -> int:
-        """Appends tensors without a grid; returns the first one's row."""
-        if self.names and self._largest is not self._nothing[0]:
+    def extend(self, names: Sequence[str]) -> None:
+        """Appends those tensors that are new, without a grid."""
+        new = [name for name in names if name not in self.rows]
+        if self.rows and self._largest is not self._nothing:
             raise ValueError(
-                f"{names[:1]} cannot be summed from the middle of a step on: build "
+                f"{new[:1]} cannot be summed from the middle of a step on: build "
                 "what asks for it between two updates"
             )
-        first = len(self.names)
-        self.names += names
-        # Two tensors: one in both places would make another program.
-        zeros = torch.zeros(len(self.names)).float().to(self._replica.device)
-        self._nothing = zeros, zeros.clone()
-        self.load_state_dict({**self._saved, **(self.state_dict() if first else {})})
-        return first
-
-    def _use_level(self) -> None:
-        """Computes what each tensor is multiplied by, a power of two."""
-        level = self._level.clamp(min=LEAST_EXPONENT + _BIAS)
-        powers = self._powers.index_select(0, self._bits + 2 * _BIAS - level)
-        self._up = powers.tolist() if self._replica.is_host else powers
-
-    # --- a tensor of a minibatch ----------------------------------------------------
-
-    def empty_total(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the sum of no minibatch's tensors, for `add_`."""
-        dtypes = [torch.float64] if self._is_wide else [torch.int32] * 2
-        like = like.detach()
-        return [torch.zeros_like(like, dtype=dtype) for dtype in dtypes]
-
-    def add_(
-        self, total: list[torch.Tensor], value: torch.Tensor | None, row: int
-    ) -> None:
-        """Adds a minibatch's tensor, of a dtype of at most 32 bits, to a total.
-
-        None counts as zeros, which a lazy device adds: a program with another sequence
-        of its tensors would be another program.
-        """
-        if value is None:
-            if not self._replica.is_lazy:
-                return
-            value = torch.zeros_like(total[0], dtype=torch.float32)
-        value = value.detach()
-        value = (value.to_dense() if value.is_sparse else value).float()
-        if not value.numel():
-            return
-        up = self._up[row]
-        if not self._replica.is_host:
-            add = _add_multiples_ if self._is_wide else _add_limbs_
-            add(total, value, up)
-            bad = value.new_full((), math.inf)
-            self._seen[row] = torch.where(where_finite(value), value.abs(), bad).max()
-            return
-        largest = 0.0
-        for value_part, total_part in _blocks(value, total[0]):
-            low, high = (each.item() for each in torch.aminmax(value_part))
-            if not (math.isfinite(low) and math.isfinite(high)):
-                largest = math.inf
-                break
-            largest = max(largest, -low, high)
-            _add_multiples_([total_part], value_part, up)
-        self._seen[row] = largest
+        saved = self.state_dict() if self.rows else {}
+        self.rows |= {name: row for row, name in enumerate(new, len(self.rows))}
+        self._nothing = torch.zeros(len(self.rows)).float().to(self.replica.device)
+        self.load_state_dict({**self._saved, **saved})
 
     def end_minibatch(self) -> None:
         """Notes the largest numbers of the tensors that were added."""
-        if not self._seen:
-            return
-        found = [self._seen.get(row, self._zero) for row in range(len(self.names))]
-        self._seen = {}
-        is_host, dtype = self._replica.is_host, torch.float32
-        new = torch.tensor(found, dtype=dtype) if is_host else torch.stack(found)
-        is_finite = where_finite(new)
-        new = torch.where(is_finite, new, torch.zeros_like(new))
-        self._largest = torch.maximum(self._largest, new)
-        self._is_bad = torch.maximum(self._is_bad, (~is_finite).float())
-
-    # --- a step ---------------------------------------------------------------------
+        found = [self.seen.get(row, self._zero) for row in range(len(self.rows))]
+        if self.seen:
+            is_host = self.replica.is_host
+            new = torch.tensor(found).float() if is_host else torch.stack(found)
+            self._largest = torch.maximum(self._largest, new)
+        self.seen = {}
 
     def measure(self) -> torch.Tensor:
         """Looks at the largest numbers of all replicas. Collective.
@@ -156,61 +102,37 @@ class Grid:
             ``(1,)``: whether the step must be run again, with the units of its maxima,
             which `follow` takes.
         """
-        if self._replica.num_replicas > 1:
-            own = torch.stack([self._largest, self._is_bad])
-            self._largest, self._is_bad = self._replica.all_gather(own).amax(0).unbind()
+        if self.replica.num_replicas > 1:
+            self._largest = self.replica.all_gather(self._largest).amax(0)
         level = (self._powers <= self._largest[:, None]).sum(1, dtype=torch.int32)
         level = level.clamp(min=LEAST_EXPONENT + _BIAS)
-        zero = comparable(0.0, self._largest)
-        counts = (self._largest > zero) & (self._is_bad == zero)
+        self.is_bad = ~where_finite(self._largest)
+        counts = ~self.is_bad & (self._largest > comparable(0.0, self._largest))
         moved = level - self._level
         is_beyond = (moved > UP) | (moved < -DOWN) | (self._level == 0)
         self._next_level = torch.where(counts, level, self._level)
         return (counts & is_beyond).any().reshape(1)
 
-    def mean_into_(
-        self,
-        result: torch.Tensor,
-        total: list[torch.Tensor],
-        row: int,
-        divisor: Divisor = None,
-    ) -> None:
-        """Replaces ``result`` by a total, divided by a number or by ``(1,)``, if any.
-
-        It is NaN if the tensor of a minibatch was not finite. Call it after `measure`.
-        """
-        number = 1 if divisor is None else divisor
-        if isinstance(number, torch.Tensor):
-            number = number.reshape(())
-        number = self._up[row] * number
-        if not self._is_wide:
-            result.copy_(_value_of_limbs(*total) / number)
-        elif self._replica.is_host:
-            for total_part, part in _blocks(total[0], result):
-                part.copy_(total_part / number)
-        else:
-            result.copy_(total[0] / number)
-        is_bad = self._is_bad[row] > comparable(0.0, self._is_bad)
-        result.masked_fill_(is_bad, math.nan)
-
     def follow(self) -> None:
         """Takes the units that `measure` has found, and forgets the step."""
-        self._level = self._next_level
-        self._use_level()
+        self._take(self._next_level)
+
+    def _take(self, level: torch.Tensor) -> None:
+        self._level = level
+        level = level.clamp(min=LEAST_EXPONENT + _BIAS)
+        up = self._powers.index_select(0, self._bits + 2 * _BIAS - level)
+        self.up = up.tolist() if self.replica.is_host else up
         self.drop_step()
 
     def drop_step(self) -> None:
         """Forgets the largest numbers of the step."""
-        self._seen = {}
-        self._next_level = self._level
-        self._largest, self._is_bad = self._nothing
-
-    # --- what is saved --------------------------------------------------------------
+        self.seen: dict[int, Any] = {}
+        self._next_level, self._largest = self._level, self._nothing
 
     def state_dict(self) -> dict[str, int]:
         """Returns the exponents of the tensors that have one, by name."""
-        [level] = self._replica.fetch([self._level])
-        return {name: e - _BIAS for name, e in zip(self.names, level.tolist()) if e}
+        [level] = self.replica.fetch([self._level])
+        return {name: e - _BIAS for name, e in zip(self.rows, level.tolist()) if e}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Takes what `state_dict` has returned; other tensors have no exponent.
@@ -218,18 +140,73 @@ class Grid:
         Names that are not known yet may be appended later.
         """
         self._saved = state
-        level = [state.get(name, -_BIAS) + _BIAS for name in self.names]
-        level = torch.tensor(level, dtype=torch.int32)
-        self._level = self._replica.send(level)
-        self.drop_step()
-        self._use_level()
+        level = [state.get(name, -_BIAS) + _BIAS for name in self.rows]
+        self._take(self.replica.send(torch.tensor(level, dtype=torch.int32)))
 
 
-def zero_(totals: Iterable[list[torch.Tensor]]) -> None:
-    """Makes totals zero."""
-    for total in totals:
-        for tensor in total:
-            tensor.zero_()
+class Total:
+    """The sum of a tensor over the minibatches of a step, in units of its grid.
+
+    Args:
+        grid: The grid.
+        name: The tensor's name there.
+        like: A tensor of its shape and device.
+
+    Attributes:
+        parts: What replicas sum, in place.
+    """
+
+    def __init__(self, grid: Grid, name: str, like: torch.Tensor) -> None:
+        self._grid, self._row = grid, grid.rows[name]
+        dtypes = [torch.float64] if grid.is_wide else [torch.int32] * 2
+        self.parts = [torch.zeros_like(like.detach(), dtype=each) for each in dtypes]
+
+    def add_(self, value: torch.Tensor | None) -> None:
+        """Adds a minibatch's tensor, of a dtype of at most 32 bits.
+
+        None counts as zeros, which a lazy device adds: a program with another sequence
+        of its tensors would be another program.
+        """
+        grid, up = self._grid, self._grid.up[self._row]
+        if value is None:
+            if not grid.replica.is_lazy:
+                return
+            value = torch.zeros_like(self.parts[0], dtype=torch.float32)
+        value = value.detach()
+        value = (value.to_dense() if value.is_sparse else value).float()
+        if not value.numel():
+            return
+        if grid.replica.is_host:
+            grid.seen[self._row] = _add_blocks_(self.parts[0], value, up)
+            return
+        add = _add_multiples_ if grid.is_wide else _add_limbs_
+        add(*self.parts, value, up)
+        bad = value.new_full((), math.inf)
+        sizes = torch.where(where_finite(value), value.abs(), bad)
+        grid.seen[self._row] = sizes.max()
+
+    def mean_into_(self, result: torch.Tensor, divisor: Divisor = None) -> torch.Tensor:
+        """Makes ``result`` the sum, divided by a number or by ``(1,)``, if any.
+
+        It is NaN if the tensor of a minibatch was not finite. Call it after
+        `Grid.measure`. Returns ``result``.
+        """
+        grid, number = self._grid, 1 if divisor is None else divisor
+        if isinstance(number, torch.Tensor):
+            number = number.reshape(())
+        number = grid.up[self._row] * number
+        if grid.replica.is_host:
+            for total_part, part in _blocks(self.parts[0], result):
+                part.copy_(total_part / number)
+        else:
+            total = self.parts[0] if grid.is_wide else _value_of_limbs(*self.parts)
+            result.copy_(total / number)
+        return result.masked_fill_(grid.is_bad[self._row], math.nan)
+
+    def zero_(self) -> None:
+        """Makes the sum zero."""
+        for part in self.parts:
+            part.zero_()
 
 
 def _blocks(*tensors: torch.Tensor) -> Iterable[Sequence[torch.Tensor]]:
@@ -240,22 +217,33 @@ def _blocks(*tensors: torch.Tensor) -> Iterable[Sequence[torch.Tensor]]:
     return zip(*(tensor.view(-1).split(_BLOCK) for tensor in tensors))
 
 
+def _add_blocks_(total: torch.Tensor, value: torch.Tensor, up: float) -> float:
+    """Adds multiples on the host; returns the largest number, as `Grid.seen` has it."""
+    largest = 0.0
+    for value_part, total_part in _blocks(value, total):
+        low, high = (each.item() for each in torch.aminmax(value_part))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return math.inf
+        largest = max(largest, -low, high)
+        _add_multiples_(total_part, value_part, up)
+    return largest
+
+
 def _add_multiples_(
-    total: list[torch.Tensor], value: torch.Tensor, up: torch.Tensor | float
+    total: torch.Tensor, value: torch.Tensor, up: torch.Tensor | float
 ) -> None:
     """Adds the multiples of the unit as float64. To multiply by ``up`` is exact."""
-    total[0].add_(torch.mul(value, up).round_())
+    total.add_(torch.mul(value, up).round_())
 
 
 def _add_limbs_(
-    total: list[torch.Tensor], value: torch.Tensor, up: torch.Tensor
+    high: torch.Tensor, low: torch.Tensor, value: torch.Tensor, up: torch.Tensor
 ) -> None:
     """Adds the same multiples as two limbs of int32; all but `round` is exact."""
     scaled = value * up
-    high = torch.round(scaled)
-    low = torch.round((scaled - high) * 2.0**LOW_BITS)
-    total[0].add_(high.to(torch.int32))
-    total[1].add_(low.to(torch.int32))
+    whole = torch.round(scaled)
+    high.add_(whole.to(torch.int32))
+    low.add_(torch.round((scaled - whole) * 2.0**LOW_BITS).to(torch.int32))
 
 
 def _value_of_limbs(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

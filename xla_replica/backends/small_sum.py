@@ -34,27 +34,23 @@ class SmallSum:
     def __init__(
         self, size: int, dtype: torch.dtype, replica: Replica, is_exact: bool = False
     ) -> None:
-        self.is_exact = is_exact
         self._dtype = dtype
-        shape, kind = (size,), dtype
-        if is_exact:  # the last row counts numbers that are not finite
-            shape, kind = (len(_EXPONENTS) + 1, size), torch.int32
-        self.total = torch.zeros(shape, dtype=kind, device=replica.device)
+        same = torch.Tensor.detach
+        self._encode, self._decode = (digits_of, value_of) if is_exact else (same, same)
+        self.total = self._encode(torch.zeros(size, dtype=dtype, device=replica.device))
 
     def add(self, numbers: torch.Tensor) -> None:
         """Adds a minibatch's numbers, ``(size,)``."""
-        self.total = self.total + (digits_of(numbers) if self.is_exact else numbers)
+        self.total = self.total + self._encode(numbers)
 
     def spoil(self) -> None:
         """Makes the sum not finite, on every replica."""
-        if self.is_exact:
-            self.total[-1] = 1
-        else:
-            self.total.fill_(math.nan)
+        size = self.total.shape[-1]
+        self.add(self.total.new_full((size,), math.nan, dtype=self._dtype))
 
     def value(self) -> torch.Tensor:
         """Returns the sum, ``(size,)``."""
-        return value_of(self.total).to(self._dtype) if self.is_exact else self.total
+        return self._decode(self.total).to(self._dtype)
 
     def grow(self, num_new: int) -> None:
         """Appends numbers whose sum is zero."""

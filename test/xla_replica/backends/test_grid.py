@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.xla_replica.replicas import TORCHTPU, Backend, row
 
 import xla_replica
-from xla_replica.backends.grid import Grid
+from xla_replica.backends.grid import Grid, Total
 from xla_replica.backends.small_sum import SmallSum, digits_of, value_of
 
 NORMAL = st.floats(-(2.0**100), 2.0**100, width=32).filter(
@@ -26,16 +26,16 @@ def grid_of(*names: str, **exponents: int) -> Grid:
     return grid
 
 
-def added(grid: Grid, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def added(grid: Grid, *tensors: torch.Tensor) -> Total:
     """Returns the total of tensors of as many minibatches."""
-    total = grid.empty_total(tensors[0])
+    total = Total(grid, "w", tensors[0])
     for tensor in tensors:
-        grid.add_(total, tensor, 0)
+        total.add_(tensor)
         grid.end_minibatch()
     return total
 
 
-def summed(grid: Grid, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def summed(grid: Grid, *tensors: torch.Tensor) -> Total:
     """Returns the total of a step, which is run again if the grid says so."""
     for _ in range(2):
         total = added(grid, *tensors)
@@ -51,12 +51,12 @@ def test_means_are_those_of_fsum(rows):
     grid, result = grid_of("w"), torch.empty(3)
     tensors = [torch.tensor(each) for each in rows]
     total = summed(grid, *tensors)
-    grid.mean_into_(result, total, 0, len(tensors))
+    total.mean_into_(result, len(tensors))
     largest = max(abs(x) for each in rows for x in each)
-    unit = Fraction(1 / grid._up[0])
+    unit = Fraction(1 / grid.up[0])
     for column in range(3):
         exact = sum(Fraction(each[column]) for each in rows) / len(rows)
-        mean = Fraction(total[0][column].item()) * unit / len(rows)
+        mean = Fraction(total.parts[0][column].item()) * unit / len(rows)
         assert abs(mean - exact) <= Fraction(largest) / 2**27
         fsum = math.fsum(each[column] for each in rows) / len(rows)
         assert abs(result[column].item() - fsum) <= largest / 2**27 + abs(fsum) / 2**24
@@ -78,7 +78,7 @@ def test_what_is_not_finite_is_nan_and_leaves_the_grid(bad):
     grid, result = grid_of("w", w=2), torch.empty(2)
     total = added(grid, torch.tensor([1.0, 2.0]), torch.tensor([bad, 2.0]))
     assert not grid.measure()
-    grid.mean_into_(result, total, 0, 2)
+    total.mean_into_(result, 2)
     assert result.isnan().all()
     grid.follow()
     assert grid.state_dict() == {"w": 2}
@@ -89,8 +89,7 @@ def test_what_is_not_finite_is_nan_and_leaves_the_grid(bad):
 )
 def test_extremes_fit_into_a_grid_of_their_own(values):
     grid, x = grid_of("w"), torch.tensor(values)
-    result = torch.empty(2)
-    grid.mean_into_(result, summed(grid, x, x), 0, 2)
+    result = summed(grid, x, x).mean_into_(torch.empty(2), 2)
     largest = x.abs().max().item()
     assert (result - x).abs().max().item() <= max(largest / 2**27, 2.0**-120)
 
@@ -102,9 +101,8 @@ def integers(rank: int, rows: list[list[float]], exponent: int) -> list[int]:
     grid.load_state_dict({"w": exponent})
     total = added(grid, *(replica.send(torch.tensor(each)) for each in rows))
     grid.measure()
-    result = torch.empty(len(rows[0]), device=replica.device)
-    grid.mean_into_(result, total, 0, None)
-    *parts, mean = [t.tolist() for t in replica.fetch([*total, result])]
+    result = total.mean_into_(torch.empty(len(rows[0]), device=replica.device))
+    *parts, mean = [t.tolist() for t in replica.fetch([*total.parts, result])]
     if len(parts) == 2:
         return [(high << 20) + low for high, low in zip(*parts)], mean
     return [int(x) for x in parts[0]], mean
