@@ -33,12 +33,10 @@ from grab_xla.gradients.fidelities import Fidelity
 from grab_xla.gradients.groups import add_gradient, group_gradients, parameters_of
 from grab_xla.gradients.samples import GradientMatrix, sample_gradients
 from grab_xla.random_projections import projection
+from grab_xla.saved_state import VERSION, check_saved
 from per_sample_grad import Capture, Projection
-from xla_replica.common.arguments import check_choice, check_type
-from xla_replica.common.differences import check_same
+from xla_replica.common.arguments import check_choice
 
-# The version of `GraBSampler.state_dict`.
-VERSION = 1
 # What ends the error about gradients of wrong shapes where projections are balanced.
 _PROJECTED = (
     ". With fidelity='projected', the default above 2^20 parameters, projections are "
@@ -197,29 +195,24 @@ class GraBSampler(Sampler[int]):
         )
         num_columns = fewer.num_outputs
         walk_constant = prob_balance_c if prob_balance else None
+        drawn, weighting = (kind, pi_eps, kron_order, seed), self._weights.name
         # What a saved state must agree with.
         self._identity = {
             "version": VERSION,
             "balance_type": self.balance_type,
             "options": repr(ordering),
+            "num_samples": self.num_samples,
+            "num_columns": num_columns,
             "settings": {
-                "random_projection": (
-                    (kind, pi_eps, kron_order, seed) if fewer.tables else kind
-                ),
+                "random_projection": drawn if fewer.tables else kind,
                 "normalize_grads": normalize_grads,
                 "tie": tie,
                 "prob_balance": walk_constant,
+                "weights": None if weighting == "equal" else weighting,
+                "projection": self.projection and repr(self.projection),
+                "group_size": group_size,
             },
-            "num_samples": self.num_samples,
-            "num_columns": num_columns,
         }
-        settings = self._identity["settings"]
-        if self._weights.name != "equal":
-            settings["weights"] = self._weights.name
-        if self.projection is not None:
-            settings["projection"] = repr(self.projection)
-        if self.fidelity == "group":
-            settings["group_size"] = group_size
         self._columns = Columns(
             self._replica, num_columns, scheme, self.device, dtype, exact
         )
@@ -615,31 +608,13 @@ class GraBSampler(Sampler[int]):
             TypeError, ValueError: It is not such a state, or it belongs to another data
                 set, model or balance type.
         """
-        check_type("load_state_dict: the state", state, Mapping, "a dict")
         own = self._orders.state_dict().keys() | {"given_for", "engine"}
-        missing = sorted((self._identity.keys() | own) - state.keys())
-        if missing:
-            raise ValueError(
-                f"load_state_dict: the state has no {', '.join(missing)}; pass what "
-                "GraBSampler.state_dict() returned"
-            )
-        settings, projection = dict(self._identity["settings"]), self.projection
-        if projection is not None and "projection" in state["settings"]:
-            projection = projection.saved_as(state["settings"]["projection"])
-            settings["projection"] = repr(projection)
-        identity = {**self._identity, "settings": settings}
-        theirs = {name: state[name] for name in identity}
-        error = "load_state_dict: the state of another sampler"
-        check_same(_flat(theirs), _flat(identity), error)
-        self._identity, self.projection = identity, projection
+        self.projection = check_saved(state, self._identity, own, self.projection)
+        settings = self._identity["settings"]
+        settings["projection"] = self.projection and repr(self.projection)
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
         self._balancer.draw(self._num_groups, self._orders.generator)
         self._balancer.load_state_dict(state["engine"])
         self._orders.load_state_dict(state)
         self._progress.restore(state["given_for"])
-
-
-def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a saved state must agree with, each setting by its own name."""
-    return {**identity, "settings": None, **identity["settings"]}
