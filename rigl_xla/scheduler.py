@@ -238,7 +238,6 @@ class RigLScheduler:
         if not self._closed:
             self._check_hold(self._steps)
             self._place_hooks()
-            self._join_sums()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RigLScheduler:
         """Returns a pruner of copies of the model and the optimizer."""
@@ -431,9 +430,8 @@ class RigLScheduler:
         self._closed = False
         self._steps, self._layers = steps, steps.layers
         self.options, self.schedule = steps.options, steps.schedule
-        self._place_hooks()
         self._steps.begin(self.replica)
-        self._join_sums()
+        self._place_hooks()
         self.apply_mask_to_weights()
         self.reset_momentum()
 
@@ -457,9 +455,7 @@ class RigLScheduler:
         if self._layers:
             self._handles.append(self.optimizer.register_step_post_hook(hook))
             watch_optimizers()
-
-    def _join_sums(self) -> None:
-        """Adds dense gradients as the optimizer adds others, if its sums are exact."""
+        # Dense gradients are added as the optimizer adds others, if its sums are exact.
         self._exact = exact = getattr(self.optimizer, "exact", None)
         self._steps.is_summed = exact is not None
         if exact and self.options.method_in_use.collects != "never":

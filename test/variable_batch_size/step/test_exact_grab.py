@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.variable_batch_size.exact import (
-    Outcome,
-    Run,
-    Training,
-    assert_same_bits,
-    on_all_replicas,
-    perceptron,
-)
+from support.variable_batch_size import exact
 from support.xla_replica.replicas import Backend
 from torch import nn
 
@@ -25,17 +18,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "projected": {"fidelity": "projected", "projection_size": 24},
     "drawn": {"prob_balance": True, "balance_type": "recursive", "depth": 1},
 }
-RUN = Run(
-    lambda: perceptron(nn.Tanh()), options={"max_grad_norm": 1.0},
+RUN = exact.Run(
+    lambda: exact.perceptron(nn.Tanh()), options={"max_grad_norm": 1.0},
     trace=(2, 1, 4), num_epochs=4, scales={1: 1e4}, zero_step=None,
 )  # fmt: skip
 
 
-class Ordered(Training):
+class Ordered(exact.Training):
     """A run in the orders of GraB."""
 
-    def __init__(self, kind: str, exact: bool) -> None:
-        self.options = {"scheme": "gather", "exact": exact, **OPTIONS[kind]}
+    def __init__(self, kind: str, is_exact: bool) -> None:
+        self.options = {"scheme": "gather", "exact": is_exact, **OPTIONS[kind]}
         super().__init__(RUN)
         self.optimizer.attach(self.grab.after_update)
 
@@ -56,19 +49,19 @@ class Ordered(Training):
         self.grab.backward(losses, indices=self.rows)
 
 
-def train(rank: int, kind: str, exact: bool = True) -> Outcome:
+def train(rank: int, kind: str, is_exact: bool = True) -> exact.Outcome:
     """Returns the outcome of orders, weights, and the state of the balance."""
     del rank
-    run = Ordered(kind, exact).finish()
+    run = Ordered(kind, is_exact).finish()
     orders, state = run.grab.orders_history, run.grab.state_dict()["engine"]
     assert len({tuple(order) for order in orders}) == RUN.num_epochs
     balance = [*state["state"].values(), state["codes"]]
     return run.outcome([torch.tensor(orders), *run.model.parameters(), *balance])
 
 
-@on_all_replicas(OPTIONS)
+@exact.on_all_replicas(OPTIONS)
 def test_orders_and_weights_have_the_same_bits(kind, device, numbers):
-    assert_same_bits(*(Backend(device, n).run(train, kind) for n in numbers))
+    exact.assert_same_bits(*(Backend(device, n).run(train, kind) for n in numbers))
 
 
 def test_steps_that_are_run_again_need_rows_that_wait():

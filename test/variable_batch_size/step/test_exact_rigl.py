@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.variable_batch_size.exact import (
-    Outcome,
-    Run,
-    Training,
-    assert_same_bits,
-    on_all_replicas,
-    perceptron,
-)
+from support.variable_batch_size import exact
 from support.xla_replica.replicas import Backend
 from torch import nn
 
@@ -27,13 +20,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "snfs": {"method": "snfs"},
     "assigned": {},  # gradients, in place of a backward pass
 }
-RUN = Run(
-    lambda: perceptron(nn.Tanh()), options={"max_grad_norm": 1.0},
+RUN = exact.Run(
+    lambda: exact.perceptron(nn.Tanh()), options={"max_grad_norm": 1.0},
     trace=(2, 1, 5, 4, 1, 3), scales={5: 1e4}, zero_step=None,
 )  # fmt: skip
 
 
-class Pruned(Training):
+class Pruned(exact.Training):
     """A run of a sparse model, whose pruner is built after a state is loaded.
 
     Attributes:
@@ -71,7 +64,7 @@ class Pruned(Training):
         return {**super().state(), "pruner": self.pruner.state_dict()}
 
 
-def train(rank: int, kind: str, saved: dict[str, Any] | None = None) -> Outcome:
+def train(rank: int, kind: str, saved: dict[str, Any] | None = None) -> exact.Outcome:
     """Returns the outcome of what updates left."""
     del rank
     run = Pruned(kind, saved=saved).finish()
@@ -79,15 +72,15 @@ def train(rank: int, kind: str, saved: dict[str, Any] | None = None) -> Outcome:
     return run.outcome(run.seen)
 
 
-@on_all_replicas(OPTIONS)
+@exact.on_all_replicas(OPTIONS)
 def test_masks_and_weights_have_the_same_bits(kind, device, numbers):
-    assert_same_bits(*(Backend(device, n).run(train, kind) for n in numbers))
+    exact.assert_same_bits(*(Backend(device, n).run(train, kind) for n in numbers))
 
 
 @pytest.mark.parametrize("kind", ["rigl", "window", "snfs"])
 def test_gradients_mean_what_they_do_without_exact_sums(kind):
-    exact, plain = (Pruned(kind, each).finish().seen for each in (True, False))
-    torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-6)
+    mine, plain = (Pruned(kind, each).finish().seen for each in (True, False))
+    torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
 
 
 def test_a_resumed_run_has_the_same_bits():
