@@ -13,7 +13,7 @@ from variable_batch_size.checkpoint.files import (
     write_checkpoint,
 )
 from variable_batch_size.control.controller import BatchSizeController
-from variable_batch_size.control.policies import Observation
+from variable_batch_size.control.policies import Observation, per_replica
 from variable_batch_size.data.blocks import BlockDataset, BlockShuffle
 from variable_batch_size.data.evaluation import EvaluationSampler
 from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder
@@ -90,6 +90,7 @@ __all__ = [
     "Update",
     "average_buffers",
     "epochs",
+    "per_replica",
     "power",
     "read_checkpoint",
     "read_run",

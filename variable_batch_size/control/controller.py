@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -51,13 +52,14 @@ class BatchSizeController:
     batch size compiles nothing.
 
     Args:
-        optimizer: The wrapper, which must measure noise.
+        optimizer: The wrapper, which must measure noise for policies by name.
         least, most: The limits of the batch size, in samples.
-        every: Decide after every so many updates.
+        every: Decide after every so many updates, and after the first one of other
+            members of a live run.
         factor: Hysteresis: change only to a size that is at least so many times larger
             or smaller.
         policy: 'noise-scale', 'goodput', or a function from an `Observation` to the
-            batch size wanted, in samples, NaN for none.
+            batch size wanted, in samples, NaN for none: `per_replica` returns one.
         available: A function that returns how many samples can be run at once, such as
             devices times what fits into one: a limit beside ``most``.
         trace_file: Where to write the trace as it was decided, on replica 0.
@@ -96,11 +98,11 @@ class BatchSizeController:
         self._factor = check_number("factor", factor, above=1)
         if not callable(policy):
             policy = POLICIES[check_choice("policy", policy, POLICIES, "a function")]
-        if optimizer.noise is None:
-            raise TypeError(
-                "BatchSizeController decides from the gradient noise scale: build the "
-                "optimizer with noise=True"
-            )
+            if optimizer.noise is None:
+                raise TypeError(
+                    "BatchSizeController decides from the gradient noise scale: build "
+                    "the optimizer with noise=True, or pass policy=, a function"
+                )
         on_end = optimizer.sampler.schedule.on_end
         if on_end != "hold":
             raise ValueError(
@@ -120,6 +122,7 @@ class BatchSizeController:
         self._path = None if trace_file is None else Path(trace_file)
         self._log = log
         self._told = False
+        self._generation = 0  # of a live run, at the last decision
         # Seconds, substeps and updates since the last decision, and of earlier ones.
         self._window = [0.0, 0, 0]
         self._windows: list[list[float]] = []
@@ -131,8 +134,10 @@ class BatchSizeController:
         if not self._told:
             self._told = True
             self._write()
-        if (update.step + 1) % self._every == 0:
+        generation = self._replica.generation
+        if generation != self._generation or (update.step + 1) % self._every == 0:
             self._decide(update)
+        self._generation = generation
 
     def _measure(self, update: Update) -> None:
         now = time.perf_counter()
@@ -155,11 +160,11 @@ class BatchSizeController:
         seen = Observation(
             step=update.step,
             batch_size=int(schedule.trace.batch_sizes[-1]),
-            noise_scale=noise.measure().noise_scale,
+            noise_scale=noise.measure().noise_scale if noise else math.nan,
             step_time=fit_step_time(*fitted) if fitted else None,
             minibatch_size=schedule.minibatch_size,
             num_replicas=self._replica.num_replicas,
-            noise_estimator=noise.estimator,
+            noise_estimator=noise.estimator if noise else None,
         )
         available = self._most
         if self._available is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from variable_batch_size.trace_tools.step_time import StepTime
+from xla_replica.common.arguments import check_integer
 
 
 class Observation(NamedTuple):
@@ -15,12 +16,14 @@ class Observation(NamedTuple):
     Attributes:
         step: The update that was made last.
         batch_size: What steps have that nobody has changed yet, in samples.
-        noise_scale: tr Sigma / |G|^2, in samples; NaN where nothing is known.
+        noise_scale: tr Sigma / |G|^2, in samples; NaN where nothing is known, or
+            measured.
         step_time: Seconds of an update and of a substep, fitted to the run so far; None
             until there was time to measure.
         minibatch_size: In samples.
         num_replicas: How many share a step.
-        noise_estimator: Whose number the noise scale is; see `NoiseMeter`.
+        noise_estimator: Whose number the noise scale is; see `NoiseMeter`. None where
+            it is not measured.
     """
 
     step: int
@@ -29,7 +32,7 @@ class Observation(NamedTuple):
     step_time: StepTime | None
     minibatch_size: int
     num_replicas: int
-    noise_estimator: str = "minibatches"
+    noise_estimator: str | None = "minibatches"
 
 
 Policy = Callable[[Observation], float]
@@ -59,6 +62,15 @@ def goodput(seen: Observation) -> float:
         return seen.noise_scale
     per_sample = time.per_substep / (seen.num_replicas * seen.minibatch_size)
     return math.sqrt(seen.noise_scale * time.per_update / per_sample)
+
+
+def per_replica(batch_size: int) -> Policy:
+    """Returns a policy of so many samples for every replica that shares a step.
+
+    For a live run, in which replicas come and go. It needs no measurement of noise.
+    """
+    check_integer("per_replica: batch_size", batch_size, least=1)
+    return lambda seen: batch_size * seen.num_replicas
 
 
 POLICIES: dict[str, Policy] = {"noise-scale": noise_scale, "goodput": goodput}

@@ -96,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--minibatch-seconds", type=float, default=0.0)
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--follow", action="store_true", help="batches follow members")
+    parser.add_argument("--trace", type=Path, help="what such a run has decided")
     options = parser.parse_args(arguments)
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(message)s"
@@ -118,7 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             projection_size=24, scheme="gather", exact=True,
         )  # fmt: skip
     sampler = vbs.CustomSampler(
-        data, TRACE, minibatch_size=MINIBATCH, on_end="cycle", order=grab,
+        data, options.trace or ([16] if options.follow else TRACE),
+        minibatch_size=MINIBATCH, order=grab,
+        on_end="hold" if options.follow or options.trace else "cycle",
         seed=int(os.environ.get("MEMBER_SEED", "0")),
     )  # fmt: skip
     optimizer = vbs.LinearRuleOptimizer(
@@ -146,6 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     optimizer.attach(torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9))
     if grab is not None:
         optimizer.attach(grab.after_update)
+    if options.follow:
+        controller = vbs.BatchSizeController(
+            optimizer, least=8, most=64, factor=1.01, policy=vbs.per_replica(8),
+            trace_file=options.folder / "decided.csv", log=parts["log"],
+        )  # fmt: skip
+        optimizer.attach(controller)
     evaluation = Evaluation(model, replica)
     for target in (record, evaluation, parts["log"], checkpointer):
         optimizer.attach(target)

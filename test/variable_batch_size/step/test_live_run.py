@@ -146,6 +146,24 @@ def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
         check(job, expected)
 
 
+def test_a_trace_of_batches_that_follow_members_replays_the_run(tmp_path):
+    arguments = ("--epochs", "2", "--minibatch-seconds", "0.03")
+    with live_job(tmp_path / "live", *arguments, "--follow") as job:
+        first, second = job.start(), job.start()
+        job.wait(lambda: job.num_ready() == 2)
+        job.wait(more_updates(job))
+        first.kill()
+        job.wait(more_updates(job))
+        job.start()
+        job.wait(lambda: not job.running)
+        decided = job.folder / "decided.csv"
+        assert len(decided.read_text().splitlines()) >= 4, job.log()
+        assert second.exitcode == 0
+        check(
+            job, undisturbed((*arguments, "--trace", str(decided)), tmp_path / "alone")
+        )
+
+
 def test_members_that_are_not_of_the_run_are_refused(tmp_path):
     with live_job(tmp_path / "live", *ARGUMENTS) as job:
         going_on = job.start()
