@@ -1,4 +1,5 @@
 # make mnist   sets up, then trains handwritten digits on eight replicas of this CPU
+# make live    sets up, then kills and adds processes while they train, and draws that
 # make test    sets up, then runs the tests
 # make browser installs Chromium, in which a test looks at the page of `vbs report`
 # make tpu-compile compiles a program of every family for TPUs (docs/tpu.md)
@@ -45,7 +46,7 @@ command -v nvidia-smi >/dev/null || \
 	echo "make: no $(CPU_$(ENV)) at $(CPU_BUILDS): pip's own index may bring CUDA"
 endef
 
-.PHONY: mnist test test-all browser tpu-compiler tpu-compile torchtpu tpu-like outside wheel lint format bench clean help
+.PHONY: mnist live test test-all browser tpu-compiler tpu-compile torchtpu tpu-like outside wheel lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -60,6 +61,9 @@ $(VENV)/ready: setup.py pyproject.toml
 
 mnist: $(VENV)/ready
 	$(VENV)/bin/python test/variable_train_mnist.py --target-accuracy 97
+
+live: $(VENV)/ready
+	$(VENV)/bin/python examples/live/kill_and_join.py
 
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)

@@ -86,6 +86,7 @@ setup(
             "plotly>=6",
             "pyarrow",
             "expecttest",  # torch's own tests, whose optimizers we run, import it
+            "torchft>=0.2,<0.3",
         ],
         # Other people's tests and models (docs/outside.md), on torch 2.13.
         "outside": [

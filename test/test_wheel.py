@@ -78,6 +78,14 @@ def train(rank):
 if __name__ == "__main__":
     xla_replica.launch(train, num_replicas=2)
 """
+MEMBER = """
+from xla_replica.members.membership import Membership
+from xla_replica.members.supervisor import lighthouse
+with lighthouse() as address:
+    member = Membership(address)
+    assert member.agree(()).members == (member.id,)
+    member.leave()
+"""
 UNGUARDED = """
 def train(rank):
     return 2 * rank
@@ -98,6 +106,7 @@ USES = {
     "transformers": "from variable_batch_size.integrations.hugging_face import *",
     "lightning": "from variable_batch_size.integrations.lightning import *",
     "ray": "from ray.train import ScalingConfig\nScalingConfig(num_workers=(1, 8))",
+    "live": MEMBER,
     "examples": "import matplotlib, numba, sklearn, torchvision",
     "test": f"""
 import pytest, sys
