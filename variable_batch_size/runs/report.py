@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from xla_replica.common.later import pd
 # Column of the updates, label, whether steps are drawn, whether the axis may be a log.
 PANELS = (
     ("batch_size", "batch size<br>(samples)", True, False),
+    ("replicas", "replicas", True, False),
     ("lr", "effective<br>learning rate", True, False),
     ("loss", "loss", False, True),
     ("accuracy", "accuracy (%)", False, False),
@@ -34,6 +35,8 @@ SYMBOLS = {
     "checkpoint": ("line-ns-open", "|"),
     "stop": ("x", "✕"),
     "decision": ("diamond", "◆"),
+    "more members": ("triangle-up", "▲"),
+    "fewer members": ("triangle-down", "▼"),
 }
 OTHER = ("circle", "●")
 MOST_POINTS = 4000  # of a line; a page of a million updates would not open
@@ -72,9 +75,10 @@ def write_report(
 ) -> Path:
     """Writes one HTML page about runs, which opens without a network.
 
-    Batch size, learning rate, loss, accuracy, gain, noise scale, idle time and events
-    (starts, resumptions, checkpoints, stops, decisions) share one axis: time since
-    the run began, samples, or updates. Tables compare the runs and their settings.
+    Batch size, replicas, learning rate, loss, accuracy, gain, noise scale, idle time
+    and events (starts, resumptions, checkpoints, stops, decisions, members that come
+    and go) share one axis: time since the run began, samples, or updates. Tables
+    compare the runs and their settings.
 
     Args:
         logs: Files that `RunLog` has written, or folders with a ``run.jsonl``.
@@ -115,10 +119,21 @@ def write_report(
 
 def _legend(runs: dict[str, Run]) -> str:
     """Returns what the symbols of the events mean that there are."""
-    found = dict.fromkeys(e["event"] for run in runs.values() for e in run.events)
+    found = dict.fromkeys(e["event"] for run in runs.values() for e in _named(run))
     known = [f"{SYMBOLS[name][1]} {name}" for name in SYMBOLS if name in found]
     others = [html.escape(name) for name in found if name not in SYMBOLS]
     return ", ".join([*known, *([f"{OTHER[1]} {' or '.join(others)}"] * bool(others))])
+
+
+def _named(run: Run) -> Iterator[dict[str, Any]]:
+    """Yields the events; those of members are called by what they change."""
+    num_replicas = 0
+    for event in run.events:
+        before, num_replicas = num_replicas, event.get("num_replicas", num_replicas)
+        if event["event"] == "members":
+            name = "fewer members" if num_replicas < before else "more members"
+            event = {**event, "event": name}
+        yield event
 
 
 def summary(runs: dict[str, Run]) -> pd.DataFrame:
@@ -132,9 +147,7 @@ def _totals(run: Run) -> dict[str, Any]:
     seconds = updates.get("seconds", pd.Series(dtype=float)).sum()
     return {
         "rule": header.get("rule", ""),
-        "replicas": " → ".join(
-            dict.fromkeys(str(event.get("num_replicas", "?")) for event in begun)
-        ),
+        "replicas": " → ".join(dict.fromkeys(f"{n:g}" for n in _num_replicas(run))),
         "updates": len(updates),
         "samples": _last(updates, "samples"),
         "minutes of updates": seconds / 60,
@@ -143,6 +156,7 @@ def _totals(run: Run) -> dict[str, Any]:
         "best accuracy (%)": _measured(updates, "accuracy").max(),
         "resumed": sum(event["event"] == "resume" for event in begun),
         "updates made again": sum(event["num_lost"] for event in begun),
+        "generations": sum(event["event"] == "members" for event in run.events),
         "checkpoints": sum(event["event"] == "checkpoint" for event in run.events),
     }
 
@@ -161,12 +175,18 @@ def _idle_share(run: Run) -> float:
     updates = run.updates
     if "idle_seconds" not in updates:
         return np.nan
-    num_replicas = np.ones(len(updates))  # that made each update
-    for event in run.events:
-        if event["event"] in BEGINNINGS:
-            num_replicas[updates["step"] >= event["step"]] = event["num_replicas"]
-    total = (updates["seconds"] * num_replicas).sum()
+    total = (updates["seconds"] * _num_replicas(run)).sum()
     return updates["idle_seconds"].sum() / total if total else np.nan
+
+
+def _num_replicas(run: Run) -> np.ndarray:
+    """Returns how many replicas have made each update, NaN where nothing tells."""
+    found = np.full(len(run.updates), np.nan)
+    for event in run.events:
+        if event["event"] in (*BEGINNINGS, "members"):
+            number = event.get("num_replicas", np.nan)
+            found[run.updates["step"] >= event["step"]] = number
+    return found
 
 
 def _differences(runs: dict[str, Run]) -> pd.DataFrame:
@@ -298,6 +318,8 @@ def _table(run: Run) -> pd.DataFrame:
     table = run.updates.reindex(
         columns={**dict.fromkeys(run.updates), "time": 0, "samples": 0, "epoch": 0}
     )
+    if not np.isnan(num_replicas := _num_replicas(run)).all():
+        table["replicas"] = num_replicas
     table["elapsed"] = table["time"] - (run.events[0]["time"] if run.events else np.nan)
     if "idle_seconds" in table:
         table["idle"] = table["idle_seconds"].cumsum()
@@ -308,7 +330,7 @@ def _events(run: Run, table: pd.DataFrame) -> pd.DataFrame:
     """Returns the events with the columns of `AXES`, and what to say of each."""
     known = table.dropna(subset=["samples"])
     rows = []
-    for event in run.events:
+    for event in _named(run):
         before = known["samples"][known["step"] < event["step"]]
         told = {k: v for k, v in event.items() if not isinstance(v, (dict, list))}
         lines = [

@@ -166,6 +166,30 @@ def test_a_log_of_another_program_needs_no_more_than_steps(tmp_path):
     assert "learning rate" not in (tmp_path / "page" / "report.html").read_text()
 
 
+def test_members_that_come_and_go_are_told(tmp_path):
+    """A live run's log begins with the member that writes it, alone."""
+    file = vbs.RunFile(tmp_path / "run.jsonl", num_replicas=1)
+    file.begin(0)
+    for step in range(12):
+        if step % 4 == 0:
+            generation = 1 + step // 4
+            num_replicas = (3, 2, 4)[step // 4]
+            file.event(
+                "members", step, generation=generation, num_replicas=num_replicas
+            )
+        idle = 0.25 * num_replicas
+        file.write({"step": step, "batch_size": 8, "seconds": 1, "idle_seconds": idle})
+    [row] = report.summary({"live": vbs.read_run(file.path)}).T.to_dict().values()
+    assert row["replicas"] == "3 → 2 → 4"
+    assert row["generations"] == 3
+    assert row["idle (%)"] == pytest.approx(25)
+    page = vbs.write_report([file.path], tmp_path / "report.html").read_text("utf-8")
+    assert "Events: ▶ start, ▲ more members, ▼ fewer members<" in page
+    assert "generation: 2<br>num_replicas: 2" in page.replace("\\u003c", "<").replace(
+        "\\u003e", ">"
+    )
+
+
 def test_names_are_escaped_and_long_runs_thinned(tmp_path):
     log = write_log(tmp_path / "<b>" / "run.jsonl", 9000, noise=False)
     path = vbs.write_report([log], tmp_path / "report.html")
