@@ -25,6 +25,7 @@ from variable_batch_size.trace_tools.simulation import (
     epoch_table,
     simulate,
     stats,
+    time_lost,
     totals,
 )
 from variable_batch_size.trace_tools.step_time import (
@@ -55,6 +56,7 @@ __all__ = [
     "stats",
     "step_time_of",
     "terminal_chart",
+    "time_lost",
     "totals",
     "write_png",
 ]

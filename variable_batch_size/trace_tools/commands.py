@@ -239,6 +239,9 @@ def run_simulate(
     noise_scale: str | None = None,
     restart_seconds: float = 0.0,
     compile_seconds: float = 0.0,
+    losses_per_hour: float = 0.0,
+    checkpoint_seconds: float = 600.0,
+    detection_seconds: float = 1.0,
     price: float = 0.0,
     seconds_per_update: float | None = None,
     seconds_per_substep: float | None = None,
@@ -251,7 +254,8 @@ def run_simulate(
     of samples, or a CSV file with the columns samples and noise_scale) gives progress,
     in steps at the reference batch size. A step time gives wall-clock, device-hours and
     cost, with and without restarts (where the column devices of the trace changes) and
-    compiling. --out writes one row per step, which is a trace too.
+    compiling; how often a replica is lost, the time that this costs with restarts and
+    with live members. --out writes one row per step, which is a trace too.
 
     examples:
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --rule linear \\
@@ -282,6 +286,9 @@ def run_simulate(
         noise_scale: A number of samples, or a CSV file, interpolated.
         restart_seconds: Of every restart.
         compile_seconds: At the beginning and after every restart.
+        losses_per_hour: How often a replica is lost without notice.
+        checkpoint_seconds: From one checkpoint to the next.
+        detection_seconds: Until live members know that one of them is lost.
         price: Of one device in one hour.
         seconds_per_update: What a step takes for the sum and the update.
         seconds_per_substep: What it takes for each minibatch of its first replica.
@@ -316,6 +323,14 @@ def run_simulate(
         price=price,
         step_time=step_time,
     )
+    if losses_per_hour:
+        numbers |= tools.time_lost(
+            steps,
+            losses_per_hour,
+            restart_seconds=restart_seconds + compile_seconds,
+            checkpoint_seconds=checkpoint_seconds,
+            detection_seconds=detection_seconds,
+        )
     if fit is not None:
         numbers["seconds per update, fitted"] = step_time.per_update
         numbers["seconds per substep, fitted"] = step_time.per_substep

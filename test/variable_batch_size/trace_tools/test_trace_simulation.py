@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from variable_batch_size.trace_tools import (
     epoch_table,
     simulate,
     stats,
+    time_lost,
     totals,
 )
 from variable_batch_size.trace_tools.simulation import gain_at
@@ -185,6 +187,23 @@ def test_time_and_cost_with_and_without_restarts():
     assert told[f"cost {without}"] * 1000 == pytest.approx(29)
     assert told[f"hours {also}"] * 3600 == pytest.approx(19 + 7 + 30 + 7)
     assert told[f"cost {also}"] * 1000 == pytest.approx(29 + 2 * 7 + 30 + 7)
+
+
+def test_lost_replicas_cost_less_with_live_members():
+    schedule = Schedule(Trace([20] * 180), 3600, 10)
+    steps = simulate(schedule, step_time=StepTime(per_update=4.0, per_substep=8.0))
+    assert steps["seconds"].sum() == 3600
+    lost = {"restart_seconds": 100, "checkpoint_seconds": 600}
+    # Two losses in an hour, each of 400 s or of 21 s: an hour of steps takes longer.
+    told = time_lost(steps, 2.0, **lost)
+    assert told["hours lost with restarts"] == pytest.approx(1 / (1 - 2 / 9) - 1)
+    assert told["hours lost with live members"] == pytest.approx(42 / (3600 - 42))
+    assert time_lost(steps, 9.0, **lost)["hours lost with restarts"] == math.inf
+    assert time_lost(steps, 0.0, **lost)["hours lost with restarts"] == 0
+    with pytest.raises(ValueError, match="losses_per_hour must"):
+        time_lost(steps, -1.0)
+    with pytest.raises(ValueError, match=r"losses_per_hour=2\.0 needs a step time"):
+        time_lost(simulate(schedule), 2.0)
 
 
 def test_devices_of_rows_are_followed_round_the_trace():
