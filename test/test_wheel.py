@@ -80,8 +80,7 @@ if __name__ == "__main__":
 """
 MEMBER = """
 from xla_replica.members.membership import Membership
-from xla_replica.members.supervisor import lighthouse
-with lighthouse() as address:
+with xla_replica.lighthouse() as address:
     member = Membership(address)
     assert member.agree(()).members == (member.id,)
     member.leave()

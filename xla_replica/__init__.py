@@ -26,6 +26,7 @@ from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
 from xla_replica.device.sharded import is_sharded, refuse_sharded
 from xla_replica.errors import MemberLost, ReplicaError, Stopped
+from xla_replica.members.supervisor import lighthouse
 from xla_replica.starting import distributed, live, xla  # noqa: F401  the rows
 from xla_replica.starting.launcher import default_num_replicas, launch
 from xla_replica.starting.programs import keep_programs
@@ -64,6 +65,7 @@ __all__ = [
     "keep_programs",
     "launch",
     "lazy_operation",
+    "lighthouse",
     "refuse_sharded",
     "register_backend",
     "register_device",

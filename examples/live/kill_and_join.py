@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 import torch
 
 import variable_batch_size as vbs
-from xla_replica.members.supervisor import lighthouse
+import xla_replica
 
 HERE = Path(__file__).resolve().parent
 NAMES = "ABCDE"
@@ -175,7 +175,7 @@ def main() -> int:
     args = parser.parse_args()
     live, alone, picture = (args.folder / n for n in ("live", "alone", "live.png"))
     undisturbed = subprocess.Popen(training(alone), stdout=subprocess.DEVNULL)
-    with lighthouse() as address:
+    with xla_replica.lighthouse() as address:
         run = LiveRun(live, address, args.minibatch_seconds)
         try:
             disturb(run)
