@@ -196,7 +196,7 @@ class OnlineBalancer:
             ValueError: No update has ever been joined.
         """
         num_minibatches = len(self._pending)
-        self.drop_step()
+        self._pending = []
         if num_minibatches and not self._joins_updates:
             raise ValueError(
                 f"{num_minibatches} minibatches of gradients were never balanced: with "

@@ -42,11 +42,11 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 25_400
-TEST_LINES = 43_400
+CODE = 26_400
+TEST_LINES = 44_100
 # Files and functions of ours.
 LIMITS = {
-    "minibatch": (7, 25), "update": (10, 45), "norms": (20, 84), "grab": (28, 123),
+    "minibatch": (7, 25), "update": (10, 46), "norms": (20, 84), "grab": (28, 123),
     "order": (8, 32),
 }  # fmt: skip
 

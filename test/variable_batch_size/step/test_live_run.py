@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.variable_batch_size.live_job import (
+from support.xla_replica.live_job import (
     PHASES,
     Fate,
     LiveJob,
