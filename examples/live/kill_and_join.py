@@ -1,4 +1,4 @@
-"""Trains digits on three processes, kills one, adds two, and compares the weights.
+"""Trains digits on three processes, kills two, adds two, and compares the weights.
 
     python examples/live/kill_and_join.py
 
