@@ -174,7 +174,8 @@ def _run(
             bar.update()
             bar.set_postfix(epoch=update.epoch, batch=update.batch_size, refresh=False)
 
-        if not bar.disable:
+        # Members of a live run have the same functions, so that one can go on for all.
+        if optimizer.replica.is_live or not bar.disable:
             optimizer.attach(show)
         for number in range(sampler.epoch, last):
             sampler.set_epoch(number)

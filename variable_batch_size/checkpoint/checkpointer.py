@@ -189,9 +189,8 @@ class Checkpointer:
             written = self._writer.wait() or written
             # In it, so that no replica leaves while replica 0 writes.
             request = save_and_stop.agreed_request(self.replica)
-            for part in self._parts.values():
-                if isinstance(part, RunLog):
-                    part.close(request.reason)
+            for log in self._logs():
+                log.close(request.reason)
             if self.replica.is_primary:  # a warning is seen without any set-up
                 logger.warning(
                     f"stopped after {self.num_updates} updates: {request.reason}. "
@@ -272,6 +271,9 @@ class Checkpointer:
         modules = [p for p in self._parts.values() if isinstance(p, nn.Module)]
         self._optimizer.average_buffers(nn.ModuleList(modules))
         state = self._snapshot()
+        if self.replica.is_live:  # where it may be for a member
+            for log in self._logs():
+                log.event("checkpoint")
         state["random"] = random_state.saved(self.replica, random_numbers)
         if between_epochs:
             cursor = state["optimizer"]["elastic"]["sampler"]
@@ -304,6 +306,9 @@ class Checkpointer:
         # On XLA every program that runs advances them, also the one that saves.
         self.replica.set_rng_state(random_numbers)
         return path
+
+    def _logs(self) -> list[RunLog]:
+        return [part for part in self._parts.values() if isinstance(part, RunLog)]
 
     def _snapshot(self) -> dict[str, Any]:
         """Returns the state without random numbers, tensors where they are."""
@@ -397,9 +402,8 @@ class Checkpointer:
 
         def change(generation: int) -> None:
             self._times.look_again()
-            for part in self._parts.values():
-                if isinstance(part, RunLog):
-                    part.change_members(generation)
+            for log in self._logs():
+                log.change_members(generation)
 
         def load(state: dict[str, Any]) -> None:
             self._load(self.folder, state, False)

@@ -26,6 +26,7 @@ from xla_replica.members.membership import Membership
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05  # how often a sum that has not arrived looks who is lost
+_CONNECT_SECONDS = 5.0
 _MOST_ATTEMPTS = 20  # to connect, where members meet
 
 
@@ -118,9 +119,10 @@ class MemberReplica(Replica):
         options._timeout = timedelta(seconds=self._timeout)
         host, port = generation.offers[0].store.rsplit(":", 1)
         try:
-            store = torch.distributed.TCPStore(
-                host, int(port), timeout=timedelta(seconds=self._timeout)
-            )
+            # Its owner may have died since; who lives answers at once.
+            patience = timedelta(seconds=min(self._timeout, _CONNECT_SECONDS))
+            store = torch.distributed.TCPStore(host, int(port), timeout=patience)
+            store.set_timeout(options._timeout)
             keys = f"{generation.number}-{generation.lineage}"
             store = torch.distributed.PrefixStore(keys, store)
             self._group = gloo(store, self.rank, self.num_replicas, options)

@@ -162,12 +162,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loader = replica.loader(
         DataLoader(data, batch_sampler=sampler, num_workers=options.workers)
     )
-    for epoch in range(sampler.epoch, options.epochs):
-        sampler.set_epoch(epoch)
+
+    def train(epoch: int) -> None:
         optimizer.set_epoch(epoch)
         for images, labels, indices in loader:
             time.sleep(options.minibatch_seconds)
             record.run(indices.tolist())
+            images, labels = replica.send((images, labels))
             if grab is None:
                 loss = nn.functional.cross_entropy(model(images), labels)
                 loss.backward()
@@ -180,6 +181,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 loss = losses.mean()
             parts["log"].add(loss)
             optimizer.step()
+
+    num_compilations = []  # by epoch
+    alone = getattr(replica, "_alone", replica)  # whose barriers wait for nobody
+    for epoch in range(sampler.epoch, options.epochs):
+        sampler.set_epoch(epoch)
+        with xla_replica.count(alone) as count:
+            train(epoch)
+        num_compilations.append(count.compilations)
     parts["log"].close()
     values = [*model.state_dict().values()]
     if options.kind == "grab":
@@ -193,6 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "num_updates": checkpointer.num_updates,
     }
     (options.folder / f"{os.getpid()}.json").write_text(json.dumps(result))
+    counted = options.folder / f"{os.getpid()}.compilations"
+    counted.write_text(json.dumps(num_compilations))
 
 
 if __name__ == "__main__":

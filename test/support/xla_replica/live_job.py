@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -66,10 +67,14 @@ class Fate(NamedTuple):
 
 def _be_member(environment: dict[str, str], arguments: list[str], fate: Any) -> None:
     os.environ.update(environment)
+    if "PJRT_DEVICE" in environment:
+        importlib.import_module("torch_xla")
     log = open(Path(arguments[0]) / f"{os.getpid()}.txt", "w")  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # as its parent has it
+    # Else a loader's worker would be forked from another server, which imports torch.
+    multiprocessing.set_start_method("fork", force=True)
     if fate is not None:
         fate.arm()
     member.main(arguments)
@@ -163,14 +168,15 @@ class LiveJob:
 
 @contextlib.contextmanager
 def live_job(
-    folder: Path, *arguments: str, min_members: int = 1, **options: Any
+    folder: Path, *arguments: str, min_members: int = 1, **variables: str
 ) -> Iterator[LiveJob]:
     """Runs a lighthouse; gives a job without members."""
     from xla_replica.members.supervisor import lighthouse
 
-    seconds = options.pop("heartbeat_seconds", 1.0)
-    with lighthouse(heartbeat_seconds=seconds, **options) as address:
+    seconds = 1.0
+    with lighthouse(heartbeat_seconds=seconds) as address:
         environment = {
+            **variables,
             "LIVE_LIGHTHOUSE": address,
             "LIVE_TOKEN": "secret",
             "LIVE_MIN_MEMBERS": str(min_members),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import random
 import signal
@@ -20,16 +21,18 @@ from support.xla_replica.live_job import (
     live_job,
     needs_lighthouse,
 )
+from support.xla_replica.replicas import needs_xla, of_torch_alone
 
 pytestmark = needs_lighthouse
+
 
 _expected: dict[tuple[str, ...], dict] = {}
 
 
-def undisturbed(arguments: tuple[str, ...], folder: Path) -> dict:
+def undisturbed(arguments: tuple[str, ...], folder: Path, **variables: str) -> dict:
     """Returns what one process without any others finds, with these arguments."""
-    if arguments not in _expected:
-        job = LiveJob(folder, arguments, {})
+    if arguments not in _expected or variables:
+        job = LiveJob(folder, arguments, variables)
         job.start()
         [_expected[arguments]] = job.wait(job.results)
         job.stop()
@@ -81,12 +84,13 @@ def check(job: LiveJob, expected: dict) -> None:
 SLOW = pytest.mark.slow
 
 
+@of_torch_alone
 @pytest.mark.parametrize(
     "kind",
     [pytest.param("plain", marks=SLOW), "grab", pytest.param("rigl", marks=SLOW)],
 )
 def test_deaths_in_every_phase_leave_the_bits(kind, tmp_path):
-    arguments = ("--kind", kind, "--epochs", "4", "--minibatch-seconds", "0.02")
+    arguments = ("--kind", kind, "--epochs", "3", "--minibatch-seconds", "0.02")
     expected = undisturbed(arguments, tmp_path / "alone")
     fates = [Fate(phase, random.randrange(1, 6)) for phase in PHASES]
     with live_job(tmp_path / "live", *arguments, "--workers", "1") as job:
@@ -109,9 +113,10 @@ def test_ten_random_deaths_leave_the_bits(number, tmp_path):
         check(job, expected)
 
 
-ARGUMENTS = ("--epochs", "4", "--minibatch-seconds", "0.03")
+ARGUMENTS = ("--epochs", "3", "--minibatch-seconds", "0.03")
 
 
+@of_torch_alone
 def test_members_leave_stop_and_join(tmp_path):
     expected = undisturbed(ARGUMENTS, tmp_path / "alone")
     with live_job(tmp_path / "live", *ARGUMENTS) as job:
@@ -132,6 +137,7 @@ def test_members_leave_stop_and_join(tmp_path):
         check(job, expected)
 
 
+@of_torch_alone
 def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
     expected = undisturbed(ARGUMENTS, tmp_path / "alone")
     with live_job(tmp_path / "live", *ARGUMENTS) as job:
@@ -146,6 +152,7 @@ def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
         check(job, expected)
 
 
+@of_torch_alone
 def test_a_trace_of_batches_that_follow_members_replays_the_run(tmp_path):
     arguments = ("--epochs", "2", "--minibatch-seconds", "0.03")
     with live_job(tmp_path / "live", *arguments, "--follow") as job:
@@ -164,6 +171,27 @@ def test_a_trace_of_batches_that_follow_members_replays_the_run(tmp_path):
         )
 
 
+@needs_xla
+@pytest.mark.xla
+def test_members_on_xla_compile_nothing_when_one_dies(tmp_path):
+    arguments = ("--epochs", "5", "--minibatch-seconds", "0.02")
+    xla = {"PJRT_DEVICE": "CPU"}
+    with live_job(tmp_path / "live", *arguments, min_members=2, **xla) as job:
+        members = [job.start() for _ in range(3)]
+        job.wait(lambda: job.num_updates() > 30)  # in the third epoch
+        members[0].kill()
+        job.start()
+        job.wait(lambda: not job.running)
+        counts = [
+            json.loads((job.folder / f"{member.pid}.compilations").read_text())
+            for member in members[1:]
+        ]
+        assert counts[0][0] > 0
+        assert [sum(count[2:]) for count in counts] == [0, 0], counts
+        check(job, undisturbed(arguments, tmp_path / "alone", **xla))
+
+
+@of_torch_alone
 def test_members_that_are_not_of_the_run_are_refused(tmp_path):
     with live_job(tmp_path / "live", *ARGUMENTS) as job:
         going_on = job.start()
@@ -178,6 +206,7 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
         assert len(job.results()) == 1
 
 
+@of_torch_alone
 def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
     expected = undisturbed(ARGUMENTS, tmp_path / "alone")
     port = free_port()
