@@ -124,8 +124,10 @@ class LiveRun:
             grid = state["grid"]
         else:
             grid = replica.share(exact.grid.state_dict() if is_source else None, source)
-        exact.meet(grid)
         loop.deal_to(replica.rank, replica.num_replicas)
+        replica.sync()  # compiled now, it is what follows a loss, too
+        exact.meet(grid)
+        replica.sync()
 
     def _packed(self) -> State:
         """Returns what another member needs to go on from here."""

@@ -102,8 +102,8 @@ class Grid:
             ``(1,)``: whether the step must be run again, with the units of its maxima,
             which `follow` takes.
         """
-        if self.replica.num_replicas > 1:
-            self._largest = self.replica.all_gather(self._largest).amax(0)
+        if self.replica.num_replicas > 1 or self.replica.is_live:
+            self._largest = self.replica.all_max(self._largest)
         level = (self._powers <= self._largest[:, None]).sum(1, dtype=torch.int32)
         level = level.clamp(min=LEAST_EXPONENT + _BIAS)
         self.is_bad = ~where_finite(self._largest)

@@ -106,6 +106,10 @@ class Replica(abc.ABC):
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns ``(num_replicas, *tensor.shape)``: every replica's tensor."""
 
+    def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the largest number of all replicas, for every element."""
+        return self.all_gather(tensor).amax(0)
+
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces each tensor by its sum over all replicas, in place.
 

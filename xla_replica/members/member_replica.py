@@ -141,10 +141,17 @@ class MemberReplica(Replica):
             self.rank,
         )
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to sum with, which is not so after a loss."""
+        return self._group is None and not self._is_broken
+
     # --- collectives ----------------------------------------------------------------
 
     def _wait(self, verb: str, begin: Any) -> None:
         """Waits for a collective, as long as all members live."""
+        if self._is_alone:
+            return
         if self._is_broken:
             raise self._loss(verb, "and has not met the others since")
         done = threading.Event()
@@ -168,9 +175,10 @@ class MemberReplica(Replica):
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         tensors = listed("all_reduce_", tensors)
-        if self._group is None and not self._is_broken:
+        if self._is_alone and self.is_host:
             return
         with torch.no_grad():
+            # Of one member, too: on a lazy device what follows is another program then.
             on_host = tensors if self.is_host else self.fetch(tensors)
             for own, sent in zip(_buckets(tensors), _buckets(on_host)):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in sent])
@@ -183,9 +191,16 @@ class MemberReplica(Replica):
                 for tensor, part in zip(own, parts):
                     tensor.copy_(part.view_as(tensor))
 
+    def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        [value] = self.fetch([tensor])
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = torch.distributed.ReduceOp.MAX
+        self._wait("all_max", lambda group: group.allreduce([value], options))
+        return self.send(value)
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().contiguous()
-        if self._group is None and not self._is_broken:
+        if self._is_alone:
             return value.clone().unsqueeze(0)
         [value] = self.fetch([value])
         gathered = [torch.empty_like(value) for _ in range(self.num_replicas)]
@@ -195,7 +210,7 @@ class MemberReplica(Replica):
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         self._check_source(source)
         tensors = listed("broadcast_", tensors)
-        if self._group is None and not self._is_broken:
+        if self._is_alone:
             return
         for tensor, value in zip(tensors, self.fetch(tensors)):
             self._wait(
