@@ -64,11 +64,13 @@ class Record:
     def __init__(self, path: Path, optimizer: vbs.ElasticOptimizer) -> None:
         self._path, self._position = path, optimizer._loop.position
         self._replica = optimizer.replica
-        self._generation, self._num_dropped = 0, 0
+        self._generation, self._num_dropped = "", 0
 
     def _write(self, step: int, **values: Any) -> None:
-        if self._generation != self._replica.generation:
-            self._generation, self._num_dropped = self._replica.generation, 0
+        membership = getattr(self._replica, "membership", None)
+        generation = membership.generation.lineage if membership else ""
+        if self._generation != generation:
+            self._generation, self._num_dropped = generation, 0
         line = {"step": step, "generation": self._generation, **values}
         with self._path.open("a") as file:
             file.write(json.dumps({**line, "attempt": self._num_dropped}) + "\n")
