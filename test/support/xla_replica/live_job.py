@@ -168,12 +168,18 @@ class LiveJob:
 
 @contextlib.contextmanager
 def live_job(
-    folder: Path, *arguments: str, min_members: int = 1, **variables: str
+    folder: Path,
+    *arguments: str,
+    min_members: int = 1,
+    seconds: float = 3.0,
+    **variables: str,
 ) -> Iterator[LiveJob]:
-    """Runs a lighthouse; gives a job without members."""
+    """Runs a lighthouse; gives a job without members.
+
+    A member that is silent for so many ``seconds``, as on a busy machine, is dead.
+    """
     from xla_replica.members.supervisor import lighthouse
 
-    seconds = 1.0
     with lighthouse(heartbeat_seconds=seconds) as address:
         environment = {
             **variables,

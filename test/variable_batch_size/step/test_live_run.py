@@ -32,7 +32,8 @@ _expected: dict[tuple[str, ...], dict] = {}
 def undisturbed(arguments: tuple[str, ...], folder: Path, **variables: str) -> dict:
     """Returns what one process without any others finds, with these arguments."""
     if arguments not in _expected or variables:
-        job = LiveJob(folder, arguments, variables)
+        at_once = (*arguments, "--minibatch-seconds", "0")
+        job = LiveJob(folder, at_once, variables)
         job.start()
         [_expected[arguments]] = job.wait(job.results)
         job.stop()
@@ -93,7 +94,7 @@ def test_deaths_in_every_phase_leave_the_bits(kind, tmp_path):
     arguments = ("--kind", kind, "--epochs", "3", "--minibatch-seconds", "0.02")
     expected = undisturbed(arguments, tmp_path / "alone")
     fates = [Fate(phase, random.randrange(1, 6)) for phase in PHASES]
-    with live_job(tmp_path / "live", *arguments, "--workers", "1") as job:
+    with live_job(tmp_path / "live", *arguments, "--workers", "1", seconds=1.0) as job:
         meet_fates(job, fates)
         check(job, expected)
 
@@ -108,7 +109,7 @@ def test_ten_random_deaths_leave_the_bits(number, tmp_path):
     ways = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
     fates = [Fate(phase, random.randrange(12), random.choice(ways)) for phase in phases]
     workers = ("--workers", str(number % 2))
-    with live_job(tmp_path / "live", *arguments, *workers) as job:
+    with live_job(tmp_path / "live", *arguments, *workers, seconds=1.0) as job:
         meet_fates(job, fates, 4)
         check(job, expected)
 
@@ -118,8 +119,9 @@ ARGUMENTS = ("--epochs", "3", "--minibatch-seconds", "0.03")
 
 @of_torch_alone
 def test_members_leave_stop_and_join(tmp_path):
-    expected = undisturbed(ARGUMENTS, tmp_path / "alone")
-    with live_job(tmp_path / "live", *ARGUMENTS) as job:
+    arguments = ("--epochs", "5", "--minibatch-seconds", "0.04")
+    expected = undisturbed(arguments, tmp_path / "alone")
+    with live_job(tmp_path / "live", *arguments) as job:
         first, second = job.start(), job.start()
         job.wait(lambda: job.num_ready() == 2)
         os.kill(first.pid, signal.SIGTERM)
@@ -210,9 +212,15 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
 def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
     expected = undisturbed(ARGUMENTS, tmp_path / "alone")
     port = free_port()
-    command = [sys.executable, "-m", "xla_replica.members", "lighthouse", "--bind"]
-    start = functools.partial(subprocess.Popen, [*command, f"127.0.0.1:{port}"])
-    variables = {"LIVE_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+    command = [
+        sys.executable, "-m", "xla_replica.members", "--heartbeat-seconds", "3",
+        "lighthouse", "--bind", f"127.0.0.1:{port}",
+    ]  # fmt: skip
+    start = functools.partial(subprocess.Popen, command)
+    variables = {
+        "LIVE_LIGHTHOUSE": f"http://127.0.0.1:{port}",
+        "LIVE_HEARTBEAT_SECONDS": "3",
+    }
     with start() as lighthouse:
         job = LiveJob(tmp_path / "live", ARGUMENTS, variables)
         job.wait(lambda: answers(port))
