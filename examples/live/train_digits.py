@@ -1,4 +1,4 @@
-"""Trains digits by an ordinary loop, alone or as one of the members of a live run.
+"""Trains digits by an ordinary loop, alone or as a member of a live run.
 
 Nothing here knows of other members but `show`, which tells who they are. Started with
 LIVE_LIGHTHOUSE in its environment, the script joins those that train already.
