@@ -412,6 +412,12 @@ class ElasticOptimizer(OptimizerProxy):
             settings: What members must have in common beside the wrapper's own.
             **options: Those of `LiveRun`.
         """
+        if self._loop.live is not None:
+            raise ReplicaError(
+                "Checkpointer.load() was called a second time in a live run, which "
+                "this member has joined: call it once, before optimizer.set_epoch",
+                self.replica.rank,
+            )
         run = LiveRun(self._context, self._loop, **options)
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             settings["version"] = importlib.metadata.version("elastic-xla")
