@@ -270,10 +270,10 @@ class Checkpointer:
         # All modules at once: averaging resets the count of minibatches that weighs.
         modules = [p for p in self._parts.values() if isinstance(p, nn.Module)]
         self._optimizer.average_buffers(nn.ModuleList(modules))
-        state = self._snapshot()
-        if self.replica.is_live:  # where it may be for a member
+        if self.replica.is_live:  # where a state may be for a member
             for log in self._logs():
                 log.event("checkpoint")
+        state = self._snapshot()
         state["random"] = random_state.saved(self.replica, random_numbers)
         if between_epochs:
             cursor = state["optimizer"]["elastic"]["sampler"]
@@ -408,7 +408,11 @@ class Checkpointer:
         def load(state: dict[str, Any]) -> None:
             self._load(self.folder, state, False)
 
-        settings = {"settings": self._settings, "parts": sorted(self._parts)}
+        settings = {
+            "settings": self._settings,
+            "parts": sorted(self._parts),
+            "times to save": self._times.every,
+        }
         self._optimizer.go_live(
             settings,
             snapshot=self._snapshot,

@@ -33,6 +33,7 @@ class SaveTimes:
         if every_minutes is not None:
             check_number("every_minutes", every_minutes, above=0)
         self._replica = replica
+        self.every = every_updates, every_minutes
         self._every_updates = every_updates
         self._seconds = None if every_minutes is None else 60 * every_minutes
         self._clock = clock

@@ -137,6 +137,8 @@ class BatchSizeController:
         generation = self._replica.generation
         if generation != self._generation or (update.step + 1) % self._every == 0:
             self._decide(update)
+        if generation != self._generation:  # who has written the trace may be lost
+            self._write()
         self._generation = generation
 
     def _measure(self, update: Update) -> None:

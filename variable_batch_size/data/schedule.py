@@ -222,7 +222,7 @@ class Position:
     def move(self, plan: EpochPlan, rank: int) -> None:
         """Goes on as another replica, at the first step of a plan of this epoch."""
         has_run, self.rank = self.has_run, rank
-        self.restart(plan, announced=True)
+        self.restart(plan, self.announced)
         self.has_run = has_run
 
     def replan(self, plan: EpochPlan) -> None:

@@ -261,14 +261,17 @@ class RunLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""
-        self._begun, self._step, self._pending = False, None, []
+        if self._replica.is_live and self._pending:  # of updates that were made
+            self._write(measure=False)
+        self._begun = self._begun and self._replica.is_live
+        self._step, self._pending = None, []
         self._added_at = None
         self._weight = state["weight"]
         self._totals[:] = 0
         self._loss.zero_()
         self._shared_loss = torch.zeros_like(self._loss)
         if self._replica.is_live:
-            self._shared_loss += state["loss"]
+            self._shared_loss.copy_(state["loss"])
         elif self._replica.is_primary:  # it is the sum of all: the others have zero
             self._loss.copy_(state["loss"])
         self._loss_of_updates = self._loss

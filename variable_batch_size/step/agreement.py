@@ -122,7 +122,8 @@ class Agreement:
             return
         raise ReplicaError(
             "replicas have updated their weights with different learning rates or "
-            "other hyperparameters, and are no longer equal. A replica's loop body "
+            "other hyperparameters, and are no longer equal; or members of a live run "
+            "have attached different functions. A replica's loop body "
             "does not run once per update: call optimizer.attach(scheduler) once in "
             "place of scheduler.step() in the loop, or change hyperparameters between "
             "epochs",

@@ -147,6 +147,11 @@ class Attached:
             callback(update)
             self.num_done += 1
 
+    def names(self) -> list[str]:
+        """Returns what is attached, in order, as texts that other processes have."""
+        found = [getattr(each, "scheduler", each) for each in self._callbacks]
+        return [getattr(each, "__qualname__", type(each).__name__) for each in found]
+
     def check_states(self, is_saved: Callable[[Any], bool]) -> None:
         """Raises ValueError if something has a state that nobody saves."""
         for callback in self._callbacks:

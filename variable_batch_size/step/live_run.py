@@ -15,11 +15,12 @@ import xla_replica
 from variable_batch_size.step.attached import Update
 from variable_batch_size.step.settings import StepContext
 from variable_batch_size.step.update_loop import UpdateLoop
-from xla_replica import MemberLost, Stopped
+from xla_replica import MemberLost, ReplicaError, Stopped
 
 logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
+_MOST_MEETINGS = 5
 
 
 class LiveRun:
@@ -49,6 +50,9 @@ class LiveRun:
         self._changed, self.is_saved = changed, is_saved
         self._has_state = False
         self._update: Update | None = None  # whose functions run
+        self._names: list[str] = []  # what others have attached, of a run just joined
+        self._last_met: tuple[Any, ...] = ()  # at which mark, and with whom
+        self._num_same = 0  # meetings of that kind, one after another
 
     def enter(self, settings: State) -> None:
         """Joins the run, or begins it with others that are new. Blocks until then.
@@ -73,6 +77,21 @@ class LiveRun:
         update, self._update = self._update, None
         return update
 
+    def check_attached(self) -> None:
+        """Raises ValueError unless what is attached can go on in other members.
+
+        Or ReplicaError where others have attached something else.
+        """
+        attached = self._loop.attached
+        attached.check_states(self.is_saved)
+        if self._names and self._names != attached.names():
+            raise ReplicaError(
+                f"this member has attached {attached.names()}, and the run that it has "
+                f"joined {self._names}, after whose updates all run the same: attach "
+                "the same on every member, in the same order"
+            )
+        self._names = []
+
     def leave(self) -> None:
         """Leaves the run between two updates; raises `Stopped`."""
         request = xla_replica.stop_requested()
@@ -92,6 +111,7 @@ class LiveRun:
             is_between = self._update is not None
             generation = replica.change(self._mark(), is_between)
             marks = [tuple(offer.mark) for offer in generation.offers]
+            self._check_progress(generation.members)
             try:
                 self._equalise(marks)
             except MemberLost as error:
@@ -104,6 +124,19 @@ class LiveRun:
                 f"from step {loop.position.mark} on"
             )
         self._changed(generation.number)
+
+    def _check_progress(self, members: tuple[str, ...]) -> None:
+        """Raises ReplicaError if the same members meet at one place again and again."""
+        met = self._mark(), members
+        self._num_same = self._num_same + 1 if met == self._last_met else 0
+        self._last_met = met
+        if self._num_same == _MOST_MEETINGS:
+            raise ReplicaError(
+                f"{len(members)} members have met {_MOST_MEETINGS + 1} times at the "
+                "same place, with nobody lost: a collective fails in the same way "
+                "every time, such as one that members call with different tensors. "
+                "The warnings before this say which"
+            )
 
     def _equalise(self, marks: list[tuple[int, ...]]) -> None:
         """Gives every member the state of one that is furthest; deals anew."""
@@ -151,11 +184,13 @@ class LiveRun:
                 "grid": self._context.exact.grid.state_dict(),
                 "update": update,
                 "num_done": self._loop.attached.num_done,
+                "attached": self._loop.attached.names(),
             }
         )
 
     def _unpack(self, state: State) -> None:
         had_state, self._has_state = self._has_state, True
+        self._names = [] if had_state else state["attached"]
         self._load(state["run"])
         loop, update = self._loop, state["update"]
         loop.attached.num_done = state["num_done"]

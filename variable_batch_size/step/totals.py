@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,19 +98,26 @@ class StepTotals:
 
     # --- an update ------------------------------------------------------------------
 
-    def to_sum(self, position: Position, scaling: Scaling) -> list[torch.Tensor]:
+    def to_sum(
+        self, position: Position, scaling: Scaling, attached: Sequence[str] = ()
+    ) -> list[torch.Tensor]:
         """Returns what is to be summed over replicas, in place.
 
         Args:
             position: The step.
             scaling: The rule, whose state must be that of all replicas.
+            attached: What runs after the update, the same on all members of a live run.
         """
         context = self._context
         totals = []
         if self.agreement is None:
             self._was_asked |= xla_replica.stop_requested() is not None
         else:
-            used = hyperparameters(context.inner.param_groups), scaling.state_dict()
+            used = (
+                hyperparameters(context.inner.param_groups),
+                scaling.state_dict(),
+                *attached,
+            )
             order = context.sampler.order_digest(position.plan.epoch)
             self._ballots = self.agreement.ballots(
                 used, order, position.num_minibatches

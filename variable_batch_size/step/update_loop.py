@@ -79,6 +79,7 @@ class UpdateLoop:
         self.last_lrs: tuple[Any, ...] | None = None
         self.grad_norm: torch.Tensor | None = None
         self.num_seen = 0
+        self._has_sums = False  # of the update under way, all that it needs of others
         self._num_minibatches = 0  # of all epochs
         self._hyperparameters: tuple[Any, ...] | None = None  # None: they may change
         self.is_stepping = False
@@ -120,6 +121,11 @@ class UpdateLoop:
         Raises ReplicaError where other replicas would not begin it too.
         """
         position, context = self.position, self._context
+        self._check_live()
+        if self.live:
+            self.live.check_attached()
+            if position.announced and position.plan.epoch != epoch:
+                self._end_epoch()
         plan, rank = position.plan, context.replica.rank
         is_alone = context.replica.num_replicas == 1
         if position.announced and plan.epoch == epoch:
@@ -131,13 +137,6 @@ class UpdateLoop:
                 raise ReplicaError(f"{again}, on several replicas", rank)
             if position.ended:
                 logger.warning(f"{again}: this one has the same order and steps")
-        if context.replica.is_live and self.live is None:
-            raise ReplicaError(
-                "in a live run a member joins in Checkpointer.load(), where it gets "
-                "the state of the others: call it before optimizer.set_epoch"
-            )
-        if self.live:
-            self.attached.check_states(self.live.is_saved)
         self._thread = threading.get_ident()  # the loop's, not a loader's
         new = context.sampler.plan_of(epoch)
         if position.has_run and not position.ended:
@@ -300,7 +299,9 @@ class UpdateLoop:
         """
         context, position = self._context, self.position
         plan, step, batch_size = position.plan, position.step, position.batch_size
-        is_idle = position.idle
+        is_idle, self._has_sums = position.idle, False
+        if self.live is None and context.replica.is_live:
+            self._check_live()
         if is_idle:
             self.gradients.use_zeros()
             if context.exact:  # so that tensors are of the age that others' have
@@ -312,6 +313,8 @@ class UpdateLoop:
             with torch.no_grad():
                 changed = self._change_weights()
         except MemberLost as error:
+            if self._has_sums:  # of a step hook, after which weights may have changed
+                raise
             self._note_loss(error)
             changed, is_lost = None, True
         finally:
@@ -349,7 +352,7 @@ class UpdateLoop:
     def _end_update(self, update: Update) -> None:
         """Runs what is attached, and what else follows an update."""
         context = self._context
-        while not self.attached.is_empty:
+        while True:
             try:
                 self.attached.run(update)
                 break
@@ -370,6 +373,28 @@ class UpdateLoop:
         self.gradients.prepare_backward(self.position)
 
     # --- members that come and go ---------------------------------------------------
+
+    def _check_live(self) -> None:
+        """Raises ReplicaError unless this member of a live run has joined it."""
+        if self._context.replica.is_live and self.live is None:
+            raise ReplicaError(
+                "in a live run a member joins in Checkpointer.load(), where it gets "
+                "the state of the others: call it before optimizer.set_epoch"
+            )
+
+    def _end_epoch(self) -> None:
+        """Waits for the others at the end of an epoch of a live run.
+
+        Else one that is a step behind would receive a state of the next epoch, while
+        its loop is in this one.
+        """
+        while True:
+            try:
+                self._context.replica.barrier()
+                return
+            except MemberLost as error:
+                self._note_loss(error)
+            self.live.resume()
 
     def _note_loss(self, loss: MemberLost) -> None:
         """Tells of a loss; raises it unless there is a way to go on.
@@ -395,11 +420,9 @@ class UpdateLoop:
     def deal_to(self, rank: int, num_replicas: int) -> None:
         """Goes on as another replica, at the step that the sampler or a state has."""
         context, position = self._context, self.position
-        was_announced = position.announced
         plan = position.plan
         context.sampler.deal_to(rank, num_replicas, Cursor(plan.epoch, position.step))
         position.move(context.sampler.plan, rank)
-        position.announced = was_announced
         self._forget()
         self._hyperparameters = None
         self.gradients.prepare_backward(position)
@@ -414,7 +437,8 @@ class UpdateLoop:
         context, position = self._context, self.position
         settings = context.settings
         # Prepare: changing numbers go to the device before the collective is traced.
-        totals = self.totals.to_sum(position, self.scaling)
+        attached = self.attached.names() if self.live else []
+        totals = self.totals.to_sum(position, self.scaling, attached)
         divisor: Any = None if self._is_weighted else position.num_minibatches
         if self._is_lazy and not self._is_weighted:
             divisor = context.scalars.get("divisor", divisor)
@@ -432,6 +456,7 @@ class UpdateLoop:
         if context.exact:
             if not context.exact.accept_step(position):
                 return None
+            self._has_sums = True
             self.gradients.sums.finish()
             context.exact.commit()  # before the hooks of the inner optimizer's step
         # Commit.

@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import gc
 import io
-import itertools
 import logging
 import os
 import threading
@@ -83,7 +82,7 @@ class MemberReplica(Replica):
         Args: See `Offer`.
         """
         self._drop_group()
-        for attempt in itertools.count(1):
+        for _ in range(_MOST_ATTEMPTS):
             generation = self.membership.agree(mark, is_between)
             self.rank = generation.members.index(self.membership.id)
             self.num_replicas = len(generation.members)
@@ -94,14 +93,12 @@ class MemberReplica(Replica):
                 logger.warning(f"members meet again: {error}")
                 problem = str(error)
                 self._drop_group()
-            if attempt == _MOST_ATTEMPTS:
-                raise ReplicaError(
-                    f"members have met {attempt} times, and have not been able to "
-                    "connect: they reach the lighthouse, but perhaps not each other's "
-                    f"ports. The last problem: {problem}",
-                    self.rank,
-                )
-        raise AssertionError
+        raise ReplicaError(
+            f"members have met {_MOST_ATTEMPTS} times, and have not been able to "
+            "connect: they reach the lighthouse, but perhaps not each other's ports. "
+            f"The last problem: {problem}",
+            self.rank,
+        )
 
     def leave(self, mark: tuple[int, ...]) -> None:
         """Tells the others, who meet now, that this member goes."""
@@ -122,7 +119,6 @@ class MemberReplica(Replica):
             # Its owner may have died since; who lives answers at once.
             patience = timedelta(seconds=min(self._timeout, _CONNECT_SECONDS))
             store = torch.distributed.TCPStore(host, int(port), timeout=patience)
-            store.set_timeout(options._timeout)
             keys = f"{generation.number}-{generation.lineage}"
             store = torch.distributed.PrefixStore(keys, store)
             self._group = gloo(store, self.rank, self.num_replicas, options)
@@ -229,11 +225,14 @@ class MemberReplica(Replica):
         if is_source:
             torch.save(state, buffer)
         size = torch.tensor([buffer.tell()])
-        self.broadcast_([size], source)
+        self._wait("share", lambda group: group.broadcast(size, source))
         content = torch.empty(int(size), dtype=torch.uint8)
         if is_source:
-            content.copy_(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
-        self.broadcast_([content], source)
+            content = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        for piece in content.split(BUCKET_BYTES):  # each has its own timeout
+            self._wait(
+                "share", lambda group, piece=piece: group.broadcast(piece, source)
+            )
         if is_source:
             return state
         received = io.BytesIO(memoryview(content.numpy()))

@@ -77,6 +77,8 @@ class Membership:
         # Ids of who has left or was refused, and what the watch has seen last.
         self._ignored: set[str] = {self.id}
         self._seen: dict[str, float] = {}
+        # Members that have hung, perhaps: to be told only if they were silent, too.
+        self._left_out: set[str] = set()
         self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
         self._lost: frozenset[str] = frozenset()
         self._client = self._connected()
@@ -157,6 +159,7 @@ class Membership:
         for member, why in found.refused.items():
             if member not in self._ignored:
                 logger.warning(f"{member} is refused: {why}")
+        self._left_out |= {*(last.members if last else ())} - {*found.members}
         self._ignored |= {*found.refused, *(m for m in offers if offers[m].leaves)}
         self._lost, self.was_silent = frozenset(), False
         if not leaves:
@@ -227,7 +230,11 @@ class Membership:
         """Whether a living process that is not in the generation wants to join it."""
         # Fewer than have passed since a death when the others meet.
         limit = 3 * self._heartbeat_seconds / _BEATS_PER_TIMEOUT
-        known = {*self._ignored, *(self.generation.members if self.generation else ())}
+        known = {
+            *self._ignored,
+            *self._left_out,
+            *(self.generation.members if self.generation else ()),
+        }
         return any(
             age < limit and member not in known for member, age in self._seen.items()
         )
@@ -256,6 +263,7 @@ class Membership:
                 continue
             members = self.generation.members if self.generation else ()
             limit = self._heartbeat_seconds
+            self._left_out -= {m for m, age in self._seen.items() if age >= limit}
             # A lighthouse that has just started does not know who it will hear of.
             self._lost = frozenset(m for m in members if self._seen.get(m, 0) >= limit)
 

@@ -115,6 +115,7 @@ def keep_running(
     One that was asked to leave (143, 130) is not replaced, nor is any once one has
     ended well; one that has died is, unless that happens at once and again and again.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # members end with it
     environment = {**os.environ, **variables}
     command = [sys.executable, *script]
     running: dict[subprocess.Popen[bytes], float] = {}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from support.xla_replica.live_job import (
     PHASES,
     Fate,
@@ -22,6 +23,10 @@ from support.xla_replica.live_job import (
     needs_lighthouse,
 )
 from support.xla_replica.replicas import needs_xla, of_torch_alone
+from torch import nn
+
+import variable_batch_size as vbs
+import xla_replica
 
 pytestmark = needs_lighthouse
 
@@ -171,6 +176,30 @@ def test_a_trace_of_batches_that_follow_members_replays_the_run(tmp_path):
         check(
             job, undisturbed((*arguments, "--trace", str(decided)), tmp_path / "alone")
         )
+
+
+class Member(xla_replica.LocalReplica):
+    is_live = True
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"lockstep": True}, "Hugging Face's, Lightning's"),
+        ({}, "pass exact=model"),
+    ],
+)
+def test_wrappers_that_cannot_be_live_are_refused(options, problem):
+    model, member = nn.Linear(2, 1), Member("cpu")
+    sampler = vbs.CustomSampler(
+        dataset_size=8, trace=[4], minibatch_size=4, num_replicas=1, rank=0
+    )
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match=problem):
+        vbs.LinearRuleOptimizer(inner, sampler, 4, replica=member, **options)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, 4, replica=member, exact=model)
+    with pytest.raises(xla_replica.ReplicaError, match=r"Checkpointer.load\(\)"):
+        optimizer.set_epoch(0)
 
 
 @needs_xla
