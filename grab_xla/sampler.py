@@ -518,15 +518,15 @@ class GraBSampler(Sampler[int]):
         if not self._replica.is_live:  # there it is a part of the update
             self._progress.finish_update(update)
 
-    def exchange(self, epoch: int, batch_size: int, minibatch_size: int) -> None:
+    def exchange_rows(self, epoch: int, batch_size: int, minibatch_size: int) -> None:
         """Gathers what an update is balanced from, before it is made. Collective.
 
-        The optimizer of a live run calls it, and `commit` once weights have changed.
+        The optimizer of a live run calls it, and then `commit_rows`.
         """
         self._progress.exchange(epoch, batch_size, minibatch_size)
 
-    def commit(self, update: Any) -> None:
-        """Balances what `exchange` has gathered."""
+    def commit_rows(self, update: Any) -> None:
+        """Balances what `exchange_rows` has gathered."""
         self._progress.finish_update(update)
 
     def drop_step(self) -> None:

@@ -25,7 +25,7 @@ from xla_replica.device.lazy_operations import computed_once, lazy_operation
 from xla_replica.device.loader import DeviceLoader
 from xla_replica.device.seeding import seeded
 from xla_replica.device.sharded import is_sharded, refuse_sharded
-from xla_replica.errors import MemberLost, ReplicaError, Stopped
+from xla_replica.errors import MemberLost, ReplicaError, Stopped, Superseded
 from xla_replica.members.supervisor import lighthouse
 from xla_replica.starting import distributed, live, xla  # noqa: F401  the rows
 from xla_replica.starting.launcher import default_num_replicas, launch
@@ -51,6 +51,7 @@ __all__ = [
     "ReplicaError",
     "StopRequest",
     "Stopped",
+    "Superseded",
     "add_gradients",
     "backward",
     "catch_signals",

@@ -31,6 +31,10 @@ class MemberLost(ReplicaError):
     """
 
 
+class Superseded(ReplicaError):
+    """The others have gone on without this member, which must not write anything."""
+
+
 class Stopped(SystemExit):
     """The run was asked to stop, has saved everything, and stops.
 

@@ -42,7 +42,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 26_400
+CODE = 26_450
 TEST_LINES = 44_100
 # Files and functions of ours.
 LIMITS = {

@@ -343,8 +343,8 @@ class UpdateLoop:
             ends_epoch=step + 1 == plan.num_steps,
             weight=weight,
         )
-        if self.live and hasattr(context.sampler.order, "commit"):
-            context.sampler.order.commit(update)
+        if self.live and hasattr(context.sampler.order, "commit_rows"):
+            context.sampler.order.commit_rows(update)
         self.attached.num_done = 0
         self._end_update(update)
         return 1
@@ -352,7 +352,7 @@ class UpdateLoop:
     def _end_update(self, update: Update) -> None:
         """Runs what is attached, and what else follows an update."""
         context = self._context
-        while True:
+        while not self.attached.is_empty:
             try:
                 self.attached.run(update)
                 break
@@ -446,7 +446,7 @@ class UpdateLoop:
         if settings.ref_weight is None:
             ratio = position.batch_size / (settings.ref_batchsize or 1)
         self.scaling.prepare(ratio)
-        exchange = getattr(context.sampler.order, "exchange", None)
+        exchange = getattr(context.sampler.order, "exchange_rows", None)
         if self.live and exchange:
             plan = position.plan
             exchange(plan.epoch, position.batch_size, plan.minibatch_size)

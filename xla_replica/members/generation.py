@@ -12,13 +12,9 @@ import hmac
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from xla_replica.errors import ReplicaError
+from xla_replica.errors import ReplicaError, Superseded
 
 _NEW = (0, "")
-
-
-class Superseded(ReplicaError):
-    """The others have gone on without this member, which must not write anything."""
 
 
 @dataclasses.dataclass(frozen=True)

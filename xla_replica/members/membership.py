@@ -24,14 +24,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from xla_replica.errors import ReplicaError
-from xla_replica.members.generation import (
-    Generation,
-    Offer,
-    Superseded,
-    next_generation,
-    prove,
-)
+from xla_replica.errors import ReplicaError, Superseded
+from xla_replica.members.generation import Generation, Offer, next_generation, prove
 
 logger = logging.getLogger(__name__)
 

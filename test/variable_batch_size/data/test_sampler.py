@@ -15,6 +15,7 @@ from support.variable_batch_size.elastic import steps_of
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import variable_batch_size as vbs
+from variable_batch_size.data.schedule import Cursor
 
 
 def sampler(trace=(64, 96, 96), **options):
@@ -334,3 +335,20 @@ def test_a_loader_that_accelerate_deals_once_more_is_refused():
     assert len(list(BatchSamplerShard(sampler, 1))) == 2
     with pytest.raises(TypeError, match="leave its loader out of acc"):
         list(BatchSamplerShard(sampler, 2))
+
+
+def test_a_state_of_the_next_epoch_ends_the_iteration():
+    def dealt(rank, num_replicas):
+        return vbs.CustomSampler(
+            dataset_size=64, trace=[16, 8], minibatch_size=4, on_end="cycle",
+            num_replicas=num_replicas, rank=rank, verbose=False,
+        )  # fmt: skip
+
+    sampler, other = dealt(2, 3), dealt(1, 2)
+    minibatches = iter(sampler)
+    next(minibatches)
+    sampler.deal_to(1, 2, Cursor(1, 0))
+    assert list(minibatches) == []
+    other.set_epoch(1)
+    sampler.set_epoch(1)
+    assert list(sampler) == list(other)

@@ -8,11 +8,10 @@ import json
 
 import pytest
 
-from xla_replica import ReplicaError
+from xla_replica import ReplicaError, Superseded
 from xla_replica.members.generation import (
     Generation,
     Offer,
-    Superseded,
     next_generation,
     prove,
 )
