@@ -103,7 +103,8 @@ class LiveRun:
         """Returns how far this member has come; nothing without a state."""
         if not self._has_state:
             return ()
-        return self._loop.position.mark, self._loop.attached.num_done
+        position = self._loop.position
+        return position.mark, self._loop.attached.num_done, position.plan.epoch
 
     def _meet(self) -> None:
         replica, loop = self._context.replica, self._loop

@@ -125,7 +125,7 @@ class UpdateLoop:
         if self.live:
             self.live.check_attached()
             if position.announced and position.plan.epoch != epoch:
-                self._end_epoch()
+                self._end_epoch(epoch)
         plan, rank = position.plan, context.replica.rank
         is_alone = context.replica.num_replicas == 1
         if position.announced and plan.epoch == epoch:
@@ -382,13 +382,13 @@ class UpdateLoop:
                 "the state of the others: call it before optimizer.set_epoch"
             )
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, next_epoch: int) -> None:
         """Waits for the others at the end of an epoch of a live run.
 
         Else one that is a step behind would receive a state of the next epoch, while
-        its loop is in this one.
+        its loop is in this one. Who is lost here may have let others pass already.
         """
-        while True:
+        while self.position.plan.epoch != next_epoch:
             try:
                 self._context.replica.barrier()
                 return
