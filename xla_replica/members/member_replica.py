@@ -162,7 +162,7 @@ class MemberReplica(Replica):
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                     raise self._loss(verb, "it is not heard of any more")
             work.wait()
-            self.membership.was_silent = False  # nobody has gone on without it
+            self.membership.note_together()
         except RuntimeError as error:
             self._drop_group()
             if isinstance(error, MemberLost):

@@ -162,6 +162,13 @@ class Membership:
             self.generation = found
         return found
 
+    def note_together(self) -> None:
+        """Notes that all members have just taken part in a collective.
+
+        So nobody has gone on without this one, whatever the lighthouse has heard.
+        """
+        self._heard_at, self.was_silent = time.monotonic(), False
+
     def _note_silence(self) -> None:
         """Notes it if the others had reason to take this member for dead."""
         now = time.monotonic()
