@@ -302,7 +302,8 @@ class CustomSampler(Sampler[list[int]]):
         """Goes on as another replica, from a cursor on, as `redeal` does."""
         self.rank, self.num_replicas = rank, num_replicas
         self._restored = cursor
-        self.plan = self.plan_of(cursor.epoch)
+        # The next epoch, where the script has chosen that already.
+        self.plan = self.plan_of(max(cursor.epoch, self.plan.epoch))
         self.redone = cursor
 
     def check_redealable(self) -> None:

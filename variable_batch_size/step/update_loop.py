@@ -420,9 +420,9 @@ class UpdateLoop:
     def deal_to(self, rank: int, num_replicas: int) -> None:
         """Goes on as another replica, at the step that the sampler or a state has."""
         context, position = self._context, self.position
-        plan = position.plan
-        context.sampler.deal_to(rank, num_replicas, Cursor(plan.epoch, position.step))
-        position.move(context.sampler.plan, rank)
+        cursor = Cursor(position.plan.epoch, position.step)
+        context.sampler.deal_to(rank, num_replicas, cursor)
+        position.move(context.sampler.plan_of(cursor.epoch), rank)
         self._forget()
         self._hyperparameters = None
         self.gradients.prepare_backward(position)
