@@ -352,3 +352,7 @@ def test_a_state_of_the_next_epoch_ends_the_iteration():
     other.set_epoch(1)
     sampler.set_epoch(1)
     assert list(sampler) == list(other)
+    waits = dealt(2, 3)
+    waits.set_epoch(1)  # where others end epoch 0
+    waits.deal_to(1, 2, Cursor(0, waits.plan_of(0).num_steps))
+    assert list(waits) == list(other)
