@@ -80,10 +80,11 @@ class Minibatches(Iterator[list[int]]):
 
     def _place(self, redone: Cursor) -> tuple[int, int]:
         """Returns step and substep of the next minibatch after a redeal."""
-        if redone is self._redone or redone.epoch < self._plan.epoch:
-            return self._step, self._substep
-        if redone.epoch > self._plan.epoch:  # of a state that was received
+        moved = self._sampler.moved
+        if moved is not None and moved.epoch > self._plan.epoch:
             return self._plan.num_steps, 0
+        if redone is self._redone or redone.epoch != self._plan.epoch:
+            return self._step, self._substep
         return redone.step, 0
 
     def _next_step(self, plan: EpochPlan) -> int:

@@ -70,6 +70,7 @@ class CustomSampler(Sampler[list[int]]):
         on_handing_out: Called before a minibatch is loaded, and again before it is run
             if it was fetched ahead; in the threads in which that happens.
         redone: Where the last `redeal` went back to, another object each time.
+        moved: Where the last `deal_to` went; iterations of epochs before it have ended.
         dataset_length: The length of ``dataset``; None with ``dataset_size``.
 
     Raises:
@@ -144,6 +145,7 @@ class CustomSampler(Sampler[list[int]]):
         self._weights: dict[int, float] | None = None  # by batch size
         self.num_yielded = 0
         self.redone: Cursor | None = None
+        self.moved: Cursor | None = None
         self._newest: Minibatches | None = None  # of the iterations
         self.on_handing_out: Callable[[], None] | None = None
         self.plan: EpochPlan = self.plan_of(0)
@@ -304,7 +306,7 @@ class CustomSampler(Sampler[list[int]]):
         self._restored = cursor
         # The next epoch, where the script has chosen that already.
         self.plan = self.plan_of(max(cursor.epoch, self.plan.epoch))
-        self.redone = cursor
+        self.redone = self.moved = cursor
 
     def check_redealable(self) -> None:
         """Raises ValueError if a redeal misses what is read ahead, at every step()."""

@@ -203,9 +203,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "hash": hashlib.sha256(content).hexdigest()[:16],
         "num_updates": checkpointer.num_updates,
     }
-    (options.folder / f"{os.getpid()}.json").write_text(json.dumps(result))
     counted = options.folder / f"{os.getpid()}.compilations"
     counted.write_text(json.dumps(num_compilations))
+    written = options.folder / f"{os.getpid()}.result"
+    written.write_text(json.dumps(result))
+    written.rename(written.with_suffix(".json"))  # whole, for who looks meanwhile
 
 
 if __name__ == "__main__":
