@@ -32,7 +32,7 @@ class MemberLost(ReplicaError):
 
 
 class Superseded(ReplicaError):
-    """The others have gone on without this member, which must not write anything."""
+    """The others have gone on without this member, so it must not write anything."""
 
 
 class Stopped(SystemExit):

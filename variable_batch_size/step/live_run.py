@@ -1,4 +1,4 @@
-"""What a run's members have in common, and how one that is behind gets it.
+"""How the members of a run stay together, and how one that is behind catches up.
 
 A member that joins, or has missed an update in which another one died, receives what a
 checkpoint has from one that is furthest, from memory.

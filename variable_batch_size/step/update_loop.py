@@ -385,8 +385,9 @@ class UpdateLoop:
     def _end_epoch(self, next_epoch: int) -> None:
         """Waits for the others at the end of an epoch of a live run.
 
-        Else one that is a step behind would receive a state of the next epoch, while
-        its loop is in this one. Who is lost here may have let others pass already.
+        Otherwise a member that is one step behind would receive a state of the next
+        epoch while its loop is still in this one. A member that dies here may already
+        have let others pass.
         """
         while self.position.plan.epoch != next_epoch:
             try:
@@ -399,8 +400,8 @@ class UpdateLoop:
     def _note_loss(self, loss: MemberLost) -> None:
         """Tells of a loss; raises it unless there is a way to go on.
 
-        Members meet when it is no longer being handled: until then it keeps the group
-        open at which others wait.
+        Members meet only after the exception was handled: until then its traceback
+        keeps the group open, and the others wait for it.
         """
         if self.live is None:
             raise loss

@@ -135,7 +135,7 @@ def next_generation(
 def _last_generation(offers: Mapping[str, Offer]) -> tuple[int, str]:
     """Returns the generation that goes on, of parts of a run the one ahead.
 
-    Or, of a member that was silent and of who has gone on without it, the latter's.
+    A member that was silent does not count beside those who have gone on without it.
     """
 
     def rank(offer: Offer) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from support.xla_replica.live_job import (
     needs_lighthouse,
 )
 from support.xla_replica.replicas import needs_xla, of_torch_alone
+from support.xla_replica.torchrun import free_port, wait_for_server
 from torch import nn
 
 import variable_batch_size as vbs
@@ -58,19 +58,6 @@ def meet_fates(job: LiveJob, fates: list[Fate], num_members: int = 3) -> None:
         return not job.running
 
     job.wait(has_ended, 300)
-
-
-def free_port() -> int:
-    """Returns a port at which nobody listens."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def answers(port: int) -> bool:
-    """Returns whether somebody listens at a port."""
-    with socket.socket() as tried:
-        return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
 def more_updates(job: LiveJob) -> Callable[[], bool]:
@@ -251,13 +238,13 @@ def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
     }
     with start() as lighthouse:
         job = LiveJob(tmp_path / "live", ARGUMENTS, variables)
-        job.wait(lambda: answers(port))
+        wait_for_server(port)
         members = [job.start(), job.start()]
         job.wait(lambda: job.num_ready() == 2)
         lighthouse.kill()
     job.wait(more_updates(job))  # nobody needs it
     with start() as lighthouse:
-        job.wait(lambda: answers(port))
+        wait_for_server(port)
         job.wait(more_updates(job))
         members[0].kill()
         job.wait(lambda: not job.running)
