@@ -50,7 +50,7 @@ class LiveRun:
         self._changed, self.is_saved = changed, is_saved
         self._has_state = False
         self._update: Update | None = None  # whose functions run
-        self._names: list[str] = []  # what others have attached, of a run just joined
+        self._names: list[str] = []  # what others have attached, who train already
         self._last_met: tuple[Any, ...] = ()  # at which mark, and with whom
         self._num_same = 0  # meetings of that kind, one after another
 
@@ -185,7 +185,8 @@ class LiveRun:
                 "grid": self._context.exact.grid.state_dict(),
                 "update": update,
                 "num_done": self._loop.attached.num_done,
-                "attached": self._loop.attached.names(),
+                # Who has not begun its first epoch may not have attached all.
+                "attached": self._loop.attached.names() if position.announced else [],
             }
         )
 

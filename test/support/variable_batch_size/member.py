@@ -146,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.folder / "checkpoints", optimizer, every_updates=options.save_every,
         **parts,
     )  # fmt: skip
+    evaluation = Evaluation(model, replica)
+    optimizer.attach(evaluation)  # the rest once the run has been joined
     checkpointer.load()
     (options.folder / f"{os.getpid()}.ready").touch()
     record = Record(options.folder / f"{os.getpid()}.samples", optimizer)
@@ -158,8 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             trace_file=options.folder / "decided.csv", log=parts["log"],
         )  # fmt: skip
         optimizer.attach(controller)
-    evaluation = Evaluation(model, replica)
-    for target in (record, evaluation, parts["log"], checkpointer):
+    for target in (record, parts["log"], checkpointer):
         optimizer.attach(target)
     loader = replica.loader(
         DataLoader(data, batch_sampler=sampler, num_workers=options.workers)

@@ -113,7 +113,7 @@ ARGUMENTS = ("--epochs", "3", "--minibatch-seconds", "0.03")
 def test_members_leave_stop_and_join(tmp_path):
     arguments = ("--epochs", "5", "--minibatch-seconds", "0.04")
     expected = undisturbed(arguments, tmp_path / "alone")
-    with live_job(tmp_path / "live", *arguments) as job:
+    with live_job(tmp_path / "live", *arguments, min_members=2) as job:
         first, second = job.start(), job.start()
         job.wait(lambda: job.num_ready() == 2)
         os.kill(first.pid, signal.SIGTERM)
