@@ -1,15 +1,15 @@
 """Measures what live members cost: without a failure, at a death, and where one joins.
 
-Two processes on this machine train an MLP with AdamW. Steps of live members and of
-replicas that `launch` starts, both with exact sums, are timed in turn. Then one member
-of three is killed, and another one joins.
+Two live members, and two replicas that `launch` starts, train an MLP with AdamW and
+exact sums. All four run at once, but the pairs take turns of ten updates, whose time
+and processor time are compared. Then one member of three is killed, and another joins.
 
     python tools/benchmarks/bench_live.py --output docs/benchmarks/bench_live.json
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
 import statistics
 import subprocess
@@ -31,22 +31,63 @@ from tools.record import parser_with_output, save
 HEARTBEAT_SECONDS = 1.0
 WIDTHS = {"10 MB of state": 640, "100 MB of state": 2048}  # 2 w^2 weights, three times
 BATCH = 256
+TURN = 10  # updates
+
+
+class Turns:
+    """Has one pair of processes wait while another one runs, by files in a folder.
+
+    Args:
+        folder: Where the turn of number n begins when ``turn-n`` is there.
+        number: That of this pair's first turn, 0 or 1.
+        num_updates: How many each pair makes.
+    """
+
+    def __init__(self, folder: Path, number: int, num_updates: int) -> None:
+        self._folder, self._number = folder, number
+        self._num_updates = num_updates
+        self.seconds: list[float] = []  # of each turn, without its first update
+        self.processor_seconds: list[float] = []
+
+    def wait(self) -> None:
+        """Waits until it is this pair's turn."""
+        while not (self._folder / f"turn-{self._number}").exists():
+            time.sleep(0.001)
+
+    def __call__(self, update: vbs.Update) -> None:
+        """Ends a turn after its last update, and waits for the next."""
+        place = (update.step + 1) % TURN
+        if place == 1:
+            self._began = time.perf_counter(), time.process_time()
+        if place == 0:
+            now = time.perf_counter(), time.process_time()
+            self.seconds.append(now[0] - self._began[0])
+            self.processor_seconds.append(now[1] - self._began[1])
+            (self._folder / f"turn-{self._number + 1}").touch()
+            self._number += 2
+            if update.step + 1 < self._num_updates:
+                self.wait()
 
 
 def train(
-    rank: int, width: int, num_updates: int, folder: str, times: str = ""
-) -> float:
-    """Trains; returns the median seconds of an update.
+    rank: int,
+    width: int,
+    num_updates: int,
+    folder: str,
+    times: str = "",
+    turn: int | None = None,
+) -> list[list[float]]:
+    """Trains; returns the seconds of turns, and the processor's.
 
     With ``times`` it appends the clock's time to that file: before and after it has
-    loaded, and after every update.
+    loaded, and after every update. ``turn`` is the number of this pair's first turn.
     """
     del rank
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     sampler = vbs.CustomSampler(
-        dataset_size=100_000, trace=[2 * BATCH], minibatch_size=BATCH, on_end="hold",
+        dataset_size=10**6, trace=[2 * BATCH], minibatch_size=BATCH, on_end="hold",
         verbose=False,
     )  # fmt: skip
     optimizer = vbs.LinearRuleOptimizer(
@@ -57,65 +98,79 @@ def train(
     )
 
     def note() -> None:
-        ticks.append(time.perf_counter())
         if times:
             with open(times, "a") as file:
                 file.write(f"{time.time()}\n")
 
-    ticks: list[float] = []
+    turns = Turns(Path(folder).parent, turn or 0, num_updates)
     note()
     checkpointer.load()
     note()
     optimizer.attach(lambda update: note())
+    if turn is not None:
+        optimizer.attach(turns)
+        turns.wait()
     optimizer.attach(checkpointer)
     optimizer.set_epoch(0)
     inputs, targets = torch.randn(BATCH, width), torch.arange(BATCH)
-    for _ in itertools.islice(sampler, num_updates):
+    for _ in sampler:
         F.cross_entropy(model(inputs), targets % 10).backward()
         optimizer.step()
-    gaps = [b - a for a, b in itertools.pairwise(ticks[5:])]
-    return statistics.median(gaps)
+        if checkpointer.num_updates == num_updates:
+            break
+    return [turns.seconds, turns.processor_seconds]
 
 
-def start_member(
-    address: str, folder: str, name: str, *arguments: int, min_members: int = 1
-) -> subprocess.Popen[str]:
-    """Starts a process that trains as a member, and prints what `train` returns."""
-    told = {
-        "LIVE_LIGHTHOUSE": address,
-        "LIVE_HEARTBEAT_SECONDS": str(HEARTBEAT_SECONDS),
-        "LIVE_MIN_MEMBERS": str(min_members),
-    }
-    width, num_updates = arguments
-    code = (
-        "from tools.benchmarks.bench_live import train\n"
-        f"print(train(0, {width}, {num_updates}, {folder!r}, {folder!r} + '/{name}'))"
-    )
+def start(code: str, **variables: str) -> subprocess.Popen[str]:
+    """Starts a process that runs a line after its imports."""
+    lines = f"import xla_replica\nfrom tools.benchmarks.bench_live import train\n{code}"
     return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, **told},
+        [sys.executable, "-c", lines],
+        env={**os.environ, **variables},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,
     )
 
 
-def live_step(width: int, num_updates: int) -> float:
-    """Returns the median seconds of an update of two live members."""
-    with tempfile.TemporaryDirectory() as folder, xla_replica.lighthouse() as address:
-        members = [
-            start_member(address, folder, name, width, num_updates, min_members=2)
-            for name in "AB"
+def start_member(
+    address: str, arguments: tuple[object, ...], min_members: int = 1
+) -> subprocess.Popen[str]:
+    """Starts a process that trains as a member, and prints what `train` returns."""
+    return start(
+        f"print(train(0, *{arguments}))",
+        LIVE_LIGHTHOUSE=address,
+        LIVE_HEARTBEAT_SECONDS=str(HEARTBEAT_SECONDS),
+        LIVE_MIN_MEMBERS=str(min_members),
+    )
+
+
+def costs(width: int, num_turns: int) -> dict[str, float]:
+    """Returns what an update of live members takes over one of other replicas."""
+    with tempfile.TemporaryDirectory() as name, xla_replica.lighthouse() as address:
+        folder = Path(name)
+        exact, live = (
+            (width, TURN * num_turns, str(folder / kind), "", turn)
+            for turn, kind in enumerate(("exact", "live"))
+        )
+        options = "num_replicas=2, device='cpu'"
+        pair = start(f"print(xla_replica.launch(train, {exact}, {options})[0])")
+        members = [start_member(address, live, min_members=2) for _ in "AB"]
+        time.sleep(20)  # all have imported, and wait
+        (folder / "turn-0").touch()
+        found = [
+            json.loads(process.communicate()[0].splitlines()[-1])
+            for process in (members[0], members[1], pair)
         ]
-        printed = [member.communicate()[0] for member in members]
-        return float(printed[0].split()[-1])
-
-
-def exact_step(width: int, num_updates: int) -> float:
-    """Returns the same of two replicas that `launch` has started."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (width, num_updates, folder)
-        return xla_replica.launch(train, arguments, num_replicas=2, device="cpu")[0]
+    of_live, of_exact = found[0], found[2]
+    ratios, of_processor = (
+        [b / a for a, b in zip(one, other)] for one, other in zip(of_exact, of_live)
+    )
+    return {
+        "live over exact": statistics.median(ratios),
+        "live over exact, processor time": statistics.median(of_processor),
+        "exact, ms": 1e3 * statistics.median(of_exact[0]) / (TURN - 1),
+    }
 
 
 def changes(width: int) -> dict[str, float]:
@@ -126,7 +181,11 @@ def changes(width: int) -> dict[str, float]:
             path = Path(folder, name)
             return [float(t) for t in path.read_text().split()] if path.exists() else []
 
-        members = [start_member(address, folder, name, width, 10**6) for name in "ABC"]
+        def join(name: str) -> subprocess.Popen[str]:
+            path = str(Path(folder, name))
+            return start_member(address, (width, 10**6, folder, path))
+
+        members = [join(name) for name in "ABC"]
         try:
             while min(len(ticks(name)) for name in "ABC") < 12:
                 time.sleep(0.1)
@@ -134,7 +193,7 @@ def changes(width: int) -> dict[str, float]:
             killed_at = time.time()
             time.sleep(2.5 * HEARTBEAT_SECONDS)
             after_death = next(t for t in ticks("B") if t > killed_at + 0.3)
-            members.append(start_member(address, folder, "D", width, 10**6))
+            members.append(join("D"))
             while len(ticks("D")) < 4:
                 time.sleep(0.1)
             asked, loaded, first = ticks("D")[:3]
@@ -155,15 +214,10 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, dict[str, float]] = {}
     for name, width in WIDTHS.items():
-        ratios, seconds = [], []
-        for _ in range(options.rounds):
-            exact, live = exact_step(width, 60), live_step(width, 60)
-            ratios.append(live / exact)
-            seconds.append(exact)
+        steps = costs(width, num_turns=8 * options.rounds)
         ends = [changes(width) for _ in range(options.rounds)]
         found[name] = {
-            "live over exact": round(statistics.median(ratios), 3),
-            "exact, ms": round(1e3 * statistics.median(seconds), 1),
+            **{what: round(value, 3) for what, value in steps.items()},
             "heartbeat, s": HEARTBEAT_SECONDS,
             **{
                 f"{what}, s": round(statistics.median(end[what] for end in ends), 2)

@@ -143,7 +143,8 @@ class LiveRun:
         """Gives every member the state of one that is furthest; deals anew."""
         context, loop = self._context, self._loop
         replica, exact = context.replica, context.exact
-        source = marks.index(max(marks))
+        furthest = max(marks)
+        source = marks.index(furthest)  # nobody has a state if its mark is empty
         is_source = replica.rank == source
         # The place before anything is loaded, which this member had dealt to another.
         context.sampler.rank = replica.rank
@@ -151,13 +152,17 @@ class LiveRun:
         if is_source and not self._has_state:
             self._begin()
             self._has_state = True
-        if marks.count(max(marks)) < len(marks) or not max(marks):
-            state = replica.share(self._packed() if is_source else None, source)
-            if marks[replica.rank] != max(marks) or not self._has_state:
+        behind = [
+            rank
+            for rank, mark in enumerate(marks)
+            if rank != source and (mark != furthest or not furthest)
+        ]
+        if behind:
+            state = self._packed() if is_source else None
+            state = replica.share(state, source, behind)
+            if replica.rank in behind:
                 self._unpack(state)
-            grid = state["grid"]
-        else:
-            grid = replica.share(exact.grid.state_dict() if is_source else None, source)
+        grid = replica.share(exact.grid.state_dict() if is_source else None, source)
         loop.deal_to(replica.rank, replica.num_replicas)
         replica.sync()  # compiled now, it is what follows a loss, too
         exact.meet(grid)
@@ -182,7 +187,6 @@ class LiveRun:
         return self._context.replica.to_host(
             {
                 "run": run,
-                "grid": self._context.exact.grid.state_dict(),
                 "update": update,
                 "num_done": self._loop.attached.num_done,
                 # Who has not begun its first epoch may not have attached all.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import io
 import logging
@@ -18,6 +19,7 @@ from torch._utils import _take_tensors
 
 from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.replica import Replica, listed
+from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.errors import MemberLost, ReplicaError
 from xla_replica.members.generation import Generation
 from xla_replica.members.membership import Membership
@@ -110,7 +112,13 @@ class MemberReplica(Replica):
         self._is_broken = False
         if self.num_replicas == 1:
             return
+        self._group = self._connect(range(self.num_replicas))
+        self.barrier()
+
+    def _connect(self, ranks: Sequence[int]) -> Any:
+        """Returns a group of some members of this generation, once for each choice."""
         gloo = torch.distributed.ProcessGroupGloo
+        generation = self.membership.generation
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=self.membership.host)]
         options._timeout = timedelta(seconds=self._timeout)
@@ -119,12 +127,11 @@ class MemberReplica(Replica):
             # Its owner may have died since; who lives answers at once.
             patience = timedelta(seconds=min(self._timeout, _CONNECT_SECONDS))
             store = torch.distributed.TCPStore(host, int(port), timeout=patience)
-            keys = f"{generation.number}-{generation.lineage}"
+            keys = f"{generation.number}-{generation.lineage}-{list(ranks)}"
             store = torch.distributed.PrefixStore(keys, store)
-            self._group = gloo(store, self.rank, self.num_replicas, options)
+            return gloo(store, ranks.index(self.rank), len(ranks), options)
         except RuntimeError as error:
-            raise self._loss("joining the group", error) from error
-        self.barrier()
+            raise self._loss("joining a group", error) from error
 
     def _drop_group(self) -> None:
         """Ends the group, so that what the others wait for fails at once."""
@@ -144,22 +151,23 @@ class MemberReplica(Replica):
 
     # --- collectives ----------------------------------------------------------------
 
-    def _wait(self, verb: str, begin: Any) -> None:
-        """Waits for a collective, as long as all members live."""
+    def _wait(self, verb: str, begin: Any, group: Any = None) -> None:
+        """Waits for a collective, of all members or a group, as long as all live."""
         if self._is_alone:
             return
         if self._is_broken:
             raise self._loss(verb, "and has not met the others since")
         done = threading.Event()
         try:
-            work = begin(self._group)
+            work = begin(group or self._group)
             work.get_future().add_done_callback(lambda _: done.set())
             while not done.wait(_LOOK_SECONDS):
                 is_cut_off = self.membership.has_lost or self.membership.was_silent
                 if is_cut_off and not done.is_set():
                     # What hangs cannot be ended, and to free its group would wait for
                     # it, or abort where Python exits.
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                    hanging = ctypes.py_object(group or self._group)
+                    ctypes.pythonapi.Py_IncRef(hanging)
                     raise self._loss(verb, "it is not heard of any more")
             work.wait()
             self.membership.note_together()
@@ -209,34 +217,52 @@ class MemberReplica(Replica):
         if self._is_alone:
             return
         for tensor, value in zip(tensors, self.fetch(tensors)):
-            self._wait(
-                "broadcast_", lambda group, value=value: group.broadcast(value, source)
-            )
+            send = functools.partial(_broadcast, value, source)
+            self._wait("broadcast_", send)
             with torch.no_grad():
                 tensor.copy_(value)
 
-    def share(self, state: Any, source: int) -> Any:
+    def share(
+        self, state: Any, source: int, receivers: Sequence[int] | None = None
+    ) -> Any:
         """Returns member ``source``'s ``state`` on every member, its own unchanged.
 
-        It is loaded as a checkpoint is, without code. Other members' is not read.
+        It is loaded as a checkpoint is, without code. Other members' is not read. With
+        ``receivers``, once in a generation, it goes to these alone.
         """
-        is_source = self.rank == source
+        is_source, group = self.rank == source, None
+        if receivers is not None and len(receivers) + 1 < self.num_replicas:
+            if self.rank not in (source, *receivers):
+                return state
+            ranks = sorted((source, *receivers))
+            group, source = self._connect(ranks), ranks.index(source)
+
+        def broadcast(tensor: torch.Tensor) -> None:
+            content = tensor.reshape(-1).view(torch.uint8)
+            for piece in content.split(BUCKET_BYTES):  # each has its own timeout
+                send = functools.partial(_broadcast, piece, source)
+                self._wait("share", send, group)
+
         buffer = io.BytesIO()
-        if is_source:
-            torch.save(state, buffer)
+        if is_source:  # all but the numbers
+            torch.save(map_tensors(state, lambda tensor: tensor.to("meta")), buffer)
         size = torch.tensor([buffer.tell()])
-        self._wait("share", lambda group: group.broadcast(size, source))
-        content = torch.empty(int(size), dtype=torch.uint8)
+        broadcast(size)
+        outline = torch.empty(int(size), dtype=torch.uint8)
         if is_source:
-            content = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        for piece in content.split(BUCKET_BYTES):  # each has its own timeout
-            self._wait(
-                "share", lambda group, piece=piece: group.broadcast(piece, source)
-            )
-        if is_source:
-            return state
-        received = io.BytesIO(memoryview(content.numpy()))
-        return torch.load(received, weights_only=True, map_location="cpu")
+            outline = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        broadcast(outline)
+        if not is_source:
+            received = io.BytesIO(memoryview(outline.numpy()))
+            state = torch.load(received, weights_only=True)
+            state = map_tensors(state, lambda t: torch.empty(t.shape, dtype=t.dtype))
+        for tensor in tensors_in(state):
+            broadcast(tensor.contiguous())
+        return state
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: Any) -> Any:
+    return group.broadcast(tensor, source)
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
