@@ -238,8 +238,10 @@ class MemberReplica(Replica):
             group, source = self._connect(ranks), ranks.index(source)
 
         def broadcast(tensor: torch.Tensor) -> None:
-            content = tensor.reshape(-1).view(torch.uint8)
-            for piece in content.split(BUCKET_BYTES):  # each has its own timeout
+            flat = tensor.reshape(-1)  # of one number, its stride may be 0
+            content = flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+            pieces = content.split(BUCKET_BYTES)  # each has its own timeout
+            for piece in pieces if len(content) else ():
                 send = functools.partial(_broadcast, piece, source)
                 self._wait("share", send, group)
 
