@@ -71,6 +71,8 @@ class ExactModel:
             for n, names in buffers.items()
         ]
         self.riders: list[Any] = [*self._statistics]
+        # Whose buffers no forward pass may change.
+        self._others = [each for each in model.named_modules() if each[0] not in layers]
         self._versions: dict[str, Any] = {}
         model.register_forward_pre_hook(weak_hook(self._before_pass))
         model.register_forward_hook(weak_hook(self._after_pass))
@@ -170,14 +172,14 @@ class ExactModel:
 
     def _before_pass(self, model: nn.Module, *_: Any) -> None:
         if _trains(model):
-            self._versions = self._found_versions(model)
+            self._versions = self._found_versions()
             # A checkpoint that is reentrant runs layers without gradients first.
             for statistics in self._statistics:
                 statistics.begin(model)
 
     def _after_pass(self, model: nn.Module, *_: Any) -> None:
         """Raises ValueError if a forward pass has changed a buffer."""
-        found = self._found_versions(model) if _trains(model) else {}
+        found = self._found_versions() if _trains(model) else {}
         for name, version in found.items():
             if version != self._versions.get(name):
                 raise ValueError(
@@ -188,11 +190,12 @@ class ExactModel:
                     "out"
                 )
 
-    def _found_versions(self, model: nn.Module) -> dict[str, tuple[int, int]]:
+    def _found_versions(self) -> dict[str, tuple[int, int]]:
         return {
-            name: (id(buffer), buffer._version)
-            for name, buffer in model.named_buffers()
-            if name not in self.grid.rows
+            f"{name}.{key}".removeprefix("."): (id(buffer), buffer._version)
+            for name, module in self._others
+            for key, buffer in module._buffers.items()
+            if buffer is not None
         }
 
     def environment(self) -> dict[str, Any]:
@@ -258,7 +261,7 @@ class RunningStatistics:
         layer.register_forward_pre_hook(weak_hook(self.begin))
 
     def _buffers(self) -> list[torch.Tensor]:
-        return list(self._layer.buffers(recurse=False))
+        return [each for each in self._layer._buffers.values() if each is not None]
 
     def begin(self, module: nn.Module, *_: Any) -> None:
         """Notes the statistics before the first pass of a minibatch, of a module."""

@@ -63,13 +63,14 @@ class Grid:
     def __init__(self, names: Sequence[str], replica: Replica) -> None:
         self.rows: dict[str, int] = {}
         self.replica, self.is_wide = replica, traits(replica.device).has_float64
+        self.is_host, self.is_lazy = replica.is_host, replica.is_lazy
         self._bits = HIGH_BITS + LOW_BITS if self.is_wide else HIGH_BITS
         self.max_terms = 2 ** ((53 if self.is_wide else 31) - self._bits - UP) - 1
         # A table, and not exp2, which is not exact on every device.
         powers = torch.exp2(torch.arange(-_BIAS, 128, dtype=torch.float64)).float()
         self._powers = powers.to(replica.device)
         zero = torch.zeros((), dtype=torch.float32)
-        self._zero = 0.0 if replica.is_host else zero.to(replica.device)
+        self._zero = 0.0 if self.is_host else zero.to(replica.device)
         self._saved: Mapping[str, int] = {}
         self.extend(names)
 
@@ -90,8 +91,7 @@ class Grid:
         """Notes the largest numbers of the tensors that were added."""
         found = [self.seen.get(row, self._zero) for row in range(len(self.rows))]
         if self.seen:
-            is_host = self.replica.is_host
-            new = torch.tensor(found).float() if is_host else torch.stack(found)
+            new = torch.tensor(found).float() if self.is_host else torch.stack(found)
             self._largest = torch.maximum(self._largest, new)
         self.seen = {}
 
@@ -121,7 +121,7 @@ class Grid:
         self._level = level
         level = level.clamp(min=LEAST_EXPONENT + _BIAS)
         up = self._powers.index_select(0, self._bits + 2 * _BIAS - level)
-        self.up = up.tolist() if self.replica.is_host else up
+        self.up = up.tolist() if self.is_host else up
         self.drop_step()
 
     def drop_step(self) -> None:
@@ -169,14 +169,14 @@ class Total:
         """
         grid, up = self._grid, self._grid.up[self._row]
         if value is None:
-            if not grid.replica.is_lazy:
+            if not grid.is_lazy:
                 return
             value = torch.zeros_like(self.parts[0], dtype=torch.float32)
         value = value.detach()
         value = (value.to_dense() if value.is_sparse else value).float()
         if not value.numel():
             return
-        if grid.replica.is_host:
+        if grid.is_host:
             grid.seen[self._row] = _add_blocks_(self.parts[0], value, up)
             return
         add = _add_multiples_ if grid.is_wide else _add_limbs_
@@ -195,7 +195,7 @@ class Total:
         if isinstance(number, torch.Tensor):
             number = number.reshape(())
         number = grid.up[self._row] * number
-        if grid.replica.is_host:
+        if grid.is_host:
             for total_part, part in _blocks(self.parts[0], result):
                 part.copy_(total_part / number)
         else:
