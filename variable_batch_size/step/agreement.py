@@ -174,6 +174,9 @@ class Agreement:
         """
         votes, _, waiting = self._read_votes()
         leaves = 0 < votes < self._num_cast.item()
+        if leaves:  # a member's replicas leave together, or all with the last member
+            self._asked = self._replica.in_member(self._asked)
+            leaves = len(self._replica.met.members) > 1
         return leaves or waiting > 0, leaves and self._asked
 
     def _read_votes(self) -> list[float]:

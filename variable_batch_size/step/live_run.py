@@ -60,7 +60,7 @@ class LiveRun:
         Args:
             settings: What members must have in common, plain values by name.
         """
-        self._context.replica.membership.describe(settings)
+        self._context.replica.describe(settings)
         self._meet()
 
     def resume(self, update: Update | None = None) -> Update | None:
@@ -145,7 +145,7 @@ class LiveRun:
         replica, exact = context.replica, context.exact
         furthest = max(marks)
         source = marks.index(furthest)  # nobody has a state if its mark is empty
-        is_source = replica.rank == source
+        is_source = replica.member == source and replica.leads
         # The place before anything is loaded, which this member had dealt to another.
         context.sampler.rank = replica.rank
         context.sampler.num_replicas = replica.num_replicas
@@ -153,14 +153,14 @@ class LiveRun:
             self._begin()
             self._has_state = True
         behind = [
-            rank
-            for rank, mark in enumerate(marks)
-            if rank != source and (mark != furthest or not furthest)
+            member
+            for member, mark in enumerate(marks)
+            if mark != furthest or not furthest
         ]
         if behind:
             state = self._packed() if is_source else None
             state = replica.share(state, source, behind)
-            if replica.rank in behind:
+            if replica.member in behind and not is_source:
                 self._unpack(state)
         grid = replica.share(exact.grid.state_dict() if is_source else None, source)
         loop.deal_to(replica.rank, replica.num_replicas)

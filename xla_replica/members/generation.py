@@ -32,6 +32,7 @@ class Offer:
             join.
         leaves: Whether it goes.
         was_silent: Whether the others had reason to take it for dead.
+        num_replicas: How many it has.
     """
 
     proof: str
@@ -43,6 +44,7 @@ class Offer:
     is_between: bool = False
     leaves: bool = False
     was_silent: bool = False
+    num_replicas: int = 1
 
     @property
     def is_new(self) -> bool:
@@ -66,6 +68,17 @@ class Generation(NamedTuple):
     members: tuple[str, ...]
     offers: tuple[Offer, ...]
     refused: dict[str, str]
+
+    def plain(self) -> dict[str, Any]:
+        """Returns it without objects of our own."""
+        offers = [dataclasses.asdict(offer) for offer in self.offers]
+        return {**self._asdict(), "offers": offers}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Generation:
+        """Returns what `plain` has returned."""
+        offers = tuple(Offer(**offer) for offer in plain["offers"])
+        return cls(**{**plain, "offers": offers})
 
 
 def prove(token: str, member: str) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import bisect
 import ctypes
 import functools
 import gc
-import io
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch._utils import _take_tensors
 
 from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.replica import Replica, listed
-from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.errors import MemberLost, ReplicaError
 from xla_replica.members.generation import Generation
+from xla_replica.members.host_group import Slice, as_bytes, connect, send_state
 from xla_replica.members.membership import Membership
 
 logger = logging.getLogger(__name__)
@@ -32,51 +33,75 @@ _MOST_ATTEMPTS = 20  # to connect, where members meet
 
 
 class MemberReplica(Replica):
-    """This process, one of the members of a run.
+    """A replica of a member of a run, where members come and go.
 
-    It is alone until it first meets the others, see `change`. Then a collective raises
-    `MemberLost` if a member dies, hangs or leaves, and no verb works until `change`.
-    Tensors of an accelerator are summed on the host, one transfer in each direction.
+    A member is one replica, or a slice of several, which sum on their devices. Then its
+    first replica sums with those of the other members on the host, and tells the others
+    of its slice: one transfer of each in either direction.
+
+    The member is alone until it first meets the others, see `change`. Then a collective
+    raises `MemberLost` if a member dies, hangs or leaves, and no verb works until
+    `change`. All replicas of a member call every verb, and raise together.
 
     Args:
-        membership: Finds the other members.
-        alone: This process as the only replica of its job, which computes.
+        inner: The replica among those of its member alone.
+        membership: Finds the other members; None but on the member's first replica.
         timeout: Seconds that a living member may be late at a collective.
+        patience: Seconds that members may take to meet.
+
+    Attributes:
+        member: The number of its member.
+        met: The generation; None before the first.
     """
 
     is_live = True
 
     def __init__(
         self,
-        membership: Membership,
-        alone: Replica,
+        inner: Replica,
+        membership: Membership | None,
         timeout: float = 60.0,
+        patience: float = 300.0,
     ) -> None:
-        super().__init__(0, 1, alone.device, "a member of a live run")
-        self.membership, self._alone = membership, alone
+        reason = f"of a member of a live run; {inner.reason}"
+        super().__init__(inner.rank, inner.num_replicas, inner.device, reason)
+        self._membership, self._inner = membership, inner
         # What concerns the device alone is as the backend has it.
         for verb in ("sync", "wait", "fetch", "send", "rng_state", "set_rng_state"):
-            setattr(self, verb, getattr(alone, verb))
+            setattr(self, verb, getattr(inner, verb))
+        host = membership.host if membership else None
+        self._slice = Slice(inner, host, 2 * (timeout + patience))
         self._timeout = timeout
-        self._group: Any = None  # gloo's; None while it is alone
+        self.met: Generation | None = None
+        self.member, self._firsts = 0, [0]  # the lowest rank of each member
+        self._group: Any = None  # gloo's; None while it is alone, or does not lead
+        self._is_broken = False
         # A worker of a loader that freed a group would take its sockets away from here.
         os.register_at_fork(after_in_child=gc.freeze)
         atexit.register(self._drop_group)
-        self._is_broken = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first replica of its member."""
+        return self._slice.leads
 
     @property
     def wants_change(self) -> bool:
-        return self.membership.someone_waits
+        return self._membership is not None and self._membership.someone_waits
 
     @property
     def generation(self) -> int:
-        met = self.membership.generation
-        return met.number if met else 0
+        return self.met.number if self.met else 0
 
     def seed(self, seed: int) -> None:
-        self._alone.seed(seed + self.rank)  # to which it adds its own, 0
+        self._inner.seed(seed + self.rank - self._inner.rank)  # which it adds
 
     # --- generations ----------------------------------------------------------------
+
+    def describe(self, settings: dict[str, Any]) -> None:
+        """Notes what members must have in common, as plain values by name."""
+        if self._membership:
+            self._membership.describe(settings)
 
     def change(self, mark: tuple[int, ...], is_between: bool = False) -> Generation:
         """Meets the other members; returns the generation that sums from now on.
@@ -85,12 +110,16 @@ class MemberReplica(Replica):
         """
         self._drop_group()
         for _ in range(_MOST_ATTEMPTS):
-            generation = self.membership.agree(mark, is_between)
-            self.rank = generation.members.index(self.membership.id)
-            self.num_replicas = len(generation.members)
+            found: Any = None
+            if self._membership:
+                found = self._membership.agree(mark, is_between)
+                mine = found.members.index(self._membership.id)
+                found = {**found.plain(), "mine": mine}
+            found = self._slice.share(found)
+            self._take(found.pop("mine"), Generation.of(found))
             try:
-                self._join(generation)
-                return generation
+                self._lead(self._join)
+                return self.met
             except MemberLost as error:
                 logger.warning(f"members meet again: {error}")
                 problem = str(error)
@@ -102,34 +131,58 @@ class MemberReplica(Replica):
             self.rank,
         )
 
+    def _take(self, member: int, generation: Generation) -> None:
+        """Takes its place in a generation."""
+        self.met, self.member, self._is_broken = generation, member, False
+        sizes = [offer.num_replicas for offer in generation.offers]
+        *self._firsts, self.num_replicas = itertools.accumulate(sizes, initial=0)
+        self.rank = self._firsts[member] + self._inner.rank
+
     def leave(self, mark: tuple[int, ...]) -> None:
         """Tells the others, who meet now, that this member goes."""
         self._drop_group()
-        self.membership.agree(mark, leaves=True)
-        self.membership.leave()
+        if self._membership:
+            self._membership.agree(mark, leaves=True)
+            self._membership.leave()
 
-    def _join(self, generation: Generation) -> None:
-        self._is_broken = False
-        if self.num_replicas == 1:
-            return
-        self._group = self._connect(range(self.num_replicas))
-        self.barrier()
+    def in_member(self, value: bool) -> bool:
+        """Returns whether any replica of this member brings True."""
+        return bool(self._slice.gather(torch.tensor([int(value)])).any())
 
-    def _connect(self, ranks: Sequence[int]) -> Any:
+    # --- with other members ---------------------------------------------------------
+
+    def _lead(self, exchange: Callable[[], None]) -> None:
+        """Runs what the first replica of this member does with those of others, there.
+
+        Raises MemberLost on all replicas of the member if it does.
+        """
+        lost: MemberLost | None = None
+        if self.leads:
+            try:
+                exchange()
+            except MemberLost as error:
+                lost = error
+        if not self._slice.is_told(lost is None):
+            self._is_broken = True
+            raise lost or self._loss("what its first replica does", "which knows why")
+
+    def _join(self) -> None:
+        if not self._is_alone:
+            self._group = self._connect(range(len(self.met.members)))
+            ready = torch.zeros(1)
+            self._wait("joining", lambda group: group.allreduce([ready]))
+
+    def _connect(self, members: Sequence[int]) -> Any:
         """Returns a group of some members of this generation, once for each choice."""
-        gloo = torch.distributed.ProcessGroupGloo
-        generation = self.membership.generation
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=self.membership.host)]
-        options._timeout = timedelta(seconds=self._timeout)
-        host, port = generation.offers[0].store.rsplit(":", 1)
+        host, port = self.met.offers[0].store.rsplit(":", 1)
         try:
             # Its owner may have died since; who lives answers at once.
             patience = timedelta(seconds=min(self._timeout, _CONNECT_SECONDS))
             store = torch.distributed.TCPStore(host, int(port), timeout=patience)
-            keys = f"{generation.number}-{generation.lineage}-{list(ranks)}"
+            keys = f"{self.met.number}-{self.met.lineage}-{list(members)}"
             store = torch.distributed.PrefixStore(keys, store)
-            return gloo(store, ranks.index(self.rank), len(ranks), options)
+            place = members.index(self.member), len(members)
+            return connect(store, *place, self._membership.host, self._timeout)
         except RuntimeError as error:
             raise self._loss("joining a group", error) from error
 
@@ -138,20 +191,20 @@ class MemberReplica(Replica):
         self._group, self._is_broken = None, True
 
     def _loss(self, verb: str, error: Any) -> MemberLost:
+        num_members = len(self.met.members) if self.met else 1
         return MemberLost(
-            f"member {self.rank} of {self.num_replicas} has lost another one in {verb} "
+            f"member {self.member} of {num_members} has lost another one in {verb} "
             f"({error})",
             self.rank,
         )
 
     @property
     def _is_alone(self) -> bool:
-        """Whether there is nobody to sum with, which is not so after a loss."""
-        return self._group is None and not self._is_broken
+        """Whether there is no other member to sum with. It is not after a loss."""
+        has_others = self.met is not None and len(self.met.members) > 1
+        return not has_others and not self._is_broken
 
-    # --- collectives ----------------------------------------------------------------
-
-    def _wait(self, verb: str, begin: Any, group: Any = None) -> None:
+    def _wait(self, verb: str, begin: Callable[[Any], Any], group: Any = None) -> None:
         """Waits for a collective, of all members or a group, as long as all live."""
         if self._is_alone:
             return
@@ -162,7 +215,7 @@ class MemberReplica(Replica):
             work = begin(group or self._group)
             work.get_future().add_done_callback(lambda _: done.set())
             while not done.wait(_LOOK_SECONDS):
-                is_cut_off = self.membership.has_lost or self.membership.was_silent
+                is_cut_off = self._membership.has_lost or self._membership.was_silent
                 if is_cut_off and not done.is_set():
                     # What hangs cannot be ended, and to free its group would wait for
                     # it, or abort where Python exits.
@@ -170,25 +223,41 @@ class MemberReplica(Replica):
                     ctypes.pythonapi.Py_IncRef(hanging)
                     raise self._loss(verb, "it is not heard of any more")
             work.wait()
-            self.membership.note_together()
+            self._membership.note_together()
         except RuntimeError as error:
             self._drop_group()
             if isinstance(error, MemberLost):
                 raise
             raise self._loss(verb, error) from error
 
+    def _over_members(
+        self, verb: str, tensor: torch.Tensor, begin: Callable[[Any], Any]
+    ) -> None:
+        """Replaces a tensor on the host by what a collective of members makes of it."""
+        self._lead(lambda: self._wait(verb, begin))
+        self._slice.tell(tensor)
+
+    def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns copies on the host, whose content the first replica alone has."""
+        if self.leads:
+            return self.fetch(tensors)
+        self.sync()  # as `fetch` begins: the same program
+        return [torch.empty(each.shape, dtype=each.dtype) for each in tensors]
+
+    # --- collectives ----------------------------------------------------------------
+
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         tensors = listed("all_reduce_", tensors)
+        self._inner.all_reduce_(tensors)
         if self._is_alone and self.is_host:
             return
         with torch.no_grad():
             # Of one member, too: on a lazy device what follows is another program then.
-            on_host = tensors if self.is_host else self.fetch(tensors)
+            on_host = tensors if self.is_host else self._read(tensors)
             for own, sent in zip(_buckets(tensors), _buckets(on_host)):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in sent])
-                self._wait(
-                    "all_reduce_", lambda group, flat=flat: group.allreduce([flat])
-                )
+                add = functools.partial(_allreduce, flat)
+                self._over_members("all_reduce_", flat, add)
                 if not self.is_host:
                     flat = self.send(flat)
                 parts = flat.split([tensor.numel() for tensor in own])
@@ -196,71 +265,77 @@ class MemberReplica(Replica):
                     tensor.copy_(part.view_as(tensor))
 
     def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        [value] = self.fetch([tensor])
+        if self._inner.num_replicas > 1:
+            tensor = self._inner.all_max(tensor)
+        [value] = self._read([tensor])
         options = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MAX
-        self._wait("all_max", lambda group: group.allreduce([value], options))
+        self._over_members(
+            "all_max", value, lambda group: group.allreduce([value], options)
+        )
         return self.send(value)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().contiguous()
-        if self._is_alone:
+        if self.num_replicas == 1:
             return value.clone().unsqueeze(0)
+        # On the hosts: a program would depend on the number of replicas.
         [value] = self.fetch([value])
-        gathered = [torch.empty_like(value) for _ in range(self.num_replicas)]
-        self._wait("all_gather", lambda group: group.allgather([gathered], [value]))
-        return self.send(torch.stack(gathered))
+        own = self._slice.gather(as_bytes(value))
+        rows = torch.zeros(self.num_replicas, own.shape[1], dtype=torch.uint8)
+        first = self._firsts[self.member]
+        rows[first : first + len(own)] = own
+        if rows.numel():
+            add = functools.partial(_allreduce, rows)  # members' rows are apart
+            self._over_members("all_gather", rows, add)
+        rows = rows.view(-1).view(value.dtype)
+        return self.send(rows.reshape(self.num_replicas, *value.shape))
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         self._check_source(source)
         tensors = listed("broadcast_", tensors)
-        if self._is_alone:
+        if self.num_replicas == 1:
             return
+        owner = bisect.bisect_right(self._firsts, source) - 1
         for tensor, value in zip(tensors, self.fetch(tensors)):
-            send = functools.partial(_broadcast, value, source)
-            self._wait("broadcast_", send)
+            if owner == self.member:
+                self._slice.tell(value, source - self._firsts[owner])
+            send = functools.partial(_broadcast, value, owner)
+            self._over_members("broadcast_", value, send)
             with torch.no_grad():
                 tensor.copy_(value)
 
     def share(
         self, state: Any, source: int, receivers: Sequence[int] | None = None
     ) -> Any:
-        """Returns member ``source``'s ``state`` on every member, its own unchanged.
+        """Returns a state of member ``source``'s first replica, its own unchanged.
 
-        It is loaded as a checkpoint is, without code. Other members' is not read. With
-        ``receivers``, once in a generation, it goes to these alone.
+        On all replicas of the ``receivers``, by default of all members; on the others
+        what they have brought. Once in a generation for each choice of members.
         """
-        is_source, group = self.rank == source, None
-        if receivers is not None and len(receivers) + 1 < self.num_replicas:
-            if self.rank not in (source, *receivers):
-                return state
-            ranks = sorted((source, *receivers))
-            group, source = self._connect(ranks), ranks.index(source)
+        members = range(len(self.met.members))
+        receivers = members if receivers is None else receivers
+        ranks = sorted({source, *receivers})
 
-        def broadcast(tensor: torch.Tensor) -> None:
-            flat = tensor.reshape(-1)  # of one number, its stride may be 0
-            content = flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-            pieces = content.split(BUCKET_BYTES)  # each has its own timeout
-            for piece in pieces if len(content) else ():
-                send = functools.partial(_broadcast, piece, source)
+        def exchange() -> None:
+            nonlocal state
+            if len(ranks) == 1 or self.member not in ranks:
+                return
+            group = self._group if len(ranks) == len(members) else self._connect(ranks)
+            root = ranks.index(source)
+
+            def broadcast(piece: torch.Tensor) -> None:
+                send = functools.partial(_broadcast, piece, root)
                 self._wait("share", send, group)
 
-        buffer = io.BytesIO()
-        if is_source:  # all but the numbers
-            torch.save(map_tensors(state, lambda tensor: tensor.to("meta")), buffer)
-        size = torch.tensor([buffer.tell()])
-        broadcast(size)
-        outline = torch.empty(int(size), dtype=torch.uint8)
-        if is_source:
-            outline = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        broadcast(outline)
-        if not is_source:
-            received = io.BytesIO(memoryview(outline.numpy()))
-            state = torch.load(received, weights_only=True)
-            state = map_tensors(state, lambda t: torch.empty(t.shape, dtype=t.dtype))
-        for tensor in tensors_in(state):
-            broadcast(tensor.contiguous())
-        return state
+            state = send_state(state, self.member == source, broadcast)
+
+        self._lead(exchange)
+        return self._slice.share(state) if self.member in receivers else state
+
+
+def _allreduce(tensor: torch.Tensor, group: Any) -> Any:
+    return group.allreduce([tensor])
 
 
 def _broadcast(tensor: torch.Tensor, source: int, group: Any) -> Any:

@@ -43,6 +43,7 @@ class Membership:
         heartbeat_seconds: After how long a member that is not heard of counts as dead:
             the lighthouse's own option, which must be the same.
         patience: Seconds to wait for the others where members meet.
+        num_replicas: How many this member has.
 
     Attributes:
         id: This process's name among the members.
@@ -59,10 +60,12 @@ class Membership:
         min_members: int = 1,
         heartbeat_seconds: float = 1.0,
         patience: float = 300.0,
+        num_replicas: int = 1,
     ) -> None:
         self._address = _checked_address(lighthouse)
         self._token, self._min_members = token, min_members
         self._heartbeat_seconds, self._patience = heartbeat_seconds, patience
+        self._num_replicas = num_replicas
         self.id = f"member-{uuid.uuid4().hex}"
         self.generation: Generation | None = None
         self.was_silent = False
@@ -137,6 +140,7 @@ class Membership:
             is_between,
             leaves,
             self.was_silent,
+            self._num_replicas,
         )
         while True:
             offers = self._ask(offer, give_up)

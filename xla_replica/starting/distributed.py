@@ -30,7 +30,6 @@ from xla_replica.backends.distributed import (
 )
 from xla_replica.backends.registry import (
     Job,
-    bound,
     check_is_alone,
     register_backend,
 )
@@ -77,8 +76,10 @@ def _launch(name: str, job: Job) -> list[Any]:
             )
     if num_replicas == 1:
         alone = LocalReplica(in_use(device), reason="launched alone")
-        with listening(), bound(alone):
-            return [job.fn(0, *job.args)]
+        with listening():
+            return exit_results.values(
+                [exit_results.run_replica(alone, job.fn, job.args)]
+            )
     task = exit_results.dump_task(job.fn, job.args)
     arguments = [
         (rank, task, num_replicas, device, job.timeout) for rank in range(num_replicas)

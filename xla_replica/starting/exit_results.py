@@ -25,6 +25,7 @@ from xla_replica.backends.registry import bound
 from xla_replica.backends.replica import Replica
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
+from xla_replica.members.entering import as_member
 from xla_replica.starting import main_module
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,11 @@ def run_and_write(
 
 
 def run_replica(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Runs ``fn`` as the calling thread's replica, its `current`.
+    """Runs ``fn`` as the calling thread's replica, its `current`, or as a member's.
 
     Returns ``fn(rank, *args)``, or the `Stopped` that it raises: both end well.
     """
-    with bound(replica):
+    with bound(as_member(replica)):
         try:
             return fn(replica.rank, *args)
         except Stopped as stopped:

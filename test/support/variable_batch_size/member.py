@@ -67,8 +67,8 @@ class Record:
         self._generation, self._num_dropped = "", 0
 
     def _write(self, step: int, **values: Any) -> None:
-        membership = getattr(self._replica, "membership", None)
-        generation = membership.generation.lineage if membership else ""
+        met = getattr(self._replica, "met", None)
+        generation = met.lineage if met else ""
         if self._generation != generation:
             self._generation, self._num_dropped = generation, 0
         line = {"step": step, "generation": self._generation, **values}
@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     replica = xla_replica.current()
+    name = os.environ.get("MEMBER_NAME", "alone")
     data = Samples()
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1),
@@ -149,8 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     evaluation = Evaluation(model, replica)
     optimizer.attach(evaluation)  # the rest once the run has been joined
     checkpointer.load()
-    (options.folder / f"{os.getpid()}.ready").touch()
-    record = Record(options.folder / f"{os.getpid()}.samples", optimizer)
+    (options.folder / f"{name}.ready").touch()
+    record = Record(options.folder / f"{name}.samples", optimizer)
     optimizer.attach(torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9))
     if grab is not None:
         optimizer.attach(grab.after_update)
@@ -186,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             optimizer.step()
 
     num_compilations = []  # by epoch
-    alone = getattr(replica, "_alone", replica)  # whose barriers wait for nobody
+    alone = getattr(replica, "_inner", replica)  # whose barriers wait for nobody
     for epoch in range(sampler.epoch, options.epochs):
         sampler.set_epoch(epoch)
         with xla_replica.count(alone) as count:
@@ -204,9 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "hash": hashlib.sha256(content).hexdigest()[:16],
         "num_updates": checkpointer.num_updates,
     }
-    counted = options.folder / f"{os.getpid()}.compilations"
+    counted = options.folder / f"{name}.compilations"
     counted.write_text(json.dumps(num_compilations))
-    written = options.folder / f"{os.getpid()}.result"
+    written = options.folder / f"{name}-{replica.rank}.result"
     written.write_text(json.dumps(result))
     written.rename(written.with_suffix(".json"))  # whole, for who looks meanwhile
 

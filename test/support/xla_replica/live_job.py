@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import xla_replica
 from support.variable_batch_size import member
 from xla_replica.starting import child_process
 
@@ -75,7 +76,17 @@ def _be_member(environment: dict[str, str], arguments: list[str], fate: Any) -> 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # as its parent has it
     # Else a loader's worker would be forked from another server, which imports torch.
     multiprocessing.set_start_method("fork", force=True)
-    if fate is not None:
+    os.environ["MEMBER_NAME"] = str(os.getpid())
+    number = int(environment.get("MEMBER_REPLICAS", "1"))
+    if number == 1:
+        _train(0, arguments, fate)
+    else:
+        device = environment["MEMBER_DEVICE"]
+        xla_replica.launch(_train, (arguments, fate), number, device)
+
+
+def _train(rank: int, arguments: list[str], fate: Fate | None) -> None:
+    if fate is not None and rank == 0:
         fate.arm()
     member.main(arguments)
 

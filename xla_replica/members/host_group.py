@@ -1,0 +1,119 @@
+"""Groups of processes, or of threads, that exchange what is on their hosts by gloo."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from xla_replica.backends.distributed import BUCKET_BYTES
+from xla_replica.backends.replica import Replica
+from xla_replica.common.trees import map_tensors, tensors_in
+
+
+def connect(store: Any, rank: int, size: int, host: str, timeout: float) -> Any:
+    """Returns a process group of those that bring the same keys of a store."""
+    gloo = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout)
+    return gloo(store, rank, size, options)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the content of a contiguous tensor, which shares its memory."""
+    flat = tensor.reshape(-1)  # of one number, its stride may be 0
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def send_state(
+    state: Any, is_source: bool, broadcast: Callable[[torch.Tensor], None]
+) -> Any:
+    """Returns the source's state, plain values with tensors, on all that call it.
+
+    It is loaded as a checkpoint is, without code. The others' is not read.
+
+    Args:
+        state: The source's.
+        is_source: Whether it is this one's.
+        broadcast: Replaces a tensor's content by the source's.
+    """
+
+    def send(tensor: torch.Tensor) -> None:
+        content = as_bytes(tensor.contiguous())
+        for piece in content.split(BUCKET_BYTES) if len(content) else ():
+            broadcast(piece)  # each with its own timeout
+
+    buffer = io.BytesIO()
+    if is_source:  # all but the numbers
+        torch.save(map_tensors(state, lambda tensor: tensor.to("meta")), buffer)
+    size = torch.tensor([buffer.tell()])
+    send(size)
+    outline = torch.empty(int(size), dtype=torch.uint8)
+    if is_source:
+        outline = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    send(outline)
+    if not is_source:
+        received = io.BytesIO(memoryview(outline.numpy()))
+        state = torch.load(received, weights_only=True)
+        state = map_tensors(state, lambda t: torch.empty(t.shape, dtype=t.dtype))
+    for tensor in tensors_in(state):
+        send(tensor)
+    return state
+
+
+class Slice:
+    """The replicas of one member; what the first one finds out, it tells the others.
+
+    They may be threads, processes or hosts.
+
+    Args:
+        inner: This one among them.
+        host: An address of the first one's host; other replicas' is not read.
+        timeout: Seconds that they wait for the first.
+
+    Attributes:
+        leads: Whether this is the first.
+    """
+
+    def __init__(self, inner: Replica, host: str | None, timeout: float) -> None:
+        self._inner, self.leads = inner, inner.rank == 0
+        self._group = None
+        if inner.num_replicas == 1:
+            return
+        store, place = None, None
+        patience = timedelta(seconds=timeout)
+        if self.leads:
+            store = torch.distributed.TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, timeout=patience
+            )
+            place = host, store.port
+        host, port = inner.all_gather_object(place)[0]
+        store = store or torch.distributed.TCPStore(host, port, timeout=patience)
+        self._group = connect(store, inner.rank, inner.num_replicas, host, timeout)
+
+    def tell(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Replaces a tensor on the host by that of one of the replicas."""
+        if self._group is not None and tensor.numel():
+            self._group.broadcast(tensor, source).wait()
+
+    def is_told(self, value: bool) -> bool:
+        """Returns what the first replica brings."""
+        told = torch.tensor([int(value)])
+        self.tell(told)
+        return bool(told)
+
+    def share(self, state: Any) -> Any:
+        """Returns the first replica's state; see `send_state`."""
+        return send_state(state, self.leads, self.tell) if self._group else state
+
+    def gather(self, content: torch.Tensor) -> torch.Tensor:
+        """Returns ``(replicas, n)``: the ``(n,)`` numbers of each."""
+        rows = [torch.empty_like(content) for _ in range(self._inner.num_replicas)]
+        if self._group is None or not len(content):
+            return content.unsqueeze(0).expand(len(rows), -1)
+        self._group.allgather([rows], [content]).wait()
+        return torch.stack(rows)
