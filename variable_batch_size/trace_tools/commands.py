@@ -242,6 +242,7 @@ def run_simulate(
     losses_per_hour: float = 0.0,
     checkpoint_seconds: float = 600.0,
     detection_seconds: float = 1.0,
+    exchange_seconds: float = 0.0,
     price: float = 0.0,
     seconds_per_update: float | None = None,
     seconds_per_substep: float | None = None,
@@ -289,6 +290,7 @@ def run_simulate(
         losses_per_hour: How often a replica is lost without notice.
         checkpoint_seconds: From one checkpoint to the next.
         detection_seconds: Until live members know that one of them is lost.
+        exchange_seconds: What they take in every step to sum over their hosts.
         price: Of one device in one hour.
         seconds_per_update: What a step takes for the sum and the update.
         seconds_per_substep: What it takes for each minibatch of its first replica.
@@ -330,6 +332,7 @@ def run_simulate(
             restart_seconds=restart_seconds + compile_seconds,
             checkpoint_seconds=checkpoint_seconds,
             detection_seconds=detection_seconds,
+            exchange_seconds=exchange_seconds,
         )
     if fit is not None:
         numbers["seconds per update, fitted"] = step_time.per_update

@@ -1,6 +1,6 @@
 """A training script for members of a live run: every family, and a record of samples.
 
-    python member.py FOLDER [--workers N] [--kind plain|grab|rigl] [...]
+    python member.py FOLDER [--workers N] [--kind KIND] [...]
 
 Its folder gets the log, the checkpoints, a file for every member that has ended well,
 and a line for every update that a member has made with the samples that it ran for it.
@@ -9,6 +9,7 @@ and a line for every update that a member has made with the samples that it ran 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import logging
@@ -28,6 +29,7 @@ from grab_xla import GraBSampler
 from rigl_xla import RigLScheduler
 
 NUM_SAMPLES, MINIBATCH = 384, 8
+KINDS = ("plain", "adascale", "tokens", "projected", "group", "rigl")
 TRACE = [8 * number for number in (1, 3, 6, 4, 2, 5)]
 
 
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--kind", choices=("plain", "grab", "rigl"), default="plain")
+    parser.add_argument("--kind", choices=KINDS, default="plain")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--minibatch-seconds", type=float, default=0.0)
     parser.add_argument("--save-every", type=int, default=5)
@@ -113,14 +115,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1),
         nn.Flatten(), nn.Linear(128, 2),
     )  # fmt: skip
-    if options.kind == "grab":  # whose gradients are those of single samples
+    orders = options.kind in ("projected", "group")
+    if orders:  # whose gradients are those of single samples
         model[1] = nn.GroupNorm(2, 8)
     model.to(replica.device)
     grab = None
-    if options.kind == "grab":
+    if orders:
+        is_group = options.kind == "group"
         grab = GraBSampler(
-            data, dict(model.named_parameters()), fidelity="projected",
-            projection_size=24, scheme="gather", exact=True,
+            data, dict(model.named_parameters()), fidelity=options.kind,
+            scheme="gather", exact=True, projection_size=None if is_group else 24,
+            group_size=MINIBATCH if is_group else None,
         )  # fmt: skip
     sampler = vbs.CustomSampler(
         data, options.trace or ([16] if options.follow else TRACE),
@@ -128,9 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         on_end="hold" if options.follow or options.trace else "cycle",
         seed=int(os.environ.get("MEMBER_SEED", "0")),
     )  # fmt: skip
-    optimizer = vbs.LinearRuleOptimizer(
+    wrapper, are_sums = vbs.LinearRuleOptimizer, options.kind == "tokens"
+    if options.kind == "adascale":
+        wrapper = vbs.AdaScaleOptimizer
+    optimizer = wrapper(
         torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), sampler,
         ref_batchsize=16, exact=model, max_grad_norm=1.0,
+        reduction="sum" if are_sums else "mean",
     )  # fmt: skip
     parts = {
         "model": model,
@@ -172,19 +181,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for images, labels, indices in loader:
             time.sleep(options.minibatch_seconds)
             record.run(indices.tolist())
-            images, labels = replica.send((images, labels))
+            tokens = indices % 3 + 1  # as if samples were texts
+            images, labels, weights = replica.send((images, labels, tokens.float()))
+            with grab.record(model) if grab else contextlib.nullcontext():
+                losses = nn.functional.cross_entropy(
+                    model(images), labels, reduction="none"
+                )
+            loss = (losses * weights).sum() if are_sums else losses.mean()
             if grab is None:
-                loss = nn.functional.cross_entropy(model(images), labels)
                 loss.backward()
             else:
-                with grab.record(model):
-                    losses = nn.functional.cross_entropy(
-                        model(images), labels, reduction="none"
-                    )
                 grab.backward(losses, indices=indices)
-                loss = losses.mean()
             parts["log"].add(loss)
-            optimizer.step()
+            optimizer.step(weight=int(tokens.sum()) if are_sums else None)
 
     num_compilations = []  # by epoch
     alone = getattr(replica, "_inner", replica)  # whose barriers wait for nobody
@@ -195,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_compilations.append(count.compilations)
     parts["log"].close()
     values = [*model.state_dict().values()]
-    if options.kind == "grab":
+    if grab is not None:
         values.append(torch.tensor(grab.order))
     if options.kind == "rigl":
         values += parts["pruner"].masks.values()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import xla_replica
-from support.variable_batch_size import member
+from support.xla_replica import torchtpu
+from support.xla_replica.live_process import be_member
 from xla_replica.starting import child_process
 
 # What a member can be at when it dies, and the function that it is then in.
@@ -66,31 +65,6 @@ class Fate(NamedTuple):
         setattr(kind, name, counted)
 
 
-def _be_member(environment: dict[str, str], arguments: list[str], fate: Any) -> None:
-    os.environ.update(environment)
-    if "PJRT_DEVICE" in environment:
-        importlib.import_module("torch_xla")
-    log = open(Path(arguments[0]) / f"{os.getpid()}.txt", "w")  # noqa: SIM115
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # as its parent has it
-    # Else a loader's worker would be forked from another server, which imports torch.
-    multiprocessing.set_start_method("fork", force=True)
-    os.environ["MEMBER_NAME"] = str(os.getpid())
-    number = int(environment.get("MEMBER_REPLICAS", "1"))
-    if number == 1:
-        _train(0, arguments, fate)
-    else:
-        device = environment["MEMBER_DEVICE"]
-        xla_replica.launch(_train, (arguments, fate), number, device)
-
-
-def _train(rank: int, arguments: list[str], fate: Fate | None) -> None:
-    if fate is not None and rank == 0:
-        fate.arm()
-    member.main(arguments)
-
-
 class LiveJob:
     """Members of one run, at a lighthouse of their own.
 
@@ -112,8 +86,10 @@ class LiveJob:
     def start(self, fate: Fate | None = None, **environment: str) -> BaseProcess:
         """Starts one more member."""
         arguments = {**self._environment, **environment}, self._arguments, fate
-        context = child_process._context("forkserver")  # which has imported torch
-        process = context.Process(target=_be_member, args=arguments)
+        # A server has imported torch, and so TorchTPU's runtime, which cannot fork.
+        method = "spawn" if torchtpu.is_installed() else "forkserver"
+        context = child_process._context(method)
+        process = context.Process(target=be_member, args=arguments)
         process.start()
         self.running.append(process)
         return process

@@ -15,6 +15,10 @@ from support.xla_replica import torchtpu, tpu_like
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 needs_xla = pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
 
+needs_torchtpu = pytest.mark.skipif(
+    not torchtpu.is_installed(), reason="TorchTPU over a CPU is not installed"
+)
+
 # Of tests that take long and are a matter of torch alone, such as scripts whose
 # processes meet by gloo: the default run of the torch environment has them.
 of_torch_alone = (

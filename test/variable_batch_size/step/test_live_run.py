@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.variable_batch_size.member import KINDS
 from support.xla_replica.live_job import (
     PHASES,
     Fate,
@@ -21,7 +22,7 @@ from support.xla_replica.live_job import (
     live_job,
     needs_lighthouse,
 )
-from support.xla_replica.replicas import needs_xla, of_torch_alone
+from support.xla_replica.replicas import needs_torchtpu, needs_xla, of_torch_alone
 from support.xla_replica.torchrun import free_port, wait_for_server
 from torch import nn
 
@@ -80,7 +81,7 @@ SLOW = pytest.mark.slow
 @of_torch_alone
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param("plain", marks=SLOW), "grab", pytest.param("rigl", marks=SLOW)],
+    [pytest.param("plain", marks=SLOW), "projected", pytest.param("rigl", marks=SLOW)],
 )
 def test_deaths_in_every_phase_leave_the_bits(kind, tmp_path):
     arguments = ("--kind", kind, "--epochs", "3", "--minibatch-seconds", "0.02")
@@ -94,7 +95,7 @@ def test_deaths_in_every_phase_leave_the_bits(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
 def test_ten_random_deaths_leave_the_bits(number, tmp_path):
-    kind = ("plain", "grab", "rigl")[number % 3]
+    kind = ("plain", "projected", "rigl")[number % 3]
     arguments = ("--kind", kind, "--epochs", "8", "--minibatch-seconds", "0.02")
     expected = undisturbed(arguments, tmp_path / "alone")
     phases = [list(PHASES)[(10 * number + n) % len(PHASES)] for n in range(10)]
@@ -189,23 +190,65 @@ def test_wrappers_that_cannot_be_live_are_refused(options, problem):
         optimizer.set_epoch(0)
 
 
+def lose_a_slice(folder: Path, kind: str, sizes: tuple[int, int, int], **variables):
+    """Runs two slices, of which one dies in mid-step, and another joins.
+
+    Returns:
+        How many programs the one that lives compiled in each epoch.
+    """
+    arguments = ("--kind", kind, "--epochs", "4", "--minibatch-seconds", "0.02")
+    told = [{**variables, "MEMBER_REPLICAS": str(size)} for size in sizes]
+    with live_job(folder / "live", *arguments, min_members=2, seconds=2.0) as job:
+        lost = job.start(Fate("sum", 20 * sizes[0]), **told[0])
+        stays = job.start(**told[1])
+        job.wait(lambda: lost in job.ended)
+        assert lost.exitcode == 1
+        job.start(**told[2])
+        job.wait(lambda: not job.running)
+        assert [each.exitcode for each in job.ended] == [1, 0, 0], job.log()
+        variables.pop("MEMBER_DEVICE")
+        check(job, undisturbed(arguments, folder / "alone", **variables))
+        return json.loads((job.folder / f"{stays.pid}.compilations").read_text())
+
+
 @needs_xla
 @pytest.mark.xla
-def test_members_on_xla_compile_nothing_when_one_dies(tmp_path):
-    arguments = ("--epochs", "4", "--minibatch-seconds", "0.02")
-    xla = {"PJRT_DEVICE": "CPU"}
-    with live_job(tmp_path / "live", *arguments, min_members=2, **xla) as job:
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind == "plain" else pytest.param(kind, marks=SLOW) for kind in KINDS],
+)
+def test_a_slice_on_xla_dies_another_joins_and_nothing_compiles(kind, tmp_path):
+    xla = {"PJRT_DEVICE": "CPU", "MEMBER_DEVICE": "xla"}
+    counts = lose_a_slice(tmp_path, kind, (4, 4, 2), **xla)
+    assert counts[0] > 0
+    # What GraB's rows become on the device depends on the number of replicas.
+    most = 2 if kind in ("projected", "group") else 0
+    assert sum(counts[1:]) <= most, counts
+
+
+@needs_torchtpu
+@pytest.mark.torchtpu
+def test_a_member_on_torchtpu_dies_and_another_joins(tmp_path):
+    arguments = ("--epochs", "4", "--minibatch-seconds", "0.03")
+    with live_job(tmp_path / "live", *arguments) as job:
         members = [job.start() for _ in range(3)]
-        job.wait(lambda: job.num_updates() > 30)  # in the third epoch
+        job.wait(lambda: job.num_ready() == 3)
+        job.wait(more_updates(job))
         members[0].kill()
+        job.start()
         job.wait(lambda: not job.running)
-        counts = [
-            json.loads((job.folder / f"{member.pid}.compilations").read_text())
-            for member in members[1:]
-        ]
-        assert counts[0][0] > 0
-        assert [sum(count[2:]) for count in counts] == [0, 0], counts
-        check(job, undisturbed(arguments, tmp_path / "alone", **xla))
+        assert [each.exitcode for each in job.ended] == [-signal.SIGKILL, 0, 0, 0]
+        check(job, undisturbed(arguments, tmp_path / "alone"))
+        told = (job.folder / f"{members[1].pid}.compilations").read_text()
+        first, *later = json.loads(told)
+        assert first > 0
+        assert sum(later) == 0, told
+
+
+@of_torch_alone
+@pytest.mark.parametrize("kind", ["projected", pytest.param("rigl", marks=SLOW)])
+def test_a_slice_of_processes_dies_and_another_joins(kind, tmp_path):
+    lose_a_slice(tmp_path, kind, (2, 1, 2), MEMBER_DEVICE="cpu")
 
 
 @of_torch_alone

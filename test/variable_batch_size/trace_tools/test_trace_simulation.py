@@ -198,6 +198,10 @@ def test_lost_replicas_cost_less_with_live_members():
     told = time_lost(steps, 2.0, **lost)
     assert told["hours lost with restarts"] == pytest.approx(1 / (1 - 2 / 9) - 1)
     assert told["hours lost with live members"] == pytest.approx(42 / (3600 - 42))
+    # Steps of two seconds more: what a loss costs, too.
+    told = time_lost(steps, 2.0, **lost, exchange_seconds=2.0)
+    live = told["hours lost with live members"]
+    assert live == pytest.approx(1.1 / (1 - 46 / 3600) - 1)
     assert time_lost(steps, 9.0, **lost)["hours lost with restarts"] == math.inf
     assert time_lost(steps, 0.0, **lost)["hours lost with restarts"] == 0
     with pytest.raises(ValueError, match="losses_per_hour must"):

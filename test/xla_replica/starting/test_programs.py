@@ -11,17 +11,14 @@ import pytest
 import torch
 from support.scripts import python
 from support.xla_replica import torchtpu
+from support.xla_replica.replicas import needs_torchtpu
 
 import xla_replica
-
-needs_torchtpu = pytest.mark.skipif(
-    not torchtpu.is_installed(), reason="TorchTPU over a CPU is not installed"
-)
 
 # What loads TorchTPU comes first; the run is an ordinary one.
 SCRIPT = """
 import sys
-from support.xla_replica import torchtpu
+from support.xla_replica.replicas import needs_torchtpu
 torchtpu.load()
 
 import torch

@@ -1,0 +1,50 @@
+"""What a process of a live job does. It is imported before torch."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from support.xla_replica import torchtpu
+
+
+def be_member(environment: dict[str, str], arguments: list[str], fate: Any) -> None:
+    """Trains as `member.main`, in as many replicas as MEMBER_REPLICAS says.
+
+    Args:
+        environment: Variables.
+        arguments: Those of `member.main`, the folder first.
+        fate: A `Fate`, or None.
+    """
+    os.environ.update(environment)
+    if torchtpu.is_installed():
+        torchtpu.load()
+    if "PJRT_DEVICE" in environment:
+        importlib.import_module("torch_xla")
+    import xla_replica
+
+    log = open(Path(arguments[0]) / f"{os.getpid()}.txt", "w")  # noqa: SIM115
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # as its parent has it
+    # Else a loader's worker would be forked from another server, which imports torch.
+    multiprocessing.set_start_method("fork", force=True)
+    os.environ["MEMBER_NAME"] = str(os.getpid())
+    number = int(environment.get("MEMBER_REPLICAS", "1"))
+    if number == 1:
+        _train(0, arguments, fate)
+    else:
+        device = environment["MEMBER_DEVICE"]
+        xla_replica.launch(_train, (arguments, fate), number, device)
+
+
+def _train(rank: int, arguments: list[str], fate: Any) -> None:
+    from support.variable_batch_size import member
+
+    if fate is not None and rank == 0:
+        fate.arm()
+    member.main(arguments)
