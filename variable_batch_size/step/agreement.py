@@ -51,8 +51,7 @@ class Agreement:
         self._own = torch.zeros(6 + replica.is_live, device=replica.device)
         self._asked = False
         self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
-        self._votes: torch.Tensor | None = None
-        self._num_cast: torch.Tensor | None = None  # how many have voted
+        self._votes: Any = None  # summed; a list once they are read
         self._looks = not (replica.is_host or replica.has_streams)
         # Minibatches of the busiest replica since everybody has looked, how many are to
         # be made before the next look, and how many replica 0 proposes.
@@ -97,8 +96,7 @@ class Agreement:
         own, is_cast = self._own[:2], self._own[2:4]
         hashes, num_cast = sums[:2], sums[2:4]
         self._differences.add_((is_cast * (hashes - own * num_cast)).abs())
-        self._votes = sums[4:].clone()  # computed by the update's own program
-        self._num_cast = sums[2:3].clone()
+        self._votes = sums[2:].clone()  # computed by the update's own program
         # In a live run a vote is to leave, alone.
         hears = self._replica.has_streams and not self._replica.is_live
         if hears and not self._asked:
@@ -158,9 +156,9 @@ class Agreement:
         everybody = look or self._replica.is_host
         if self._votes is None or not (self._asked or everybody):
             return False
-        votes, proposed, *_ = self._read_votes()
+        num_cast, votes, proposed, *_ = self._read_votes()
         if self._replica.is_live:  # where members may leave alone
-            return votes == self._num_cast.item()
+            return votes == num_cast
         if not everybody:
             return votes == self._replica.num_replicas
         if self._looks and self._made:
@@ -172,16 +170,20 @@ class Agreement:
 
         They do if some, not all, were asked to stop, or somebody waits to join.
         """
-        votes, _, waiting = self._read_votes()
-        leaves = 0 < votes < self._num_cast.item()
+        num_cast, votes, _, waiting = self._read_votes()
+        leaves = 0 < votes < num_cast
         if leaves:  # a member's replicas leave together, or all with the last member
             self._asked = self._replica.in_member(self._asked)
             leaves = len(self._replica.met.members) > 1
         return leaves or waiting > 0, leaves and self._asked
 
     def _read_votes(self) -> list[float]:
+        """Returns how many have voted, and the sums of their last ballots."""
         # Not `Replica.fetch`: that cuts the graph, and what XLA draws depends on cuts.
-        return self._votes.tolist()
+        if isinstance(self._votes, torch.Tensor):
+            self._votes = self._votes.tolist()
+        num_cast, _, *votes = self._votes
+        return [num_cast, *votes]
 
     def _plan_look(self, proposed: float, every_seconds: float) -> None:
         """Plans the next look, and proposes the one after it.
