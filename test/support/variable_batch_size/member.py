@@ -156,11 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.folder / "checkpoints", optimizer, every_updates=options.save_every,
         **parts,
     )  # fmt: skip
+    record = Record(options.folder / f"{name}.samples", optimizer)
     evaluation = Evaluation(model, replica)
-    optimizer.attach(evaluation)  # the rest once the run has been joined
+    for target in (record, evaluation):
+        optimizer.attach(target)  # the rest once the run has been joined
     checkpointer.load()
     (options.folder / f"{name}.ready").touch()
-    record = Record(options.folder / f"{name}.samples", optimizer)
     optimizer.attach(torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9))
     if grab is not None:
         optimizer.attach(grab.after_update)
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             trace_file=options.folder / "decided.csv", log=parts["log"],
         )  # fmt: skip
         optimizer.attach(controller)
-    for target in (record, parts["log"], checkpointer):
+    for target in (parts["log"], checkpointer):
         optimizer.attach(target)
     loader = replica.loader(
         DataLoader(data, batch_sampler=sampler, num_workers=options.workers)

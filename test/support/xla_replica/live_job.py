@@ -47,8 +47,8 @@ class Fate(NamedTuple):
     turn: int
     signal: int = signal.SIGKILL
 
-    def arm(self) -> None:
-        """Has this process meet it."""
+    def arm(self, folder: Path) -> None:
+        """Has this process meet it, and leave a file there when it does."""
         module, owner, name = PHASES[self.phase]
         kind = getattr(importlib.import_module(module), owner)
         inner, turns = getattr(kind, name), iter(range(self.turn))
@@ -57,6 +57,7 @@ class Fate(NamedTuple):
         def counted(*args: Any, **options: Any) -> Any:
             if next(turns, None) is None and not armed.is_set():
                 armed.set()
+                (folder / f"{os.getpid()}.met").touch()
                 seconds = random.uniform(0, latest)
                 threading.Timer(seconds, os.kill, (os.getpid(), self.signal)).start()
             return inner(*args, **options)
@@ -113,6 +114,10 @@ class LiveJob:
     def log(self) -> str:
         """Returns what all members have printed."""
         return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
+
+    def num_met(self) -> int:
+        """Returns how many fates have been met."""
+        return len(list(self.folder.glob("*.met")))
 
     def results(self) -> list[dict[str, Any]]:
         """Returns what the members that have ended well have found."""

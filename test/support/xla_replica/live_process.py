@@ -46,5 +46,5 @@ def _train(rank: int, arguments: list[str], fate: Any) -> None:
     from support.variable_batch_size import member
 
     if fate is not None and rank == 0:
-        fate.arm()
+        fate.arm(Path(arguments[0]))
     member.main(arguments)
