@@ -63,6 +63,14 @@ def test_the_readme_names_an_extra_for_every_place_and_no_others(extras):
         assert set(group.split(",")) <= extras.keys()
 
 
+def test_a_release_has_one_version_and_date_everywhere():
+    dated = r"^## (\S+) - (\d{4}-\d\d-\d\d)$"
+    version, date = re.findall(dated, read("CHANGELOG.md"), re.MULTILINE)[0]
+    assert f'    version="{version}",\n' in read("setup.py")
+    cited = f"\nversion: {version}\ndate-released: {date}\n"
+    assert cited in read("CITATION.cff")
+
+
 def test_every_requirement_holds_on_every_python(extras):
     """pip leaves a requirement with an unmet marker out, without a word."""
     assert all(r.marker is None for named in extras.values() for r in named.values())
