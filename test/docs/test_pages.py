@@ -79,6 +79,14 @@ def test_names_that_are_public_exist(page):
         assert hasattr(module, name) or is_module, f"{alias}.{name}"
 
 
+def test_the_page_on_stability_lists_all_public_names():
+    page = read("docs/stability.md")
+    listed = re.findall(r"^`([\w.]+)`\n\n```text\n(.*?)```", page, re.M | re.DOTALL)
+    assert {*MODULES.values()} <= {module for module, _ in listed}
+    for module, names in listed:
+        assert names.split() == importlib.import_module(module).__all__, module
+
+
 def attributes(cls: type) -> set[str]:
     """Returns the names that objects of a class have, those set by methods too."""
     found = set(dir(cls))
