@@ -71,6 +71,12 @@ def test_a_release_has_one_version_and_date_everywhere():
     assert cited in read("CITATION.cff")
 
 
+def test_hooks_before_a_commit_run_what_lint_runs():
+    lint = read("Makefile").split("\nlint:")[1].split("\n\n")[0]
+    hooks = re.findall(r"^ +entry: (.*)", read(".pre-commit-config.yaml"), re.MULTILINE)
+    assert hooks == re.findall(r"/(ruff .*)", lint) != []
+
+
 def test_every_requirement_holds_on_every_python(extras):
     """pip leaves a requirement with an unmet marker out, without a word."""
     assert all(r.marker is None for named in extras.values() for r in named.values())
