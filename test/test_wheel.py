@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,6 +157,7 @@ def _packages(python: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
+    """A wheel that is built from the source distribution, beside which it lies."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     run("git", "clone", "-q", ROOT, source, cwd=folder)
@@ -163,7 +166,10 @@ def wheel(tmp_path_factory) -> Path:
         ["git", "diff", "HEAD", "--binary"], cwd=ROOT, capture_output=True
     )
     subprocess.run(["git", "apply", "--allow-empty"], cwd=source, input=changed.stdout)
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source,
+    build = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    run(environment(folder / "venv", ["setuptools>=77"]), "-c", build, cwd=source)
+    [sdist] = folder.glob("*.tar.gz")
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, sdist,
         cwd=folder)  # fmt: skip
     [found] = folder.glob("*.whl")
     return found
@@ -178,6 +184,18 @@ def environments(wheel, tmp_path_factory) -> Iterator[dict[str, Path]]:
     yield made
     for python in made.values():
         shutil.rmtree(python.parents[1])
+
+
+def test_distributions_hold_the_packages_and_nothing_else(wheel):
+    git = ["git", "ls-files", *PACKAGES]
+    files = set(subprocess.check_output(git, cwd=ROOT, text=True).split())
+    [sdist] = wheel.parent.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        assert {n for n in archive.namelist() if ".dist-info/" not in n} == files
+    with tarfile.open(sdist) as archive:
+        names = {m.name.partition("/")[2] for m in archive if m.isfile()}
+    assert {n for n in names if "/" in n and ".egg-info/" not in n} == files
+    assert {"LICENSE", "README.md", "setup.py", "pyproject.toml"} <= names
 
 
 @pytest.mark.parametrize("package", PACKAGES)
