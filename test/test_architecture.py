@@ -30,11 +30,7 @@ RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
 FAMILIES = {"grab_xla/balancers", "per_sample_grad/layers"}
 MODULES_PER_FOLDER = 12
 # The classes that users hold and that change; each is a room of its own.
-SHELLS = {
-    "variable_batch_size.data.sampler",
-    "grab_xla.sampler",
-    "rigl_xla.scheduler",
-}
+SHELLS = {"variable_batch_size.data.sampler", "grab_xla.sampler", "rigl_xla.scheduler"}
 WITHOUT_TORCH = {
     "grab_xla.balancing.reordering",
     "rigl_xla.report.costs",

@@ -8,13 +8,7 @@ import pytest
 
 from examples.ordering import causal_language_model as text
 from examples.ordering import image_classification as images
-from examples.pool import (
-    batch_to_label,
-    influence,
-    mislabelled,
-    score_pool,
-    target_set,
-)
+from examples.pool import batch_to_label, influence, mislabelled, score_pool, target_set
 from examples.sparse import rigl_imagenet
 
 pytestmark = pytest.mark.usefixtures("one_thread")

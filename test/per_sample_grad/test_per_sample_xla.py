@@ -141,11 +141,7 @@ def all_answers(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list:
         losses = loss_of(model(x), y)
     factors = recorded.backward(losses)
     direction = factors.weighted_sum(torch.ones(len(x), device=x.device))
-    return [
-        factors.norms(),
-        factors.gram(),
-        factors.dot(direction),
-    ]
+    return [factors.norms(), factors.gram(), factors.dot(direction)]
 
 
 def streamed_norms(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list:

@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grab_xla.balancing.reordering import (
-    RoundRobinSharding,
-    reorder,
-    reorder_by_score,
-)
+from grab_xla.balancing.reordering import RoundRobinSharding, reorder, reorder_by_score
 
 ORDER = np.array([10, 11, 12, 13, 14, 15, 16])
 

@@ -184,13 +184,7 @@ def two_steps(number, batch):
 
 
 # What has a step of a batch, where some samples have none, or two.
-LEFT_OUT = [
-    one_of_every_batch,
-    half_of_every_batch,
-    a_batch,
-    some_of_one,
-    two_steps,
-]
+LEFT_OUT = [one_of_every_batch, half_of_every_batch, a_batch, some_of_one, two_steps]
 LONG = 80  # samples, of which "workers" draw 20 before the first step
 
 

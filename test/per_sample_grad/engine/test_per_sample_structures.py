@@ -222,11 +222,7 @@ def by_all(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return m.sub(by_the_model(m, x, h)) * m.other
 
 
-WAYS = {
-    by_operations: "error",
-    by_the_model: "batched",
-    by_all: "batched",
-}
+WAYS = {by_operations: "error", by_the_model: "batched", by_all: "batched"}
 
 
 def around(function: Callable) -> Callable[[Used], None]:

@@ -98,12 +98,7 @@ def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
 
 # The default tests of XLA replicas are those of five packages and of counts.
 @pytest.mark.parametrize(
-    "backend",
-    [
-        row("cpu", 3),
-        *(row("xla", n, slow=True) for n in (1, 2, 8)),
-        TPU_LIKE,
-    ],
+    "backend", [row("cpu", 3), *(row("xla", n, slow=True) for n in (1, 2, 8)), TPU_LIKE]
 )
 def test_replicas_choose_as_one_process_on_all_their_data(backend):
     kinds = [*OPTIONS] if backend in (("cpu", 3), ("xla", 2)) else ["rigl"]

@@ -272,12 +272,7 @@ def test_a_decision_has_hysteresis_and_limits(wanted, least, most, expected):
     [
         (16, {"most": 2}, ValueError, "most must be an integer >= 4, got 2"),
         (16, {"factor": 1}, ValueError, "factor must be a finite number > 1, got 1"),
-        (
-            16,
-            {"policy": "x"},
-            ValueError,
-            "policy must be one of 'noise-scale', 'g",
-        ),
+        (16, {"policy": "x"}, ValueError, "policy must be one of 'noise-scale', 'g"),
         (16, {"available": 64}, TypeError, "available must be a function, got 64"),
         ([16, 8], {}, ValueError, "constant trace, or on_end='hold'"),
         (16, {"least": 5, "most": 7}, ValueError, "multiples of the minibatch size, 4"),

@@ -82,12 +82,7 @@ def train(rank: int, folder: Path, case: Case, options: dict) -> dict[str, objec
 
 @pytest.fixture(
     scope="module",
-    params=[
-        row("cpu", 1),
-        row("cpu", 3),
-        row("xla", 2),
-        row("xla", 8, slow=True),
-    ],
+    params=[row("cpu", 1), row("cpu", 3), row("xla", 2), row("xla", 8, slow=True)],
 )
 def adascale(request, tmp_path_factory):
     """A run whose learning rates are known to the device alone."""
@@ -165,10 +160,7 @@ def test_a_log_without_a_file_has_sinks_alone(tmp_path):
     writer, run = Writer(), WeightsAndBiasesRun()
     training = Training(tmp_path, log=False)
     training.log = vbs.RunLog(
-        None,
-        training.optimizer,
-        log_steps=4,
-        sinks=[vbs.tensorboard(writer), run.log],
+        None, training.optimizer, log_steps=4, sinks=[vbs.tensorboard(writer), run.log]
     )
     training.optimizer.attach(training.log)
     training.epoch(0)
