@@ -59,7 +59,7 @@ def _gaussian(
     with and without AVX2; row by row, so that not all of them are in memory.
     """
     matrix_KD = torch.empty(num_outputs, num_inputs, dtype=dtype)
-    wide = {"dtype": torch.float64, "generator": generator}
+    wide: dict[str, Any] = {"dtype": torch.float64, "generator": generator}
     for row_D in matrix_KD:
         row_D.copy_(torch.randn(num_inputs, **wide).div_(math.sqrt(num_outputs)))
     return matrix_KD
@@ -137,7 +137,7 @@ def _gather_and_sum(rows_DB: Tensor, columns_KS: Tensor, signs_KS: Tensor) -> Te
 
 def _root(number: int, order: int) -> int:
     """Returns the least r with r ** order >= number; 3125 ** (1 / 5) is above 5."""
-    root = max(1, round(number ** (1 / order)) - 1)
+    root: int = max(1, round(number ** (1 / order)) - 1)
     while root**order < number:
         root += 1
     return root

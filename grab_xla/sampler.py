@@ -20,13 +20,7 @@ from grab_xla.balancing.rows import FactoredRows
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import (
-    GraBWarning,
-    Orders,
-    SampleWeights,
-    Weights,
-    WeightsOf,
-)
+from grab_xla.epoch.orders import GraBWarning, Orders, SampleWeights, Weights, WeightsOf
 from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
@@ -197,7 +191,7 @@ class GraBSampler(Sampler[int]):
         walk_constant = prob_balance_c if prob_balance else None
         drawn, weighting = (kind, pi_eps, kron_order, seed), self._weights.name
         # What a saved state must agree with.
-        self._identity = {
+        self._identity: dict[str, Any] = {
             "version": VERSION,
             "balance_type": self.balance_type,
             "options": repr(ordering),
@@ -439,7 +433,8 @@ class GraBSampler(Sampler[int]):
                 return
             pieces = self._matrix.pieces(rows, balancer.piece_size)
             if progress.waits or self._replica.num_replicas > 1:
-                balancer.place_together(*pieces, progress.end, progress.waits)
+                [piece] = pieces
+                balancer.place_together(piece, progress.end, progress.waits)
             else:
                 balancer.place(pieces)
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,7 +166,8 @@ class RigLScheduler:
         arguments = locals()
         check_model(model)
         self.options = options = _made_of(Options, arguments)
-        self.schedule = schedule = _made_of(UpdateSchedule, arguments)
+        schedule: UpdateSchedule = _made_of(UpdateSchedule, arguments)
+        self.schedule = schedule
         self.model, self.optimizer = model, optimizer
         self.replica = given_or_current(replica)
         self._handles: list[Any] = []
@@ -221,7 +222,8 @@ class RigLScheduler:
         for handle in self._handles:
             handle.remove()
         for layer in self._layers:
-            layer.hold.release()
+            if layer.hold:
+                layer.hold.release()
             layer.pending = layer.gradient = layer.discarded = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -449,9 +451,9 @@ class RigLScheduler:
             ]
             layer.hold = Hold(parameter, self, handles)
         # A pruner that counts the optimizer's steps lives as long as that.
-        hook = functools.partial(_mask_weights, steps, self._layers)
-        if not self.options.skip_step:
-            hook = self._after_step
+        hook: Callable[..., None] = self._after_step
+        if self.options.skip_step:
+            hook = functools.partial(_mask_weights, steps, self._layers)
         if self._layers:
             self._handles.append(self.optimizer.register_step_post_hook(hook))
             watch_optimizers()
@@ -508,7 +510,7 @@ def _mask_weights(
     """Masks weights after the optimizer's step, also where the pruner is gone."""
     del args
     for layer in layers:
-        if not layer.hold.released:
+        if layer.hold and not layer.hold.released:
             layer.mask_()
     if (alive := steps()) is not None:
         alive.note_optimizer_step()

@@ -45,7 +45,8 @@ from variable_batch_size.runs.run_file import Run, RunFile, read_run
 from variable_batch_size.runs.run_log import RunLog, Sink, tensorboard
 from variable_batch_size.step.attached import Update
 from variable_batch_size.step.buffers import average_buffers
-from variable_batch_size.traces.batch_trace import Trace, TraceError, TraceWarning
+from variable_batch_size.traces.batch_trace import Trace, TraceWarning
+from variable_batch_size.traces.trace_csv import TraceError
 from variable_batch_size.training import Epoch, epochs
 
 __all__ = [

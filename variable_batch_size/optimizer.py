@@ -350,7 +350,7 @@ class ElasticOptimizer(OptimizerProxy):
                     "from numbers that are equal on all of them, or on one replica",
                     self.replica.rank,
                 )
-            first = 1 + max(step for _, step in given)
+            first: int = 1 + max(step for _, step in given)
             self.check_batch_size(batch_size, first)
             sampler.change_from(first, batch_size)
             position.replan(sampler.replanned(position.plan))
@@ -545,7 +545,7 @@ class ElasticOptimizer(OptimizerProxy):
         is_late = self.ref_weight is not None and not self.rule.measured
         if self._loop.position.ended or is_late:
             return as_floats(self._loop.last_lrs or lrs, self.replica)
-        if self.rule.measured:
+        if self.rule.measured and self.noise is not None:
             inputs = self.noise.lr_factors(batch_size)
         else:
             inputs = (batch_size / (self.ref_batchsize or 1),) * len(lrs)

@@ -19,7 +19,7 @@ class ReplicaError(RuntimeError):
         super().__init__(message)
         self.rank = rank
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.args[0], self.rank)
 
 
@@ -60,5 +60,5 @@ class Stopped(SystemExit):
     def __str__(self) -> str:
         return self.reason
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.reason, self.exit_status)

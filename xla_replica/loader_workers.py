@@ -22,7 +22,7 @@ from torch.utils.data._utils import signal_handling
 
 def spare_workers(signals: frozenset[int]) -> None:
     """Has loaders that begin from now on start workers that block ``signals``."""
-    iterators = [dataloader._MultiProcessingDataLoaderIter]
+    iterators: list[Any] = [dataloader._MultiProcessingDataLoaderIter]
     torchdata = sys.modules.get("torchdata.stateful_dataloader.stateful_dataloader")
     if torchdata is not None:
         iterators.append(torchdata._StatefulMultiProcessingDataLoaderIter)

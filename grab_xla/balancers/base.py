@@ -114,7 +114,7 @@ class Ordering:
         return {name: torch.zeros_like(value) for name, value in state.items()}
 
     def begin_step(
-        self, state: State, pieces: Iterable[Tensor], decide: Decisions
+        self, state: State, pieces: Iterable[Any], decide: Decisions
     ) -> State:
         """Returns the state for a step, given all of its rows before any is balanced.
 

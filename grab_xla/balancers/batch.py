@@ -73,7 +73,7 @@ class BatchBalance(MeanBalance):
 
     def _vectors(self, state: State, rows_RD: Rows, weights_R: Tensor | None) -> Rows:
         rows, centre = self.centred(state, without_nan(rows_RD))
-        vectors = rows - centre
+        vectors: Rows = rows - centre
         return vectors if weights_R is None else vectors * weights_R.unsqueeze(1)
 
 

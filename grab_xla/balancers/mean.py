@@ -143,11 +143,11 @@ class RecursiveBalance(MeanBalance):
         check_integer("depth", self.depth, 0)
 
     @property
-    def num_draws(self) -> int:
+    def num_draws(self) -> int:  # type: ignore[override]
         return self.depth + 1
 
     @property
-    def num_leaves(self) -> int:
+    def num_leaves(self) -> int:  # type: ignore[override]
         return 2**self.depth
 
     def walk(
@@ -162,7 +162,8 @@ class RecursiveBalance(MeanBalance):
 
         Level by level, samples at the same node are decided one after the other.
         """
-        like = {"dtype": torch.int32, "device": gram_RR.device}  # TPUs emulate int64
+        # TPUs emulate int64.
+        like: dict[str, Any] = {"dtype": torch.int32, "device": gram_RR.device}
         nodes = torch.arange(products_RV.shape[1], **like)
         node = torch.zeros_like(finite_R, dtype=nodes.dtype)
         signs_RV = torch.zeros_like(products_RV)

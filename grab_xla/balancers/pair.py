@@ -57,7 +57,7 @@ class BlockBalancer(Balancer):
         return self.num_pending(state) == 0 and num_rows % self.block_size == 0
 
     @property
-    def piece_size(self) -> int | None:
+    def piece_size(self) -> int | None:  # type: ignore[override]
         return self.block_size
 
     @property

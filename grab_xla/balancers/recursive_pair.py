@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,11 +55,11 @@ class RecursivePairBalance(BlockBalancer):
         return self.batch_size - 1
 
     @property
-    def num_leaves(self) -> int:
+    def num_leaves(self) -> int:  # type: ignore[override]
         return self.batch_size
 
     @property
-    def num_draws(self) -> int:
+    def num_draws(self) -> int:  # type: ignore[override]
         return self.batch_size.bit_length() - 1
 
     def takes_factored(self, state: State, num_rows: int) -> bool:
@@ -99,7 +99,7 @@ class RecursivePairBalance(BlockBalancer):
         belongs to a node or a partner is found by comparing everything with it, because
         a TPU gathers and scatters numbers one by one.
         """
-        like = {"dtype": torch.int32, "device": products_RV.device}
+        like: dict[str, Any] = {"dtype": torch.int32, "device": products_RV.device}
         places = torch.arange(self.batch_size, **like)
 
         def of_partner(values: Tensor) -> Tensor:

@@ -89,8 +89,7 @@ class Decisions:
         takes one sum over the shards. A row that is not finite affects its own row and
         column of the first and its own row of the second, nothing else.
         """
-        is_formed = isinstance(rows_RD, Tensor)
-        gram = rows_RD @ rows_RD.T if is_formed else rows_RD.gram()
+        gram = rows_RD @ rows_RD.T if isinstance(rows_RD, Tensor) else rows_RD.gram()
         parts = [gram, rows_RD @ vectors_VD.T]
         if centre_1D is not None:
             # Products are joined rather than vectors, of which a tree has many.
@@ -184,7 +183,7 @@ def squared_norms(rows_RD: Rows) -> Tensor:
     """Returns the rows' squared norms, ``(R,)``, without a copy of the rows."""
     if isinstance(rows_RD, UnformedRows):
         return rows_RD.squared_norms()
-    return torch.linalg.vector_norm(rows_RD, dim=1).square()
+    return torch.square(torch.linalg.vector_norm(rows_RD, dim=1))
 
 
 def add_(sums_VD: Tensor, weights_VR: Tensor, rows_RD: Rows) -> None:

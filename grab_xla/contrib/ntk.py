@@ -291,7 +291,8 @@ class _KernelOrder(Ordering):
     def kernel(self, *model_and_loss: Any) -> Tensor:
         """Returns ``(n, n)`` for a model, its params and buffers, and a loss."""
         options = (self.batch_size, self.kernel_dtype, self.centered_feature_map)
-        return empirical_ntk(*model_and_loss, self.dataset, *options)
+        given: Any = (*model_and_loss, self.dataset, *options)
+        return empirical_ntk(*given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

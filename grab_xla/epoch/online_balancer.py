@@ -108,7 +108,7 @@ class OnlineBalancer:
         """Draws the epoch's uniform numbers, by position in the order, all at once."""
         if self._walk_constant is not None:
             size = (num_samples, self._ordering.num_draws)
-            like = {"generator": generator, "dtype": self.columns.dtype}
+            like: dict[str, Any] = {"generator": generator, "dtype": self.columns.dtype}
             self._uniforms = torch.rand(size, **like)
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class OnlineBalancer:
             ValueError: Another number of minibatches waits than this replica ran.
         """
         self._joins_updates = True
-        gathered = self._gathered
+        gathered: Iterable[Tensor] | None = self._gathered
         if gathered is None:
             gathered = self._gather(batch_size, minibatch_size)
         for rows in gathered:
@@ -222,7 +222,7 @@ class OnlineBalancer:
         ordering, device = self._ordering, self.columns.device
         first, last = self.num_seen, self.num_seen + len(rows_RD)
         num_waiting = ordering.num_pending(self.state)
-        known: dict[str, Tensor] = {}
+        known: dict[str, Any] = {}
         if self.weights is not None:
             weights = self.weights[first:last]
             known["weights_R"] = weights.to(device, self.columns.dtype)

@@ -39,7 +39,8 @@ def chosen(
     if not parameters:
         raise ValueError("trainable_params is empty: there is nothing to balance")
     if fidelity is not None:
-        return check_choice("fidelity", fidelity, FIDELITIES)
+        check_choice("fidelity", fidelity, FIDELITIES)
+        return fidelity
     is_small = sum(value.numel() for value in parameters.values()) <= EXACT_UP_TO
     is_projected = random_projection != "none"
     exact = is_small or is_projected or not ordering.needs_gradients

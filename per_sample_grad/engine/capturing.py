@@ -299,7 +299,7 @@ class Capture:
             >>> recorded.norms(losses)
             tensor([5., 2.])
         """
-        total = self.stream(
+        total: torch.Tensor = self.stream(
             losses,
             operator.methodcaller("norms", squared=True),
             retain_graph=retain_graph,

@@ -205,7 +205,7 @@ class Recorder:
             if call is None:
                 own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
                 first = settings.default_batch_dim if dim is None else dim
-                call = Call(module, *own, 0 if is_joined else first)
+                call = Call(module, own[0], own[1], 0 if is_joined else first)
             recorded = RecordedCall(
                 owner,
                 call,

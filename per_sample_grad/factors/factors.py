@@ -33,7 +33,7 @@ def _in_full_precision(
     """
 
     @functools.wraps(method)
-    def answer(self: Factors, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def answer(self: Factors, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         with forms.full_precision(self.losses.device):
             return method(self, *args, **kwargs)
 

@@ -194,7 +194,7 @@ def widened(contribution: Contribution) -> Contribution:
     fields = vars(contribution).items()
     tensors = [(n, value) for n, value in fields if isinstance(value, torch.Tensor)]
     dtype = accumulation_dtype(*[tensor.dtype for _, tensor in tensors])
-    changed: dict[str, torch.Tensor] = {}
+    changed: dict[str, Any] = {}
     for name, tensor in tensors:
         if tensor.requires_grad:
             changed[name] = tensor = tensor.detach()
@@ -211,7 +211,7 @@ def multiplied(contribution: Contribution, number: float) -> Contribution:
     if number == 1:
         return contribution
     name = "left" if isinstance(contribution, _Grouped) else "values"
-    changed = {name: float_factor(contribution) * number}
+    changed: Any = {name: float_factor(contribution) * number}
     return dataclasses.replace(contribution, **changed)
 
 
@@ -244,7 +244,7 @@ class Versions:
 
 def where(kept: torch.Tensor, contribution: Part) -> Part:
     """Returns zeros for the rows that are not ``kept``, ``(N,)`` bool."""
-    tensors = {
+    tensors: Any = {
         name: torch.where(
             kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, torch.zeros_like(tensor)
         )
@@ -279,7 +279,8 @@ def regroup(contribution: Contribution, num_samples: int) -> Contribution:
 def _joined(factor: torch.Tensor, num_samples: int) -> torch.Tensor:
     if factor.shape[0] == num_samples:
         return factor
-    return factor.unflatten(0, (num_samples, -1)).transpose(1, 2).flatten(2, 3)
+    rows = factor.unflatten(0, (num_samples, -1)).transpose(1, 2)
+    return torch.flatten(rows, 2, 3)
 
 
 def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
@@ -298,7 +299,7 @@ def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
     return [_merged(uses) for uses in alike.values()]
 
 
-def _merged(uses: list[Any]) -> Contribution:
+def _merged(uses: list[Any]) -> Any:
     if len(uses) == 1:
         return uses[0]
     match uses[0]:

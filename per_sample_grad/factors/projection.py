@@ -220,13 +220,14 @@ def _added_up(signed: torch.Tensor, dim: int, kept: int) -> torch.Tensor:
     """Returns sums of those numbers along a dimension that share a place."""
     count = signed.shape[dim]
     number = count % kept
+    total: torch.Tensor
     if not number:
-        return signed.unflatten(dim, (-1, kept)).sum(dim)
+        return torch.sum(signed.unflatten(dim, (-1, kept)), dim)
     if count < 2 * kept:
         total, rest = signed.split(kept, dim)
     else:
         whole, rest = signed.split([count - number, number], dim)
-        total = whole.unflatten(dim, (-1, kept)).sum(dim)
+        total = torch.sum(whole.unflatten(dim, (-1, kept)), dim)
     total.narrow(dim, 0, number).add_(rest)
     return total
 

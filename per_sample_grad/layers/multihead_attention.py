@@ -77,7 +77,7 @@ def _projected(
     module: nn.MultiheadAttention, inputs: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Returns query, key and value after their projections, as leaves of a graph."""
-    weights = [getattr(module, f"{name}_proj_weight") for name in _NAMES]
+    weights: Any = [getattr(module, f"{name}_proj_weight") for name in _NAMES]
     if module.in_proj_weight is not None:
         weights = module.in_proj_weight.chunk(3)
     biases: Sequence[torch.Tensor | None] = [None, None, None]

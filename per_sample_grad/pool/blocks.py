@@ -122,7 +122,7 @@ class BlockSource:
         collate = functools.partial(_collate_blocks, self.collate, self.block_size)
         loader = DataLoader(
             self.dataset,
-            batch_sampler=self._indices(intervals),  # type: ignore[arg-type]
+            batch_sampler=self._indices(intervals),
             collate_fn=collate,
             **self._options,
         )

@@ -29,8 +29,8 @@ from torch import nn
 
 from xla_replica import Replica
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(...))
-_PLAIN += (torch.dtype, torch.layout, torch.memory_format)
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, range)
+_PLAIN += (type(...), torch.dtype, torch.layout, torch.memory_format)
 _CODE = (types.FunctionType, types.ModuleType, types.BuiltinFunctionType, type)
 _LONG_TEXT = 80
 # A list, object or function of more parts than that is one line of a description.
@@ -221,11 +221,11 @@ def _parts_of(value: Any) -> dict[str, Any]:
         state |= value._parameters | value._buffers | value._modules
         parts = {".__class__": kind, ".forward": kind.forward}
         return parts | {f".{name}": part for name, part in state.items()}
-    reduce = copyreg.dispatch_table.get(type(value), lambda x: x.__reduce_ex__(4))
-    reduced = reduce(value)
+    reduce = copyreg.dispatch_table.get(type(value))
+    reduced: Any = reduce(value) if reduce else value.__reduce_ex__(4)
     if isinstance(reduced, str):  # the name of a global
         return {".__wrapped__": value.__wrapped__}
-    make, arguments, state, *more = (*reduced, None)
+    make, arguments, state, *more = [*reduced, None]
     state = state if isinstance(state, dict) else {"__getstate__": state}
     parts = {f".{name}": state[name] for name in sorted(state.keys() - _NOT_VALUES)}
     parts[".items"] = [list(items) for items in more if items]

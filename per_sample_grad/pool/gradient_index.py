@@ -170,14 +170,10 @@ class GradientIndex:
     def gram(self, rows: Sequence[int] | np.ndarray | slice) -> np.ndarray:
         """Returns inner products of every two of these rows, ``(m, m)`` float32."""
         found = self[rows]
-        return found @ found.T
+        return np.asarray(found @ found.T)
 
     def preconditioner(
-        self,
-        *,
-        damping: float = 0.1,
-        by_parameter: bool = True,
-        skip_nan: bool = False,
+        self, *, damping: float = 0.1, by_parameter: bool = True, skip_nan: bool = False
     ) -> Preconditioner:
         """Returns the inverse of the damped Gauss-Newton matrix of the projections.
 
@@ -411,7 +407,7 @@ def _norms(rows: np.ndarray) -> np.ndarray:
     """Returns the norms of rows, ``(m, 1)``; infinity for zero."""
     scale = np.abs(rows).max(axis=1, keepdims=True, initial=0)
     scale[scale == 0] = 1
-    found = scale * np.linalg.norm(rows / scale, axis=1, keepdims=True)
+    found: np.ndarray = scale * np.linalg.norm(rows / scale, axis=1, keepdims=True)
     found[found == 0] = np.inf
     return found
 

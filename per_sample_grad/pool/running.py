@@ -165,7 +165,7 @@ class PoolRun:
                     to_compute.append(number)
                 elif numbers is not None:
                     numbers[slice(*parts.interval(number))] = parts.mapped(number)
-            intervals = [parts.interval(number) for number in np.flatnonzero(found)]
+            intervals = [parts.interval(n) for n in np.flatnonzero(found).tolist()]
             num_found = sum(stop - start for start, stop in intervals)
             self._compute(parts, to_compute, num_found, numbers)
             if folder is not None:

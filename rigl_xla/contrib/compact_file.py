@@ -192,7 +192,7 @@ def _kind(tensor: torch.Tensor) -> tuple[str, list[int]]:
     return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     """Returns the content of a file whose checksum is right."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)

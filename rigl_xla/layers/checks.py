@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -44,10 +44,10 @@ class Hold:
 
 
 # By parameter; not an attribute of it, which torch.save would pickle.
-_holds: MutableMapping[nn.Parameter, Hold] = WeakIdKeyDictionary()
+_holds: MutableMapping[Tensor, Hold] = WeakIdKeyDictionary()
 
 
-def pruner_of(parameter: nn.Parameter) -> object | None:
+def pruner_of(parameter: Tensor) -> object | None:
     """Returns the pruner that keeps a parameter sparse, if anybody has it."""
     hold = _holds.get(parameter)
     return None if hold is None or hold.released else hold.pruner()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,7 +45,7 @@ def initial_layer(weight: Weight, sparsity: float, options: Options) -> SparseLa
     elif options.initial_masks == "random":
         mask = masks.random_mask(options.seed, weight.name, size, active)
     else:
-        given = options.initial_masks
+        given: Any = options.initial_masks
         scores = parameter.abs() if given == "magnitude" else given[weight.name]
         scores = scores.detach()  # on any device
         if pattern is not None:

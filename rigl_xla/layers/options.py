@@ -53,7 +53,7 @@ class Options:
     initial_weights: str | None = None
     sparsities: Mapping[str, float] | None = None
     include: Selector | Iterable[Selector] = ()
-    exclude: Selector | Iterable[Selector] = ()
+    exclude: Iterable[Selector] = ()
     dense_first: bool | None = None
     momentum: float = 0.9
     skip_step: bool = True
@@ -154,8 +154,8 @@ class Options:
             fixed = {weight.name: 0.0 for weight in weights if not weight.is_conv}
         for pattern, sparsity in (self.sparsities or {}).items():
             fixed |= dict.fromkeys(named(weights, pattern), sparsity)
-        pattern = n_of_m(self.structure) if self.structure else None
-        target = 1 - pattern[0] / pattern[1] if pattern else 1 - self.dense_allocation
+        kept = n_of_m(self.structure) if self.structure else None
+        target = 1 - kept[0] / kept[1] if kept else 1 - self.dense_allocation
         shapes = {weight.name: tuple(weight.parameter.shape) for weight in weights}
         # An excluded first layer is dense, and no other takes its place.
         first = [weight.name for weight in weights_of(model, self.include)[:1]]

@@ -47,9 +47,9 @@ class Weight:
     @property
     def transposed(self) -> int | None:
         """Groups of a transposed convolution; None for all others."""
-        module = self.module
-        is_transposed = isinstance(module, _ConvNd) and module.transposed
-        return module.groups if is_transposed else None
+        if isinstance(self.module, _ConvNd) and self.module.transposed:
+            return self.module.groups
+        return None
 
 
 def weights_of(
@@ -157,9 +157,10 @@ def reasons_for_dense(
 
 def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
     """Returns selectors as a list; a single one becomes a list of one."""
-    single = isinstance(given, (str, type, nn.Module)) or callable(given)
-    single = single or not isinstance(given, Iterable)
-    every = [given] if single else list(given)
+    is_one = isinstance(given, (str, type, nn.Module)) or callable(given)
+    every: list[Any] = [given]
+    if not is_one and isinstance(given, Iterable):
+        every = list(given)
     for selector in every:
         is_name = isinstance(selector, (str, type))
         if not is_name and (not callable(selector) or isinstance(selector, nn.Module)):

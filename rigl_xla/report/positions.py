@@ -52,7 +52,7 @@ def costs_of(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, LayerCos
     uses: dict[str, list[_Use]] = defaultdict(list)
     attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     # Attention does not call its projection.
-    callers = {attention.out_proj: attention for attention in attentions}
+    callers: dict[nn.Module, nn.Module] = {a.out_proj: a for a in attentions}
     with _evaluating(model), contextlib.ExitStack() as hooks:
         for weight in weights:
             for module, attribute in multipliers_of(model, weight):

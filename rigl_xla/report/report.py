@@ -100,6 +100,7 @@ class Report:
         self._counts = {layer.name: (layer.size, layer.counts) for layer in now.layers}
         watched = {weight.name: cost_of(weight) for weight in weights_of(model)}
         for name, cost in watched.items() if costs is not None else ():
+            assert costs is not None
             if name not in costs or costs[name].shape != cost.shape:
                 raise ValueError(
                     f"costs are of another model: {name!r} of shape {cost.shape} is "

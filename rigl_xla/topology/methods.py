@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -145,7 +146,7 @@ def method_named(
     """
     check_choice("method", name, METHODS)
     method = METHODS[name]
-    given = {"drop": drop, "grow": grow}
+    given: dict[str, Any] = {"drop": drop, "grow": grow}
     given = {what: score for what, score in given.items() if score is not None}
     if given and not method.updates:
         raise ValueError(

@@ -444,14 +444,14 @@ class Checkpointer:
         state = shards.fill(self.folder, state, self.replica, trained)
         # First what may refuse the state, before anything is changed. One after the
         # other is copied: this needs memory for the largest of them, not for all.
-        own = files.own_tensors
+        copied = files.own_tensors
         self._optimizer.load_state_dict(
-            own(state["optimizer"]), allow_changes=allow_changes
+            copied(state["optimizer"]), allow_changes=allow_changes
         )
         for name, part in self._parts.items():
-            part.load_state_dict(own(state["parts"][name]))
+            part.load_state_dict(copied(state["parts"][name]))
         if "random" in state:  # in a live run every minibatch has a seed
-            random_state.restore(own(state["random"]), self.replica)
+            random_state.restore(copied(state["random"]), self.replica)
         self.num_updates, self.best_metric = state["num_updates"], state["best"]
         self._times.saved(self.num_updates)
         self._begun = self._optimizer.sampler.cursor

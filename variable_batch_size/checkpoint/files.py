@@ -80,7 +80,7 @@ def read_checkpoint(
     path = Path(path)
     try:
         _check_regular(path)
-        state = parse(path)
+        state: dict[str, Any] = parse(path)
     except CheckpointError as damage:
         raise CheckpointError(f"{path} cannot be loaded: {damage}") from damage
     if settings is not None:
@@ -134,7 +134,7 @@ def write(folder: Path, num_updates: int, state: Any) -> Path:
     name = f"update-{num_updates:08d}"
 
     def content(file: BinaryIO) -> Path:
-        hashed = _Hashed(file)
+        hashed: Any = _Hashed(file)
         torch.save(state, hashed)
         return folder / f"{name}-{hashed.sha256.hexdigest()[:_DIGITS]}.pt"
 

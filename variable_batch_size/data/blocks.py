@@ -100,7 +100,7 @@ class BlockShuffle(LazyOrder):
         return [blocks, slots, windows]
 
 
-class BlockDataset(Dataset):
+class BlockDataset(Dataset[Any]):
     """A map-style dataset over blocks of samples, which are read whole and kept.
 
     ::
@@ -213,7 +213,7 @@ class BlockDataset(Dataset):
         Args:
             order: As `CustomSampler` takes it; None for its own shuffle.
         """
-        num_blocks = np.count_nonzero(self.block_sizes)
+        num_blocks = int(np.count_nonzero(self.block_sizes))
         if isinstance(order, BlockShuffle):
             if min(order.window, num_blocks) > self._num_kept:
                 raise ValueError(

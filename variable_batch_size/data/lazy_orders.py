@@ -41,7 +41,7 @@ def bijection(positions: np.ndarray, size: int, name: str) -> np.ndarray:
     keys = np.frombuffer(digest, "<u8").astype(np.uint64)  # of eight rounds
     if size <= SORTED:
         ranks = np.argsort(_mixed(np.arange(size, dtype=np.uint64) ^ keys[0]))
-        return ranks[positions]
+        return np.take(ranks, positions)
     high = math.isqrt(size - 1) + 1
     low = -(-size // high)  # size <= high * low < size + high
     radices = np.uint64(high), np.uint64(low)
@@ -66,7 +66,8 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values ^= values >> np.uint64(31)
+    return values
 
 
 class LazyOrder(abc.ABC):

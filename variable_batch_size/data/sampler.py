@@ -162,7 +162,7 @@ class CustomSampler(Sampler[list[int]]):
             )
         if hasattr(dataset, "check_order"):
             dataset.check_order(order)
-        if hasattr(order, "follow_weights"):
+        if order is not None and hasattr(order, "follow_weights"):
             order.follow_weights(self.update_weights)
 
     @property
@@ -315,6 +315,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def follow_pass(self) -> Minibatches:
         """Returns the newest iteration to what drops its stale minibatches."""
+        assert self._newest is not None, "nothing is iterated over"
         self._newest.is_followed = True
         return self._newest
 
@@ -442,7 +443,8 @@ class CustomSampler(Sampler[list[int]]):
     def __iter__(self) -> Minibatches:
         frame = sys._getframe(1)
         batching = frame.f_locals.get("self")
-        if isinstance(batching, BatchSampler) and batching.sampler is self:
+        sampler = getattr(batching, "sampler", None)
+        if isinstance(batching, BatchSampler) and sampler is self:
             raise TypeError(
                 "CustomSampler yields whole minibatches, and DataLoader(sampler=...) "
                 "makes batches of what it yields: pass it as batch_sampler="
@@ -463,6 +465,7 @@ class CustomSampler(Sampler[list[int]]):
         Raises ValueError if it is not an order, or not the one that was saved.
         """
         order, num_samples = self.order, plan.num_samples
+        samples_at: Callable[[np.ndarray], np.ndarray]
         if isinstance(order, LazyOrder):
             digest = order.digest(plan.epoch, num_samples)
             samples_at = functools.partial(
@@ -471,7 +474,7 @@ class CustomSampler(Sampler[list[int]]):
         else:
             whole = self._epoch_order(plan.epoch)
             samples_at = whole.__getitem__
-            content = np.ascontiguousarray(whole, "<i8")
+            content = whole.astype("<i8").tobytes()
             digest = hashlib.sha256(content).hexdigest()[:16]
         expected = self._order_digests.get(plan.epoch, digest)
         if plan.start_step and digest != expected:
@@ -498,15 +501,15 @@ class CustomSampler(Sampler[list[int]]):
             generator = torch.Generator()
             generator.manual_seed(self.seed + epoch)
             return torch.randperm(num_samples, generator=generator).numpy()
-        order = self.order(epoch) if callable(self.order) else self.order
+        order: Any = self.order(epoch) if callable(self.order) else self.order
         if not isinstance(order, (np.ndarray, torch.Tensor)):
             order = [*order]
-        order = np.asarray(order)
-        fits = order.shape == (num_samples,) and order.dtype.kind in "iu"
-        if not fits or (np.sort(order) != np.arange(num_samples)).any():
+        found = np.asarray(order)
+        fits = found.shape == (num_samples,) and found.dtype.kind in "iu"
+        if not fits or (np.sort(found) != np.arange(num_samples)).any():
             raise ValueError(
-                f"order= returned an array of shape {order.shape} and dtype "
-                f"{order.dtype} for epoch {epoch}; it must be a permutation of "
+                f"order= returned an array of shape {found.shape} and dtype "
+                f"{found.dtype} for epoch {epoch}; it must be a permutation of "
                 f"range({num_samples})"
             )
-        return order
+        return found

@@ -23,7 +23,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from variable_batch_size.traces.batch_trace import Trace, TraceError
+from variable_batch_size.traces.batch_trace import Trace
+from variable_batch_size.traces.trace_csv import TraceError
 from xla_replica import ReplicaError
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 from xla_replica.common.later import pd
@@ -142,7 +143,7 @@ class EpochPlan:
         """Returns the minibatches of replica ``rank`` in steps of these sizes."""
         num_minibatches = -(-batch_sizes // self.minibatch_size)
         remaining = num_minibatches - (0 if self.padded else rank)
-        return np.maximum(-(-remaining // self.num_replicas), 0)
+        return np.asarray(np.maximum(-(-remaining // self.num_replicas), 0))
 
     def _unrolled(self, head: np.ndarray) -> np.ndarray:
         return np.append(head, np.repeat(head[-1:], self.num_held))
@@ -172,7 +173,7 @@ class EpochPlan:
         ends = np.cumsum(substeps)
         within_step = np.arange(len(first)) - np.repeat(ends - substeps, substeps)
         last = np.repeat(starts[1:] - 1, substeps)
-        return np.minimum(first + within_step * self.num_replicas, last)
+        return np.asarray(np.minimum(first + within_step * self.num_replicas, last))
 
     def samples_of(self, step: int, number: int) -> slice:
         """Returns the part of the order that minibatch ``number`` of a step has."""

@@ -16,7 +16,7 @@ import xla_replica
 from xla_replica.common.arguments import check_integer
 
 
-class SeededDataset(Dataset):
+class SeededDataset(Dataset[Any]):
     """A dataset whose random numbers are seeded from (seed, epoch, sample).
 
     What ``dataset[i]`` draws from torch's CPU generator, Python's ``random`` and

@@ -112,13 +112,14 @@ class NoiseMeter:
                 "compat='reference' needs minibatches that all count the same; with "
                 "reduction='sum' leave it out"
             )
-        self._base = minibatch_size if options.compat else ref_batchsize
+        own_base = minibatch_size if options.compat else None
+        self._base = own_base or ref_batchsize
         self._lr_factor = self._base / ref_batchsize  # between gain and LR factor
         self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
         self._gradients = GradientSquares(self.dtype, replica)
         self._unseen = False  # whether gradients of this step were not looked at
-        self._num_measured = 0  # steps that should have told of the noise
+        self._num_measured: float = 0  # steps that should have told of the noise
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
@@ -156,7 +157,7 @@ class NoiseMeter:
                 "use_norm_layers needs whole parameters: those of this model are "
                 "sharded (FSDP2)"
             )
-        self._norm_layers.use(model, parameters, self.minibatch_size)
+        self._norm_layers.use(model, parameters, self.minibatch_size or 0)
 
     # --- while training -------------------------------------------------------------
 
@@ -374,7 +375,7 @@ class NoiseMeter:
         else:
             values |= {
                 "coefficients": estimators.coefficients(
-                    num_minibatches, self.minibatch_size
+                    num_minibatches, self.minibatch_size or 0
                 ),
                 "ratio": batch_size / self._base,
                 "weight": estimators.weight_of(num_minibatches, time_constant),

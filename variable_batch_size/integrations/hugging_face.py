@@ -140,12 +140,10 @@ class ElasticTrainer(Trainer):
             order=order,
             on_end=on_end,
         )
-        self._elastic = {
-            "rule": rule,
-            "ref_batchsize": ref_batchsize,
-            "ref_weight": ref_weight,
+        self._elastic: dict[str, Any] = {
+            "rule": rule, "ref_batchsize": ref_batchsize, "ref_weight": ref_weight,
             "noise": noise,
-        }
+        }  # fmt: skip
         self._begun = False
         self._update: Update | None = None
 
@@ -256,11 +254,11 @@ class ElasticTrainer(Trainer):
             return super()._wrap_model(model, training, dataloader)
         # Autocast and torch.compile, without DistributedDataParallel. The model is on
         # its device; to move it again, to "cpu:0", would copy the kept gradients.
-        model = self.accelerator.prepare_model(
+        prepared: Any = self.accelerator.prepare_model(
             model, device_placement=False, evaluation_mode=True
         )
-        model._is_accelerate_prepared = True
-        return model
+        prepared._is_accelerate_prepared = True
+        return prepared
 
     def training_step(
         self,
@@ -300,7 +298,8 @@ class ElasticTrainer(Trainer):
         self, num_items: torch.Tensor, *arguments: Any, **named: Any
     ) -> torch.Tensor:
         """Returns the mean loss that the class computes, times what it is a mean of."""
-        return type(self).compute_loss(self, *arguments, **named) * num_items
+        own: Any = type(self)
+        return own.compute_loss(self, *arguments, **named) * num_items
 
     def _after_update(self, update: Update) -> None:
         """Makes the trainer's sum of losses that of the step's mean over all tokens."""
@@ -423,5 +422,5 @@ class ElasticTrainer(Trainer):
         if not found or found[0] == own:
             super()._load_rng_state(checkpoint)
             return
-        digest = hashlib.sha256(Path(checkpoint, found[0]).read_bytes()).digest()
+        digest = hashlib.sha256(Path(checkpoint or "", found[0]).read_bytes()).digest()
         set_seed((int.from_bytes(digest[:4], "little") + rank) % 2**32)

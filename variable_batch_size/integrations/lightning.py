@@ -25,7 +25,6 @@ import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.refusals import LIGHTNING
 from variable_batch_size.integrations.steps import StepOptimizer
-from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.runs.run_log import RunLog
 
@@ -96,7 +95,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         self._may_lack_metrics = False
 
     @property
-    def optimizer(self) -> ElasticOptimizer:
+    def optimizer(self) -> StepOptimizer:
         """The wrapper of the module's optimizer, from the hook ``on_fit_start`` on."""
         [optimizer] = self.optimizers
         return optimizer
@@ -126,7 +125,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         super().setup_optimizers(trainer)
         [inner] = self.optimizers
         optimizer = StepOptimizer(inner, self.sampler, lockstep=True, **self._options)
-        self.optimizers = [optimizer]
+        self.optimizers: list[StepOptimizer] = [optimizer]
         if trainer.log_every_n_steps:
             sinks = [_sink_of(each) for each in trainer.loggers]
             steps = trainer.log_every_n_steps
@@ -303,7 +302,7 @@ class Minibatches:
 class _StepLoader:
     """Yields the `Minibatches` of every step of an epoch."""
 
-    def __init__(self, loader: DataLoader, strategy: ElasticStrategy) -> None:
+    def __init__(self, loader: DataLoader[Any], strategy: ElasticStrategy) -> None:
         self._loader, self._strategy = loader, strategy
         self.sampler = self  # Lightning calls its set_epoch before every epoch
 

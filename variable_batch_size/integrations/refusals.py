@@ -23,6 +23,7 @@ _UNSCALED = (
 )
 
 # By the name of an argument of `transformers.TrainingArguments`; its value is asked.
+_OF_ACCELERATE = ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs")
 HUGGING_FACE: Refusals = {
     "gradient_accumulation_steps": (
         lambda value: value != 1,
@@ -76,7 +77,6 @@ HUGGING_FACE: Refusals = {
         "this one updates weights within every backward pass",
     ),
 }
-_OF_ACCELERATE = ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs")
 
 
 def _gets_whole_steps(strategy: Any) -> bool:

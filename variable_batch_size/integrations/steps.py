@@ -34,7 +34,7 @@ class StepOptimizer(ElasticOptimizer):
         """Ends a minibatch that is not the step's last one on this process."""
         super().step(weight=self.weight)
 
-    def step(  # type: ignore[override]
+    def step(
         self, closure: Callable[[], Any] | None = None, *, weight: None = None
     ) -> Any:
         """Makes the update of the step under way, after what ``closure`` runs of it.

@@ -130,7 +130,7 @@ class Rule:
             batch_ratio,
             hyperparameters["betas"],
             hyperparameters["eps"],
-            self.init() if state is None else state,
+            AdamState(0) if state is None else state,
         )
         if hyperparameters.get("decoupled_weight_decay"):  # times the lr handed over
             decay *= 1 / adjustment

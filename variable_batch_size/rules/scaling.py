@@ -98,13 +98,13 @@ class Scaling:
                 continue
             scaled, state = self._rule.update(batch_ratio, group, self._states[index])
             if self._on_device:
-                uploaded = self._uploaded(index, group, scaled._asdict())
+                uploaded: Any = self._uploaded(index, group, scaled._asdict())
                 scaled = scaled._replace(**uploaded)
             self._scaled.append(scaled)
             self._next_states.append(state)
 
     def _inputs_of(
-        self, index: int, group: Group, batch_ratio: float | None
+        self, index: int, group: Group, batch_ratio: Any
     ) -> tuple[Group, Any]:
         if not self._on_device:
             return {**group}, batch_ratio
@@ -261,7 +261,7 @@ def _scale_gradients(group: Group, decay: Any, factor: Any) -> None:
     if group.get("maximize"):
         decay = -decay
     for parameter in _trained(group):
-        gradient = parameter.grad
+        gradient: Any = parameter.grad
         if isinstance(decay, torch.Tensor):
             gradient.add_(parameter * operand_for(parameter, decay))
         elif decays:

@@ -143,7 +143,7 @@ class RunLog:
     @property
     def path(self) -> Path | None:
         """The file, if there is one."""
-        return self._file and self._file.path
+        return None if self._file is None else self._file.path
 
     def add(self, loss: torch.Tensor) -> None:
         """Adds the loss of the minibatch under way, before `step`; nothing is read.

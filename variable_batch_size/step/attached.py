@@ -222,7 +222,7 @@ class AttachedScheduler:
                 "attach: unit='iterations' counts measured gains: use "
                 "AdaScaleOptimizer, or another rule with noise=True"
             )
-        if self._amount is None and noise.weighted:
+        if self._amount is None and noise is not None and noise.weighted:
             raise TypeError(
                 "attach: unit='iterations' would read the device after every update "
                 "with reduction='sum', where the host does not know the batch ratio: "

@@ -121,7 +121,7 @@ class ExactModel:
             ReplicaError: They were bad the last time too.
         """
         [must_repeat] = self._replica.fetch([self.grid.measure()])
-        self._divisor = position.num_minibatches
+        self._divisor: Any = position.num_minibatches
         if self._replica.is_lazy:
             self._divisor = self._scalars.get("statistics", self._divisor)
         if not must_repeat.item():
@@ -270,7 +270,7 @@ class RunningStatistics:
 
     def end_minibatch(self) -> None:
         """Adds what a minibatch has moved, and puts back what was before it."""
-        starts = self._starts or [None] * len(self.totals)
+        starts: list[Any] = self._starts or [None] * len(self.totals)
         for buffer, start, total in zip(self._buffers(), starts, self.totals):
             total.add_(None if start is None else buffer - start)
         self._put_back()

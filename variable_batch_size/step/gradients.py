@@ -323,7 +323,7 @@ class GradientRecord:
         self._gradient, self._version = gradient, gradient._version
         self._numbers = _some_numbers(gradient)
 
-    def look(self, gradient: torch.Tensor) -> None:
+    def look(self, gradient: Any) -> None:
         """Records the gradient as it is now."""
         self._gradient, self._version = gradient, gradient._version
         self._numbers = _some_numbers(gradient)
@@ -336,7 +336,7 @@ class GradientRecord:
         elif not self.accumulated:  # later its sum over replicas may be running
             self.overwritten |= self.has_other_numbers()
 
-    def after_accumulation(self, parameter: nn.Parameter) -> None:
+    def after_accumulation(self, parameter: torch.Tensor) -> None:
         """Runs right after that."""
         self.look(parameter.grad)
         self.accumulated = True

@@ -379,7 +379,7 @@ def _source(trace: str) -> int | str | IO[str]:
     """Returns the trace that a command line names, as `Trace` takes it."""
     if trace == "-":
         source = io.StringIO(sys.stdin.read())
-        source.name = "the standard input"  # type: ignore[attr-defined]
+        source.name = "the standard input"
         return source
     try:
         return trace if Path(trace).exists() else amount(trace)

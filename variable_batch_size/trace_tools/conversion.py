@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -207,7 +207,7 @@ def convert(
     times, counts = (log.times - log.times[0]).tolist(), log.devices.tolist()
     last = len(times) - 1
     # Equal steps in a row: (first start, number of steps, seconds, size, devices).
-    blocks: list[tuple[float, int, float, int, int]] = []
+    blocks: list[Sequence[float]] = []
     lost = now = 0.0
     running, row = 0, 0  # devices of the run, and the row that holds now
     while row < last:

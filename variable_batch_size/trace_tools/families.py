@@ -8,17 +8,12 @@ others; see docs/extending.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from variable_batch_size.trace_tools.columns import amount
-from variable_batch_size.trace_tools.curves import (
-    Curve,
-    power_law,
-    read_curve,
-    schedule_named,
-)
+from variable_batch_size.trace_tools.curves import power_law, read_curve, schedule_named
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
 from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, TraceError
 from xla_replica.common.arguments import check_choice, check_integer, check_number
@@ -174,7 +169,7 @@ def critical_batch(
     check_number("coefficient", coefficient, least=0)
     if bool(curve) == bool(coefficient):
         raise ValueError("critical_batch needs either curve or coefficient above 0")
-    critical: Curve = read_curve(curve) if curve else power_law(coefficient, exponent)
+    critical: Any = read_curve(curve) if curve else power_law(coefficient, exponent)
     reached = 0
 
     def size(used: int) -> int:
@@ -310,7 +305,7 @@ def make(family: str, **options: object) -> pd.DataFrame:
     function = FAMILIES[check_choice("family", family, FAMILIES)]
     if isinstance(options.get("steps"), int):
         check_integer("steps", options["steps"], most=MOST_STEPS)
-    made = function(**options)
+    made: Any = function(**options)
     table = made if is_pandas(made, "DataFrame") else pd.DataFrame({COLUMN: [*made]})
     table = table.assign(**{COLUMN: Trace(table[[COLUMN]]).batch_sizes})
     table.insert(0, STEP_COLUMN, np.arange(len(table)))
@@ -334,7 +329,7 @@ def _doubled(first: int, times: int, most: int) -> int:
     """Returns ``first``, doubled so often, or as often as ``most`` allows."""
     check_integer("first", first, least=1)
     check_integer("most", most, least=first)
-    return first * 2 ** min(times, (most // first).bit_length() - 1)
+    return first << min(times, (most // first).bit_length() - 1)
 
 
 def _rounded(sizes: np.ndarray, multiple_of: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from variable_batch_size.rules.rule import Rule, rule_named
 from variable_batch_size.trace_tools.curves import Curve, level
 from variable_batch_size.trace_tools.step_time import StepTime
 from variable_batch_size.traces.batch_trace import Trace
-from xla_replica.common.arguments import check_integer, check_number, is_number
+from xla_replica.common.arguments import check_integer, check_number
 from xla_replica.common.later import pd
 
 # torch's Adam; rules for it change these.
@@ -129,7 +129,7 @@ def simulate(
     gains = None
     if noise_scale is not None:
         noise = _values("noise_scale", noise_scale, used - sizes)
-        gains = gain_at(noise, ratios, ref_batchsize)
+        gains = gain_at(noise, ratios, ref_batchsize or 1)
         table["gain"], table["progress"] = gains, np.cumsum(gains)
     rates = _values("lr", lr, used - sizes)
     table["lr"] = _effective(rule, rates, ratios, gains)
@@ -303,8 +303,8 @@ def check(
         "idle replica-substeps in per cent": 100 * idle / max(int(slots.sum()), 1),
     }
     if schedule.pad_minibatches:
-        slots = int(counts.sum()) * schedule.minibatch_size
-        result["samples of padding"] = slots - result["samples"]
+        held_samples = int(counts.sum()) * schedule.minibatch_size
+        result["samples of padding"] = held_samples - result["samples"]
     if seconds_per_substep is not None:
         check_number("seconds_per_substep", seconds_per_substep, above=0)
         result["idle replica-seconds"] = idle * seconds_per_substep
@@ -338,7 +338,7 @@ def _epochs(schedule: Schedule, num_epochs: int | None) -> range:
 
 def _values(name: str, curve: float | Curve, samples: np.ndarray) -> np.ndarray:
     """Returns ``(num_steps,)`` float64: the curve where every step begins."""
-    at = level(curve) if is_number(curve) else curve
+    at = curve if callable(curve) else level(check_number(name, curve))
     values = np.asarray(at(samples), dtype=np.float64)
     if values.shape != samples.shape or np.isnan(values).any() or (values < 0).any():
         raise ValueError(

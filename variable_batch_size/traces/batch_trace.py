@@ -23,17 +23,13 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO, TypeAlias
 
 import numpy as np
 
 from variable_batch_size.traces import trace_csv
-from variable_batch_size.traces.trace_csv import (
-    COLUMN,
-    STEP_COLUMN,
-    TraceError,
-)
+from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, TraceError
 from xla_replica.common.arguments import check_integer, is_integer
 from xla_replica.common.later import is_pandas, pd
 
@@ -85,10 +81,7 @@ class Trace:
     """
 
     def __init__(
-        self,
-        source: TraceSource,
-        *,
-        tokens_per_sample: int | None = None,
+        self, source: TraceSource, *, tokens_per_sample: int | None = None
     ) -> None:
         if tokens_per_sample is not None:
             check_integer("tokens_per_sample", tokens_per_sample, least=1)
@@ -98,20 +91,22 @@ class Trace:
         self.endless = is_integer(source)
         self._lines: Sequence[int] | None = None
         self._first_steps: np.ndarray | None = None  # of every row, of thresholds
-        values: Any = source
+        given: Any = source
+        values = given
         header: list[str] | None = None
-        if (plain := trace_csv.read_integers(source)) is not None:
+        column: Callable[[int], Any]
+        if (plain := trace_csv.read_integers(given)) is not None:
             header, columns_read = plain
-            self.name = os.fspath(source)
+            self.name: str = os.fspath(given)
             self._lines = range(2, 2 + len(columns_read[header[0]]))
-            column = lambda index: columns_read[header[index]]  # noqa: E731
+            column = [columns_read[name] for name in header].__getitem__
         elif isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
-            table = trace_csv.read_table(source)
+            table = trace_csv.read_table(given)
             self.name, self._lines = table.name, table.lines
             header, column = table.header, table.column
         elif is_pandas(source, "DataFrame"):
             self.name = "the DataFrame"
-            header, column = [*source.columns], lambda index: source.iloc[:, index]
+            header, column = [*given.columns], lambda index: given.iloc[:, index]
         elif self.endless:
             self.name, values = "the constant trace", [source]
         elif (

@@ -54,10 +54,11 @@ def read_table(source: Source) -> Table:
     Raises TraceError if it is not UTF-8 or CSV text, is empty, or has a row with more
     cells than there are columns.
     """
+    given: Any = source
     is_path = isinstance(source, (str, os.PathLike))
-    name = os.fspath(source) if is_path else getattr(source, "name", "trace")
+    name = os.fspath(given) if is_path else getattr(source, "name", "trace")
     try:
-        text = Path(source).read_bytes() if is_path else source.read()
+        text = Path(given).read_bytes() if is_path else given.read()
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
     except UnicodeDecodeError as error:

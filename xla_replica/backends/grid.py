@@ -19,7 +19,7 @@ float32 by operations that do not round.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,7 +93,7 @@ class Grid:
         if self.seen:
             new = torch.tensor(found).float() if self.is_host else torch.stack(found)
             self._largest = torch.maximum(self._largest, new)
-        self.seen = {}
+        self.seen: dict[int, Any] = {}
 
     def measure(self) -> torch.Tensor:
         """Looks at the largest numbers of all replicas. Collective.
@@ -126,7 +126,7 @@ class Grid:
 
     def drop_step(self) -> None:
         """Forgets the largest numbers of the step."""
-        self.seen: dict[int, Any] = {}
+        self.seen = {}
         self._next_level, self._largest = self._level, self._nothing
 
     def state_dict(self) -> dict[str, int]:
@@ -179,7 +179,7 @@ class Total:
         if grid.is_host:
             grid.seen[self._row] = _add_blocks_(self.parts[0], value, up)
             return
-        add = _add_multiples_ if grid.is_wide else _add_limbs_
+        add: Callable[..., None] = _add_multiples_ if grid.is_wide else _add_limbs_
         add(*self.parts, value, up)
         bad = value.new_full((), math.inf)
         sizes = torch.where(where_finite(value), value.abs(), bad)
@@ -217,7 +217,7 @@ def _blocks(*tensors: torch.Tensor) -> Iterable[Sequence[torch.Tensor]]:
     return zip(*(tensor.view(-1).split(_BLOCK) for tensor in tensors))
 
 
-def _add_blocks_(total: torch.Tensor, value: torch.Tensor, up: float) -> float:
+def _add_blocks_(total: torch.Tensor, value: torch.Tensor, up: Any) -> float:
     """Adds multiples on the host; returns the largest number, as `Grid.seen` has it."""
     largest = 0.0
     for value_part, total_part in _blocks(value, total):

@@ -277,8 +277,8 @@ class OverlappedSum(GradientSum):
 
     def _divide_by(self, divisor: int | None) -> None:
         """Takes the number that `sum_` divides by, None if it is not known yet."""
-        is_power_of_two = bool(divisor) and divisor & (divisor - 1) == 0
-        self._factor = 1 / divisor if is_power_of_two else None
+        is_power_of_two = divisor is not None and divisor.bit_count() == 1
+        self._factor = 1 / (divisor or 1) if is_power_of_two else None
 
     def _divides(self, bucket: Bucket) -> bool:
         """Returns whether to divide before the sum, the same on every replica."""

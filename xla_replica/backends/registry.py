@@ -42,7 +42,7 @@ class Backend(NamedTuple):
 
     find: Callable[[], str | None]
     replica: Callable[[str], Replica]
-    launch: Callable[[Job], list[Any]] | None
+    launch: Callable[[Job], list[Any]] | Any  # None: something else starts replicas
     preference: Callable[[Job], int]
     has_any_number: Callable[[], bool]
 
@@ -124,7 +124,7 @@ def current() -> Replica:
             has joined them to a group yet: each would silently train a model of its
             own.
     """
-    replica = getattr(_bound, "replica", None)
+    replica: Replica | None = getattr(_bound, "replica", None)
     if replica is not None:
         return replica
     for backend in reversed(DEVICES.values()):

@@ -340,7 +340,7 @@ class Replica(abc.ABC):
             lengths, texts = self._all_gather_bytes(own, width)
         return [pickle.loads(text[:length]) for length, text in zip(lengths, texts)]
 
-    def _all_gather_bytes(self, own: bytes, width: int) -> tuple[list, list[bytes]]:
+    def _all_gather_bytes(self, own: bytes, width: int) -> tuple[Any, list[bytes]]:
         """Returns the replicas' lengths, and their first ``width`` bytes, padded."""
         words = np.empty(1 + width // 4, np.int32)
         words[0] = len(own)
@@ -449,7 +449,9 @@ class Replica(abc.ABC):
         index = self.device.index
         if index is None:
             index = torch.accelerator.current_device_index()
-        return torch.get_device_module(self.device).default_generators[index]
+        found = torch.get_device_module(self.device).default_generators
+        generators: Sequence[torch.Generator] = found
+        return generators[index]
 
     def seeded(self, seed: int) -> AbstractContextManager[None]:
         """Returns a context in which draws on the CPU are the same on every replica.
@@ -516,11 +518,12 @@ def listed(verb: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     A single tensor is refused: to Python it is a sequence of its rows.
     """
-    is_one = isinstance(tensors, torch.Tensor)
-    found = [tensors] if is_one or not isinstance(tensors, Iterable) else list(tensors)
+    given: Any = tensors
+    is_one = isinstance(given, torch.Tensor)
+    found = [given] if is_one or not isinstance(given, Iterable) else list(given)
     if is_one or not all(isinstance(each, torch.Tensor) for each in found):
         got = next((each for each in found if not isinstance(each, torch.Tensor)), None)
-        got = f"a tensor of shape {tuple(found[0].shape)}" if is_one else repr(got)
+        got = f"a tensor of shape {tuple(given.shape)}" if is_one else repr(got)
         raise TypeError(f"{verb} takes a list of tensors, such as [tensor], got {got}")
     return found
 

@@ -92,7 +92,7 @@ def read_parts(
     return tensors
 
 
-def _empty(wanted: torch.Tensor, models: Mapping[tuple, Any]) -> torch.Tensor:
+def _empty(wanted: torch.Tensor, models: Mapping[tuple[int, ...], Any]) -> torch.Tensor:
     """Returns a tensor to read into."""
     model = models.get(tuple(wanted.shape))
     if model is not None:

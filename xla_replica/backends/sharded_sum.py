@@ -139,10 +139,10 @@ class ShardedParameters:
                     self._check(parameter)
             if own:
                 unit.register_forward_pre_hook(_follower(own))
-        for parameter in wanted.values():
-            if is_sharded(parameter):
-                self._check(parameter)
-            self._places[parameter] = GradientPlace(parameter)
+        for other in wanted.values():
+            if is_sharded(other):
+                self._check(other)
+            self._places[other] = GradientPlace(other)
 
     def _check(self, parameter: Any) -> None:
         mesh = parameter.device_mesh
@@ -160,7 +160,7 @@ class ShardedParameters:
             "Tensor and pipeline parallelism are not supported"
         )
 
-    def place_of(self, parameter: torch.Tensor) -> GradientPlace | None:
+    def place_of(self, parameter: torch.Tensor) -> Any:
         """Returns where a parameter's gradient appears; None if that is ``.grad``."""
         return self._places.get(parameter)
 
@@ -323,7 +323,7 @@ def _forget_accumulated(unit: Any) -> None:
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the square of a tensor's norm, in float64."""
-    return torch.linalg.vector_norm(tensor).double().square()
+    return torch.square(torch.linalg.vector_norm(tensor).double())
 
 
 def _own_modules(unit: nn.Module, kind: type) -> Iterator[nn.Module]:
@@ -335,7 +335,7 @@ def _own_modules(unit: nn.Module, kind: type) -> Iterator[nn.Module]:
 
 
 def _follower(
-    own: Iterable[tuple[GradientPlace, weakref.ref[nn.Module], str]],
+    own: Iterable[tuple[GradientPlace, weakref.ref[Any], str]],
 ) -> Callable[..., None]:
     """Returns a hook for a module, which runs when its whole parameters are there."""
 

@@ -18,8 +18,8 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
-        parts = [map_tensors(part, function) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        found = [map_tensors(part, function) for part in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     if not isinstance(value, Mapping):
         return value
     parts = {key: map_tensors(part, function) for key, part in value.items()}

@@ -91,7 +91,7 @@ class AccumulationNote:
         return all(isinstance(hook, AccumulationNote) for hook in hooks.values())
 
 
-def weak_hook(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+def weak_hook(method: Any, *arguments: Any) -> Callable[..., Any]:
     """Returns a hook that calls a method, and does not keep its object alive.
 
     The method is given the arguments, and then what the hook is given. Once the object
@@ -131,7 +131,7 @@ def accumulation_hook(
 
 def grad(
     outputs: torch.Tensor,
-    inputs: Sequence[torch.Tensor | GradientEdge],
+    inputs: Sequence[torch.Tensor] | Sequence[GradientEdge],
     *args: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:

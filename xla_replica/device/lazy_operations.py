@@ -32,7 +32,7 @@ def lazy_operation(build: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
         return xla_op_registry.register(build.__name__.strip("_"), build)
 
-    def operation(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    def operation(*tensors: torch.Tensor, **keywords: Any) -> Any:
         return registered()(*tensors, **keywords)
 
     return operation

@@ -14,7 +14,7 @@ import torch
 from xla_replica.common.arguments import check_integer
 
 # All threads of the process share the CPU generator.
-_turn = threading.RLock()
+_turn: Any = threading.RLock()
 # A loader worker may be forked while another emulated replica holds the lock, and
 # would then wait for it for ever.
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks

@@ -301,7 +301,7 @@ def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if func in _FETCHES:
         return any(_on_xla(value) for value in args)
     if func is _TENSOR.to:
-        target = kwargs.get("device", args[1] if len(args) > 1 else None)
+        target: Any = kwargs.get("device", args[1] if len(args) > 1 else None)
         if isinstance(target, torch.Tensor):
             target = target.device
         is_device = isinstance(target, (str, torch.device))
@@ -332,7 +332,7 @@ def _call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 
 def _place() -> str:
     """Returns file and line of the innermost caller that is neither ours nor theirs."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         if not any(folder in path for folder in _NOT_THE_USERS):

@@ -91,7 +91,7 @@ def install() -> Callable[[], None]:
         setattr(torch.random, name, function)
         setattr(torch, name, function)
     # An epoch of any DataLoader begins with a draw.
-    loading = torch.utils.data.dataloader._BaseDataLoaderIter
+    loading: Any = torch.utils.data.dataloader._BaseDataLoaderIter
     loading.__init__ = in_turn(loading.__init__)
     threading.Thread.start = _as_member(threading.Thread.start)
     _install_groups()
@@ -211,7 +211,7 @@ def _install_model_wrapper() -> None:
     """Makes `MpModelWrapper` move a copy of the model for each replica."""
     import torch_xla.distributed.xla_multiprocessing as xmp
 
-    def to(self: Any, device: Any) -> torch.nn.Module:
+    def to(self: Any, device: Any) -> Any:
         with self._lock:
             return copy.deepcopy(self._model).to(device)
 
