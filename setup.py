@@ -82,6 +82,7 @@ setup(
             "ruff",
             "scikit-learn",
             "matplotlib",
+            "mypy>=2.4,<2.5",  # what is strict is another thing in the next one
             "numba",
             "plotly>=6",
             "pyarrow",
