@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import xla_replica
-from support.xla_replica import torchtpu, tpu_like
+from support.xla_replica import slices, torchtpu, tpu_like
 
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 needs_xla = pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
@@ -32,7 +32,8 @@ TIMEOUT = 60.0
 class Backend(NamedTuple):
     """A device, as `xla_replica.launch` takes it, and a number of replicas.
 
-    "tpu-like" is a host with so many TPU chips, of which `tpu_like` knows.
+    "tpu-like" is a host with so many TPU chips, of which `tpu_like` knows; "slices" are
+    two members of a live run, one of them a single replica.
     """
 
     device: str
@@ -44,6 +45,8 @@ class Backend(NamedTuple):
         """Returns ``fn(rank, *args)`` of every replica; ``fn`` must be top-level."""
         if self.device == "tpu-like":
             return tpu_like.run(self.num_replicas, fn, args)
+        if self.device == "slices":
+            return slices.run((self.num_replicas - 1, 1), fn, args)
         return xla_replica.launch(
             fn, args, self.num_replicas, self.device, timeout=timeout
         )
@@ -60,7 +63,9 @@ def row(device: str, num_replicas: int, slow: bool = False):
     More than two processes on gloo are a matter of torch alone: beside torch_xla they
     are slow, as the default run of the torch environment has them.
     """
-    marks = [of_torch_alone] if device == "cpu" and num_replicas > 2 else []
+    marks = []
+    if (device == "cpu" and num_replicas > 2) or device == "slices":
+        marks += [of_torch_alone]
     marks += [pytest.mark.slow] if slow else []
     if device in ("xla", "tpu-like"):
         marks += [needs_xla, pytest.mark.xla]
@@ -74,6 +79,7 @@ def row(device: str, num_replicas: int, slow: bool = False):
     )
 
 
+SLICES = row("slices", 3)
 # Processes, as on a TPU; `make tpu-like` runs all tests that have such a row.
 TPU_LIKE = row("tpu-like", 2)
 FOUR_TPU_LIKE = row("tpu-like", 4)

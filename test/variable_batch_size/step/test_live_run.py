@@ -47,16 +47,27 @@ def undisturbed(arguments: tuple[str, ...], folder: Path, **variables: str) -> d
 
 
 def meet_fates(job: LiveJob, fates: list[Fate], num_members: int = 3) -> None:
-    """Has members meet their fates, and as many others take their places."""
-    waiting = list(fates)
-    for _ in range(num_members):
-        job.start(waiting.pop(0) if waiting else None)
+    """Has members meet their fates, and as many others take their places.
+
+    On a busy machine one may be taken for dead before: another one has its fate then.
+    """
+    waiting, given = list(fates), {}
+
+    def start() -> None:
+        fate = waiting.pop(0) if waiting else None
+        given[job.start(fate).pid] = fate
 
     def has_ended() -> bool:
         for process in job.look():
+            fate = given[process.pid]
+            if fate and not (job.folder / f"{process.pid}.met").exists():
+                waiting.append(fate)
             if process.exitcode and not job.results():
-                job.start(waiting.pop(0) if waiting else None)
+                start()
         return not job.running
+
+    for _ in range(num_members):
+        start()
 
     job.wait(has_ended, 300)
 

@@ -11,6 +11,7 @@ from support.xla_replica.replicas import (
     BACKENDS,
     FOUR_TPU_LIKE,
     SEVERAL_REPLICAS,
+    SLICES,
     TPU_LIKE,
     Backend,
     row,
@@ -88,7 +89,7 @@ def every_verb(rank: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture(scope="module", params=[*BACKENDS, TPU_LIKE, FOUR_TPU_LIKE])
+@pytest.fixture(scope="module", params=[*BACKENDS, SLICES, TPU_LIKE, FOUR_TPU_LIKE])
 def outcomes(request):
     return request.param.run(every_verb)
 
