@@ -120,6 +120,7 @@ class ElasticOptimizer(OptimizerProxy):
     reduction = _setting("reduction")
     log_steps = _setting("log_steps")
     max_grad_norm = _setting("max_grad_norm")
+    exact = _setting("exact")  # an `ExactModel`, made of it
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class ElasticOptimizer(OptimizerProxy):
             max_grad_norm,
             check_flag("overlap", overlap),
             check_flag("lockstep", lockstep),
-            exact is not None,
+            None if exact is None else ExactModel(exact, self.replica),
         )
         checks.check_wrapper(settings, optimizer, sampler, self.replica)
         groups = optimizer.param_groups
@@ -177,11 +178,6 @@ class ElasticOptimizer(OptimizerProxy):
             scalars,
             exact is not None,
         )
-        exact_model = None
-        if exact is not None:
-            exact_model = ExactModel(exact, self.replica, sampler.seed, scalars)
-            parameters = [p for group in groups for p in group["params"]]
-            exact_model.check(parameters, sampler.schedule)
         self._context = StepContext(
             optimizer,
             sampler,
@@ -190,7 +186,6 @@ class ElasticOptimizer(OptimizerProxy):
             scalars,
             self.noise,
             sharded,
-            exact_model,
         )
         checks.check_agreement(self._context)
         self._loop = UpdateLoop(self._context, self)
@@ -361,8 +356,6 @@ class ElasticOptimizer(OptimizerProxy):
         schedule = self.sampler.schedule.changed(first_step, batch_size)
         groups = self.inner.param_groups
         checks.check_groups(self._settings, groups, schedule, self.replica)
-        if self._context.exact:
-            self._context.exact.check([], schedule)
 
     def average_buffers(self, model: nn.Module) -> None:
         """Makes the model's floating-point buffers equal on all replicas.
@@ -400,8 +393,6 @@ class ElasticOptimizer(OptimizerProxy):
                 "built with whole ones alone, whose replicas run different numbers of "
                 "minibatches: build it with a sharded parameter too"
             )
-        if self._context.exact:
-            self._context.exact.check(unnamed, self.sampler.schedule)
         super().add_param_group(param_group)
         self._loop.gradients.add(self.param_groups[-1]["params"])
 
@@ -431,11 +422,6 @@ class ElasticOptimizer(OptimizerProxy):
     def epoch(self) -> int:
         """The epoch under way."""
         return self._loop.position.plan.epoch
-
-    @property
-    def exact(self) -> ExactModel | None:
-        """What makes sums exact; None without ``exact=``."""
-        return self._context.exact
 
     @property
     def is_idle(self) -> bool:

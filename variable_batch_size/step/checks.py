@@ -46,22 +46,17 @@ def check_wrapper(
             f"but this is {replica}"
         )
     _check_reduction(settings, sampler.schedule)
-    if replica.is_live and settings.lockstep:
+    if settings.lockstep and (replica.is_live or settings.exact):
         raise TypeError(
-            "live members do not work with lockstep=True, as the trainers of other "
-            "libraries (Hugging Face's, Lightning's) use it: they count minibatches, "
-            "and a step may be run again. Write the loop yourself, or start the run "
-            "without LIVE_LIGHTHOUSE"
+            "neither exact= nor live members work with lockstep=True, as the trainers "
+            "of other libraries (Hugging Face's, Lightning's) use it: they count "
+            "minibatches, and a step may be run again. Write the loop yourself, or "
+            "leave out exact=, and LIVE_LIGHTHOUSE"
         )
-    if replica.is_live and not settings.is_exact:
+    if replica.is_live and not settings.exact:
         raise TypeError(
             "in a live run a step may be run again by other members, which needs sums "
             "that do not depend on them: pass exact=model"
-        )
-    if settings.is_exact and settings.lockstep:
-        raise TypeError(
-            "exact= does not work with lockstep=True, as the trainers of other "
-            "libraries use it: they count minibatches, and a step may be run again"
         )
     rule = settings.rule
     has_reference = (settings.ref_batchsize, settings.ref_weight) != (None, None)
@@ -96,6 +91,8 @@ def check_groups(
                 "the model with model.to(replica.device) before you build the "
                 "optimizer, or pass replica=xla_replica.LocalReplica('cpu')"
             )
+    if settings.exact:
+        settings.exact.check(parameters, schedule)
     _check_rule(settings, groups, schedule)
 
 
@@ -107,7 +104,6 @@ def common_settings(context: StepContext) -> dict[str, Any]:
         **context.sampler.fingerprint(),
         "rule": settings.rule.name,
         **settings.options(),
-        **(context.exact.environment() if context.exact else {}),
         "noise": noise.options if noise else None,
         "lockstep": settings.lockstep,
         "hyperparameters": hyperparameters(context.inner.param_groups),

@@ -100,7 +100,6 @@ def _lasting(context: StepContext) -> dict[str, Any]:
     found = {
         "optimizer": type(context.inner).__name__,
         **context.settings.options(),
-        **(context.exact.environment() if context.exact else {}),
     }
     for index, group in enumerate(context.inner.param_groups):
         place = f" of parameter group {index}" if index else ""

@@ -35,8 +35,6 @@ class ExactModel:
     Args:
         model: The model that is trained.
         replica: The replica that the caller runs in.
-        seed: Of the random numbers that minibatches draw.
-        scalars: Uploads numbers.
 
     Attributes:
         grid: Its units, by name of parameter or buffer.
@@ -47,14 +45,12 @@ class ExactModel:
         TypeError, ValueError: The model, or this process, cannot have such bits.
     """
 
-    def __init__(
-        self, model: nn.Module, replica: Replica, seed: int, scalars: DeviceScalars
-    ) -> None:
+    def __init__(self, model: nn.Module, replica: Replica) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"exact= is the model, whose buffers count too, got {model!r}"
             )
-        self._replica, self._seed, self._scalars = replica, seed, scalars
+        self._replica, self._scalars = replica, DeviceScalars(replica)
         self._num_repeats = 0  # of the step under way
         self.names = {p: name for name, p in model.named_parameters()}
         layers = {
@@ -156,14 +152,9 @@ class ExactModel:
             rider.clear()
         self.grid.drop_step()
 
-    def seed_minibatch(self, step: int, number: int) -> None:
-        """Seeds what the minibatch of this number draws, on the host and the device.
-
-        Args:
-            step: Since training began.
-            number: Of the minibatch in its step, over all replicas.
-        """
-        text = f"{self._seed} {step} {number}".encode()
+    def seed_minibatch(self, *place: int) -> None:
+        """Seeds what a minibatch draws, on the host and the device, by its place."""
+        text = " ".join(map(str, place)).encode()
         digest = hashlib.blake2b(text, digest_size=4).digest()
         seed = int.from_bytes(digest, "little")
         seed_host(seed)

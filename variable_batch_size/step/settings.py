@@ -45,7 +45,7 @@ class Settings:
     max_grad_norm: float | None
     overlap: bool
     lockstep: bool
-    is_exact: bool
+    exact: ExactModel | None
 
     def options(self) -> dict[str, Any]:
         """Returns what replicas have in common, and a run with one that it resumes."""
@@ -56,7 +56,8 @@ class Settings:
             "reduction": self.reduction,
             "ref_weight": self.ref_weight,
             "max_grad_norm": self.max_grad_norm,
-            "exact": self.is_exact,
+            "exact": self.exact is not None,
+            **(self.exact.environment() if self.exact else {}),
         }
 
 
@@ -73,7 +74,6 @@ class StepContext:
         noise: Measures the gradients, or does not exist.
         sharded: Whether parameters are sharded, so that plans have padding in place of
             idle steps.
-        exact: What makes sums exact, if they are to be.
     """
 
     inner: Optimizer
@@ -83,7 +83,11 @@ class StepContext:
     scalars: DeviceScalars
     noise: NoiseMeter | None
     sharded: bool
-    exact: ExactModel | None = None
+
+    @property
+    def exact(self) -> ExactModel | None:
+        """What makes sums exact, if they are to be."""
+        return self.settings.exact
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Returns the parameters of all groups, frozen ones too."""

@@ -240,7 +240,7 @@ class UpdateLoop:
             plan = position.plan
             number = position.substep * plan.num_replicas + self._context.replica.rank
             step = plan.first_step + position.step
-            self._context.exact.seed_minibatch(step, number)
+            self._context.exact.seed_minibatch(self._context.sampler.seed, step, number)
 
     def follow_sampler(self) -> Position:
         """Goes to where the sampler is; returns the place of the next minibatch."""
