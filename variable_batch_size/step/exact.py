@@ -39,7 +39,7 @@ class ExactModel:
     Attributes:
         grid: Its units, by name of parameter or buffer.
         names: Each parameter's name in the grid.
-        riders: What else a step sums.
+        riders: What a step sums.
 
     Raises:
         TypeError, ValueError: The model, or this process, cannot have such bits.
@@ -98,13 +98,13 @@ class ExactModel:
 
     @torch.no_grad()
     def end_minibatch(self) -> None:
-        """Takes in what a minibatch has left, whose gradients are taken in already."""
+        """Takes in what a minibatch has left."""
         for rider in self.riders:
             rider.end_minibatch()
         self.grid.end_minibatch()
 
     def to_sum(self) -> list[torch.Tensor]:
-        """Returns the integers that replicas sum, in place, beside the gradients'."""
+        """Returns the integers that replicas sum, in place."""
         totals = [total for rider in self.riders for total in rider.totals]
         return [part for total in totals for part in total.parts]
 

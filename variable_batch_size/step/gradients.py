@@ -49,7 +49,7 @@ class StepGradients:
     def _made_sums(self, parameters: list[nn.Parameter]) -> GradientSum:
         replica, exact = self._context.replica, self._context.exact
         if exact is not None:
-            return ExactSum(replica, self._is_unchanged, exact.grid, exact.names)
+            return ExactSum(replica, self._is_unchanged, exact)
         overlap = self._context.settings.overlap
         return replica.gradient_sum(self._is_unchanged, overlap, parameters)
 
@@ -186,7 +186,7 @@ class StepGradients:
         if context.noise:
             context.noise.drop_discarded()
         if context.exact:
-            self.sums.end_minibatch()
+            context.exact.end_minibatch()
         else:
             self._take_back_detached(num_accumulated)
         self._start_records()
@@ -275,7 +275,7 @@ class StepGradients:
 
     def clear(self) -> None:
         """Zeroes the gradients, and forgets what was measured of the step."""
-        self.sums.clear()
+        (self._context.exact or self.sums).clear()
         self._start_records()
         if self._context.noise:
             self._context.noise.clear()

@@ -164,8 +164,6 @@ class StepTotals:
         """Forgets the minibatches of the step."""
         if self._weight is not None:
             self._weight.clear()
-        if self._context.exact:
-            self._context.exact.clear()
 
 
 def is_zero(weight: Any) -> bool:

@@ -219,8 +219,6 @@ class UpdateLoop:
         self.gradients.accept(position.substep, counted, needs_backward=not is_empty)
         if self._is_weighted:
             self.totals.add(counted)
-        if self._context.exact:
-            self._context.exact.end_minibatch()
         self._check_hyperparameters()
         self.num_seen += not position.is_padding
         self._num_minibatches = number
@@ -322,8 +320,7 @@ class UpdateLoop:
                 position.rollback()
             else:
                 position.advance()
-            self.gradients.clear()
-            self.totals.clear()
+            self._forget()
             if self._is_lazy:
                 context.replica.sync()
         if not changed:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.grid import Divisor, Grid, Total
+from xla_replica.backends.grid import Divisor, Total
 from xla_replica.backends.replica import Replica
 
 
@@ -20,30 +21,31 @@ class ExactSum(GradientSum):
 
     Args:
         replica, may_begin: See `GradientSum`.
-        grid: The units of the gradients.
-        names: A parameter's name in the grid.
+        exact: It has a ``grid``, ``names`` of parameters in it, and a list of
+            ``riders``, of which this becomes one: their `totals` are among the others
+            of `sum_`.
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        may_begin: Callable[[], bool],
-        grid: Grid,
-        names: Mapping[nn.Parameter, str],
+        self, replica: Replica, may_begin: Callable[[], bool], exact: Any
     ) -> None:
         super().__init__(replica, may_begin)
-        self._grid, self._names = grid, names
+        self._grid, self._names = exact.grid, exact.names
         self._totals: dict[nn.Parameter, Total] = {}
         self._divisor: Divisor = None
+        exact.riders.append(self)
+
+    @property
+    def totals(self) -> list[Total]:
+        return [*self._totals.values()]
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
-        gradients, totals = self.gradients, self._totals
         for p in parameters:
-            if p not in gradients:
-                gradients[p] = torch.zeros_like(p.detach())
-                totals[p] = Total(self._grid, self._names[p], p)
-        self.gradients = {p: gradients[p] for p in parameters}
-        self._totals = {p: totals[p] for p in parameters}
+            if p not in self.gradients:
+                self.gradients[p] = torch.zeros_like(p.detach())
+                self._totals[p] = Total(self._grid, self._names[p], p)
+        self.gradients = {p: self.gradients[p] for p in parameters}
+        self._totals = {p: self._totals[p] for p in parameters}
 
     def use_zeros(self) -> None:
         pass  # totals are zero
@@ -55,13 +57,12 @@ class ExactSum(GradientSum):
 
     def sum_(self, others: Sequence[torch.Tensor], divisor: Divisor) -> None:
         self._divisor = divisor
-        totals = [part for total in self._totals.values() for part in total.parts]
-        self._replica.all_reduce_([*totals, *others])
+        self._replica.all_reduce_(others)
 
-    def finish(self) -> None:
+    def commit(self, num_minibatches: Any) -> None:
+        del num_minibatches  # weighted ones have another divisor
         for parameter, gradient in self.gradients.items():
-            self._totals[parameter].mean_into_(gradient, self._divisor)
-            parameter.grad = gradient
+            parameter.grad = self._totals[parameter].mean_into_(gradient, self._divisor)
 
     def clear(self) -> None:
         for parameter, total in self._totals.items():

@@ -88,9 +88,6 @@ class GradientSum:
         del parameter
         return False
 
-    def end_minibatch(self) -> None:
-        """Takes what a minibatch has left in ``.grad``, unless it is in its place."""
-
     def sum_(
         self, others: Sequence[torch.Tensor], divisor: int | torch.Tensor | None
     ) -> None:
@@ -111,7 +108,7 @@ class GradientSum:
             divide_(self.tensors, divisor)
 
     def finish(self) -> None:
-        """Puts what `sum_` has summed into ``.grad``, unless it is there already."""
+        """Does nothing: `sum_` has put the sums into ``.grad``."""
 
     def divide_(self, divisor: int | torch.Tensor) -> None:
         """Divides gradients by a number, or by a tensor of one, ``(1,)``.
