@@ -461,8 +461,7 @@ class RigLScheduler:
         self._exact = exact = getattr(self.optimizer, "exact", None)
         self._steps.is_summed = exact is not None
         if exact and self.options.method_in_use.collects != "never":
-            sums = DenseSums(self._steps, exact, self.replica.is_lazy)
-            self._handles.append(sums)
+            self._handles.append(DenseSums(self._steps, exact, self.replica))
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

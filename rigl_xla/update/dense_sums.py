@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rigl_xla.update.steps import TopologySteps
+from xla_replica import Replica
 from xla_replica.backends.grid import Total
 
 
@@ -18,16 +19,17 @@ class DenseSums:
     Args:
         steps: Those of the pruner, which have begun.
         exact: The optimizer's: it has a ``grid``, and ``names`` of parameters in it.
-        is_lazy: Whether to make one program of steps that collect and others.
+        replica: Where it is lazy, steps that collect and others are one program.
     """
 
-    def __init__(self, steps: TopologySteps, exact: Any, is_lazy: bool) -> None:
-        self._steps, self._exact, self._is_lazy = steps, exact, is_lazy
+    def __init__(self, steps: TopologySteps, exact: Any, replica: Replica) -> None:
+        self._steps, self._exact, self._is_lazy = steps, exact, replica.is_lazy
         parameters = [layer.weight.parameter for layer in steps.layers]
         self._names = [f"dense {exact.names[each]}" for each in parameters]
         exact.grid.extend(self._names)
         self.clear()
-        exact.add_rider(self)
+        exact.riders.append(self)
+        replica.sync()  # zeros on the device, not in the first graph
 
     def remove(self) -> None:
         """Ends the sums, as the handle of a hook does."""

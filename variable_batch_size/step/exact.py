@@ -9,7 +9,7 @@ added as integers; see `xla_replica.backends.grid`.
 from __future__ import annotations
 
 import hashlib
-import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,14 +59,8 @@ class ExactModel:
             if isinstance(module, _NormBase) and module.running_mean is not None
         }
         _check(self.names, layers, replica)
-        buffers = {n: [*dict(m.named_buffers(n, False))] for n, m in layers.items()}
-        names = itertools.chain(self.names.values(), *buffers.values())
-        self.grid = Grid([*names], replica)
-        self._statistics = [
-            RunningStatistics(layers[n], self.grid, names)
-            for n, names in buffers.items()
-        ]
-        self.riders: list[Any] = [*self._statistics]
+        self.grid = Grid([*self.names.values()], replica)
+        self.riders: list[Any] = [RunningStatistics(model, layers, self.grid)]
         # Whose buffers no forward pass may change.
         self._others = [each for each in model.named_modules() if each[0] not in layers]
         self._versions: dict[str, Any] = {}
@@ -91,11 +85,6 @@ class ExactModel:
                 "take larger minibatches"
             )
 
-    def add_rider(self, rider: Any) -> None:
-        """Sums from the next step on what a rider has, whose names are in the grid."""
-        self.riders.append(rider)
-        self._replica.sync()  # zeros on the device, not in the first graph
-
     @torch.no_grad()
     def end_minibatch(self) -> None:
         """Takes in what a minibatch has left."""
@@ -105,8 +94,7 @@ class ExactModel:
 
     def to_sum(self) -> list[torch.Tensor]:
         """Returns the integers that replicas sum, in place."""
-        totals = [total for rider in self.riders for total in rider.totals]
-        return [part for total in totals for part in total.parts]
+        return [p for rider in self.riders for each in rider.totals for p in each.parts]
 
     def accept_step(self, position: Position) -> bool:
         """Returns whether the sums of a step are good; if not, it is to be run again.
@@ -164,22 +152,17 @@ class ExactModel:
     def _before_pass(self, model: nn.Module, *_: Any) -> None:
         if _trains(model):
             self._versions = self._found_versions()
-            # A checkpoint that is reentrant runs layers without gradients first.
-            for statistics in self._statistics:
-                statistics.begin(model)
 
     def _after_pass(self, model: nn.Module, *_: Any) -> None:
         """Raises ValueError if a forward pass has changed a buffer."""
         found = self._found_versions() if _trains(model) else {}
-        for name, version in found.items():
-            if version != self._versions.get(name):
-                raise ValueError(
-                    f"exact=: the forward pass has changed the buffer {name!r}, so "
-                    "the next minibatch would depend on those that this replica has "
-                    "run: only the running statistics of normalisation layers can "
-                    "move. Compute it in a function that you attach, or leave exact= "
-                    "out"
-                )
+        for name, _ in found.items() - self._versions.items():
+            raise ValueError(
+                f"exact=: the forward pass has changed the buffer {name!r}, so the "
+                "next minibatch would depend on those that this replica has run: only "
+                "the running statistics of normalisation layers can move. Compute it "
+                "in a function that you attach, or leave exact= out"
+            )
 
     def _found_versions(self) -> dict[str, tuple[int, int]]:
         return {
@@ -233,28 +216,35 @@ def _trains(module: nn.Module) -> bool:
 
 
 class RunningStatistics:
-    """Moves the running statistics of a normalisation layer once a step.
+    """Moves the running statistics of normalisation layers once a step.
 
     By the mean over the step's minibatches of what each would have moved them by, each
     from where they were when the step began.
 
     Args:
-        layer: A BatchNorm or its kin, with statistics.
+        model: Whose layers these are.
+        layers: BatchNorms and their kin, with statistics, by name.
         grid: What moves are rounded to.
-        names: Of the layer's buffers in the grid.
     """
 
-    def __init__(self, layer: nn.Module, grid: Grid, names: list[str]) -> None:
-        self._layer = layer
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, nn.Module], grid: Grid
+    ) -> None:
+        self._layers = layers
         self._starts: list[torch.Tensor] = []  # none before a minibatch's first pass
+        names = [x for n, layer in layers.items() for x, _ in layer.named_buffers(n)]
+        grid.extend(names)
         self.totals = [Total(grid, *each) for each in zip(names, self._buffers())]
-        # For models whose parts are called by themselves, too.
-        layer.register_forward_pre_hook(weak_hook(self.begin))
+        # A checkpoint that is reentrant runs layers without gradients first, and models
+        # may have parts that are called by themselves.
+        for module in (model, *layers.values()):
+            module.register_forward_pre_hook(weak_hook(self._begin))
 
     def _buffers(self) -> list[torch.Tensor]:
-        return [each for each in self._layer._buffers.values() if each is not None]
+        found = [layer._buffers.values() for layer in self._layers.values()]
+        return [each for buffers in found for each in buffers if each is not None]
 
-    def begin(self, module: nn.Module, *_: Any) -> None:
+    def _begin(self, module: nn.Module, *_: Any) -> None:
         """Notes the statistics before the first pass of a minibatch, of a module."""
         if _trains(module) and not self._starts:
             self._starts = [buffer.clone() for buffer in self._buffers()]
