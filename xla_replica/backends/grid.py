@@ -76,14 +76,14 @@ class Grid:
 
     def extend(self, names: Sequence[str]) -> None:
         """Appends those tensors that are new, without a grid."""
-        new = [name for name in names if name not in self.rows]
         if self.rows and self._largest is not self._nothing:
             raise ValueError(
-                f"{new[:1]} cannot be summed from the middle of a step on: build "
+                f"{[*names][:1]} cannot be summed from the middle of a step on: build "
                 "what asks for it between two updates"
             )
         saved = self.state_dict() if self.rows else {}
-        self.rows |= {name: row for row, name in enumerate(new, len(self.rows))}
+        for name in names:
+            self.rows.setdefault(name, len(self.rows))
         self._nothing = torch.zeros(len(self.rows)).float().to(self.replica.device)
         self.load_state_dict({**self._saved, **saved})
 
@@ -102,12 +102,11 @@ class Grid:
             ``(1,)``: whether the step must be run again, with the units of its maxima,
             which `follow` takes.
         """
-        if self.replica.num_replicas > 1 or self.replica.is_live:
-            self._largest = self.replica.all_max(self._largest)
-        level = (self._powers <= self._largest[:, None]).sum(1, dtype=torch.int32)
+        largest = self.replica.all_max(self._largest)
+        level = (self._powers <= largest[:, None]).sum(1, dtype=torch.int32)
         level = level.clamp(min=LEAST_EXPONENT + _BIAS)
-        self.is_bad = ~where_finite(self._largest)
-        counts = ~self.is_bad & (self._largest > comparable(0.0, self._largest))
+        self.is_bad = ~where_finite(largest)
+        counts = ~self.is_bad & (largest > comparable(0.0, largest))
         moved = level - self._level
         is_beyond = (moved > UP) | (moved < -DOWN) | (self._level == 0)
         self._next_level = torch.where(counts, level, self._level)
@@ -115,19 +114,16 @@ class Grid:
 
     def follow(self) -> None:
         """Takes the units that `measure` has found, and forgets the step."""
-        self._take(self._next_level)
-
-    def _take(self, level: torch.Tensor) -> None:
-        self._level = level
-        level = level.clamp(min=LEAST_EXPONENT + _BIAS)
+        self._level = self._next_level
+        level = self._level.clamp(min=LEAST_EXPONENT + _BIAS)
         up = self._powers.index_select(0, self._bits + 2 * _BIAS - level)
         self.up = up.tolist() if self.is_host else up
         self.drop_step()
 
     def drop_step(self) -> None:
         """Forgets the largest numbers of the step."""
-        self.seen = {}
-        self._next_level, self._largest = self._level, self._nothing
+        self.seen: dict[int, Any] = {}
+        self._largest = self._nothing
 
     def state_dict(self) -> dict[str, int]:
         """Returns the exponents of the tensors that have one, by name."""
@@ -141,7 +137,8 @@ class Grid:
         """
         self._saved = state
         level = [state.get(name, -_BIAS) + _BIAS for name in self.rows]
-        self._take(self.replica.send(torch.tensor(level, dtype=torch.int32)))
+        self._next_level = self.replica.send(torch.tensor(level, dtype=torch.int32))
+        self.follow()
 
 
 class Total:
@@ -172,17 +169,19 @@ class Total:
             if not grid.is_lazy:
                 return
             value = torch.zeros_like(self.parts[0], dtype=torch.float32)
-        value = value.detach()
         value = (value.to_dense() if value.is_sparse else value).float()
         if not value.numel():
             return
         if grid.is_host:
             grid.seen[self._row] = _add_blocks_(self.parts[0], value, up)
             return
-        add: Callable[..., None] = _add_multiples_ if grid.is_wide else _add_limbs_
-        add(*self.parts, value, up)
-        bad = value.new_full((), math.inf)
-        sizes = torch.where(where_finite(value), value.abs(), bad)
+        high, *limbs = self.parts
+        scaled = value * up  # exact, as all but `round` is
+        whole = torch.round(scaled)
+        high.add_(whole.to(high.dtype))
+        for low in limbs:
+            low.add_(torch.round((scaled - whole) * 2.0**LOW_BITS).to(low.dtype))
+        sizes = torch.where(where_finite(value), value.abs(), math.inf)
         grid.seen[self._row] = sizes.max()
 
     def mean_into_(self, result: torch.Tensor, divisor: Divisor = None) -> torch.Tensor:
@@ -191,16 +190,14 @@ class Total:
         It is NaN if the tensor of a minibatch was not finite. Call it after
         `Grid.measure`. Returns ``result``.
         """
-        grid, number = self._grid, 1 if divisor is None else divisor
-        if isinstance(number, torch.Tensor):
-            number = number.reshape(())
-        number = grid.up[self._row] * number
+        grid = self._grid
+        number = grid.up[self._row] * (1 if divisor is None else divisor)
         if grid.is_host:
             for total_part, part in _blocks(self.parts[0], result):
                 part.copy_(total_part / number)
         else:
             total = self.parts[0] if grid.is_wide else _value_of_limbs(*self.parts)
-            result.copy_(total / number)
+            result.copy_((total / number).view_as(result))
         return result.masked_fill_(grid.is_bad[self._row], math.nan)
 
     def zero_(self) -> None:
@@ -225,25 +222,8 @@ def _add_blocks_(total: torch.Tensor, value: torch.Tensor, up: Any) -> float:
         if not (math.isfinite(low) and math.isfinite(high)):
             return math.inf
         largest = max(largest, -low, high)
-        _add_multiples_(total_part, value_part, up)
+        total_part.add_(torch.mul(value_part, up).round_())
     return largest
-
-
-def _add_multiples_(
-    total: torch.Tensor, value: torch.Tensor, up: torch.Tensor | float
-) -> None:
-    """Adds the multiples of the unit as float64. To multiply by ``up`` is exact."""
-    total.add_(torch.mul(value, up).round_())
-
-
-def _add_limbs_(
-    high: torch.Tensor, low: torch.Tensor, value: torch.Tensor, up: torch.Tensor
-) -> None:
-    """Adds the same multiples as two limbs of int32; all but `round` is exact."""
-    scaled = value * up
-    whole = torch.round(scaled)
-    high.add_(whole.to(torch.int32))
-    low.add_(torch.round((scaled - whole) * 2.0**LOW_BITS).to(torch.int32))
 
 
 def _value_of_limbs(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
