@@ -27,7 +27,6 @@ class Minibatches(Iterator[list[int]]):
         loader: What iterates it: torch's DataLoader, torchdata's, or anything.
 
     Attributes:
-        is_followed: Whether somebody drops what is stale.
         resumes: Whether iterating the sampler goes on with this pass.
 
     Raises:
@@ -44,7 +43,7 @@ class Minibatches(Iterator[list[int]]):
         self._redone = sampler.redone  # the last redeal that it has followed
         self._num_dealt = self._num_stale = 0
         self._num_asked = self._num_stepped = self._num_handed_out = 0
-        self.is_followed = self.resumes = False
+        self.resumes = False
 
     def __next__(self) -> list[int]:
         sampler, self.resumes = self._sampler, False
@@ -65,7 +64,7 @@ class Minibatches(Iterator[list[int]]):
         sampler.num_yielded += 1
         part = plan.samples_of(self._step, number)
         samples = samples_at(np.arange(part.start, part.stop))
-        self._tell()
+        sampler.on_handing_out()
         return np.resize(samples, sampler.minibatch_size).tolist()
 
     def _begin(self) -> Callable[[np.ndarray], np.ndarray]:
@@ -105,12 +104,7 @@ class Minibatches(Iterator[list[int]]):
     def hand_out(self) -> None:
         """Counts a minibatch that leaves `Replica.loader`, to be run."""
         self._num_handed_out += 1
-        self._tell()
-
-    def _tell(self) -> None:
-        """Tells whoever asked that a minibatch is about to be loaded, or run."""
-        if self._sampler.on_handing_out:
-            self._sampler.on_handing_out()
+        self._sampler.on_handing_out()
 
     def goes_on(self) -> bool:
         """Returns whether a redeal has come after the end: then iterate once more."""
@@ -119,9 +113,12 @@ class Minibatches(Iterator[list[int]]):
         return self.resumes
 
     def count_step(self) -> None:
-        """Counts a minibatch as run; raises as `CustomSampler.check_redealable`."""
+        """Counts a minibatch as run.
+
+        Raises ValueError if what the loop has read ahead would be lost by a redeal.
+        """
         self._num_stepped += 1
-        num_read = self._num_handed_out if self.is_followed else self._num_asked
+        num_read = self._num_handed_out or self._num_asked
         if num_read > self._num_stepped:
             raise ValueError(
                 f"step() was called for minibatch {self._num_stepped}, and the loop "

@@ -67,6 +67,7 @@ class CustomSampler(Sampler[list[int]]):
         schedule: The trace, cut into epochs.
         order: As it was given.
         num_yielded: Minibatches that all iterations have yielded so far.
+        newest_pass: The iteration that began last; None before the first.
         on_handing_out: Called before a minibatch is loaded, and again before it is run
             if it was fetched ahead; in the threads in which that happens.
         redone: Where the last `redeal` went back to, another object each time.
@@ -146,8 +147,8 @@ class CustomSampler(Sampler[list[int]]):
         self.num_yielded = 0
         self.redone: Cursor | None = None
         self.moved: Cursor | None = None
-        self._newest: Minibatches | None = None  # of the iterations
-        self.on_handing_out: Callable[[], None] | None = None
+        self.newest_pass: Minibatches | None = None
+        self.on_handing_out: Callable[[], object] = tuple  # nothing
         self.plan: EpochPlan = self.plan_of(0)
         if isinstance(order, type):
             raise TypeError(
@@ -308,17 +309,6 @@ class CustomSampler(Sampler[list[int]]):
         self.plan = self.plan_of(max(cursor.epoch, self.plan.epoch))
         self.redone = self.moved = cursor
 
-    def check_redealable(self) -> None:
-        """Raises ValueError if a redeal misses what is read ahead, at every step()."""
-        if self._newest is not None:
-            self._newest.count_step()
-
-    def follow_pass(self) -> Minibatches:
-        """Returns the newest iteration to what drops its stale minibatches."""
-        assert self._newest is not None, "nothing is iterated over"
-        self._newest.is_followed = True
-        return self._newest
-
     def commit(self, epoch: int, step: int) -> None:
         """Notes, after every update, that ``step`` steps of ``epoch`` are done."""
         self._committed = Cursor(epoch, step)
@@ -455,9 +445,9 @@ class CustomSampler(Sampler[list[int]]):
                 "to all processes once more: CustomSampler deals them to replicas "
                 "itself, so leave its loader out of accelerator.prepare(...)"
             )
-        if self._newest is None or not self._newest.resumes:
-            self._newest = Minibatches(self, loader_in(frame, self))
-        return self._newest
+        if self.newest_pass is None or not self.newest_pass.resumes:
+            self.newest_pass = Minibatches(self, loader_in(frame, self))
+        return self.newest_pass
 
     def order_of(self, plan: EpochPlan) -> Callable[[np.ndarray], np.ndarray]:
         """Returns a function from positions in an epoch's order to their samples.
@@ -488,7 +478,7 @@ class CustomSampler(Sampler[list[int]]):
         return samples_at
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_dealing": None, "_newest": None, "on_handing_out": None}
+        own = {"_dealing": None, "newest_pass": None, "on_handing_out": tuple}
         return vars(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -213,8 +213,8 @@ class UpdateLoop:
             )
         if position.step == position.plan.start_step:
             checks.refuse_other_accumulation()
-        if self._context.exact:
-            self._context.sampler.check_redealable()
+        if self._context.exact and self._context.sampler.newest_pass:
+            self._context.sampler.newest_pass.count_step()
         is_empty = weight is not None and is_zero(weight)
         self.gradients.accept(position.substep, counted, needs_backward=not is_empty)
         if self._is_weighted:

@@ -405,7 +405,7 @@ class Replica(abc.ABC):
         check_integer("prefetch", prefetch, least=1)
         sampler = getattr(batches, "batch_sampler", None)
         sampler = sampler or getattr(batches, "sampler", batches)
-        if hasattr(sampler, "follow_pass"):
+        if hasattr(sampler, "newest_pass"):
             ahead = functools.partial(self._ahead, prefetch=prefetch)
             return FreshBatches(batches, sampler, ahead)
         return self._ahead(batches, prefetch)

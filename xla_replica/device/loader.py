@@ -77,11 +77,11 @@ class FreshBatches:
 
     Args:
         batches: A loader, iterated again if it has read to its end too early.
-        sampler: What deals its minibatches. Its ``follow_pass()`` returns the iteration
-            that began last, which has three methods: ``is_stale(number)``, whether the
-            minibatch that it handed out, counted from 0, is to be dropped;
-            ``hand_out()``, called before one is yielded; and ``goes_on()``, whether it
-            has more after its end, which the sampler's next ``iter()`` then yields.
+        sampler: What deals its minibatches. Its ``newest_pass``, the iteration that
+            began last, has three methods: ``is_stale(number)``, whether the minibatch
+            that it handed out, counted from 0, is to be dropped; ``hand_out()``, called
+            before one is yielded; and ``goes_on()``, whether it has more after its end,
+            which the sampler's next ``iter()`` then yields.
         ahead: Returns an iterable over what it is given, as `DeviceLoader`.
     """
 
@@ -101,19 +101,13 @@ class FreshBatches:
     def __iter__(self) -> Iterator[Any]:
         numbers, dealt = itertools.count(), None
         while True:
-            for dealt, number, batch in self._ahead(self._numbered(numbers)):
+            for batch, number in zip(self._ahead(self.batches), numbers):
+                dealt = dealt or self._sampler.newest_pass
                 if not dealt.is_stale(number):
                     dealt.hand_out()
                     yield batch
             if dealt is None or not dealt.goes_on():
                 return
-
-    def _numbered(self, numbers: Iterator[int]) -> Iterator[tuple[Any, int, Any]]:
-        """Yields batches with the iteration of the sampler, and their number in it."""
-        dealt = None
-        for batch, number in zip(self.batches, numbers):
-            dealt = dealt or self._sampler.follow_pass()
-            yield dealt, number, batch
 
 
 class StreamCopies:
