@@ -186,6 +186,7 @@ class ElasticOptimizer(OptimizerProxy):
             scalars,
             self.noise,
             sharded,
+            settings.exact,
         )
         checks.check_agreement(self._context)
         self._loop = UpdateLoop(self._context, self)
@@ -447,7 +448,7 @@ class ElasticOptimizer(OptimizerProxy):
         count. It is data on the device, not read and not compiled anew.
         """
         position = self._loop.follow_sampler()
-        return self._loop.mask.weights(position.num_real_samples)
+        return self._loop.totals.sample_weights(position.num_real_samples)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

@@ -56,6 +56,7 @@ class DenseSums:
         layers = self._steps.layers
         for layer in layers:
             layer.take_pending()
-        kept = layers if self._steps.collects or self._is_lazy else []
-        named = zip(self._names, kept)
+        named = zip(
+            self._names, layers if self._steps.collects or self._is_lazy else []
+        )
         self._totals = [Total(self._exact.grid, n, layer.data) for n, layer in named]

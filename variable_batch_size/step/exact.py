@@ -51,7 +51,7 @@ class ExactModel:
                 f"exact= is the model, whose buffers count too, got {model!r}"
             )
         self._replica, self._scalars = replica, DeviceScalars(replica)
-        self._num_repeats = 0  # of the step under way
+        self._is_repeat = False  # whether the step under way was run before
         self.names = {p: name for name, p in model.named_parameters()}
         layers = {
             name: module
@@ -108,11 +108,7 @@ class ExactModel:
         self._divisor: Any = position.num_minibatches
         if self._replica.is_lazy:
             self._divisor = self._scalars.get("statistics", self._divisor)
-        if not must_repeat.item():
-            self._num_repeats = 0
-            return True
-        self._num_repeats += 1
-        if self._num_repeats > 1:
+        if must_repeat.item() and self._is_repeat:
             raise ReplicaError(
                 f"step {position.step} of epoch {position.plan.epoch} has been run "
                 "twice, and the largest numbers of its gradients differ by powers of "
@@ -120,13 +116,15 @@ class ExactModel:
                 "that neither torch nor a SeededDataset draws",
                 self._replica.rank,
             )
-        self.grid.follow()
-        return False
+        self._is_repeat = must_repeat.item()
+        if self._is_repeat:
+            self.grid.follow()
+        return not self._is_repeat
 
     def meet(self, grid: dict[str, int]) -> None:
         """Takes the grid that other replicas have; the step begins anew."""
         self.grid.load_state_dict(grid)
-        self._num_repeats = 0
+        self._is_repeat = False
 
     def commit(self) -> None:
         """Uses what riders have summed, and takes the grid of the step's maxima."""
@@ -142,8 +140,7 @@ class ExactModel:
 
     def seed_minibatch(self, *place: int) -> None:
         """Seeds what a minibatch draws, on the host and the device, by its place."""
-        text = " ".join(map(str, place)).encode()
-        digest = hashlib.blake2b(text, digest_size=4).digest()
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little")
         seed_host(seed)
         if not self._replica.is_host:
@@ -218,8 +215,8 @@ def _trains(module: nn.Module) -> bool:
 class RunningStatistics:
     """Moves the running statistics of normalisation layers once a step.
 
-    By the mean over the step's minibatches of what each would have moved them by, each
-    from where they were when the step began.
+    By the mean of what its minibatches would have moved them by from where the step
+    began.
 
     Args:
         model: Whose layers these are.

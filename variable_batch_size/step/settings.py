@@ -74,6 +74,7 @@ class StepContext:
         noise: Measures the gradients, or does not exist.
         sharded: Whether parameters are sharded, so that plans have padding in place of
             idle steps.
+        exact: That of the settings.
     """
 
     inner: Optimizer
@@ -83,11 +84,7 @@ class StepContext:
     scalars: DeviceScalars
     noise: NoiseMeter | None
     sharded: bool
-
-    @property
-    def exact(self) -> ExactModel | None:
-        """What makes sums exact, if they are to be."""
-        return self.settings.exact
+    exact: ExactModel | None
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Returns the parameters of all groups, frozen ones too."""

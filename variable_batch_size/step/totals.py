@@ -40,6 +40,9 @@ class StepTotals:
             self.agreement = Agreement(replica, context.scalars)
         self._ballots: torch.Tensor | None = None
         self._was_asked = False  # to stop, if it is alone, before the last update
+        size = context.sampler.minibatch_size
+        self._places = replica.send(torch.arange(size, dtype=torch.float32))
+        self._was_read = False  # `sample_weights`, in this minibatch
         self._dtype = dtype_for(context.parameters())
         self._weight: SmallSum | None = None
         if context.settings.reduction == "sum":
@@ -91,6 +94,25 @@ class StepTotals:
                     f"step: weight must be a finite number >= 0, got {value!r}"
                 )
         return weight.to(replica.device, dtype)
+
+    def sample_weights(self, num_real: int) -> torch.Tensor:
+        """Returns ``(minibatch_size,)``: 1 for so many real samples, then 0."""
+        self._was_read = True
+        number = self._context.scalars.get("samples", float(num_real))
+        return (self._places < number).to(number.dtype)
+
+    def check_weights_read(self, num_real: int) -> None:
+        """Raises ValueError if a minibatch had padding that `sample_weights` left in."""
+        was_read, self._was_read = self._was_read, False
+        padding = len(self._places) - num_real
+        if padding and not was_read:
+            raise ValueError(
+                f"{padding} of the {len(self._places)} samples of this minibatch are "
+                "padding, and nobody has asked for optimizer.sample_weights, which "
+                "leave them out: call (losses * optimizer.sample_weights).sum()"
+                ".backward() with the loss of every sample (reduction='none' in "
+                "torch's losses)"
+            )
 
     def add(self, weight: torch.Tensor) -> None:
         """Adds a minibatch's weight, as `on_device` returned it."""
@@ -163,7 +185,7 @@ class StepTotals:
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
         if self._weight is not None:
-            self._weight.clear()
+            self._weight.total.zero_()
 
 
 def is_zero(weight: Any) -> bool:

@@ -19,7 +19,6 @@ from variable_batch_size.rules.scaling import Scaling
 from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Attached, Update, log_line
 from variable_batch_size.step.gradients import StepGradients
-from variable_batch_size.step.sample_mask import SampleMask
 from variable_batch_size.step.settings import StepContext
 from variable_batch_size.step.totals import StepTotals, hyperparameters, is_zero
 from xla_replica import MemberLost, ReplicaError
@@ -46,7 +45,6 @@ class UpdateLoop:
         gradients, totals: What the step has accumulated.
         scaling: The rule, and its state.
         attached: What runs after every update.
-        mask: Which samples of a minibatch count.
         last_lrs: The effective learning rates of the last update; None before it.
         grad_norm: See `ElasticOptimizer`.
         num_seen: Minibatches since whoever counts them has set it to 0.
@@ -74,7 +72,6 @@ class UpdateLoop:
         )
         self.totals = StepTotals(context)
         self.gradients = StepGradients(context)
-        self.mask = SampleMask(context)
         self.attached = Attached(context.noise)
         self.last_lrs: tuple[Any, ...] | None = None
         self.grad_norm: torch.Tensor | None = None
@@ -235,10 +232,9 @@ class UpdateLoop:
         """Seeds what the next minibatch draws, the same whatever replica runs it."""
         position = self.position
         if not position.ended and threading.get_ident() == self._thread:
-            plan = position.plan
-            number = position.substep * plan.num_replicas + self._context.replica.rank
-            step = plan.first_step + position.step
-            self._context.exact.seed_minibatch(self._context.sampler.seed, step, number)
+            num_replicas, rank = position.plan.num_replicas, position.rank
+            place = position.mark, position.substep * num_replicas + rank
+            self._context.exact.seed_minibatch(self._context.sampler.seed, *place)
 
     def follow_sampler(self) -> Position:
         """Goes to where the sampler is; returns the place of the next minibatch."""
@@ -252,7 +248,7 @@ class UpdateLoop:
         position = self.position
         if self._context.sampler.schedule.pad_minibatches:
             num_real = position.num_real_samples
-            self.mask.end_minibatch(num_real)
+            self.totals.check_weights_read(num_real)
             weight = num_real if weight is None else weight
         is_padding = self._is_weighted and position.is_padding
         return self.totals.on_device(0 if is_padding else weight)
@@ -320,7 +316,8 @@ class UpdateLoop:
                 position.rollback()
             else:
                 position.advance()
-            self._forget()
+            self.gradients.clear()
+            self.totals.clear()
             if self._is_lazy:
                 context.replica.sync()
         if not changed:

@@ -22,7 +22,7 @@ class ExactSum(GradientSum):
     Args:
         replica, may_begin: See `GradientSum`.
         exact: It has a ``grid``, ``names`` of parameters in it, and a list of
-            ``riders``, of which this becomes one: their `totals` are among the others
+            ``riders``, of which this becomes one: all their totals are among the others
             of `sum_`.
     """
 
@@ -31,27 +31,19 @@ class ExactSum(GradientSum):
     ) -> None:
         super().__init__(replica, may_begin)
         self._grid, self._names = exact.grid, exact.names
-        self._totals: dict[nn.Parameter, Total] = {}
+        self.totals: list[Total] = []
         self._divisor: Divisor = None
         exact.riders.append(self)
 
-    @property
-    def totals(self) -> list[Total]:
-        return [*self._totals.values()]
-
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
-        for p in parameters:
-            if p not in self.gradients:
-                self.gradients[p] = torch.zeros_like(p.detach())
-                self._totals[p] = Total(self._grid, self._names[p], p)
-        self.gradients = {p: self.gradients[p] for p in parameters}
-        self._totals = {p: self._totals[p] for p in parameters}
+        self.gradients = {p: torch.zeros_like(p.detach()) for p in parameters}
+        self.totals = [Total(self._grid, self._names[p], p) for p in parameters]
 
     def use_zeros(self) -> None:
         pass  # totals are zero
 
     def end_minibatch(self) -> None:
-        for parameter, total in self._totals.items():
+        for parameter, total in zip(self.gradients, self.totals):
             total.add_(parameter.grad)
             parameter.grad = None
 
@@ -61,10 +53,10 @@ class ExactSum(GradientSum):
 
     def commit(self, num_minibatches: Any) -> None:
         del num_minibatches  # weighted ones have another divisor
-        for parameter, gradient in self.gradients.items():
-            parameter.grad = self._totals[parameter].mean_into_(gradient, self._divisor)
+        for (parameter, gradient), total in zip(self.gradients.items(), self.totals):
+            parameter.grad = total.mean_into_(gradient, self._divisor)
 
     def clear(self) -> None:
-        for parameter, total in self._totals.items():
+        for parameter, total in zip(self.gradients, self.totals):
             parameter.grad = None
             total.zero_()

@@ -57,10 +57,6 @@ class SmallSum:
         new = self.total.new_zeros((*self.total.shape[:-1], num_new))
         self.total = torch.cat([self.total, new], -1)
 
-    def clear(self) -> None:
-        """Makes the sum zero."""
-        self.total.zero_()
-
 
 def digits_of(numbers: torch.Tensor) -> torch.Tensor:
     """Returns float32 numbers, ``(n,)``, as int32 digits, ``(limbs + 1, n)``."""
