@@ -52,7 +52,7 @@ class DenseSums:
             layer.pending = total.mean_into_(torch.empty_like(layer.data))
 
     def clear(self) -> None:
-        """Forgets the step; makes zeros for the next one."""
+        """Forgets a minibatch; makes totals for the next step, if it has any."""
         layers = self._steps.layers
         for layer in layers:
             layer.take_pending()

@@ -29,8 +29,8 @@ class ExactModel:
 
     A step sums what its riders have. A rider has ``totals``, a list; and the methods
     ``end_minibatch()``, which adds to them, ``commit(num_minibatches)``, which uses
-    their sums over all replicas, and ``clear()``, which forgets the step, a minibatch
-    that did not end too.
+    their sums over all replicas, and ``clear()``, which forgets a minibatch that did
+    not end, once the totals are zero.
 
     Args:
         model: The model that is trained.
@@ -58,7 +58,7 @@ class ExactModel:
             for name, module in model.named_modules()
             if isinstance(module, _NormBase) and module.running_mean is not None
         }
-        _check(self.names, layers, replica)
+        self._check(layers)
         self.grid = Grid([*self.names.values()], replica)
         self.riders: list[Any] = [RunningStatistics(model, layers, self.grid)]
         # Whose buffers no forward pass may change.
@@ -66,6 +66,32 @@ class ExactModel:
         self._versions: dict[str, Any] = {}
         model.register_forward_pre_hook(weak_hook(self._before_pass))
         model.register_forward_hook(weak_hook(self._after_pass))
+
+    def _check(self, layers: Mapping[str, nn.Module]) -> None:
+        """Raises ValueError or TypeError where a run cannot have the same bits."""
+        for parameter, name in self.names.items():
+            if not (parameter.is_floating_point() and parameter.element_size() <= 4):
+                raise TypeError(
+                    f"exact=: the parameter {name!r} is {parameter.dtype}, and exact "
+                    "sums are of float32 and narrower floats"
+                )
+        if self._replica.is_sharded(list(self.names)):
+            raise TypeError(
+                "exact=: parameters are sharded (FSDP2), which sums gradients itself"
+            )
+        for name, layer in layers.items():
+            if isinstance(layer, nn.SyncBatchNorm):
+                raise TypeError(
+                    f"exact=: {name!r} is a SyncBatchNorm, whose statistics depend on "
+                    "the minibatches that replicas run together: use BatchNorm, whose "
+                    "running statistics move by the mean over the step's minibatches"
+                )
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        if self._replica.has_streams and not is_deterministic:
+            raise ValueError(
+                "exact= on a GPU needs torch.use_deterministic_algorithms(True), "
+                "before the model runs"
+            )
 
     def check(self, parameters: list[nn.Parameter], schedule: Schedule) -> None:
         """Raises ValueError unless sums can hold the steps, and name the parameters."""
@@ -135,6 +161,8 @@ class ExactModel:
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
         for rider in self.riders:
+            for total in rider.totals:
+                total.zero_()
             rider.clear()
         self.grid.drop_step()
 
@@ -177,34 +205,6 @@ class ExactModel:
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "num_threads": torch.get_num_threads(),
         }
-
-
-def _check(
-    names: dict[nn.Parameter, str], layers: dict[str, nn.Module], replica: Replica
-) -> None:
-    """Raises ValueError or TypeError where a run cannot have the same bits."""
-    for parameter, name in names.items():
-        if not (parameter.is_floating_point() and parameter.element_size() <= 4):
-            raise TypeError(
-                f"exact=: the parameter {name!r} is {parameter.dtype}, and exact sums "
-                "are of float32 and narrower floats"
-            )
-    if replica.is_sharded(list(names)):
-        raise TypeError(
-            "exact=: parameters are sharded (FSDP2), which sums their gradients itself"
-        )
-    for name, layer in layers.items():
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise TypeError(
-                f"exact=: {name!r} is a SyncBatchNorm, whose statistics depend on the "
-                "minibatches that replicas run together: use BatchNorm, whose running "
-                "statistics move by the mean over the step's minibatches"
-            )
-    if replica.has_streams and not torch.are_deterministic_algorithms_enabled():
-        raise ValueError(
-            "exact= on a GPU needs torch.use_deterministic_algorithms(True), before "
-            "the model runs"
-        )
 
 
 def _trains(module: nn.Module) -> bool:
@@ -251,7 +251,7 @@ class RunningStatistics:
         starts: list[Any] = self._starts or [None] * len(self.totals)
         for buffer, start, total in zip(self._buffers(), starts, self.totals):
             total.add_(None if start is None else buffer - start)
-        self._put_back()
+        self.clear()
 
     def commit(self, num_minibatches: Any) -> None:
         """Moves the statistics by the mean of the moves, and counts one batch."""
@@ -261,12 +261,7 @@ class RunningStatistics:
             buffer.add_(move if buffer.is_floating_point() else move.sign().long())
 
     def clear(self) -> None:
-        """Forgets the step, and takes back what a minibatch has moved."""
-        self._put_back()
-        for total in self.totals:
-            total.zero_()
-
-    def _put_back(self) -> None:
+        """Takes back what a minibatch has moved."""
         for buffer, start in zip(self._buffers(), self._starts):
             buffer.copy_(start)
         self._starts = []

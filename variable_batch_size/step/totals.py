@@ -102,7 +102,7 @@ class StepTotals:
         return (self._places < number).to(number.dtype)
 
     def check_weights_read(self, num_real: int) -> None:
-        """Raises ValueError if a minibatch had padding that `sample_weights` left in."""
+        """Raises ValueError if this minibatch has padding that its loss counts."""
         was_read, self._was_read = self._was_read, False
         padding = len(self._places) - num_real
         if padding and not was_read:

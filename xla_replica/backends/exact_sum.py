@@ -57,6 +57,5 @@ class ExactSum(GradientSum):
             parameter.grad = total.mean_into_(gradient, self._divisor)
 
     def clear(self) -> None:
-        for parameter, total in zip(self.gradients, self.totals):
+        for parameter in self.gradients:
             parameter.grad = None
-            total.zero_()
