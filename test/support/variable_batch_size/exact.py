@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
-from support.xla_replica.replicas import needs_xla, of_torch_alone
 
 MINIBATCH = 4
 # In minibatches; replicas idle where there are more of them.
@@ -59,12 +58,8 @@ class Transformer(nn.Module):
         return x @ self.embedding.weight.T
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 1e-2)
+sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
 class Run(NamedTuple):
@@ -94,13 +89,24 @@ RUNS = {
 
 
 def wrapped(model: nn.Module, parameters=None, trace=(8,), lr=0.1, **options: Any):
-    """Returns a sampler of eight minibatches, and an optimizer with exact sums."""
+    """Returns an optimizer with exact sums, and minibatches that it counts."""
     sampler = vbs.CustomSampler(
         dataset_size=32, trace=trace, minibatch_size=MINIBATCH, on_end="cycle"
     )
     inner = torch.optim.SGD(parameters or model.parameters(), lr)
     options = {"exact": model, **options}
-    return sampler, vbs.LinearRuleOptimizer(inner, sampler, 8, **options)
+    return vbs.LinearRuleOptimizer(inner, sampler, 8, **options), iter(sampler)
+
+
+def steps(
+    losses: Iterable[torch.Tensor], optimizer: Any, minibatches: Any
+) -> list[int]:
+    """Returns how many updates the backward passes of losses have made, each."""
+    made = []
+    for _, loss in zip(minibatches, losses):
+        loss.backward()
+        made.append(optimizer.step())
+    return made
 
 
 class Training:
@@ -225,17 +231,6 @@ def assert_same_bits(*runs: list[Outcome]) -> None:
         for each in run:
             assert set(each.repeated) <= set(alone.repeated)
             assert not any(x.compilations for x in each.counts[len(each.counts) // 2 :])
-
-
-def on_all_replicas(kinds: Iterable[str]) -> Any:
-    """Marks a test of these kinds on CPUs and on torch_xla: of one, unless slow."""
-    rows = []
-    for index, kind in enumerate(kinds):
-        slow = [pytest.mark.slow] if index else []
-        xla = [needs_xla, pytest.mark.xla, *slow]
-        rows.append(pytest.param(kind, "cpu", (1, 2, 3), marks=of_torch_alone))
-        rows.append(pytest.param(kind, "xla", (1, 2), marks=xla))
-    return pytest.mark.parametrize(("kind", "device", "numbers"), rows)
 
 
 def finished(rank: int, names: Iterable[str], is_exact: bool = True) -> list[Outcome]:

@@ -143,6 +143,13 @@ def test_a_loader_that_reads_ahead_is_refused_unless_it_is_followed():
     assert [next(ahead), next(ahead)] == expected(one)[:2]
     with pytest.raises(ValueError, match=r"1, .* has read 2.* replica\.loader\(load"):
         one.newest_pass.count_step()
+    ahead = iter(xla_replica.LocalReplica("cpu").loader(one))
+    assert [next(ahead), next(ahead)] == expected(one)[:2]
+    with pytest.raises(ValueError, match=r"1, .* has read 2.* nothing may read ahead"):
+        one.newest_pass.count_step()
+    assert list(one) == expected(one)
+    with pytest.raises(ValueError, match=r"1, .* has read"):
+        one.newest_pass.count_step()
     next(iter(one))  # looking at the data does no harm
     assert run(one, one) == expected(one)
     one.newest_pass.count_step()  # the pass has ended
