@@ -113,10 +113,7 @@ class Minibatches(Iterator[list[int]]):
         return self.resumes
 
     def count_step(self) -> None:
-        """Counts a minibatch as run.
-
-        Raises ValueError if what the loop has read ahead would be lost by a redeal.
-        """
+        """Counts one as run; raises ValueError if a redeal would lose others."""
         self._num_stepped += 1
         num_read = self._num_handed_out or self._num_asked
         if num_read > self._num_stepped:

@@ -25,9 +25,7 @@ class NormLayerNoise:
             noise was measured too.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, replica: Replica, is_exact: bool = False
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, replica: Replica, is_exact: bool) -> None:
         self._layers: list[NormLayer] = []  # those in use
         self._minibatch_size = 0
         self._dtype, self._replica = dtype, replica
@@ -118,11 +116,11 @@ class NormLayerNoise:
         """
         if not self._layers:
             return
-        new = estimators.estimate(
+        squares, coefficients = (
             self._squares.value(),
-            self.of_gradients(),
             numbers["coefficients of samples"],
         )
+        new = estimators.estimate(squares, self.of_gradients(), coefficients)
         self.averages = estimators.average(
             self.averages, new, numbers["weight of samples"]
         )

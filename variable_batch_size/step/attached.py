@@ -162,12 +162,9 @@ class Attached:
                     "run would lack: pass it to Checkpointer as a part, by any name"
                 )
 
-    def drop_step(self, *others: Any) -> None:
-        """Tells those that have a ``drop_step`` that minibatches are run again.
-
-        ``others`` are told too, attached or not.
-        """
-        for callback in [*self._callbacks, *others]:
+    def drop_step(self, order: Any) -> None:
+        """Calls ``drop_step``, where there is one, of callbacks and the order."""
+        for callback in [*self._callbacks, order]:
             owner = getattr(callback, "__self__", callback)
             getattr(owner, "drop_step", tuple)()
 

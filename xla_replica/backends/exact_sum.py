@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.grid import Divisor, Total
+from xla_replica.backends.grid import Total
 from xla_replica.backends.replica import Replica
 
 
@@ -32,7 +32,7 @@ class ExactSum(GradientSum):
         super().__init__(replica, may_begin)
         self._grid, self._names = exact.grid, exact.names
         self.totals: list[Total] = []
-        self._divisor: Divisor = None
+        self._divisor: int | torch.Tensor | None = None
         exact.riders.append(self)
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -47,7 +47,7 @@ class ExactSum(GradientSum):
             total.add_(parameter.grad)
             parameter.grad = None
 
-    def sum_(self, others: Sequence[torch.Tensor], divisor: Divisor) -> None:
+    def sum_(self, others: Sequence[torch.Tensor], divisor: Any) -> None:
         self._divisor = divisor
         self._replica.all_reduce_(others)
 

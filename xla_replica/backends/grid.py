@@ -30,8 +30,6 @@ from xla_replica.device.device_traits import traits
 if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
 
-Divisor = int | torch.Tensor | None
-
 LOW_BITS = 20
 HIGH_BITS = 20
 # How far the maxima of a step may lie from those of the last one, as powers of two.
@@ -184,7 +182,7 @@ class Total:
         sizes = torch.where(where_finite(value), value.abs(), math.inf)
         grid.seen[self._row] = sizes.max()
 
-    def mean_into_(self, result: torch.Tensor, divisor: Divisor = None) -> torch.Tensor:
+    def mean_into_(self, result: torch.Tensor, divisor: Any = None) -> torch.Tensor:
         """Makes ``result`` the sum, divided by a number or by ``(1,)``, if any.
 
         It is NaN if the tensor of a minibatch was not finite. Call it after
