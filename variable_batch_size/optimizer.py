@@ -283,9 +283,8 @@ class ElasticOptimizer(OptimizerProxy):
     def attach(self, target: Any, unit: Unit = "updates", every: float = 1) -> None:
         """Runs ``target`` after every update on this replica, idle or not.
 
-        With ``exact`` a step may be run again instead of its update. What the function,
-        or the object whose method it is, has kept of the step's minibatches it drops in
-        a method ``drop_step()``, if it has one.
+        With ``exact`` a step may be run again instead of its update: ``drop_step()`` is
+        then called of the function, or the object whose method it is, if it has one.
 
         Args:
             target: A torch LR scheduler; or a function that takes an `Update`.

@@ -19,9 +19,6 @@ class Minibatches(Iterator[list[int]]):
     whatever it or its workers have prefetched since. The steps of that state are those
     that were handed out whole: a step that was begun is run again, as everywhere.
 
-    `CustomSampler.redeal` sends it back, from its end too. What it handed out before is
-    stale then: `Replica.loader`, which counts, drops it.
-
     Args:
         sampler: The sampler, which knows plan, order and replica.
         loader: What iterates it: torch's DataLoader, torchdata's, or anything.

@@ -83,7 +83,7 @@ class ElasticState:
         if noise and state.get("noise"):
             noise.load_state_dict(state["noise"])
         if self._context.exact:
-            self._context.exact.grid.load_state_dict(state.get("grid") or {})
+            self._context.exact.meet(state.get("grid") or {})
         loop.attached.load_state_dict(state.get("schedules", []), allow_changes)
         if "sampler" in state:
             self._context.sampler.load_state_dict(

@@ -148,7 +148,7 @@ class ExactModel:
         return not self._is_repeat
 
     def meet(self, grid: dict[str, int]) -> None:
-        """Takes the grid that other replicas have; the step begins anew."""
+        """Takes the grid of a state, or of other replicas; the step begins anew."""
         self.grid.load_state_dict(grid)
         self._is_repeat = False
 

@@ -143,8 +143,7 @@ class Total:
     """The sum of a tensor over the minibatches of a step, in units of its grid.
 
     Args:
-        grid: The grid.
-        name: The tensor's name there.
+        grid, name: The grid, and the tensor's name there.
         like: A tensor of its shape and device.
 
     Attributes:

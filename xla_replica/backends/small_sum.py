@@ -22,8 +22,7 @@ class SmallSum:
     sum has the same bits whatever the order: at most 2^14 numbers are added.
 
     Args:
-        size: How many numbers.
-        dtype: Theirs.
+        size, dtype: How many numbers, and theirs.
         replica: The replica that adds them.
         is_exact: Whether sums do not depend on their order; needs float32.
 
