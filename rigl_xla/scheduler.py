@@ -30,10 +30,9 @@ from rigl_xla.report.report import Report, describe
 from rigl_xla.topology.distribution import Distribution
 from rigl_xla.topology.methods import Score
 from rigl_xla.topology.update_schedule import UpdateSchedule
-from rigl_xla.update.dense_sums import DenseSums
 from rigl_xla.update.drift import check_equal
 from rigl_xla.update.optimizer_state import state_of
-from rigl_xla.update.steps import TopologySteps
+from rigl_xla.update.steps import DenseSums, TopologySteps
 from xla_replica import AccumulationHook, AccumulationNote, Replica
 from xla_replica.backends.registry import given_or_current
 from xla_replica.common.arguments import check_integer

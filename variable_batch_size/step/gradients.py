@@ -15,8 +15,8 @@ from torch import nn
 from variable_batch_size.data.schedule import Position
 from variable_batch_size.step.settings import StepContext
 from xla_replica import AccumulationNote
-from xla_replica.backends.exact_sum import ExactSum
 from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.grid import ExactSum
 from xla_replica.device.gradients import accumulation_hook
 
 # How many numbers of a gradient are compared where reading is free.
