@@ -458,7 +458,6 @@ class RigLScheduler:
             watch_optimizers()
         # Dense gradients are added as the optimizer adds others, if its sums are exact.
         self._exact = exact = getattr(self.optimizer, "exact", None)
-        self._steps.is_summed = exact is not None
         if exact and self.options.method_in_use.collects != "never":
             self._handles.append(DenseSums(self._steps, exact, self.replica))
 
@@ -474,7 +473,7 @@ class RigLScheduler:
                 "built, so that exact= is another one: build the pruner later"
             )
         if self._steps.collects:
-            if self.replica.num_replicas > 1 and not self._steps.is_summed:
+            if self.replica.num_replicas > 1 and not self._exact:
                 # A replica without a minibatch looks for what was assigned, too: in a
                 # program of its own, not in the one with the optimizer's collective.
                 self.replica.sync()

@@ -46,7 +46,6 @@ class TopologySteps:
     Attributes:
         collects: Whether the dense gradients of the next step are needed; False before
             `begin`.
-        is_summed: Whether pending gradients are those of all replicas when a step ends.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class TopologySteps:
         self.weights, self.layers = weights, layers
         self.options, self.schedule = options, schedule
         self.number, self.num_updates = number, num_updates
-        self.collects = self.is_summed = False
+        self.collects = False
         self._method = options.method_in_use
         self._has_gradients = False
         self._replaced = False  # the optimizer's step, by an update of the topology
@@ -160,7 +159,8 @@ class TopologySteps:
             running = self._method.collects == "always"
             momentum = self.options.momentum if running else None
             num_steps = self.schedule.grad_accumulation_n
-            others = None if self.is_summed else replica
+            is_summed = getattr(optimizer, "exact", None) is not None
+            others = None if is_summed else replica
             collect_(self.layers, others, num_steps, momentum)
         for layer in self.layers:
             layer.take_pending()

@@ -21,7 +21,7 @@ from variable_batch_size.device_scalars import DeviceScalars
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.grid import Grid, Total
 from xla_replica.device.gradients import weak_hook
-from xla_replica.device.seeding import seed_host
+from xla_replica.device.seeding import own_draws
 
 
 class ExactModel:
@@ -170,7 +170,8 @@ class ExactModel:
         """Seeds what a minibatch draws, on the host and the device, by its place."""
         digest = hashlib.blake2b(repr(place).encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little")
-        seed_host(seed)
+        with own_draws():  # torch.manual_seed notes calls where CUDA is not in use
+            torch.default_generator.manual_seed(seed)
         if not self._replica.is_host:
             self._replica.seed(seed - self._replica.rank)  # which it adds
 

@@ -81,15 +81,6 @@ def check_seed(seed: int) -> int:
     return check_integer("seed", seed, -(2**63), 2**64 - 1)
 
 
-def seed_host(seed: int) -> None:
-    """Seeds what the calling thread draws on the CPU, and nothing else.
-
-    ``torch.manual_seed`` keeps a note of each call where CUDA is not in use.
-    """
-    with own_draws():
-        torch.default_generator.manual_seed(seed)
-
-
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Makes what torch draws on the CPU inside the block depend on ``seed`` alone.
