@@ -180,7 +180,8 @@ class Total:
         high.add_(whole.to(high.dtype))
         for low in limbs:
             low.add_(torch.round((scaled - whole) * 2.0**LOW_BITS).to(low.dtype))
-        sizes = torch.where(where_finite(value), value.abs(), math.inf)
+        infinite = value.new_full((), math.inf)  # not float64, as a number would be
+        sizes = torch.where(where_finite(value), value.abs(), infinite)
         grid.seen[self._row] = sizes.max()
 
     def mean_into_(self, result: torch.Tensor, divisor: Any = None) -> torch.Tensor:
