@@ -248,6 +248,7 @@ class GraBSampler(Sampler[int]):
             self._orders, sharding, self._balancer, self._weights,
             self._uses_gradients, self._timer,
         )  # fmt: skip
+        self._rides = False  # whether exact sums balance, and not `after_update`
         self._reduction: str | None = None  # that of the last `backward`
         # The last forward pass, until its `backward`.
         self._recorded: Capture | dict[str, torch.nn.Parameter] | None = None
@@ -510,23 +511,23 @@ class GraBSampler(Sampler[int]):
                 f"gradient of the {self._reduction} of the losses in .grad: call "
                 f"sampler.backward(losses, reduction={expected!r})"
             )
-        if not self._replica.is_live:  # there it is a part of the update
+        if not self._rides:
             self._progress.finish_update(update)
 
-    def exchange_rows(self, epoch: int, batch_size: int, minibatch_size: int) -> None:
-        """Gathers what an update is balanced from, before it is made. Collective.
+    def ride(self, exact: Any) -> None:
+        """Balances in the steps of an optimizer with exact sums, which calls it.
 
-        The optimizer of a live run calls it, and then `commit_rows`.
+        Raises ValueError if this sampler balances minibatches before their update.
         """
-        self._progress.exchange(epoch, batch_size, minibatch_size)
-
-    def commit_rows(self, update: Any) -> None:
-        """Balances what `exchange_rows` has gathered."""
-        self._progress.finish_update(update)
-
-    def drop_step(self) -> None:
-        """Forgets minibatches that are run again; see `ElasticOptimizer.attach`."""
-        self._progress.drop_step()
+        if self._uses_gradients and not self._columns.exact:
+            raise ValueError(
+                "an optimizer with exact= may run a step again, whose gradients would "
+                "be balanced already: pass GraBSampler(..., exact=True, "
+                "scheme='gather')"
+            )
+        self._rides = self._columns.joins_updates
+        if self._rides:
+            exact.riders.append(self._progress)
 
     def update_v(self, second_moment: Tensor) -> None:
         """Gives 'adamean' the ``(d,)`` second moment that gradients are divided by.

@@ -189,6 +189,9 @@ class ElasticOptimizer(OptimizerProxy):
             settings.exact,
         )
         checks.check_agreement(self._context)
+        order: Any = sampler.order
+        if settings.exact and hasattr(order, "ride"):
+            order.ride(settings.exact)
         self._loop = UpdateLoop(self._context, self)
         self._saved = ElasticState(self._context, self._loop)
 

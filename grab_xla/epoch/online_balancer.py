@@ -88,7 +88,6 @@ class OnlineBalancer:
         self._placements: list[Tensor] = []
         self._uniforms: Tensor | None = None
         self._pending: list[Tensor] = []  # minibatches that wait for their update
-        self._gathered: list[Tensor] | None = None  # those of all replicas, if they are
         self._joins_updates = False
         self.weights: Tensor | None = None
         self.num_seen = 0
@@ -131,37 +130,29 @@ class OnlineBalancer:
         self.place([ordered[: end - self.num_seen]])
 
     @torch.no_grad()
-    def place_update(self, batch_size: int, minibatch_size: int) -> None:
-        """Balances all minibatches of an update, in the order's order. Collective.
+    def place_update(self, minibatches: Iterable[Tensor]) -> None:
+        """Balances all minibatches of an update, one by one, as `gather` yields them.
 
         Under an elastic sampler replicas run different numbers of minibatches, so they
-        can only balance together at the update, which all of them reach. Minibatch k of
-        a step was run by replica k mod W. In every round each replica exchanges one
-        minibatch, zeros if it has none left, and all replicas balance them one by one.
-        The same programs serve every batch size: one exchanges, one balances a
-        minibatch.
-
-        Raises:
-            ValueError: Another number of minibatches waits than this replica ran.
+        can only balance together at the update, which all of them reach.
         """
         self._joins_updates = True
-        gathered: Iterable[Tensor] | None = self._gathered
-        if gathered is None:
-            gathered = self._gather(batch_size, minibatch_size)
-        for rows in gathered:
+        self._replica.sync()  # so that every minibatch has the same program
+        for rows in minibatches:
             self.place([rows])
             self._replica.sync()
         self.drop_step()
 
-    def exchange(self, batch_size: int, minibatch_size: int) -> None:
-        """Gathers what `place_update` then balances, without a collective of its own.
+    def gather(self, batch_size: int, minibatch_size: int) -> Iterator[Tensor]:
+        """Yields the rows of all minibatches of an update, in the order's order.
 
-        For replicas that may be lost while they exchange.
+        Collective. Minibatch k of a step was run by replica k mod W. In every round
+        each replica exchanges one minibatch, zeros if it has none left. The same
+        programs serve every batch size: one exchanges, one balances a minibatch.
+
+        Raises:
+            ValueError: Another number of minibatches waits than this replica ran.
         """
-        self._gathered = list(self._gather(batch_size, minibatch_size))
-
-    def _gather(self, batch_size: int, minibatch_size: int) -> Iterator[Tensor]:
-        """Yields the rows of all minibatches of an update, in the order's order."""
         num_replicas, rank = self._replica.num_replicas, self._replica.rank
         num_minibatches = batch_size // minibatch_size
         num_own = max(0, -(-(num_minibatches - rank) // num_replicas))
@@ -187,7 +178,7 @@ class OnlineBalancer:
 
     def drop_step(self) -> None:
         """Forgets the minibatches that wait."""
-        self._pending, self._gathered = [], None
+        self._pending = []
 
     def drop_pending(self) -> None:
         """Forgets a step left before its update.

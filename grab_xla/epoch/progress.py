@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.online_balancer import OnlineBalancer
 from grab_xla.epoch.orders import GraBWarning, Orders, SampleWeights
+from xla_replica.backends.grid import Rider
 
 
 @dataclasses.dataclass
@@ -211,7 +212,7 @@ class Passes:
             )
 
 
-class Progress:
+class Progress(Rider):
     """Begins epochs, and checks that steps are of the next samples of their order.
 
     The sampler deals the order itself, or another sampler does: then replica r runs the
@@ -253,6 +254,7 @@ class Progress:
         self._start, self._resumed = 0, False
         self._own = sharding.own(orders.order, 0)
         self._set_dealer(None)
+        self._gathered: Iterable[Tensor] = ()  # what `commit` balances
         self._num_pending = 0  # minibatches of this replica that wait for their update
         self._num_updated = 0  # samples of this epoch that updates have used
 
@@ -388,29 +390,10 @@ class Progress:
 
     def finish_update(self, update: Any) -> None:
         """Balances what waits for an update; see `GraBSampler.after_update`."""
-        size, num_samples = self._group_size, update.batch_size
-        if size > 1 and update.minibatch_size != size:
-            raise ValueError(
-                f"group_size={size}, but minibatches have {update.minibatch_size} "
-                f"samples: CustomSampler(..., minibatch_size={size})"
-            )
-        if self._uses_gradients and num_samples % update.minibatch_size:
-            raise ValueError(
-                f"the batch size {num_samples} is not a multiple of the "
-                f"minibatch size {update.minibatch_size}, so a minibatch was padded "
-                "with samples that would be balanced twice: leave out "
-                "pad_minibatches=True where gradients choose the order"
-            )
+        num_samples = update.batch_size
+        self._gather(update.epoch, num_samples, update.minibatch_size)
         if self._balancer.columns.joins_updates:
-            # An idle replica may come here before it asks for the epoch's order.
-            self.give(update.epoch)
-            self._num_pending = 0
-            if self._uses_gradients:
-                self._balancer.place_update(
-                    num_samples // size, update.minibatch_size // size
-                )
-            else:
-                self._balancer.num_seen += num_samples // size
+            self.commit()
         elif self._uses_gradients and self.dealt_elsewhere == update.epoch:
             # A state that is saved during the update would lack gradients that come
             # later: the samples of a resumed run would get the signs of others.
@@ -423,22 +406,46 @@ class Progress:
                     "minibatch, before optimizer.step()"
                 )
 
-    def exchange(self, epoch: int, batch_size: int, minibatch_size: int) -> None:
-        """Gathers what waits for an update, on all replicas, before it is made."""
-        if self._uses_gradients:
-            self.give(epoch)
-            size = self._group_size
-            self._balancer.exchange(batch_size // size, minibatch_size // size)
-
-    def drop_step(self) -> None:
-        """Forgets what waits for an update; see `GraBSampler.drop_step`."""
-        if self._uses_gradients and not self._balancer.columns.exact:
+    def _gather(self, epoch: int, batch_size: int, minibatch_size: int) -> None:
+        size = self._group_size
+        if size > 1 and minibatch_size != size:
             raise ValueError(
-                "an optimizer with exact= runs steps again, and this one is balanced "
-                "already: pass GraBSampler(..., exact=True, scheme='gather')"
+                f"group_size={size}, but minibatches have {minibatch_size} samples: "
+                f"CustomSampler(..., minibatch_size={size})"
             )
-        self._balancer.drop_step()
+        if self._uses_gradients and batch_size % minibatch_size:
+            raise ValueError(
+                f"the batch size {batch_size} is not a multiple of the minibatch size "
+                f"{minibatch_size}, so a minibatch was padded with samples that would "
+                "be balanced twice: leave out pad_minibatches=True where gradients "
+                "choose the order"
+            )
+        if self._balancer.columns.joins_updates:
+            # An idle replica may come here before it asks for the epoch's order.
+            self.give(epoch)
+        self._num_new = batch_size // size
+        self._gathered = self._balancer.gather(self._num_new, minibatch_size // size)
+
+    def exchange(self, position: Any) -> None:
+        """Gathers what a step balances, before it is made. Collective."""
+        plan = position.plan
+        self._gather(plan.epoch, position.batch_size, plan.minibatch_size)
+        if self._uses_gradients:
+            self._gathered = list(self._gathered)
+
+    def commit(self, num_minibatches: Any = None) -> None:
+        """Balances what was gathered."""
+        del num_minibatches
         self._num_pending = 0
+        if self._uses_gradients:
+            self._balancer.place_update(self._gathered)
+        else:
+            self._balancer.num_seen += self._num_new
+
+    def clear(self) -> None:
+        """Forgets what waits for an update."""
+        self._balancer.drop_step()
+        self._num_pending, self._gathered = 0, ()
 
     def restore(self, dealt_elsewhere: int | None) -> None:
         """Continues where the orders and the balancer were restored."""

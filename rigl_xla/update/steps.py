@@ -18,7 +18,7 @@ from rigl_xla.topology.methods import Method
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.topology_update import change_
 from xla_replica import Replica, traits
-from xla_replica.backends.grid import Total
+from xla_replica.backends.grid import Rider, Total
 
 logger = logging.getLogger(__name__)
 
@@ -223,10 +223,8 @@ class TopologySteps:
         self.collects = collects(method, schedule, self.number + 1)
 
 
-class DenseSums:
+class DenseSums(Rider):
     """Adds up dense gradients as integers, so that masks have the same bits everywhere.
-
-    It is what ``optimizer.exact`` calls a rider.
 
     Args:
         steps: Those of the pruner, which have begun.

@@ -162,9 +162,9 @@ class Attached:
                     "run would lack: pass it to Checkpointer as a part, by any name"
                 )
 
-    def drop_step(self, order: Any) -> None:
-        """Calls ``drop_step``, where there is one, of callbacks and the order."""
-        for callback in [*self._callbacks, order]:
+    def drop_step(self) -> None:
+        """Tells those that have a ``drop_step`` that minibatches are run again."""
+        for callback in self._callbacks:
             owner = getattr(callback, "__self__", callback)
             getattr(owner, "drop_step", tuple)()
 

@@ -19,18 +19,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from variable_batch_size.data.schedule import Position, Schedule
 from variable_batch_size.device_scalars import DeviceScalars
 from xla_replica import Replica, ReplicaError
-from xla_replica.backends.grid import Grid, Total
+from xla_replica.backends.grid import Grid, Rider, Total
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.seeding import own_draws
 
 
 class ExactModel:
     """The grid of a model's gradients and of its normalisation layers' statistics.
-
-    A step sums what its riders have. A rider has ``totals``, a list; and the methods
-    ``end_minibatch()``, which adds to them, ``commit(num_minibatches)``, which uses
-    their sums over all replicas, and ``clear()``, which forgets a minibatch that did
-    not end, once the totals are zero.
 
     Args:
         model: The model that is trained.
@@ -39,7 +34,7 @@ class ExactModel:
     Attributes:
         grid: Its units, by name of parameter or buffer.
         names: Each parameter's name in the grid.
-        riders: What a step sums.
+        riders: What a step sums, and what else belongs to it.
 
     Raises:
         TypeError, ValueError: The model, or this process, cannot have such bits.
@@ -60,7 +55,7 @@ class ExactModel:
         }
         self._check(layers)
         self.grid = Grid([*self.names.values()], replica)
-        self.riders: list[Any] = [RunningStatistics(model, layers, self.grid)]
+        self.riders: list[Rider] = [RunningStatistics(model, layers, self.grid)]
         # Whose buffers no forward pass may change.
         self._others = [each for each in model.named_modules() if each[0] not in layers]
         self._versions: dict[str, Any] = {}
@@ -118,8 +113,10 @@ class ExactModel:
             rider.end_minibatch()
         self.grid.end_minibatch()
 
-    def to_sum(self) -> list[torch.Tensor]:
-        """Returns the integers that replicas sum, in place."""
+    def to_sum(self, position: Position) -> list[torch.Tensor]:
+        """Returns the integers that replicas sum, in place. Collective, for riders."""
+        for rider in self.riders:
+            rider.exchange(position)
         return [p for rider in self.riders for each in rider.totals for p in each.parts]
 
     def accept_step(self, position: Position) -> bool:
@@ -213,7 +210,7 @@ def _trains(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
-class RunningStatistics:
+class RunningStatistics(Rider):
     """Moves the running statistics of normalisation layers once a step.
 
     By the mean of what its minibatches would have moved them by from where the step

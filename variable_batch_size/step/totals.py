@@ -150,7 +150,7 @@ class StepTotals:
                 position.num_minibatches, position.batch_size
             )
         if context.exact:
-            totals += context.exact.to_sum()
+            totals += context.exact.to_sum(position)
         return totals if self._weight is None else [*totals, self._weight.total]
 
     def take(self) -> tuple[Any, torch.Tensor | None]:

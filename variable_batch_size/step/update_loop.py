@@ -322,7 +322,7 @@ class UpdateLoop:
                 context.replica.sync()
         if not changed:
             context.sampler.redeal(plan.epoch, step)
-            self.attached.drop_step(context.sampler.order)
+            self.attached.drop_step()
             self.gradients.prepare_backward(position)
             return self._resume() if is_lost else 0
         self.last_lrs, weight = changed
@@ -337,8 +337,6 @@ class UpdateLoop:
             ends_epoch=step + 1 == plan.num_steps,
             weight=weight,
         )
-        if self.live and hasattr(context.sampler.order, "commit_rows"):
-            context.sampler.order.commit_rows(update)
         self.attached.num_done = 0
         self._end_update(update)
         return 1
@@ -441,10 +439,6 @@ class UpdateLoop:
         if settings.ref_weight is None:
             ratio = position.batch_size / (settings.ref_batchsize or 1)
         self.scaling.prepare(ratio)
-        exchange = getattr(context.sampler.order, "exchange_rows", None)
-        if self.live and exchange:
-            plan = position.plan
-            exchange(plan.epoch, position.batch_size, plan.minibatch_size)
         # Sum, and look whether replicas agree.
         self.gradients.sums.sum_(totals, divisor)
         weight, divisor = self.totals.take()

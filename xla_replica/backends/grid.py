@@ -206,7 +206,31 @@ class Total:
             part.zero_()
 
 
-class ExactSum(GradientSum):
+class Rider:
+    """What else of a step's minibatches counts if the step is made, and not otherwise.
+
+    Of what an optimizer with exact sums tells, it does what concerns it.
+
+    Attributes:
+        totals: What replicas sum, the same of them in every step that is alike.
+    """
+
+    totals: Sequence[Total] = ()
+
+    def end_minibatch(self) -> None:
+        """Adds what a minibatch has left to `totals`."""
+
+    def exchange(self, position: Any) -> None:
+        """Gathers what no sum can hold, before the sums of a step. Collective."""
+
+    def commit(self, num_minibatches: Any) -> None:
+        """Uses the sums over all replicas, right before the weights change."""
+
+    def clear(self) -> None:
+        """Forgets a minibatch that did not end, once the totals are zero."""
+
+
+class ExactSum(GradientSum, Rider):
     """Adds the gradients of every minibatch as integers on a grid.
 
     Between two minibatches ``.grad`` is None, and after a backward pass it is the
