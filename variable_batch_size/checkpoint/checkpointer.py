@@ -270,9 +270,8 @@ class Checkpointer:
         # All modules at once: averaging resets the count of minibatches that weighs.
         modules = [p for p in self._parts.values() if isinstance(p, nn.Module)]
         self._optimizer.average_buffers(nn.ModuleList(modules))
-        if self.replica.is_live:  # where a state may be for a member
-            for log in self._logs():
-                log.event("checkpoint")
+        for log in self._logs():
+            log.event("checkpoint")
         state = self._snapshot()
         state["random"] = random_state.saved(self.replica, random_numbers)
         if between_epochs:
@@ -405,9 +404,6 @@ class Checkpointer:
             for log in self._logs():
                 log.change_members(generation)
 
-        def load(state: dict[str, Any]) -> None:
-            self._load(self.folder, state, False)
-
         settings = {
             "settings": self._settings,
             "parts": sorted(self._parts),
@@ -416,7 +412,7 @@ class Checkpointer:
         self._optimizer.go_live(
             settings,
             snapshot=self._snapshot,
-            load=load,
+            load=lambda state: self._load(self.folder, state, False),
             begin=begin,
             changed=change,
             is_saved=lambda part: part is self or self.saves(part),

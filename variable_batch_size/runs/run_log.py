@@ -127,10 +127,13 @@ class RunLog:
             )
         groups = optimizer.param_groups
         dtype = dtype_for(p for group in groups for p in group["params"])
-        # The sum of this replica's losses, and their number.
-        self._loss = torch.zeros(2, dtype=dtype, device=self._replica.device)
+        # Sums of losses, and their numbers: this replica's that are not shared yet, and
+        # those of all that are. Two zeros, or an idle replica had another program.
+        zeros = torch.zeros(2, dtype=dtype, device=self._replica.device)
+        self._nothing, self._nothing_shared = zeros, zeros.clone()
+        self._loss = self._nothing
         self._loss_of_updates = self._loss  # without minibatches since the last one
-        self._shared_loss = self._loss.clone()  # of all members, in a live run
+        self._shared_loss = self._nothing_shared
         self._pending: list[dict[str, Any]] = []  # lines; numbers may be on the device
         self._weight = 0.0  # of the updates whose losses are summed
         # Since the last logging step: samples, seconds, seconds that replicas idled.
@@ -171,8 +174,9 @@ class RunLog:
 
     def __call__(self, update: Update) -> None:
         """Tells of an update; `ElasticOptimizer.attach` has it called."""
-        if self._replica.is_live:  # first, since it runs again if a member is lost
-            self._share_losses()
+        is_due = update.step % self._log_steps == 0
+        if is_due or self._replica.is_live:  # where who has them may be lost
+            self._share_losses()  # first, since it runs again then
         self._begin(update.step)
         self._step, self._closed = update.step, False
         now = time.perf_counter()
@@ -194,7 +198,7 @@ class RunLog:
             **weight,
         }
         self._pending.append(line)
-        if update.step % self._log_steps == 0:
+        if is_due:
             self._write(measure=True)
         self._loss_of_updates = self._loss
 
@@ -242,16 +246,10 @@ class RunLog:
         self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the losses since the last logging step. Collective.
-
-        A checkpoint has asked for them, so this tells of it.
-        """
-        if self._replica.is_live:  # it may be for a member that joins
-            return {"loss": self._shared_loss, "weight": self._weight}
-        self.event("checkpoint")
-        loss = self._loss.clone()
-        self._replica.all_reduce_([loss])
-        return {"loss": loss, "weight": self._weight}
+        """Returns the losses since the last logging step. Collective if not live."""
+        if not self._replica.is_live:  # where it may be for a member that joins
+            self._share_losses()
+        return {"loss": self._shared_loss, "weight": self._weight}
 
     def change_members(self, generation: int) -> None:
         """Tells that other members of a live run train than before."""
@@ -268,13 +266,8 @@ class RunLog:
         self._added_at = None
         self._weight = state["weight"]
         self._totals[:] = 0
-        self._loss.zero_()
-        self._shared_loss = torch.zeros_like(self._loss)
-        if self._replica.is_live:
-            self._shared_loss.copy_(state["loss"])
-        elif self._replica.is_primary:  # it is the sum of all: the others have zero
-            self._loss.copy_(state["loss"])
-        self._loss_of_updates = self._loss
+        self._loss = self._loss_of_updates = self._nothing
+        self._shared_loss = state["loss"].to(self._loss)
 
     def _check_attached(self) -> None:
         """Raises ValueError if an update was made since the first minibatch."""
@@ -299,11 +292,11 @@ class RunLog:
         return schedule.steps(cursor.epoch).start + cursor.step
 
     def _share_losses(self) -> None:
-        """Adds up the losses of all members, so that each has what one alone had."""
+        """Adds up the losses of all replicas, so that each has what one alone had."""
         total = self._loss.clone()
         self._replica.all_reduce_([total])
         self._shared_loss = self._shared_loss + total
-        self._loss = torch.zeros_like(self._loss)
+        self._loss = self._loss_of_updates = self._nothing
 
     def _write(self, measure: bool) -> None:
         """Writes the pending lines, after one read of what is on the device."""
@@ -315,14 +308,9 @@ class RunLog:
             if isinstance(value, torch.Tensor)
         ]
         tensors = [line[name] for line, name in on_device]
-        if measure and self._replica.is_live:
+        if measure:
             tensors.append(self._shared_loss)
-            self._shared_loss = torch.zeros_like(self._loss)
-        elif measure:
-            total = self._loss.clone()
-            self._replica.all_reduce_([total])
-            self._loss.zero_()
-            tensors.append(total)
+            self._shared_loss = self._nothing_shared
         fetched = self._replica.fetch(tensors)
         for (line, name), number in zip(on_device, fetched):
             line[name] = number.item()
