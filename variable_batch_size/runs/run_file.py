@@ -152,7 +152,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             continue
         line = _parsed(text)
         event = None if line is None else line.get("event")
-        if cut is not None and event not in BEGINNINGS:
+        if cut is not None and event is None:
             raise ValueError(
                 f"{path}, line {cut}: {lines[cut - 1][:60]!r} is not a JSON object "
                 "with a 'step'; is this a file that vbs.RunLog has written?"

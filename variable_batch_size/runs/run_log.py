@@ -135,6 +135,7 @@ class RunLog:
         self._loss_of_updates = self._loss  # without minibatches since the last one
         self._shared_loss = self._nothing_shared
         self._pending: list[dict[str, Any]] = []  # lines; numbers may be on the device
+        self._untold: list[dict[str, Any]] = []  # the last that another replica tells
         self._weight = 0.0  # of the updates whose losses are summed
         # Since the last logging step: samples, seconds, seconds that replicas idled.
         self._totals = np.zeros(3)
@@ -252,10 +253,17 @@ class RunLog:
         return {"loss": self._shared_loss, "weight": self._weight}
 
     def change_members(self, generation: int) -> None:
-        """Tells that other members of a live run train than before."""
-        self.event(
-            "members", generation=generation, num_replicas=self._replica.num_replicas
-        )
+        """Tells that other members of a live run train than before.
+
+        And once more what the member that writes may have died with.
+        """
+        step, number = self._next_step(), self._replica.num_replicas
+        self._begin(step)
+        if self._file and self._replica.is_primary:
+            event = {"generation": generation, "num_replicas": number}
+            self._file.event("members", step, **event)
+            self._file.write(*self._untold)
+            self._untold = []
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""
@@ -343,6 +351,7 @@ class RunLog:
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
         if not (lines and self._replica.is_primary):
+            self._untold = lines or self._untold
             return
         if self._file:
             self._file.write(*lines)

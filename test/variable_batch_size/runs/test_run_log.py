@@ -250,6 +250,26 @@ def test_updates_that_were_made_again_are_told_once(tmp_path):
     assert run.header["num_lost"] == 3
 
 
+def test_the_next_member_tells_what_the_one_before_it_has_died_with(
+    tmp_path, monkeypatch
+):
+    training = Training(tmp_path)
+    with monkeypatch.context() as patch:  # another one writes
+        patch.setattr(training.optimizer.replica, "rank", 1)
+        training.epoch(0)
+    path = training.log.path
+    path.write_text('{"step": 5, "batch_s')  # as it was about to
+    training.log.change_members(2)
+    run = vbs.read_run(path)
+    assert [event["event"] for event in run.events] == ["members"]
+    assert run.updates["step"].tolist() == [1, 2, 3, 4, 5]
+    assert run.updates["loss"].notna().tolist() == [False] * 4 + [True]
+    training.epoch(1)
+    training.log.close()
+    table = vbs.read_run(path).updates
+    assert table["step"].tolist() == list(range(1, len(table) + 1))
+
+
 def stopped(rank: int, folder: Path, ask_after: int | None) -> None:
     """Is asked to stop after an update, or between the epochs, where it is saved."""
     training = Training(folder)
