@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch.utils.data import Sampler
 import xla_replica
 from grab_xla.balancers import ordering_named
 from grab_xla.balancing.reordering import RoundRobinSharding
-from grab_xla.balancing.rows import FactoredRows
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.online_balancer import OnlineBalancer
@@ -24,13 +23,15 @@ from grab_xla.epoch.orders import GraBWarning, Orders, SampleWeights, Weights, W
 from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
-from grab_xla.gradients.groups import add_gradient, group_gradients, parameters_of
-from grab_xla.gradients.samples import GradientMatrix, sample_gradients
+from grab_xla.gradients.samples import GradientMatrix
 from grab_xla.random_projections import projection
-from grab_xla.saved_state import VERSION, check_saved
-from per_sample_grad import Capture, Projection
-from xla_replica.common.arguments import check_choice
+from grab_xla.training_passes import TrainingPasses
+from per_sample_grad import Projection
+from xla_replica.common.arguments import check_type
+from xla_replica.common.differences import check_same
 
+# The version of `GraBSampler.state_dict`.
+VERSION = 1
 # What ends the error about gradients of wrong shapes where projections are balanced.
 _PROJECTED = (
     ". With fidelity='projected', the default above 2^20 parameters, projections are "
@@ -39,7 +40,7 @@ _PROJECTED = (
 )
 
 
-class GraBSampler(Sampler[int]):
+class GraBSampler(TrainingPasses, Sampler[int]):
     """Orders each epoch's samples so that their gradients balance (GraB).
 
     Pass it to a DataLoader as ``sampler``, compute every batch's losses in `record` and
@@ -110,6 +111,8 @@ class GraBSampler(Sampler[int]):
         projection: The map of ``fidelity="projected"``, for `Factors.project`; else
             None.
     """
+
+    _rides = False  # whether exact sums balance, and not `after_update`
 
     def __init__(
         self,
@@ -248,11 +251,6 @@ class GraBSampler(Sampler[int]):
             self._orders, sharding, self._balancer, self._weights,
             self._uses_gradients, self._timer,
         )  # fmt: skip
-        self._rides = False  # whether exact sums balance, and not `after_update`
-        self._reduction: str | None = None  # that of the last `backward`
-        # The last forward pass, until its `backward`.
-        self._recorded: Capture | dict[str, torch.nn.Parameter] | None = None
-        self._is_recorded = False  # without a `backward` or a `step` since
 
     def __len__(self) -> int:
         """Returns how many samples this replica runs in a pass over the order."""
@@ -310,166 +308,6 @@ class GraBSampler(Sampler[int]):
     def num_seen(self) -> int:
         """The number of samples of the current order whose gradients `step` took."""
         return self._progress.num_seen
-
-    def record(
-        self, model: torch.nn.Module, **options: Any
-    ) -> Capture | contextlib.AbstractContextManager[None]:
-        """Returns a context in which a forward pass is recorded for `backward`.
-
-        Args:
-            model: The module with the parameters that the sampler was built with.
-            **options: Those of `per_sample_grad.Capture`, such as ``fallback``; a
-                ``"group"`` needs none and ignores them, as does an order that needs no
-                gradients.
-        """
-        if not self._uses_gradients:
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any]
-        if self.fidelity == "group":
-            self._recorded = parameters_of(model, self._matrix.shapes)
-            context = contextlib.nullcontext()
-        else:
-            self._recorded = context = Capture(
-                model, list(self._matrix.shapes), **options
-            )
-        self._is_recorded = True
-        return context
-
-    def backward(
-        self,
-        losses: Tensor,
-        *,
-        reduction: Literal["mean", "sum"] = "mean",
-        indices: Sequence[int] | Tensor | None = None,
-        from_samples: bool = False,
-    ) -> None:
-        """Does what ``losses.mean().backward()`` does, and balances, in one pass.
-
-        Collective, as `step` is. What ``.grad`` gets is the same to the bit, or with
-        ``from_samples`` up to rounding.
-
-        Args:
-            losses: ``(B,)``, computed from the model inside `record`. Of a group it may
-                also be the mean itself, ``()``.
-            reduction: ``"sum"`` for ``losses.sum().backward()``, as for an elastic
-                optimizer that counts tokens; then losses are sums over tokens.
-            indices: As for `step`.
-            from_samples: With ``fidelity="exact"``, ``.grad`` gets the mean of the
-                gradients that are formed to be balanced, and the pass does not form it
-                once more. All parameters that are trained must be the sampler's. With
-                other fidelities nothing is formed, and this changes nothing.
-
-        Raises:
-            RuntimeError: Nothing was recorded.
-            PerSampleError: Some use of a parameter is not accounted for; the message
-                says what to do. With ``from_samples``, the losses depend on something
-                else that takes a gradient.
-            ValueError: As for `step`; or these are not the losses of one group, or
-                ``reduction`` is not allowed.
-        """
-        is_group, ordering = self._group_size > 1, self._orders.ordering
-        if is_group:
-            self._check_group(losses)
-        elif losses.dim() != 1:
-            raise ValueError(
-                f"backward() with losses of shape {tuple(losses.shape)}: give one "
-                'number per sample, shape (B,), as with reduction="none"'
-            )
-        if not self._uses_gradients:
-            add_gradient(losses, reduction)
-            self._reduction = reduction
-            self._progress.claim(1 if is_group else len(losses), indices)
-            return
-        recorded = self._recorded
-        if recorded is None:
-            raise RuntimeError(
-                "backward() without record(): compute the losses inside `with "
-                "sampler.record(model):`, once for every backward()"
-            )
-        check_choice("reduction", reduction, ("mean", "sum"))
-        self._recorded = None
-        rows: Mapping[str, Tensor] | Tensor | FactoredRows
-        if isinstance(recorded, Capture):
-            state = self._balancer.state
-            factored = self._takes_factors and ordering.takes_factored(
-                state, len(losses)
-            )
-            balances = ordering if factored else None
-            rows = sample_gradients(
-                recorded, losses, reduction, self._matrix.shapes, self.projection,
-                balances, from_samples,
-            )  # fmt: skip
-            num_rows = len(losses)
-        else:
-            rows, num_rows = group_gradients(recorded, losses, reduction), 1
-        self._reduction = reduction
-        self._place(rows, num_rows, indices)
-
-    def _check_group(self, losses: Tensor) -> None:
-        """Raises ValueError if these cannot be the losses of the next group."""
-        group = self._progress.next_samples(1)
-        if losses.dim() and len(group) and losses.shape != group.shape:
-            raise ValueError(
-                f"backward() with losses of shape {tuple(losses.shape)}, but the "
-                f"next group has {len(group)} samples: with "
-                f"group_size={self._group_size} every backward pass is of one "
-                "group, so pass the same number as batch_size= to the DataLoader, "
-                "or as minibatch_size= to CustomSampler"
-            )
-
-    def _place(
-        self,
-        rows: Mapping[str, Tensor] | Tensor | FactoredRows,
-        num_rows: int,
-        indices: Sequence[int] | Tensor | None,
-    ) -> None:
-        """Balances what a step has of every sample, or keeps it until the update."""
-        self._is_recorded = False
-        progress, balancer = self._progress, self._balancer
-        if not progress.claim(num_rows, indices):
-            return
-        with self._timer("sorter_step"), torch.no_grad():
-            if isinstance(rows, FactoredRows):
-                balancer.place([rows])
-                return
-            pieces = self._matrix.pieces(rows, balancer.piece_size)
-            if progress.waits or self._replica.num_replicas > 1:
-                [piece] = pieces
-                balancer.place_together(piece, progress.end, progress.waits)
-            else:
-                balancer.place(pieces)
-
-    def step(
-        self,
-        per_sample_grads: Mapping[str, Tensor],
-        batch: bool = True,
-        *,
-        indices: Sequence[int] | Tensor | None = None,
-    ) -> None:
-        """Takes the gradients of the next samples of the order.
-
-        Collective: every replica calls it once per batch, with the same number of
-        samples. Under an elastic sampler several replicas keep gradients until the
-        update; see `after_update`.
-
-        Args:
-            per_sample_grads: ``(B, *shape)`` for every parameter; with
-                ``fidelity="projected"`` their projections, and with ``"group"`` the
-                mean gradients of B groups. A constant factor does not change the order;
-                a factor that differs between batches does.
-            batch: False for one sample, or group, without a batch axis.
-            indices: ``(B,)``, the samples of these gradients, to be compared with the
-                order. Keep them on the CPU, because reading them is a transfer.
-
-        Raises:
-            ValueError, TypeError: Names, shapes or the number of gradients are wrong,
-                ``indices`` are not the next samples of the order, or, without them, the
-                gradients may be of another pass over the order than the newest one.
-        """
-        num_rows = self._matrix.count(per_sample_grads, batch)
-        if not batch:
-            per_sample_grads = {n: g.unsqueeze(0) for n, g in per_sample_grads.items()}
-        self._place(per_sample_grads, num_rows, indices)
 
     def count(self, num_samples: int) -> None:
         """Takes the place of `step` for an order that needs no gradients.
@@ -604,10 +442,24 @@ class GraBSampler(Sampler[int]):
             TypeError, ValueError: It is not such a state, or it belongs to another data
                 set, model or balance type.
         """
-        own = self._orders.state_dict().keys() | {"given_for", "engine"}
-        self.projection = check_saved(state, self._identity, own, self.projection)
-        settings = self._identity["settings"]
-        settings["projection"] = self.projection and repr(self.projection)
+        check_type("load_state_dict: the state", state, Mapping, "a dict")
+        own = self._identity
+        others = self._orders.state_dict().keys() | {"given_for", "engine"}
+        missing = sorted((own.keys() | others) - state.keys())
+        if missing:
+            raise ValueError(
+                f"load_state_dict: the state has no {', '.join(missing)}; pass what "
+                "GraBSampler.state_dict() returned"
+            )
+        settings, saved = dict(own["settings"]), state["settings"]
+        projection = self.projection
+        if projection is not None and saved.get("projection"):
+            projection = projection.saved_as(saved["projection"])
+            settings["projection"] = repr(projection)
+        theirs = {**{name: state[name] for name in own}, "settings": None, **saved}
+        error = "load_state_dict: the state of another sampler"
+        check_same(theirs, {**own, "settings": None, **settings}, error)
+        self.projection, own["settings"] = projection, settings
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
         self._balancer.draw(self._num_groups, self._orders.generator)

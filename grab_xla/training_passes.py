@@ -1,0 +1,188 @@
+"""What the passes of a training loop give to the balance."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from grab_xla.balancing.rows import FactoredRows
+from grab_xla.gradients.groups import add_gradient, group_gradients, parameters_of
+from grab_xla.gradients.samples import sample_gradients
+from per_sample_grad import Capture
+from xla_replica.common.arguments import check_choice
+
+
+class TrainingPasses:
+    """Captures passes, and places what is balanced of them: a part of `GraBSampler`.
+
+    Its constructor sets what these methods use and has no value here.
+    """
+
+    _reduction: str | None = None  # that of the last `backward`
+    # The last forward pass, until its `backward`.
+    _recorded: Capture | dict[str, torch.nn.Parameter] | None = None
+    _is_recorded = False  # without a `backward` or a `step` since
+
+    def record(
+        self, model: torch.nn.Module, **options: Any
+    ) -> Capture | contextlib.AbstractContextManager[None]:
+        """Returns a context in which a forward pass is recorded for `backward`.
+
+        Args:
+            model: The module with the parameters that the sampler was built with.
+            **options: Those of `per_sample_grad.Capture`, such as ``fallback``; a
+                ``"group"`` needs none and ignores them, as does an order that needs no
+                gradients.
+        """
+        if not self._uses_gradients:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any]
+        if self.fidelity == "group":
+            self._recorded = parameters_of(model, self._matrix.shapes)
+            context = contextlib.nullcontext()
+        else:
+            self._recorded = context = Capture(
+                model, list(self._matrix.shapes), **options
+            )
+        self._is_recorded = True
+        return context
+
+    def backward(
+        self,
+        losses: Tensor,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        indices: Sequence[int] | Tensor | None = None,
+        from_samples: bool = False,
+    ) -> None:
+        """Does what ``losses.mean().backward()`` does, and balances, in one pass.
+
+        Collective, as `step` is. What ``.grad`` gets is the same to the bit, or with
+        ``from_samples`` up to rounding.
+
+        Args:
+            losses: ``(B,)``, computed from the model inside `record`. Of a group it may
+                also be the mean itself, ``()``.
+            reduction: ``"sum"`` for ``losses.sum().backward()``, as for an elastic
+                optimizer that counts tokens; then losses are sums over tokens.
+            indices: As for `step`.
+            from_samples: With ``fidelity="exact"``, ``.grad`` gets the mean of the
+                gradients that are formed to be balanced, and the pass does not form it
+                once more. All parameters that are trained must be the sampler's. With
+                other fidelities nothing is formed, and this changes nothing.
+
+        Raises:
+            RuntimeError: Nothing was recorded.
+            PerSampleError: Some use of a parameter is not accounted for; the message
+                says what to do. With ``from_samples``, the losses depend on something
+                else that takes a gradient.
+            ValueError: As for `step`; or these are not the losses of one group, or
+                ``reduction`` is not allowed.
+        """
+        is_group, ordering = self._group_size > 1, self._orders.ordering
+        if is_group:
+            self._check_group(losses)
+        elif losses.dim() != 1:
+            raise ValueError(
+                f"backward() with losses of shape {tuple(losses.shape)}: give one "
+                'number per sample, shape (B,), as with reduction="none"'
+            )
+        if not self._uses_gradients:
+            add_gradient(losses, reduction)
+            self._reduction = reduction
+            self._progress.claim(1 if is_group else len(losses), indices)
+            return
+        recorded = self._recorded
+        if recorded is None:
+            raise RuntimeError(
+                "backward() without record(): compute the losses inside `with "
+                "sampler.record(model):`, once for every backward()"
+            )
+        check_choice("reduction", reduction, ("mean", "sum"))
+        self._recorded = None
+        rows: Mapping[str, Tensor] | Tensor | FactoredRows
+        if isinstance(recorded, Capture):
+            state = self._balancer.state
+            factored = self._takes_factors and ordering.takes_factored(
+                state, len(losses)
+            )
+            balances = ordering if factored else None
+            rows = sample_gradients(
+                recorded, losses, reduction, self._matrix.shapes, self.projection,
+                balances, from_samples,
+            )  # fmt: skip
+            num_rows = len(losses)
+        else:
+            rows, num_rows = group_gradients(recorded, losses, reduction), 1
+        self._reduction = reduction
+        self._place(rows, num_rows, indices)
+
+    def _check_group(self, losses: Tensor) -> None:
+        """Raises ValueError if these cannot be the losses of the next group."""
+        group = self._progress.next_samples(1)
+        if losses.dim() and len(group) and losses.shape != group.shape:
+            raise ValueError(
+                f"backward() with losses of shape {tuple(losses.shape)}, but the "
+                f"next group has {len(group)} samples: with "
+                f"group_size={self._group_size} every backward pass is of one "
+                "group, so pass the same number as batch_size= to the DataLoader, "
+                "or as minibatch_size= to CustomSampler"
+            )
+
+    def _place(
+        self,
+        rows: Mapping[str, Tensor] | Tensor | FactoredRows,
+        num_rows: int,
+        indices: Sequence[int] | Tensor | None,
+    ) -> None:
+        """Balances what a step has of every sample, or keeps it until the update."""
+        self._is_recorded = False
+        progress, balancer = self._progress, self._balancer
+        if not progress.claim(num_rows, indices):
+            return
+        with self._timer("sorter_step"), torch.no_grad():
+            if isinstance(rows, FactoredRows):
+                balancer.place([rows])
+                return
+            pieces = self._matrix.pieces(rows, balancer.piece_size)
+            if progress.waits or self._replica.num_replicas > 1:
+                [piece] = pieces
+                balancer.place_together(piece, progress.end, progress.waits)
+            else:
+                balancer.place(pieces)
+
+    def step(
+        self,
+        per_sample_grads: Mapping[str, Tensor],
+        batch: bool = True,
+        *,
+        indices: Sequence[int] | Tensor | None = None,
+    ) -> None:
+        """Takes the gradients of the next samples of the order.
+
+        Collective: every replica calls it once per batch, with the same number of
+        samples. Under an elastic sampler several replicas keep gradients until the
+        update; see `after_update`.
+
+        Args:
+            per_sample_grads: ``(B, *shape)`` for every parameter; with
+                ``fidelity="projected"`` their projections, and with ``"group"`` the
+                mean gradients of B groups. A constant factor does not change the order;
+                a factor that differs between batches does.
+            batch: False for one sample, or group, without a batch axis.
+            indices: ``(B,)``, the samples of these gradients, to be compared with the
+                order. Keep them on the CPU, because reading them is a transfer.
+
+        Raises:
+            ValueError, TypeError: Names, shapes or the number of gradients are wrong,
+                ``indices`` are not the next samples of the order, or, without them, the
+                gradients may be of another pass over the order than the newest one.
+        """
+        num_rows = self._matrix.count(per_sample_grads, batch)
+        if not batch:
+            per_sample_grads = {n: g.unsqueeze(0) for n, g in per_sample_grads.items()}
+        self._place(per_sample_grads, num_rows, indices)
