@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 from tools.record import parser_with_output, save
-from variable_batch_size.data.schedule import Schedule
-from variable_batch_size.trace_tools import simulate, time_lost
-from variable_batch_size.trace_tools.step_time import StepTime
-from variable_batch_size.traces.batch_trace import Trace
+from variable_batch_size import Schedule, Trace
+from variable_batch_size.trace_tools import StepTime, simulate, time_lost
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs/benchmarks"
 # A chip of v5e, https://docs.cloud.google.com/tpu/docs/v5e.

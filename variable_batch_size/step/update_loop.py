@@ -446,7 +446,6 @@ class UpdateLoop:
             if not context.exact.accept_step(position):
                 return None
             self._has_sums = True
-            self.gradients.sums.finish()
             context.exact.commit()  # before the hooks of the inner optimizer's step
         # Commit.
         if self._is_weighted:

@@ -107,9 +107,6 @@ class GradientSum:
         if divisor is not None:
             divide_(self.tensors, divisor)
 
-    def finish(self) -> None:
-        """Does nothing: `sum_` has put the sums into ``.grad``."""
-
     def divide_(self, divisor: int | torch.Tensor) -> None:
         """Divides gradients by a number, or by a tensor of one, ``(1,)``.
 
