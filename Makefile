@@ -6,6 +6,7 @@
 # make torchtpu runs the families on TorchTPU, over a CPU (docs/tpu.md)
 # make tpu-like runs the families as processes on a simulated TPU host
 # make outside sets up, then runs other people's tests and models (docs/outside.md)
+# make docs    builds the pages and a reference of the packages into build/site
 # make wheel   installs the wheel with declared dependencies alone, and each extra
 #
 # ENV=xla (default) is torch 2.9 with torch_xla; ENV=torch is the newest torch without it.
@@ -36,6 +37,8 @@ REQUIREMENTS_tpu = jax==0.7.1 jaxlib==0.7.1 libtpu==0.0.21
 # That of the record of docs/outside.md, and of its torchvision.
 TORCH_outside = torch==2.13.0
 REQUIREMENTS_outside = $(TORCH_outside) -e '.[test,outside]'
+# The packages are not installed: Sphinx reads their source.
+REQUIREMENTS_docs = --group docs
 # Packages whose dependencies are old or large, and not needed for what we run of them.
 ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13 skypilot==0.14.1
 
@@ -46,7 +49,7 @@ command -v nvidia-smi >/dev/null || \
 	echo "make: no $(CPU_$(ENV)) at $(CPU_BUILDS): pip's own index may bring CUDA"
 endef
 
-.PHONY: mnist live test test-all browser tpu-compiler tpu-compile torchtpu tpu-like outside wheel lint format bench clean help
+.PHONY: mnist live test test-all browser tpu-compiler tpu-compile torchtpu tpu-like outside wheel docs lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -100,6 +103,11 @@ outside:
 # What it installs is small with this torch, of which there is a build for CPUs.
 wheel:
 	WHEEL_TORCH='$(TORCH_outside)' $(MAKE) ENV=torch PYTEST_ARGS='-m wheel test/test_wheel.py' test
+
+# Everything anew: a page that stays says nothing of its warnings.
+docs:
+	$(MAKE) ENV=docs .venv-docs/ready
+	.venv-docs/bin/sphinx-build -E -W --keep-going -q -c tools/site -d build/doctrees . build/site
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,28 @@
+"""The site that `make docs` builds has every page and every public name."""
+
+from __future__ import annotations
+
+import importlib
+
+from support.documents import ROOT, pages
+
+from tools.site import conf
+
+
+def test_the_contents_name_every_page_once():
+    listed = [
+        page
+        for table in conf.TABLES
+        for named in conf.contents(table).values()
+        for page in named
+    ]
+    found = {page.relative_to(ROOT).with_suffix("").as_posix() for page in pages()}
+    written = [page for page in listed if not page.startswith("build/reference/")]
+    assert sorted(written) == sorted(found - {conf.root_doc} | {"examples/README"})
+
+
+def test_the_reference_has_a_page_of_what_every_package_exports():
+    listed = conf.contents(conf.root_doc)["Reference"]
+    assert [page.rpartition("/")[2] for page in listed] == conf.REFERENCE
+    for name in conf.REFERENCE:
+        assert conf.exported(name) == importlib.import_module(name).__all__
