@@ -43,7 +43,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 26_500
-TEST_LINES = 44_280
+TEST_LINES = 44_350
 # Files and functions of ours.
 LIMITS = {
     "minibatch": (7, 25), "update": (10, 46), "norms": (20, 84), "grab": (28, 123),
