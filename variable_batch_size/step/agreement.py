@@ -174,6 +174,8 @@ class Agreement:
         leaves = 0 < votes < num_cast
         if leaves:  # a member's replicas leave together, or all with the last member
             self._asked = self._replica.in_member(self._asked)
+            if self._asked and xla_replica.stop_requested() is None:
+                xla_replica.request_stop("another replica of this member is to stop")
             leaves = len(self._replica.met.members) > 1
         return leaves or waiting > 0, leaves and self._asked
 

@@ -16,6 +16,7 @@ from support.xla_replica.replicas import FOUR_TPU_LIKE, SEVERAL_REPLICAS, TPU_LI
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint.save_and_stop import agreed_request
+from variable_batch_size.device_scalars import DeviceScalars
 from variable_batch_size.step import agreement
 
 here = threading.local()  # the rank of the replica that a thread is
@@ -229,6 +230,31 @@ def test_a_reason_is_any_text(monkeypatch, reason):
     request = xla_replica.StopRequest(reason, 0)
     monkeypatch.setattr(xla_replica, "stop_requested", lambda: request)
     assert agreed_request(xla_replica.LocalReplica("cpu")) == (reason, 0)
+
+
+class OfMember(xla_replica.LocalReplica):
+    """A replica of a member that was not asked to stop; another one of it was."""
+
+    is_live = True
+
+    def in_member(self, value: bool) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("members", "leaves"), [("ab", True), ("a", False)])
+def test_replicas_of_a_member_leave_together(monkeypatch, members, leaves):
+    """The last member stops instead, once all its replicas vote."""
+    asked: list[str] = []
+    monkeypatch.setattr(xla_replica, "stop_requested", lambda: None)
+    monkeypatch.setattr(xla_replica, "request_stop", asked.append)
+    replica = OfMember("cpu")
+    replica.met = types.SimpleNamespace(members=members)
+    votes = agreement.Agreement(replica, DeviceScalars(replica))
+    sums = 3 * votes.ballots((), None, 1)
+    sums[4] = 1  # of three replicas
+    votes.count(sums)
+    assert votes.change_agreed() == (leaves, leaves)
+    assert asked == ["another replica of this member is to stop"]
 
 
 # --- settings, compared at construction ---------------------------------------------
