@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -285,29 +285,35 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
 
 @of_torch_alone
 def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
-    expected = undisturbed(ARGUMENTS, tmp_path / "alone")
+    arguments = ("--epochs", "6", "--minibatch-seconds", "0.03")
+    expected = undisturbed(arguments, tmp_path / "alone")
     port = free_port()
     command = [
         sys.executable, "-m", "xla_replica.members", "--heartbeat-seconds", "3",
         "lighthouse", "--bind", f"127.0.0.1:{port}",
     ]  # fmt: skip
-    start = functools.partial(subprocess.Popen, command)
     variables = {
         "LIVE_LIGHTHOUSE": f"http://127.0.0.1:{port}",
         "LIVE_HEARTBEAT_SECONDS": "3",
     }
-    with start() as lighthouse:
-        job = LiveJob(tmp_path / "live", ARGUMENTS, variables)
-        wait_for_server(port)
+
+    @contextlib.contextmanager
+    def lighthouse() -> Iterator[None]:
+        with subprocess.Popen(command) as process:
+            try:
+                wait_for_server(port)
+                yield
+            finally:
+                process.kill()
+
+    job = LiveJob(tmp_path / "live", arguments, variables)
+    with lighthouse():
         members = [job.start(), job.start()]
         job.wait(lambda: job.num_ready() == 2)
-        lighthouse.kill()
     job.wait(more_updates(job))  # nobody needs it
-    with start() as lighthouse:
-        wait_for_server(port)
+    with lighthouse():
         job.wait(more_updates(job))
         members[0].kill()
         job.wait(lambda: not job.running)
-        lighthouse.kill()
     assert members[1].exitcode == 0
     check(job, expected)
