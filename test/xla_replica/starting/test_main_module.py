@@ -58,7 +58,11 @@ def test_without_cloudpickle_an_error_says_at_once_what_to_do(tmp_path):
 
 def test_a_script_with_a_guard_is_imported_as_always(tmp_path):
     lines = SCRIPT.replace("DEVICE", "'cpu'").splitlines()
-    guarded = [*lines[:-3], "print('IMPORTED ' + __name__)", 'if __name__ == "__main__":']
+    guarded = [
+        *lines[:-3],
+        "print('IMPORTED ' + __name__)",
+        'if __name__ == "__main__":',
+    ]
     guarded += [f"    {line}" for line in lines[-3:]]
     done = python(written(tmp_path, "\n".join(guarded)))
     assert done.stdout.count("FOUND [22.0, 22.0]") == 1, done.stderr
