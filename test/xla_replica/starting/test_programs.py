@@ -18,7 +18,7 @@ import xla_replica
 # What loads TorchTPU comes first; the run is an ordinary one.
 SCRIPT = """
 import sys
-from support.xla_replica.replicas import needs_torchtpu
+from support.xla_replica import torchtpu
 torchtpu.load()
 
 import torch
