@@ -10,7 +10,6 @@ import gc
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -210,19 +209,16 @@ class MemberReplica(Replica):
             return
         if self._is_broken:
             raise self._loss(verb, "and has not met the others since")
-        done = threading.Event()
         try:
             work = begin(group or self._group)
-            work.get_future().add_done_callback(lambda _: done.set())
-            while not done.wait(_LOOK_SECONDS):
-                is_cut_off = self._membership.has_lost or self._membership.was_silent
-                if is_cut_off and not done.is_set():
+            # Not by a callback, which would abort where Python exits before it is run.
+            while not _ends_soon(work):
+                if self._membership.has_lost or self._membership.was_silent:
                     # What hangs cannot be ended, and to free its group would wait for
                     # it, or abort where Python exits.
                     hanging = ctypes.py_object(group or self._group)
                     ctypes.pythonapi.Py_IncRef(hanging)
                     raise self._loss(verb, "it is not heard of any more")
-            work.wait()
             self._membership.note_together()
         except RuntimeError as error:
             self._drop_group()
@@ -332,6 +328,14 @@ class MemberReplica(Replica):
 
         self._lead(exchange)
         return self._slice.share(state) if self.member in receivers else state
+
+
+def _ends_soon(work: Any) -> bool:
+    """Waits a moment for a collective; raises RuntimeError if it has failed."""
+    try:
+        return work.wait(timedelta(seconds=_LOOK_SECONDS))
+    except RuntimeError:  # or it has only not ended yet
+        return work.is_completed() and work.wait()
 
 
 def _allreduce(tensor: torch.Tensor, group: Any) -> Any:
