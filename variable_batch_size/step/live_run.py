@@ -50,7 +50,7 @@ class LiveRun:
         self._changed, self.is_saved = changed, is_saved
         self._has_state = False
         self._update: Update | None = None  # whose functions run
-        self._names: list[str] = []  # what others have attached, who train already
+        self._names: list[str] = []  # what members that train have attached
         self._last_met: tuple[Any, ...] = ()  # at which mark, and with whom
         self._num_same = 0  # meetings of that kind, one after another
 

@@ -7,14 +7,14 @@ a process is one member, be it a replica or a slice of several.
 
 from __future__ import annotations
 
-import threading
+import torch
 
 from xla_replica.backends.registry import DEVICES, register_backend
 from xla_replica.backends.replica import LocalReplica, Replica
 from xla_replica.members.entering import as_member, lighthouse_address
 from xla_replica.starting import xla  # noqa: F401  its row first: the last is asked
 
-_found = threading.local()  # a thread's replica, always the same one
+_found: dict[torch.device, Replica] = {}  # the same one, whichever thread asks
 
 
 def _find() -> str | None:
@@ -24,9 +24,10 @@ def _find() -> str | None:
 
 def _replica(reason: str) -> Replica:
     """Returns the caller, which nobody has launched, as a replica of a member."""
-    if not hasattr(_found, "replica"):
-        _found.replica = as_member(_inner())
-    return _found.replica
+    inner = _inner()
+    if inner.device not in _found:
+        _found[inner.device] = as_member(inner)
+    return _found[inner.device]
 
 
 def _inner() -> Replica:
