@@ -184,15 +184,16 @@ class LiveRun:
                 "lr": numbers,
                 "weight": update["weight"] and float(update["weight"]),
             }
-        return self._context.replica.to_host(
-            {
-                "run": run,
-                "update": update,
-                "num_done": self._loop.attached.num_done,
-                # Who has not begun its first epoch may not have attached all.
-                "attached": self._loop.attached.names() if position.announced else [],
-            }
-        )
+        state = {
+            "run": run,
+            "update": update,
+            "num_done": self._loop.attached.num_done,
+            # Who has not begun its first epoch may not have attached all.
+            "attached": self._loop.attached.names() if position.announced else [],
+        }
+        replica = self._context.replica
+        # Nothing changes while it is sent, so that what is there needs no copy.
+        return state if replica.is_host else replica.to_host(state)
 
     def _unpack(self, state: State) -> None:
         had_state, self._has_state = self._has_state, True
