@@ -7,6 +7,7 @@
 # make tpu-like runs the families as processes on a simulated TPU host
 # make outside sets up, then runs other people's tests and models (docs/outside.md)
 # make docs    builds the pages and a reference of the packages into build/site
+# make bench   runs every benchmark and writes docs/benchmarks/REPORT.md
 # make wheel   installs the wheel with declared dependencies alone, and each extra
 #
 # ENV=xla (default) is torch 2.9 with torch_xla; ENV=torch is the newest torch without it.
@@ -117,8 +118,11 @@ format: $(VENV)/ready
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# On a machine that does nothing else. FULL=1 takes more rounds, and hours.
 bench: $(VENV)/ready
-	$(VENV)/bin/python tools/benchmarks/bench_step.py
+	$(MAKE) ENV=torch .venv-torch/ready
+	$(MAKE) ENV=outside .venv-outside/ready
+	$(VENV)/bin/python tools/benchmarks/report.py $(if $(FULL),--full)
 
 clean:
 	rm -rf .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

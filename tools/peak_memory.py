@@ -1,19 +1,29 @@
-"""What memory a step needs, as torch's profiler counts it."""
+"""What a step asks of torch, as its profiler counts it: operations and memory."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-def peak_memory(step: Callable[[], Any]) -> int:
-    """Returns the most bytes by which torch's allocator grew during a step.
+class Profiled(NamedTuple):
+    """What a step asks of torch.
 
-    Counted from its minimum: a step may begin by freeing the last one's gradients.
+    Attributes:
+        operations: How many operations ran, those within others too.
+        peak_bytes: The most bytes by which torch's allocator grew, from its minimum: a
+            step may begin by freeing the last one's gradients.
     """
+
+    operations: int
+    peak_bytes: int
+
+
+def profiled(step: Callable[[], Any]) -> Profiled:
+    """Returns what a step asks of torch."""
     gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as found:
@@ -26,4 +36,9 @@ def peak_memory(step: Callable[[], Any]) -> int:
         held += change
         least = min(least, held)
         most = max(most, held - least)
-    return most
+    return Profiled(sum(e.name().startswith("aten::") for e in events), most)
+
+
+def peak_memory(step: Callable[[], Any]) -> int:
+    """Returns the most bytes by which torch's allocator grew during a step."""
+    return profiled(step).peak_bytes

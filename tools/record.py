@@ -8,21 +8,27 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
+import statistics
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 LIBRARIES = ("torch", "torch_xla", "numpy", "numba", "scikit-learn")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def versions() -> dict[str, Any]:
     """Returns the machine and versions of libraries, None for one that is missing."""
     found: dict[str, Any] = {
+        "commit": _commit(),
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
     }
@@ -32,6 +38,46 @@ def versions() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def _commit() -> str | None:
+    """Returns the checkout's commit, ``-dirty`` if it is changed; None without git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return None
+    return run.stdout.strip() or None
+
+
+def _processor() -> str:
+    """Returns what Linux calls the processor; elsewhere what Python knows of it."""
+    with contextlib.suppress(OSError):
+        names = re.findall("^model name.*: (.*)$", Path("/proc/cpuinfo").read_text(), 8)
+        return names[0] if names else platform.processor()
+    return platform.processor()
+
+
+def row(
+    work: str,
+    values: Iterable[float] | float,
+    unit: str = "",
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+) -> dict[str, Any]:
+    """Returns what a line of the report says: median, quartiles and goal of a number.
+
+    Args:
+        work: What is measured, in words that are read without the script.
+        values: One number for each round, or one for all.
+        unit: That of the numbers; none for ratios and counts.
+        at_most, at_least: The goal, if there is one.
+    """
+    found = [values] if isinstance(values, int | float) else sorted(values)
+    low, _, high = statistics.quantiles(found, n=4) if len(found) > 1 else (None,) * 3
+    line = {"work": work, "median": statistics.median(found), "quartiles": [low, high]}
+    return {**line, "unit": unit, "at_most": at_most, "at_least": at_least}
 
 
 def parser_with_output(description: str | None) -> argparse.ArgumentParser:

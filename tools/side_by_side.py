@@ -18,10 +18,12 @@ class SideBySide(NamedTuple):
     Attributes:
         ratios: The processor time of each step over that of the plain one, by name.
         plain_seconds: The processor time of the plain step.
+        rounds: The ratios of every round.
     """
 
     ratios: dict[str, float]
     plain_seconds: float
+    rounds: dict[str, list[float]]
 
 
 def side_by_side(
@@ -57,7 +59,7 @@ def side_by_side(
                 seconds.append(after)
             before = after
     medians = {name: statistics.median(each) for name, each in ratios.items()}
-    return SideBySide(medians, statistics.median(seconds))
+    return SideBySide(medians, statistics.median(seconds), ratios)
 
 
 def _processor_seconds(step: Step) -> float:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 import variable_batch_size as vbs
 import xla_replica
 from tools.benchmarks import bench_step
-from tools.record import parser_with_output, save
+from tools.record import parser_with_output, row, save
 
 MINIBATCH = bench_step.MINIBATCH
 NEVER = 10**9
@@ -175,10 +175,11 @@ def fastest(replica: xla_replica.Replica, act: Callable[[], Any], times: int) ->
 
 
 def ratio(mine: list[float], other: list[float]) -> dict[str, Any]:
-    """Returns the median and the quartiles of the ratios within a round."""
+    """Returns the ratios within all rounds, their median and quartiles."""
     ratios = [one / base for one, base in zip(mine, other)]
     low, _, high = statistics.quantiles(ratios, n=4)
-    return {"ratio": statistics.median(ratios), "ratio_quartiles": [low, high]}
+    median = statistics.median(ratios)
+    return {"ratio": median, "ratios": ratios, "ratio_quartiles": [low, high]}
 
 
 def compare(num_replicas: int, width: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -236,30 +237,34 @@ def main() -> None:
     add("--side", type=int, default=8, help="of an image, in pixels (default: 8)")
     add("--device", choices=xla_replica.DEVICES, help="see xla_replica.launch")
     args = parser.parse_args()
-    result: dict[str, Any] = {"steps": [], "slow_disk": [], "states": []}
+    result: dict[str, Any] = {"steps": [], "slow_disk": [], "states": [], "rows": []}
     print("replicas width  with/without (quartiles)   ms/step   save s  load s    MB")
     for num_replicas in args.num_replicas:
         for width in args.widths:
-            row = compare(num_replicas, width, args)
-            result["steps"].append(row)
-            low, high = row["ratio_quartiles"]
+            cost = compare(num_replicas, width, args)
+            result["steps"].append(cost)
+            work = f"a step between saves: replicas: {num_replicas}, width {width}"
+            result["rows"].append(row(work, cost["ratios"], at_most=1.02))
+            low, high = cost["ratio_quartiles"]
             print(
-                f"{num_replicas:8} {width:5}  {row['ratio']:.3f} ({low:.3f} - "
-                f"{high:.3f})      {row['milliseconds_per_step']:9.2f} "
-                f"{row['seconds_to_save']:8.3f}{row['seconds_to_load']:8.3f}"
-                f"{row['megabytes']:6.1f}",
+                f"{num_replicas:8} {width:5}  {cost['ratio']:.3f} ({low:.3f} - "
+                f"{high:.3f})      {cost['milliseconds_per_step']:9.2f} "
+                f"{cost['seconds_to_save']:8.3f}{cost['seconds_to_load']:8.3f}"
+                f"{cost['megabytes']:6.1f}",
                 flush=True,
             )
     print("replicas width   ms/step  disk s  at once, beside/without (quartiles)")
     for num_replicas in args.num_replicas:
         for width in args.widths:
-            row = compare_slow_disk(num_replicas, width, args)
-            result["slow_disk"].append(row)
-            low, high = row["beside"]["ratio_quartiles"]
+            cost = compare_slow_disk(num_replicas, width, args)
+            result["slow_disk"].append(cost)
+            work = f"steps beside a slow save: replicas: {num_replicas}, width {width}"
+            result["rows"].append(row(work, cost["beside"]["ratios"], at_most=1.05))
+            low, high = cost["beside"]["ratio_quartiles"]
             print(
-                f"{num_replicas:8} {width:5} {row['milliseconds_per_step']:9.2f} "
-                f"{row['seconds_of_the_disk']:7.3f} {row['at_once']['ratio']:8.3f}, "
-                f"{row['beside']['ratio']:.3f} ({low:.3f} - {high:.3f})",
+                f"{num_replicas:8} {width:5} {cost['milliseconds_per_step']:9.2f} "
+                f"{cost['seconds_of_the_disk']:7.3f} {cost['at_once']['ratio']:8.3f}, "
+                f"{cost['beside']['ratio']:.3f} ({low:.3f} - {high:.3f})",
                 flush=True,
             )
     print("   samples  trace steps   first us      us")

@@ -60,7 +60,7 @@ import per_sample_grad as psg
 import xla_replica
 from tools.benchmarks.models import MODELS, losses_of
 from tools.peak_memory import peak_memory
-from tools.record import parser_with_output, save
+from tools.record import parser_with_output, row, save
 from tools.references import grab_sampler, projected_by_hand
 from tools.side_by_side import side_by_side
 
@@ -114,17 +114,14 @@ def main() -> None:
             (cells,) = xla_replica.launch(measure, (args, folder), 1, args.device)
             unit = "microseconds per sample"
             print_table(cells)
-    if args.output is not None:
-        save(
-            args.output,
-            {
-                "device": args.device,
-                "threads": torch.get_num_threads(),
-                "grab-sampler": grab_sampler.VERSION,
-                "unit": unit,
-                "cells": cells,
-            },
-        )
+    rows = [
+        row("grab-sampler over grab_xla: {type}, {d:,} numbers, batch {batch}".format(
+            **cell), cell["ratio"], at_least=2.0)
+        for cell in cells if "ratio" in cell
+    ]  # fmt: skip
+    found = {"device": args.device, "threads": torch.get_num_threads(), "unit": unit}
+    found |= {"others": {"grab-sampler": grab_sampler.VERSION}, "rows": rows}
+    save(args.output, found | {"cells": cells})
 
 
 def measure_memory(folder: Path) -> list[dict[str, Any]]:

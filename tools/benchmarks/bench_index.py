@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import per_sample_grad as psg
 from tools.benchmarks.models import CLASSES, MODELS
-from tools.record import parser_with_output, save
+from tools.record import parser_with_output, row, save
 
 GOAL = 1.25
 POOL, QUERIES, SIZE = 100_000, 1000, 4096
@@ -64,7 +64,7 @@ def most_resident() -> float:
     return int(line.split()[1]) / 1024
 
 
-def measure(name: str, count: int, size: int, rounds: int) -> dict[str, float]:
+def measure(name: str, count: int, size: int, rounds: int) -> dict[str, Any]:
     """Returns the ratio of the times of indexing and scoring, and both per sample."""
     torch.manual_seed(0)
     build, draw = MODELS[name]
@@ -97,11 +97,12 @@ def measure(name: str, count: int, size: int, rounds: int) -> dict[str, float]:
     }
     for way, each in faults.items():
         per_sample[f"{way}: page faults per sample"] = statistics.median(each) / count
-    ratios = {
-        way: statistics.median(a / b for a, b in zip(found[way], found["score"]))
+    rounds = {
+        way: [a / b for a, b in zip(found[way], found["score"])]
         for way in ("index", "index in memory")
     }
-    return {"numbers": kept, **ratios, **per_sample}
+    ratios = {way: statistics.median(each) for way, each in rounds.items()}
+    return {"numbers": kept, **ratios, **per_sample, "rounds": rounds["index"]}
 
 
 class Drawn(Dataset):
@@ -188,11 +189,19 @@ def main() -> None:
     if options.search_in:
         searched(options.search_in)
         return
-    result: dict[str, Any] = {"goal": GOAL, "samples": options.count, "models": {}}
+    result: dict[str, Any] = {
+        "goal": GOAL,
+        "samples": options.count,
+        "models": {},
+        "rows": [],
+    }
     for name in options.models:
         for size in options.sizes:
             found = measure(name, options.count, size, options.rounds)
+            ratios = found.pop("rounds")
             result["models"][f"{name}, {size}"] = found
+            work = f"an index of {size} numbers over norms: {name}"
+            result["rows"].append(row(work, ratios, at_most=GOAL))
             print(f"{name}, {size}: {json.dumps(found)}", flush=True)
     if options.search:
         result["search"] = search()

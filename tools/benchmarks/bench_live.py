@@ -26,10 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import variable_batch_size as vbs
 import xla_replica
-from tools.record import parser_with_output, save
+from tools.record import parser_with_output, row, save
 
 HEARTBEAT_SECONDS = 1.0
 WIDTHS = {"10 MB of state": 640, "100 MB of state": 2048}  # 2 w^2 weights, three times
+DEATH = "from a death to the next update"
+JOINER = "of a joiner, from load() to its first update"
+# Seconds; a death is detected by a heartbeat that fails to come.
+GOALS = {
+    "10 MB of state": {DEATH: HEARTBEAT_SECONDS + 0.25, JOINER: None},
+    "100 MB of state": {DEATH: None, JOINER: 1.0},
+}
 BATCH = 256
 TURN = 10  # updates
 
@@ -145,8 +152,8 @@ def start_member(
     )
 
 
-def costs(width: int, num_turns: int) -> dict[str, float]:
-    """Returns what an update of live members takes over one of other replicas."""
+def costs(width: int, num_turns: int) -> dict[str, list[float]]:
+    """Returns, by turn, what updates of live members take over those of others."""
     with tempfile.TemporaryDirectory() as name, xla_replica.lighthouse() as address:
         folder = Path(name)
         exact, live = (
@@ -167,9 +174,9 @@ def costs(width: int, num_turns: int) -> dict[str, float]:
         [b / a for a, b in zip(one, other)] for one, other in zip(of_exact, of_live)
     )
     return {
-        "live over exact": statistics.median(ratios),
-        "live over exact, processor time": statistics.median(of_processor),
-        "exact, ms": 1e3 * statistics.median(of_exact[0]) / (TURN - 1),
+        "live over exact": ratios,
+        "live over exact, processor time": of_processor,
+        "exact, ms": [1e3 * seconds / (TURN - 1) for seconds in of_exact[0]],
     }
 
 
@@ -198,8 +205,8 @@ def changes(width: int) -> dict[str, float]:
                 time.sleep(0.1)
             asked, loaded, first = ticks("D")[:3]
             return {
-                "from a death to the next update": after_death - killed_at,
-                "of a joiner, from load() to its first update": first - asked,
+                DEATH: after_death - killed_at,
+                JOINER: first - asked,
                 "of these in load()": loaded - asked,
             }
         finally:
@@ -213,19 +220,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     options = parser.parse_args()
     found: dict[str, dict[str, float]] = {}
+    rows = []
     for name, width in WIDTHS.items():
         steps = costs(width, num_turns=8 * options.rounds)
         ends = [changes(width) for _ in range(options.rounds)]
         found[name] = {
-            **{what: round(value, 3) for what, value in steps.items()},
+            **{what: round(statistics.median(each), 3) for what, each in steps.items()},
             "heartbeat, s": HEARTBEAT_SECONDS,
             **{
                 f"{what}, s": round(statistics.median(end[what] for end in ends), 2)
                 for what in ends[0]
             },
         }
+        ratio = steps["live over exact"]
+        rows.append(row(f"live over exact step: {name}", ratio, at_most=1.02))
+        for what, goal in GOALS[name].items():
+            seconds = [end[what] for end in ends]
+            rows.append(row(f"{what}: {name}", seconds, "s", at_most=goal))
         print(name, found[name], flush=True)
-    save(options.output, found)
+    save(options.output, found | {"rows": rows})
 
 
 if __name__ == "__main__":

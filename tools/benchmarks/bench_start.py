@@ -25,7 +25,7 @@ import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
 from rigl_xla import RigLScheduler
-from tools.record import parser_with_output, save
+from tools.record import parser_with_output, row, save
 
 KINDS = ("linear", "adascale", "GraB", "RigL")
 MINIBATCH, SAMPLES = 32, 512
@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--num-replicas", type=int, default=2, help="default: 2")
     args = parser.parse_args()
     found: dict[str, Any] = {}
+    rows = []
     for kind in KINDS:
         starts = [
             xla_replica.launch(
@@ -108,7 +109,13 @@ def main() -> None:
         found[kind] = {"seconds": seconds, "programs": programs}
         print(f"{kind}: {seconds[0]:.1f} and {seconds[1]:.1f} s to the first update, "
               f"{programs[0]} and {programs[1]} programs")  # fmt: skip
-    save(args.output, {"replicas": args.num_replicas, "device": args.device, **found})
+        rows += [
+            row(f"first start, {kind}", seconds[0], "s"),
+            row(f"second start, {kind}", seconds[1], "s", at_most=5.0),
+            row(f"second start, {kind}: programs compiled", programs[1], at_most=0),
+        ]
+    found |= {"replicas": args.num_replicas, "device": args.device}
+    save(args.output, found | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import variable_batch_size as vbs
 import xla_replica
-from tools.record import parser_with_output, save
+from tools.record import parser_with_output, row, save
 
 MINIBATCH = 32
 LR = 0.05
@@ -141,6 +141,8 @@ def timed(
     return time.perf_counter() - start
 
 
+# What is compared, with its goal.
+COMPARED = {("linear", "by hand"): 1.02, ("adascale", "linear"): 1.05}
 LOOPS = {
     "by hand": hand_written_epoch,
     "linear": linear_epoch,
@@ -220,7 +222,7 @@ def schedule_of_a_long_trace(num_steps: int) -> dict[str, float]:
 def compare(
     names: tuple[str, str], num_replicas: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Returns the median over rounds of the ratio of the times of two loops."""
+    """Returns the ratio of the times of two loops: of every round, and the median."""
     trace = [2 * num_replicas * MINIBATCH]
     seconds = xla_replica.launch(
         compare_replica,
@@ -229,8 +231,10 @@ def compare(
         args.device,
     )[0]
     pairs = zip(seconds[names[0]], seconds[names[1]])
+    ratios = [mine / other for mine, other in pairs]
     return {
-        "ratio": statistics.median(mine / other for mine, other in pairs),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
         "milliseconds": {
             name: 1e3 * statistics.median(values) for name, values in seconds.items()
         },
@@ -257,10 +261,10 @@ def main() -> None:
     )
     parser.add_argument("--trace-steps", type=int, default=10**7, help="default: 10^7")
     args = parser.parse_args()
-    result: dict[str, Any] = {"image_side": args.side, "width": args.width}
+    result: dict[str, Any] = {"image_side": args.side, "width": args.width, "rows": []}
 
     print("Whole steps of two minibatches per replica, against each other")
-    for names in (("linear", "by hand"), ("adascale", "linear")):
+    for names, goal in COMPARED.items():
         key = " over ".join(names)
         result[key] = {}
         for num_replicas in args.num_replicas:
@@ -270,6 +274,8 @@ def main() -> None:
                 f"{value:.2f} ms" for value in compared["milliseconds"].values()
             )
             ratio = compared["ratio"]
+            work = f"step, XLA, {key}, replicas: {num_replicas}"
+            result["rows"].append(row(work, compared["ratios"], at_most=goal))
             print(f"  {key} on {num_replicas} replicas: {ratio:.3f} times ({times})")
 
     print("Distinct batch sizes: compilations, time per step")
@@ -297,6 +303,30 @@ def main() -> None:
     result["schedule"] = schedule_of_a_long_trace(args.trace_steps)
     for name, value in result["schedule"].items():
         print(f"  {name.replace('_', ' ')}: {value:,.3g}")
+    result["curves"] = [
+        {
+            "x label": "replicas",
+            "x": args.num_replicas,
+            "y label": "time of a step over that of another, XLA",
+            "y": {
+                key: [result[key][n]["ratio"] for n in args.num_replicas]
+                for key in map(" over ".join, COMPARED)
+            },
+        },
+        {
+            "x label": "distinct batch sizes",
+            "x": [1, 4, 16],
+            "y label": "compilations, the most replicas",
+            "y": {
+                "": [
+                    result["distinct_batch_sizes"][f"{n} on {max(args.num_replicas)}"][
+                        "compilations"
+                    ]
+                    for n in (1, 4, 16)
+                ]
+            },
+        },
+    ]
     save(args.output, result)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tools.outside.models import import_torchvision
 
-CLASSES = 10
+CLASSES, TOKENS = 10, 20_000
 
 
 class Transformer(nn.Module):
@@ -62,11 +62,49 @@ def mobilenet() -> nn.Module:
     return mobilenet_v3_small(num_classes=CLASSES).eval()
 
 
+class GPT2(nn.Module):
+    """GPT-2 of 6 blocks of width 256: 10 million parameters, half of them of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_layer": 6, "n_embd": 256, "n_head": 8, "n_positions": 128}
+        config = GPT2Config(
+            vocab_size=TOKENS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes
+        )
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=x, use_cache=False).logits
+
+
+def resnet18() -> nn.Module:
+    """Returns torchvision's ResNet-18 with GroupNorm, 11 million parameters."""
+    import_torchvision()
+    from torchvision.models import resnet18
+
+    return resnet18(
+        num_classes=CLASSES, norm_layer=lambda channels: nn.GroupNorm(16, channels)
+    )
+
+
+def vit_tiny() -> nn.Module:
+    """Returns timm's ViT tiny for images of 64 pixels, 5.4 million parameters."""
+    import timm
+
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=64, patch_size=8, num_classes=CLASSES
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
     "mlp": (mlp, lambda batch: torch.randn(batch, 1024)),
     "cnn": (cnn, lambda batch: torch.randn(batch, 3, 32, 32)),
     "transformer": (Transformer, lambda batch: torch.randint(0, 200, (batch, 64))),
     "mobilenet_v3_small": (mobilenet, lambda batch: torch.randn(batch, 3, 64, 64)),
+    "resnet18": (resnet18, lambda batch: torch.randn(batch, 3, 64, 64)),
+    "vit_tiny": (vit_tiny, lambda batch: torch.randn(batch, 3, 64, 64)),
 }
 
 

@@ -1,11 +1,13 @@
-"""Counts how many files and functions of ours the common operations pass through.
+"""Counts what the common operations pass through: our functions, torch's operations.
 
     python tools/size/count_calls.py
     python tools/size/count_calls.py --trace update      # and names them
 
 Every Python function of the five packages that runs is counted once, lambdas and
 generators too, as `sys.setprofile` reports it; so this counts what a reader has to
-follow, and not time. One replica on a CPU, with warm caches:
+follow; calls are all of theirs. Operations, and the most bytes of memory, are those
+that torch's profiler sees. None of them is a time, so that a test can hold them to
+`LIMITS`. One replica on a CPU, with warm caches:
 
 - ``minibatch``: backward pass and `step()` of a minibatch that only accumulates.
 - ``update``: `step()` that updates the weights.
@@ -16,7 +18,6 @@ follow, and not time. One replica on a CPU, with warm caches:
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterable
@@ -33,9 +34,23 @@ import grab_xla
 import per_sample_grad as psg
 import variable_batch_size as vbs
 import xla_replica
+from tools.peak_memory import profiled
+from tools.record import parser_with_output, row, save
 from tools.size.count_lines import PACKAGES, ROOT
 
 MINIBATCH, WIDTH = 4, 6
+COUNTED = ("files", "functions", "calls", "operations", "bytes")
+# The most of each, by the way.
+LIMITS = {
+    "minibatch": (7, 25, 43, 117, 56),
+    "update": (10, 46, 64, 82, 52),
+    "norms": (20, 84, 239, 134, 440),
+    "grab": (28, 123, 363, 378, 2696),
+    "order": (8, 32, 39, 53, 5480),
+}
+
+
+Run = Callable[[], Any]
 
 
 class Passed(NamedTuple):
@@ -52,7 +67,7 @@ class Passed(NamedTuple):
     calls: int
 
 
-def passed_by(run: Callable[[], Any]) -> Passed:
+def passed_by(run: Run) -> Passed:
     """Returns what of our packages runs in a call of ``run``, in this thread."""
     seen: dict[CodeType, int] = {}
 
@@ -86,7 +101,7 @@ def _is_part(code: CodeType) -> bool:
     return code.co_name in {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 
 
-def _elastic() -> Iterable[tuple[Callable[[], Any], Callable[[], Any]]]:
+def _elastic() -> Iterable[tuple[Run, Run]]:
     """Yields, for every minibatch, its backward pass and its step."""
     model = nn.Linear(WIDTH, 1)
     replica = xla_replica.LocalReplica("cpu")
@@ -103,22 +118,22 @@ def _elastic() -> Iterable[tuple[Callable[[], Any], Callable[[], Any]]]:
         yield loss.backward, optimizer.step
 
 
-def minibatch() -> Passed:
-    """Counts a minibatch that accumulates, the third step's first one."""
+def minibatch() -> Run:
+    """Returns a minibatch that accumulates, the third step's first one."""
     for number, (backward, step) in enumerate(_elastic()):
         if number == 4:
-            return passed_by(lambda: (backward(), step()))  # noqa: B023
+            return lambda: (backward(), step())
         backward()
         step()
     raise AssertionError("the sampler deals eight minibatches")
 
 
-def update() -> Passed:
-    """Counts an update, that of the third step."""
+def update() -> Run:
+    """Returns an update, that of the third step."""
     for number, (backward, step) in enumerate(_elastic()):
         backward()
         if number == 5:
-            return passed_by(step)
+            return step
         step()
     raise AssertionError("the sampler deals eight minibatches")
 
@@ -128,8 +143,8 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
-def norms() -> Passed:
-    """Counts a capture and its norms, the third one of the same structure."""
+def norms() -> Run:
+    """Returns a capture and its norms, the third one of the same structure."""
     model = _mlp()
 
     def run() -> None:
@@ -139,7 +154,7 @@ def norms() -> Passed:
 
     run()
     run()
-    return passed_by(run)
+    return run
 
 
 def _balanced() -> tuple[grab_xla.GraBSampler, Callable[[list[int]], None]]:
@@ -165,45 +180,53 @@ def _minibatches(sampler: grab_xla.GraBSampler) -> list[list[int]]:
     ]
 
 
-def grab() -> Passed:
-    """Counts a minibatch of the second epoch."""
+def grab() -> Run:
+    """Returns a minibatch of the second epoch."""
     sampler, run = _balanced()
     for indices in _minibatches(sampler):
         run(indices)
     batches = _minibatches(sampler)
     run(batches[0])
-    return passed_by(lambda: run(batches[1]))
+    return lambda: run(batches[1])
 
 
-def order() -> Passed:
-    """Counts what makes the second epoch's order."""
+def order() -> Run:
+    """Returns what makes the second epoch's order."""
     sampler, run = _balanced()
     for indices in _minibatches(sampler):
         run(indices)
-    return passed_by(lambda: next(iter(sampler)))
+    return lambda: next(iter(sampler))
 
 
-WAYS: dict[str, Callable[[], Passed]] = {
+# Each prepares what can run once.
+WAYS: dict[str, Callable[[], Run]] = {
     "minibatch": minibatch, "update": update, "norms": norms, "grab": grab,
     "order": order,
 }  # fmt: skip
 
 
+def counts(name: str) -> tuple[Passed, tuple[int, ...]]:
+    """Returns what a way passes through, and its numbers in the order of `COUNTED`."""
+    passed, asked = passed_by(WAYS[name]()), profiled(WAYS[name]())
+    return passed, (len(passed.files), len(passed.functions), passed.calls, *asked)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_output(__doc__)
     parser.add_argument(
         "--trace", choices=WAYS, help="also name every function of this one"
     )
     arguments = parser.parse_args()
-    print(f"{'':12}{'files':>8}{'functions':>12}{'calls':>8}")
-    for name, way in WAYS.items():
-        found = way()
-        numbers = len(found.files), len(found.functions), found.calls
-        print("{:12}{:8}{:12}{:8}".format(name, *numbers))
+    rows = []
+    print(("{:12}" + "{:>12}" * len(COUNTED)).format("", *COUNTED))
+    for name in WAYS:
+        passed, numbers = counts(name)
+        print(("{:12}" + "{:12}" * len(COUNTED)).format(name, *numbers))
+        for what, number, most in zip(COUNTED, numbers, LIMITS[name]):
+            rows.append(row(f"{name}: {what}", number, at_most=most))
         if name == arguments.trace:
-            print("\n".join(f"    {function}" for function in found.functions))
+            print("\n".join(f"    {function}" for function in passed.functions))
+    save(arguments.output, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""The benchmarks' report: goals are judged, and what is missed or failed is loud."""
+
+from __future__ import annotations
+
+import pytest
+from support.documents import ROOT, read
+
+from tools.benchmarks import report
+from tools.benchmarks.report_page import page, share_of_goal, shown
+from tools.record import row, versions
+
+FAST = row("fast", [1.0, 1.02, 1.1], at_most=1.05)
+SLOW = row("slow", [2.0, 3.0, 4.0], "s", at_most=2.5)
+SHARES = [
+    (FAST, 1.02 / 1.05), (SLOW, 1.2), (row("peer", 6.0, at_least=3.0), 0.5),
+    (row("none", 0, at_most=0), 0.0), (row("some", 1, at_most=0), 2.0),
+    (row("no goal", 1.0), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "share"), SHARES)
+def test_a_number_takes_a_share_of_its_goal(line, share):
+    assert share_of_goal(line) == pytest.approx(share)
+
+
+def test_a_row_has_the_median_and_the_quartiles():
+    assert SLOW["median"] == 3.0
+    assert SLOW["quartiles"] == [2.0, 4.0]
+    assert row("one", 1.5)["quartiles"] == [None, None]
+
+
+def test_what_is_missed_and_what_failed_is_on_the_first_lines():
+    record = {"date": "2026-01-01", "command": "bench.py", "versions": versions()}
+    text = page({"a": "Steps"}, {"a": record | {"rows": [FAST, SLOW]}}, {"b": "why"})
+    first, _, rest = text.partition("`make bench`")
+    assert "1 of 2 goals are met.\n\n- **missed**: slow" in first
+    assert "**b failed**: why." in first
+    assert "| fast | 1.02 | 1.00 to 1.10 | at most 1.05 | yes |" in rest
+    assert "| slow | 3.00 s | 2.00 to 4.00 | at most 2.5 | **missed** |" in rest
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(None, ""), (1.0, "1.00"), (0.0312, "0.0312"), (1234.5, "1,234")],
+)
+def test_numbers_have_three_digits(number, text):
+    assert shown(number) == text
+
+
+def test_a_benchmark_without_a_record_has_failed(monkeypatch, tmp_path):
+    for name in ("FOLDER", "LOGS"):
+        monkeypatch.setattr(report, name, tmp_path)
+    runs = {
+        "absent": report.Run("", "none", "", ""),
+        "bench_step": report.RUNS["bench_step"],
+    }
+    monkeypatch.setattr(report, "RUNS", runs)
+    assert "make bench" in report.run("absent", "")
+    monkeypatch.setattr(report, "python_of", lambda environment: "/bin/false")
+    assert "exit status 1" in report.run("bench_step", "")
+
+
+def test_the_page_is_that_of_the_records():
+    found = report.records()
+    titles = {name: report.RUNS[name].title for name in found}
+    assert read("docs/benchmarks/REPORT.md").startswith(page(titles, found, {}))
+
+
+def test_every_benchmark_is_in_the_report():
+    scripts = {path.stem for path in (ROOT / "tools/benchmarks").glob("bench_*.py")}
+    assert scripts <= {how.script or name for name, how in report.RUNS.items()}
