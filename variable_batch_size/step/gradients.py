@@ -7,6 +7,7 @@ gradients would bring an empty list to the collective.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -351,17 +352,23 @@ class GradientRecord:
         """Returns whether the recorded gradient has other numbers; False if unread."""
         if self._numbers is None:
             return False
-        return not torch.equal(self._numbers, _some_numbers(self._gradient))
+        return self._numbers != _some_numbers(self._gradient)
 
 
-def _some_numbers(gradient: torch.Tensor) -> torch.Tensor | None:
+def _some_numbers(gradient: torch.Tensor) -> bytes | None:
     """Returns a few numbers of a gradient as bytes, in which NaN equals itself.
 
-    They are in its middle. None where reading them is not free.
+    They are in its middle. None where reading them is not free. Operations of torch
+    would take ten times as long, three times in an update for every parameter.
     """
     if not gradient.is_cpu or gradient.is_sparse or not gradient.numel():
         return None
-    part = gradient.detach()
-    while part.dim() > 1:
-        part = part[len(part) // 2]
-    return part.reshape(-1)[:_NUM_COMPARED].clone().view(torch.uint8)
+    address, size = gradient.data_ptr(), gradient.element_size()
+    if not address:  # the memory was given back
+        return None
+    *outer, (length, stride) = zip(gradient.shape or (1,), gradient.stride() or (1,))
+    first = sum(each // 2 * distance for each, distance in outer)
+    places = [first + i * stride for i in range(min(length, _NUM_COMPARED))]
+    if stride == 1:
+        return ctypes.string_at(address + size * first, size * len(places))
+    return b"".join(ctypes.string_at(address + size * i, size) for i in places)
