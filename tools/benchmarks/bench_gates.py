@@ -186,9 +186,9 @@ def steps_of(build: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Step]
 
     def balanced(fidelity: str) -> Callable[[nn.Module], Step]:
         def way(model: nn.Module) -> Step:
-            size = {"group_size": BATCH} if fidelity == "group" else {}
+            size = {"group_size": len(x)} if fidelity == "group" else {}
             sampler = grab_xla.GraBSampler(
-                range(BATCH * 10_000), dict(model.named_parameters()), "mean",
+                range(len(x) * 10_000), dict(model.named_parameters()), "mean",
                 fidelity=fidelity, **size,
             )  # fmt: skip
             list(sampler)  # begins an epoch

@@ -67,13 +67,13 @@ class GPT2(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        import_torchvision()  # which transformers import
         from transformers import GPT2Config, GPT2LMHeadModel
 
         sizes = {"n_layer": 6, "n_embd": 256, "n_head": 8, "n_positions": 128}
-        config = GPT2Config(
-            vocab_size=TOKENS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes
-        )
-        self.model = GPT2LMHeadModel(config)
+        without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+        ends = {"vocab_size": TOKENS, "bos_token_id": 0, "eos_token_id": 0}
+        self.model = GPT2LMHeadModel(GPT2Config(**sizes, **without, **ends))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=x, use_cache=False).logits
@@ -91,6 +91,7 @@ def resnet18() -> nn.Module:
 
 def vit_tiny() -> nn.Module:
     """Returns timm's ViT tiny for images of 64 pixels, 5.4 million parameters."""
+    import_torchvision()
     import timm
 
     return timm.create_model(

@@ -23,7 +23,15 @@ _CACHED = 2**16
 def norms_by_hand(
     model: nn.Module, losses_of: Callable[..., torch.Tensor], *batch: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the norms ``(B,)``; ``losses_of(model, *batch)`` returns the losses."""
+    """Returns the norms ``(B,)``; ``losses_of(model, *batch)`` returns the losses.
+
+    Raises:
+        ValueError: A parameter does not belong to one of the `LAYERS`.
+    """
+    layers = [each for each in model.modules() if isinstance(each, LAYERS)]
+    known = {id(p) for each in layers for p in each.parameters(recurse=False)}
+    if free := [name for name, p in model.named_parameters() if id(p) not in known]:
+        raise ValueError(f"no layer written by hand has {', '.join(free)}")
     squares: list[torch.Tensor] = []
     small: list[torch.Tensor] = []  # the gradients of norms and biases
     lowest: list[Any] = []
@@ -39,7 +47,6 @@ def norms_by_hand(
         if not lowest:
             lowest.append(torch.autograd.graph.get_gradient_edge(output))
 
-    layers = [each for each in model.modules() if isinstance(each, LAYERS)]
     handles = [each.register_forward_hook(kept) for each in layers]
     losses = losses_of(model, *batch)
     for handle in handles:
