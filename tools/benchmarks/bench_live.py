@@ -1,14 +1,16 @@
 """Measures what live members cost: without a failure, at a death, and where one joins.
 
 Two live members, and two replicas that `launch` starts, train an MLP with AdamW and
-exact sums. All four run at once, but the pairs take turns of ten updates, whose time
-and processor time are compared. Then one member of three is killed, and another joins.
+exact sums; two of torchft's replicas, whose sums are floats, train it with its DDP. All
+six run at once, but the pairs take turns of ten updates, whose time and processor time
+are compared. Then one member of three is killed, and another joins.
 
     python tools/benchmarks/bench_live.py --output docs/benchmarks/bench_live.json
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import statistics
@@ -39,6 +41,7 @@ GOALS = {
 }
 BATCH = 256
 TURN = 10  # updates
+PAIRS = ("exact", "live", "torchft")
 
 
 class Turns:
@@ -46,7 +49,7 @@ class Turns:
 
     Args:
         folder: Where the turn of number n begins when ``turn-n`` is there.
-        number: That of this pair's first turn, 0 or 1.
+        number: That of this pair's first turn, its place in `PAIRS`.
         num_updates: How many each pair makes.
     """
 
@@ -62,8 +65,11 @@ class Turns:
             time.sleep(0.001)
 
     def __call__(self, update: vbs.Update) -> None:
-        """Ends a turn after its last update, and waits for the next."""
-        place = (update.step + 1) % TURN
+        self.end(update.step)
+
+    def end(self, step: int) -> None:
+        """Ends an update; after the last one of a turn it waits for the next turn."""
+        place = (step + 1) % TURN
         if place == 1:
             self._began = time.perf_counter(), time.process_time()
         if place == 0:
@@ -71,9 +77,46 @@ class Turns:
             self.seconds.append(now[0] - self._began[0])
             self.processor_seconds.append(now[1] - self._began[1])
             (self._folder / f"turn-{self._number + 1}").touch()
-            self._number += 2
-            if update.step + 1 < self._num_updates:
+            self._number += len(PAIRS)
+            if step + 1 < self._num_updates:
                 self.wait()
+
+
+def build_model(width: int) -> nn.Module:
+    """Returns the MLP, the same in every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+def train_with_torchft(
+    width: int, num_updates: int, folder: str, address: str
+) -> list[list[float]]:
+    """Trains the same by torchft; returns what `train` does."""
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    torch.set_num_threads(1)
+    model = build_model(width)
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    manager = Manager(
+        pg=ProcessGroupGloo(), load_state_dict=lambda state: None, state_dict=dict,
+        min_replica_size=2, rank=0, world_size=1, store_addr="127.0.0.1",
+        store_port=store.port, lighthouse_addr=address, hostname="127.0.0.1",
+        replica_id=f"torchft-{os.getpid()}", init_sync=False,
+    )  # fmt: skip
+    ddp = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters()))
+    inputs, targets = torch.randn(BATCH, width), torch.arange(BATCH)
+    turns = Turns(Path(folder).parent, PAIRS.index("torchft"), num_updates)
+    turns.wait()
+    for step in range(num_updates):
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(inputs), targets % 10).backward()
+        optimizer.step()
+        turns.end(step)
+    manager.shutdown()
+    return [turns.seconds, turns.processor_seconds]
 
 
 def train(
@@ -91,8 +134,7 @@ def train(
     """
     del rank
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+    model = build_model(width)
     sampler = vbs.CustomSampler(
         dataset_size=10**6, trace=[2 * BATCH], minibatch_size=BATCH, on_end="hold",
         verbose=False,
@@ -130,7 +172,7 @@ def train(
 
 def start(code: str, **variables: str) -> subprocess.Popen[str]:
     """Starts a process that runs a line after its imports."""
-    lines = f"import xla_replica\nfrom tools.benchmarks.bench_live import train\n{code}"
+    lines = f"import xla_replica\nfrom tools.benchmarks import bench_live\n{code}"
     return subprocess.Popen(
         [sys.executable, "-c", lines],
         env={**os.environ, **variables},
@@ -145,7 +187,7 @@ def start_member(
 ) -> subprocess.Popen[str]:
     """Starts a process that trains as a member, and prints what `train` returns."""
     return start(
-        f"print(train(0, *{arguments}))",
+        f"print(bench_live.train(0, *{arguments}))",
         LIVE_LIGHTHOUSE=address,
         LIVE_HEARTBEAT_SECONDS=str(HEARTBEAT_SECONDS),
         LIVE_MIN_MEMBERS=str(min_members),
@@ -155,27 +197,36 @@ def start_member(
 def costs(width: int, num_turns: int) -> dict[str, list[float]]:
     """Returns, by turn, what updates of live members take over those of others."""
     with tempfile.TemporaryDirectory() as name, xla_replica.lighthouse() as address:
-        folder = Path(name)
+        folder, num_updates = Path(name), TURN * num_turns
         exact, live = (
-            (width, TURN * num_turns, str(folder / kind), "", turn)
-            for turn, kind in enumerate(("exact", "live"))
+            (width, num_updates, str(folder / kind), "", PAIRS.index(kind))
+            for kind in ("exact", "live")
         )
+        theirs = (width, num_updates, str(folder / "torchft"))
         options = "num_replicas=2, device='cpu'"
-        pair = start(f"print(xla_replica.launch(train, {exact}, {options})[0])")
-        members = [start_member(address, live, min_members=2) for _ in "AB"]
-        time.sleep(20)  # all have imported, and wait
-        (folder / "turn-0").touch()
-        found = [
-            json.loads(process.communicate()[0].splitlines()[-1])
-            for process in (members[0], members[1], pair)
-        ]
-    of_live, of_exact = found[0], found[2]
-    ratios, of_processor = (
-        [b / a for a, b in zip(one, other)] for one, other in zip(of_exact, of_live)
-    )
+        with xla_replica.lighthouse() as other:  # its replicas are not of our run
+            processes = [
+                start(
+                    f"print(xla_replica.launch(bench_live.train, {exact}, {options})[0])"
+                ),
+                *(start_member(address, live, min_members=2) for _ in "AB"),
+                *(
+                    start(f"print(bench_live.train_with_torchft(*{theirs}, {other!r}))")
+                    for _ in "AB"
+                ),
+            ]
+            time.sleep(20)  # all have imported, and wait
+            (folder / "turn-0").touch()
+            said = [process.communicate()[0].splitlines()[-1] for process in processes]
+    of_exact, of_live, _, of_torchft, _ = map(json.loads, said)
+
+    def ratios(mine: list[float], others: list[float]) -> list[float]:
+        return [one / other for one, other in zip(mine, others)]
+
     return {
-        "live over exact": ratios,
-        "live over exact, processor time": of_processor,
+        "live over exact": ratios(of_live[0], of_exact[0]),
+        "live over exact, processor time": ratios(of_live[1], of_exact[1]),
+        "live over torchft": ratios(of_live[0], of_torchft[0]),
         "exact, ms": [1e3 * seconds / (TURN - 1) for seconds in of_exact[0]],
     }
 
@@ -232,13 +283,14 @@ def main() -> None:
                 for what in ends[0]
             },
         }
-        ratio = steps["live over exact"]
-        rows.append(row(f"live over exact step: {name}", ratio, at_most=1.02))
+        for what, goal in (("live over exact", 1.02), ("live over torchft", None)):
+            rows.append(row(f"{what}: {name}", steps[what], at_most=goal))
         for what, goal in GOALS[name].items():
             seconds = [end[what] for end in ends]
             rows.append(row(f"{what}: {name}", seconds, "s", at_most=goal))
         print(name, found[name], flush=True)
-    save(options.output, found | {"rows": rows})
+    others = {"torchft": importlib.metadata.version("torchft")}
+    save(options.output, found | {"others": others, "rows": rows})
 
 
 if __name__ == "__main__":
