@@ -203,12 +203,10 @@ def costs(width: int, num_turns: int) -> dict[str, list[float]]:
             for kind in ("exact", "live")
         )
         theirs = (width, num_updates, str(folder / "torchft"))
-        options = "num_replicas=2, device='cpu'"
+        trained, options = "bench_live.train", "num_replicas=2, device='cpu'"
         with xla_replica.lighthouse() as other:  # its replicas are not of our run
             processes = [
-                start(
-                    f"print(xla_replica.launch(bench_live.train, {exact}, {options})[0])"
-                ),
+                start(f"print(xla_replica.launch({trained}, {exact}, {options})[0])"),
                 *(start_member(address, live, min_members=2) for _ in "AB"),
                 *(
                     start(f"print(bench_live.train_with_torchft(*{theirs}, {other!r}))")
