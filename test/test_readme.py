@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.documents import ROOT, blocks, patched, read, sides
+from support.documents import ROOT, block, blocks, patched, read, sides
 from support.readers import check_trained, on_replicas, run_script_of_reader
 from support.xla_replica.replicas import HAS_XLA, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
@@ -36,7 +36,7 @@ def test_the_quick_start_runs_as_it_is_printed(tmp_path):
     [script] = blocks("README.md", "python")
     (tmp_path / "train.py").write_text(script)
     section = README[README.index("## Quick start") : README.index("## Make your")]
-    commands = section.split("```")[-2].strip()
+    commands = block("README.md", "sh", "vbs make ramp").strip()
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     kept = os.environ | {"PATH": binaries, "PYTHONPATH": str(ROOT)}
     assert len(commands.splitlines()) == 2

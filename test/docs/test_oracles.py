@@ -17,11 +17,11 @@ import variable_batch_size as vbs
 import xla_replica
 
 
-def from_page(package: str, name: str):
-    """Returns a function that a package's page defines."""
+def last_of(code: str):
+    """Returns the last function that a block of code defines."""
     names = {"torch": torch, "F": F, "math": math}
-    exec(block(f"docs/{package}.md", "python", f"def {name}("), names)
-    return names[name]
+    exec(code, names)
+    return names.popitem()[1]
 
 
 def model_and_optimizer(**options) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -42,7 +42,8 @@ def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
 
 
 def test_an_elastic_loop():
-    train_by_hand = from_page("variable_batch_size", "train_by_hand")
+    code = block("docs/variable_batch_size.md", "python", "def train_by_hand(")
+    train_by_hand = last_of(code)
     inputs, targets = data(512)
     batch_sizes, seed = [64, 128, 96, 32, 160], 7
     expected, plain = model_and_optimizer(momentum=0.9)
@@ -63,7 +64,8 @@ def test_an_elastic_loop():
 
 
 def test_mean_balance():
-    train_by_hand = from_page("grab_xla", "train_by_hand")
+    code = block("docs/grab_xla.md", "python", "def train_by_hand(")
+    train_by_hand = last_of(code)
     dataset, num_epochs = TensorDataset(*data(40)), 4
     model, optimizer = model_and_optimizer()
     sampler = grab_xla.GraBSampler(
@@ -86,7 +88,8 @@ def test_mean_balance():
 
 
 def test_gradients_of_samples():
-    gradients_by_loop = from_page("per_sample_grad", "gradients_by_loop")
+    code = block("docs/per_sample_grad.md", "python", "def gradients_by_loop(")
+    gradients_by_loop = last_of(code)
     inputs, targets = data(6)
     model, _ = model_and_optimizer()
     with psg.capture(model) as recorded:
@@ -97,7 +100,8 @@ def test_gradients_of_samples():
 
 
 def test_a_topology_update():
-    update_by_hand = from_page("rigl_xla", "update_by_hand")
+    code = block("docs/rigl_xla.md", "python", "def update_by_hand(")
+    update_by_hand = last_of(code)
     inputs, _ = data(8)
     model, optimizer = model_and_optimizer()
     layer, alpha, T_end, num_updates = model[2], 0.3, 100, 0

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.documents import ROOT, anchors, block, blocks, links, pages, read
-from torch.utils.data import DataLoader, TensorDataset
+from support.documents import ROOT, anchors, links, pages, read
 
 import per_sample_grad as psg
 import rigl_xla
@@ -113,34 +112,6 @@ def test_every_record_has_a_page_that_names_it():
         # A run's further records may be abbreviated: `...-wide.json`.
         end = re.escape(record.name.rpartition("-")[2])
         assert record.name in text or re.search(rf"`…-[\w-]*{end}`", text), record.name
-
-
-@PAGES
-def test_python_code_compiles(page):
-    for code in blocks(page, "python"):
-        compile(code, str(page), "exec")
-
-
-def test_a_rule_works_without_a_wrapper():
-    names: dict[str, object] = {"vbs": vbs}
-    exec(block("docs/rules.md", "python", "rule.update"), names)
-    assert names["scaled"].lr == pytest.approx(2e-3)
-
-
-def test_the_loop_that_orders_samples_runs():
-    torch.manual_seed(0)
-    x = torch.randn(40, 3)
-    names: dict[str, object] = {
-        "dataset": TensorDataset(x, (x.sum(1) > 0).long()),
-        "model": (model := torch.nn.Linear(3, 2)),
-        "epochs": 2,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "DataLoader": DataLoader,
-        "F": torch.nn.functional,
-    }
-    exec(block("docs/grab_xla.md", "python", "sampler.backward("), names)
-    assert names["sampler"].num_seen == 40
-    assert (model(x).argmax(1) == names["dataset"].tensors[1]).float().mean() > 0.6
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/grab_xla.md"])

@@ -12,7 +12,7 @@ from support.documents import ROOT, block, read
 from support.scripts import python
 from support.xla_replica.replicas import needs_xla
 
-LINES = block("docs/tpu.md", "", "PJRT_DEVICE=TPU").splitlines()
+LINES = block("docs/tpu.md", "sh", "PJRT_DEVICE=TPU").splitlines()
 # What only a TPU VM can run.
 EXCEPTED = ("gcloud", "python3 -m venv", "pip install", "export")
 # Of each other line: what is added to it, that it takes seconds.

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from support.documents import ROOT
+from support.documents import ROOT, block
 from support.outside import package
-from support.variable_batch_size.hugging_face import language_model
+from support.variable_batch_size.hugging_face import language_model, texts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -241,3 +241,38 @@ def test_a_notebook_launches_a_function_of_a_cell(monkeypatch):
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     assert notebook.cells[-1].outputs[-1]["data"]["text/plain"] == "[12.0, 12.0, 12.0]"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the trace of the pages' code."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.csv").write_text("step,batchsize\n" + "0,32\n1,64\n" * 20)
+    return tmp_path
+
+
+def test_the_page_shows_lightning(folder):
+    package("lightning.pytorch")
+    from support.variable_batch_size.lightning_runs import Small
+
+    names = {"vbs": vbs, "DataLoader": DataLoader, "module": (module := Small())}
+    names |= {"dataset": range(256), "validation_loader": None}
+    exec(block("docs/trainers.md", "python", "L.Trainer("), names)
+    assert module.weight < 0
+    assert [*folder.glob("lightning_logs/*/checkpoints/*.ckpt")]
+
+
+def test_the_page_shows_hugging_face(folder):
+    package("transformers")
+    names = {"model": language_model(), "texts": texts() * 4}
+    exec(block("docs/trainers.md", "python", "ElasticTrainer("), names)
+    assert [*folder.glob("out/checkpoint-*")]
+
+
+def test_the_page_shows_opacus():
+    package("opacus")
+    x, y = data()[:5]
+    names = {"F": F, "model": mlp(), "x": x, "y": y.flatten().long() * 0}
+    text = block("docs/migration/per_sample_gradients.md", "python", "GradSampleModule")
+    exec(text, names)
+    assert {len(rows) for rows in names["gradients"].values()} == {5}

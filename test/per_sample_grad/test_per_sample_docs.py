@@ -6,7 +6,7 @@ import types
 
 import torch
 import torch.nn.functional as F
-from support.documents import block, blocks
+from support.documents import block
 from support.per_sample_grad.gradient_oracle import rules_kept
 from support.per_sample_grad.pool import CLASSES, Vectors, dense_model
 from torch import nn
@@ -107,9 +107,3 @@ def test_a_class_like_another():
         names = {"psg": psg, "nn": nn, "MyLinear": MyLinear}
         exec(block(DETAILS, "python", "like="), names)
         assert RULES[MyLinear] is RULES[nn.Linear]
-
-
-def test_no_other_example_is_shown():
-    assert len(blocks(PAGE, "python")) == 3  # one is in docs/test_oracles.py
-    assert len(blocks(DETAILS, "python")) == 1
-    assert len(blocks(POOLS, "python")) == 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.documents import ROOT
+from support.documents import block
 from support.scripts import python
 from support.xla_replica.replicas import needs_xla
 
@@ -54,11 +54,8 @@ def test_fails(xla_replicas):
 @pytest.mark.xla
 @pytest.mark.slow
 def test_the_page_shows_how(tmp_path):
-    page = (ROOT / "docs" / "xla_replica.md").read_text()
-    conftest, example = (
-        part.split("```")[0]
-        for part in page.split("## In tests")[1].split("```python\n")[1:3]
-    )
+    conftest = block("docs/xla_replica.md", "python", "# conftest.py")
+    example = block("docs/xla_replica.md", "python", "# test_sums.py")
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_sums.py").write_text(PAGE.format(example=example))
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path, timeout=200)

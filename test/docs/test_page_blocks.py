@@ -1,0 +1,167 @@
+"""Every block of code on the pages runs: here, in another test, or it says why not."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from support.documents import ROOT, blocks, patched, read
+from support.page_blocks import Block, all_blocks
+from support.scripts import python
+
+BLOCKS = [each for each in all_blocks() if each.language in ("python", "sh")]
+LANGUAGES = {"python", "sh", "diff", "csv", "text", "yaml"}
+# Of modules that ask for blocks of pages: this one runs none of them, and that of the
+# wheel runs again what this one does.
+PASSED_OVER = ("test_page_blocks.py", "test_wheel.py")
+TEXTS = (ast.Constant, ast.JoinedStr, ast.Tuple)
+
+
+def asked_for(source: str) -> list[tuple[str, ...]]:
+    """Returns the arguments of the calls of `block` and `blocks` in a test module.
+
+    Raises NameError if they are more than texts and names of texts of the module.
+    """
+    tree, names = ast.parse(source), {}
+    for node in tree.body:
+        if isinstance(getattr(node, "value", None), TEXTS):
+            with contextlib.suppress(NameError):  # a name from elsewhere
+                exec(ast.unparse(node), names)
+    return [
+        tuple(eval(ast.unparse(argument), names) for argument in node.args)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("block", "blocks")
+    ]
+
+
+# By page and language, or page, language and words: the modules that run such blocks.
+ELSEWHERE = {
+    key: path.relative_to(ROOT).as_posix()
+    for path in ROOT.glob("test/**/test_*.py")
+    if path.name not in PASSED_OVER
+    for source in [path.read_text("utf-8")]
+    if re.search("from support.documents import .*block", source)
+    for key in asked_for(source)
+}
+
+
+def run_by(each: Block) -> list[str]:
+    """Returns the other modules that run a block.
+
+    That one unpacks all blocks of a page does not count beside one that takes this.
+    """
+    named = [
+        test
+        for (page, language, *words), test in ELSEWHERE.items()
+        if (page, language) == (each.page, each.language)
+        if words and words[0] in each.code
+    ]
+    whole = ELSEWHERE.get((each.page, each.language))
+    return named or [whole] * bool(whole and not each.reason)
+
+
+HERE = [each for each in BLOCKS if not each.reason and not run_by(each)]
+PYTHON = [each.name for each in HERE if each.language == "python"]
+SHELL = {each.name: each.code for each in HERE if each.language == "sh"}
+
+
+def test_what_a_module_asks_for_is_found():
+    source = "A, B = 'a', 'b'\nblocks(f'{B}.md', 'sh')\ndef f(): block(A, 'sh', 'x')"
+    assert asked_for(source) == [("b.md", "sh"), ("a", "sh", "x")]
+    with pytest.raises(NameError):
+        asked_for("def f(page): block(page, 'sh', 'x')")
+
+
+@pytest.mark.parametrize("page", sorted({each.page for each in all_blocks()}))
+def test_no_block_escapes(page):
+    text = read(page)
+    found = [each for each in all_blocks() if each.page == page]
+    assert {each.language for each in found} <= LANGUAGES
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(found)
+    excused = [each for each in found if each.reason]
+    assert len(re.findall("^<!-- not run:", text, re.MULTILINE)) == len(excused) <= 2
+    assert not [each.name for each in excused if run_by(each)]
+
+
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory) -> dict[str, str]:
+    """What the blocks that run here have raised."""
+    file = tmp_path_factory.mktemp("blocks") / "raised"
+    words = ("-m", "support.page_blocks", file, *PYTHON)
+    done = python(*words, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_a_block_runs(name, raised):
+    assert name not in raised, raised[name]
+
+
+class ParsedError(Exception):
+    """A script has understood its command line."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder with the tutorial's last script, where parsers end what calls them."""
+    [script] = blocks("docs/tutorial.md", "python")
+    elastic, _, resumable, ordered = blocks("docs/tutorial.md", "diff")
+    for diff in (elastic, resumable, ordered):
+        script = patched(script, diff)
+    (tmp_path / "train.py").write_text(script)
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_args(self, args=None, namespace=None):
+        raise ParsedError(parse(self, args, namespace))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def commands(code: str) -> list[list[str]]:
+    """Returns the words of a block's commands, variables replaced by numbers."""
+    code = re.sub(r"\$\(\(.*?\)\)|\$\w+", "1", code.replace("\\\n", ""))
+    code = re.sub(r"^until (.*?); do .*; done$", r"\1", code, flags=re.MULTILINE)
+    lines = [shlex.split(line, comments=True) for line in code.splitlines()]
+    return [words for words in lines if words]
+
+
+def run_as_main(arguments: list[str]) -> None:
+    """Runs what follows ``python`` in a command, by its name in the repository."""
+    if arguments[0] == "-m":
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    script = arguments[0] if arguments[0] == "train.py" else str(ROOT / arguments[0])
+    runpy.run_path(script, run_name="__main__")
+
+
+@pytest.mark.parametrize("name", SHELL)
+def test_what_is_called_takes_the_words_of_a_command(name, folder, monkeypatch):
+    makefile = read("Makefile")
+    for program, *arguments in commands(SHELL[name]):
+        if program == "make":
+            for word in arguments:
+                name, is_setting, _ = word.partition("=")
+                assert f"\n{name}{' ?=' if is_setting else ':'}" in makefile, word
+        elif program == "export":
+            assert all(re.fullmatch(r"[A-Z_]+=\S+", word) for word in arguments)
+        else:
+            if program == "torchrun":
+                arguments = ["-m", "torch.distributed.run", *arguments]
+            else:
+                assert Path(program).name == "python", program
+            monkeypatch.setattr(sys, "argv", arguments[arguments[0] == "-m" :])
+            with pytest.raises(ParsedError):
+                run_as_main(arguments)
