@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from support.documents import ROOT, pages
+from support.documents import ROOT, pages, read
 
 from tools.site import conf
 
@@ -23,6 +23,12 @@ def test_the_contents_name_every_page_once():
 
 def test_the_reference_has_a_page_of_what_every_package_exports():
     listed = conf.contents(conf.root_doc)["Reference"]
-    assert [page.rpartition("/")[2] for page in listed] == conf.REFERENCE
+    assert [page.rpartition("/")[2] for page in listed] == [*conf.REFERENCE, "errors"]
     for name in conf.REFERENCE:
         assert conf.exported(name) == importlib.import_module(name).__all__
+
+
+def test_troubleshooting_leads_to_the_page_of_all_errors():
+    source = [read("docs/troubleshooting.md")]
+    conf.add_contents(None, "docs/troubleshooting", source)
+    assert "[Errors](/build/reference/errors)" in source[0]

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.site import errors  # noqa: E402
+
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/py.typed"))
 # What docs/stability.md calls public beside what the packages themselves export.
 PARTS = ("variable_batch_size.gradient_noise", "variable_batch_size.trace_tools")
@@ -55,7 +60,8 @@ def contents(name: str) -> dict[str, list[str]]:
             page = ((ROOT / name).parent / target).resolve().relative_to(ROOT)
             found.setdefault(caption, []).append(page.as_posix())
     if name == root_doc:
-        found["Reference"] = [f"build/reference/{package}" for package in REFERENCE]
+        listed = [*REFERENCE, "errors"]
+        found["Reference"] = [f"build/reference/{package}" for package in listed]
         found["Project"] = ["README", "examples/README", "CHANGELOG"]
     return found
 
@@ -64,6 +70,8 @@ def add_contents(app: Any, name: str, source: list[str]) -> None:
     if name in TABLES:
         for caption, pages in contents(name).items():
             source[0] += TREE.format(caption, "\n".join(f"/{page}" for page in pages))
+    if name == "docs/troubleshooting":  # the page is not in the repository
+        source[0] = source[0].replace("*Errors*", "[Errors](/build/reference/errors)")
 
 
 def read_docstring(app: Any, what: str, name: str, *given: Any) -> None:
@@ -86,6 +94,7 @@ def read_docstring(app: Any, what: str, name: str, *given: Any) -> None:
 def write_reference(app: Any) -> None:
     folder = ROOT / "build/reference"
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "errors.rst").write_text(errors.page(ROOT, PACKAGES))
     for name in REFERENCE:
         (folder / f"{name}.rst").write_text(
             f"{name}: reference\n{'=' * (len(name) + 11)}\n\n"
