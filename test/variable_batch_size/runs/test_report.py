@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.browser import IN_CI, shown
 from support.xla_replica.replicas import HAS_XLA
 
 import variable_batch_size as vbs
@@ -18,19 +16,8 @@ from variable_batch_size import command_line
 from variable_batch_size.runs import report
 
 COLORS = [(0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)]  # of the first two runs
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-IN_CI = bool(os.environ.get("CI"))
 if importlib.util.find_spec("plotly") is None and not IN_CI:
     pytest.skip("plotly is not installed", allow_module_level=True)
-
-
-def browser() -> str:
-    """Returns the path of a Chromium; without one skips, and fails in CI."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        outcome = pytest.fail if IN_CI else pytest.skip
-        outcome("there is no Chromium: make browser")
-    return found
 
 
 def write_log(path: Path, num_updates: int, noise: bool, resumed_at: int = 0) -> Path:
@@ -90,20 +77,11 @@ def test_two_runs_are_drawn_in_a_browser_without_a_network(page):
     from matplotlib import image
 
     picture = page.with_suffix(".png")
-    done = subprocess.run(
-        [
-            browser(), "--headless=new", "--no-sandbox", "--disable-gpu",
-            "--disable-dev-shm-usage", "--hide-scrollbars", "--window-size=1200,1900",
-            "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=8000",
-            f"--user-data-dir={page.parent / 'profile'}", f"--screenshot={picture}",
-            "--dump-dom", page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
+    elements = shown(
+        page.as_uri(), page.parent / "profile", "--window-size=1200,1900",
+        "--virtual-time-budget=8000", f"--screenshot={picture}",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    drawn = set(re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", done.stdout))
+    drawn = set(re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", elements))
     assert {"first run", "second", "events", "loss", "gain", "accuracy (%)"} <= drawn
     assert {"batch size", "learning rate", "noise scale", "idle time"} <= drawn
     assert {"seconds", "samples", "updates"} <= drawn  # the buttons

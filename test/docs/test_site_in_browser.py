@@ -1,0 +1,89 @@
+"""What a reader sees of the site: wide and narrow, in a browser that prefers dark."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from support.browser import shown, skip
+from support.documents import ROOT
+from support.xla_replica.replicas import HAS_XLA
+
+SITE = ROOT / "build" / "site"
+PAGES = ("docs/resuming", "build/reference/errors")  # with tables, with long messages
+WIDTHS = [1280, 390]
+# Measures the pages in frames of these widths, and writes what is seen.
+PROBE = """<!doctype html><title>probe</title><pre id="seen"></pre><script>
+const seen = []
+function visible(window, element) {
+  const box = element.getBoundingClientRect()
+  return box.width > 0 && box.height > 0 && box.left >= 0
+    && box.right <= window.innerWidth && element.checkVisibility()
+}
+async function measure(path, width) {
+  const frame = document.createElement("iframe")
+  Object.assign(frame, {width, height: 900, src: path})
+  await new Promise(done => { frame.onload = done; document.body.append(frame) })
+  const window = frame.contentWindow, page = window.document
+  const first = words => page.querySelector(words)
+  const colors = window.getComputedStyle(page.body)
+  const found = {
+    path, width,
+    inner: page.documentElement.clientWidth,
+    hidden: Math.max(...["html", ".main", ".content"].map(first).map(
+      element => element.scrollWidth - element.clientWidth)),
+    heading: visible(window, first("h1")),
+    code: visible(window, first("article .highlight pre, article code")),
+    color: colors.color, background: colors.backgroundColor,
+    search: visible(window, first("input.sidebar-search")),
+  }
+  const menu = first("label.nav-overlay-icon")
+  if (!found.search && visible(window, menu)) {
+    first(".sidebar-drawer").style.transition = "none"  // what slides takes time
+    menu.click()
+    found.search = visible(window, first("input.sidebar-search"))
+  }
+  seen.push(found)
+}
+(async () => {
+  for (const path of PAGES) for (const width of WIDTHS) await measure(path, width)
+  document.getElementById("seen").textContent = JSON.stringify(seen)
+})()
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> list[dict]:
+    if not all((SITE / f"{page}.html").exists() for page in PAGES):
+        skip("the site has not been built: make docs")
+    folder = tmp_path_factory.mktemp("browser")
+    probe = folder / "probe.html"
+    addresses = json.dumps([f"{SITE.as_uri()}/{page}.html" for page in PAGES])
+    probe.write_text(PROBE.replace("PAGES", addresses).replace("WIDTHS", str(WIDTHS)))
+    elements = shown(
+        probe.as_uri(), folder / "profile", "--virtual-time-budget=20000",
+        "--allow-file-access-from-files",
+        "--blink-settings=preferredColorScheme=0",  # dark
+    )  # fmt: skip
+    [text] = re.findall(r'<pre id="seen">(.+?)</pre>', elements)
+    return json.loads(text)
+
+
+# Once: the site does not depend on the environment.
+@pytest.mark.skipif(HAS_XLA, reason="the other environment looks at the site")
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_page_is_readable(page, width, seen):
+    found = seen[PAGES.index(page) * len(WIDTHS) + WIDTHS.index(width)]
+    assert found["path"].endswith(f"{page}.html")
+    assert found["heading"]
+    assert found["code"]
+    assert found["inner"] == width
+    assert found["hidden"] <= 0  # to the right, until one scrolls
+    assert found["search"]
+    color, background = (
+        [int(number) for number in re.findall(r"\d+", found[name])[:3]]
+        for name in ("color", "background")
+    )
+    assert max(background) < 60 < 160 < min(color)
