@@ -20,6 +20,7 @@ import torch
 
 LIBRARIES = ("torch", "torch_xla", "numpy", "numba", "scikit-learn")
 ROOT = Path(__file__).resolve().parents[1]
+GOALS = {"at_most": "at most", "at_least": "at least"}  # and how they are read
 
 
 def versions() -> dict[str, Any]:
@@ -94,10 +95,20 @@ def parser_with_output(description: str | None) -> argparse.ArgumentParser:
 
 
 def save(path: Path | None, result: dict[str, Any]) -> None:
-    """Writes the date, the versions and the result as JSON, and prints where.
+    """Prints the result's rows, and writes it as JSON with the date and the versions.
 
-    Without a path it does nothing.
+    Without a path it writes nothing.
     """
+    for each in result.get("rows", ()):
+        low, high = each["quartiles"]
+        spread = "" if low is None else f" ({low:.4g} to {high:.4g})"
+        goals = [
+            f"{words} {each[name]:g}"
+            for name, words in GOALS.items()
+            if each[name] is not None
+        ]
+        number = f"{each['median']:.4g} {each['unit']}".strip()
+        print(": ".join((each["work"], number)) + spread, *goals, sep=", ")
     if path is None:
         return
     record = {"date": time.strftime("%Y-%m-%d"), "versions": versions(), **result}

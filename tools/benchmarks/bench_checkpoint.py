@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import stat
 import statistics
@@ -26,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
@@ -238,44 +240,26 @@ def main() -> None:
     add("--device", choices=xla_replica.DEVICES, help="see xla_replica.launch")
     args = parser.parse_args()
     result: dict[str, Any] = {"steps": [], "slow_disk": [], "states": [], "rows": []}
-    print("replicas width  with/without (quartiles)   ms/step   save s  load s    MB")
-    for num_replicas in args.num_replicas:
-        for width in args.widths:
-            cost = compare(num_replicas, width, args)
-            result["steps"].append(cost)
-            work = f"a step between saves: replicas: {num_replicas}, width {width}"
-            result["rows"].append(row(work, cost["ratios"], at_most=1.02))
-            low, high = cost["ratio_quartiles"]
-            print(
-                f"{num_replicas:8} {width:5}  {cost['ratio']:.3f} ({low:.3f} - "
-                f"{high:.3f})      {cost['milliseconds_per_step']:9.2f} "
-                f"{cost['seconds_to_save']:8.3f}{cost['seconds_to_load']:8.3f}"
-                f"{cost['megabytes']:6.1f}",
-                flush=True,
-            )
-    print("replicas width   ms/step  disk s  at once, beside/without (quartiles)")
-    for num_replicas in args.num_replicas:
-        for width in args.widths:
-            cost = compare_slow_disk(num_replicas, width, args)
-            result["slow_disk"].append(cost)
-            work = f"steps beside a slow save: replicas: {num_replicas}, width {width}"
-            result["rows"].append(row(work, cost["beside"]["ratios"], at_most=1.05))
-            low, high = cost["beside"]["ratio_quartiles"]
-            print(
-                f"{num_replicas:8} {width:5} {cost['milliseconds_per_step']:9.2f} "
-                f"{cost['seconds_of_the_disk']:7.3f} {cost['at_once']['ratio']:8.3f}, "
-                f"{cost['beside']['ratio']:.3f} ({low:.3f} - {high:.3f})",
-                flush=True,
-            )
-    print("   samples  trace steps   first us      us")
-    for num_samples in (10**4, 10**6, 10**9):
-        for num_steps in (10, 10**4, 10**6):
-            cost = state_cost(num_samples, num_steps)
-            result["states"].append(cost)
-            print(
-                f"{num_samples:10} {num_steps:12} {cost['first_microseconds']:10.0f} "
-                f"{cost['microseconds']:7.1f}"
-            )
+    cases = itertools.product(args.num_replicas, args.widths)
+    for num_replicas, width in tqdm(list(cases), disable=None):
+        of = f"replicas: {num_replicas}, width {width}"
+        cost = compare(num_replicas, width, args)
+        result["steps"].append(cost)
+        ratios = cost.pop("ratios")
+        result["rows"].append(row(f"a step between saves: {of}", ratios, at_most=1.02))
+        cost = compare_slow_disk(num_replicas, width, args)
+        result["slow_disk"].append(cost)
+        ratios = cost["beside"].pop("ratios")
+        result["rows"].append(
+            row(f"steps beside a slow save: {of}", ratios, at_most=1.05)
+        )
+    for num_samples, num_steps in itertools.product(
+        (10**4, 10**6, 10**9), (10, 10**4, 10**6)
+    ):
+        cost = state_cost(num_samples, num_steps)
+        result["states"].append(cost)
+        work = f"a state: {num_samples:,} samples, {num_steps:,} steps"
+        result["rows"].append(row(work, cost["microseconds"], "µs"))
     save(args.output, result)
 
 

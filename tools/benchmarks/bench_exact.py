@@ -92,7 +92,6 @@ def main() -> None:
         }
         work = f"exact step over elastic step: {name}"
         rows.append(row(work, times.rounds["exact"], at_most=goal))
-        print(name, found[name])
     save(options.output, found | {"rows": rows})
 
 

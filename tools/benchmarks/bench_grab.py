@@ -113,7 +113,6 @@ def main() -> None:
         else:
             (cells,) = xla_replica.launch(measure, (args, folder), 1, args.device)
             unit = "microseconds per sample"
-            print_table(cells)
     rows = [
         row("grab-sampler over grab_xla: {type}, {d:,} numbers, batch {batch}".format(
             **cell), cell["ratio"], at_least=2.0)
@@ -396,18 +395,6 @@ def measure_cell(package: Any, cell: dict[str, Any], epochs: int) -> dict[str, f
     average = statistics.mean if replica.is_lazy else statistics.median
     found = {name: average(values) / batch * 1e6 for name, values in times.items()}
     return {**found, "ratio": found["grab_sampler"] / found["grab_xla"]}
-
-
-def print_table(cells: list[dict[str, Any]]) -> None:
-    """Prints microseconds per sample, one row for each cell."""
-    names = ("type", "d", "batch", "grab-sampler", "grab_xla", "ratio")
-    print("{:>10} {:>8} {:>6} {:>13} {:>9} {:>6}".format(*names))
-    for cell in cells:
-        print(
-            f"{cell['type']:>10} {cell['d']:>8} {cell['batch']:>6} "
-            f"{cell['grab_sampler']:>13.1f} {cell['grab_xla']:>9.1f} "
-            f"{cell['ratio']:>6.1f}"
-        )
 
 
 def parse_args() -> argparse.Namespace:

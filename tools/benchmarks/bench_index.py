@@ -202,10 +202,8 @@ def main() -> None:
             result["models"][f"{name}, {size}"] = found
             work = f"an index of {size} numbers over norms: {name}"
             result["rows"].append(row(work, ratios, at_most=GOAL))
-            print(f"{name}, {size}: {json.dumps(found)}", flush=True)
     if options.search:
         result["search"] = search()
-        print(f"search: {json.dumps(result['search'])}", flush=True)
     save(options.output, result)
 
 

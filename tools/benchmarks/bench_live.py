@@ -286,7 +286,6 @@ def main() -> None:
         for what, goal in GOALS[name].items():
             seconds = [end[what] for end in ends]
             rows.append(row(f"{what}: {name}", seconds, "s", at_most=goal))
-        print(name, found[name], flush=True)
     others = {"torchft": importlib.metadata.version("torchft")}
     save(options.output, found | {"others": others, "rows": rows})
 

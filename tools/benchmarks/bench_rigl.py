@@ -20,11 +20,10 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,26 +70,9 @@ def in_turns(
     return found
 
 
-def ratio_of(seconds: Seconds, numerator: str, denominator: str) -> dict[str, Any]:
-    """Returns the ratios of all rounds, their median and quartiles, median seconds."""
-    ratios = [a / b for a, b in zip(seconds[numerator], seconds[denominator])]
-    return {
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-        "quartiles": quartiles(ratios),
-        "ratio of medians": statistics.median(seconds[numerator])
-        / statistics.median(seconds[denominator]),
-        "seconds": {name: statistics.median(all_) for name, all_ in seconds.items()},
-        "rounds": len(ratios),
-    }
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """Returns the first and third quartile; for a single value, that value twice."""
-    if len(values) == 1:
-        return [values[0]] * 2
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return [first, third]
+def ratios_of(seconds: Seconds, numerator: str, denominator: str) -> list[float]:
+    """Returns the ratios of all rounds."""
+    return [a / b for a, b in zip(seconds[numerator], seconds[denominator])]
 
 
 def timed(function: Callable[[], Any]) -> float:
@@ -125,8 +107,11 @@ def ordinary_steps(
         steps[kind] = lambda step=step: timed(step)
     seconds = in_turns(steps, rounds, minutes, "steps")
     assert all(pruner.rigl_steps == 0 for pruner in pruners)
-    found = ratio_of(seconds, "sparse", "dense")
-    return {**found, "image_side": side, "batch_size": batch_size}
+    return row(
+        f"a sparse step over a dense one: ResNet-50, {batch_size} images of {side}",
+        ratios_of(seconds, "sparse", "dense"),
+        at_most=1.03,
+    )
 
 
 class Weights(nn.Module):
@@ -171,8 +156,9 @@ def topology_updates(theirs: Any, rounds: int, minutes: float) -> dict[str, Any]
 
         updates[kind] = update
     seconds = in_turns(updates, rounds, minutes, "updates")
-    found = ratio_of(seconds, "rigl-torch", "rigl_xla")
-    return {**found, "weights": sum(d.numel() for d in model.directions)}
+    ratios = ratios_of(seconds, "rigl-torch", "rigl_xla")
+    work = "a topology update, rigl-torch over rigl_xla: ResNet-50"
+    return row(work, ratios, at_least=3.0)
 
 
 @contextmanager
@@ -186,14 +172,6 @@ def rigl_torch() -> Iterator[Any]:
             )
         with rigl_torch_reference.imported(Path(folder)) as scheduler:
             yield scheduler
-
-
-def say(what: str, found: Mapping[str, Any], goal: str) -> None:
-    low, high = found["quartiles"]
-    print(
-        f"{what}: {found['ratio']:.3f} (quartiles {low:.3f}, {high:.3f}; "
-        f"{found['rounds']} rounds); goal: {goal}"
-    )
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -227,20 +205,12 @@ def main(argv: list[str] | None = None) -> None:
         "rows": [],
     }
     if not args.only_updates:
-        found = ordinary_steps(
-            args.rounds, args.minutes, args.image_side, args.batch_size
-        )
-        result["ordinary step over dense"] = found
-        say("an ordinary step over a dense one", found, "at most 1.03")
-        work = "a sparse step over a dense one: ResNet-50 at 90 %"
-        result["rows"].append(row(work, found["ratios"], at_most=1.03))
+        parts = args.rounds, args.minutes, args.image_side, args.batch_size
+        result["rows"].append(ordinary_steps(*parts))
     if not args.only_steps:
         with rigl_torch() as theirs:
             found = topology_updates(theirs, args.update_rounds, args.minutes)
-        result["topology update, rigl-torch over rigl_xla"] = found
-        say("a topology update, rigl-torch over rigl_xla", found, "at least 3")
-        work = "a topology update, rigl-torch over rigl_xla: ResNet-50"
-        result["rows"].append(row(work, found["ratios"], at_least=3.0))
+        result["rows"].append(found)
     result["load at the end"] = os.getloadavg()[0]
     save(args.output, result)
 

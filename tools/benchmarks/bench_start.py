@@ -107,8 +107,6 @@ def main() -> None:
         ]
         seconds, programs = zip(*starts)
         found[kind] = {"seconds": seconds, "programs": programs}
-        print(f"{kind}: {seconds[0]:.1f} and {seconds[1]:.1f} s to the first update, "
-              f"{programs[0]} and {programs[1]} programs")  # fmt: skip
         rows += [
             row(f"first start, {kind}", seconds[0], "s"),
             row(f"second start, {kind}", seconds[1], "s", at_most=5.0),

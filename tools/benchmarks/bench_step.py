@@ -263,23 +263,15 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {"image_side": args.side, "width": args.width, "rows": []}
 
-    print("Whole steps of two minibatches per replica, against each other")
     for names, goal in COMPARED.items():
         key = " over ".join(names)
         result[key] = {}
         for num_replicas in args.num_replicas:
             compared = compare(names, num_replicas, args)
-            result[key][num_replicas] = compared
-            times = " against ".join(
-                f"{value:.2f} ms" for value in compared["milliseconds"].values()
-            )
-            ratio = compared["ratio"]
             work = f"step, XLA, {key}, replicas: {num_replicas}"
-            result["rows"].append(row(work, compared["ratios"], at_most=goal))
-            print(f"  {key} on {num_replicas} replicas: {ratio:.3f} times ({times})")
-
-    print("Distinct batch sizes: compilations, time per step")
-    result["distinct_batch_sizes"] = {}
+            result["rows"].append(row(work, compared.pop("ratios"), at_most=goal))
+            result[key][num_replicas] = compared
+    result["distinct_batch_sizes"] = counted = {}
     for num_replicas in args.num_replicas:
         for num_sizes in (1, 4, 16):
             if num_sizes > 4 * num_replicas - 1:
@@ -290,19 +282,13 @@ def main() -> None:
                 num_replicas,
                 args.device,
             )[0]
-            result["distinct_batch_sizes"][f"{num_sizes} on {num_replicas}"] = {
+            counted[f"{num_sizes} on {num_replicas}"] = {
                 "compilations": compilations,
                 "milliseconds": 1e3 * seconds,
             }
-            print(
-                f"  {num_sizes:2} sizes on {num_replicas} replicas: {compilations} "
-                f"compilations, {1e3 * seconds:.2f} ms"
-            )
-
-    print(f"Schedule of a trace of {args.trace_steps:,} steps")
+            work = f"compilations, {num_sizes} batch sizes, replicas: {num_replicas}"
+            result["rows"].append(row(work, compilations))
     result["schedule"] = schedule_of_a_long_trace(args.trace_steps)
-    for name, value in result["schedule"].items():
-        print(f"  {name.replace('_', ' ')}: {value:,.3g}")
     result["curves"] = [
         {
             "x label": "replicas",
@@ -312,20 +298,7 @@ def main() -> None:
                 key: [result[key][n]["ratio"] for n in args.num_replicas]
                 for key in map(" over ".join, COMPARED)
             },
-        },
-        {
-            "x label": "distinct batch sizes",
-            "x": [1, 4, 16],
-            "y label": "compilations, the most replicas",
-            "y": {
-                "": [
-                    result["distinct_batch_sizes"][f"{n} on {max(args.num_replicas)}"][
-                        "compilations"
-                    ]
-                    for n in (1, 4, 16)
-                ]
-            },
-        },
+        }
     ]
     save(args.output, result)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.record import ROOT, picture
+from tools.record import GOALS, ROOT, picture
 
 Record = dict[str, Any]
 GOALS_PICTURE, SCALE_PICTURE = "report_goals.png", "report_scale.png"
-WORDS = {"at_most": "at most", "at_least": "at least"}
 TWICE = 2.0  # where the picture ends
 HEAD = f"""\
 `make bench` writes this page. Ratios are measured side by side in one run: of processor
@@ -53,7 +52,7 @@ def line(row: Record) -> str:
     """Returns the line of a table."""
     low, high = row["quartiles"]
     goals = [
-        f"{words} {row[key]:g}" for key, words in WORDS.items() if row[key] is not None
+        f"{words} {row[key]:g}" for key, words in GOALS.items() if row[key] is not None
     ]
     share = share_of_goal(row)
     columns = (
