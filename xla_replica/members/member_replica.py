@@ -207,8 +207,8 @@ class MemberReplica(Replica):
         """Waits for a collective, of all members or a group, as long as all live."""
         if self._is_alone:
             return
-        if self._is_broken:
-            raise self._loss(verb, "and has not met the others since")
+        if self._is_broken or self._membership.was_silent:
+            raise self._loss(verb, "or was silent, and has not met the others since")
         try:
             work = begin(group or self._group)
             # Not by a callback, which would abort where Python exits before it is run.

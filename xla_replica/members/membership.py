@@ -47,8 +47,9 @@ class Membership:
 
     Attributes:
         id: This process's name among the members.
-        was_silent: Whether the others had reason to take it for dead, since the last
-            collective that all of them took part in.
+        was_silent: Whether the others had reason to take it for dead since it last met
+            them. Then it must meet them again: what they had begun to sum before they
+            went on without it may still end.
         generation: The last one that it was in; None before the first.
     """
 
@@ -127,7 +128,7 @@ class Membership:
         """
         if self._thread.ident is None:  # the lighthouse waits for whom it hears
             self._thread.start()
-        self._note_silence()
+        self._note_silence(self._heard_at)
         give_up = time.monotonic() + self._patience
         last = self.generation
         offer = Offer(
@@ -167,16 +168,13 @@ class Membership:
         return found
 
     def note_together(self) -> None:
-        """Notes that all members have just taken part in a collective.
+        """Notes that a collective has ended, as it may without a lighthouse."""
+        self._heard_at = time.monotonic()
 
-        So nobody has gone on without this one, whatever the lighthouse has heard.
-        """
-        self._heard_at, self.was_silent = time.monotonic(), False
-
-    def _note_silence(self) -> None:
+    def _note_silence(self, since: float) -> None:
         """Notes it if the others had reason to take this member for dead."""
         now = time.monotonic()
-        self.was_silent |= now - self._heard_at > self._heartbeat_seconds
+        self.was_silent |= now - since > self._heartbeat_seconds
         self._heard_at = now
 
     def _check_is_not_left(self, offers: Mapping[str, Offer]) -> None:
@@ -247,15 +245,20 @@ class Membership:
     def _watch(self) -> None:
         """Sends heartbeats and looks who else does, until this member leaves."""
         pause = self._heartbeat_seconds / _BEATS_PER_TIMEOUT
-        is_known = True  # what the page looks like
+        # What the page looks like; and the last heartbeat, unless one failed since.
+        is_known, told_at = True, float("inf")
         while not self._leaving.wait(pause):
+            began = time.monotonic()
             try:
                 self._client.heartbeat(self.id, timedelta(seconds=1))
-                self._note_silence()
+                # Sums may have ended since, also those of who was stopped meanwhile.
+                self._note_silence(min(told_at, self._heard_at))
+                told_at = began
                 with urllib.request.urlopen(f"{self._address}/status", timeout=1) as it:
                     page = it.read().decode()
             except (RuntimeError, TimeoutError, urllib.error.URLError, OSError):
-                self._seen = {}  # training goes on until somebody dies
+                # Training goes on until somebody dies.
+                self._seen, told_at = {}, float("inf")
                 continue
             text = re.sub(r"<[^>]*>", "", page)
             self._seen = {m: float(age) for m, age in _SEEN.findall(text)}

@@ -1,0 +1,55 @@
+"""What a member knows of its own silence, and what it does then."""
+
+from __future__ import annotations
+
+import time
+import types
+from datetime import timedelta
+
+import pytest
+from support.xla_replica.live_job import needs_lighthouse
+
+import xla_replica
+from xla_replica.members.member_replica import MemberReplica
+from xla_replica.members.membership import Membership
+
+
+@needs_lighthouse
+def test_a_member_that_was_stopped_knows_it_whatever_has_been_summed():
+    with xla_replica.lighthouse(heartbeat_seconds=0.5) as address:
+        member = Membership(address, heartbeat_seconds=0.5)
+        inner, seconds = member._client.heartbeat, iter([0.0, 0.8])
+
+        def heartbeat(name: str, timeout: timedelta) -> None:
+            time.sleep(next(seconds, 0.0))  # as if all of it had been stopped
+            inner(name, timeout)
+
+        member._client = types.SimpleNamespace(
+            heartbeat=heartbeat, quorum=member._client.quorum
+        )
+        member.agree(())
+        assert not member.was_silent
+        give_up = time.monotonic() + 10
+        while not member.was_silent and time.monotonic() < give_up:
+            member.note_together()
+            time.sleep(0.01)
+        assert member.was_silent
+        member.agree((0, 0, 0))
+        assert not member.was_silent
+        member.leave()
+
+
+def of_two(**membership) -> MemberReplica:
+    """Returns a member that has met another one."""
+    replica = MemberReplica(
+        xla_replica.LocalReplica("cpu"),
+        types.SimpleNamespace(host="127.0.0.1", **membership),
+    )
+    replica.met, replica._is_broken = types.SimpleNamespace(members="AB"), False
+    return replica
+
+
+def test_a_member_that_was_silent_begins_no_sum():
+    replica = of_two(was_silent=True)
+    with pytest.raises(xla_replica.MemberLost, match="was silent"):
+        replica._wait("all_reduce_", lambda group: pytest.fail("it has begun"))
