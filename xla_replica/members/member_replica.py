@@ -75,6 +75,7 @@ class MemberReplica(Replica):
         self.member, self._firsts = 0, [0]  # the lowest rank of each member
         self._group: Any = None  # gloo's; None while it is alone, or does not lead
         self._is_broken = False
+        self._hanging: list[tuple[Any, Any]] = []  # groups, each with what hangs in it
         # A worker of a loader that freed a group would take its sockets away from here.
         os.register_at_fork(after_in_child=gc.freeze)
         atexit.register(self._drop_group)
@@ -188,6 +189,10 @@ class MemberReplica(Replica):
     def _drop_group(self) -> None:
         """Ends the group, so that what the others wait for fails at once."""
         self._group, self._is_broken = None, True
+        # As when who was silent has ended.
+        for hanging in [each for each in self._hanging if each[1].is_completed()]:
+            ctypes.pythonapi.Py_DecRef(hanging[0])
+            self._hanging.remove(hanging)
 
     def _loss(self, verb: str, error: Any) -> MemberLost:
         num_members = len(self.met.members) if self.met else 1
@@ -218,6 +223,7 @@ class MemberReplica(Replica):
                     # it, or abort where Python exits.
                     hanging = ctypes.py_object(group or self._group)
                     ctypes.pythonapi.Py_IncRef(hanging)
+                    self._hanging.append((hanging, work))
                     raise self._loss(verb, "it is not heard of any more")
             self._membership.note_together()
         except RuntimeError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import types
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -53,3 +55,29 @@ def test_a_member_that_was_silent_begins_no_sum():
     replica = of_two(was_silent=True)
     with pytest.raises(xla_replica.MemberLost, match="was silent"):
         replica._wait("all_reduce_", lambda group: pytest.fail("it has begun"))
+
+
+class Work:
+    """What hangs in a group until it has ended; here the group, too."""
+
+    has_ended = False
+
+    def wait(self, timeout: timedelta) -> bool:
+        raise RuntimeError("not yet")
+
+    def is_completed(self) -> bool:
+        return self.has_ended
+
+
+def test_a_group_in_which_something_hangs_is_freed_when_that_has_ended():
+    replica = of_two(was_silent=False, has_lost=True)
+    group, work = Work(), Work()
+    replica._group, left = group, weakref.ref(group)
+    with pytest.raises(xla_replica.MemberLost, match="not heard of"):
+        replica._wait("all_reduce_", lambda group: work)
+    del group
+    for has_ended in (False, True):
+        work.has_ended = has_ended
+        replica._drop_group()
+        gc.collect()
+        assert (left() is None) == has_ended
