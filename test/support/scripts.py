@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -75,3 +76,13 @@ def written(folder: Path, source: str) -> Path:
     script = folder / "script.py"
     script.write_text(source)
     return script
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns all processes below this one; those of torchrun leave its group."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found

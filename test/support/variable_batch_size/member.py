@@ -4,6 +4,7 @@
 
 Its folder gets the log, the checkpoints, a file for every member that has ended well,
 and a line for every update that a member has made with the samples that it ran for it.
+If somebody writes a number into its file `end`, it ends after so many updates.
 """
 
 from __future__ import annotations
@@ -66,11 +67,12 @@ class Record:
     def __init__(self, path: Path, optimizer: vbs.ElasticOptimizer) -> None:
         self._path, self._position = path, optimizer._loop.position
         self._replica = optimizer.replica
+        self._started = os.environ.get("MEMBER_GENERATION", "")
         self._generation, self._num_dropped = "", 0
 
     def _write(self, step: int, **values: Any) -> None:
         met = getattr(self._replica, "met", None)
-        generation = met.lineage if met else ""
+        generation = met.lineage if met else self._started
         if self._generation != generation:
             self._generation, self._num_dropped = generation, 0
         line = {"step": step, "generation": self._generation, **values}
@@ -89,6 +91,10 @@ class Record:
     def drop_step(self) -> None:
         """Notes that the step is run again."""
         self._num_dropped += 1
+
+
+class Over(Exception):
+    """The run has made the updates that it was told to make."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -171,7 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             trace_file=options.folder / "decided.csv", log=parts["log"],
         )  # fmt: skip
         optimizer.attach(controller)
-    for target in (parts["log"], checkpointer):
+
+    def end_where_told(update: vbs.Update | None = None) -> None:
+        end, number = options.folder / "end", checkpointer.num_updates
+        if end.exists() and number == int(end.read_text()):
+            raise Over
+
+    for target in (parts["log"], checkpointer, end_where_told):
         optimizer.attach(target)
     loader = replica.loader(
         DataLoader(data, batch_sampler=sampler, num_workers=options.workers)
@@ -198,11 +210,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     num_compilations = []  # by epoch
     alone = getattr(replica, "_inner", replica)  # whose barriers wait for nobody
-    for epoch in range(sampler.epoch, options.epochs):
-        sampler.set_epoch(epoch)
-        with xla_replica.count(alone) as count:
-            train(epoch)
-        num_compilations.append(count.compilations)
+    with contextlib.suppress(Over):
+        end_where_told()
+        for epoch in range(sampler.epoch, options.epochs):
+            sampler.set_epoch(epoch)
+            with xla_replica.count(alone) as count:
+                train(epoch)
+            num_compilations.append(count.compilations)
     parts["log"].close()
     values = [*model.state_dict().values()]
     if grab is not None:

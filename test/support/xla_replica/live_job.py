@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -20,6 +23,7 @@ import pytest
 
 from support.xla_replica import torchtpu
 from support.xla_replica.live_process import be_member
+from support.xla_replica.torchrun import free_port, wait_for_server
 from xla_replica.starting import child_process
 
 # What a member can be at when it dies, and the function that it is then in.
@@ -66,6 +70,29 @@ class Fate(NamedTuple):
         setattr(kind, name, counted)
 
 
+class Weather:
+    """The disk and the clock of a process, as its job tells: see `LiveJob.tell`."""
+
+    def arm(self, folder: Path) -> None:
+        """Has this process feel it."""
+        fsync, now = os.fsync, time.time
+
+        def told(name: str) -> float:
+            with contextlib.suppress(OSError):
+                return float((folder / name).read_text())
+            return 0.0
+
+        def slow(descriptor: int) -> None:
+            seconds = told("disk")
+            if seconds < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            time.sleep(seconds)
+            fsync(descriptor)
+
+        os.fsync = slow
+        time.time = lambda: now() + told("clock")
+
+
 class LiveJob:
     """Members of one run, at a lighthouse of their own.
 
@@ -84,7 +111,9 @@ class LiveJob:
         self.running: list[BaseProcess] = []
         self.ended: list[BaseProcess] = []
 
-    def start(self, fate: Fate | None = None, **environment: str) -> BaseProcess:
+    def start(
+        self, fate: Fate | Weather | None = None, **environment: str
+    ) -> BaseProcess:
         """Starts one more member."""
         arguments = {**self._environment, **environment}, self._arguments, fate
         # A server has imported torch, and so TorchTPU's runtime, which cannot fork.
@@ -94,6 +123,16 @@ class LiveJob:
         process.start()
         self.running.append(process)
         return process
+
+    def tell(self, name: str, number: float) -> None:
+        """Tells members the last update, "end", or what a `Weather` is to do.
+
+        That is by how many seconds the "disk" is slow, -1 for a full one, or by how
+        many the "clock" is wrong.
+        """
+        unfinished = self.folder / f"{name}.new"
+        unfinished.write_text(str(number))
+        unfinished.rename(self.folder / name)  # whole, for who reads it meanwhile
 
     def look(self) -> list[BaseProcess]:
         """Returns the members that have ended since the last look."""
@@ -135,9 +174,18 @@ class LiveJob:
 
     def check_samples(self) -> int:
         """Asserts that every update is of its step's samples; returns their number."""
+        return len(self.used())
+
+    def used(self) -> dict[int, list[Counter[int]]]:
+        """Returns the samples of every attempt at a step that has become an update.
+
+        And asserts that there are as many as the step has, each once.
+        """
         ran, commits, sizes = defaultdict(Counter), defaultdict(set), {}
         for path in self.folder.glob("*.samples"):
             for text in path.read_text().splitlines():
+                if not text.endswith("}"):  # cut off, where the disk was full
+                    continue
                 line = json.loads(text)
                 attempt = line["step"], line["generation"], line["attempt"]
                 if "samples" in line:
@@ -149,13 +197,48 @@ class LiveJob:
             for attempt in attempts:
                 samples = ran[attempt]
                 assert len(samples) == sizes[step] == samples.total(), attempt
-        return len(commits)
+        return {step: [ran[each] for each in commits[step]] for step in commits}
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Kills what is left after a ``with`` block."""
+        try:
+            yield
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         """Kills what is left."""
         for process in self.running:
             process.kill()
             process.join()
+
+
+class Lighthouse:
+    """One in a process of its own, which is there in a ``with`` block, each time.
+
+    Attributes:
+        variables: Of its members' environment.
+    """
+
+    def __init__(self, heartbeat_seconds: float) -> None:
+        self._port, seconds = free_port(), str(heartbeat_seconds)
+        self.variables = {
+            "LIVE_LIGHTHOUSE": f"http://127.0.0.1:{self._port}",
+            "LIVE_HEARTBEAT_SECONDS": seconds,
+        }
+        self._command = [
+            sys.executable, "-m", "xla_replica.members", "--heartbeat-seconds", seconds,
+            "lighthouse", "--bind", f"127.0.0.1:{self._port}",
+        ]  # fmt: skip
+
+    def __enter__(self) -> None:
+        self._process = subprocess.Popen(self._command)
+        wait_for_server(self._port)
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 @contextlib.contextmanager
@@ -181,7 +264,5 @@ def live_job(
             "LIVE_HEARTBEAT_SECONDS": str(seconds),
         }
         job = LiveJob(folder, arguments, environment)
-        try:
+        with job.stopped():
             yield job
-        finally:
-            job.stop()

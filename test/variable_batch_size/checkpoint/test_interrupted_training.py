@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.scripts import descendants
 from support.xla_replica import tpu_like
 from support.xla_replica.replicas import needs_xla, of_torch_alone
 from support.xla_replica.torchrun import free_port, wait_for_server
@@ -30,16 +31,6 @@ ARGUMENTS = (
 )  # fmt: skip
 PATIENCE = 240.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1")
-
-
-def descendants(pid: int) -> list[int]:
-    """Returns all processes below this one; those of torchrun leave its group."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for child in map(int, children):
-            found += [child, *descendants(child)]
-    return found
 
 
 class Run:

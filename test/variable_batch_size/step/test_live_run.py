@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,12 +15,12 @@ from support.variable_batch_size.member import KINDS
 from support.xla_replica.live_job import (
     PHASES,
     Fate,
+    Lighthouse,
     LiveJob,
     live_job,
     needs_lighthouse,
 )
 from support.xla_replica.replicas import needs_torchtpu, needs_xla, of_torch_alone
-from support.xla_replica.torchrun import free_port, wait_for_server
 from torch import nn
 
 import variable_batch_size as vbs
@@ -287,31 +284,13 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
 def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
     arguments = ("--epochs", "6", "--minibatch-seconds", "0.03")
     expected = undisturbed(arguments, tmp_path / "alone")
-    port = free_port()
-    command = [
-        sys.executable, "-m", "xla_replica.members", "--heartbeat-seconds", "3",
-        "lighthouse", "--bind", f"127.0.0.1:{port}",
-    ]  # fmt: skip
-    variables = {
-        "LIVE_LIGHTHOUSE": f"http://127.0.0.1:{port}",
-        "LIVE_HEARTBEAT_SECONDS": "3",
-    }
-
-    @contextlib.contextmanager
-    def lighthouse() -> Iterator[None]:
-        with subprocess.Popen(command) as process:
-            try:
-                wait_for_server(port)
-                yield
-            finally:
-                process.kill()
-
-    job = LiveJob(tmp_path / "live", arguments, variables)
-    with lighthouse():
+    lighthouse = Lighthouse(heartbeat_seconds=3.0)
+    job = LiveJob(tmp_path / "live", arguments, lighthouse.variables)
+    with lighthouse:
         members = [job.start(), job.start()]
         job.wait(lambda: job.num_ready() == 2)
     job.wait(more_updates(job))  # nobody needs it
-    with lighthouse():
+    with lighthouse:
         job.wait(more_updates(job))
         members[0].kill()
         job.wait(lambda: not job.running)

@@ -1,0 +1,46 @@
+"""A run that is tormented ends as one that is left in peace, and does not grow."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.xla_replica.live_job import needs_lighthouse
+from support.xla_replica.replicas import needs_xla, of_torch_alone
+
+from tools.studies.abuse import abuse, growth, problems
+
+HOUR = pytest.param(3600.0, marks=[pytest.mark.slow, pytest.mark.timeout(3 * 3600)])
+
+
+def check(folder, kind: str, seconds: float) -> None:
+    seed = random.randrange(10**6)
+    outcome = abuse(folder, kind, seconds, seed)
+    assert problems(outcome) == [], outcome
+    assert outcome["processes"]["started"] > 3, outcome
+
+
+@of_torch_alone
+@needs_lighthouse
+@pytest.mark.parametrize("seconds", [14.0, HOUR])
+def test_live_members_bear_all_that_happens_to_them(seconds, tmp_path):
+    check(tmp_path, "live", seconds)
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.parametrize("seconds", [8.0, HOUR])
+def test_emulated_replicas_bear_all_that_happens_to_them(seconds, tmp_path):
+    check(tmp_path, "emulated", seconds)
+
+
+def test_what_grows_is_found():
+    life = growth([(n, 100 + n, 7, 3, 5 + n) for n in range(40)])
+    assert (life["seconds"], life["memory, kB"]) == (39, [114.5, 134.5])
+    outcome = {
+        "ends": {"with the run": 1}, "hash": ["a"], "hash undisturbed": "a",
+        "samples lost or doubled": 0, "lines of the log missing": 0,
+        "growth": [life],
+    }  # fmt: skip
+    found = [text.split(":")[0] for text in problems(outcome)]
+    assert found == ["memory, kB", "sockets"]
