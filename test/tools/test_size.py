@@ -42,8 +42,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 26_500
-TEST_LINES = 44_350
+CODE = 26_510
+TEST_LINES = 45_300
 
 
 def test_lines_are_counted():
