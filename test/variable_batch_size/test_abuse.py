@@ -14,7 +14,8 @@ HOUR = pytest.param(3600.0, marks=[pytest.mark.slow, pytest.mark.timeout(3 * 360
 
 
 def check(folder, kind: str, seconds: float) -> None:
-    seed = random.randrange(10**6)
+    # The hour looks for what nobody has seen; a default run must not.
+    seed = random.randrange(10**6) if seconds > 60 else 3
     outcome = abuse(folder, kind, seconds, seed)
     assert problems(outcome) == [], outcome
     assert outcome["processes"]["started"] > 3, outcome
