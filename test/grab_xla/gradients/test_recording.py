@@ -397,26 +397,31 @@ def test_an_order_that_needs_no_gradients_forms_none(options):
             grab.backward(losses_of(model, x, y).mean())
 
 
-def elastic(rank: int, how: str) -> tuple[list, list, list]:
-    """Trains elastically.
+def elastic(rank: int, ways: list[str]) -> list[tuple[list, list, list]]:
+    """Trains elastically in several ways.
 
     ``"factored"`` is exact and keeps factors wherever it can: on one replica. ``"from
     samples"`` is exact and makes ``.grad`` from the gradients of samples.
     """
-    options = {"fidelity": "projected" if how == "projected" else "exact"}
-    options |= {"projection_size": 40, "from_samples": how == "from samples"}
-    limits = {"LEAST_SPARED": 0, "LEAST_COMPRESSION": 0} if how == "factored" else {}
-    with mock.patch.multiple(gradients_of_samples, MOST_FORMED=2**24, **limits):
-        return training.elastic(training.mlp(), samples("mlp"), EPOCHS, **options)
+    found = []
+    for how in ways:
+        options = {"fidelity": "projected" if how == "projected" else "exact"}
+        options |= {"projection_size": 40, "from_samples": how == "from samples"}
+        names = ("LEAST_SPARED", "LEAST_COMPRESSION") if how == "factored" else ()
+        limits = {"MOST_FORMED": 2**24, **dict.fromkeys(names, 0)}
+        with mock.patch.multiple(gradients_of_samples, **limits):
+            data = samples("mlp")
+            found.append(training.elastic(training.mlp(), data, EPOCHS, **options))
+    return found
 
 
-@pytest.mark.parametrize("fidelity", ["exact", "factored", "from samples", "projected"])
 @pytest.mark.parametrize("backend", training.BACKENDS)
-def test_under_a_trace_replicas_order_as_one_does(backend, fidelity):
-    if fidelity == "factored" and backend.num_replicas > 1:
-        pytest.skip("several replicas exchange columns, which are formed")
-    orders = training.assert_same_run(elastic, fidelity, backend=backend)
-    assert len({tuple(order) for order in orders}) == EPOCHS
+def test_under_a_trace_replicas_order_as_one_does(backend):
+    ways = ["exact", "from samples", "projected"]
+    if backend.num_replicas == 1:  # several exchange columns, which are formed
+        ways.append("factored")
+    for orders in training.assert_same_runs(elastic, ways, backend=backend):
+        assert len({tuple(order) for order in orders}) == EPOCHS
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
@@ -493,10 +498,8 @@ def test_a_state_from_before_keeps_the_map_that_it_was_saved_with():
     aged = orders(["module", "module", "module"], age)
     assert aged != newer
 
-
-def test_another_map_is_refused():
-    def change(state, sampler):
+    def replace(state, sampler):
         state["settings"]["projection"] = state["settings"]["projection"][:-1] + "?"
 
     with pytest.raises(ValueError, match="projection"):
-        orders(["", ""], change)
+        orders(["", ""], replace)

@@ -7,14 +7,13 @@ import functools
 
 import pytest
 import torch
-from support.grab_xla.training import cross_entropies, mlp, samples
+from support.grab_xla.training import cross_entropies, mlp, samples, under_trace
 from support.xla_replica.replicas import Backend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import per_sample_grad as psg
-import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
 from rigl_xla import RigLScheduler
@@ -213,14 +212,8 @@ def clipped(rank: int, records: bool) -> tuple[list, list[float]]:
     orders = iter(clipped(0, True)[0]) if not records else None
     grab = GraBSampler(range(N), dict(model.named_parameters()), dtype=torch.float64)
     order = grab if records else (lambda epoch, found=list(orders or ()): found[epoch])
-    dealt = vbs.CustomSampler(
-        range(N), [8, 16, 4, 12, 8], minibatch_size=4, on_end="cycle", order=order,
-        verbose=False,
-    )  # fmt: skip
-    optimizer = vbs.ElasticOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), dealt, "root", 8,
-        max_grad_norm=0.2, noise=True,
-    )  # fmt: skip
+    options = {"ref_batchsize": 8, "max_grad_norm": 0.2, "noise": True}
+    dealt, optimizer = under_trace(model, N, order, 0.1, "root", **options)
     if records:
         optimizer.attach(grab.after_update)
     found = []

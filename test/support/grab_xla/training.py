@@ -43,6 +43,18 @@ def cross_entropies(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch
     return F.cross_entropy(model(x), y, reduction="none")
 
 
+def under_trace(
+    model: nn.Module, num_samples: int, order: Any, lr: float, rule: str, **options: Any
+) -> tuple[vbs.CustomSampler, vbs.ElasticOptimizer]:
+    """Returns what trains a model under `TRACE`, by an optimizer of these options."""
+    dealt = vbs.CustomSampler(
+        range(num_samples), TRACE, minibatch_size=MINIBATCH, on_end="cycle",
+        order=order, verbose=False,
+    )  # fmt: skip
+    inner = torch.optim.SGD(model.parameters(), lr)
+    return dealt, vbs.ElasticOptimizer(inner, dealt, rule, **options)
+
+
 def elastic(
     model: nn.Module,
     data: Data,
@@ -61,12 +73,9 @@ def elastic(
     (x, y), replica = data, xla_replica.current()
     parameters = dict(model.named_parameters())
     grab = GraBSampler(range(len(x)), parameters, dtype=torch.float64, **options)
-    dealt = vbs.CustomSampler(
-        range(len(x)), TRACE, minibatch_size=MINIBATCH, on_end="cycle", order=grab,
-        verbose=False,
-    )  # fmt: skip
-    inner = torch.optim.SGD(model.parameters(), lr)
-    optimizer = vbs.ElasticOptimizer(inner, dealt, rule, REFERENCE)
+    dealt, optimizer = under_trace(
+        model, len(x), grab, lr, rule, ref_batchsize=REFERENCE
+    )
     optimizer.attach(grab.after_update)
     orders, counts = [], []
     for epoch in range(epochs):
@@ -85,19 +94,22 @@ def elastic(
     return orders, replica.fetch([p.detach() for p in model.parameters()]), counts
 
 
-def assert_same_run(
-    run: Callable[..., Any], *args: Any, backend: Any, timeout: float = 60.0
-) -> list[list[int]]:
+def assert_same_runs(
+    run: Callable[..., Any], *args: Any, backend: Any
+) -> list[list[list[int]]]:
     """Asserts that all replicas of a backend train as one on the CPU does.
 
-    ``run`` returns what `elastic` does. Returns the orders.
+    ``run`` returns a list of what `elastic` does. Returns the orders of each run.
     """
-    orders, weights, _ = run(0, *args)
-    for theirs, values, counts in backend.run(run, *args, timeout=timeout):
-        assert theirs == orders
-        for value, expected in zip(values, weights):
-            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
-        if backend.device == "xla":
-            # The epoch's signs are one transfer of each replica.
-            assert counts[1:] == [(0, backend.num_replicas)] * (len(orders) - 1)
-    return orders
+    expected = run(0, *args)
+    for found in backend.run(run, *args, timeout=240.0):
+        for (theirs, values, counts), (orders, weights, _) in zip(
+            found, expected, strict=True
+        ):
+            assert theirs == orders
+            for value, wanted in zip(values, weights, strict=True):
+                torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+            if backend.device == "xla":
+                # The epoch's signs are one transfer of each replica.
+                assert counts[1:] == [(0, backend.num_replicas)] * (len(orders) - 1)
+    return [orders for orders, _, _ in expected]
