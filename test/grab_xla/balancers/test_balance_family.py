@@ -33,7 +33,7 @@ def test_every_type_is_a_row_and_documented():
 
 
 @each("tile_size", [None, 3])
-@each("size", [1, 7, 16, 24])
+@each("size", [1, 7, 24])
 @each("name", WITH_ORACLE)
 def test_orders_are_the_oracles(name, size, tile_size):
     """Runs five epochs of changing gradients; `None` is four rows on a CPU."""
@@ -48,7 +48,7 @@ def test_orders_are_the_oracles(name, size, tile_size):
         order = ordering.run_epoch(sampler, epoch, size)
         assert expected is None or order == expected, epoch
         rows = ordering.gradients(epoch)[order].numpy()
-        expected = kind.oracle(order, rows, memory, steps)
+        expected = kind.expected(order, rows, memory, steps)
 
 
 @each("name", ["ema", "adaema"])
@@ -119,11 +119,10 @@ def test_with_replacement_draws_anew():
     assert 1100 < len(set(first)) < 1400  # 1 - 1/e of them
 
 
-@each("options", [{}, {"prob_balance": True, "prob_balance_c": 5.0}])
 @each("name", INVARIANT)
-def test_neither_batches_nor_tiles_change_an_order(name, options):
-    """Nor drawn signs, among them those of partners that came in an earlier batch."""
-    orders = []
+def test_neither_batches_nor_tiles_change_drawn_signs(name):
+    """Among them are those of partners that came in an earlier batch."""
+    orders, options = [], {"prob_balance": True, "prob_balance_c": 5.0}
     for size, tile_size in [(48, None), (48, 5), (1, None), (7, 2), (5, 64), (16, 16)]:
         sampler = KINDS[name].sampler(tile_size=tile_size, **options)
         orders.append([ordering.run_epoch(sampler, epoch, size) for epoch in range(3)])
@@ -166,15 +165,13 @@ def test_a_saved_run_goes_on_where_it_was(name, steps, tmp_path):
         torch.save(sampler.state_dict(), tmp_path / "state.pt")
         restored = kind.sampler(**options, seed=7)
         restored.load_state_dict(torch.load(tmp_path / "state.pt"))
-        rows, left = ordering.gradients(1), order[8 * steps :]
-        for batch in ordering.batches(left, 8):
-            undisturbed.step(ordering.as_dict(rows[batch]), indices=batch)
+        left = order[8 * steps :]
+        ordering.take_steps(undisturbed, 1, left, 8)
         # An order that needs no gradients counted no sample: the next one follows.
         if left and (steps or BALANCE_TYPES[kind.name].needs_gradients):
             assert len(restored) == len(left)
             assert list(restored) == left
-            for batch in ordering.batches(left, 8):
-                restored.step(ordering.as_dict(rows[batch]), indices=batch)
+            ordering.take_steps(restored, 1, left, 8)
         for epoch in (2, 3, 4):
             expected = ordering.run_epoch(undisturbed, epoch, 8)
             assert ordering.run_epoch(restored, epoch, 8) == expected

@@ -18,6 +18,7 @@ from support.grab_xla.training import (
     elastic,
     mlp,
     samples,
+    under_trace,
 )
 from support.xla_replica.replicas import row
 from torch import nn
@@ -44,15 +45,12 @@ class Centre:
 
 
 def expected(name, order, rows, weights, steps, centre: Centre) -> list[int]:
-    if name == "sign":
-        rows = np.sign(rows)
-    if name in ("mean", "sign"):
-        return balancing.mean(order, centre.deviations(rows, weights), 0)
-    if name == "recursive":
-        return balancing.recursive(order, centre.deviations(rows, weights), 0, 2)
-    if name == "batch":
-        return balancing.batch(order, centre.deviations(rows, weights), 0, steps)
-    return KINDS[name].oracle(order, weights[:, None] * rows, {}, steps)
+    rows = np.sign(rows) if name == "sign" else rows
+    if "pair" in name:
+        vectors = weights[:, None] * rows
+    else:
+        vectors = centre.deviations(rows, weights)
+    return KINDS[name].oracle(order, vectors, 0.0, steps)
 
 
 @pytest.mark.parametrize("tile_size", [None, 3])
@@ -197,9 +195,7 @@ def test_weights_go_on_in_a_restored_epoch():
     ordering.run_epoch(whole, 0, 6)
     order = ordering.run_epoch(stopped, 0, 6, steps=3)
     restored.load_state_dict(stopped.state_dict())
-    rows = ordering.gradients(0)
-    for batch in ordering.batches(list(restored), 6):
-        restored.step(ordering.as_dict(rows[batch]), indices=batch)
+    ordering.run_epoch(restored, 0, 6)
     assert order == whole.order.tolist()
     assert list(restored) == list(whole)
 
@@ -233,14 +229,8 @@ def counting_tokens(reduction: str) -> tuple[list, list]:
     nn.init.ones_(model.weight)
     params = dict(model.named_parameters())
     grab = GraBSampler(range(N), params, dtype=torch.float64, weights="update")
-    dealt = vbs.CustomSampler(
-        range(N), TRACE, minibatch_size=MINIBATCH, on_end="cycle", order=grab,
-        verbose=False,
-    )  # fmt: skip
-    optimizer = vbs.ElasticOptimizer(
-        torch.optim.SGD(model.parameters(), LR), dealt, "linear", reduction="sum",
-        ref_weight=100,
-    )  # fmt: skip
+    options = {"reduction": "sum", "ref_weight": 100}
+    dealt, optimizer = under_trace(model, N, grab, LR, "linear", **options)
     optimizer.attach(grab.after_update)
     weight, order, centre = np.ones(6), grab(0).tolist(), 0.0
     orders, expected, number = [], [], 0

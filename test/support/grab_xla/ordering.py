@@ -19,15 +19,24 @@ class Kind(NamedTuple):
 
     Attributes:
         invariant: The order does not depend on how the epoch is cut into steps.
-        oracle: ``(order, rows, memory, steps) -> next order``, rows in the order
-            visited; ``memory`` is a dict that lives as long as the run. None for types
-            that need no gradients.
+        oracle: ``(order, rows, centre, steps) -> next order``, rows in the order
+            visited; the centre counts where rows are balanced one by one. None for
+            types that need no gradients.
     """
 
     name: str
     options: dict[str, Any]
     invariant: bool = True
     oracle: Callable[..., list[int]] | None = None
+
+    def expected(self, order, rows, memory, steps) -> list[int]:
+        """Returns the oracle's next order around the mean of the epoch before.
+
+        ``memory`` is a dict that lives as long as the run.
+        """
+        rows = np.sign(rows) if self.name == "sign" else rows
+        centre, memory["mean"] = memory.get("mean", 0.0), rows.mean(0)
+        return self.oracle(order, rows, centre, steps)
 
     def sampler(self, num_samples: int = NUM_SAMPLES, **options: Any) -> GraBSampler:
         """Returns a sampler for `NUM_PARAMETERS` float64 parameters."""
@@ -38,60 +47,48 @@ class Kind(NamedTuple):
         return GraBSampler(range(num_samples), parameters, self.name, **options)
 
 
-def stale_mean(rows, memory):
-    centre = memory.get("mean", np.zeros(rows.shape[1]))
-    memory["mean"] = rows.mean(0)
-    return centre
+def _mean(order, rows, centre, steps):
+    return balancing.mean(order, rows, centre)
 
 
-def _mean(order, rows, memory, steps):
-    return balancing.mean(order, rows, stale_mean(rows, memory))
+def _recursive(order, rows, centre, steps):
+    return balancing.recursive(order, rows, centre, 2)
 
 
-def _sign(order, rows, memory, steps):
-    return _mean(order, np.sign(rows), memory, steps)
+def _batch(order, rows, centre, steps):
+    return balancing.batch(order, rows, centre, steps)
 
 
-def _recursive(depth):
-    def oracle(order, rows, memory, steps):
-        return balancing.recursive(order, rows, stale_mean(rows, memory), depth)
-
-    return oracle
+def _batch_uncentred(order, rows, centre, steps):
+    return balancing.batch(order, rows, centre, steps, centred_update=False)
 
 
-def _batch(centred_update):
-    def oracle(order, rows, memory, steps):
-        centre = stale_mean(rows, memory)
-        return balancing.batch(order, rows, centre, steps, centred_update)
-
-    return oracle
+def _pair(order, rows, centre, steps):
+    return balancing.pair(order, rows)
 
 
-def _workers(num_workers):
-    def oracle(order, rows, memory, steps):
-        return balancing.pair(order, rows, num_workers=num_workers)
-
-    return oracle
+def _coordinated_pair(order, rows, centre, steps):
+    return balancing.pair(order, rows, num_workers=4)
 
 
-def _recursive_pair(order, rows, memory, steps):
+def _recursive_pair(order, rows, centre, steps):
     return balancing.recursive_pair(order, rows, 8)
 
 
-def _norm(order, rows, memory, steps):
+def _norm(order, rows, centre, steps):
     return [order[i] for i in np.argsort(-(rows**2).sum(1), kind="stable")]
 
 
 KINDS = {
     "mean": Kind("mean", {}, oracle=_mean),
-    "pair": Kind("pair", {}, oracle=_workers(1)),
-    "coordinated pair": Kind("pair", {"num_workers": 4}, oracle=_workers(4)),
-    "recursive": Kind("recursive", {"depth": 2}, oracle=_recursive(2)),
+    "pair": Kind("pair", {}, oracle=_pair),
+    "coordinated pair": Kind("pair", {"num_workers": 4}, oracle=_coordinated_pair),
+    "recursive": Kind("recursive", {"depth": 2}, oracle=_recursive),
     "recursive-pair": Kind("recursive-pair", {"batch_size": 8}, oracle=_recursive_pair),
-    "sign": Kind("sign", {}, oracle=_sign),
+    "sign": Kind("sign", {}, oracle=_mean),
     "adamean": Kind("adamean", {}, oracle=_mean),
-    "batch": Kind("batch", {}, False, _batch(True)),
-    "batch-uncentred": Kind("batch-uncentred", {}, False, _batch(False)),
+    "batch": Kind("batch", {}, False, _batch),
+    "batch-uncentred": Kind("batch-uncentred", {}, False, _batch_uncentred),
     "norm": Kind("norm", {}, oracle=_norm),
     "ema": Kind("ema", {}, False),
     "adaema": Kind("adaema", {}, False),
@@ -135,12 +132,23 @@ def batches(order: list[int], size: int) -> Iterator[list[int]]:
         yield order[start : start + size]
 
 
+def take_steps(
+    sampler: GraBSampler,
+    epoch: int,
+    samples: list[int],
+    size: int,
+    steps: int | None = None,
+) -> None:
+    """Has the gradients of these samples balanced, in steps of a size."""
+    rows = gradients(epoch, sampler.num_samples)
+    for batch in list(batches(samples, size))[:steps]:
+        sampler.step(as_dict(rows[batch].to(sampler.device)), indices=batch)
+
+
 def run_epoch(
     sampler: GraBSampler, epoch: int, size: int, steps: int | None = None
 ) -> list[int]:
     """Runs an epoch (or its first ``steps`` steps); returns this replica's samples."""
     order = list(sampler)
-    rows = gradients(epoch, sampler.num_samples)
-    for batch in list(batches(order, size))[:steps]:
-        sampler.step(as_dict(rows[batch].to(sampler.device)), indices=batch)
+    take_steps(sampler, epoch, order, size, steps)
     return order
