@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
-from support.xla_replica.replicas import SEVERAL_REPLICAS
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import xla_replica
-from grab_xla import GraBSampler
 
 N = 24
-
-
-def step(sampler, order, epoch=0, num_samples=N):
-    rows = ordering.gradients(epoch, num_samples)[order]
-    sampler.step(ordering.as_dict(rows.to(sampler.device)))
 
 
 @pytest.mark.parametrize("stale_mean_herding", [False, True])
@@ -29,14 +21,14 @@ def test_instruments_begin_anew_in_a_restored_sampler(stale_mean_herding):
     options = {"record_norm": True, "record_herding": True}
     options["stale_mean_herding"] = stale_mean_herding
     sampler = KINDS["mean"].sampler(N, **options)
-    step(sampler, list(sampler)[:8])
+    ordering.take_steps(sampler, 0, list(sampler)[:8], N)
     state = sampler.state_dict()
-    step(sampler, sampler.order[8:])
+    ordering.take_steps(sampler, 0, sampler.order[8:], N)
     for restored in (KINDS["mean"].sampler(N, **options), sampler):
         restored.load_state_dict(state)
         rest = list(restored)
         assert len(rest) == N - 8
-        step(restored, rest)
+        ordering.take_steps(restored, 0, rest, N)
         assert len(restored.grad_norms) == N - 8
         assert np.isfinite(restored.herding)
 
@@ -63,65 +55,27 @@ def test_a_bad_second_moment_changes_nothing():
     sampler.update_v(bad)
     for epoch in range(3):
         for each in (sampler, other):
-            step(each, each.order, epoch)
+            ordering.take_steps(each, epoch, each.order, N)
         assert list(sampler) == list(other)
-
-
-def scaled_on_replicas(rank):
-    sampler = KINDS["adamean"].sampler(N)
-    orders = []
-    for epoch in range(3):
-        own = list(sampler)
-        sampler.update_v(torch.arange(1.0, 14.0) + epoch)
-        step(sampler, own, epoch)
-        orders.append(sampler.order.tolist())
-    return orders
-
-
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_replicas_scale_alike(backend):
-    expected = scaled_on_replicas(0)
-    assert backend.run(scaled_on_replicas) == [expected] * backend.num_replicas
 
 
 def test_a_look_at_the_rest_of_a_restored_epoch_changes_nothing():
     sampler = KINDS["mean"].sampler(N)
     order = list(sampler)
-    step(sampler, order[:8])
+    ordering.take_steps(sampler, 0, order[:8], N)
     restored = KINDS["mean"].sampler(N)
     restored.load_state_dict(sampler.state_dict())
     assert [list(restored) for _ in range(3)] == [order[8:]] * 3
-    step(restored, order[8:])
-    step(sampler, order[8:])
+    ordering.take_steps(restored, 0, order[8:], N)
+    ordering.take_steps(sampler, 0, order[8:], N)
     assert list(restored) == list(sampler)
 
 
 def test_a_sampler_and_its_state_travel():
     sampler = KINDS["mean"].sampler(N)
-    step(sampler, list(sampler))
+    ordering.take_steps(sampler, 0, list(sampler), N)
     copy = pickle.loads(pickle.dumps(sampler))
     assert list(copy) == list(sampler)
-
-
-def test_kernel_orders_must_fit_and_are_saved():
-    x = torch.randn(10, 3)
-    model = nn.Linear(3, 1)
-    params = dict(model.named_parameters())
-    compute = (model, params, {}, nn.functional.mse_loss)
-    options = {"largest_eig": True, "centered_feature_map": False}
-
-    def sampler(n, m):
-        dataset = TensorDataset(x[:m], x[:m].sum(1, keepdim=True))
-        return GraBSampler(range(n), params, "ntk-eigen", dataset=dataset, **options)
-
-    for n, m in ((10, 6), (6, 10)):
-        with pytest.raises(ValueError, match=f"permutation of range\\({n}\\)"):
-            sampler(n, m).compute_order(*compute)
-    one, other = sampler(10, 10), sampler(10, 10)
-    list(one)
-    one.compute_order(*compute)
-    other.load_state_dict(one.state_dict())
-    assert list(other) == list(one)
 
 
 def ordered_otherwise(rank, how):
@@ -154,10 +108,6 @@ def test_no_sample_at_all_and_only_one(balance_type):
         KINDS[balance_type].sampler(0)
 
 
-class Update:
-    epoch, batch_size, minibatch_size = 0, 8, 4
-
-
 def left_in_the_middle(rank):
     """Runs one whole step, then half a step of the same epoch, then another epoch."""
     sampler = KINDS["mean"].sampler(N)
@@ -166,7 +116,7 @@ def left_in_the_middle(rank):
     held = grads[order[4 * rank : 4 * rank + 4]].clone()
     sampler.step(ordering.as_dict(held))
     held.zero_()  # A loop may overwrite gradients after use.
-    sampler.after_update(Update())
+    sampler.after_update(SimpleNamespace(epoch=0, batch_size=8, minibatch_size=4))
     sampler.step(ordering.as_dict(grads[order[8 + 4 * rank : 12 + 4 * rank]]))
     orders.append(sampler(1).tolist())
     return orders

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,18 +22,6 @@ N = 22
 
 # Samples that know their index.
 INDEXED = list(enumerate(ordering.gradients(0, N)))
-
-
-def epochs_of(loader, sampler, count=3):
-    """Returns the indices that the loader gave, epoch by epoch; balances each batch."""
-    seen = []
-    for _ in range(count):
-        seen.append([])
-        for indices, rows in loader:
-            indices = torch.as_tensor(indices).reshape(-1)
-            sampler.step(ordering.as_dict(rows.reshape(-1, 13)), indices=indices)
-            seen[-1] += indices.tolist()
-    return seen
 
 
 LOADERS = {
@@ -53,37 +42,23 @@ LOADERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("balance_type", ["mean", "pair", "recursive"])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_every_kind_of_loader(kind, balance_type):
-    sampler = KINDS[balance_type].sampler(N)
-    seen = epochs_of(LOADERS[kind](INDEXED, sampler), sampler)
-    used = 20 if kind == "drop_last" else N
-    assert [len(set(epoch)) for epoch in seen] == [used] * 3
-    if kind != "drop_last":
-        expected = KINDS[balance_type].sampler(N)
-        for epoch in seen:
-            assert list(expected) == epoch
-            rows = ordering.gradients(0, N)[epoch]
-            expected.step(ordering.as_dict(rows))
-
-
-def test_what_a_loader_drops_comes_next_time():
+def test_every_kind_of_loader(kind):
     sampler = KINDS["mean"].sampler(N)
-    loader = LOADERS["drop_last"](INDEXED, sampler)
-    first, second, third = epochs_of(loader, sampler)
-    assert set(range(N)) - set(first) <= set(second)
-    assert set(range(N)) - set(second) <= set(third)
-
-
-def test_a_look_at_the_first_batch_changes_nothing():
-    sampler, other = KINDS["mean"].sampler(N), KINDS["mean"].sampler(N)
-    loader = LOADERS["batches"](INDEXED, sampler)
-    next(iter(loader))
-    next(iter(loader))
-    assert sampler.epoch == 0
-    expected = epochs_of(LOADERS["batches"](INDEXED, other), other)
-    assert epochs_of(loader, sampler) == expected
+    loader, seen = LOADERS[kind](INDEXED, sampler), []
+    for _ in range(3):
+        seen.append([])
+        for indices, rows in loader:
+            indices = torch.as_tensor(indices).reshape(-1)
+            sampler.step(ordering.as_dict(rows.reshape(-1, 13)), indices=indices)
+            seen[-1] += indices.tolist()
+    if kind == "drop_last":  # what it drops comes next time
+        assert [len(set(epoch)) for epoch in seen] == [20] * 3
+        for epoch, following in pairwise(seen):
+            assert set(range(N)) - set(epoch) <= set(following)
+    else:
+        expected = KINDS["mean"].sampler(N)
+        assert [ordering.run_epoch(expected, 0, N) for _ in seen] == seen
 
 
 def test_an_abandoned_epoch_orders_what_was_seen():
@@ -167,31 +142,17 @@ def test_names_and_arguments_of_grab_sampler_are_taken():
     assert len(sampler) == N
 
 
-def test_running_herding_is_around_the_mean_of_the_epoch_before():
-    sampler = KINDS["so"].sampler(N)
+@pytest.mark.parametrize(("name", "is_stale"), [("norm", True), ("rr", False)])
+def test_herding_is_around_the_mean_of_its_epoch_or_of_the_one_before(name, is_stale):
+    options = {"record_herding": True, "record_norm": True}
+    sampler = KINDS[name].sampler(N, stale_mean_herding=is_stale, **options)
     assert sampler.herding == -np.inf
-    options = {"record_herding": True, "stale_mean_herding": True}
-    sampler = KINDS["norm"].sampler(N, **options)
-    rows = ordering.gradients(0, N)
-    for centre in (torch.zeros(13).double(), rows.mean(0)):
-        order = list(sampler)
-        for batch in ordering.batches(order, 5):
-            sampler.step(ordering.as_dict(rows[batch]))
-        expected = herding(rows, order, centre)
+    rows, orders = ordering.gradients(0, N), []
+    for before in (torch.zeros(13).double(), rows.mean(0)):
+        orders.append(ordering.run_epoch(sampler, 0, 5))
+        expected = herding(rows, orders[-1], before if is_stale else None)
         assert sampler.herding == pytest.approx(float(expected.infinity))
         assert sampler.avg_grad_error == pytest.approx(float(expected.euclidean))
-
-
-def test_baselines_can_be_measured():
-    sampler = KINDS["rr"].sampler(N, record_herding=True, record_norm=True)
-    rows = ordering.gradients(0, N)
-    orders = []
-    for _ in range(2):
-        orders.append(list(sampler))
-        for batch in ordering.batches(orders[-1], 5):
-            sampler.step(ordering.as_dict(rows[batch]), indices=batch)
-        expected = herding(rows, orders[-1])
-        assert sampler.herding == pytest.approx(float(expected.infinity))
         assert len(sampler.grad_norms) == N
     assert orders[0] != orders[1]
 
@@ -245,24 +206,30 @@ def test_one_epoch_of_each_kernel_order():
         "buffers": {},
         "loss_fn": loss_fn,
     }
-    options = {"dataset": dataset, "centered_feature_map": False}
+    options = {"dataset": dataset, "centered_feature_map": False, "largest_eig": True}
     fixed = GraBSampler(dataset, model_options["params"], "ntk-fixed",
                         **model_options, dataset=dataset, num_rounds=4)  # fmt: skip
     assert sorted(fixed) == list(range(12))
     assert list(fixed) == fixed.order.tolist()
-    eigen = GraBSampler(
-        dataset, model_options["params"], "ntk-eigen", largest_eig=True, **options
-    )
+    eigen = GraBSampler(dataset, model_options["params"], "ntk-eigen", **options)
     first = list(eigen)
     eigen.compute_order(**model_options)
     second = list(eigen)
     assert first != second
     assert list(eigen) == second  # until it is computed again
     once = GraBSampler(
-        dataset, model_options["params"], "ntk-fixed-eigen", largest_eig=True,
-        **model_options, **options,
-    )  # fmt: skip
+        dataset, model_options["params"], "ntk-fixed-eigen", **model_options, **options
+    )
     assert list(once) == second
+    restored = GraBSampler(dataset, model_options["params"], "ntk-eigen", **options)
+    restored.load_state_dict(eigen.state_dict())
+    assert list(restored) == second
+    for size in (6, 20):
+        other = GraBSampler(
+            range(size), model_options["params"], "ntk-eigen", **options
+        )
+        with pytest.raises(ValueError, match=rf"permutation of range\({size}\)"):
+            other.compute_order(**model_options)
     with pytest.raises(TypeError, match="computes no order"):
         fixed.compute_order(**model_options)
     with pytest.raises(TypeError, match="does not scale"):
@@ -315,11 +282,8 @@ def test_steps_out_of_turn_are_refused():
         ({"balance_type": "median"}, ValueError, "allowed are mean, pair"),
         ({"prob_balanced": True}, TypeError, "not an option of balance_type='mean'"),
         ({"depth": 3}, TypeError, "not an option of balance_type='mean'"),
-        (
-            {"balance_type": "recursive", "depth": -1},
-            ValueError,
-            "depth must be an integer >= 0",
-        ),
+        ({"balance_type": "recursive", "depth": -1}, ValueError,
+         "depth must be an integer >= 0"),
         ({"balance_type": "recursive-pair"}, TypeError, "needs batch_size="),
         ({"balance_type": "recursive-pair", "batch_size": 6}, ValueError, "power of"),
         ({"balance_type": "fixed"}, TypeError, "needs orders="),
@@ -343,22 +307,16 @@ def test_steps_out_of_turn_are_refused():
             ({"data_source": source}, TypeError, "no length: an order needs a dataset")
             for source in (Stream(), N, iter(range(N)))
         ),
-        (
-            {"balance_type": "recursive-pair", "batch_size": 32},
-            ValueError,
-            "whole blocks of 32 .* there are only",
-        ),
-        (
-            {"balance_type": "pair", "num_workers": 13},
-            ValueError,
-            "whole blocks of 26 .* there are only",
-        ),
+        ({"balance_type": "recursive-pair", "batch_size": 32}, ValueError,
+         "whole blocks of 32 .* there are only"),
+        ({"balance_type": "pair", "num_workers": 13}, ValueError,
+         "whole blocks of 26 .* there are only"),
         *(
             ({"dtype": dtype}, ValueError, r"dtype must be one of torch\.float32")
             for dtype in (torch.bfloat16, torch.float16)
         ),
     ],
-)
+)  # fmt: skip
 def test_arguments_that_cannot_be_are_refused(options, error, message):
     arguments = {"data_source": range(N), "trainable_params": PARAMETERS, **options}
     with pytest.raises(error, match=message):

@@ -33,18 +33,11 @@ def train(sampler, first: int, last: int, steps: int | None = None) -> list[list
     orders = []
     for epoch in range(first, last):
         cut = steps if epoch == last - 1 else None
+        if sampler.balance_type == "adamean":
+            sampler.update_v(torch.arange(1.0, 14.0) + epoch)
         ordering.run_epoch(sampler, epoch, own_batch, cut)
         orders.append(sampler.order.tolist())
     return orders
-
-
-def finish_epoch(sampler, epoch: int) -> None:
-    """Continues a restored epoch."""
-    replica = xla_replica.current()
-    own = list(sampler)
-    rows = ordering.gradients(epoch, NUM_SAMPLES)
-    for batch in ordering.batches(own, GLOBAL_BATCH // replica.num_replicas):
-        sampler.step(ordering.as_dict(rows[batch].to(sampler.device)), indices=batch)
 
 
 def run(name: str, saved: dict[str, Any] | None, **options: Any) -> Outcome:
@@ -59,8 +52,7 @@ def run(name: str, saved: dict[str, Any] | None, **options: Any) -> Outcome:
     if saved is not None:
         restored = kind.sampler(NUM_SAMPLES, **options)
         restored.load_state_dict(saved)
-        finish_epoch(restored, 3)
-        resumed = train(restored, 4, 7)
+        resumed = train(restored, 3, 7)[1:]
     return Outcome(orders, accumulators, resumed, state)
 
 
@@ -83,7 +75,7 @@ def alone() -> dict[str, Outcome]:
 
 # XLA compiles programs of a second for every kind and replica. By default it has a kind
 # of each way to balance; slow runs have all, and `test_grab_counts` has all on one.
-FEW = ["mean", "coordinated pair", "recursive-pair", "batch", "norm"]
+FEW = ["mean", "adamean", "coordinated pair", "recursive-pair", "batch", "norm"]
 
 
 def _case(
@@ -131,5 +123,4 @@ def test_orders_and_accumulators_are_those_of_one_replica(together, alone, name)
         assert outcome[name].resumed == expected.resumed
     sampler = KINDS[name].sampler(NUM_SAMPLES)
     sampler.load_state_dict(together[0][name].state)
-    finish_epoch(sampler, 3)
-    assert train(sampler, 4, 7) == expected.resumed
+    assert train(sampler, 3, 7)[1:] == expected.resumed
