@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,20 +20,24 @@ PARAMETERS = {"w": torch.zeros(2, 5), "b": torch.zeros(3)}
 REFUSED = "began before another one had taken all its steps"
 
 
+def loading(**options: Any) -> Callable[[GraBSampler], DataLoader]:
+    """Returns what makes a loader with these options of a sampler."""
+
+    def make(sampler: GraBSampler) -> DataLoader:
+        samples = range(sampler.num_samples)
+        return DataLoader(samples, BATCH, sampler=sampler, **options)
+
+    return make
+
+
 LOADERS = {
-    "plain": lambda sampler: DataLoader(range(N), BATCH, sampler=sampler),
-    "drop_last": lambda sampler: DataLoader(
-        range(N), BATCH, sampler=sampler, drop_last=True
-    ),
+    "plain": loading(),
+    "drop_last": loading(drop_last=True),
     # Draws five batches ahead of the first step.
-    "workers": lambda sampler: DataLoader(
-        range(N), BATCH, sampler=sampler, num_workers=1, prefetch_factor=4
-    ),
-    "all drawn ahead": lambda sampler: DataLoader(
-        range(N), BATCH, sampler=sampler, num_workers=1, prefetch_factor=9
-    ),
+    "workers": loading(num_workers=1, prefetch_factor=4),
+    "all drawn ahead": loading(num_workers=1, prefetch_factor=9),
     "device loader": lambda sampler: DeviceLoader(
-        DataLoader(range(N), BATCH, sampler=sampler), lambda batch: batch
+        LOADERS["plain"](sampler), lambda batch: batch
     ),
 }
 
@@ -163,35 +169,15 @@ def test_passes_that_need_no_gradients_are_told_apart_too(steps):
         use(batch)
 
 
-def one_of_every_batch(number, batch):
-    return [batch[1:]]
-
-
-def half_of_every_batch(number, batch):
-    return [batch[: BATCH // 2]]
-
-
-def a_batch(number, batch):
-    return [] if number == 2 else [batch]
-
-
-def some_of_one(number, batch):
-    return [batch[:1] if number == 2 else batch]
-
-
-def two_steps(number, batch):
-    return [batch, batch] if number == 2 else [batch]
-
-
-# What has a step of a batch, where some samples have none, or two.
-LEFT_OUT = [one_of_every_batch, half_of_every_batch, a_batch, some_of_one, two_steps]
+# From a batch's number and samples to those of its steps, where some have none, or two.
+LEFT_OUT = {
+    "one of every batch": lambda number, batch: [batch[1:]],
+    "half of every batch": lambda number, batch: [batch[: BATCH // 2]],
+    "a batch": lambda number, batch: [] if number == 2 else [batch],
+    "some of one": lambda number, batch: [batch[:1] if number == 2 else batch],
+    "two steps": lambda number, batch: [batch, batch] if number == 2 else [batch],
+}
 LONG = 80  # samples, of which "workers" draw 20 before the first step
-
-
-def loader_of(name: str, sampler: GraBSampler) -> DataLoader:
-    workers = {"num_workers": 1, "prefetch_factor": 4} if name == "workers" else {}
-    last = {"drop_last": name == "drop_last"}
-    return DataLoader(range(LONG), BATCH, sampler=sampler, **workers, **last)
 
 
 # Where a loader draws ahead, a part of one batch may be a batch of another size.
@@ -201,7 +187,7 @@ def loader_of(name: str, sampler: GraBSampler) -> DataLoader:
         (name, left_out)
         for name in ("plain", "drop_last", "workers")
         for left_out in LEFT_OUT
-        if (name, left_out) != ("workers", some_of_one)
+        if (name, left_out) != ("workers", "some of one")
     ],
 )
 def test_steps_that_are_not_those_of_all_samples_are_refused(name, left_out):
@@ -210,9 +196,9 @@ def test_steps_that_are_not_those_of_all_samples_are_refused(name, left_out):
     rows = ordering.gradients(0, LONG)
 
     def run() -> None:
-        for number, batch in enumerate(loader_of(name, sampler)):
+        for number, batch in enumerate(LOADERS[name](sampler)):
             assert number < 8
-            for part in left_out(number, batch):
+            for part in LEFT_OUT[left_out](number, batch):
                 sampler.step(ordering.as_dict(rows[part]))
 
     with pytest.raises(ValueError, match=r"had no step, or two|only 0 are left"):
@@ -225,11 +211,8 @@ def test_a_first_batch_without_a_step_is_told_when_the_epoch_is_over(name, last)
     """Until then it looks like a batch that is drawn ahead of time."""
     num_samples = LONG if last else LONG - 1
     sampler = GraBSampler(range(num_samples), PARAMETERS)
-    loader = DataLoader(
-        range(num_samples), BATCH, sampler=sampler, drop_last=name == "drop_last"
-    )
     rows = ordering.gradients(0, LONG)
-    for number, batch in enumerate(loader):
+    for number, batch in enumerate(LOADERS[name](sampler)):
         if number:
             sampler.step(ordering.as_dict(rows[batch]))
     with pytest.warns(GraBWarning, match=r"[4-7] samples of epoch 0 had no step"):
