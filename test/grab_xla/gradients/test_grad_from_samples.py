@@ -145,38 +145,29 @@ def test_sums_without_a_pass_of_their_own_are_refused():
 
 # 36 rows are joined four at a time, 35 one at a time.
 SHAPES = [(3,), (3, 5), (3, 7, 5), (3, 36, 5), (2, 35, 3), (2, 48, 1), (2, 32, 3, 3)]
+VALUES = [
+    torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+    for shape in SHAPES
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+]
 
 
-def copies(rank: int) -> list[list[torch.Tensor]]:
-    """Returns flattened and interleaved values of every shape and some dtypes."""
+def copies(rank: int) -> list[torch.Tensor]:
+    """Returns all values flattened, and those of three dimensions interleaved."""
     replica = xla_replica.current()
-    found = []
-    for shape in SHAPES:
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            values = replica.send(torch.arange(torch.Size(shape).numel()).to(dtype))
-            values = values.view(shape)
-            made = [flattened(values)]
-            if len(shape) == 3:
-                made.append(interleaved(values))
-            found.append(replica.fetch(made))
-    return found
-
-
-def check(found: list[list[torch.Tensor]]) -> None:
-    found = iter(found)
-    for shape in SHAPES:
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            flat, *others = next(found)
-            values = torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
-            assert flat.dtype == dtype
-            assert flat.tolist() == [row.flatten().tolist() for row in values]
-            for other in others:
-                rows = [values[w, b] for b in range(shape[1]) for w in range(shape[0])]
-                assert other.tolist() == torch.stack(rows).tolist()
+    found = [flattened(replica.send(each)) for each in VALUES]
+    found += [interleaved(replica.send(each)) for each in VALUES if each.dim() == 3]
+    return replica.fetch(found)
 
 
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("xla", marks=[needs_xla, pytest.mark.xla])]
 )
 def test_copies_are_those_of_a_reshape(device):
-    check(xla_replica.launch(copies, (), 1, device)[0])
+    expected = [each.reshape(len(each), -1) for each in VALUES]
+    cubes = [each for each in VALUES if each.dim() == 3]
+    expected += [each.transpose(0, 1).flatten(0, 1) for each in cubes]
+    found = xla_replica.launch(copies, (), 1, device)[0]
+    for one, truth in zip(found, expected, strict=True):
+        assert one.dtype == truth.dtype
+        assert one.tolist() == truth.tolist()
