@@ -118,29 +118,20 @@ def test_the_dimension_is_that_of_scikit_learn(num_samples, eps):
     assert johnson_lindenstrauss_min_dim(num_samples, eps) == expected
 
 
-@pytest.mark.parametrize("num_inputs", [1, 2, 50, 10_000])
-def test_very_sparse_has_the_density_of_the_paper(num_inputs):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _, signs = project("jl_sparse", num_inputs, num_outputs=400).tables
-    cells, density = 400 * num_inputs, num_inputs**-0.5
-    nonzeros = int(signs.count_nonzero())
-    spread = math.sqrt(cells * density * (1 - density))
-    assert abs(nonzeros - cells * density) <= 5 * spread
-    assert signs.unique().tolist() in ([-1, 1], [-1, 0, 1])
-    assert abs(signs.sum()) < 5 * math.sqrt(nonzeros)
-
-
-@pytest.mark.parametrize("num_inputs", [2, 4, 8])
-def test_every_column_is_as_likely(num_inputs):
+@pytest.mark.parametrize("num_inputs", [1, 2, 4, 8, 50, 10_000])
+def test_very_sparse_has_the_density_of_the_paper_in_every_column(num_inputs):
     """This includes the first and last cell of a row, where gaps cross rows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        projected = project("jl_sparse", num_inputs, num_outputs=4000)
-    counts = explicit_matrix(projected).count_nonzero(0)
+        columns, signs = project("jl_sparse", num_inputs, num_outputs=4000).tables
+    counts = torch.bincount(columns[signs != 0], minlength=num_inputs)
     density = num_inputs**-0.5
-    spread = math.sqrt(4000 * density * (1 - density))
-    assert ((counts - 4000 * density).abs() < 5 * spread).all(), counts
+    for found, cells in [(counts.sum(), 4000 * num_inputs), (counts, 4000)]:
+        spread = math.sqrt(cells * density * (1 - density))
+        if found.dim() == 0 or num_inputs <= 50:  # of many, some are further away
+            assert ((found - cells * density).abs() <= 5 * spread).all()
+    assert signs.unique().tolist() in ([-1, 1], [-1, 0, 1])
+    assert abs(signs.sum()) < 5 * math.sqrt(counts.sum())
 
 
 @pytest.mark.parametrize("kind", KINDS)
