@@ -1,14 +1,17 @@
-"""RNN, LSTM and GRU agree with a float64 loop, whichever outputs the losses use."""
+"""RNN, LSTM and GRU agree with a float64 loop, whichever outputs the losses use.
+
+``.grad`` is that of an ordinary pass to the bit.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.per_sample_grad.agreement import agree
+from support.per_sample_grad.agreement import agree, assert_same_grads
 from support.per_sample_grad.gradient_oracle import Case, fold, oracle
 from support.per_sample_grad.layer_cases import Apply
 from torch import nn
@@ -63,6 +66,19 @@ def both(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return turned(m, found).flatten(1) * summed(again)
 
 
+def last_step(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A Linear takes what the layer returns, as it lies."""
+    found = m.inner(turned(m, x))[0]
+    return m.after(found[:, -1] if m.inner.batch_first else found[-1])
+
+
+def first_states(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """So it does here; what is after the first layer is not used."""
+    states = m.inner(turned(m, x))[1]
+    states = states if isinstance(states, tuple) else (states,)
+    return sum(layer(state[0]) for layer, state in zip((m.short, m.cell), states))
+
+
 def packed(m: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     first, x = m.inner.batch_first, turned(m, x)
     given = pack_padded_sequence(x, lengths, first, enforce_sorted=False)
@@ -72,11 +88,18 @@ def packed(m: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor
 
 
 def model(kind: str, options: dict[str, Any], use: Callable[..., Any]) -> nn.Module:
-    modules = {"inner": KINDS[kind](3, 4, **options)}
-    return Apply(use, before=nn.Linear(3, 3), **modules)
+    inner = KINDS[kind](3, 4, **options)
+    width = inner.proj_size or 4
+    return Apply(
+        use, before=nn.Linear(3, 3), inner=inner, short=nn.Linear(width, 6),
+        cell=nn.Linear(4, 6), after=nn.Linear(width * (1 + inner.bidirectional), 6),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("use", [output, last_states, both], ids=lambda u: u.__name__)
+USES = [output, last_states, both, last_step, first_states]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda u: u.__name__)
 @pytest.mark.parametrize(
     ("kind", "options"), ROWS, ids=[f"{k}-{name}" for k, (name, _) in ROWS]
 )
@@ -86,6 +109,15 @@ def test_recurrent_layers_equal_the_loop(kind, options, use):
         made, inputs = case.make(dtype)
         truth = oracle(case, made, inputs)
         agree(psg.per_sample_factors(made, fold, inputs), truth, tolerance)
+        made, inputs = case.make(dtype, 8)
+        plain = copy.deepcopy(made)
+        expected = fold(plain, *inputs)
+        expected.mean().backward()
+        with psg.capture(made) as recorded:
+            losses = fold(made, *inputs)
+        assert torch.equal(losses, expected)
+        recorded.backward(losses, accumulate="mean")
+        assert_same_grads(made, plain)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -104,19 +136,6 @@ def test_packed_sequences_equal_the_loop(kind, options, lengths):
         agree(psg.per_sample_factors(made, fold, inputs), truth, 1e-10)
     with psg.capture(made):
         torch.testing.assert_close(made(*inputs), plain, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_capture_returns_what_the_module_returns(kind):
-    inner, x = KINDS[kind](3, 4, 2), torch.randn(5, 2, 3)
-    given = pack_padded_sequence(x, torch.tensor([3, 5]), enforce_sorted=False)
-    for each in (x, given):
-        plain = inner(each)
-        with psg.capture(inner):
-            found = inner(each)
-        for one, other in zip(found[0], plain[0]):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-        torch.testing.assert_close(found[1], plain[1], rtol=0, atol=0)
 
 
 def test_under_autocast():
@@ -150,43 +169,3 @@ def test_what_is_refused(options, shape, reason):
         recorded.backward(
             found.flatten(1).sum(1) if len(shape) == 2 else found.sum((0, 2))
         )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("of", ["last step", "last states"])
-@pytest.mark.parametrize(
-    ("kind", "options"), ROWS, ids=[f"{k}-{name}" for k, (name, _) in ROWS]
-)
-def test_grad_is_that_of_an_ordinary_pass_to_the_bit(kind, options, of, dtype):
-    def use(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        found, states = m.inner(x if m.inner.batch_first else x.transpose(0, 1))
-        if of == "last step":  # a Linear takes what the layer returns, as it lies
-            return m.after(found[:, -1] if m.inner.batch_first else found[-1])
-        states = states if isinstance(states, tuple) else (states,)
-        return torch.stack([m.after(state[0]) for state in states]).sum(0)
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        inner = KINDS[kind](3, 5, **options[1])
-        width = inner.proj_size or 5
-        if of == "last step":
-            width *= 1 + inner.bidirectional
-        elif inner.proj_size:
-            pytest.skip("its two last states have different widths")
-        made = Apply(use, inner=inner, after=nn.Linear(width, 6)).to(dtype)
-        x, y = torch.randn(8, 7, 3, dtype=dtype), torch.randint(0, 6, (8,))
-    found = []
-    for is_captured in (False, True):
-        made.zero_grad()  # which lets go of the tensors
-        with psg.capture(made) if is_captured else contextlib.nullcontext() as recorded:
-            losses = nn.functional.cross_entropy(made(x), y, reduction="none")
-        if is_captured:
-            recorded.backward(losses, accumulate="mean")
-        else:
-            losses.mean().backward()
-        found.append({n: p.grad for n, p in made.named_parameters()})
-    for name, expected in found[0].items():
-        if expected is None:  # of states that the losses do not use
-            assert found[1][name] is None, name
-        else:
-            assert torch.equal(found[1][name], expected), name

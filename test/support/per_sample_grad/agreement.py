@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 import per_sample_grad as psg
 from support.per_sample_grad.gradient_oracle import error, flat
@@ -95,3 +96,10 @@ def agree(
     assert error(found["cross gram"], gram) <= tolerance
     lowest = torch.linalg.eigvalsh(K.cpu().double())[0]
     assert lowest >= -10 * tolerance * float(gram.norm())
+
+
+def assert_same_grads(one: nn.Module, other: nn.Module) -> None:
+    """Asserts that the parameters of two models have the same ``.grad``, or none."""
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
