@@ -15,7 +15,7 @@ from support.per_sample_grad.gradient_oracle import (
     oracle,
     rules_kept,
 )
-from support.per_sample_grad.layer_cases import Apply
+from support.per_sample_grad.layer_cases import Apply, WithParameter
 from support.per_sample_grad.refused_models import (
     BY_OPERATIONS,
     UNSEEN,
@@ -41,12 +41,11 @@ def test_what_no_rule_accounts_for_is_an_error_or_exact_by_a_fallback(case):
     with pytest.raises(expected):
         psg.per_sample_factors(model, case.loss, inputs)
     truth = oracle(case, model, inputs)
+    call = (model, case.loss, inputs)
     for fallback in ("loop", "batched"):
-        agree(
-            psg.per_sample_factors(model, case.loss, inputs, fallback=fallback),
-            truth,
-            1e-10,
-        )
+        agree(psg.per_sample_factors(*call, fallback=fallback), truth, 1e-10)
+        norms = psg.per_sample_grad_norms(*call, fallback=fallback)  # in a stream
+        assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
 
 
 @pytest.mark.parametrize("rows", [3, 6])
@@ -66,14 +65,6 @@ def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows):
         psg.per_sample_factors(model, fold, inputs)
     report = psg.coverage(model, fold, inputs)
     assert not report.parameters["embed.weight"].correct
-
-
-def test_a_fallback_in_a_stream():
-    case = BY_NAME["turned"]
-    model, inputs = case.make(torch.float64)
-    truth = oracle(case, model, inputs)
-    norms = psg.per_sample_grad_norms(model, fold, inputs, fallback="loop")
-    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
 
 
 def test_errors_say_why_there_is_no_rule_and_recommend_what_is_cheapest_first():
@@ -202,22 +193,12 @@ def test_modules_that_run_once_more_are_as_small_as_they_can_be():
     assert runs_of(model, torch.randn(5, 3)) == [*once, nn.Linear, Hidden]
 
 
-def exponents(
-    function: Callable[[nn.Module, torch.Tensor, nn.Parameter], torch.Tensor],
-    *shape: int,
-) -> Callable[[], nn.Module]:
+def exponents(function: Callable, *shape: int) -> Callable[[], nn.Module]:
     """Returns what makes a model that uses a parameter of its own directly."""
-
-    def make() -> nn.Module:
-        model = Apply(
-            lambda m, x: m.b(function(m, torch.sigmoid(m.a(x)), m.own)),
-            a=nn.Linear(3, 4),
-            b=nn.Linear(4, 4),
-        )
-        model.own = nn.Parameter(torch.rand(shape))
-        return model
-
-    return make
+    return lambda: WithParameter(
+        lambda m, x: m.b(function(m, torch.sigmoid(m.a(x)), m.p)), *shape,
+        a=nn.Linear(3, 4), b=nn.Linear(4, 4),
+    )  # fmt: skip
 
 
 def in_place(m: nn.Module, x: torch.Tensor, own: nn.Parameter) -> torch.Tensor:
@@ -273,7 +254,7 @@ def test_modules_or_the_model_are_run_once_more(case, batch):
     model, inputs = case.make(torch.float64, batch)
     truth = oracle(case, model, inputs)
     if case in FUNCTIONS and case.name != "in-place":
-        with pytest.raises(psg.CoverageError, match="own: "):
+        with pytest.raises(psg.CoverageError, match="p: "):
             psg.per_sample_factors(model, fold, inputs, **case.options)
     options = {"fallback": "batched", **case.options}
     for _ in range(2):

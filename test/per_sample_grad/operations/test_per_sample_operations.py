@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.agreement import agree
+from support.per_sample_grad.agreement import agree, assert_same_grads
 from support.per_sample_grad.gradient_oracle import (
     Case,
     error,
@@ -17,7 +18,7 @@ from support.per_sample_grad.gradient_oracle import (
     oracle,
     rules_kept,
 )
-from support.per_sample_grad.layer_cases import Apply
+from support.per_sample_grad.layer_cases import Apply, WithParameter
 from support.per_sample_grad.refused_models import (
     BY_OPERATIONS,
     DeepPositions,
@@ -81,20 +82,14 @@ class Groups(nn.GroupNorm):
         return F.silu(super().forward(x))
 
 
-class Raw(nn.Module):
-    """Whatever a function does with parameters ``p`` and samples."""
+class Raw(WithParameter):
+    """Whatever a function does with a parameter and samples; it has buffers, too."""
 
     def __init__(self, function, *shape: int, **modules: nn.Module) -> None:
-        super().__init__()
-        self.function, self.p = function, nn.Parameter(torch.randn(shape))
-        for name, module in modules.items():
-            setattr(self, name, module)
+        super().__init__(function, *shape, **modules)
         self.register_buffer("places", torch.linspace(-1, 1, 14).view(7, 2))
         relative = torch.arange(4)[:, None] - torch.arange(4) + 3
         self.register_buffer("relative", relative.flatten())
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.function(self, *inputs)
 
 
 def windowed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -368,17 +363,15 @@ def test_a_stream_and_accumulated_gradients(name):
     case = next(case for case in CASES if case.name == name)
     model, inputs = case.make(torch.float64)
     norms = flat(oracle(case, model, inputs)).norm(dim=1)
-    fold(model, *inputs).mean().backward()
-    expected = [param.grad.clone() for param in model.parameters()]
-    model.zero_grad()
+    plain = copy.deepcopy(model)
+    fold(plain, *inputs).mean().backward()
     with psg.capture(model) as recorded:
         losses = fold(model, *inputs)
     squares = recorded.stream(
         losses, lambda f: f.norms(squared=True), accumulate="mean"
     )
     assert error(squares.sqrt(), norms) <= 1e-10
-    for param, grad in zip(model.parameters(), expected):
-        assert torch.equal(param.grad, grad)
+    assert_same_grads(model, plain)
     assert error(psg.per_sample_grad_norms(model, fold, inputs), norms) <= 1e-10
 
 
@@ -427,17 +420,18 @@ def test_weights_that_autocast_casts():
     assert error(recorded.backward(losses).norms(), truth) <= 2e-2
 
 
+def checkpointed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(m, x, use_reentrant=False).flatten(1).sum(1)
+
+
 def test_what_a_checkpoint_keeps_is_not_read_twice():
     model = after_linear(Norm()).double()
     x = torch.randn(4, 5, 3).double()
 
-    def loss(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(m, x, use_reentrant=False).flatten(1).sum(1)
-
-    truth = flat(oracle(Case("", lambda: model, (), loss=loss), model, (x,)))
+    truth = flat(oracle(Case("", lambda: model, (), loss=checkpointed), model, (x,)))
     with pytest.raises(psg.CoverageError, match="saved is kept by hooks"):
-        psg.per_sample_grad_norms(model, loss, (x,))
-    norms = psg.per_sample_grad_norms(model, loss, (x,), fallback="batched")
+        psg.per_sample_grad_norms(model, checkpointed, (x,))
+    norms = psg.per_sample_grad_norms(model, checkpointed, (x,), fallback="batched")
     assert error(norms, truth.norm(dim=1)) <= 1e-10
 
 
@@ -460,14 +454,11 @@ def test_one_line_says_that_a_class_computes_what_its_base_does():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Thin(4, 2)).double()
     x = torch.randn(4, 5, 3).double()
 
-    def loss(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(m, x, use_reentrant=False).flatten(1).sum(1)
-
     with pytest.raises(psg.CoverageError, match=r"register_rule\(Thin, like=Linear\)"):
-        psg.per_sample_grad_norms(model, loss, (x,))
+        psg.per_sample_grad_norms(model, checkpointed, (x,))
     psg.register_rule(Thin, like=nn.Linear)
-    truth = oracle(Case("", lambda: model, (), loss=loss), model, (x,))
-    agree(psg.per_sample_factors(model, loss, (x,)), truth, 1e-10)
+    truth = oracle(Case("", lambda: model, (), loss=checkpointed), model, (x,))
+    agree(psg.per_sample_factors(model, checkpointed, (x,)), truth, 1e-10)
     for wrong, error_type in ((nn.Tanh, ValueError), (nn.Conv1d, TypeError)):
         with pytest.raises(error_type, match="register_rule"):
             psg.register_rule(Thin, like=wrong)

@@ -9,19 +9,14 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from support.per_sample_grad.gradient_oracle import Case
-from support.per_sample_grad.layer_cases import Apply
+from support.per_sample_grad.layer_cases import Apply, WithParameter
 
 
-class Raw(nn.Module):
-    """A module that uses a parameter directly, beside a Linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(4))
-        self.inner = nn.Linear(3, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.inner(x)) * self.token
+def raw() -> nn.Module:
+    """Returns a module that uses a parameter directly, beside a Linear."""
+    return WithParameter(
+        lambda m, x: torch.tanh(m.inner(x)) * m.p, 4, inner=nn.Linear(3, 4)
+    )
 
 
 class Positions(nn.Module):
@@ -137,7 +132,7 @@ class Cube(Turned):
 BY_OPERATIONS = [
     Case("cube", Cube, (3,)),
     Case("cube-on-positions", Cube, (5, 3)),
-    Case("raw-parameter", Raw, (3,)),
+    Case("raw-parameter", raw, (3,)),
     Case("functional-use", lambda: Apply(functional, inner=nn.Linear(3, 3)), (3,)),
     Case("positions", Positions, (5, 3)),
     Case("weight-norm", weight_norm, (3,)),
