@@ -223,35 +223,29 @@ class Edited(torch.autograd.Function):
         return grad.mul_(0.7)
 
 
-def edited_by_function(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y = m(x, torch.relu)
-    return (y + Edited.apply(y)).square().sum(1)
-
-
-def edited_below(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return m(x, Edited.apply).square().sum(1)
-
-
-def edited_twice(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return Edited.apply(m(Edited.apply(m(x, torch.relu)), Edited.apply)).square().sum(1)
-
-
 def edited_by_hook(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The gradient of a sum is that of both terms."""
     y = m(x, torch.tanh)
     other = m.first(x)[:, :4]
     other.register_hook(lambda grad: grad.mul_(0.5))
-    return (y + other).square().sum(1)
+    return y + other
 
 
-@pytest.mark.parametrize(
-    "losses_of", [edited_by_function, edited_below, edited_twice, edited_by_hook]
-)
-def test_backward_functions_that_edit_their_gradient(losses_of):
+EDITED: dict[str, Callable] = {
+    "beside": lambda m, x: (y := m(x, torch.relu)) + Edited.apply(y),
+    "below": lambda m, x: m(x, Edited.apply),
+    "twice": lambda m, x: Edited.apply(m(Edited.apply(m(x, torch.relu)), Edited.apply)),
+    "by-a-hook": edited_by_hook,
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_backward_functions_that_edit_their_gradient(name):
     torch.manual_seed(0)
     model = Hidden().double()
     for _ in range(4):
-        outcome(model, losses_of, (torch.randn(B, 4, dtype=torch.float64),))
+        x = torch.randn(B, 4, dtype=torch.float64)
+        outcome(model, lambda m, x: EDITED[name](m, x).square().sum(1), (x,))
 
 
 @pytest.mark.parametrize("answer", ["backward", "norms"])
@@ -404,6 +398,14 @@ USUAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pointwise": lambda h: torch.log1p(h.exp()) * torch.sigmoid(h) - h.clamp(min=0),
     "attention": lambda h: F.scaled_dot_product_attention(
         *h.view(B, 2, 3, 1).repeat(1, 1, 1, 3).chunk(3, 3)
+    ).flatten(1),
+    "masked": lambda h: F.scaled_dot_product_attention(
+        *[h.view(B, 1, 3, 2)] * 3, h.view(B, 2, 3)[:, None, :1].sin()
+    ).flatten(1),
+    "filled": lambda h: h.index_fill(1, TARGET[:3], h.new_ones(())),
+    "scattered": lambda h: h.scatter(1, TARGET[:, None], 2.0),
+    "folded": lambda h: F.fold(
+        h.view(B, 1, WIDTH).expand(-1, 4, -1), (3, 4), 2
     ).flatten(1),
     "heads": lambda h: (
         torch.softmax(h.view(B, 3, 2) @ h.view(B, 2, 3), -1) @ h.view(B, 3, 2)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.xla_replica.replicas import of_torch_alone
 from torch.testing._internal.common_methods_invocations import op_db
 
@@ -30,26 +29,6 @@ OPS = [
     and not any(name in op.name for name in SLOW)
 ]  # fmt: skip
 NUM_PARTS = 8
-# By a name; the function, the shapes of what it takes, and the dimensions of its output
-# that the table knows.
-OPERATIONS: dict[str, tuple[Callable, list[tuple[int, ...]], tuple[int, ...]]] = {
-    "softmax": (lambda x: x.softmax(2), [(N, N, N)], (0, 1)),
-    "sum": (lambda x: x.sum(0), [(N, N, N)], (0, 1)),
-    "mm": (torch.mm, [(N, N), (N, N)], (0, 1)),
-    "conv1d": (F.conv1d, [(N, N, N), (N, N, 1)], (0,)),
-    "attention": (
-        lambda q: F.scaled_dot_product_attention(q, q * 2, q + 1), [(N, N, N, N)],
-        (0, 1),
-    ),
-    "attention-masked": (
-        lambda q, bias: F.scaled_dot_product_attention(q, q * 2, q + 1, bias),
-        [(N, N, N, N), (N, 1, N, N)], (0, 2),
-    ),
-    "index_fill": (lambda x, y: x.index_fill(1, COLUMNS, y), [(N, N), ()], (0,)),
-    "scatter": (lambda x: x.scatter(1, COLUMNS[:, None], 2.0), [(N, N)], (0,)),
-    "view": (lambda x: x.view(N * N, N), [(N, N, N)], (0, 1)),
-    "fold": (lambda x: F.fold(x, (2, 2), 1), [(N, N, N)], (0,)),
-}  # fmt: skip
 
 
 def said(output: torch.Tensor, dim: int, num_samples: int) -> layouts.Layout | None:
@@ -143,16 +122,3 @@ def test_rows_are_names_of_nodes():
     nodes = set(dir(torch._C._functions))
     newer = {"AminmaxBackward0", "NarrowCopyBackward0"}  # than torch 2.9
     assert not layouts.LAYOUTS.keys() - nodes - newer
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_what_is_known(name):
-    """So that the test above looks at something."""
-    function, shapes, dims = OPERATIONS[name]
-    torch.manual_seed(0)
-    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
-    output = function(*inputs)
-    whole = [d for d, rows in enumerate(output.shape) if rows % N == 0]
-    places = {d: samples_of(output, inputs, d, N) for d in whole}
-    assert tuple(d for d in whole if set(places[d]) != {None}) == dims
-    assert moves_others(function, inputs)[0] == []
