@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.per_sample_grad.gradient_oracle import fold, rules_kept
+from support.per_sample_grad.layer_cases import Apply
 from support.per_sample_grad.refused_models import Powered, turned
 from torch import nn
 
@@ -32,36 +33,19 @@ class Switched(nn.Module):
         return self.way(self, x)
 
 
-def ordinary(m: Switched, x: torch.Tensor) -> torch.Tensor:
-    x = torch.tanh(m.first(x))
-    x = x - x.mean(1, keepdim=True)
-    return m.last(m.drop(m.norm(m.second(x))))
-
-
-def samples_coupled(m, x):
-    x = torch.tanh(m.first(x))
-    x = x - x.mean(0, keepdim=True)  # as many operations, of the same names
-    return m.last(m.drop(m.norm(m.second(x))))
-
-
-def other_order(m, x):
-    x = torch.tanh(m.second(x))
-    x = x - x.mean(1, keepdim=True)
-    return m.last(m.drop(m.norm(m.first(x))))
-
-
-def used_outside(m, x):
-    return ordinary(m, x) + F.linear(x, m.first.weight)
+def ordinary(
+    m: Switched, x: torch.Tensor, dim: int = 1, layers: tuple = ("first", "second")
+) -> torch.Tensor:
+    first, second = map(m.get_submodule, layers)
+    x = torch.tanh(first(x))
+    x = x - x.mean(dim, keepdim=True)
+    return m.last(m.drop(m.norm(second(x))))
 
 
 def one_left_out(m, x):
     x = torch.tanh(m.first(x))
     x = x - x.mean(1, keepdim=True)
     return m.last(m.drop(m.norm(x)))
-
-
-def called_twice(m, x):
-    return ordinary(m, ordinary(m, x))
 
 
 def without_gradients(m, x):
@@ -89,12 +73,14 @@ def to(way: Callable) -> Callable[[nn.Module], None]:
     return lambda model: setattr(model, "way", way)
 
 
-def tied(model: Switched) -> None:
-    model.last.weight = model.second.weight
+def put(name: str, make: Callable) -> Callable[[nn.Module], None]:
+    """Returns a change that puts what is made of the model under a name in it."""
+    owner, _, attribute = name.rpartition(".")
+    return lambda model: setattr(model.get_submodule(owner), attribute, make(model))
 
 
-def replaced(model: Switched) -> None:
-    model.second = nn.Linear(4, 4).double()
+def out_mixed(module: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
+    return out - out.mean(0)
 
 
 def another_class(model: Switched) -> None:
@@ -114,23 +100,6 @@ def computed_weight(model: Switched) -> None:
     model.second.weight = weight.sin()
 
 
-def frozen(model: Switched) -> None:
-    model.second.weight.requires_grad_(False)
-
-
-def forward_replaced(model: Switched) -> None:
-    second = model.second
-    second.forward = lambda x: F.linear(x, second.weight.sin(), second.bias)
-
-
-def hooked(model: Switched) -> None:
-    model.second.register_forward_hook(lambda module, args, out: out - out.mean(0))
-
-
-def tensor_hooked(model: Switched) -> None:
-    model.second.weight.register_hook(lambda grad: grad * 2)
-
-
 def wrong_rule(model: Switched) -> None:
     @psg.register_rule(nn.Linear)
     def wrong(call, grad):
@@ -139,34 +108,9 @@ def wrong_rule(model: Switched) -> None:
         return found | {"bias": psg.Dense(grad)}
 
 
-def evaluated(model: Switched) -> None:
-    model.eval()
-
-
-def with_batch_norm(model: Switched) -> None:
-    model.norm = nn.BatchNorm1d(4).double()
-
-
-def tensor_as_attribute(model: Switched) -> None:
-    model.second.bias_scale = torch.ones(())
-
-
 def compiled(model: Switched) -> None:
-    model.second = Compiled(model.second)
+    model.second = Apply(lambda m, x: m.inner(x), inner=model.second)
     model.second.compile(backend="eager")
-
-
-class Compiled(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-def of_a_subclass(model: Switched) -> None:
-    model.second.__class__ = type("Other", (nn.Linear,), {})
 
 
 def renamed(model: Switched) -> None:
@@ -175,12 +119,23 @@ def renamed(model: Switched) -> None:
 
 
 CHANGES = [
-    to(samples_coupled), to(other_order), to(used_outside),
-    to(one_left_out), to(called_twice), to(without_gradients),
-    to(input_changed), to(output_changed),
-    tied, replaced, another_class, new_parameter, computed_weight, frozen,
-    forward_replaced, hooked, tensor_hooked, wrong_rule, evaluated,
-    with_batch_norm, tensor_as_attribute, compiled, of_a_subclass, renamed,
+    to(lambda m, x: ordinary(m, x, dim=0)),  # as many operations, of the same names
+    to(lambda m, x: ordinary(m, x, layers=("second", "first"))),
+    to(lambda m, x: ordinary(m, x) + F.linear(x, m.first.weight)),
+    to(lambda m, x: ordinary(m, ordinary(m, x))),
+    to(one_left_out), to(without_gradients), to(input_changed), to(output_changed),
+    another_class, new_parameter, computed_weight, wrong_rule, compiled, renamed,
+    put("last.weight", lambda m: m.second.weight),
+    put("second", lambda m: nn.Linear(4, 4).double()),
+    put("norm", lambda m: nn.BatchNorm1d(4).double()),
+    put("second.bias_scale", lambda m: torch.ones(())),
+    put("second.__class__", lambda m: type("Other", (nn.Linear,), {})),
+    put("second.forward", lambda m: (
+        lambda x, inner=m.second: F.linear(x, inner.weight.sin(), inner.bias))),
+    lambda m: m.second.weight.requires_grad_(False),
+    lambda m: m.second.register_forward_hook(out_mixed),
+    lambda m: m.second.weight.register_hook(lambda grad: grad * 2),
+    lambda m: m.eval(),
 ]  # fmt: skip
 
 
@@ -280,23 +235,12 @@ def samples_instead_of_the_buffer(
         m.scale = kept
 
 
-def shaped(*shape: int) -> Callable[[Used], None]:
-    def change(model: Used) -> None:
-        model.own = nn.Parameter(torch.rand(shape).double())
-
-    return change
+def shaped(*shape: int) -> Callable[[nn.Module], None]:
+    return put("own", lambda m: nn.Parameter(torch.rand(shape).double()))
 
 
 def exchanged(model: Used) -> None:
     model.own, model.other = model.other, model.own
-
-
-def tied_directly(model: Used) -> None:
-    model.other = model.own
-
-
-def frozen_directly(model: Used) -> None:
-    model.own.requires_grad_(False)
 
 
 def two_outputs(model: Used) -> None:
@@ -317,17 +261,9 @@ def moved(model: Used) -> None:
     kept.exponent = model.drop.exponent
 
 
-def hooked_within(model: Used) -> None:
-    model.sub.register_forward_hook(lambda module, args, out: out - out.mean(0))
-
-
 @around
 def cut(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
     return before(m, x, h.detach())
-
-
-def outside_its_module(model: Used) -> None:
-    added(lambda m, x, h: h**m.sub.exponent)(model)
 
 
 CHANGES_OF_USES = [
@@ -351,8 +287,11 @@ CHANGES_OF_USES = [
     to(lambda m, x, h: m.sub(h.flip(0))),
     edited_before, edited_after, activations_edited, samples_instead_of_the_buffer,
     shaped(1), shaped(3, 4), shaped(6, 1, 4), shaped(6, 3, 1), shaped(), exchanged,
-    tied_directly, frozen_directly, two_outputs, moved, hooked_within, cut,
-    outside_its_module, lambda model: model.sub.eval(), lambda model: model.eval(),
+    two_outputs, moved, cut, put("other", lambda m: m.own),
+    lambda m: m.own.requires_grad_(False),
+    lambda m: m.sub.register_forward_hook(out_mixed),
+    added(lambda m, x, h: h**m.sub.exponent),
+    lambda m: m.sub.eval(), lambda m: m.eval(),
 ]  # fmt: skip
 
 
