@@ -1,4 +1,4 @@
-"""Layers with rules agree with the loop for drawn shapes, options and dtypes."""
+"""Layers agree with a float64 loop over samples: every case, and drawn ones."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from support.per_sample_grad.gradient_oracle import (
     flat,
     oracle,
 )
+from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 from torch.nn.modules import rnn
 
@@ -29,6 +30,7 @@ from per_sample_grad.layers import registry
 from per_sample_grad.layers.convolution import padding_widths
 from per_sample_grad.layers.patches import Unfolding, padded
 
+# torch warns about even kernels
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 
 
@@ -114,6 +116,30 @@ def wrong_by_itself(
         not torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(max(a.norm(), floor)))
         for a, b in zip(one, other)
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "budget"), [(torch.float64, 1), (torch.float32, None)], ids=str
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_answer_equals_the_loop(case, dtype, budget):
+    """Also in chunks of one sample, as a budget of one byte asks for."""
+    model, inputs = case.make(dtype)
+    truth = oracle(case, model, inputs)
+    for method in METHODS:
+        options = {"method": method, "budget": budget, **case.options}
+        factors = psg.per_sample_factors(model, case.loss, inputs, **options)
+        agree(factors, truth, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_parameter_may_be_the_only_one(case):
+    model, inputs = case.make(torch.float64)
+    for name, truth in oracle(case, model, inputs).items():
+        found = psg.per_sample_factors(
+            model, case.loss, inputs, params=[name], **case.options
+        )
+        assert error(found.materialize()[name], truth) <= 1e-10, name
 
 
 @pytest.mark.parametrize("number", NUMBERS)

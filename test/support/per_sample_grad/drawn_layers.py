@@ -21,6 +21,12 @@ def sizes(draw, rank: int, low: int, high: int) -> tuple[int, ...]:
     return tuple(draw(st.integers(low, high)) for _ in range(rank))
 
 
+def layer(kind: type[nn.Module], shape: tuple[int, ...], *args, **options) -> Case:
+    """Returns a layer of these arguments, which its name tells."""
+    name = f"{kind.__name__}{args} {options} of {shape}"
+    return Case(name, lambda: kind(*args, **options), shape)
+
+
 @st.composite
 def convolutions(draw) -> Case:
     rank, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2))
@@ -40,11 +46,8 @@ def convolutions(draw) -> Case:
         "stride": stride, "padding": padding, "dilation": dilation, "groups": groups,
         "padding_mode": mode, "bias": draw(st.booleans()),
     }  # fmt: skip
-    return Case(
-        f"conv{rank}d {channels} {kernel} of {size}, {options}",
-        lambda: CONVOLUTIONS[rank - 1](*channels, kernel, **options),
-        (channels[0], *size),
-    )
+    kind, shape = CONVOLUTIONS[rank - 1], (channels[0], *size)
+    return layer(kind, shape, *channels, kernel, **options)
 
 
 @st.composite
@@ -64,22 +67,15 @@ def transposed(draw) -> Case:
         "stride": stride, "padding": padding, "output_padding": more,
         "dilation": dilation, "groups": groups, "bias": draw(st.booleans()),
     }  # fmt: skip
-    return Case(
-        f"transposed{rank}d {channels} {kernel} of {size}, {options}",
-        lambda: TRANSPOSED[rank - 1](*channels, kernel, **options),
-        (channels[0], *size),
-    )
+    kind, shape = TRANSPOSED[rank - 1], (channels[0], *size)
+    return layer(kind, shape, *channels, kernel, **options)
 
 
 @st.composite
 def linears(draw) -> Case:
     shape = sizes(draw, draw(st.integers(1, 4)), 1, 4)
     width, bias = draw(st.integers(1, 4)), draw(st.booleans())
-    return Case(
-        f"linear {shape} to {width}, bias={bias}",
-        lambda: nn.Linear(shape[-1], width, bias=bias),
-        shape,
-    )
+    return layer(nn.Linear, shape, shape[-1], width, bias=bias)
 
 
 @st.composite
@@ -99,11 +95,7 @@ def layer_norms(draw) -> Case:
     outer = sizes(draw, draw(st.integers(0, 2)), 1, 3)
     shape = (*sizes(draw, draw(st.integers(0, 1)), 1, 3), draw(st.integers(2, 5)))
     bias, eps = draw(st.booleans()), draw(st.sampled_from([1e-5, 1e-3]))
-    return Case(
-        f"layer norm of {shape} in {outer}, bias={bias}, eps={eps}",
-        lambda: nn.LayerNorm(shape, eps=eps, bias=bias),
-        (*outer, *shape),
-    )
+    return layer(nn.LayerNorm, (*outer, *shape), shape, eps=eps, bias=bias)
 
 
 @st.composite
@@ -111,11 +103,7 @@ def rms_norms(draw) -> Case:
     outer = sizes(draw, draw(st.integers(0, 2)), 1, 3)
     shape = sizes(draw, draw(st.integers(1, 2)), 1, 4)
     eps = draw(st.sampled_from([None, 1e-5, 1e-2]))
-    return Case(
-        f"RMS norm of {shape} in {outer}, eps={eps}",
-        lambda: nn.RMSNorm(shape, eps=eps),
-        (*outer, *shape),
-    )
+    return layer(nn.RMSNorm, (*outer, *shape), shape, eps=eps)
 
 
 @st.composite
@@ -124,11 +112,8 @@ def group_norms(draw) -> Case:
     space = sizes(draw, draw(st.integers(0, 3)), 1, 3)
     # A single number minus its mean is zero; torch refuses groups of one number.
     assume(each * torch.Size(space).numel() > 1)
-    return Case(
-        f"group norm of {groups} x {each} channels and {space}",
-        lambda: nn.GroupNorm(groups, groups * each),
-        (groups * each, *space),
-    )
+    channels = groups * each
+    return layer(nn.GroupNorm, (channels, *space), groups, channels)
 
 
 @st.composite
@@ -136,13 +121,8 @@ def instance_norms(draw) -> Case:
     rank, channels = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     running, space = draw(st.booleans()), sizes(draw, rank, 1, 4)
     assume(running or torch.Size(space).numel() > 1)
-    return Case(
-        f"instance norm of {channels} channels and {space}, running={running}",
-        lambda: INSTANCE_NORMS[rank - 1](
-            channels, affine=True, track_running_stats=running
-        ),
-        (channels, *space),
-    )
+    options = {"affine": True, "track_running_stats": running}
+    return layer(INSTANCE_NORMS[rank - 1], (channels, *space), channels, **options)
 
 
 @st.composite
@@ -152,22 +132,14 @@ def batch_norms(draw) -> Case:
     least = 0 if rank == 1 else rank
     space = sizes(draw, draw(st.integers(least, rank)), 1, 4)
     kind = draw(st.sampled_from([BATCH_NORMS[rank - 1], nn.SyncBatchNorm]))
-    return Case(
-        f"frozen {kind.__name__} of {channels} channels and {space}",
-        lambda: kind(channels),
-        (channels, *space),
-    )
+    return layer(kind, (channels, *space), channels)
 
 
 @st.composite
 def prelus(draw) -> Case:
     channels, each = draw(st.integers(1, 4)), draw(st.booleans())
     space = sizes(draw, draw(st.integers(0, 3)), 1, 3)
-    return Case(
-        f"PReLU of {channels} channels and {space}, one slope each={each}",
-        lambda: nn.PReLU(channels if each else 1),
-        (channels, *space),
-    )
+    return layer(nn.PReLU, (channels, *space), channels if each else 1)
 
 
 @st.composite
