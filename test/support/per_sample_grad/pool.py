@@ -12,24 +12,40 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 CLASSES, WIDTH, BLOCK = 4, 67, 8
 COUNT = 23  # samples of a small pool
 
 
-class Vectors(Dataset):
-    """A pool of vectors and classes, each drawn from its index."""
+class Pool(Dataset):
+    """A pool of sequences and classes, each drawn from its index.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    Attributes:
+        asked: The indices that were asked for, in order.
+    """
+
+    shape: tuple[int, ...] = (2, 6)
+
+    def __init__(self, count: int = COUNT, fail_at: int | None = None) -> None:
+        self.count, self.fail_at = count, fail_at
+        self.asked: list[int] = []
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.fail_at:
+            raise OSError("the disk is gone")
+        self.asked.append(index)
         generator = torch.Generator().manual_seed(index)
-        return torch.randn(WIDTH, generator=generator), index % CLASSES
+        return torch.randn(self.shape, generator=generator), index % CLASSES
+
+
+class Vectors(Pool):
+    """A pool of vectors and classes."""
+
+    shape = (WIDTH,)
 
 
 def dense_model(seed: int = 0) -> nn.Module:
@@ -47,28 +63,6 @@ def assert_same_bits(found: np.ndarray, truth: np.ndarray) -> None:
     np.testing.assert_array_equal(found.view(np.int32), truth.view(np.int32))
 
 
-class Pool(Dataset):
-    """A pool of sequences and classes, each drawn from its index.
-
-    Attributes:
-        asked: The indices that were asked for, in order.
-    """
-
-    def __init__(self, count: int = COUNT, fail_at: int | None = None) -> None:
-        self.count, self.fail_at = count, fail_at
-        self.asked: list[int] = []
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == self.fail_at:
-            raise OSError("the disk is gone")
-        self.asked.append(index)
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(2, 6, generator=generator), index % CLASSES
-
-
 def make_model(seed: int = 0) -> nn.Module:
     """Returns a classifier of `Pool`."""
     with torch.random.fork_rng(devices=[]):
@@ -80,32 +74,27 @@ def make_model(seed: int = 0) -> nn.Module:
 
 
 def by_hand(model: nn.Module, score: str, labels: str) -> np.ndarray:
-    """Returns the scores of `Pool`, one sample after the other, in float64."""
+    """Returns the scores of `Pool` in float64, gradients one sample after the other."""
     model = copy.deepcopy(model).double().eval()
+    x, y = default_collate([Pool()[i] for i in range(COUNT)])
+    logits = model(x.double())
+    chances = logits.softmax(1)
 
-    def grad_norm(x: torch.Tensor, target: torch.Tensor, params) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), target)
-        grads = torch.autograd.grad(loss, list(params))
-        return torch.cat([grad.flatten() for grad in grads]).norm()
-
-    def one(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        logits = model(x)
+    def scores(targets: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(logits, targets, reduction="none")
         if score == "loss":
-            return F.cross_entropy(logits, target)
+            return losses
         if score == "el2n":
-            return (logits.softmax(1)[0] - F.one_hot(target, CLASSES)[0]).norm()
+            return (chances - F.one_hot(targets, CLASSES)).norm(dim=1)
         own = model[5] if score == "last_layer_grad_norm" else model
-        return grad_norm(x, target, own.parameters())
+        params = list(own.parameters())
+        rows = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+        grads = [torch.cat([grad.flatten() for grad in row]) for row in rows]
+        return torch.stack(grads).norm(dim=1)
 
-    found = []
-    for x, y in (Pool()[i] for i in range(COUNT)):
-        x, target = x.double().unsqueeze(0), torch.tensor([y])
-        chances = model(x).softmax(1)[0]
-        if labels == "expected":
-            classes = range(CLASSES)
-            value = sum(chances[c] * one(x, torch.tensor([c])) for c in classes)
-        else:
-            pseudo = chances.argmax().unsqueeze(0)
-            value = one(x, target if labels == "given" else pseudo)
-        found.append(float(value.detach()))
-    return np.array(found)
+    if labels == "expected":
+        of_classes = [scores(torch.full_like(y, number)) for number in range(CLASSES)]
+        found = (chances * torch.stack(of_classes, 1)).sum(1)
+    else:
+        found = scores(y if labels == "given" else chances.argmax(1))
+    return found.detach().numpy()
