@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import threading
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from support.xla_replica.replicas import (
     SEVERAL_REPLICAS,
     TORCHTPU,
     Backend,
-    needs_xla,
     row,
 )
 from torch import nn
@@ -105,62 +103,20 @@ def test_blocks_are_collated_whatever_the_batches():
     assert set(seen[-1][1:]) == {seen[-1][0]}  # one sample, and copies of it
 
 
-@dataclasses.dataclass
-class Announce:
-    """Writes a line for every loading process that starts."""
-
-    path: Path
-
-    def __call__(self, number: int) -> None:
-        with open(self.path, "a") as file:
-            file.write(f"{number}\n")
+def announce(path: Path, number: int) -> None:
+    """Writes a line for a loading process that starts."""
+    with open(path, "a") as file:
+        file.write(f"{number}\n")
 
 
 def test_loading_processes_change_no_bit_and_start_once_for_all_parts(tmp_path):
-    announce, model = Announce(tmp_path / "started"), dense_model()
-    options = {"num_workers": 2, "batch_size": 16, "worker_init_fn": announce}
-    loader = DataLoader(Vectors(COUNT), **options)
+    started, model = tmp_path / "started", dense_model()
+    loader = DataLoader(
+        Vectors(COUNT), num_workers=2, batch_size=16,
+        worker_init_fn=functools.partial(announce, started),
+    )  # fmt: skip
     assert_same_bits(scores(model, loader, part_size=BLOCK), scores(model))
-    assert sorted(announce.path.read_text()) == ["\n", "\n", "0", "1"]
-
-
-def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
-    replica = xla_replica.current()
-    with replica.seeded(0):  # threads share a generator
-        models = [dense_model(seed).to(replica.device) for seed in (0, 1)]
-    found = []
-    for score, labels in rows:
-        chosen = models if score == "grand" else models[0]
-        options = {"batch_size": batch_size, "part_size": BLOCK}
-        found.append(scores(chosen, score=score, labels=labels, **options))
-    return found
-
-
-@pytest.mark.parametrize(
-    "backend", [row("cpu", 3), row("xla", 3, slow=True), *TORCHTPU]
-)
-def test_bits_do_not_depend_on_the_number_of_replicas(backend):
-    rows = [*ROWS[:4], ROWS[5], ROWS[7], ("grand", "given")]
-    alone = Backend(backend.device, 1).run(on_replicas, COUNT, rows)[0]
-    for found in backend.run(on_replicas, 2 * BLOCK, rows):
-        for one, truth in zip(found, alone):
-            assert_same_bits(one, truth)
-
-
-def test_the_compared_block_is_computed_again():
-    """Otherwise the comparison would be part of its program, and of no other's."""
-    model, calls = dense_model(), []
-    model.register_forward_hook(lambda *_: calls.append(None))
-    counts = []
-    for pool in (Vectors(BLOCK), Vectors(BLOCK), Vectors(3 * BLOCK)):
-        calls.clear()
-        scores(model, pool)
-        counts.append(len(calls))
-    assert counts == [2, 1, 3]
-    calls.clear()
-    # Other parameters are compared again, once.
-    scores(model, Vectors(2 * BLOCK), last_layer="0", score="last_layer_grad_norm")
-    assert len(calls) == 3
+    assert sorted(started.read_text()) == ["\n", "\n", "0", "1"]
 
 
 class Certain(nn.Module):
@@ -180,17 +136,46 @@ def first(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return logits[:, 0]
 
 
-def signed(rank: int) -> np.ndarray:
-    model = Certain().to(xla_replica.current().device)
-    return scores(model, score="loss", loss=first, part_size=BLOCK)
+def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
+    replica = xla_replica.current()
+    with replica.seeded(0):  # threads share a generator
+        models = [dense_model(seed).to(replica.device) for seed in (0, 1)]
+    found = []
+    for score, labels in rows:
+        chosen = models if score == "grand" else models[0]
+        options = {"batch_size": batch_size, "part_size": BLOCK}
+        found.append(scores(chosen, score=score, labels=labels, **options))
+    certain = Certain().to(replica.device)
+    return [*found, scores(certain, score="loss", loss=first, part_size=BLOCK)]
 
 
-def test_negative_zeros_and_nan_pass_between_replicas():
-    alone = signed(0)
-    assert np.isnan(alone).any()
-    assert np.signbit(alone[~np.isnan(alone)]).all()
-    for found in Backend("cpu", 2).run(signed):
-        assert_same_bits(found, alone)
+@pytest.mark.parametrize(
+    "backend", [row("cpu", 3), row("xla", 3, slow=True), *TORCHTPU]
+)
+def test_bits_do_not_depend_on_the_number_of_replicas(backend):
+    rows = [*ROWS[:4], ROWS[5], ROWS[7], ("grand", "given")]
+    alone = Backend(backend.device, 1).run(on_replicas, COUNT, rows)[0]
+    assert np.isnan(alone[-1]).any()
+    assert np.signbit(alone[-1][~np.isnan(alone[-1])]).all()
+    for found in backend.run(on_replicas, 2 * BLOCK, rows):
+        for one, truth in zip(found, alone, strict=True):
+            assert_same_bits(one, truth)
+
+
+def test_the_compared_block_is_computed_again():
+    """Otherwise the comparison would be part of its program, and of no other's."""
+    model, calls = dense_model(), []
+    model.register_forward_hook(lambda *_: calls.append(None))
+    counts = []
+    for pool in (Vectors(BLOCK), Vectors(BLOCK), Vectors(3 * BLOCK)):
+        calls.clear()
+        scores(model, pool)
+        counts.append(len(calls))
+    assert counts == [2, 1, 3]
+    calls.clear()
+    # Other parameters are compared again, once.
+    scores(model, Vectors(2 * BLOCK), last_layer="0", score="last_layer_grad_norm")
+    assert len(calls) == 3
 
 
 OPTIONS = {"block_size": BLOCK, "part_size": BLOCK, "progress": False}
@@ -222,53 +207,29 @@ def told(models: object, folder: str | None) -> str:
 DIFFERING = {"weight": "0.3.bias", "buffer": "1.running_mean", "name": "2.weight"}
 
 
-def refused(rank: int, folder: str) -> list[str]:
+def refused_and_repaired(rank: int, folder: str) -> tuple[list[str], list[np.ndarray]]:
+    """Returns errors, and scores after the remedy and of the model that all build."""
+    replica = xla_replica.current()
     found = [told(models_of(rank, kind), None) for kind in DIFFERING]
-    return [*found, told(models_of(rank, "weight"), folder)]
+    found.append(told(models_of(rank, "weight"), folder))
+    with replica.seeded(0):  # one thread at a time
+        model = dense_model(rank).to(replica.device)
+    replica.broadcast_([*model.parameters(), *model.buffers()])
+    replica.barrier()  # so that emulated replicas, which are threads, draw together
+    models = model, dense_model(0).to(replica.device)
+    scored = [psg.score_pool(each, Vectors(41), **OPTIONS).scores for each in models]
+    return found, scored
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_other_weights_are_an_error_on_every_replica(backend, tmp_path):
-    for found in backend.run(refused, str(tmp_path)):
-        for text, name in zip(found, [*DIFFERING.values(), DIFFERING["weight"]]):
+def test_other_weights_are_an_error_on_every_replica_and_have_a_remedy(
+    backend, tmp_path
+):
+    names = [*DIFFERING.values(), DIFFERING["weight"]]
+    for found, (repaired, truth) in backend.run(refused_and_repaired, str(tmp_path)):
+        for text, name in zip(found, names, strict=True):
             assert f"buffers differ): replica 0 has {{'model[1].{name}': " in text
             assert "1 of 3 differ from replica 0 (rank 2)" in text
             assert "Build the model once, before launch" in text
+        assert_same_bits(repaired, truth)
     assert not list(tmp_path.iterdir())
-
-
-# Emulated replicas are threads.
-together = threading.Barrier(3)
-
-
-def seeded_alike(rank: int) -> np.ndarray:
-    """Returns scores with a model that every replica has built after one seed."""
-    torch.manual_seed(0)
-    together.wait()  # so that none draws before all have seeded
-    model = dense_model().to(xla_replica.current().device)
-    return psg.score_pool(model, Vectors(41), **OPTIONS).scores
-
-
-@needs_xla
-@pytest.mark.xla
-def test_replicas_that_seed_alike_build_one_model():
-    first, *others = Backend("xla", 3).run(seeded_alike)
-    for scores in others:
-        assert_same_bits(scores, first)
-
-
-def repaired(rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns scores after the remedy, and those of replica 0's model by itself."""
-    replica = xla_replica.current()
-    with replica.seeded(0):  # one thread at a time
-        model, truth = dense_model(rank), dense_model(0)
-    model, truth = model.to(replica.device), truth.to(replica.device)
-    replica.broadcast_([*model.parameters(), *model.buffers()])
-    found = [psg.score_pool(m, Vectors(41), **OPTIONS).scores for m in (model, truth)]
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_the_remedy_works(backend):
-    for found, truth in backend.run(repaired):
-        assert_same_bits(found, truth)
