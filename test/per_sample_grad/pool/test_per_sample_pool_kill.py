@@ -63,25 +63,16 @@ def asked(log: Path) -> Counter[int]:
     return Counter({i: n for i, n in counts.items() if i not in IDENTITY})
 
 
-def parts_in(folder: Path) -> dict[int, np.ndarray]:
-    """Returns the parts in a folder; asserts that each is complete."""
-    found = {}
+def kept(folder: Path) -> set[int]:
+    """Returns the samples of the parts in a folder; asserts that each is complete."""
+    found: set[int] = set()
     for path in folder.glob("part-*.npy"):
-        number = int(path.stem.split("-")[1])
-        found[number] = np.load(path)
-        size = min((number + 1) * PART, COUNT) - number * PART
-        assert len(found[number]) == size
-        assert found[number].reshape(size, -1).any(axis=1).all()
+        first = int(path.stem.split("-")[1]) * PART
+        samples, rows = range(first, min(first + PART, COUNT)), np.load(path)
+        assert len(rows) == len(samples)
+        assert rows.reshape(len(samples), -1).any(axis=1).all()
+        found.update(samples)
     return found
-
-
-def indices(parts: dict[int, np.ndarray]) -> set[int]:
-    """Returns the indices of all samples in these parts."""
-    return {
-        index
-        for number in parts
-        for index in range(number * PART, min((number + 1) * PART, COUNT))
-    }
 
 
 def killed(folder: Path, log: Path, backend: Backend) -> None:
@@ -91,7 +82,7 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
     code += "device, number, *args = sys.argv[1:]; "
     code += "Backend(device, int(number)).run(t.job, *args, 3 * t.BLOCK)"
     arguments = [backend.device, str(backend.num_replicas), str(folder), str(log)]
-    before = len(parts_in(folder))
+    before = kept(folder)
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -101,13 +92,13 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
     )
     try:
         end = time.monotonic() + PATIENCE
-        while len(parts_in(folder)) == before:
+        while kept(folder) == before:
             assert process.poll() is None, "the job ended before it kept a part"
             assert time.monotonic() < end
             time.sleep(1e-3)
         end = time.monotonic() + random.uniform(0.0, 0.1)
         while time.monotonic() < end:
-            parts_in(folder)
+            kept(folder)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -140,9 +131,9 @@ def test_a_killed_run_loses_two_parts_at_most_and_no_bit(
     folder = tmp_path / what
     folder.mkdir()
     for number, replicas in enumerate(killings):
-        log, before = tmp_path / f"log{number}", indices(parts_in(folder))
+        log, before = tmp_path / f"log{number}", kept(folder)
         killed(folder, log, Backend(device, replicas))
-        after = indices(parts_in(folder))
+        after = kept(folder)
         assert before < after < set(range(COUNT))
         done = asked(log)
         assert not set(done) & before  # nothing is scored twice
@@ -150,7 +141,7 @@ def test_a_killed_run_loses_two_parts_at_most_and_no_bit(
         # two batches, and one in hand.
         ahead = 0 if device == "cpu" else 4 * 3 * BLOCK
         assert len(set(done) - after) <= replicas * (2 * PART + ahead)
-    log, before = tmp_path / "log", indices(parts_in(folder))
+    log, before = tmp_path / "log", kept(folder)
     for found in Backend(device, last).run(job, str(folder), str(log), 1):
         alone = found
     done = asked(log)
