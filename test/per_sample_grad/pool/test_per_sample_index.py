@@ -19,7 +19,7 @@ from support.per_sample_grad.pool import (
     dense_model,
 )
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 import per_sample_grad as psg
 from per_sample_grad.factors import projection as projections
@@ -34,21 +34,16 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
 
-def by_hand(model: nn.Module, labels: str = "given", size: int = SIZE) -> torch.Tensor:
+def by_hand(model: nn.Module, labels: str = "given") -> torch.Tensor:
     """Returns the projections of all gradients, which are formed in float64."""
-    model, rows = dense_model().double() if model is None else model.double(), []
+    model = model.double()
     params = dict(model.named_parameters())
-    projection = psg.Projection(params, size, seed=3)
-    for x, y in (Vectors(COUNT)[i] for i in range(COUNT)):
-        x, target = x.double().unsqueeze(0), torch.tensor([y])
-        target = target if labels == "given" else model(x).argmax(1)
-        factors = psg.per_sample_factors(model, loss_of, (x, target))
-        gradient = factors.materialize()
-        row = [
-            projection.of(name, [psg.Dense(gradient[name])], 2**30) for name in params
-        ]
-        rows.append(torch.cat(row, 1))
-    return torch.cat(rows)
+    projection = psg.Projection(params, SIZE, seed=3)
+    x, y = default_collate([Vectors(COUNT)[i] for i in range(COUNT)])
+    y = y if labels == "given" else model(x.double()).argmax(1)
+    found = psg.per_sample_grads(model, loss_of, (x.double(), y))
+    rows = [projection.of(name, [psg.Dense(found[name])], 2**30) for name in params]
+    return torch.cat(rows, 1)
 
 
 @pytest.mark.parametrize("labels", ["given", "pseudo"])
@@ -189,7 +184,7 @@ def test_preconditioning_solves_with_the_damped_matrix(by_parameter):
         precondition(queries.tolist())
 
 
-def test_an_index_of_queries_searches_another(tmp_path):
+def test_an_index_of_queries_searches_another_and_is_exported(tmp_path):
     model = dense_model()
     index = psg.index_pool(model, Vectors(COUNT), folder=tmp_path, **OPTIONS)
     few = torch.utils.data.Subset(Vectors(COUNT), [7, 30])
@@ -198,17 +193,9 @@ def test_an_index_of_queries_searches_another(tmp_path):
     np.testing.assert_allclose(found.values, 1, rtol=1e-5)
     asked = torch.from_numpy(index[[7]]).double()
     assert index.search(asked, top=1, by="cosine").indices.tolist() == [[7]]
-    for changed, told in [
-        ({"seed": 1}, "seed was 0 and is 1"),
-        ({"size": 30}, "size was 60 and is 30; kept.0.weight was"),
-        ({"params": ["0.weight"]}, "kept.0.bias was"),
-    ]:
-        other = psg.index_pool(model, few, **OPTIONS | changed)
-        with pytest.raises(ValueError, match=f"another model or projec.*{told}"):
-            index.search(other)
-    other = psg.index_pool(dense_model(1), few, **OPTIONS)
-    with pytest.raises(ValueError, match=r"model\.0\.weight was"):
-        index.search(other)
+    index.to_npy(tmp_path / "all.npy")
+    assert_same_bits(np.load(tmp_path / "all.npy", mmap_mode="r"), index[:])
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_what_cannot_be_searched_for_is_an_error():
@@ -283,13 +270,6 @@ def test_projections_that_are_not_finite_are_found_before_they_are_kept(tmp_path
     assert kept.search(whole[[3]], top=39, skip_nan=True).indices.shape == (1, 39)
 
 
-def test_an_index_is_exported(tmp_path):
-    index = psg.index_pool(dense_model(), Vectors(COUNT), folder=tmp_path, **OPTIONS)
-    index.to_npy(tmp_path / "all.npy")
-    assert_same_bits(np.load(tmp_path / "all.npy", mmap_mode="r"), index[:])
-    assert not list(tmp_path.glob("*.tmp"))
-
-
 def test_bad_arguments_are_errors():
     pool = Vectors(3)
     for changed, error, told in [
@@ -318,24 +298,32 @@ def test_bad_arguments_are_errors():
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "told", "may_be_searched"),
     [
-        ({"seed": 1}, "seed was 0 and is 1"),
-        ({"size": 30}, "size was 60 and is 30; kept.0.weight was"),
-        ({"model": dense_model(1)}, r"model\.0\.weight was"),
-        ({"labels": "pseudo"}, "labels was 'given' and is 'pseudo'"),
-        ({"params": ["0.weight"]}, r"kept\.0\.weight was"),
-        ({"loader": Vectors(40)}, "count was 41 and is 40"),
+        ({"seed": 1}, "seed was 0 and is 1", False),
+        ({"size": 30}, "size was 60 and is 30; kept.0.weight was", False),
+        ({"model": dense_model(1)}, r"model\.0\.weight was", False),
+        ({"params": ["0.weight"]}, r"kept\.0\.\w+ was", False),
+        ({"labels": "pseudo"}, "labels was 'given' and is 'pseudo'", True),
+        ({"loader": Vectors(40)}, "count was 41 and is 40", True),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_another_jobs_folder_is_an_error(finished, changed, told):
-    job = {"model": dense_model(), "loader": Vectors(COUNT), "folder": finished}
-    job |= {**OPTIONS, **changed}
+def test_another_jobs_folder_and_queries_are_an_error(
+    finished, changed, told, may_be_searched
+):
+    job = {"model": dense_model(), "loader": Vectors(COUNT), **OPTIONS, **changed}
+    arguments = job.pop("model"), job.pop("loader")
     with pytest.raises(
         ValueError, match=f"holds projections of something else: .*{told}"
     ):
-        psg.index_pool(job.pop("model"), job.pop("loader"), **job)
+        psg.index_pool(*arguments, **job, folder=finished)
+    index, other = psg.open_index(finished), psg.index_pool(*arguments, **job)
+    if may_be_searched:
+        assert len(index.search(other).indices) == len(other)
+    else:
+        with pytest.raises(ValueError, match=f"another model or projec.*{told}"):
+            index.search(other)
 
 
 @pytest.fixture(scope="module")
