@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 import types
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.per_sample_grad.pool import CLASSES, COUNT, Pool, make_model
+from support.scripts import python
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
@@ -103,31 +103,13 @@ def hooked(factor: float) -> nn.Module:
 
 
 def other_class(factor: float) -> nn.Module:
-    class Scaled(nn.Module):
-        if factor == 1:
-
-            def forward(self, x):
-                return 1.0 * x
-        else:
-
-            def forward(self, x):
-                return 2.0 * x
-
-    return with_activation(Scaled())
+    forward = {1.0: lambda self, x: 1.0 * x, 0.5: lambda self, x: 2.0 * x}[factor]
+    return with_activation(type("Scaled", (nn.Module,), {"forward": forward})())
 
 
-def smoothed(value: float) -> dict[str, Any]:
-    return {"loss": nn.CrossEntropyLoss(label_smoothing=value, reduction="none")}
-
-
-def class_weighted(value: float) -> dict[str, Any]:
-    weight = torch.full((CLASSES,), value)
-    return {"loss": nn.CrossEntropyLoss(weight=weight, reduction="none")}
-
-
-def through_partial(value: float) -> dict[str, Any]:
+def through_partial(value: float) -> functools.partial:
     options = {"label_smoothing": value, "reduction": "none"}
-    return {"loss": functools.partial(F.cross_entropy, **options)}
+    return functools.partial(F.cross_entropy, **options)
 
 
 def formatted(value: float) -> nn.Module:
@@ -137,83 +119,57 @@ def formatted(value: float) -> nn.Module:
     return with_activation(activated)
 
 
-def lambdas(value: float) -> dict[str, Any]:
+def lambdas(value: float) -> Any:
     """Their source text is the same, whichever is chosen of the line."""
-    chosen = {1.0: lambda z, y: z.sum(1), 0.5: lambda z, y: z.mean(1)}
-    return {"loss": chosen[value]}
+    return {1.0: lambda z, y: z.sum(1), 0.5: lambda z, y: z.mean(1)}[value]
 
 
 def collate_scaled(factor: float, samples):
     return default_collate([(factor * x, y) for x, y in samples])
 
 
-# From a number to arguments, and what differs between the numbers 1 and 0.5.
-JOBS: dict[str, tuple[Any, str]] = {
-    "lambda": (lambdas, "loss was 'source"),
-    "partial": (through_partial, "loss.keywords['label_smoothing']"),
-    "module": (smoothed, "loss.label_smoothing"),
-    "tensor": (class_weighted, "loss.weight"),
-    "closure": (lambda v: {"loss": closure(v)}, "loss.factor"),
-    "default": (
-        lambda v: {"loss": lambda x, y, power=v: powered(x, y, power)},
-        "loss.__defaults__[0]",
-    ),
-    "object": (lambda v: {"loss": Weighted(v)}, "loss.factor"),
-    "method": (lambda v: {"loss": Weighted(v).loss}, "loss.__self__.factor"),
-    "global": (lambda v: {"loss": with_global(v)}, "loss.scaled.FACTOR"),
-    "forward": (
-        lambda v: {"forward": lambda model, x: model(v * x)},
-        "forward.v",
-    ),
-    "split": (lambda v: {"split": lambda batch: (v * batch[0], batch[1])}, "split.v"),
-    "collate": (
-        lambda v: {
-            "loader": DataLoader(
-                Pool(), collate_fn=functools.partial(collate_scaled, v)
-            )
-        },
-        "collate.args[0]",
-    ),
-    "slope": (
-        lambda v: {"model": with_activation(nn.LeakyReLU(v))},
-        "model.2.negative_slope was '1.0' and is '0.5'. Give another folder",
-    ),
-    "activation": (
-        lambda v: {"model": with_activation(Activated(F.relu if v == 1 else F.gelu))},
-        "model.2.activation",
-    ),
-    "activation-in-c": (
-        lambda v: {
-            "model": with_activation(Activated(torch.sigmoid if v == 1 else torch.sin))
-        },
-        "model.2.activation",
-    ),
-    "format": (lambda v: {"model": formatted(v)}, "model.2.last[3]"),
-    "hidden": (
-        lambda v: {"model": with_activation(Activated(F.relu, lambda x: v * x))},
-        "model.2._hidden[0].v",
-    ),
-    "hook": (lambda v: {"model": hooked(v)}, "model.2._forward_hooks[0].factor"),
-    "class": (
-        lambda v: {"model": other_class(v)},
-        "model.2.__class__.forward",
-    ),
-    "score": (
-        lambda v: {"score": lambda factors: v * factors.norms()},
-        "score function.v",
-    ),
-}
+# An argument, what makes it of a number, and what differs between those of 1 and 0.5.
+JOBS: dict[str, tuple[str, Any, str]] = {
+    "lambda": ("loss", lambdas, "loss was 'source"),
+    "partial": ("loss", through_partial, "loss.keywords['label_smoothing']"),
+    "module": ("loss", lambda v: nn.CrossEntropyLoss(
+        label_smoothing=v, reduction="none"), "loss.label_smoothing"),
+    "tensor": ("loss", lambda v: nn.CrossEntropyLoss(
+        torch.full((CLASSES,), v), reduction="none"), "loss.weight"),
+    "closure": ("loss", closure, "loss.factor"),
+    "default": ("loss", lambda v: lambda x, y, power=v: powered(x, y, power),
+                "loss.__defaults__[0]"),
+    "object": ("loss", Weighted, "loss.factor"),
+    "method": ("loss", lambda v: Weighted(v).loss, "loss.__self__.factor"),
+    "global": ("loss", with_global, "loss.scaled.FACTOR"),
+    "forward": ("forward", lambda v: lambda model, x: model(v * x), "forward.v"),
+    "split": ("split", lambda v: lambda batch: (v * batch[0], batch[1]), "split.v"),
+    "collate": ("loader", lambda v: DataLoader(
+        Pool(), collate_fn=functools.partial(collate_scaled, v)), "collate.args[0]"),
+    "slope": ("model", lambda v: with_activation(nn.LeakyReLU(v)),
+              "model.2.negative_slope was '1.0' and is '0.5'. Give another folder"),
+    "activation": ("model", lambda v: with_activation(
+        Activated(F.relu if v == 1 else F.gelu)), "model.2.activation"),
+    "activation-in-c": ("model", lambda v: with_activation(
+        Activated(torch.sigmoid if v == 1 else torch.sin)), "model.2.activation"),
+    "format": ("model", formatted, "model.2.last[3]"),
+    "hidden": ("model", lambda v: with_activation(
+        Activated(F.relu, lambda x: v * x)), "model.2._hidden[0].v"),
+    "hook": ("model", hooked, "model.2._forward_hooks[0].factor"),
+    "class": ("model", other_class, "model.2.__class__.forward"),
+    "score": ("score", lambda v: lambda f: v * f.norms(), "score function.v"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_folder_is_for_one_computation(name, tmp_path):
-    make, path = JOBS[name]
-    first = scores(**make(1.0), folder=tmp_path)
-    again = scores(**make(1.0), folder=tmp_path)  # of new objects
+    argument, make, path = JOBS[name]
+    first = scores(**{argument: make(1.0)}, folder=tmp_path)
+    again = scores(**{argument: make(1.0)}, folder=tmp_path)  # of new objects
     np.testing.assert_array_equal(first, again)
     told = f"holds scores of something else: .*{re.escape(path)}"
     with pytest.raises(ValueError, match=told):
-        scores(**make(0.5), folder=tmp_path)
+        scores(**{argument: make(0.5)}, folder=tmp_path)
 
 
 def reading(file: Any):
@@ -241,9 +197,9 @@ def test_what_cannot_be_compared_needs_a_tag(tmp_path):
         with pytest.raises(ValueError, match="tag was 'version 1' and is 'version 2'"):
             scores(loss=reading(file), folder=tmp_path, tag="version 2")
         other = {"folder": tmp_path / "other", "tag": ""}
-        scores(**through_partial(0.5), **other)
+        scores(loss=through_partial(0.5), **other)
         with pytest.raises(ValueError, match="label_smoothing"):
-            scores(**through_partial(1.0), **other)
+            scores(loss=through_partial(1.0), **other)
 
 
 def test_attributes_that_do_not_compute_are_not_compared(tmp_path):
@@ -375,15 +331,9 @@ def test_another_process_and_new_comments_find_the_same(tmp_path):
     mine, folder = module_of(paths[0]), tmp_path / "scores"
     model = make_model().append(mine.Net())
     scores(model=model, loss=mine.make(), folder=folder)
-    subprocess.run(
-        [sys.executable, "-c", SCORE, str(paths[1]), str(folder)],
-        check=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "PYTHONHASHSEED": "7",
-        },
-    )
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
+    done = python("-c", SCORE, paths[1], folder, **variables)
+    assert done.returncode == 0, done.stderr
     found = json.loads((folder / "pool.json").read_text())
     assert "loss.helper" in found
     assert found["model.6.__class__.forward.RATES['a']"] == "0.1"
