@@ -42,28 +42,19 @@ def test_a_capture_and_a_stream():
     torch.testing.assert_close(names["gram"], factors.gram())
 
 
-def test_scoring_a_pool(tmp_path, monkeypatch):
+def test_scoring_and_indexing_a_pool(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"psg": psg, "model": dense_model(), "dataset": Vectors(COUNT)}
     exec(block(POOLS, "python", "scores.to_csv"), names)
     assert len(names["scores"]) == COUNT
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == COUNT + 1
-
-
-def test_indexing_a_pool(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {"psg": psg, "model": dense_model()}
     names |= {"dataset": Vectors(30), "few": Vectors(3)}
     exec(block(POOLS, "python", "psg.index_pool"), names)
     assert names["found"].indices[:, 0].tolist() == [0, 1, 2]
     assert len(names["again"]) == 30
     assert (tmp_path / "projections.npy").exists()
-
-
-def test_scoring_a_pool_by_a_function_of_factors():
     x, y = torch.utils.data.default_collate([Vectors(COUNT)[i] for i in range(5)])
-    names = {"psg": psg, "torch": torch, "x": x, "y": y, "dataset": Vectors(5)}
-    names["model"] = dense_model()
+    names |= {"torch": torch, "x": x, "y": y, "dataset": Vectors(5)}
     names["loss_fn"] = lambda m, x, y: F.cross_entropy(m(x), y, reduction="none")
     exec(block(POOLS, "python", "factors.dot(toward)"), names)
     gram = psg.per_sample_gram(names["model"], names["loss_fn"], (x, y))
@@ -71,31 +62,25 @@ def test_scoring_a_pool_by_a_function_of_factors():
     torch.testing.assert_close(found, gram.sum(1))
 
 
-def test_a_pool_of_dicts():
+def test_pools_of_dicts():
     """The items, and what the model answers, look like those of Hugging Face."""
-    names = {"psg": psg, "DataLoader": DataLoader}
-    names["collator"] = torch.utils.data.default_collate
-    names["tokenised"] = [{"input_ids": i, "labels": i % CLASSES} for i in range(COUNT)]
 
     class Classifier(nn.Sequential):
         def forward(self, input_ids: torch.Tensor) -> types.SimpleNamespace:
             return types.SimpleNamespace(logits=super().forward(input_ids))
 
-    names["model"] = Classifier(nn.Embedding(COUNT, 3), nn.Linear(3, CLASSES))
-    exec(block(POOLS, "python", "collate_fn=collator"), names)
-
-
-def test_a_pool_with_split_and_forward():
     class WithFeatures(nn.Linear):
         def forward(self, x: torch.Tensor, return_features: bool):
             assert not return_features
             return (super().forward(x),)
 
-    names = {"psg": psg, "model": WithFeatures(4, CLASSES)}
-    names["dataset"] = [
-        {"image": torch.full((4,), float(i)), "class": {"fine": i % CLASSES}}
-        for i in range(COUNT)
-    ]
+    names = {"psg": psg, "DataLoader": DataLoader}
+    names["collator"] = torch.utils.data.default_collate
+    names["tokenised"] = [{"input_ids": i, "labels": i % CLASSES} for i in range(20)]
+    names["model"] = Classifier(nn.Embedding(20, 3), nn.Linear(3, CLASSES))
+    exec(block(POOLS, "python", "collate_fn=collator"), names)
+    names["model"], image = WithFeatures(4, CLASSES), torch.ones(4)
+    names["dataset"] = [{"image": i * image, "class": {"fine": i}} for i in range(4)]
     exec(block(POOLS, "python", "return_features"), names)
 
 

@@ -109,23 +109,17 @@ WRONG: dict[str, tuple[object, str]] = {
     "dense-of-the-batch": (psg.Dense(torch.zeros(P, Q)), r"the Dense of \(2, 3\)"),
     "dense-flat": (psg.Dense(torch.zeros(N, P * Q)), r"the Dense of \(5, 6\)"),
     "dense-of-others": (psg.Dense(torch.zeros(4, P, Q)), r"the Dense of \(4, 2, 3\)"),
-    "outer-without-groups": (
-        psg.Outer(LEFT[:, 0], RIGHT[:, 0]),
-        r"the Outer of \(5, 4, 2\) and \(5, 4, 3\)",
-    ),
+    "outer-without-groups": (psg.Outer(LEFT[:, 0], RIGHT[:, 0]),
+                             r"the Outer of \(5, 4, 2\) and \(5, 4, 3\)"),
     "outer-exchanged": (psg.Outer(RIGHT, LEFT), "the Outer of"),
     "outer-positions": (psg.Outer(LEFT, RIGHT[:, :, 1:]), "the Outer of"),
     "outer-of-others": (psg.Outer(LEFT[1:], RIGHT[1:]), "the Outer of"),
-    "lookup": (
-        psg.Lookup(torch.zeros(N, dtype=torch.long), torch.zeros(N, Q)),
-        r"the Lookup of \(5,\) and \(5, 3\)",
-    ),
-    "lookup-of-others": (
-        psg.Lookup(torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, 1, Q)),
-        "the Lookup of",
-    ),
+    "lookup": (psg.Lookup(torch.zeros(N, dtype=torch.long), torch.zeros(N, Q)),
+               r"the Lookup of \(5,\) and \(5, 3\)"),
+    "lookup-of-others": (psg.Lookup(
+        torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, 1, Q)), "the Lookup of"),
     "second-of-two": ([psg.Outer(LEFT, RIGHT), psg.Dense(LEFT)], "the Dense of"),
-}
+}  # fmt: skip
 
 
 def norms(rule: Callable, **options: object) -> torch.Tensor:

@@ -133,19 +133,6 @@ def test_a_parameter_without_uses_has_projections_of_zero():
     assert (found["a.weight"] != 0).any()
 
 
-@pytest.mark.parametrize(
-    ("parameters", "size", "options", "error", "text"),
-    [
-        ({"w": (3, 2), "v": (2,)}, 1, {}, ValueError, "at least 2, a number for each"),
-        ({"w": (3, 2)}, 0, {}, ValueError, "size must be an integer >= 1, got 0"),
-        ({"w": (3, 2)}, 2, {"seed": 0.5}, TypeError, "seed must be an integer, got"),
-    ],
-)
-def test_bad_arguments(parameters, size, options, error, text):
-    with pytest.raises(error, match=text):
-        psg.Projection(parameters, size, **options)
-
-
 def test_a_projection_of_another_model_is_refused():
     model, other = nn.Linear(2, 2), psg.Projection({"weight": (3, 2), "bias": (2,)}, 5)
     with psg.capture(model) as recorded:
