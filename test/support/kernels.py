@@ -14,14 +14,16 @@ class Kernels(TorchDispatchMode):
     """Counts operations by name, and the numbers that they write.
 
     A ``_foreach`` operation counts once: on a GPU it is a few kernels for hundreds of
-    tensors. What the optimizer itself runs does not count.
+    tensors. What the optimizer itself runs does not count, if there is one.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer | None = None) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.written: Counter[str] = Counter()
         self._pauses = False
+        if optimizer is None:
+            return
         optimizer.register_step_pre_hook(lambda *_: self._pause(True))
         optimizer.register_step_post_hook(lambda *_: self._pause(False))
 

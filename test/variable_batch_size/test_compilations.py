@@ -11,7 +11,7 @@ from support.xla_replica.replicas import (
     TORCHTPU,
     XLA_BACKENDS,
     Backend,
-    needs_xla,
+    on_xla,
 )
 from torch import nn
 
@@ -40,14 +40,9 @@ def counted_epochs(
     if backend:
         called = torch.compile(model, backend=backend)
         training.loss = lambda _, x, y: loss_of(called, x, y)
-    counts = []
-    for epoch in range(3):
-        if epoch == 2:
-            training.optimizer.set_lr((0.0,))  # what a warm-up begins with
-        with xla_replica.count(training.replica) as count:
-            training.epoch(epoch)
-        counts.append((count.compilations, count.transfers, len(count.fallbacks)))
-    return counts
+    counts = [training.counted_epoch(epoch) for epoch in range(2)]
+    training.optimizer.set_lr((0.0,))  # what a warm-up begins with
+    return [*counts, training.counted_epoch(2)]
 
 
 RUNS = [
@@ -102,9 +97,7 @@ def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
     trace = [4 * (1 + n % num_batch_sizes) for n in range(32)]
     made = nn.Linear(6, 3), torch.ones(2048, 6), torch.zeros(2048, dtype=torch.int64)
     training = Training(Case(trace), loss_of, {"on_end": "stop"}, made)
-    with xla_replica.count(training.replica) as count:
-        training.epoch(0)
-    return count.compilations
+    return training.counted_epoch(0)[0]
 
 
 @pytest.mark.parametrize("backend", XLA_BACKENDS)
@@ -120,7 +113,7 @@ def test_the_first_epoch_is_worth_counting():
     assert {0.5, 1.0} <= {0.25 * size / 16 for size in BATCH_SIZES}
 
 
-def a_fetch_is_one_transfer(rank: int) -> tuple[int, int]:
+def a_fetch_and_numbers_in_a_graph(rank: int) -> tuple[int, int, int]:
     replica = xla_replica.current()
     tensors = [torch.ones(3, device=replica.device) * replica.scalar(k) for k in (2, 3)]
     replica.wait()
@@ -129,26 +122,12 @@ def a_fetch_is_one_transfer(rank: int) -> tuple[int, int]:
     assert [v.tolist() for v in values] == [[2.0] * 3, [3.0] * 3]
     with xla_replica.count() as items:
         assert tensors[0][0].item() == 2.0
-    return count.transfers, items.transfers
-
-
-@needs_xla
-@pytest.mark.xla
-def test_the_counter_sees_transfers():
-    assert Backend("xla", 1).run(a_fetch_is_one_transfer) == [(1, 1)]
-
-
-def a_number_in_the_graph(rank: int) -> int:
-    replica = xla_replica.current()
-    x = torch.ones(3, device=replica.device)
-    replica.wait()
-    with xla_replica.count() as count:
+    with xla_replica.count() as programs:
         for shape in (2, 3, 4):
-            x.expand(shape, 3).sum().item()
-    return count.compilations
+            tensors[0].expand(shape, 3).sum().item()
+    return count.transfers, items.transfers, programs.compilations
 
 
-@needs_xla
-@pytest.mark.xla
-def test_the_counter_sees_compilations():
-    assert Backend("xla", 1).run(a_number_in_the_graph) == [3]
+@on_xla
+def test_the_counter_sees_transfers_and_compilations():
+    assert Backend("xla", 1).run(a_fetch_and_numbers_in_a_graph) == [(1, 1, 3)]

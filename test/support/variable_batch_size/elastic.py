@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,21 +22,17 @@ from xla_replica.backends import overlapped_sum
 overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 1
 
 OPTIMIZERS = {
-    "sgd": lambda ps, lr: torch.optim.SGD(ps, lr),
-    "sgd-heavy-ball": lambda ps, lr: torch.optim.SGD(ps, lr, momentum=0.5),
-    "sgd-momentum": lambda ps, lr: torch.optim.SGD(
-        ps, lr, momentum=0.5, weight_decay=2**-6
+    "sgd": torch.optim.SGD,
+    "sgd-heavy-ball": partial(torch.optim.SGD, momentum=0.5),
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.5, weight_decay=2**-6),
+    "sgd-nesterov": partial(
+        torch.optim.SGD, momentum=0.5, weight_decay=2**-6, nesterov=True
     ),
-    "sgd-nesterov": lambda ps, lr: torch.optim.SGD(
-        ps, lr, momentum=0.5, weight_decay=2**-6, nesterov=True
-    ),
-    "adamw": lambda ps, lr: torch.optim.AdamW(ps, lr, weight_decay=0.1),
-    "adam-amsgrad": lambda ps, lr: torch.optim.Adam(
-        ps, lr, amsgrad=True, weight_decay=0.1
-    ),
-    "adagrad": lambda ps, lr: torch.optim.Adagrad(ps, lr),
-    "rmsprop": lambda ps, lr: torch.optim.RMSprop(ps, lr, momentum=0.5, centered=True),
-    "nadam": lambda ps, lr: torch.optim.NAdam(ps, lr),
+    "adamw": partial(torch.optim.AdamW, weight_decay=0.1),
+    "adam-amsgrad": partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.5, centered=True),
+    "nadam": torch.optim.NAdam,
 }
 
 
@@ -151,7 +148,7 @@ class Training:
         **options: Any,
     ) -> None:
         self.case, self.replica = case, xla_replica.current()
-        self.loss = loss or functools.partial(loss_of, case)
+        self.loss = loss or partial(loss_of, case)
         self.model, self.inputs, self.targets = made or make(case)
         self.model.to(self.replica.device)
         groups = getattr(self.model, "groups", self.model.parameters)()
@@ -183,6 +180,12 @@ class Training:
             self.samples.append((*place, fetched.popleft()))
             made += self.minibatch(x, y)
         return made
+
+    def counted_epoch(self, epoch: int) -> tuple[int, int, int]:
+        """Trains an epoch; returns its compilations, transfers and fallbacks."""
+        with xla_replica.count(self.replica) as count:
+            self.epoch(epoch)
+        return count.compilations, count.transfers, len(count.fallbacks)
 
     def dealt(self) -> Iterator[list[int]]:
         """Yields the minibatches of the epoch."""
@@ -223,7 +226,7 @@ def elastic_run(
     rank: int, case: Case, loss_of: Callable[..., torch.Tensor] = loss_of
 ) -> dict[str, object]:
     """Runs the case on replicas; returns what came of it."""
-    training = Training(case, functools.partial(loss_of, case))
+    training = Training(case, partial(loss_of, case))
     returned = sum(training.epoch(epoch) for epoch in range(case.epochs))
     return {
         "weights": training.weights(),
@@ -249,20 +252,36 @@ def batches(case: Case) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 @functools.cache
-def large_batch_run(case: Case) -> tuple[list[torch.Tensor], list[tuple]]:
-    """Runs the case in plain torch, with one forward and backward pass per step."""
-    model, inputs, targets = make(case)
-    optimizer = OPTIMIZERS[case.optimizer](model.parameters(), case.lr)
+def large_batch_run(
+    case: Case, loss: Any = None, made: Any = None, decay: float = 1.0
+) -> tuple[list[torch.Tensor], list[tuple]]:
+    """Runs the case in plain torch, with one forward and backward pass per step.
+
+    Args:
+        case: The run.
+        loss: As that of `Training`.
+        made: As that of `Training`.
+        decay: What learning rates are multiplied by after every step.
+
+    Returns:
+        The weights, and of every update epoch, step, batch size and learning rates.
+    """
+    loss = loss or partial(loss_of, case)
+    model, inputs, targets = made or make(case)
+    groups = getattr(model, "groups", model.parameters)()
+    optimizer = OPTIMIZERS[case.optimizer](groups, case.lr)
+    lrs = [group["lr"] for group in optimizer.param_groups]
     updates = []
     for step, (epoch, rows) in enumerate(batches(case)):
         ratio = len(rows) / case.ref_batchsize
         factor = {"constant": 1.0, "linear": ratio, "root": ratio**0.5}[case.rule]
         optimizer.zero_grad()
-        loss_of(case, model, inputs[rows], targets[rows]).backward()
+        loss(model, inputs[rows], targets[rows]).backward()
         if case.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = case.lr * factor
+        now = tuple(lr * factor * decay**step for lr in lrs)
+        for group, lr in zip(optimizer.param_groups, now):
+            group["lr"] = lr
         optimizer.step()
-        updates.append((epoch, step, len(rows), (case.lr * factor,)))
+        updates.append((epoch, step, len(rows), now))
     return [p.detach() for p in model.parameters()], updates

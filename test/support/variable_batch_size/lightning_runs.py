@@ -9,6 +9,7 @@ import torch
 
 import variable_batch_size as vbs
 from support.outside import package
+from support.variable_batch_size import elastic
 from support.variable_batch_size.elastic import OPTIMIZERS, Case, make
 from support.variable_batch_size.resuming import loss_of
 from tools.outside import models
@@ -68,10 +69,7 @@ def loader_of(sampler: vbs.CustomSampler, **options: Any):
 
 
 def sampler_of() -> vbs.CustomSampler:
-    return vbs.CustomSampler(
-        Samples(), CASE.trace, minibatch_size=CASE.minibatch_size, on_end="cycle",
-        verbose=False,
-    )  # fmt: skip
+    return elastic.sampler_of(CASE, Samples())
 
 
 def trainer_of(strategy: ElasticStrategy, **options: Any):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,18 +16,33 @@ from support.variable_batch_size.elastic import Case, Training
 CASE = Case((4, 36, 8, 4, 12, 32, 20, 4), epochs=2, exact=True)
 
 
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns a loss whose gradients are multiples of 1/64: sums are never rounded.
+
+    Inputs are integers, and residuals are rounded to sixteenths. After any number of
+    steps, other samples or weights would change the bits of the result.
+    """
+    outputs = model(x)[:, 0]
+    residuals = torch.round((outputs.detach() - y) * 16) / 16
+    return (residuals * outputs).sum() / len(x)
+
+
+EXACT = functools.partial(Training, loss=loss_of)
+
+
 def run(
     rank: int,
     case: Case,
     state: dict[str, Any] | None = None,
     saves: bool = True,
     schedule: tuple[str, float] | None = None,
+    build: Callable[[Case], Training] = EXACT,
 ) -> dict[str, Any]:
     """Trains from ``state`` to the end; returns weights, samples, steps and states.
 
     ``schedule`` is the unit of an attached scheduler, and how many of them a step is.
     """
-    training = Training(case, loss_of)
+    training = build(case)
     optimizer = training.optimizer
     if schedule is not None:
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, 0.9)
@@ -45,25 +62,34 @@ def run(
     }
 
 
-def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Returns a loss whose gradients are multiples of 1/64: sums are never rounded.
-
-    Inputs are integers, and residuals are rounded to sixteenths. After any number of
-    steps, other samples or weights would change the bits of the result.
-    """
-    outputs = model(x)[:, 0]
-    residuals = torch.round((outputs.detach() - y) * 16) / 16
-    return (residuals * outputs).sum() / len(x)
-
-
 def resume_from_each(
-    rank: int, case: Case, states: list[dict[str, Any]]
+    rank: int,
+    case: Case,
+    states: list[dict[str, Any]],
+    build: Callable[[Case], Training] = EXACT,
 ) -> list[dict[str, Any]]:
     """Returns what a run from each state returns."""
-    return [run(rank, case, state, saves=False) for state in states]
+    return [run(rank, case, state, saves=False, build=build) for state in states]
 
 
 def global_samples(outcomes: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
     """Returns (step, samples) of every minibatch of all replicas, in their order."""
     everything = sorted(one for outcome in outcomes for one in outcome["samples"])
     return [(step, samples) for step, _, _, samples in everything]
+
+
+def assert_equal(received: Any, expected: Any) -> None:
+    """Asserts that two states are equal bit for bit, in tensors and other values."""
+    assert type(received) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(received, expected)
+    elif isinstance(expected, dict):
+        assert received.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_equal(received[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert len(received) == len(expected)
+        for one, other in zip(received, expected):
+            assert_equal(one, other)
+    else:
+        assert received == expected

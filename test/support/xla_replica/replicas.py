@@ -52,6 +52,11 @@ class Backend(NamedTuple):
         )
 
 
+def on_xla(test):
+    """Marks a test whose replicas are on XLA."""
+    return needs_xla(pytest.mark.xla(test))
+
+
 def on_chips(test):
     """Marks a test whose processes are those of a host with TPU chips."""
     return pytest.mark.slow(pytest.mark.tpu_like(test))
@@ -79,6 +84,11 @@ def row(device: str, num_replicas: int, slow: bool = False):
     )
 
 
+def backends(device: str, *default: int, slow: tuple[int, ...] = ()) -> list[Any]:
+    """Returns rows of a device, by numbers of replicas; some for slow runs only."""
+    return [row(device, n, n in slow) for n in (*default, *slow)]
+
+
 SLICES = row("slices", 3)
 # Processes, as on a TPU; `make tpu-like` runs all tests that have such a row.
 TPU_LIKE = row("tpu-like", 2)
@@ -91,30 +101,16 @@ TORCHTPU = [row("tpu", 1)] if torchtpu.is_installed() else []
 COMPILED = Backend("tpu" if TORCHTPU else "xla", 1)
 IS_COMPILED = [pytest.mark.torchtpu] if TORCHTPU else [needs_xla, pytest.mark.xla]
 BACKENDS = [
-    row("cpu", 1),
-    row("cpu", 2),
-    row("cpu", 3),
-    row("cpu", 5, slow=True),
-    row("cpu", 8, slow=True),
-    row("xla", 1, slow=True),
-    row("xla", 2, slow=True),
-    row("xla", 3),
-    row("xla", 5, slow=True),
-    row("xla", 8, slow=True),  # the script for eight replicas runs by default
+    *backends("cpu", 1, 2, 3, slow=(5, 8)),
+    *backends("xla", 3, slow=(1, 2, 5, 8)),  # the script for eight runs by default
     *GPUS,
     *TORCHTPU,
 ]
 # One row of each backend, the rest for slow runs: for families whose programs take long
 # to compile.
 FEW_BACKENDS = [
-    row("cpu", 1),
-    row("cpu", 3),
-    row("cpu", 8, slow=True),
-    row("xla", 1, slow=True),
-    row("xla", 2),
-    row("xla", 3, slow=True),
-    row("xla", 5, slow=True),
-    row("xla", 8, slow=True),
+    *backends("cpu", 1, 3, slow=(8,)),
+    *backends("xla", 2, slow=(1, 3, 5, 8)),
     *GPUS,
     *TORCHTPU,
 ]

@@ -50,9 +50,7 @@ def test_replicas_stop_within_an_update_and_resume(
 ):
     """Replicas asked to stop in update ``ask_at`` make one more and save it."""
     with pytest.raises(xla_replica.Stopped) as stopped:
-        xla_replica.launch(
-            train, (tmp_path, ask_at, asked), backend.num_replicas, backend.device
-        )
+        backend.run(train, tmp_path, ask_at, asked)
     # Also if replica 0, which raises it, was not asked itself.
     assert (stopped.value.reason, stopped.value.code) == ("maintenance", 75)
     newest = files.saved_files(tmp_path)[0]
@@ -62,23 +60,6 @@ def test_replicas_stop_within_an_update_and_resume(
     assert restored == ask_at + 2
     assert updates == undisturbed[1][ask_at + 2 :]
     assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
-
-
-def test_a_run_that_has_ended_has_nothing_left(undisturbed, tmp_path):
-    training = Training(tmp_path)
-    training.train()
-    training.checkpointer.save()
-    again = Training(tmp_path)
-    restored = again.checkpointer.load()
-    assert restored.num_updates == len(undisturbed[1])
-    assert restored.epoch == CASE.epochs  # the loop is over
-    weights = again.train()
-    assert again.steps == []
-    assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
-
-
-def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path):
-    assert Training(tmp_path / "none").checkpointer.load() is None
 
 
 def test_minibatches_of_an_unfinished_step_are_run_again(undisturbed, tmp_path):
@@ -125,13 +106,8 @@ def counted(rank: int, folder: Path):
     for often in (False, True):
         seconds = 1e-9 if often else 1e9
         training = Training(folder, every_updates=1000, look_every_seconds=seconds)
-        replica, found[often] = training.replica, []
         training.optimizer.attach(training.checkpointer)
-        for epoch in range(3):
-            with xla_replica.count(replica) as counts:
-                training.epoch(epoch)
-            found[often].append((counts.compilations, counts.transfers))
-            assert not counts.fallbacks
+        found[often] = [training.counted_epoch(epoch) for epoch in range(3)]
     return found
 
 
@@ -140,10 +116,10 @@ def test_updates_read_only_where_all_look_and_compile_nothing(backend, tmp_path)
     """The epochs have 9, 8 and 8 updates."""
     several = backend.num_replicas if backend.num_replicas > 1 else 0
     for found in backend.run(counted, tmp_path):
-        assert found[True] == [(0, n * several) for n in (9, 8, 8)]
+        assert found[True] == [(0, n * several, 0) for n in (9, 8, 8)]
         # From look to look at most twice as many minibatches.
-        assert sum(reads for _, reads in found[False]) == 4 * several
-        assert [compiled for compiled, _ in found[False]][1:] == [0, 0]
+        assert sum(reads for _, reads, _ in found[False]) == 4 * several
+        assert [each[::2] for each in found[False]][1:] == [(0, 0), (0, 0)]
 
 
 def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path, caplog):

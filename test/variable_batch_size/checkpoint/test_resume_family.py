@@ -9,27 +9,20 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 from support.variable_batch_size.resuming import (
     CASE,
+    assert_equal,
     global_samples,
     resume_from_each,
     run,
 )
-from support.xla_replica.replicas import TORCHTPU, TPU_LIKE, row
+from support.xla_replica.replicas import TORCHTPU, TPU_LIKE, backends
 
 import xla_replica
 
 BACKENDS = [
-    row("cpu", 1),
-    row("cpu", 2, slow=True),
-    row("cpu", 3),
-    row("cpu", 5, slow=True),
-    row("cpu", 8, slow=True),
-    row("xla", 1, slow=True),
-    row("xla", 2, slow=True),
-    row("xla", 3),
-    row("xla", 8, slow=True),
+    *backends("cpu", 1, 3, slow=(2, 5, 8)),
+    *backends("xla", 3, slow=(1, 2, 8)),
     *TORCHTPU,
     TPU_LIKE,
 ]
@@ -71,25 +64,23 @@ def test_resumed_from_every_update_the_run_ends_the_same(backend, alone):
         ]
 
 
-# Rules and schedulers that have states: (case, schedule).
+# Rules and schedulers that have states: changes of the case, and the schedule.
 COUNTING = {
-    "adascale": (dataclasses.replace(CASE, rule="adascale"), None),
-    "adascale, scheduler in iterations": (
-        dataclasses.replace(CASE, rule="adascale", optimizer="sgd"),
+    "adascale": ({"rule": "adascale"}, None),
+    "adascale, iterations": (
+        {"rule": "adascale", "optimizer": "sgd"},
         ("iterations", 1.5),
     ),
-    "adam-root": (
-        dataclasses.replace(CASE, rule="adam-root", optimizer="adamw"),
-        None,
-    ),
-    "linear, scheduler in samples": (CASE, ("samples", 20)),
+    "adam-root": ({"rule": "adam-root", "optimizer": "adamw"}, None),
+    "linear, samples": ({}, ("samples", 20)),
 }
 
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_on_a_local_replica_every_later_state_is_the_same(name):
     """Resumed from each state, with all learning rates and weights."""
-    case, schedule = COUNTING[name]
+    changes, schedule = COUNTING[name]
+    case = dataclasses.replace(CASE, **changes)
     [whole] = xla_replica.launch(run, (case, None, True, schedule), 1, "cpu")
     num_updates, states = len(whole["updates"]), whole["states"]
     assert len(states) == num_updates + 1 > 15
@@ -98,20 +89,3 @@ def test_on_a_local_replica_every_later_state_is_the_same(name):
         assert rest["updates"] == list(range(done, num_updates))
         assert_equal(rest["states"], states[done + 1 :])
         assert_equal(rest["weights"], whole["weights"])
-
-
-def assert_equal(received, expected):
-    """Asserts that two states are equal bit for bit, in tensors and other values."""
-    assert type(received) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(received, expected)
-    elif isinstance(expected, dict):
-        assert received.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_equal(received[key], value)
-    elif isinstance(expected, (list, tuple)):
-        assert len(received) == len(expected)
-        for one, other in zip(received, expected):
-            assert_equal(one, other)
-    else:
-        assert received == expected

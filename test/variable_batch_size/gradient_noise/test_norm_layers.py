@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from support.kernels import Kernels
 from support.variable_batch_size.elastic import Case, Training
 from support.variable_batch_size.noise import CPU
 from support.xla_replica.replicas import (
@@ -19,7 +20,6 @@ from support.xla_replica.replicas import (
 )
 from torch import nn
 from torch.optim import SGD
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import variable_batch_size as vbs
@@ -206,20 +206,6 @@ def test_a_minibatch_that_is_thrown_away_at_last_is_none():
     assert seen.take().item() == 0
 
 
-class Operations(TorchDispatchMode):
-    """Counts what torch computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if name not in ("detach", "view", "promote_types"):
-            self.names.append(name)
-        return function(*args, **kwargs or {})
-
-
 def test_a_layer_costs_few_operations():
     """Nothing is computed twice that the forward pass has saved."""
     layers = [nn.LayerNorm(8) for _ in range(6)]
@@ -227,17 +213,17 @@ def test_a_layer_costs_few_operations():
 
     def count() -> collections.Counter[str]:
         model.zero_grad()
-        with Operations() as operations:
+        with Kernels() as kernels:
             model(x).sum().backward()
-        return collections.Counter(operations.names)
+        return kernels.calls
 
     alone = count()
     seen = watch(model, 4, torch.float32)
     each = {"sub": 1, "mul_": 2, "sum": 1}
     assert count() - alone == {name: 6 * number for name, number in each.items()}
-    with Operations() as operations:
+    with Kernels() as kernels:
         seen.take()
-    assert len(operations.names) <= 6
+    assert kernels.calls.total() <= 6
 
 
 def test_a_step_of_one_minibatch_costs_few_operations():
@@ -252,10 +238,10 @@ def test_a_step_of_one_minibatch_costs_few_operations():
         if use:
             optimizer.noise.use_norm_layers(model)
         for _ in zip(range(3), sampler):
-            with Operations() as operations:
+            with Kernels() as kernels:
                 model(torch.ones(4, 3, 8)).sum().backward()
                 optimizer.step()
-        return len(operations.names)
+        return kernels.calls.total()
 
     assert count(use=True) - count(use=False) <= 6 * 4 + 45
 
@@ -347,33 +333,26 @@ def test_the_factor_is_measured_where_a_step_has_several_minibatches(backend):
 
 
 def test_the_factor_serves_later_steps_and_is_saved():
-    _, state, _ = train(0, [12])
+    together, state, _ = train(0, [12])
     again, _, _ = train(0, [4], state=state)
-    together, _, _ = train(0, [12])
     assert again.norm_factor == pytest.approx(together.norm_factor)
     del state["norm layers"]  # a state of before
     assert train(0, [4], state=state)[2] == "norm layers, factor unknown"
 
 
+def counted(rank: int) -> tuple[int, int, int]:
+    x, y = (each.float() for each in data(64))
+    case = Case((8, 4, 12, 8, 4, 16, 12), 2, "sgd", "adascale", 0.1)
+    training = Run(case, made=(net().float(), x, y))
+    training.optimizer.noise.use_norm_layers(training.model)
+    training.epoch(0)
+    return training.counted_epoch(1)
+
+
 @pytest.mark.parametrize("backend", [*XLA_BACKENDS, *TORCHTPU])
 def test_nothing_compiles_and_nothing_is_read_after_two_steps(backend):
     for counts in backend.run(counted):
-        assert counts == (0, 0)
-
-
-def counted(rank: int) -> tuple[int, int]:
-    x, y = (each.float() for each in data(64))
-    case = Case((8, 4, 12, 8, 4, 16, 12), 2, "sgd", "adascale", 0.1)
-    training = Training(case, mean_loss, made=(net().float(), x, y))
-    training.optimizer.noise.use_norm_layers(training.model)
-    for epoch in range(2):
-        with xla_replica.count(training.replica) as counts:
-            training.epoch(epoch)
-    return counts.compilations, counts.transfers
-
-
-def mean_loss(model: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return losses(model, x, y).mean()
+        assert counts == (0, 0, 0)
 
 
 def test_gradients_that_come_past_a_layer_s_output_are_refused():

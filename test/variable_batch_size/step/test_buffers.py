@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.variable_batch_size.elastic import Case, Training
+from support.variable_batch_size.elastic import Case, Training, batches
 from support.xla_replica.replicas import SEVERAL_REPLICAS
 from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
-from xla_replica import LocalReplica
 
 
 class Buffers(nn.Module):
@@ -57,23 +56,22 @@ def test_the_mean_is_weighted_and_ignores_replicas_without_samples(backend):
             assert empty.numel() == 0
 
 
-def test_a_model_without_buffers_is_left_alone():
-    vbs.average_buffers(nn.Linear(1, 1), 1, LocalReplica("cpu"))
+# Replicas 1 and 2 are idle most of the time.
+CASE = Case(
+    (32, 32, 64, 32, 96, 32), 10, "sgd", "constant", 0.0, num_samples=512,
+    minibatch_size=32,
+)  # fmt: skip
 
 
-TRACE = [4, 4, 8, 4, 12, 4]  # replicas 1 and 2 are idle most of the time
+def inputs_of_norm() -> torch.Tensor:
+    return 3 + 2 * torch.randn(512, 2, generator=torch.Generator().manual_seed(0))
 
 
-def statistics(rank: int, minibatch_size: int) -> dict[str, torch.Tensor]:
+def statistics(rank: int) -> dict[str, torch.Tensor]:
     """Returns BatchNorm's statistics after epochs in which replicas were idle."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = 3 + 2 * torch.randn(512, 2, generator=generator)
     model = nn.Sequential(nn.BatchNorm1d(2, momentum=0.05), nn.Linear(2, 1))
-    case = Case(
-        [n * 8 for n in TRACE], 10, "sgd", "constant", 0.0,
-        minibatch_size=minibatch_size,
-    )  # fmt: skip
-    training = Training(case, lambda m, x, y: m(x).mean(), made=(model, inputs, inputs))
+    made = model, inputs_of_norm(), inputs_of_norm()
+    training = Training(CASE, lambda m, x, y: m(x).mean(), made=made)
     norm = model[0]
     for epoch in range(10):
         training.epoch(epoch)
@@ -86,20 +84,14 @@ def statistics(rank: int, minibatch_size: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_batchnorm_statistics_are_those_of_a_large_batch_run(backend):
     """They agree up to noise: its steps see whole batches, ours minibatches of 32."""
-    outcomes = backend.run(statistics, 32)
+    outcomes = backend.run(statistics)
     averaged = [outcome["averaged"] for outcome in outcomes]
     assert all(torch.equal(other, averaged[0]) for other in averaged)
     drifted = [outcome["drifted"] for outcome in outcomes]
     assert not torch.equal(drifted[0], drifted[2])  # else there was nothing to average
 
-    oracle = nn.BatchNorm1d(2, momentum=0.05)
-    generator = torch.Generator().manual_seed(0)
-    inputs = 3 + 2 * torch.randn(512, 2, generator=generator)
-    schedule = vbs.Schedule(vbs.Trace([n * 8 for n in TRACE]), 512, 32, "cycle")
-    for epoch in range(10):
-        order = torch.randperm(512, generator=torch.Generator().manual_seed(42 + epoch))
-        plan = schedule.plan(epoch, 1)
-        for start, n in zip(plan.starts, plan.num_minibatches):
-            oracle(inputs[order[32 * start : 32 * (start + n)]])
+    oracle, inputs = nn.BatchNorm1d(2, momentum=0.05), inputs_of_norm()
+    for _, rows in batches(CASE):
+        oracle(inputs[rows])
     reference = torch.stack([oracle.running_mean, oracle.running_var])
     torch.testing.assert_close(averaged[0], reference, rtol=0.08, atol=0.0)

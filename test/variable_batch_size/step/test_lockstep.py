@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.variable_batch_size.elastic import (
-    OPTIMIZERS,
-    Case,
-    Training,
-    batches,
-    loss_of,
-    make,
-)
+from support.variable_batch_size.elastic import Case, Training, large_batch_run
 from support.xla_replica.replicas import HAS_XLA, Backend, row
 
 from xla_replica import ReplicaError
@@ -46,43 +39,33 @@ def run(rank: int) -> dict[str, object]:
     return {"weights": training.weights(), "met": met}
 
 
-def refusals(rank: int) -> list[str]:
-    """Returns what wrong calls say: of one with a minibatch, and of an idle one."""
+def refusals(rank: int) -> None:
+    """Makes the wrong call: on one with a minibatch, and on an idle one."""
     training = Training(CASE, lockstep=True)
     optimizer = training.optimizer
     optimizer.set_epoch(0)
-    wrong = optimizer.join_step if rank == 0 else optimizer.step
+    wrong, told = optimizer.join_step, r"call backward\(\) and step\(\) for every one"
+    if rank > 0:
+        wrong, told = optimizer.step, r"call join_step\(\) in place of step\(\)"
     sum(p.sum() for p in training.model.parameters()).backward()
-    with pytest.raises((ValueError, ReplicaError)) as raised:
+    with pytest.raises((ValueError, ReplicaError), match=told):
         wrong()
-    return [str(raised.value)]
 
 
 @pytest.mark.parametrize(
     "backend", [row("cpu", 1), row("cpu", 3, slow=HAS_XLA), row("xla", 3)]
 )
 def test_loops_with_schedulers_and_collectives_train_as_one_large_batch(backend):
-    model, inputs, targets = make(CASE)
-    optimizer = OPTIMIZERS[CASE.optimizer](model.parameters(), CASE.lr)
-    lr = CASE.lr
-    for _, rows in batches(CASE):
-        optimizer.param_groups[0]["lr"] = lr * len(rows) / CASE.ref_batchsize
-        optimizer.zero_grad()
-        loss_of(CASE, model, inputs[rows], targets[rows]).backward()
-        optimizer.step()
-        lr *= DECAY
-    num_updates = len(list(batches(CASE)))
+    weights, updates = large_batch_run(CASE, decay=DECAY)
     for outcome in backend.run(run):
-        torch.testing.assert_close(outcome["weights"], list(model.parameters()))
+        torch.testing.assert_close(outcome["weights"], weights)
         # Replicas met after the same updates, with the same learning rates.
         assert [each for each in outcome["met"] if len({*each}) > 1] == []
-        assert [each[0][0] for each in outcome["met"]] == [*range(num_updates)]
+        assert [each[0][0] for each in outcome["met"]] == [*range(len(updates))]
 
 
 def test_each_of_the_two_calls_refuses_the_steps_of_the_other():
-    busy, *idle = Backend("cpu", 2).run(refusals)
-    assert "call backward() and step() for every one" in busy[0]
-    assert all("call join_step() in place of step()" in one[0] for one in idle)
+    Backend("cpu", 2).run(refusals)
 
 
 def test_without_lockstep_there_is_nothing_to_join():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.variable_batch_size import elastic
-from support.variable_batch_size.elastic import OPTIMIZERS, make
+from support.variable_batch_size.elastic import OPTIMIZERS, batches, large_batch_run
 from support.variable_batch_size.elastic import Case as ElasticCase
+from support.variable_batch_size.resuming import resume_from_each
+from support.variable_batch_size.resuming import run as run_and_save
+from support.variable_batch_size.sharded import whole
 from support.variable_batch_size.wrapping import one_weight
-from support.xla_replica.replicas import HAS_XLA, row
+from support.xla_replica.replicas import HAS_XLA, backends, row
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -36,12 +40,11 @@ class Case(ElasticCase):
         return torch.float64
 
 
+LINEAR = Case(TRACE, num_samples=NUM_SAMPLES, epochs=EPOCHS)
 CASES = {
-    "linear": Case(TRACE, num_samples=NUM_SAMPLES, epochs=EPOCHS),
-    "adamw": Case(
-        TRACE, num_samples=NUM_SAMPLES, epochs=EPOCHS, optimizer="adamw", rule="root"
-    ),
-    "clipped": Case(TRACE, num_samples=NUM_SAMPLES, epochs=EPOCHS, max_grad_norm=0.05),
+    "linear": LINEAR,
+    "adamw": dataclasses.replace(LINEAR, optimizer="adamw", rule="root"),
+    "clipped": dataclasses.replace(LINEAR, max_grad_norm=0.05),
 }
 
 
@@ -70,59 +73,20 @@ def elastic_runs(rank: int) -> dict[str, dict[str, object]]:
         training = Training(case)
         for epoch in range(EPOCHS - 1):
             training.epoch(epoch)
-        with xla_replica.count(training.replica) as count:
-            training.epoch(EPOCHS - 1)
         found[name] = {
+            "count": training.counted_epoch(EPOCHS - 1),
             "weights": training.weights(),
             "updates": [(u.batch_size, float(u.weight)) for u in training.updates],
-            "count": (count.compilations, count.transfers, len(count.fallbacks)),
         }
     return found
-
-
-def epochs_of(sizes, num_samples: int, num_epochs: int) -> list[list[int]]:
-    """Returns the batch sizes of each epoch, one step at a time."""
-    epochs, step = [], 0
-    for _ in range(num_epochs):
-        epoch: list[int] = []
-        while sum(epoch) + sizes[step % len(sizes)] <= num_samples:
-            epoch.append(sizes[step % len(sizes)])
-            step += 1
-        epochs.append(epoch)
-    return epochs
-
-
-def one_process(case: Case) -> tuple[list[torch.Tensor], list[int]]:
-    """Trains in plain torch, with each step's samples in one batch."""
-    model, inputs, targets = make(case)
-    optimizer = OPTIMIZERS[case.optimizer](model.parameters(), case.lr)
-    sizes = []
-    for epoch, steps in enumerate(epochs_of(case.trace, NUM_SAMPLES, case.epochs)):
-        generator = torch.Generator().manual_seed(42 + epoch)
-        order, first = torch.randperm(NUM_SAMPLES, generator=generator), 0
-        for size in steps:
-            rows, first = order[first : first + size], first + size
-            optimizer.zero_grad()
-            losses_of(model, inputs[rows], targets[rows]).mean().backward()
-            if case.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
-            ratio = size / case.ref_batchsize
-            [group] = optimizer.param_groups
-            group["lr"] = case.lr * (ratio if case.rule == "linear" else ratio**0.5)
-            optimizer.step()
-            sizes.append(size)
-    return [p.detach() for p in model.parameters()], sizes
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        row("cpu", 1),
+        *backends("cpu", 1, slow=(3,)),
         row("cpu", 2, slow=HAS_XLA),
-        row("cpu", 3, slow=True),
-        row("xla", 1, slow=True),
-        row("xla", 3),
-        row("xla", 8, slow=True),
+        *backends("xla", 3, slow=(1, 8)),
     ],
 )
 def outcomes(request):
@@ -131,17 +95,15 @@ def outcomes(request):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_padded_run_equals_one_process_with_the_same_batches(outcomes, name):
-    weights, sizes = one_process(CASES[name])
+    # In units of one sample nothing of an epoch is left over, and nothing is padded.
+    case = dataclasses.replace(CASES[name], minibatch_size=1)
+    weights, updates = large_batch_run(case)
     for outcome in outcomes:
-        assert outcome[name]["updates"] == [(size, size) for size in sizes]
+        assert outcome[name]["updates"] == [(size, size) for _, _, size, _ in updates]
         torch.testing.assert_close(
             outcome[name]["weights"], weights, rtol=1e-12, atol=1e-12
         )
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_after_warm_up_nothing_is_compiled_or_read_back(outcomes, name):
-    for outcome in outcomes:
+        # After the first epochs nothing is compiled or read back.
         assert outcome[name]["count"] == (0, 0, 0)
 
 
@@ -159,8 +121,10 @@ def test_every_sample_of_a_step_counts_once(sizes, num_samples, unit, num_replic
     schedule = vbs.Schedule(
         vbs.Trace(sizes), num_samples, unit, "cycle", pad_minibatches=True
     )
+    case = Case(tuple(sizes), 3, num_samples=num_samples, minibatch_size=1)
     first = 0
-    for epoch, steps in enumerate(epochs_of(sizes, num_samples, 3)):
+    for epoch, found in itertools.groupby(batches(case), lambda each: each[0]):
+        steps = [len(rows) for _, rows in found]
         plan = schedule.plan(epoch, num_replicas)
         assert [plan.batch_size(step) for step in range(plan.num_steps)] == steps
         assert plan.num_dropped_samples == num_samples - sum(steps)
@@ -188,34 +152,18 @@ def test_every_sample_of_a_step_counts_once(sizes, num_samples, unit, num_replic
 # --- resuming ------------------------------------------------------------------------
 
 
-def states_of(rank: int) -> list[dict]:
-    """Returns a state after every update, and last of all the weights."""
-    training = Training(CASES["linear"])
-    states = [training.state()]
-    training.optimizer.attach(lambda update: states.append(training.state()))
-    weights = training.train()
-    return [*states, weights]
-
-
-def resume_each(rank: int, states: list[dict]) -> list[list[torch.Tensor]]:
-    ends = []
-    for state in states:
-        training = Training(CASES["linear"])
-        training.load(state)
-        ends.append(training.train())
-    return ends
-
-
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "backend", [row("cpu", 2, slow=HAS_XLA), row("xla", 3, slow=True)]
 )
 def test_it_is_resumed_after_any_update_on_other_replicas(backend, every):
-    [[*states, weights]] = xla_replica.launch(states_of, (), 1, "cpu")
+    alone = run_and_save(0, LINEAR, build=Training)
+    states, weights = alone["states"], alone["weights"]
     assert len(states) > 15
-    for ends in backend.run(resume_each, states[::every]):
+    args = LINEAR, states[::every], Training
+    for ends in backend.run(resume_from_each, *args):
         for end in ends:
-            torch.testing.assert_close(end, weights, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(end["weights"], weights, rtol=1e-12, atol=1e-12)
 
 
 # --- sharded models ------------------------------------------------------------------
@@ -223,7 +171,7 @@ def test_it_is_resumed_after_any_update_on_other_replicas(backend, every):
 
 def sharded_run(rank: int, shards: bool) -> tuple[int, list[torch.Tensor]]:
     """Returns how many minibatches were padding all through, and the weights."""
-    training = Training(CASES["linear"])
+    training = Training(LINEAR)
     model = training.model
     del model.scale
     model.scale = 1.0
@@ -240,8 +188,7 @@ def sharded_run(rank: int, shards: bool) -> tuple[int, list[torch.Tensor]]:
         for rows in training.sampler:
             num_padding += optimizer.is_padding
             training.minibatch(training.inputs[rows], training.targets[rows])
-    weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-    return num_padding, [weight.detach().clone() for weight in weights]
+    return num_padding, whole(model.parameters())
 
 
 @pytest.mark.slow
@@ -258,7 +205,7 @@ def test_sharded_models_are_padded_by_samples_and_by_minibatches():
 
 
 def test_noise_is_that_of_minibatches_weighted_by_their_samples():
-    case = dataclasses.replace(CASES["linear"], rule="adascale", trace=(13, 22))
+    case = dataclasses.replace(LINEAR, rule="adascale", trace=(13, 22))
     training = Training(case, ref_batchsize=None, ref_weight=16)
     training.epoch(0)
     measured = training.optimizer.noise.measure()
@@ -269,7 +216,7 @@ def test_noise_is_that_of_minibatches_weighted_by_their_samples():
 def test_multiples_of_the_minibatch_train_alike_with_and_without():
     ends = []
     for pad in (False, True):
-        case = dataclasses.replace(CASES["linear"], trace=(4, 16, 12))
+        case = dataclasses.replace(LINEAR, trace=(4, 16, 12))
         training = Training(case, pad_minibatches=pad)
         ends.append(training.train())
     assert len(training.updates) > 10
@@ -277,7 +224,7 @@ def test_multiples_of_the_minibatch_train_alike_with_and_without():
 
 
 def test_a_forgotten_mask_is_an_error():
-    training = Training(CASES["linear"])
+    training = Training(LINEAR)
     rows = next(iter(training.sampler))
     assert rows[3] in rows[:3]  # three real samples
     x, y = training.inputs[rows], training.targets[rows]
@@ -300,7 +247,7 @@ def test_a_mean_over_the_minibatch_is_refused():
 
 
 def test_a_run_that_pads_is_not_one_that_does_not():
-    case = dataclasses.replace(CASES["linear"], trace=(4, 8))
+    case = dataclasses.replace(LINEAR, trace=(4, 8))
     samplers = [Training(case, pad_minibatches=pad).sampler for pad in (False, True)]
     states = [sampler.state_dict() for sampler in samplers]
     assert "pad_minibatches" not in states[0]["fingerprint"]  # as in earlier versions
