@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.documents import block
 from support.scripts import python
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica.replicas import on_xla
 
 import xla_replica
 from xla_replica import ReplicaError
@@ -20,8 +20,7 @@ def sums(rank: int, scale: float) -> float:
     return replica.fetch([tensor])[0].item()
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 def test_a_function_runs_on_every_replica(xla_replicas):
     assert xla_replicas(4, sums, 2.0) == [12.0] * 4
 
@@ -50,8 +49,7 @@ def test_fails(xla_replicas):
 """
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.slow
 def test_the_page_shows_how(tmp_path):
     conftest = block("docs/xla_replica.md", "python", "# conftest.py")

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from support.rigl_xla import sparse
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica.replicas import on_xla
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -188,8 +188,7 @@ def from_xla(rank: int, path: str) -> int:
     return count.transfers
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 def test_a_model_on_xla_is_one_transfer(tmp_path):
     path = str(tmp_path / "model.pt")
     assert xla_replica.launch(from_xla, (path,), 1, "xla") == [1]

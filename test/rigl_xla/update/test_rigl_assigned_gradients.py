@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.rigl_xla import sparse
-from support.xla_replica.replicas import Backend, needs_xla
+from support.xla_replica.replicas import Backend, on_xla
 from torch import nn
 
 import per_sample_grad as psg
@@ -270,8 +270,7 @@ def test_on_replicas_of_which_some_are_idle(num_replicas, hand):
         assert same(masks, composed_run_of_one(hand)[0])
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.parametrize(
     ("num_replicas", "hand"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.variable_batch_size import exact
-from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone
+from support.xla_replica.replicas import Backend, of_torch_alone, on_xla
 from torch import nn
 
 import variable_batch_size as vbs
@@ -125,8 +125,7 @@ def test_orders_masks_and_weights_have_the_same_bits(kind):
     exact.assert_same_bits(*(Backend("cpu", n).run(train, kind) for n in (1, 2, 3)))
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.parametrize(
     "kind", ["group", "rigl", *(pytest.param(k, marks=pytest.mark.slow) for k in SLOW)]
 )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.per_sample_grad.gradient_oracle import fold
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica.replicas import on_xla
 from torch import nn
 
 import per_sample_grad as psg
@@ -104,8 +104,7 @@ def products_inside(rank: int) -> tuple[list[str], str]:
     return found, torch_xla.backends.get_mat_mul_precision()
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 def test_on_torch_xla_products_inside_are_of_that_precision_and_no_others():
     assert xla_replica.launch(products_inside, (), 1, "xla") == [
         (["default", "highest"], "default")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.scripts import python, written
-from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, needs_xla, row
+from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, on_xla, row
 
 VARIABLE = "A_TEST_HAS_SET_THIS"
 
@@ -66,8 +66,7 @@ def imported_with_torch_xla(rank: int) -> list[str]:
     return [name for name in set(sys.modules) - before if name.startswith("torch.")]
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned")
 def test_most_of_what_torch_xla_imports_is_there_before_a_process_is_forked():
     [parts] = {len(each) for each in Backend("cpu", 2).run(imported_with_torch_xla)}

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.documents import ROOT
 from support.scripts import environment, python, written
-from support.xla_replica.replicas import needs_xla, row
+from support.xla_replica.replicas import on_xla, row
 
 from xla_replica.__main__ import main
 
@@ -67,8 +67,7 @@ def test_a_wrong_command_line_says_what_is_allowed(arguments, error, capsys):
     assert error in capsys.readouterr().err
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 def test_a_script_for_torch_xla_alone_trains_on_eight_replicas(tmp_path):
     script = ROOT / "test" / "support" / "xla_replica" / "torch_xla_training.py"
     status, printed = run(script, "--out", tmp_path, num_replicas=8)
@@ -135,8 +134,7 @@ def script(tmp_path) -> Path:
     return written(tmp_path, SCRIPT)
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.parametrize(
     ("how", "status", "expected"),
     [
@@ -162,8 +160,7 @@ def test_a_script_ends_as_it_would_on_a_tpu(script, how, status, expected):
         assert "afterwards" not in printed
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.slow
 def test_a_module_runs_as_with_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -176,8 +173,7 @@ def test_a_module_runs_as_with_python(tmp_path, monkeypatch):
     assert "1.0 of 1: works not set ['works'] __mp_main__" in printed
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.slow
 def test_a_script_without_a_guard_runs_on_all_replicas(tmp_path):
     script = written(tmp_path, "import torch_xla\ntorch_xla.launch(print)\n")
@@ -185,8 +181,7 @@ def test_a_script_without_a_guard_runs_on_all_replicas(tmp_path):
     assert (status, sorted(printed.split())) == (0, ["0", "1"])
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.slow
 def test_ctrl_c_ends_everything(script):
     process = subprocess.Popen(
@@ -203,8 +198,7 @@ def test_ctrl_c_ends_everything(script):
     assert process.returncode in (-signal.SIGINT, 130)
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.slow
 def test_a_script_that_asks_for_a_tpu_is_told_that_it_has_one(tmp_path):
     script = written(
