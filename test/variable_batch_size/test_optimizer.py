@@ -26,26 +26,6 @@ import variable_batch_size as vbs
 from xla_replica import LocalReplica, ReplicaError
 
 
-def test_step_says_whether_it_updated():
-    """The trace is 64, 96, 96 in minibatches of 32: it accumulates, updates, ..."""
-    assert run_epoch(*make()) == [0, 1, 0, 0, 1, 0, 0, 1]
-
-
-def test_gradients_are_averaged_and_the_learning_rate_scaled():
-    model, sampler, wrapper = make(trace=[64])
-    run_epoch(model, sampler, wrapper)
-    assert torch.equal(model.weight.data, torch.full((1, 2), -0.1 * 2 * 1.0))
-    assert wrapper.get_lr() == (0.1,)
-    assert torch.equal(model.weight.grad, torch.zeros(1, 2))
-
-
-def test_clipping_happens_after_the_average():
-    model, sampler, wrapper = make(trace=[64], lr=1.0, max_grad_norm=0.5)
-    run_epoch(model, sampler, wrapper)
-    moved = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert moved.norm() == pytest.approx(2 * 0.5, rel=1e-4)
-
-
 def test_what_can_be_asked():
     model, sampler, wrapper = make()
     seen = []
@@ -66,19 +46,6 @@ def test_settings_that_replicas_have_compared_cannot_be_assigned():
     with pytest.raises(AttributeError):
         wrapper.max_grad_norm = 1.0
     assert wrapper.max_grad_norm == 0.5
-
-
-def test_a_wrapper_that_is_dropped_is_gone_at_once():
-    """So that the inner optimizer may step itself again."""
-    gc.disable()
-    try:
-        _, _, wrapper = make()
-        inner, gone = wrapper.inner, weakref.ref(wrapper)
-        del wrapper
-        assert gone() is None
-        inner.step()
-    finally:
-        gc.enable()
 
 
 def test_a_layer_may_be_frozen_after_gradients_were_thrown_away():
@@ -162,22 +129,10 @@ def test_step_hooks_run_once_an_update_around_the_inner_step():
     assert calls == [wrapper.inner] * 3
 
 
-def test_an_exception_in_the_update_restores_the_learning_rate():
+def test_after_an_exception_in_the_update_training_can_go_on():
+    """The learning rate and the weight decay are again what they were."""
     model, sampler, wrapper = make(cls=vbs.LinearRuleMomentumOptimizer)
     wrapper.param_groups[0]["weight_decay"] = 0.25
-
-    def fail(optimizer, *_):
-        raise ArithmeticError("diverged")
-
-    wrapper.register_step_pre_hook(fail)
-    with pytest.raises(ArithmeticError, match="diverged"):
-        run_epoch(model, sampler, wrapper)
-    assert wrapper.get_lr() == (0.1,)
-    assert wrapper.param_groups[0]["weight_decay"] == 0.25
-
-
-def test_after_an_exception_training_can_go_on():
-    model, sampler, wrapper = make()
     failures = [ArithmeticError("diverged")]
 
     def fail_once(*_):
@@ -192,6 +147,9 @@ def test_after_an_exception_training_can_go_on():
             returned.append(wrapper.step())
         except ArithmeticError:
             returned.append("lost")
+            assert wrapper.get_lr() == (0.1,)
+            assert wrapper.param_groups[0]["weight_decay"] == 0.25
+            wrapper.param_groups[0]["weight_decay"] = 0.0
     assert returned == [0, "lost", 0, 0, 1, 0, 0, 1]
     assert torch.equal(model.weight.data, torch.full((1, 2), -0.3 * 2))
 
@@ -237,11 +195,7 @@ def parameter() -> nn.Parameter:
         ({"sampler": [1]}, TypeError, "must be a CustomSampler"),
         ({"replica": "cpu"}, TypeError, "replica is 'cpu'; it must be a"),
         ({"optimizer": 3}, TypeError, "must be a torch.optim.Opt"),
-        (
-            {"replica": LocalReplica("meta")},
-            ValueError,
-            "a parameter is on cpu, but this is replica",
-        ),
+        ({"replica": LocalReplica("meta")}, ValueError, "is on cpu, but this is repl"),
     ],
 )
 def test_bad_arguments(options, error, message):
@@ -257,27 +211,11 @@ def test_bad_arguments(options, error, message):
     [
         (torch.optim.LBFGS, "linear", "LBFGS evaluates the loss inside"),
         (torch.optim.SparseAdam, "linear", "SparseAdam takes sparse gradients alone"),
-        (
-            lambda ps: torch.optim.Optimizer(ps, {}),
-            "linear",
-            "a parameter group of the optimizer has no 'lr'",
-        ),
+        (lambda ps: torch.optim.Optimizer(ps, {}), "linear", "group .* has no 'lr'"),
         (AdamW, "linear-momentum", "which only SGD turns into a scaled step"),
-        (
-            lambda ps: SGD(ps, torch.tensor(0.1)),
-            "linear",
-            "must be a number, not a tensor",
-        ),
-        (
-            lambda ps: SGD(ps, 0.1, momentum=float("nan")),
-            "linear",
-            "momentum must be a number, got nan",
-        ),
-        (
-            lambda ps: SGD(ps, 0.1, weight_decay=float("nan")),
-            "linear",
-            "weight_decay must be a number, got nan",
-        ),
+        (lambda ps: SGD(ps, torch.tensor(0.1)), "linear", "be a number, not a tensor"),
+        (lambda ps: SGD(ps, 0.1, NAN), "linear", "momentum must be a number, got nan"),
+        (lambda ps: SGD(ps, 0.1, 0, 0, NAN), "linear", "weight_decay must .*, got nan"),
         (lambda ps: make()[2], "root", "a LinearRuleOptimizer, which is a wrapper"),
     ],
 )
@@ -287,29 +225,22 @@ def test_optimizers_that_cannot_be_wrapped(inner, rule, message):
         vbs.ElasticOptimizer(inner([parameter()]), sampler, rule, 32, replica=CPU)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_learning_rate_that_is_not_finite_is_refused(value):
-    """torch's SGD takes NaN, after which every weight is NaN."""
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -0.1, "0.1", torch.tensor(0.1), None])
+def test_a_learning_rate_is_a_finite_number(value):
+    """torch's SGD takes NaN, after which every weight is NaN, and later anything."""
     model, sampler, optimizer = make()
-    with pytest.raises(ValueError, match=f"reference learning rate must .*got {value}"):
-        vbs.LinearRuleOptimizer(SGD(model.parameters(), value), sampler, 32)
+    if value in (NAN, INF):
+        told = f"reference learning rate must .*got {value}"
+        with pytest.raises(ValueError, match=told):
+            vbs.LinearRuleOptimizer(SGD(model.parameters(), value), sampler, 32)
     optimizer.param_groups[0]["lr"] = value  # as an attached function might
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(ValueError, match=f"parameter group 0 has become {value}"):
+    told = r"parameter group 0 has become .*must be a finite number"
+    with pytest.raises(ValueError, match=told):
         run_epoch(model, sampler, optimizer)
-    for parameter, kept in zip(model.parameters(), before):
-        torch.testing.assert_close(parameter.detach(), kept, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("value", [-0.1, "0.1", torch.tensor(0.1), None])
-def test_a_learning_rate_that_is_set_later_is_a_number(value):
-    """torch's SGD checks none after construction, and climbs where it is negative."""
-    model, sampler, optimizer = make()
-    optimizer.param_groups[0]["lr"] = value
-    before = model.weight.detach().clone()
-    with pytest.raises(ValueError, match=r"has become .*must be a finite number"):
-        run_epoch(model, sampler, optimizer)
-    assert torch.equal(model.weight, before)
+    assert not any(parameter.any() for parameter in model.parameters())
     with pytest.raises((TypeError, ValueError), match="set_lr: the learning rate must"):
         optimizer.set_lr((value,))
 
@@ -367,6 +298,7 @@ def test_a_step_of_the_inner_optimizer_is_an_error():
 
 
 def test_an_inner_optimizer_may_be_wrapped_again_or_used_alone_later():
+    """Wrappers that are dropped are gone at once, without a collection."""
     model, sampler, wrapper = make(trace=32)
     inner = wrapper.inner
     again = vbs.ConstantOptimizer(inner, sampler, replica=CPU)
@@ -374,8 +306,13 @@ def test_an_inner_optimizer_may_be_wrapped_again_or_used_alone_later():
     assert again.step() == 1
     with pytest.raises(RuntimeError, match="that a ConstantOptimizer wraps"):
         inner.step()
-    del wrapper, again
-    gc.collect()
+    gone = [weakref.ref(wrapper), weakref.ref(again)]
+    gc.disable()
+    try:
+        del wrapper, again
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
     inner.step()
 
 

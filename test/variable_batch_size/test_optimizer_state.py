@@ -1,7 +1,7 @@
 """What a wrapper saves and loads, and what it refuses to load.
 
 That training resumes is checked of rules in test_rule_family.py, of schedulers in
-test_update.py and of the noise meter in test_noise_meter.py.
+test_attached.py and of the noise meter in test_noise_meter.py.
 """
 
 from __future__ import annotations
@@ -9,26 +9,10 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
 from support.variable_batch_size import noise
-from support.variable_batch_size.wrapping import make, run_epoch
-from torch.optim import AdamW
+from support.variable_batch_size.wrapping import make
 
 import variable_batch_size as vbs
-
-
-def test_state_goes_to_and_from_the_inner_optimizer(tmp_path):
-    model, sampler, wrapper = make(inner=AdamW, cls=vbs.RootRuleOptimizer)
-    run_epoch(model, sampler, wrapper)
-    torch.save(wrapper.state_dict(), tmp_path / "optimizer.pt")
-    _, _, other = make(inner=AdamW, cls=vbs.RootRuleOptimizer)
-    other.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
-    saved, loaded = wrapper.state_dict(), other.state_dict()
-    assert loaded["param_groups"] == saved["param_groups"]
-    for key, state in saved["state"].items():
-        for name, value in state.items():
-            assert torch.equal(loaded["state"][key][name], value)
-    assert other.param_groups is other.inner.param_groups
 
 
 def test_state_dict_hooks_run():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.variable_batch_size.wrapping import CPU, make, run_epoch
+from support.variable_batch_size.wrapping import CPU, make
 from torch import nn
 from torch.optim import SGD
 
@@ -55,9 +55,3 @@ def test_adascale_does_not_drop_noise_options():
         make(cls=vbs.AdaScaleOptimizer, noise=noise)
     _, _, wrapper = make(cls=vbs.AdaScaleOptimizer, noise=True, time_constant=7)
     assert wrapper.noise.options == noise
-
-
-def test_constant_needs_no_reference():
-    model, sampler, wrapper = make([64], cls=vbs.ConstantOptimizer, ref_batchsize=None)
-    run_epoch(model, sampler, wrapper)
-    assert torch.equal(model.weight.data, torch.full((1, 2), -0.1))

@@ -58,9 +58,9 @@ def one_weight(
     return weight, sampler, wrapper
 
 
-def idle_replica(**options):
-    """Returns replica 1 of 2, which is idle in steps 0, 2, 3 and 5 of epoch 0."""
-    return make(trace=[32, 64, 32, 32, 64, 32], rank=1, replicas=2, **options)
+def idle_replica(rank: int = 1):
+    """Returns one of 2, of which the second is idle in steps 0, 2, 3 and 5."""
+    return make(trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2)
 
 
 def backward(model: nn.Module) -> None:

@@ -249,27 +249,10 @@ def test_a_scheduler_sees_the_reference_learning_rate(on_inner):
     assert scheduler.get_last_lr() == [*wrapper.get_lr()] == pytest.approx([0.1 / 8])
 
 
-def test_one_cycle_on_the_wrapper():
-    model, sampler, wrapper = wrapping.make(
-        inner=lambda ps, lr: SGD(ps, lr, momentum=0.9), trace=32
-    )
-    scheduler = lr_scheduler.OneCycleLR(wrapper, max_lr=1.0, total_steps=8)
-    lrs = []
-    wrapper.attach(lambda update: lrs.append(update.lr[0]))
-    wrapper.attach(scheduler)
-    for _, _ in zip(range(7), sampler):
-        wrapping.backward(model)
-        wrapper.step()
-    assert lrs[0] == pytest.approx(1.0 / 25)
-    assert max(lrs) == pytest.approx(1.0, rel=0.1)
-
-
 def test_an_attached_scheduler_sees_every_update_on_an_idle_replica():
     histories = []
     for rank in (0, 1):
-        model, sampler, wrapper = wrapping.make(
-            trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2
-        )
+        model, sampler, wrapper = wrapping.idle_replica(rank)
         updates = []
         wrapper.attach(updates.append)
         wrapper.attach(lr_scheduler.LambdaLR(wrapper, lambda n: 1 / (n + 1)))
@@ -323,9 +306,7 @@ def test_a_scheduler_stepped_in_a_step_hook_is_an_error():
 def test_attaching_after_updates_were_joined_is_an_error():
     """Replica 1 has made step 0 in set_epoch, and replica 0 has not."""
     for rank in (0, 1):
-        _, _, wrapper = wrapping.make(
-            trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2
-        )
+        _, _, wrapper = wrapping.idle_replica(rank)
         wrapper.attach(print)
         wrapper.set_epoch(0)
         if rank == 0:
