@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,64 +46,67 @@ class Row:
         return self.rule == "linear-momentum" or "momentum_correction" in self.options
 
 
+def _same(ratio: float, gain: float) -> float:
+    return 1.0
+
+
+def _linear(ratio: float, gain: float) -> float:
+    return ratio
+
+
+def _root(ratio: float, gain: float) -> float:
+    return ratio**0.5
+
+
+def _power(ratio: float, gain: float) -> float:
+    return ratio**0.75
+
+
 def _gain(ratio: float, gain: float) -> float:
     return gain
+
+
+def _sde(beta: float, ratio: float) -> float:
+    return 1 - ratio * (1 - beta)
+
+
+def _half_life(beta: float, ratio: float) -> float:
+    return beta**ratio
 
 
 INSIDE = {"momentum_correction": True}
 PER_SAMPLE = {"decay_per_sample": True}
 ROWS = {
-    "constant": Row("constant", lambda k, r: 1),
-    "linear": Row("linear", lambda k, r: k),
-    "linear-momentum": Row("linear-momentum", lambda k, r: k),
-    "root": Row("root", lambda k, r: k**0.5),
-    "root, inside": Row("root", lambda k, r: k**0.5, options=INSIDE),
-    "root, decay per sample": Row("root", lambda k, r: k**0.5, options=PER_SAMPLE),
-    "power": Row("power:0.75", lambda k, r: k**0.75),
-    "power, inside, decay per sample": Row(
-        "power:0.75", lambda k, r: k**0.75, options=INSIDE | PER_SAMPLE
-    ),
+    "constant": Row("constant", _same),
+    "linear": Row("linear", _linear),
+    "linear-momentum": Row("linear-momentum", _linear),
+    "root": Row("root", _root),
+    "root, inside": Row("root", _root, options=INSIDE),
+    "root, decay per sample": Row("root", _root, options=PER_SAMPLE),
+    "power": Row("power:0.75", _power),
+    "power, inside, decay": Row("power:0.75", _power, options=INSIDE | PER_SAMPLE),
     "adascale": Row("adascale", _gain),
     "adascale, inside": Row("adascale", _gain, options=INSIDE),
     "adascale, decay per sample": Row("adascale", _gain, options=PER_SAMPLE),
     "adascale, global": Row("adascale", _gain, noise={"per_group": False}),
     "adascale, causal": Row("adascale", _gain, noise={"causal": True}),
     "adascale, compat": Row("adascale", _gain, noise={"compat": "reference"}),
-    "root, adamw": Row("root", lambda k, r: k**0.5, "adamw"),
-    "root, adamw, decay per sample": Row(
-        "root", lambda k, r: k**0.5, "adamw", options=PER_SAMPLE
-    ),
-    "adam-root": Row(
-        "adam-root", lambda k, r: k**0.5, "adamw", lambda b, k: 1 - k * (1 - b)
-    ),
-    "adam-root, adam": Row(
-        "adam-root", lambda k, r: k**0.5, "adam", lambda b, k: 1 - k * (1 - b)
-    ),
-    "adam-half-life": Row(
-        "adam-half-life", lambda k, r: k**0.5, "adamw", lambda b, k: b**k
-    ),
-    "adam-root, amsgrad": Row(
-        "adam-root", lambda k, r: k**0.5, "adam, amsgrad", lambda b, k: 1 - k * (1 - b)
-    ),
-    "adam-half-life, amsgrad": Row(
-        "adam-half-life", lambda k, r: k**0.5, "adamw, amsgrad", lambda b, k: b**k
-    ),
-    "adam-half-life, decay per sample": Row(
-        "adam-half-life", lambda k, r: k**0.5, "adamw", lambda b, k: b**k, PER_SAMPLE
-    ),
+    "root, adamw": Row("root", _root, "adamw"),
+    "root, adamw, decay": Row("root", _root, "adamw", options=PER_SAMPLE),
+    "adam-root": Row("adam-root", _root, "adamw", _sde),
+    "adam-root, adam": Row("adam-root", _root, "adam", _sde),
+    "adam-root, amsgrad": Row("adam-root", _root, "adam, amsgrad", _sde),
+    "half-life": Row("adam-half-life", _root, "adamw", _half_life),
+    "half-life, amsgrad": Row("adam-half-life", _root, "adamw, amsgrad", _half_life),
+    "half-life, decay": Row("adam-half-life", _root, "adamw", _half_life, PER_SAMPLE),
 }
+ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 INNER = {
-    "sgd": lambda groups: torch.optim.SGD(
-        groups, LR, momentum=MOMENTUM, weight_decay=DECAY
-    ),
-    "adamw": lambda groups: torch.optim.AdamW(groups, LR, BETAS, EPS, DECAY),
-    "adam": lambda groups: torch.optim.Adam(groups, LR, BETAS, EPS, DECAY),
-    "adamw, amsgrad": lambda groups: torch.optim.AdamW(
-        groups, LR, BETAS, EPS, DECAY, amsgrad=True
-    ),
-    "adam, amsgrad": lambda groups: torch.optim.Adam(
-        groups, LR, BETAS, EPS, DECAY, amsgrad=True
-    ),
+    "sgd": partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=DECAY),
+    "adamw": partial(torch.optim.AdamW, **ADAM),
+    "adam": partial(torch.optim.Adam, **ADAM),
+    "adamw, amsgrad": partial(torch.optim.AdamW, **ADAM, amsgrad=True),
+    "adam, amsgrad": partial(torch.optim.Adam, **ADAM, amsgrad=True),
 }
 
 

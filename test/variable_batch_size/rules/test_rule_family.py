@@ -10,26 +10,14 @@ import io
 import numpy as np
 import pytest
 import torch
-from support.variable_batch_size.rules import (
-    BETAS,
-    DECAY,
-    EPS,
-    INNER,
-    LR,
-    REF,
-    ROWS,
-    TRACE,
-    Training,
-    by_hand,
-    gradients,
-    start,
-    train,
-)
+from support.variable_batch_size import rules
+from support.variable_batch_size.rules import LR, REF, ROWS, TRACE, Training, train
 from support.xla_replica.replicas import (
     FEW_BACKENDS,
     SLOW_XLA_BACKENDS,
     TPU_LIKE,
     Backend,
+    backends,
 )
 
 import variable_batch_size as vbs
@@ -56,7 +44,7 @@ def test_every_registered_rule_has_a_row():
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_and_learning_rates_are_those_of_a_run_by_hand(outcomes, name):
     """It holds for any number of replicas, some idle, some of them from the start."""
-    expected = by_hand(name, EPOCHS)
+    expected = rules.by_hand(name, EPOCHS)
     for outcome in outcomes:
         for weight, reference in zip(outcome[name]["weights"], expected.weights()):
             np.testing.assert_allclose(weight, reference, rtol=1e-9, atol=1e-12)
@@ -81,13 +69,13 @@ def constant_batches(rank: int, dtype=torch.float64) -> dict[str, dict[str, obje
 
 def plain_torch(inner: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """Returns the weights after an epoch at the reference size with torch alone."""
-    weights = [torch.nn.Parameter(torch.tensor(w, dtype=dtype)) for w in start()]
-    optimizer = INNER[inner]([{"params": weights[:2]}, {"params": weights[2:]}])
+    weights = [torch.nn.Parameter(torch.tensor(w, dtype=dtype)) for w in rules.start()]
+    optimizer = rules.INNER[inner]([{"params": weights[:2]}, {"params": weights[2:]}])
     order = torch.randperm(256, generator=torch.Generator().manual_seed(42))
     for step in order.split(REF):
         optimizer.zero_grad()
         for minibatch in step.split(4):
-            for w, g in zip(weights, gradients(int(minibatch[0]))):
+            for w, g in zip(weights, rules.gradients(int(minibatch[0]))):
                 g = torch.tensor(g, dtype=dtype)
                 w.grad = g + (0 if w.grad is None else w.grad)
         for w in weights:
@@ -172,12 +160,7 @@ def stopped_and_resumed(rank: int) -> dict[str, tuple[object, object]]:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(Backend("cpu", 1), id="cpu-1"),
-        pytest.param(Backend("cpu", 3), marks=pytest.mark.slow, id="gloo-3"),
-        *SLOW_XLA_BACKENDS[1:],
-    ],
+    "backend", [*backends("cpu", 1, slow=(3,)), *SLOW_XLA_BACKENDS[1:]]
 )
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(backend):
     for found in backend.run(stopped_and_resumed, timeout=120):
@@ -215,6 +198,6 @@ def test_the_rows_are_worth_running():
     """It has idle replicas, also at first, ratios around one, and distinct betas."""
     assert TRACE[0] < 8 * 4
     assert min(TRACE) < REF < max(TRACE)
-    assert BETAS[0] > 1 - REF / max(TRACE)
-    assert DECAY > 0
-    assert EPS > 1e-8
+    assert rules.BETAS[0] > 1 - REF / max(TRACE)
+    assert rules.DECAY > 0
+    assert rules.EPS > 1e-8
