@@ -60,22 +60,17 @@ def test_the_estimators_are_unbiased(num_minibatches):
 
 
 any_number = st.floats(-(2.0**100), 2.0**100, width=32)
-ratios = st.floats(2**-12, 2**12, width=32)
+ratios = st.just(1.0) | st.floats(2**-12, 2**12, width=32)
 
 
 @given(variance=any_number, square=any_number, ratio=ratios, ref=st.integers(1, 4096))
 def test_the_gain_keeps_its_bounds(variance, square, ratio, ref):
+    """At the reference it is exactly one."""
     for dtype in (torch.float32, F64):
         estimate = statistics(variance, square, dtype=dtype)
         kappa = torch.tensor([ratio], dtype=dtype)
         gain = gradient_noise.gain(estimate, kappa, ref).item()
         assert min(1, ratio) <= gain <= max(1, ratio)
-
-
-@given(variance=any_number, square=any_number, ref=st.integers(1, 4096))
-def test_the_gain_is_exactly_one_at_the_reference(variance, square, ref):
-    estimate = statistics(variance, square, dtype=torch.float32)
-    assert gradient_noise.gain(estimate, torch.ones(1), ref).item() == 1.0
 
 
 positive = st.floats(1e-3, 1e3)
@@ -157,13 +152,6 @@ def test_single_minibatches_and_what_is_not_finite_leave_averages_alone():
 
 def test_one_minibatch_has_no_estimate():
     assert estimate_of(torch.ones(1, 1, 3, dtype=F64)).tolist() == [[0.0]] * 3
-
-
-def test_alternating_batch_sizes_show_no_transient():
-    """Statistics are per sample: a new batch size needs no time to settle."""
-    sizes = [2, 8, 2, 64, 4] * 5
-    found = averaged([(6.0, 2.0, n) for n in sizes], 100)
-    assert found == pytest.approx([6.0, 2.0], rel=1e-12)
 
 
 def test_groups_add_up_and_unknown_ones_count_for_nothing():

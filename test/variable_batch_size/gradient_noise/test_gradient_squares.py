@@ -100,21 +100,19 @@ ROWS = [[1.0, 0, 0], [3.0, 0, 0]]
 
 
 def test_a_parameter_that_begins_to_train_within_a_step_makes_it_not_count():
-    parameters, optimizer = late()
-    parameters[1].requires_grad_(True)
-    for _ in range(2):
-        step(optimizer, parameters[0] + parameters[1], ROWS)
-    assert optimizer.noise.measure().variance == pytest.approx(4.0)
-    assert optimizer.progress == pytest.approx(1 + 1.25)
-
-
-def test_so_does_one_that_trains_alone():
+    """So does one that trains alone."""
     parameters, optimizer = late()
     parameters[1].requires_grad_(True)
     step(optimizer, parameters[1], ROWS)
     assert optimizer.noise.measure().square == 0.0
     step(optimizer, parameters[1], ROWS)
     assert optimizer.noise.measure().square == pytest.approx(3.0)
+    parameters, optimizer = late()
+    parameters[1].requires_grad_(True)
+    for _ in range(2):
+        step(optimizer, parameters[0] + parameters[1], ROWS)
+    assert optimizer.noise.measure().variance == pytest.approx(4.0)
+    assert optimizer.progress == pytest.approx(1 + 1.25)
 
 
 def test_a_parameter_that_an_attached_function_unfreezes_is_seen_at_once():

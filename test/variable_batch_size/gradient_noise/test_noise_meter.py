@@ -80,6 +80,9 @@ def test_any_batch_size_can_be_asked_for():
         assert optimizer.efficiency(batch_size) == pytest.approx(efficiency)
         assert optimizer.gain(batch_size) == pytest.approx(batch_size * efficiency)
     assert optimizer.current_lr() == (pytest.approx(0.0125),)
+    for ask in (optimizer.gain, optimizer.efficiency):
+        with pytest.raises(ValueError, match="batch_size must be > 0, got 0"):
+            ask(0)
 
 
 def test_gradients_that_are_not_finite_leave_the_statistics_alone():
@@ -91,14 +94,6 @@ def test_gradients_that_are_not_finite_leave_the_statistics_alone():
     after = optimizer.noise.measure()
     assert after[:3] == before[:3]
     assert after.progress == pytest.approx(3 * before.gain)
-
-
-def test_a_single_minibatch_leaves_the_statistics_alone():
-    [parameter], optimizer = make(trace=(2, 1, 1))
-    step(optimizer, parameter, [[1.0, 0, 0], [3.0, 0, 0], [7.0, 0, 0], [9.0, 0, 0]])
-    found = optimizer.noise.measure()
-    assert (found.variance, found.square) == pytest.approx((2.0, 3.0))
-    assert found.gain == 1.0
 
 
 def test_a_parameter_group_added_later_starts_from_nothing():
@@ -147,15 +142,6 @@ def test_other_rules_measure_too():
     assert optimizer.current_lr() == pytest.approx(0.02)
 
 
-def test_compat_is_the_gain_over_one_minibatch():
-    """lr * (b / B0) * gain, and at the reference batch size not lr."""
-    [parameter], optimizer = make(trace=(2,), ref_batchsize=2, compat="reference")
-    step(optimizer, parameter, ROWS)
-    assert optimizer.gain() == pytest.approx(1.25)
-    assert optimizer.current_lr() == (pytest.approx(0.01 * 1.25 / 2),)
-    assert optimizer.progress == pytest.approx(1.25)
-
-
 def test_progress_lies_between_what_the_host_knows():
     [parameter], optimizer = make(trace=(2, 8, 1, 4))
     generator = torch.Generator().manual_seed(0)
@@ -178,36 +164,29 @@ def test_progress_keeps_its_fractions_when_it_is_large():
     assert optimizer.progress - 2**40 == pytest.approx(5.0, abs=1e-3)
 
 
+LINEAR = {"cls": vbs.LinearRuleOptimizer}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"time_constant": 0}, ValueError, "time_constant must be a finite number > 0"),
         ({"time_constant": "a"}, TypeError, "time_constant must be a finite number"),
         ({"time_constant": math.inf}, ValueError, "time_constant must be a finite num"),
-        (
-            {"compat": "seed"},
-            ValueError,
-            "compat must be one of None, 'reference', got",
+        ({"compat": "seed"}, ValueError, "compat must be one of None, 'reference', g"),
+        *(
+            (LINEAR | {"noise": noise}, TypeError, "noise must be a bool or NoiseOpt")
+            for noise in (None, {"time_constant": 10}, 1)
         ),
+        ({"cls": vbs.ElasticOptimizer, "rule": vbs.Rule("x", math.sqrt, measured=True)},
+         TypeError, r"gain \*\* 0.5, in place of math.sqrt"),
+        ({"cls": vbs.ConstantOptimizer, "ref_batchsize": None, "noise": True},
+         TypeError, "noise= needs ref_batchsize="),
     ],
-)
+)  # fmt: skip
 def test_bad_options(options, error, message):
     with pytest.raises(error, match=message):
         make(**options)
-
-
-@pytest.mark.parametrize("noise", [None, {"time_constant": 10}, 1])
-def test_noise_is_a_switch_or_options(noise):
-    with pytest.raises(TypeError, match="noise must be a bool or NoiseOptions"):
-        make(cls=vbs.LinearRuleOptimizer, noise=noise)
-
-
-def test_batch_sizes_that_cannot_be():
-    [parameter], optimizer = make(trace=(2,))
-    step(optimizer, parameter, ROWS)
-    for ask in (optimizer.gain, optimizer.efficiency):
-        with pytest.raises(ValueError, match="batch_size must be > 0, got 0"):
-            ask(0)
 
 
 def test_a_measured_rule_of_ones_own():
@@ -218,17 +197,6 @@ def test_a_measured_rule_of_ones_own():
     step(optimizer, parameter, ROWS)
     assert updates[0].lr == (pytest.approx(0.01 * 1.25**0.5),)
     assert optimizer.current_lr() == pytest.approx(updates[0].lr[0])
-
-
-def test_a_measured_rule_that_would_read_the_gain_is_refused():
-    rule = vbs.Rule("sqrt-gain", math.sqrt, measured=True)
-    with pytest.raises(TypeError, match=r"gain \*\* 0.5, in place of math.sqrt"):
-        make(cls=vbs.ElasticOptimizer, rule=rule)
-
-
-def test_noise_needs_a_reference():
-    with pytest.raises(TypeError, match="noise= needs ref_batchsize="):
-        make(cls=vbs.ConstantOptimizer, ref_batchsize=None, noise=True)
 
 
 def test_a_state_of_other_parameter_groups_is_refused():

@@ -98,15 +98,12 @@ JOBS = [
 def test_adascale_with_one_minibatch_a_step_resumes_on_other_replicas(
     tmp_path, first, second
 ):
-    whole, truth, estimator, weights = Backend("cpu", 1).run(adascale, tmp_path / "a")[
-        0
-    ]
+    whole, truth, estimator, weights = adascale(0, tmp_path / "a")
     assert estimator == "norm layers"
     assert truth.norm_factor != 1
     Backend(*first).run(adascale, tmp_path / "b", True, 22)
-    for told, found, estimator, resumed in Backend(*second).run(
-        adascale, tmp_path / "b"
-    ):
+    outcomes = Backend(*second).run(adascale, tmp_path / "b")
+    for told, found, estimator, resumed in outcomes:
         assert estimator == "norm layers"
         assert told[0][0] == 20
         assert [step[:2] for step in told] == [step[:2] for step in whole[20:]]
