@@ -8,6 +8,7 @@ import logging
 
 import pytest
 import torch
+from support.variable_batch_size.checkpointed import Order
 from support.xla_replica.replicas import SEVERAL_REPLICAS
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -133,27 +134,8 @@ def test_the_end_of_a_trace_and_a_complete_run_are_said(tmp_path, caplog):
     assert "the run is complete: all 3 epochs were trained" in caplog.text
 
 
-class Order:
-    """An order that must be told of updates, and has a state."""
-
-    def __init__(self) -> None:
-        self.told = 0
-
-    def __call__(self, epoch):
-        return torch.arange(64).roll(self.told)
-
-    def after_update(self, update):
-        self.told += 1
-
-    def state_dict(self):
-        return {"told": self.told}
-
-    def load_state_dict(self, state):
-        self.told = state["told"]
-
-
 def test_the_samplers_order_is_told_of_updates_and_saved(tmp_path):
-    orders = [Order(), Order()]
+    orders = [Order(64), Order(64)]
     for order, num_epochs in zip(orders, (2, 3)):
         model, _, optimizer, _, loader = parts(order=order)
         trained(optimizer, loader, num_epochs, model, checkpoint=tmp_path / "run")

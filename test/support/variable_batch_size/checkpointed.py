@@ -20,6 +20,25 @@ CASE = Case(
 )
 
 
+class Order:
+    """An order that follows from how many updates it has been told of."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.told = size, 0
+
+    def __call__(self, epoch: int) -> torch.Tensor:
+        return torch.arange(self.size).roll(self.told)
+
+    def after_update(self, update: vbs.Update) -> None:
+        self.told += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"told": self.told}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.told = state["told"]
+
+
 class Training(elastic.Training):
     """A run with a scheduler and a checkpointer that is not attached yet."""
 

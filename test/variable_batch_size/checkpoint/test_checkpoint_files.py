@@ -70,19 +70,6 @@ def test_an_empty_folder_and_none_have_no_checkpoint(tmp_path):
     assert files.newest_whole(tmp_path) is None
 
 
-def test_only_the_newest_and_the_best_are_kept(tmp_path):
-    for number in range(1, 6):
-        path = files.write(tmp_path, number, state(number))
-        if number in (2, 3):
-            files.copy_as_best(path)
-        files.tidy(tmp_path, keep=2)
-    assert [f.num_updates for f in files.saved_files(tmp_path)] == [5, 4]
-    (best,) = files.saved_files(tmp_path, "best")
-    assert best.num_updates == 3
-    assert torch.load(best.path)["number"] == 3
-    assert len(list(tmp_path.iterdir())) == 3
-
-
 def test_the_last_one_written_of_an_update_counts(tmp_path):
     first = files.write(tmp_path, 3, state(3))
     os.utime(first, ns=(1, 1))

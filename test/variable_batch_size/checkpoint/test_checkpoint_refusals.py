@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support.variable_batch_size.checkpointed import CASE, Training
+from support.variable_batch_size.checkpointed import CASE, Order, Training
 from support.variable_batch_size.elastic import Case
 from support.variable_batch_size.wrapping import one_weight
 from torch import nn
@@ -166,43 +166,20 @@ def test_the_log_of_another_optimizer_is_no_part(tmp_path):
     vbs.Checkpointer(tmp_path, training.optimizer, **parts)
 
 
-class Counter:
-    """A part that counts updates."""
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    def after_update(self, update: vbs.Update) -> None:
-        self.num += 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"num": self.num}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.num = state["num"]
-
-
 def test_a_part_or_scheduler_attached_after_the_checkpointer_is_refused(tmp_path):
-    counter = Counter()
-    training = Training(tmp_path, parts={"counter": counter})
+    order = Order(32)
+    training = Training(tmp_path, parts={"order": order})
     training.optimizer.attach(training.checkpointer)
     scheduler = CosineAnnealingLR(training.optimizer.inner, 30)
-    for late in (counter.after_update, scheduler):
+    for late in (order.after_update, scheduler):
         with pytest.raises(ValueError, match="attach it before"):
             training.optimizer.attach(late)
-    training.optimizer.attach(Counter().after_update)  # nobody saves it
-
-
-class Order(Counter):
-    """An order that follows from what it has seen."""
-
-    def __call__(self, epoch: int) -> range:
-        return range(32)
+    training.optimizer.attach(Order(32).after_update)  # nobody saves it
 
 
 def test_an_order_with_a_state_must_be_a_part(tmp_path):
     """Between epochs no digest of the order could tell that it begins anew."""
-    order = Order()
+    order = Order(32)
     weight, _, optimizer = one_weight(8, size=32, sampler={"order": order})
     parts = {"model": nn.ParameterList([weight])}
     with pytest.raises(ValueError, match="order= has a state, which would begin anew"):

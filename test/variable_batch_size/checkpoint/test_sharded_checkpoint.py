@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -88,14 +89,6 @@ def resumed(
     }
 
 
-def check_samples(found: list[dict], alone: dict[str, Any]) -> None:
-    """Every step after a resumption has the samples that one process gives it."""
-    first = found[0]["steps"][0]
-    expected = [one for one in alone["samples"] if one[0] >= first]
-    together = [one for outcome in found for one in outcome["samples"]]
-    assert sorted(together) == sorted(expected)
-
-
 def run_on(num_replicas: int, folder: Path, *args: Any) -> Any:
     return Backend("cpu", num_replicas).run(resumed, folder, *args)
 
@@ -114,17 +107,12 @@ def stopped(tmp_path_factory) -> Path:
     return folder
 
 
-def copy_of(folder: Path, tmp_path: Path) -> Path:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            new = tmp_path / path.relative_to(folder)
-            new.parent.mkdir(exist_ok=True)
-            new.write_bytes(path.read_bytes())
-    return tmp_path
-
-
 def check(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    check_samples(found, alone)
+    # Every step after a resumption has the samples that one process gives it.
+    first = found[0]["steps"][0]
+    expected = [one for one in alone["samples"] if one[0] >= first]
+    together = [one for outcome in found for one in outcome["samples"]]
+    assert sorted(together) == sorted(expected)
     for outcome in found:
         assert outcome["steps"][-1] == alone["steps"][-1]
         torch.testing.assert_close(
@@ -134,7 +122,7 @@ def check(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
 
 
 def test_three_processes_continue_what_two_have_saved(stopped, alone, tmp_path):
-    found = run_on(3, copy_of(stopped, tmp_path))
+    found = run_on(3, shutil.copytree(stopped, tmp_path, dirs_exist_ok=True))
     assert found[0]["num_updates"] == 6
     check(found, alone)
     # Of the files, those of the checkpoints that are kept are left.
@@ -145,7 +133,7 @@ def test_three_processes_continue_what_two_have_saved(stopped, alone, tmp_path):
 
 
 def test_one_process_continues_with_the_whole_model(stopped, alone, tmp_path):
-    folder = copy_of(stopped, tmp_path)
+    folder = shutil.copytree(stopped, tmp_path / "copy")
     check([resumed(0, folder)], alone)
 
 
@@ -162,7 +150,7 @@ def test_parts_are_written_beside_the_training_as_they_were(alone, tmp_path):
 
 
 def test_damaged_shards_make_the_checkpoint_before_count(stopped, tmp_path, caplog):
-    folder = copy_of(stopped, tmp_path)
+    folder = shutil.copytree(stopped, tmp_path / "copy")
     newest, before = files.saved_files(folder)
     name = newest.read()["shards"]["folder"]
     parts = sorted((folder / name).glob("*.distcp"))
@@ -185,7 +173,7 @@ class Hostile:
 
 def test_nothing_of_the_shards_is_run(stopped, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = copy_of(stopped, tmp_path)
+    folder = shutil.copytree(stopped, tmp_path / "copy")
     state = files.saved_files(folder)[0].read()
     metadata = folder / state["shards"]["folder"] / ".metadata"
     metadata.write_bytes(pickle.dumps(Hostile()))
