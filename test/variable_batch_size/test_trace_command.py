@@ -116,13 +116,16 @@ def test_the_code_of_the_page_runs(folder):
     assert names["step_time"] == pytest.approx((0.5, 1.0))
 
 
-def test_the_module_is_the_command(folder, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["vbs", "stats", "trace.csv"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("stats trace.csv", r"^largest minibatch size +32$"), ("--version", r"^vbs \S")],
+)
+def test_the_module_is_the_command(words, told, folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["vbs", *words.split()])
     with pytest.raises(SystemExit) as caught:
         runpy.run_module("variable_batch_size", run_name="__main__")
     assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^largest minibatch size +32$", shown, re.MULTILINE)
+    assert re.search(told, capsys.readouterr().out, re.MULTILINE)
 
 
 def test_pip_installs_the_command(monkeypatch):
@@ -209,6 +212,10 @@ def test_a_trace_goes_from_one_command_to_the_next(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(printed))
     assert main(["stats", "-"]) == 0
     assert re.search(r"^steps +24$", capsys.readouterr().out, re.MULTILINE)
+    text = (folder / "trace.csv").read_text()  # devices are read from there, too
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert main(["simulate", "-", "--dataset-size", "1K", "--out", "steps.csv"]) == 0
+    assert set(pd.read_csv("steps.csv")["devices"]) == {2, 3, 4}
 
 
 def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
@@ -247,13 +254,6 @@ def test_a_trace_without_end_shows_its_last_size(folder, capsys):
     assert bottom.count("█") == 14
 
 
-def test_devices_are_read_from_the_standard_input_too(folder, capsys, monkeypatch):
-    text = (folder / "trace.csv").read_text()
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    assert main(["simulate", "-", "--dataset-size", "1K", "--out", "steps.csv"]) == 0
-    assert set(pd.read_csv("steps.csv")["devices"]) == {2, 3, 4}
-
-
 def test_a_schedule_ends_with_the_run(folder, capsys):
     words = "simulate 100 --dataset-size 800 --minibatch-size 10 --epochs 2 --lr 0.5"
     for total in ("", " --total-samples 1600"):
@@ -290,13 +290,6 @@ def test_numbers_are_json_for_programs(folder, capsys):
     for words in ("stats 1K", "check 64 --dataset-size 1K --epochs 1 --num-replicas 2"):
         assert main([*words.split(), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["steps"] in (0, 15)
-
-
-def test_the_version_is_told(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert re.match(r"vbs \S", capsys.readouterr().out)
 
 
 def test_a_large_file_is_the_same_trace(tmp_path, monkeypatch):

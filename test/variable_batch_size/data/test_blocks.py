@@ -257,28 +257,6 @@ def test_parquet_files_are_read_by_row_groups(tmp_path):
         vbs.BlockDataset.from_parquet(paths, columns=["txt"])
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_a_run_on_parquet_files_goes_on_where_it_was(tmp_path, num_replicas):
-    paths = parquet(tmp_path)
-
-    def run(*arguments) -> Run:
-        return Run(vbs.BlockDataset.from_parquet(paths, ["id"]), *arguments)
-
-    def ids(steps: list[list[dict]]) -> list[list[int]]:
-        return [sorted(sample["id"] for sample in step) for step in steps]
-
-    before = run()
-    expected = ids(before.steps(0))
-    assert before.dataset.num_blocks_read <= len(before.dataset.block_sizes)
-    state = state_at(before, 0, 6)
-    resumed = [run(rank, num_replicas, state) for rank in range(num_replicas)]
-    parts = [one.steps(0) for one in resumed]
-    assert ids([[*itertools.chain(*each)] for each in zip(*parts)]) == expected[6:]
-    left = sum(map(len, expected[6:])) + before.sampler.plan.num_dropped_samples
-    for one in resumed:
-        assert one.dataset.num_blocks_read <= left // 16 + WINDOW + 4
-
-
 def test_a_map_style_dataset_in_every_other_way():
     dataset = dataset_of()
     assert [*dataset] == list(range(NUM_SAMPLES))

@@ -44,18 +44,12 @@ def test_samples_of_any_length_differ_and_are_in_range(size, seed, data):
     assert bijection(drawn, size, "x").tolist() == one_by_one
 
 
-PINNED = {
-    6: [5, 1, 3, 0, 2, 4],
-    BILLION: [624658227, 281104834, 149060974, 67714606, 374764839, 804053296],
-}
-
-
 def test_the_shuffle_is_pinned():
     """Another one would break every run that is under way."""
-    positions = np.arange(6)
-    assert order(0, 6, seed=42).tolist() == PINNED[6]
-    found = vbs.IndexShuffle(42).samples(1, BILLION, positions)
-    assert found.tolist() == PINNED[BILLION]
+    assert order(0, 6, seed=42).tolist() == [5, 1, 3, 0, 2, 4]
+    found = vbs.IndexShuffle(42).samples(1, BILLION, np.arange(6))
+    expected = [624658227, 281104834, 149060974, 67714606, 374764839, 804053296]
+    assert found.tolist() == expected
 
 
 def chi_square(observed: np.ndarray, expected: float) -> float:

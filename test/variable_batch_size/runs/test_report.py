@@ -93,17 +93,13 @@ def test_two_runs_are_drawn_in_a_browser_without_a_network(page):
         assert rows.max() - rows.min() > 600  # in all panels
 
 
-def test_the_page_explains_its_symbols_and_suits_a_phone(page):
+def test_the_page_explains_its_symbols_suits_a_phone_and_fetches_nothing(page):
     text = page.read_text(encoding="utf-8")
     assert "Events: ▶ start, ▷ resume, | checkpoint, ✕ stop" in text
     assert 'content="width=device-width' in text
     assert 'content="light dark"' in text
     assert "step %{customdata[0]}, epoch %{customdata[1]}" in text
     assert "(log)" in text
-
-
-def test_the_page_fetches_nothing(page):
-    text = page.read_text(encoding="utf-8")
     outside_of_scripts = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert "http" not in outside_of_scripts
     assert not re.search(r"<script[^>]*\bsrc=", text)

@@ -30,7 +30,6 @@ GOOD = {
     "CRLF": "step,batchsize\r\n0,64\r\n1,96\r\n",
     "old Mac line ends": "step,batchsize\r0,64\r1,96\r",
     "byte order mark": b"\xef\xbb\xbfstep,batchsize\n0,64\n1,96\n",
-    "no final newline": "step,batchsize\n0,64\n1,96",
     "blank lines": "\n\nstep,batchsize\n\n0,64\n  \n1,96\n\n",
     "extra and reordered columns": "note,batchsize,step\nx,64,0\ny,96,1\n",
     "quoted extra column": 'step,batchsize,note\n0,64,"a, b"\n1,96,"c"\n',
@@ -211,13 +210,16 @@ def test_bad_sources_in_memory(source, error, message):
     assert message in str(caught.value)
 
 
-def test_errors_of_the_schedule_name_the_physical_line(tmp_path):
+def test_errors_of_the_schedule_name_the_physical_line_or_the_element(tmp_path):
     path = write(tmp_path, "step,batchsize\n\n0,64\n\n1,40\n2,512\n")
     with pytest.raises(TraceError, match=r"trace.csv, line 5: batch size 40 is not a"):
         Schedule(Trace(path), 256, 32)
     path = write(tmp_path, "step,batchsize\n0,64\n1,512\n")
     with pytest.raises(TraceError, match=r"line 3: batch size 512 exceeds epoch cap"):
         Schedule(Trace(path), 256, 32)
+    table = pd.DataFrame({"samples": [0, 100, 300], "batchsize": [32, 40, 64]})
+    with pytest.raises(TraceError, match="DataFrame, element 1: batch size 40 is not"):
+        Schedule(Trace(table), 256, 32)
 
 
 def thresholds(rows: list[tuple[int, int]], unit: str = "samples") -> Trace:
@@ -271,10 +273,7 @@ def test_thresholds_in_tokens_are_those_in_samples(rows, fraction):
     assert found.endless
 
 
-@pytest.mark.parametrize("unit", ["samples", "tokens"])
-def test_a_sampler_runs_thresholds_as_it_runs_their_steps(unit):
-    per_sample = 1 if unit == "samples" else 10
-    rows = [(start * per_sample, size) for start, size in [(0, 8), (30, 4), (70, 12)]]
+def test_a_sampler_runs_thresholds_as_it_runs_their_steps():
     steps = [8] * 4 + [4] * 10 + [12]
 
     def sampler(trace: Trace, on_end: str = "stop") -> CustomSampler:
@@ -282,7 +281,7 @@ def test_a_sampler_runs_thresholds_as_it_runs_their_steps(unit):
             range(50), trace, num_replicas=2, rank=0, minibatch_size=4, on_end=on_end
         )
 
-    trace = thresholds(rows, unit)
+    trace = thresholds([(0, 8), (30, 4), (70, 12)])
     assert trace.batch_sizes.tolist() == steps
     found, expected = sampler(trace), sampler(Trace(steps), "hold")
     for epoch in range(6):
@@ -298,12 +297,6 @@ def test_a_sampler_runs_thresholds_as_it_runs_their_steps(unit):
     for other in (sampler(Trace(steps)), sampler(Trace([*steps, 12]), "hold")):
         with pytest.raises(ValueError, match="is of another run"):
             other.load_state_dict(state)
-
-
-def test_errors_of_the_schedule_name_the_line_of_a_threshold():
-    table = pd.DataFrame({"samples": [0, 100, 300], "batchsize": [32, 40, 64]})
-    with pytest.raises(TraceError, match="DataFrame, element 1: batch size 40 is not"):
-        Schedule(Trace(table), 256, 32)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
