@@ -259,45 +259,39 @@ def test_replicas_of_a_member_leave_together(monkeypatch, members, leaves):
 
 # --- settings, compared at construction ---------------------------------------------
 
-SAME = {
-    "trace": [8, 16, 8],
-    "seed": 1,
-    "minibatch_size": 4,
-    "dataset_size": 64,
-    "on_end": "stop",
-    "order": None,
-    "rule": "linear",
-    "ref_batchsize": 8,
-    "max_grad_norm": None,
-    "reduction": "mean",
-    "noise": False,
-    "momentum_correction": False,
-    "lr": 0.1,
-    "width": 3,
-    "frozen": False,
+# By setting: what all replicas have, and what the last one has in its place.
+SETTINGS = {
+    "trace": ([8, 16, 8], [8, 8, 16]),
+    "seed": (1, 2),
+    "minibatch_size": (4, 2),
+    "dataset_size": (64, 60),
+    "on_end": ("stop", "cycle"),
+    "order": (None, range(64)),
+    "rule": ("linear", "root"),
+    "ref_batchsize": (8, 16),
+    "max_grad_norm": (None, 1.0),
+    "reduction": ("mean", "sum"),
+    "noise": (False, True),
+    "momentum_correction": (False, True),
+    "lr": (0.1, 0.2),
+    "width": (3, 4),
+    "frozen": (False, True),
 }
-# What the last replica has in its place, and what the message says of it.
-OTHER = {
-    "trace": ([8, 8, 16], "'trace': '3 steps, sha256 "),
-    "seed": (2, "{'seed': 1}, replica 2 has {'seed': 2}, and 1 of 3 differ"),
-    "minibatch_size": (2, "{'minibatch_size': 4}, replica 2 has {'minibatch_size': 2}"),
-    "dataset_size": (60, "{'num_samples': 64}, replica 2 has {'num_samples': 60}"),
-    "on_end": ("cycle", "{'on_end': 'stop'}, replica 2 has {'on_end': 'cycle'}"),
-    "order": (range(64), "'order': 'given'"),
-    "rule": ("root", "{'rule': 'linear'}, replica 2 has {'rule': 'root'}"),
-    "ref_batchsize": (16, "{'ref_batchsize': 8}, replica 2 has {'ref_batchsize': 16}"),
-    "max_grad_norm": (1.0, "{'max_grad_norm': None}, replica 2 has {'max_grad_norm'"),
-    "reduction": ("sum", "{'reduction': 'mean'}, replica 2 has {'reduction': 'sum'}"),
-    "noise": (True, "{'noise': None}, replica 2 has {'noise': NoiseOptions("),
-    "momentum_correction": (True, "'momentum_correction': True"),
-    "lr": (0.2, "('lr', 0.2)"),
-    "width": (4, "{'parameters': '2 tensors of 4 numbers, "),
-    "frozen": (True, "'parameters': '2 tensors of 4 numbers, sha256 "),
+SAME = {name: value for name, (value, _) in SETTINGS.items()}
+# What the message says where it does not show both values.
+SAID = {
+    "trace": "'trace': '3 steps, sha256 ",
+    "dataset_size": "{'num_samples': 64}, replica 2 has {'num_samples': 60}",
+    "order": "'order': 'given'",
+    "noise": "{'noise': None}, replica 2 has {'noise': NoiseOptions(",
+    "lr": "('lr', 0.2)",
+    "width": "{'parameters': '2 tensors of 4 numbers, ",
+    "frozen": "'parameters': '2 tensors of 4 numbers, sha256 ",
 }
 
 
 def construct(settings: dict) -> None:
-    """Builds sampler and wrapper from values of `SAME` and `OTHER`."""
+    """Builds sampler and wrapper from values of `SETTINGS`."""
     given = dict(settings)
     for_sampler = ("trace", "seed", "minibatch_size", "dataset_size", "on_end", "order")
     sampler = vbs.CustomSampler(
@@ -315,7 +309,7 @@ def disagreements(rank: int) -> dict[str, tuple[str, int]]:
     construct(SAME)
     is_last = rank == xla_replica.current().num_replicas - 1
     found = {}
-    for name, (value, _) in OTHER.items():
+    for name, (_, value) in SETTINGS.items():
         try:
             construct(SAME | ({name: value} if is_last else {}))
         except xla_replica.ReplicaError as error:
@@ -328,11 +322,13 @@ def disagreements(rank: int) -> dict[str, tuple[str, int]]:
 def test_settings_that_differ_are_named_at_construction(backend):
     n = backend.num_replicas
     for found in backend.run(disagreements):
-        assert set(found) == set(OTHER)
-        for name, (_, expected) in OTHER.items():
+        assert set(found) == set(SETTINGS)
+        for name, (value, other) in SETTINGS.items():
             message, rank = found[name]
-            said = expected.replace("replica 2", f"replica {n - 1}")
-            assert said.replace("of 3", f"of {n}") in message
+            said = f"{{{name!r}: {value!r}}}, replica 2 has {{{name!r}: {other!r}}}"
+            said = SAID.get(name, said).replace("replica 2", f"replica {n - 1}")
+            assert said in message
+            assert f", and 1 of {n} differ" in message
             assert "build sampler, model and optimizer alike" in message
             assert rank == n - 1
 
