@@ -161,25 +161,6 @@ def test_the_gradient_is_sparse_before_anyone_clips_it():
         pruner()
 
 
-def test_backward_passes_of_one_step_add_up():
-    """Several backward passes choose the masks that the whole batch chooses."""
-    masks = []
-    for parts in (1, 4):
-        model = sparse.convnet().double()
-        optimizer = sparse.sgd(model)
-        pruner = sparse.pruned(model, optimizer)
-        for step in range(13):
-            optimizer.zero_grad()
-            images, labels = sparse.batch(step)
-            for x, y in zip(images.double().chunk(parts), labels.chunk(parts)):
-                (F.cross_entropy(model(x), y) / parts).backward()
-            if pruner():
-                optimizer.step()
-        masks.append(pruner.masks)
-    assert pruner.rigl_steps == 4
-    assert sparse.equal(*masks)
-
-
 def test_single_call_mode_steps_and_updates_in_one():
     """Every step moves weights, and updates happen after steps 3, 6, 9 and 12."""
     model, optimizer, pruner = sparse.sparse_convnet(skip_step=False)

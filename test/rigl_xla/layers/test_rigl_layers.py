@@ -34,21 +34,11 @@ class Everything(nn.Module):
 
 
 KINDS = [
-    "attention.in_proj_weight",
-    "attention.out_proj.weight",
-    "other.q_proj_weight",
-    "other.k_proj_weight",
-    "other.v_proj_weight",
-    "other.out_proj.weight",
-    "lstm.weight_ih_l0",
-    "lstm.weight_hh_l0",
-    "cell.weight_ih",
-    "cell.weight_hh",
-    "conv.weight",
-    "up.weight",
-    "bilinear.weight",
-    "head.weight",
-]
+    "attention.in_proj_weight", "attention.out_proj.weight", "other.q_proj_weight",
+    "other.k_proj_weight", "other.v_proj_weight", "other.out_proj.weight",
+    "lstm.weight_ih_l0", "lstm.weight_hh_l0", "cell.weight_ih", "cell.weight_hh",
+    "conv.weight", "up.weight", "bilinear.weight", "head.weight",
+]  # fmt: skip
 
 
 def names(weights):

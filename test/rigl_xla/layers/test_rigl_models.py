@@ -98,16 +98,12 @@ def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
     assert found == [True, False, True]
 
 
-def copied(parts):
-    return copy.deepcopy(parts)
-
-
 def unpickled(parts):
     return pickle.loads(pickle.dumps(parts))
 
 
 @pytest.mark.parametrize("skip_step", [True, False])
-@pytest.mark.parametrize("how", [copied, unpickled])
+@pytest.mark.parametrize("how", [copy.deepcopy, unpickled])
 def test_a_copy_trains_as_the_original_would(how, skip_step):
     model, optimizer, pruner = sparse.sparse_convnet(
         skip_step=skip_step, grad_accumulation_n=2
@@ -142,7 +138,7 @@ def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
     torch.save(model, file)
     file.seek(0)
     saved = torch.load(file, weights_only=False)
-    for other in (averaged.module, copied(model), unpickled(model), saved):
+    for other in (averaged.module, copy.deepcopy(model), unpickled(model), saved):
         assert sparse.equal(other.state_dict(), model.state_dict())
         F.cross_entropy(other(sparse.batch(0)[0]), sparse.batch(0)[1]).backward()
         for name, mask in pruner.masks.items():

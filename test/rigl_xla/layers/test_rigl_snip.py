@@ -47,15 +47,19 @@ def test_scores_are_derivatives_by_factors_of_weights(num_batches):
         assert torch.allclose(score, expected[name], rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.parametrize("initial", ["scores", "magnitude"])
 @pytest.mark.parametrize("distribution", ["uniform", "erk"])
-def test_each_layer_begins_with_its_highest_scores(distribution):
+def test_each_layer_begins_with_its_highest_scores(distribution, initial):
     model = sparse.convnet()
     scores = snip_scores(model, [sparse.batch(0)], loss)
+    if initial == "magnitude":
+        scores = {n: p.detach().abs() for n, p in sparse.convnet().named_parameters()}
     options = {"sparsity_distribution": distribution}
     by_chance = sparse.pruned(model, sparse.sgd(model), **options)
     expected = sparse.counts(by_chance)
     by_chance.close()
-    model, _, pruner = sparse.sparse_convnet(initial_masks=scores, **options)
+    given = scores if initial == "scores" else initial
+    model, _, pruner = sparse.sparse_convnet(initial_masks=given, **options)
     assert sparse.counts(pruner) == expected
     for name, mask in pruner.masks.items():
         assert scores[name][mask].min() >= scores[name][~mask].max()

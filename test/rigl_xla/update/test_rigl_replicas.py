@@ -15,7 +15,8 @@ from support.xla_replica.replicas import (
     TORCHTPU,
     TPU_LIKE,
     Backend,
-    needs_xla,
+    backends,
+    on_xla,
     row,
 )
 
@@ -37,17 +38,19 @@ OPTIONS = {
 
 def run_of(
     rank: int, kind: str, ddp: bool = False, parts: int = 1
-) -> dict[str, torch.Tensor]:
-    """Returns masks after every update; each replica has its part of every batch.
+) -> tuple[dict[str, torch.Tensor], dict[str, list] | None]:
+    """Returns masks after every update, and what the primary replica alone logs.
 
-    In float64, so that rounding does not decide which connection is larger.
+    Each replica has its part of every batch; in float64, so that rounding does not
+    decide which connection is larger. All read their loss now and then.
     """
     replica = xla_replica.current()
     model = convnet().double().to(replica.device)
     called = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
     optimizer = sgd(model)
     pruner = pruned(called, optimizer, **OPTIONS[kind])
-    found = {}
+    writer = Writer() if replica.is_primary else None
+    found, log = {}, TopologyLog(pruner, writer)
     for step in range(STEPS):
         images, labels = batch(step, SIZE)
         share = slice(replica.rank, None, replica.num_replicas)
@@ -69,16 +72,19 @@ def run_of(
         else:
             for name, mask in pruner.masks.items():
                 found[f"{name} after update {pruner.rigl_steps}"] = mask.clone()
+        log()
         replica.sync()
+        if step % 5 == 4:
+            replica.fetch([loss.detach().reshape(1)])
+            log.flush()
     pruner.check_replicas()
     assert pruner.rigl_steps >= 2
     replica.barrier()  # no replica leaves the process group while others reduce
-    return dict(zip(found, replica.fetch(list(found.values()))))
+    masks = dict(zip(found, replica.fetch(list(found.values()))))
+    return masks, writer and writer.scalars
 
 
-@functools.cache
-def run_of_one(kind: str) -> dict[str, torch.Tensor]:
-    return run_of(0, kind)
+run_of_one = functools.cache(functools.partial(run_of, 0))
 
 
 def runs_of(rank: int, runs: list[tuple[str, bool, int]]):
@@ -87,22 +93,27 @@ def runs_of(rank: int, runs: list[tuple[str, bool, int]]):
 
 def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
     """Compares runs, by kind, DDP and parts, with those of one process."""
-    for found in backend.run(runs_of, runs):
-        for (kind, *_), masks in zip(runs, found, strict=True):
-            expected = run_of_one(kind)
+    for rank, found in enumerate(backend.run(runs_of, runs)):
+        for (kind, *_), (masks, logged) in zip(runs, found, strict=True):
+            expected, told = run_of_one(kind)
             first, *others = expected.values()
             same = [torch.equal(first, m) for m in others if m.shape == first.shape]
             assert not all(same)  # connections move
             assert equal(masks, expected)
+            assert logged == (None if rank else told)
+            updates = (4, 8) if kind == "window" else (3, 6, 9)
+            assert [step for step, _ in told["rigl/churn"]] == [1, *updates]
 
 
-# The default tests of XLA replicas are those of five packages and of counts.
 @pytest.mark.parametrize(
-    "backend", [row("cpu", 3), *(row("xla", n, slow=True) for n in (1, 2, 8)), TPU_LIKE]
+    "backend", [row("cpu", 3), *backends("xla", 3, slow=(1, 2, 8)), TPU_LIKE]
 )
 def test_replicas_choose_as_one_process_on_all_their_data(backend):
     kinds = [*OPTIONS] if backend in (("cpu", 3), ("xla", 2)) else ["rigl"]
-    check_runs(backend, *((kind, False, 1) for kind in kinds))
+    runs = [(kind, False, 1) for kind in kinds]
+    if len(kinds) > 1:
+        runs += [("rigl", False, 5)]  # the share in several backward passes
+    check_runs(backend, *runs)
 
 
 def test_under_ddp_with_gradients_accumulated_in_parts():
@@ -268,8 +279,8 @@ def test_after_the_first_update_nothing_compiles_and_nothing_is_read(backend, ki
                     assert torch.equal(one, other), (kind, update)
 
 
-def saved_run(rank: int):
-    """Returns transfers of a state inside a window, and the error for two devices."""
+def saved_and_misplaced(rank: int) -> int:
+    """Returns transfers of a state inside a window."""
     replica = xla_replica.current()
     model = convnet().to(replica.device)
     pruner = pruned(model, sgd(model), delta=3, grad_accumulation_n=2)
@@ -283,33 +294,15 @@ def saved_run(rank: int):
     assert all("gradient" in layer for layer in state["layers"].values())
     pruner.close()
     model[5].to("cpu")
-    try:
+    with pytest.raises(ValueError, match="on several devices"):
         pruned(model, sgd(model))
-    except ValueError as error:
-        return count.transfers, str(error)
-    return count.transfers, ""
-
-
-def moved_run(rank: int) -> str:
-    """Returns the error for a model that is moved after its pruner was built."""
-    replica = xla_replica.current()
     model, _, pruner = sparse_convnet()
     model.to(replica.device)
-    try:
+    with pytest.raises(ValueError, match="build optimizer and pruner after the move"):
         pruner()
-    except ValueError as error:
-        return str(error)
-    return ""
+    return count.transfers
 
 
-def misplaced_runs(rank: int):
-    return saved_run(rank), moved_run(rank)
-
-
-@needs_xla
-@pytest.mark.xla
+@on_xla
 def test_a_state_is_one_transfer_and_misplaced_weights_are_errors():
-    [((transfers, two), moved)] = xla_replica.launch(misplaced_runs, (), 1, "xla")
-    assert transfers == 1
-    assert "on several devices" in two
-    assert "build optimizer and pruner after the move" in moved
+    assert xla_replica.launch(saved_and_misplaced, (), 1, "xla") == [1]
