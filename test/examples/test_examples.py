@@ -14,7 +14,7 @@ import torch
 from support.documents import ROOT, read
 from support.per_sample_grad.gradient_oracle import rules_kept
 from support.scripts import run_script, words
-from support.xla_replica.replicas import HAS_XLA, needs_xla, of_torch_alone
+from support.xla_replica.replicas import needs_xla, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 import per_sample_grad as psg
@@ -34,7 +34,6 @@ from per_sample_grad.layers.registry import RULES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCRIPTS = {"images": image_classification, "text": causal_language_model}
-DEVICE = "xla" if HAS_XLA else "cpu"
 
 IMAGES = ("--dataset", "digits", "--num-samples", 120)
 TEXT = ("--max-bytes", 6000, "--context", 24, "--width", 16, "--num-layers", 1,
@@ -149,14 +148,6 @@ def test_under_torchrun(tmp_path, tasks, name):
     assert text.count("means over 1 seeds") == 1
 
 
-def test_every_order_trains(tmp_path):
-    run_here(
-        "images", *IMAGES, "--order", ",".join(ORDERS), "--epochs", 2,
-        "--logdir", tmp_path / "log",
-    )  # fmt: skip
-    check_output(tmp_path / "log", list(ORDERS), seeds=1, epochs=2)
-
-
 @pytest.mark.parametrize(
     ("name", "fidelity"), [("images", "group"), ("text", "projected")]
 )
@@ -218,14 +209,20 @@ def test_a_traced_run_in_two_parts_is_one_run(tmp_path, tasks, traced, name, rep
 # --- resuming
 
 
-@pytest.mark.parametrize("name", ["images", pytest.param("text", marks=of_torch_alone)])
-def test_a_run_in_two_parts_is_one_run(tmp_path, tasks, name):
-    orders = "rr,so,mean,pair,recursive-pair" if name == "images" else "rr,mean"
-    arguments = (*tasks[name], "--order", orders)
-    run_here(name, *arguments, "--epochs", 3, "--logdir", tmp_path / "whole")
-    saved = ("--checkpoint", tmp_path / "saved", "--logdir", tmp_path / "parts")
-    run_here(name, *arguments, *saved, "--epochs", 1)
-    run_here(name, *arguments, *saved, "--epochs", 3, "--resume")
+def test_a_run_of_all_orders_in_two_parts_is_one_run(tmp_path, capsys):
+    """And another run, or one that does not say that it resumes, is refused."""
+    arguments = (*IMAGES, "--order", ",".join(ORDERS))
+    run_here("images", *arguments, "--epochs", 3, "--logdir", tmp_path / "whole")
+    check_output(tmp_path / "whole", list(ORDERS), seeds=1, epochs=3)
+    arguments += ("--checkpoint", tmp_path / "saved", "--logdir", tmp_path / "parts")
+    run_here("images", *arguments, "--epochs", 1)
+    with pytest.raises(SystemExit):
+        run_here("images", *arguments, "--epochs", 3)
+    assert "-seed0.pt holds a run: add --resume" in capsys.readouterr().err
+    other = ("--epochs", 3, "--resume", "--lr", 0.2, "--model", "lenet")
+    with pytest.raises(ValueError, match=r"another run: lr was 0\.1 and is 0\.2; mode"):
+        run_here("images", *arguments, *other)
+    run_here("images", *arguments, "--epochs", 3, "--resume")
     pd.testing.assert_frame_equal(
         history(tmp_path / "whole"), history(tmp_path / "parts"), rtol=1e-6
     )
@@ -264,17 +261,6 @@ def breaks_off(update, order: str, step: int = 5):
         update(run, inputs, targets)
 
     return interrupted
-
-
-def test_another_run_is_not_gone_on_with(tmp_path, capsys):
-    arguments = (*IMAGES, "--order", "rr", "--epochs", 1, "--logdir", tmp_path / "log",
-                 "--checkpoint", tmp_path / "saved")  # fmt: skip
-    run_here("images", *arguments)
-    with pytest.raises(SystemExit):
-        run_here("images", *arguments)
-    assert "rr-seed0.pt holds a run: add --resume" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"another run: lr was 0\.1 and is 0\.2; mode"):
-        run_here("images", *arguments, "--resume", "--lr", 0.2, "--model", "lenet")
 
 
 # --- messages

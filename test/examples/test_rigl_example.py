@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,14 +28,6 @@ def run_here(capsys):
         return capsys.readouterr().out
 
     return run
-
-
-def run(folder: Path, *arguments: object, command=(sys.executable,)) -> str:
-    """Returns what the script prints when started from a checkout, as by users."""
-    script = Path(rigl_mnist.__file__)
-    status, text = run_script(script, *COMMON, *arguments, cwd=folder, command=command)
-    assert status == 0, text
-    return text
 
 
 def accuracies(output: str) -> list[float]:
@@ -71,7 +62,10 @@ def test_it_learns_and_resumes(tmp_path, run_here):
 
 @of_torch_alone
 def test_on_replicas_with_a_trace(tmp_path, run_here):
-    alone, together = run_here(*TRACE), run(tmp_path, *TRACE, "--num-replicas", 2)
+    alone, script = run_here(*TRACE), Path(rigl_mnist.__file__)
+    arguments = (*COMMON, *TRACE, "--num-replicas", 2)
+    status, together = run_script(script, *arguments, cwd=tmp_path)
+    assert status == 0, together
     masks = re.compile(r"nonzero_params=.*")
     assert masks.search(alone).group() == masks.search(together).group()
     assert accuracies(together) == pytest.approx(accuracies(alone), abs=2)

@@ -128,16 +128,16 @@ def test_a_server_that_does_not_answer_is_named_once_and_asked_again(metadata):
     assert error.count("preempted: HTTP Error 503") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_are_passed_on(metadata, number):
-    with begin(metadata) as process:
-        process.send_signal(number)
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 7)],
+)
+def test_signals_are_passed_on_and_the_exit_status_is_the_command_s(
+    metadata, number, status
+):
+    """The command catches SIGTERM alone."""
+    with begin(metadata, TRAINS if number else "raise SystemExit(7)") as process:
+        if number:
+            process.send_signal(number)
         process.communicate(timeout=30)
-    # The command catches SIGTERM alone.
-    assert process.returncode == (143 if number == signal.SIGTERM else 130)
-
-
-def test_the_exit_status_is_the_command_s(metadata):
-    with begin(metadata, "raise SystemExit(7)") as process:
-        process.communicate(timeout=30)
-    assert process.returncode == 7
+    assert process.returncode == status
