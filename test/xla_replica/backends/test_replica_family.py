@@ -352,22 +352,6 @@ def test_a_function_that_cannot_travel_is_an_error(backend):
         backend.run(lambda rank: rank)
 
 
-def nested(rank: int) -> tuple[str, int]:
-    [inner] = xla_replica.launch(place)
-    return inner
-
-
-def place(rank: int) -> tuple[int, int]:
-    replica = xla_replica.current()
-    assert replica.rank == rank
-    return replica.rank, replica.num_replicas
-
-
-def test_launch_joins_the_group_that_is_there():
-    """Here an outer launch has initialised it."""
-    assert Backend("cpu", 2).run(nested) == [(0, 2), (1, 2)]
-
-
 # --- without other replicas ---------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.variable_batch_size.reports import CountingReplica
 from torch import nn
 
 from xla_replica import LocalReplica
@@ -106,18 +107,6 @@ class Place(NamedTuple):
     weights: torch.Tensor
 
 
-class Counting(LocalReplica):
-    """Notes how many tensors each transfer had."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.fetched: list[int] = []
-
-    def fetch(self, tensors):
-        self.fetched.append(len(tensors))
-        return super().fetch(tensors)
-
-
 def test_a_state_comes_to_the_host_in_one_transfer():
     """And its containers keep their types."""
     norm = nn.BatchNorm1d(3)
@@ -128,9 +117,9 @@ def test_a_state_comes_to_the_host_in_one_transfer():
         "read-only": types.MappingProxyType({"x": torch.zeros(1)}),
         "rest": [(torch.arange(3), "text"), None, 0.5],
     }
-    replica = Counting()
+    replica = CountingReplica()
     found = replica.to_host(state)
-    assert replica.fetched == [5 + 1 + 1 + 1]
+    assert replica.num_fetches == 1
     assert found["model"]._metadata == state["model"]._metadata
     assert list(found["model"]) == list(state["model"])
     assert found["milestones"] == state["milestones"]

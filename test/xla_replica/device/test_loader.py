@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-import pytest
 import torch
 
 from xla_replica import DeviceLoader, LocalReplica
@@ -38,17 +37,6 @@ def test_every_batch_comes_once_and_in_order():
         assert all(batch.device == META for batch in sent)
 
 
-def test_an_exception_is_raised_at_the_place_of_its_batch():
-    def batches():
-        yield torch.ones(1)
-        raise OSError("disk on fire")
-
-    loader = iter(DeviceLoader(batches(), send))
-    assert len(next(loader)) == 1
-    with pytest.raises(OSError, match="disk on fire"):
-        next(loader)
-
-
 def test_breaking_out_stops_the_thread():
     before = threading.active_count()
     produced = []
@@ -79,8 +67,3 @@ def test_an_epoch_begins_in_the_thread_of_the_training_loop():
     assert threads[0] is threading.current_thread()
     assert threads[1] is not threading.current_thread()
     assert list(DeviceLoader([], send)) == []
-
-
-def test_prefetch_must_be_positive():
-    with pytest.raises(ValueError, match="prefetch must be an integer >= 1, got 0"):
-        DeviceLoader([], send, prefetch=0)
