@@ -163,5 +163,7 @@ def test_what_is_called_takes_the_words_of_a_command(name, folder, monkeypatch):
             else:
                 assert Path(program).name == "python", program
             monkeypatch.setattr(sys, "argv", arguments[arguments[0] == "-m" :])
+            # What another test has imported would be run a second time.
+            monkeypatch.delitem(sys.modules, f"{sys.argv[0]}.__main__", raising=False)
             with pytest.raises(ParsedError):
                 run_as_main(arguments)

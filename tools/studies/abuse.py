@@ -39,7 +39,6 @@ from support.xla_replica.live_job import Lighthouse, LiveJob, Weather
 
 import variable_batch_size as vbs
 from tools.record import parser_with_output, save
-from variable_batch_size.checkpoint.files import SavedFile, saved_files
 
 HEARTBEAT_SECONDS = 1.0
 EARLY = 0.3  # the part of the time, at least, in which nobody is spared
@@ -117,7 +116,7 @@ class Torment:
 
     def __call__(self, bar: tqdm) -> None:
         """Disturbs the job until the time is up."""
-        self._job.wait(lambda: self._look() or (self._ready() and self._saved()))
+        self._job.wait(lambda: self._look() or (self._ready() and self._job.saved()))
         age = late = 0.0
         began, next_at, deck = time.monotonic(), self._pause / 2, self._deal()
         while age < self._seconds + late:
@@ -142,7 +141,7 @@ class Torment:
         """Ends the run in peace; returns how many updates it has made."""
         while self._later:
             self._look()
-        number = self._saved()[0].num_updates + MARGIN
+        number = self._job.saved()[0].num_updates + MARGIN
         self._job.tell("end", number)
 
         def is_over() -> bool:
@@ -208,10 +207,6 @@ class Torment:
         said = [cause for cause in CAUSES if cause in text]
         return said[0] if said else f"unexplained, status {status}: {text[-2000:]}"
 
-    def _saved(self) -> list[SavedFile]:
-        """Returns the checkpoints, the newest first."""
-        return saved_files(self._job.folder / "checkpoints")
-
     def _ready(self) -> list[BaseProcess]:
         """Returns the processes that train."""
         folder = self._job.folder
@@ -259,10 +254,10 @@ class Torment:
         self._job.wait(lambda: not self._job.running)
 
     def _damaged_file(self) -> bool:
-        if len(self._saved()) < 2:
+        if len(self._job.saved()) < 2:
             return False
         self._death_of_all()
-        newest = self._saved()[0].path
+        newest = self._job.saved()[0].path
         content = bytearray(newest.read_bytes())
         at = self._random.randrange(len(content))
         content[at] ^= 0xFF
@@ -421,13 +416,17 @@ def problems(outcome: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Runs the command line."""
     parser = parser_with_output(__doc__)
-    parser.add_argument("kind", choices=PAUSE)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    add = parser.add_argument
+    add("kind", choices=PAUSE, help="what is tormented, see above")
+    add("--seconds", type=float, default=60.0, help="default: %(default)s")
+    add("--quick", action="store_true", help="for ten seconds")
+    drawn = random.randrange(10**6)
+    add("--seed", type=int, default=drawn, help="default: drawn anew, and printed")
     args = parser.parse_args()
+    seconds = 10.0 if args.quick else args.seconds
     folder = Path(tempfile.mkdtemp(prefix="abuse-"))
     print(f"seed {args.seed}, in {folder}", flush=True)
-    outcome = abuse(folder, args.kind, args.seconds, args.seed, is_quiet=False)
+    outcome = abuse(folder, args.kind, seconds, args.seed, is_quiet=False)
     save(args.output, outcome)
     for name, value in outcome.items():
         print(f"{name}: {value}")

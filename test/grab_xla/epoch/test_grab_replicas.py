@@ -33,9 +33,10 @@ def train(sampler, first: int, last: int, steps: int | None = None) -> list[list
     orders = []
     for epoch in range(first, last):
         cut = steps if epoch == last - 1 else None
+        order = list(sampler)
         if sampler.balance_type == "adamean":
             sampler.update_v(torch.arange(1.0, 14.0) + epoch)
-        ordering.run_epoch(sampler, epoch, own_batch, cut)
+        ordering.take_steps(sampler, epoch, order, own_batch, cut)
         orders.append(sampler.order.tolist())
     return orders
 

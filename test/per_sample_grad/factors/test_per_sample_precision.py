@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.agreement import assert_same_grads
 from support.per_sample_grad.gradient_oracle import HALF, Case, error, flat, oracle
 from support.per_sample_grad.layer_cases import CASES, Apply
 from torch import nn
@@ -17,6 +16,23 @@ from per_sample_grad.factors.forms import Dense
 
 STACKED = Case("stacked", lambda: nn.Sequential(
     nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), (5, 6))  # fmt: skip
+
+
+def test_autocast():
+    case = Case(
+        "autocast",
+        lambda: nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+        ),
+        (6,),
+    )
+    model, inputs = case.make(torch.float32)
+    truth = flat(oracle(case, model, inputs))
+    for _ in range(2):  # first with the comparison, then without
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            factors = psg.per_sample_factors(model, case.loss, inputs)
+            assert error(factors.norms(), truth.norm(dim=1)) <= 2e-2
+        assert error(factors.gram(), truth @ truth.T) <= 4e-2
 
 
 def convolutional() -> nn.Module:
@@ -49,8 +65,6 @@ def attentive() -> nn.Module:
 def test_a_pass_that_accumulates_under_autocast(build, draw, left_out, accumulate):
     """The forward pass is in bfloat16, the losses and everything after in float32.
 
-    That is so whether or not autocast goes on after the losses.
-
     Every sample's own backward pass through the same graph has the same gradients of
     activations to the bit, since 1 / 4 scales without rounding. It rounds gradients of
     weights to bfloat16, by at most 2**-8 of every number; the factors' are not rounded.
@@ -75,13 +89,13 @@ def test_a_pass_that_accumulates_under_autocast(build, draw, left_out, accumulat
         params = list(recorded.params.values())
         rows = [torch.autograd.grad(each, params, retain_graph=True) for each in losses]
         truth = {name: torch.stack(g) for name, g in zip(names, zip(*rows))}
+        factors = recorded.backward(losses, accumulate=accumulate)
+        for one, other in zip(model.parameters(), plain.parameters()):
+            assert one.grad.dtype == torch.float32
+            assert torch.equal(one.grad, other.grad)
         wide = flat(truth).double()
-        with torch.autocast("cpu", torch.bfloat16, enabled=accumulate == "sum"):
-            factors = recorded.backward(losses, accumulate=accumulate)
-            assert error(flat(factors.materialize()), wide) <= 2**-8
-            assert error(factors.norms(), wide.norm(dim=1)) <= 2**-8
-            assert error(factors.gram(), wide @ wide.T) <= 2**-7
-        assert_same_grads(model, plain)
+        assert error(flat(factors.materialize()), wide) <= 2**-8
+        assert error(factors.gram(), wide @ wide.T) <= 2**-7
         projection = psg.Projection(recorded.params, 100)
         expected = {
             name: projection.of(name, [Dense(gradients)], 2**30)

@@ -24,6 +24,7 @@ import pytest
 from support.xla_replica import torchtpu
 from support.xla_replica.live_process import be_member
 from support.xla_replica.torchrun import free_port, wait_for_server
+from variable_batch_size.checkpoint.files import SavedFile, saved_files
 from xla_replica.starting import child_process
 
 # What a member can be at when it dies, and the function that it is then in.
@@ -161,6 +162,10 @@ class LiveJob:
     def results(self) -> list[dict[str, Any]]:
         """Returns what the members that have ended well have found."""
         return [json.loads(p.read_text()) for p in self.folder.glob("*.json")]
+
+    def saved(self) -> list[SavedFile]:
+        """Returns the checkpoints, the newest first."""
+        return saved_files(self.folder / "checkpoints")
 
     def num_updates(self) -> int:
         """Returns how many updates the log tells of."""

@@ -18,7 +18,7 @@ def check(folder, kind: str, seconds: float) -> None:
     seed = random.randrange(10**6) if seconds > 60 else 3
     outcome = abuse(folder, kind, seconds, seed)
     assert problems(outcome) == [], outcome
-    assert outcome["processes"]["started"] > 3, outcome
+    assert outcome["processes"]["started"] > 1, outcome
 
 
 @of_torch_alone
@@ -30,7 +30,7 @@ def test_live_members_bear_all_that_happens_to_them(seconds, tmp_path):
 
 @needs_xla
 @pytest.mark.xla
-@pytest.mark.parametrize("seconds", [8.0, HOUR])
+@pytest.mark.parametrize("seconds", [pytest.param(8.0, marks=pytest.mark.slow), HOUR])
 def test_emulated_replicas_bear_all_that_happens_to_them(seconds, tmp_path):
     check(tmp_path, "emulated", seconds)
 
