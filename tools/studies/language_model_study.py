@@ -38,7 +38,8 @@ from variable_batch_size.trace_tools import StepTime, simulate
 PER_WINDOW, PER_UPDATE, DETECTION = 1.0, (1.0, 0.25, 4.0), 1.0
 PRICE, SPOT_PRICE = 1.0, 0.4
 MARGIN, SAVING = 0.02, 0.1  # nats per byte, and a share
-LR, SGD_LR = (0.0005, 0.001, 0.002), (0.1, 0.3, 1.0)  # of the pilot
+LR = (0.00025, 0.0005, 0.001, 0.002)  # of the pilot
+SGD_LR = (0.01, 0.03, 0.1, 0.3, 1.0)
 AXES = {
     "samples": "samples (windows)",
     "hours": "simulated hours",

@@ -44,8 +44,8 @@ class Sizes:
     most: int = 64  # Seesaw's
     warm_up: int = 256
     machines: int = 8
-    lr: float = 1e-3
-    sgd_lr: float = 0.3
+    lr: float = 0.0005
+    sgd_lr: float = 0.1
     tested: int = 384  # held-out windows at the end, and after every eighth
     tested_often: int = 64
     quick: bool = False  # the text is the working tree's
