@@ -43,7 +43,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 26_510
-TEST_LINES = 45_300
+TEST_LINES = 43_850
 
 
 def test_lines_are_counted():

@@ -65,7 +65,9 @@ def kept(name: str, seed: int, sizes: ways.Sizes, folder: Path) -> dict[str, Any
     else:
         result = ways.result_of(name, seed, sizes, trace)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"settings": settings, "result": result}))
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps({"settings": settings, "result": result}))
+    unfinished.rename(path)
     return result
 
 
@@ -159,15 +161,8 @@ def draw(rows: dict[str, Any], path: Path) -> None:
                 x, y = ([point[k] for point in row["curve"]] for k in (key, "loss"))
                 line = "--" if ways.WAYS[name].base == "sgd" else "-"
                 axis.plot(x, y, line, marker=".", **style)
-            of = row["difference"]
-            differences.errorbar(
-                of["mean"],
-                name,
-                xerr=of["high"] - of["mean"],
-                fmt="o",
-                capsize=4,
-                **style,
-            )
+            mean, high = row["difference"]["mean"], row["difference"]["high"]
+            differences.errorbar(mean, name, xerr=high - mean, fmt="o", **style)
         for axis, label in zip(losses, AXES.values()):
             axis.set(xlabel=label, ylabel="held-out loss (nats per byte)")
         losses[0].legend()
