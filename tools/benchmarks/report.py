@@ -143,6 +143,11 @@ def records() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+def titles() -> dict[str, str]:
+    """Returns the title of each benchmark."""
+    return {name: how.title for name, how in RUNS.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -164,9 +169,8 @@ def main() -> None:
             failed[name] = why
             tqdm.write(f"{name} failed: {why}")
     found = records()
-    titles = {name: RUNS[name].title for name in found}
     draw(found)
-    PAGE.write_text(page(titles, found, failed), encoding="utf-8")
+    PAGE.write_text(page(titles(), found, failed), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)} has the records of {len(found)} benchmarks")
     sys.exit(1 if failed else 0)
 

@@ -114,7 +114,7 @@ def page(
 
     Args:
         titles: The title of each benchmark's section.
-        found: The record of each.
+        found: The record of each that has one.
         failed: Why a benchmark has none of this run.
     """
     rows = judged(found)
@@ -124,6 +124,7 @@ def page(
         "# Benchmark report\n",
         "\n".join([summary, *(f"- **missed**: {work}" for work in missed)]) + "\n",
         *(f"**{name} failed**: {why}.\n" for name, why in failed.items()),
+        *(f"**{name} has no record yet**.\n" for name in titles if name not in found),
         HEAD,
         *(table(titles[name], record) for name, record in found.items()),
         SCALE,
