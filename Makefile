@@ -122,7 +122,7 @@ format: $(VENV)/ready
 bench: $(VENV)/ready
 	$(MAKE) ENV=torch .venv-torch/ready
 	$(MAKE) ENV=outside .venv-outside/ready
-	$(VENV)/bin/python tools/benchmarks/report.py $(if $(FULL),--full)
+	$(VENV)/bin/python tools/report/run_all.py $(if $(FULL),--full)
 
 clean:
 	rm -rf .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -53,10 +53,10 @@ def _commit() -> str | None:
 
 def _processor() -> str:
     """Returns what Linux calls the processor; elsewhere what Python knows of it."""
+    names: list[str] = []
     with contextlib.suppress(OSError):
-        names = re.findall("^model name.*: (.*)$", Path("/proc/cpuinfo").read_text(), 8)
-        return names[0] if names else platform.processor()
-    return platform.processor()
+        names = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+    return names[0] if names else platform.processor()
 
 
 def row(

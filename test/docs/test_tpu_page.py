@@ -20,7 +20,7 @@ SMALLER = {
     "python -c": "",
     "cases.py": "'plain step' 'GraB, mean, exact'",
     "variable_train_mnist.py": "--num-replicas 2 --dataset fake",
-    "bench_step.py": "--rounds 1 --steps 1 --trace-steps 1000",
+    "bench_step.py": "--rounds 1 --steps 1",
     "bench_grab.py": "--types mean --sizes 1000 --batches 4 --epochs 1",
     "compilations.txt": "--num-replicas 2 --dataset fake --epochs 1",
 }

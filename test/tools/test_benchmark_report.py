@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.documents import ROOT, read
 
-from tools.benchmarks import report
-from tools.benchmarks.report_page import page, share_of_goal, shown
 from tools.record import row, versions
+from tools.report import run_all as report
+from tools.report.page import page, share_of_goal, shown
 
 FAST = row("fast", [1.0, 1.02, 1.1], at_most=1.05)
 SLOW = row("slow", [2.0, 3.0, 4.0], "s", at_most=2.5)

@@ -15,10 +15,12 @@ import itertools
 import statistics
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -27,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import variable_batch_size as vbs
 from grab_xla import GraBSampler
-from tools.benchmarks.bench_step import LR, make_model, schedule_of_a_long_trace
+from tools.benchmarks.bench_exact import elastic
+from tools.benchmarks.bench_step import LR, make_model
 from tools.record import parser_with_output, row, save
 
 MINIBATCH = 32
@@ -53,13 +56,7 @@ def backward(model: nn.Module) -> None:
 def elastic_update(width: int) -> Callable[[], float]:
     """Returns a function that makes an update, and returns the microseconds of it."""
     model, inner = with_gradients(width)
-    sampler = vbs.CustomSampler(
-        dataset_size=10**6, trace=[MINIBATCH], minibatch_size=MINIBATCH,
-        on_end="hold", verbose=False,
-    )  # fmt: skip
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=MINIBATCH)
-    optimizer.set_epoch(0)
-    minibatches = itertools.chain.from_iterable(itertools.repeat(sampler))
+    optimizer, minibatches = elastic(inner, MINIBATCH, 1)
 
     def update() -> float:
         next(minibatches)
@@ -138,14 +135,26 @@ def orders() -> list[dict[str, Any]]:
     ]
 
 
-def traces() -> dict[str, Any]:
-    """Returns the milliseconds to the first epoch of a trace, by its length."""
-    times = [
-        1e3 * schedule_of_a_long_trace(n)["seconds_to_first_epoch"]
-        for n in tqdm(TRACE_STEPS, "traces", disable=None)
-    ]
+def traces() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns milliseconds to the first epoch by the trace's length, and rows."""
+    times, rows = [], []
+    for n in tqdm(TRACE_STEPS, "traces", disable=None):
+        sizes = np.resize([1024, 2048, 4096, 512], n)
+        tracemalloc.start()
+        schedule_of(sizes)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        times.append(1e-3 * microseconds(lambda sizes=sizes: schedule_of(sizes)))
+        rows.append(row(f"memory of a trace of {n:,} steps", peak / n, "bytes a step"))
     y = {"": times}
-    return curve("steps of the trace", TRACE_STEPS, "milliseconds to epoch 0", y)
+    return curve("steps of the trace", TRACE_STEPS, "milliseconds to epoch 0", y), rows
+
+
+def schedule_of(sizes: np.ndarray) -> vbs.Schedule:
+    """Returns the schedule of a trace whose first epoch has been planned."""
+    schedule = vbs.Schedule(vbs.Trace(sizes), 1_281_167, MINIBATCH)
+    schedule.plan(0, 8)
+    return schedule
 
 
 def curve(x_label: str, x: Any, y_label: str, y: dict[str, Any]) -> dict[str, Any]:
@@ -164,8 +173,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     of_updates, rows = updates(args.rounds)
-    curves = [of_updates, *orders(), traces()]
-    save(args.output, {"curves": curves, "rows": rows})
+    of_traces, more = traces()
+    curves = [of_updates, *orders(), of_traces]
+    save(args.output, {"curves": curves, "rows": rows + more})
 
 
 if __name__ == "__main__":

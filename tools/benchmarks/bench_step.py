@@ -4,7 +4,6 @@
    on the same model and replicas, in alternating rounds of one run: a ratio.
 2. The same of AdaScale, which measures gradient noise, against the linear rule.
 3. Compilations and time per step with 1, 4 and 16 distinct batch sizes.
-4. The schedule of a trace of ten million steps: time and memory to the first epoch.
 
     python tools/benchmarks/bench_step.py --output docs/benchmarks/bench_step.json
 """
@@ -15,7 +14,6 @@ import argparse
 import statistics
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,29 +194,6 @@ def count_replica(
     return counts.compilations, statistics.median(seconds) / num_steps
 
 
-def schedule_of_a_long_trace(num_steps: int) -> dict[str, float]:
-    """Returns times and memory of the schedule of a trace with so many steps."""
-    sizes = np.resize([1024, 2048, 4096, 512], num_steps)
-    start = time.perf_counter()
-    schedule = vbs.Schedule(vbs.Trace(sizes), 1_281_167, MINIBATCH)
-    schedule.plan(0, 8)
-    first = time.perf_counter() - start
-    start = time.perf_counter()
-    num_epochs = int(schedule.num_epochs)
-    every = time.perf_counter() - start
-    del schedule
-    tracemalloc.start()
-    vbs.Schedule(vbs.Trace(sizes), 1_281_167, MINIBATCH).plan(0, 8)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return {
-        "steps": num_steps,
-        "seconds_to_first_epoch": first,
-        "microseconds_per_further_epoch": 1e6 * every / num_epochs,
-        "peak_bytes_per_step": peak / num_steps,
-    }
-
-
 def compare(
     names: tuple[str, str], num_replicas: int, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -259,7 +234,6 @@ def main() -> None:
     parser.add_argument(
         "--width", type=int, default=1, help="of the network (default: 1)"
     )
-    parser.add_argument("--trace-steps", type=int, default=10**7, help="default: 10^7")
     args = parser.parse_args()
     result: dict[str, Any] = {"image_side": args.side, "width": args.width, "rows": []}
 
@@ -288,7 +262,6 @@ def main() -> None:
             }
             work = f"compilations, {num_sizes} batch sizes, replicas: {num_replicas}"
             result["rows"].append(row(work, compilations))
-    result["schedule"] = schedule_of_a_long_trace(args.trace_steps)
     result["curves"] = [
         {
             "x label": "replicas",

@@ -20,18 +20,22 @@ from torch import nn
 _CACHED = 2**16
 
 
+class UnknownParametersError(ValueError):
+    """A model has parameters that nothing here is written for."""
+
+
 def norms_by_hand(
     model: nn.Module, losses_of: Callable[..., torch.Tensor], *batch: torch.Tensor
 ) -> torch.Tensor:
     """Returns the norms ``(B,)``; ``losses_of(model, *batch)`` returns the losses.
 
     Raises:
-        ValueError: A parameter does not belong to one of the `LAYERS`.
+        UnknownParametersError: Some do not belong to one of the `LAYERS`.
     """
     layers = [each for each in model.modules() if isinstance(each, LAYERS)]
     known = {id(p) for each in layers for p in each.parameters(recurse=False)}
     if free := [name for name, p in model.named_parameters() if id(p) not in known]:
-        raise ValueError(f"no layer written by hand has {', '.join(free)}")
+        raise UnknownParametersError(f"no layer written by hand has {', '.join(free)}")
     squares: list[torch.Tensor] = []
     small: list[torch.Tensor] = []  # the gradients of norms and biases
     lowest: list[Any] = []

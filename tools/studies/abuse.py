@@ -230,7 +230,7 @@ class Torment:
     def _one(self, harm: str) -> list[BaseProcess]:
         """Returns a process that may be lost, if there is one."""
         others = [each for each in self._job.running if each is not self._spared]
-        # The last one of several ends where there is no lighthouse.
+        # Without a lighthouse, the last of several members ends.
         is_safe = self._may_start or len(self._ready()) > 2
         victims = self._random.sample(others, min(is_safe, len(others)))
         self._note(victims, harm)
@@ -323,7 +323,7 @@ class Torment:
 
     def _no_lighthouse(self) -> bool:
         is_quiet = len(self._ready()) == len(self._job.running) == self._wanted
-        # Who has lost the others ends where it loses the lighthouse, too.
+        # Nor may a member lose the others and the lighthouse at once: it would end.
         if not self._may_start or not (self._is_early or is_quiet):
             return False
         self.light.close()

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 import variable_batch_size as vbs
 from examples.ordering import text_data
 from examples.ordering.language_model import ByteGPT
+from tools.record import ROOT
 from variable_batch_size.trace_tools import decay, make
 
-ROOT = Path(__file__).resolve().parents[2]
 # The text is the repository's at this commit, and has this SHA-256.
 COMMIT = "eb16da9c83288f9df519033fb49ddd3bf0626b3e"
 DIGEST = "ada423047b9cf2550e7aaf4310d88ddba44a7645339517ab33d3b37b14dcb7f6"

@@ -17,6 +17,7 @@ import torch
 
 import variable_batch_size as vbs
 import xla_replica
+from tools.record import ROOT
 from tools.studies import language_model_ways as ways
 
 HEARTBEAT_SECONDS = 5.0  # many processes share two cores
@@ -88,7 +89,7 @@ def live_run(folder: Path, sizes: ways.Sizes, seed: int) -> dict[str, Any]:
         environment = {**os.environ, "LIVE_LIGHTHOUSE": address, "OMP_NUM_THREADS": "1",
                        "LIVE_HEARTBEAT_SECONDS": str(HEARTBEAT_SECONDS)}  # fmt: skip
         start = functools.partial(
-            subprocess.Popen, env=environment, cwd=ways.ROOT, stdout=log, stderr=log
+            subprocess.Popen, env=environment, cwd=ROOT, stdout=log, stderr=log
         )
         try:
             while not (folder / "digest").exists():

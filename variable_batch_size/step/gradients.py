@@ -368,7 +368,8 @@ def _some_numbers(gradient: torch.Tensor) -> bytes | None:
         return None
     *outer, (length, stride) = zip(gradient.shape or (1,), gradient.stride() or (1,))
     first = sum(each // 2 * distance for each, distance in outer)
-    places = [first + i * stride for i in range(min(length, _NUM_COMPARED))]
+    begin, number = address + size * first, min(length, _NUM_COMPARED)
     if stride == 1:
-        return ctypes.string_at(address + size * first, size * len(places))
-    return b"".join(ctypes.string_at(address + size * i, size) for i in places)
+        return ctypes.string_at(begin, size * number)
+    places = (begin + size * stride * i for i in range(number))
+    return b"".join(ctypes.string_at(place, size) for place in places)

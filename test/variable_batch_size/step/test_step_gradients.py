@@ -172,6 +172,27 @@ def test_a_gradient_changed_before_step_is_an_error(change, substep, freezes):
         wrapper.step()
 
 
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (torch.ones(()), ()),
+        (torch.ones(9, 4).T, (2, 7)),
+        (torch.ones(4, 3, 5, 6).to(memory_format=torch.channels_last), (2, 1, 2, 5)),
+        (torch.ones(3, 40, dtype=torch.bfloat16)[:, ::2], (1, 7)),
+    ],
+    ids=["a number", "transposed", "channels last", "every other bfloat16"],
+)
+def test_a_change_of_one_number_is_seen_in_any_layout(value, place):
+    """It is one of those in the middle; the gradient has the parameter's strides."""
+    parameter, (_, sampler, _) = nn.Parameter(value), make(trace=64)
+    inner = SGD([parameter], 0.1)
+    wrapper = vbs.ConstantOptimizer(inner, sampler, replica=CPU)
+    parameter.sum().backward()
+    parameter.grad.data[place] = 0.5
+    with pytest.raises(ValueError, match="was changed between backward"):
+        wrapper.step()
+
+
 def test_a_gradient_of_nan_equals_itself():
     model, sampler, wrapper = make(trace=64)
     for _ in sampler:

@@ -1,9 +1,9 @@
 """Runs every benchmark, and writes what all of them found into one page.
 
-    python tools/benchmarks/report.py              # the short form, some 20 minutes
-    python tools/benchmarks/report.py --full       # more rounds, and what takes hours
-    python tools/benchmarks/report.py --only bench_step bench_ddp
-    python tools/benchmarks/report.py --page-only  # of the records that are there
+    python tools/report/run_all.py              # the short form
+    python tools/report/run_all.py --full       # more rounds, and what takes hours
+    python tools/report/run_all.py --only bench_step bench_ddp
+    python tools/report/run_all.py --page-only  # of the records that are there
 
 `make bench` makes the environments that it needs, and runs it. Benchmarks run in turn,
 each in a process and in the environment that its row below names, on a machine that
@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
-from tools.benchmarks.report_page import draw, page
 from tools.record import ROOT
+from tools.report.page import draw, page
 
 FOLDER = ROOT / "docs/benchmarks/report"
 PAGE = ROOT / "docs/benchmarks/REPORT.md"
@@ -40,7 +40,8 @@ class Run(NamedTuple):
     Attributes:
         title: What it compares.
         environment: The environment, ``.venv-NAME``.
-        short, full: Its arguments in either form; a short form of None leaves it out.
+        short, full: Its arguments in either form; one without a short form is left out
+            of it, unless ``--only`` names it.
         script: The name of its file, where that is not called like the record.
     """
 
@@ -54,7 +55,7 @@ class Run(NamedTuple):
 RUNS = {
     "bench_step": Run(
         "An elastic step beside a loop by hand, on XLA", "xla",
-        "--num-replicas 1 2 4 8 --rounds 8 --trace-steps 100000",
+        "--num-replicas 1 2 4 8 --rounds 8",
         "--num-replicas 1 2 4 8 --rounds 24",
     ),
     "bench_scale": Run(
@@ -159,13 +160,13 @@ def main() -> None:
     args = parser.parse_args()
     for folder in (FOLDER, LOGS):
         folder.mkdir(parents=True, exist_ok=True)
-    forms = {name: how.full if args.full else how.short for name, how in RUNS.items()}
-    chosen = [] if args.page_only else args.only or list(RUNS)
+    is_long = {name: args.full or how.short is None for name, how in RUNS.items()}
+    usual = [name for name in RUNS if args.full or not is_long[name]]
     failed = {}
-    bar = tqdm([name for name in chosen if forms[name] is not None], disable=None)
-    for name in bar:
+    for name in (bar := tqdm([] if args.page_only else args.only or usual)):
         bar.set_description(name)
-        if (why := run(name, forms[name])) is not None:
+        how = RUNS[name]
+        if (why := run(name, how.full if is_long[name] else how.short)) is not None:
             failed[name] = why
             tqdm.write(f"{name} failed: {why}")
     found = records()

@@ -119,10 +119,10 @@ def page(
     """
     rows = judged(found)
     missed = [row["work"] for row, share in rows if share > 1]
-    summary = f"{len(rows) - len(missed)} of {len(rows)} goals are met."
     parts = [
         "# Benchmark report\n",
-        "\n".join([summary, *(f"- **missed**: {work}" for work in missed)]) + "\n",
+        f"{len(rows) - len(missed)} of {len(rows)} goals are met.\n",
+        "".join(f"- **missed**: {work}\n" for work in missed),
         *(f"**{name} failed**: {why}.\n" for name, why in failed.items()),
         *(f"**{name} has no record yet**.\n" for name in titles if name not in found),
         HEAD,
@@ -130,7 +130,7 @@ def page(
         SCALE,
         *map(curve, curves(found)),
     ]
-    return "\n".join(parts).replace("met.\n- ", "met.\n\n- ")
+    return "\n".join(filter(None, parts))
 
 
 def draw(found: dict[str, Record]) -> None:
