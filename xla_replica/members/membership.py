@@ -30,6 +30,7 @@ from xla_replica.members.generation import Generation, Offer, next_generation, p
 logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 8
+_END_SECONDS = 5.0  # more than a heartbeat and a look at the page may take
 _SEEN = re.compile(r"(member-[0-9a-f]{32}): seen ([0-9.e+-]+)s ago")
 
 
@@ -87,7 +88,7 @@ class Membership:
         self.host, self._store_address = host, f"{host}:{self._store.port}"
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="members", daemon=True)
-        atexit.register(self.leave)
+        atexit.register(self._end)
 
     def _connected(self) -> Any:
         """Returns a client of the lighthouse; raises ReplicaError if there is none."""
@@ -220,6 +221,12 @@ class Membership:
     def leave(self) -> None:
         """Stops heartbeats: the others need not wait for this member any more."""
         self._leaving.set()
+
+    def _end(self) -> None:
+        """Leaves, and waits for the watch: Python's end aborts amid its heartbeat."""
+        self.leave()
+        if self._thread.ident is not None:
+            self._thread.join(_END_SECONDS)
 
     # --- what the watch knows -------------------------------------------------------
 

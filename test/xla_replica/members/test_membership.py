@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import time
 import types
 import weakref
@@ -39,6 +41,31 @@ def test_a_member_that_was_stopped_knows_it_whatever_has_been_summed():
         member.agree((0, 0, 0))
         assert not member.was_silent
         member.leave()
+
+
+AMID_HEARTBEAT = """
+import sys, time, types
+from xla_replica.members.membership import Membership
+
+def heartbeat(name, timeout):
+    print("begins", flush=True)
+    time.sleep(0.5)
+    print("ends", flush=True)
+
+member = Membership(sys.argv[1])
+member._client = types.SimpleNamespace(heartbeat=heartbeat, quorum=member._client.quorum)
+member.agree(())
+time.sleep(0.3)  # its first heartbeat has begun
+"""
+
+
+@needs_lighthouse
+def test_python_ends_after_the_heartbeat_under_way():
+    with xla_replica.lighthouse() as address:
+        said = subprocess.check_output(
+            [sys.executable, "-c", AMID_HEARTBEAT, address], text=True
+        )
+    assert said.split() == ["begins", "ends"]
 
 
 def of_two(**membership) -> MemberReplica:
