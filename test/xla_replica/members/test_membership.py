@@ -53,7 +53,8 @@ def heartbeat(name, timeout):
     print("ends", flush=True)
 
 member = Membership(sys.argv[1])
-member._client = types.SimpleNamespace(heartbeat=heartbeat, quorum=member._client.quorum)
+quorum = member._client.quorum
+member._client = types.SimpleNamespace(heartbeat=heartbeat, quorum=quorum)
 member.agree(())
 time.sleep(0.3)  # its first heartbeat has begun
 """
