@@ -117,7 +117,8 @@ class TrainingPasses:
             )  # fmt: skip
             num_rows = len(losses)
         else:
-            rows, num_rows = group_gradients(recorded, losses, reduction), 1
+            dtype = self._balancer.columns.dtype
+            rows, num_rows = group_gradients(recorded, losses, reduction, dtype), 1
         self._reduction = reduction
         self._place(rows, num_rows, indices)
 

@@ -68,13 +68,15 @@ class Centred(Balancer):
             rows, centre = self.centred(state, tile)
             is_tile = decide.tile_size is not None and isinstance(rows, Tensor)
             on_host = is_tile and traits(rows).is_host
+            is_compiled = on_host and decide.compiled_row and len(rows) == 1
             # A tile on a CPU is small, so differences are formed: with them float32
             # loses no digits where the mean is larger than they are.
-            if centre is not None and (weights is not None or on_host):
+            is_formed = on_host and not is_compiled
+            if centre is not None and (weights is not None or is_formed):
                 rows, centre = rows - centre, None
             if weights is not None:
                 rows = rows * weights.unsqueeze(1)
-            if on_host and decide.compiled_row and len(rows) == 1:
+            if is_compiled:
                 from grab_xla.balancing.compiled_row import balance_row
 
                 how = thresholds, self.depth, decide.tie

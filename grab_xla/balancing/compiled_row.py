@@ -51,31 +51,40 @@ def balance_row(
     return torch.tensor([placement], dtype=torch.int32)
 
 
-# Sums may be formed in any order, so that they vectorise; NaN is preserved.
-@numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True)
+@numba.njit(cache=True)
 def _down_a_tree(x, y, sums, limits, depth, tie_positive):
     """Returns the placement of x - y, and adds it to the accumulators it passes."""
-    zero, one = sums.dtype.type(0), sums.dtype.type(1)
+    one = sums.dtype.type(1)
     node = placement = 0
     for level in range(depth + 1):
-        total = sums[node]
-        product = square = zero
-        for j in range(len(total)):
-            z = x[j] - y[j]
-            product += z * total[j]
-            square += z * z
+        product, square = _products(x, y, sums[node])
         if not math.isfinite(square):
             return 0
         limit = limits[level]
         positive = product < limit or (tie_positive and product == limit)
-        sign = one if positive else -one
-        for j in range(len(total)):
-            total[j] += sign * (x[j] - y[j])
+        _add(x, y, one if positive else -one, sums[node])
         leaf = node - (2**level - 1)
         placement = leaf + 1 if positive else -(leaf + 1)
         node = 2 * node + (1 if positive else 2)
     if len(sums) == 2 ** (depth + 1):
-        plain = sums[-1]
-        for j in range(len(plain)):
-            plain[j] += x[j] - y[j]
+        _add(x, y, one, sums[-1])
     return placement
+
+
+# Sums may be formed in any order, so that they vectorise; NaN is preserved.
+@numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True)
+def _products(x, y, total):
+    """Returns the inner product of x - y and a vector, and the square of x - y."""
+    product = square = total.dtype.type(0)
+    for j in range(len(total)):
+        z = x[j] - y[j]
+        product += z * total[j]
+        square += z * z
+    return product, square
+
+
+@numba.njit(cache=True)
+def _add(x, y, sign, total):
+    """Adds x - y, of this sign, to a vector."""
+    for j in range(len(total)):
+        total[j] += sign * (x[j] - y[j])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import xla_replica
+from xla_replica import traits
 from xla_replica.common.arguments import check_choice
 
 
@@ -39,42 +43,50 @@ def parameters_of(
 
 
 def group_gradients(
-    parameters: Mapping[str, nn.Parameter], losses: Tensor, reduction: str
-) -> dict[str, Tensor]:
-    """Returns what the backward pass of a group adds to ``.grad``, by name.
+    parameters: Mapping[str, nn.Parameter],
+    losses: Tensor,
+    reduction: str,
+    dtype: torch.dtype,
+) -> Tensor | dict[str, Tensor]:
+    """Returns what the backward pass of a group adds to ``.grad``: ``(1, columns)``.
 
-    Gradients, ``(1, *shape)``, are taken from hooks, before they are added. So what
-    other groups have left in ``.grad``, and sums over replicas in the same backward
-    pass, do not matter. The hooks are there during the pass alone.
+    On a lazy device by name, ``(1, *shape)``, because parts of a row are copies there.
+    Gradients are taken from hooks, before they are added. So what other groups have
+    left in ``.grad``, and sums over replicas in the same backward pass, do not matter.
+    The hooks are there during the pass alone.
 
     Raises:
         RuntimeError: The losses do not depend on the parameters.
         ValueError: ``reduction`` is not allowed.
     """
-    # Autograd copies a gradient that somebody keeps before it adds to it.
-    kept: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    handles = [p.register_hook(kept[name].append) for name, p in parameters.items()]
+    shapes = [p.shape for p in parameters.values()]
+    like: dict[str, Any] = {"dtype": dtype, "device": losses.device}
+    row = None
+    if traits(losses).is_lazy:
+        totals = [torch.zeros(1, *shape, **like) for shape in shapes]
+    else:
+        row = torch.zeros(1, sum(map(math.prod, shapes)), **like)
+        parts = row.split([*map(math.prod, shapes)], dim=1)
+        totals = [part.view(1, *shape) for part, shape in zip(parts, shapes)]
+    reached = set()
+
+    def keep(total: Tensor, gradient: Tensor) -> None:
+        # Autograd would copy a gradient that somebody keeps.
+        reached.add(total)
+        total[0].add_(gradient.detach().to(total.device))
+
+    handles = [
+        parameter.register_hook(functools.partial(keep, total))
+        for parameter, total in zip(parameters.values(), totals)
+    ]
     try:
         add_gradient(losses, reduction)
     finally:
         for handle in handles:
             handle.remove()
-    if not any(kept.values()):
+    if not reached:
         raise of_another_model()
-    return {n: _sum(p, kept[n]).unsqueeze(0) for n, p in parameters.items()}
-
-
-def _sum(parameter: Tensor, gradients: list[Tensor]) -> Tensor:
-    """Returns the sum of a parameter's gradients, zeros if there is none.
-
-    There are several where a backward pass runs within the pass.
-    """
-    if not gradients:
-        return torch.zeros_like(parameter)
-    total, *others = gradients
-    for each in others:
-        total = total + each
-    return total.detach().to_dense() if total.is_sparse else total.detach()
+    return dict(zip(parameters, totals)) if row is None else row
 
 
 def add_gradient(losses: Tensor, reduction: str) -> None:

@@ -115,7 +115,7 @@ def main() -> None:
             unit = "microseconds per sample"
     rows = [
         row("grab-sampler over grab_xla: {type}, {d:,} numbers, batch {batch}".format(
-            **cell), cell["ratio"], at_least=2.0)
+            **cell), cell["ratio"], at_least=1.0)
         for cell in cells if "ratio" in cell
     ]  # fmt: skip
     found = {"device": args.device, "threads": torch.get_num_threads(), "unit": unit}

@@ -55,7 +55,7 @@ class Run(NamedTuple):
 RUNS = {
     "bench_step": Run(
         "An elastic step beside a loop by hand, on XLA", "xla",
-        "--num-replicas 1 2 4 8 --rounds 8",
+        "--num-replicas 1 2 4 8 --rounds 6",
         "--num-replicas 1 2 4 8 --rounds 24",
     ),
     "bench_scale": Run(
@@ -63,11 +63,11 @@ RUNS = {
     ),
     "bench_ddp": Run(
         "An elastic step beside DistributedDataParallel, two processes", "outside",
-        "--substeps 1 2 4 --rounds 8", "--substeps 1 2 4 --steps 40 --rounds 24",
+        "--substeps 1 2 4 --rounds 7", "--substeps 1 2 4 --steps 40 --rounds 24",
     ),
     "bench_fsdp2": Run(
         "An elastic step beside FSDP2, two processes", "outside",
-        "--against FSDP2 --substeps 1 4 --rounds 6",
+        "--against FSDP2 --substeps 1 --rounds 4",
         "--against FSDP2 --substeps 1 4 --rounds 24", "bench_ddp",
     ),
     "bench_exact": Run("Exact sums", "torch", "--rounds 16", "--rounds 60"),
@@ -78,17 +78,17 @@ RUNS = {
     ),
     "bench_public": Run(
         "The same for public models of 5 to 11 million parameters", "outside",
-        "--rounds 5 --cases gpt2 resnet18 vit_tiny",
+        "--rounds 4 --cases gpt2 resnet18 vit_tiny",
         "--rounds 24 --cases gpt2 resnet18 vit_tiny", "bench_gates",
     ),
     "bench_per_sample": Run(
         "Norms beside Opacus and vmap", "outside",
-        "--quantities norms --models cnn vit_tiny --batch-size 16 --rounds 6",
+        "--quantities norms --models cnn vit_tiny --batch-size 16 --rounds 4",
         "--rounds 24",
     ),
     "bench_grab": Run(
         "GraB's balance beside grab-sampler", "outside",
-        "--types mean pair --sizes 100000 --epochs 2", "",
+        "--types mean pair --sizes 1000 100000 --epochs 2", "",
     ),
     "bench_rigl": Run(
         "RigL on ResNet-50, beside dense training and rigl-torch", "xla",

@@ -12,6 +12,7 @@ from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
 from grab_xla import BALANCE_TYPES, GraBSampler, random_projections
 from grab_xla.gradients import samples as matrix
 from tools.peak_memory import peak_memory
+from xla_replica.common.compiling import has_numba
 
 SHAPES = {"weight": (100, 100), "bias": (100,), "other": (9000,)}
 PARAMETERS = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -161,3 +162,26 @@ def test_a_state_has_the_vectors_that_its_type_says(name):
     kind = KINDS[name]
     options = {"orders": order} if kind.name == "fixed" else kind.options
     assert most == BALANCE_TYPES[kind.name](**options).num_vectors
+
+
+@pytest.mark.skipif(not has_numba(), reason="torch's operations form differences")
+def test_a_group_takes_one_row_more_than_training():
+    """No gradient is copied for ``.grad`` because the balance keeps it, too."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+    x, parameters = torch.randn(4, 300), dict(model.named_parameters())
+    sampler = GraBSampler(range(40), parameters, fidelity="group", group_size=4)
+    list(sampler)
+
+    def train() -> torch.Tensor:
+        model.zero_grad()
+        return model(x).square().mean(1)
+
+    def balance() -> None:
+        with sampler.record(model):
+            losses = train()
+        sampler.backward(losses)
+
+    balance()
+    row = 4 * sum(value.numel() for value in parameters.values())
+    training = peak_memory(lambda: train().mean().backward())
+    assert peak_memory(balance) <= training + 1.05 * row
