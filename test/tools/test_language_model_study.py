@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.documents import ROOT, read
 
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
@@ -47,6 +48,15 @@ def test_ways_see_equal_samples_and_are_made_once(tmp_path):
 )
 def test_what_is_said_of_a_way(low, high, saved, said):
     assert study.verdict({"low": low, "high": high}, saved) == said
+
+
+def test_the_page_has_the_figures_of_the_record(capsys):
+    record = ROOT / "docs/benchmarks/language_model_study.json"
+    study.tell(json.loads(record.read_text())["ways"])
+    page = read("docs/study.md")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    assert all(line.strip() in page for line in lines)
 
 
 @pytest.mark.slow
