@@ -33,11 +33,11 @@ HEARTBEAT_SECONDS = 1.0
 WIDTHS = {"10 MB of state": 640, "100 MB of state": 2048}  # 2 w^2 weights, three times
 DEATH = "from a death to the next update"
 JOINER = "of a joiner, from load() to its first update"
-LOADING = "of a joiner, in load()"
+LOADING = "of a joiner, from load() to its first minibatch"
 # Seconds; a death is detected by a heartbeat that fails to come.
 GOALS = {
     "10 MB of state": {DEATH: HEARTBEAT_SECONDS + 0.25, JOINER: None, LOADING: None},
-    "100 MB of state": {DEATH: None, JOINER: 1.0, LOADING: None},
+    "100 MB of state": {DEATH: None, JOINER: None, LOADING: 1.0},
 }
 BATCH = 256
 TURN = 10  # updates
