@@ -25,10 +25,9 @@ was held before. "exact, from samples" makes ``.grad`` from the gradients of sam
 which the exact step forms beside it. "by hand" is the step that forms every sample's
 gradient first and gives them to the sampler; "vmap, grab-sampler" is that with
 torch.func and grab-sampler. "capture" is a step that records and balances nothing, and
-"projection" one that also projects; "mean, projected by hand" is written for the CNN
-alone, a limit (tools/references/projected_by_hand.py); "plain again" is the ordinary
-step of another model. Each is timed between two ordinary steps, over which its time is
-taken; the result is the median over rounds (``--epochs``). The models are those of
+"projection" one that also projects; "plain again" is the ordinary step of another
+model. Each is timed between two ordinary steps, over which its time is taken; the
+result is the median over rounds (``--epochs``). The models are those of
 bench_per_sample.py and a softmax regression with 650 parameters.
 
     python tools/benchmarks/bench_grab.py --training
@@ -61,7 +60,7 @@ import xla_replica
 from tools.benchmarks.models import MODELS, losses_of
 from tools.peak_memory import peak_memory
 from tools.record import parser_with_output, row, save
-from tools.references import grab_sampler, projected_by_hand
+from tools.references import grab_sampler
 from tools.side_by_side import side_by_side
 
 STEPS = 2  # per epoch: with more, grab-sampler on XLA takes hours
@@ -206,12 +205,6 @@ def steps_of(
     projection = psg.Projection(dict(model.named_parameters()), 4096)
     project = functools.partial(projected, projection=projection)
     steps["projection"] = training_step(model, x, y, project, None)
-    if build is MODELS["cnn"][0]:
-        model = build()
-        assert isinstance(model, nn.Sequential)
-        lowest = projected_by_hand.ProjectedByHand(model, 4096)
-        step = training_step(model, x, y, limit, lowest)
-        steps["mean, projected by hand"] = step
     for balance_type, options_of in TRAINED_TYPES.items():
         for way, (backward, extra) in ways.items():
             if way == "group" and balance_type == "recursive-pair":
@@ -307,15 +300,6 @@ def recorded(
     with sampler.record(model):
         losses = losses_of(model, x, y)
     sampler.backward(losses, from_samples=from_samples)
-
-
-def limit(
-    model: nn.Module,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    sampler: projected_by_hand.ProjectedByHand,
-) -> None:
-    sampler.step(x, y)
 
 
 def by_hand(
