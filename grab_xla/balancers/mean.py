@@ -68,19 +68,19 @@ class Centred(Balancer):
             rows, centre = self.centred(state, tile)
             is_tile = decide.tile_size is not None and isinstance(rows, Tensor)
             on_host = is_tile and traits(rows).is_host
-            is_compiled = on_host and decide.compiled_row and len(rows) == 1
+            is_compiled = on_host and decide.is_compiled
             # A tile on a CPU is small, so differences are formed: with them float32
             # loses no digits where the mean is larger than they are.
-            is_formed = on_host and not is_compiled
-            if centre is not None and (weights is not None or is_formed):
+            is_formed = weights is not None or (on_host and not is_compiled)
+            if centre is not None and is_formed:
                 rows, centre = rows - centre, None
             if weights is not None:
                 rows = rows * weights.unsqueeze(1)
             if is_compiled:
-                from grab_xla.balancing.compiled_row import balance_row
+                from grab_xla.balancing.compiled_rows import balance_rows
 
                 how = thresholds, self.depth, decide.tie
-                placements = balance_row(rows, centre, sums, *how)
+                placements = balance_rows(rows, centre, sums, *how)
                 seen = (placements != 0).to(sums.dtype)
             else:
                 rows = without_nan(rows)

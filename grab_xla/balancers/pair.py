@@ -143,10 +143,10 @@ class PairBalance(BlockBalancer):
             differences = Differences(rows, self.num_workers)
         else:
             first, second = _partners(rows, self.num_workers)
-            if decide.compiled_row and len(first) == 1:
-                from grab_xla.balancing.compiled_row import balance_row
+            if decide.is_compiled:
+                from grab_xla.balancing.compiled_rows import balance_rows
 
-                return balance_row(first, second, sums, thresholds_PN, 0, decide.tie)
+                return balance_rows(first, second, sums, thresholds_PN, 0, decide.tie)
             differences = mark_nonfinite(first - second, first, second)
         parts = []
         for vectors, limits in decide.tiles(differences, thresholds_PN):

@@ -52,7 +52,7 @@ class Decisions:
         sum_: Adds partial inner products over the shards of the columns, in place;
             None: one shard holds all columns, so they are whole.
         tile_size: How many rows' inner products are formed at once; None means all.
-        compiled_row: Whether a tile of one row is balanced by a compiled loop.
+        is_compiled: Whether rows are balanced by a compiled loop.
     """
 
     tie: str = "negative"
@@ -60,7 +60,7 @@ class Decisions:
     weights_R: Tensor | None = None
     sum_: Callable[[list[Tensor]], None] | None = None
     tile_size: int | None = None
-    compiled_row: bool = False
+    is_compiled: bool = False
 
     def tiles(self, rows_RD: Rows, *others: Tensor | None) -> Iterator[list[Any]]:
         """Yields tiles of rows and, of each of the others, its part for these rows.

@@ -67,7 +67,7 @@ class OnlineBalancer:
         if walk_constant is not None:
             check_number("prob_balance_c", walk_constant, above=0)
         on_host = traits(columns.device).is_host and not columns.shards
-        compiled_row = on_host and tile_size is None and has_numba()
+        is_compiled = on_host and tile_size is None and has_numba()
         # Replicas exchange a step at once, and a program would hold every piece.
         whole = columns.joins_updates or self._replica.is_lazy
         self.piece_size = None if whole else ordering.piece_size
@@ -80,7 +80,7 @@ class OnlineBalancer:
             tie,
             sum_=columns.all_reduce_ if columns.shards else None,
             tile_size=tile_size,
-            compiled_row=compiled_row,
+            is_compiled=is_compiled,
         )
         self.state = ordering.init(columns.num_own, columns.dtype, columns.device)
         # Zeros become data, or the first epoch would begin with a different program.

@@ -45,7 +45,7 @@ LIMITS = {
     "minibatch": (7, 25, 43, 29, 48),
     "update": (10, 46, 64, 18, 12),
     "norms": (20, 84, 239, 134, 440),
-    "grab": (28, 123, 370, 400, 2696),  # varies a little from run to run
+    "grab": (28, 120, 355, 325, 1700),  # varies a little from run to run
     "order": (8, 32, 39, 53, 5480),
 }
 

@@ -67,10 +67,10 @@ def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
 @pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
 @pytest.mark.parametrize("options", [{}, {"prob_balance": True, "prob_balance_c": 4}])
 @pytest.mark.parametrize("tie", TIES)
-@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize(("group_size", "at_once"), [(1, 1), (2, 1), (1, 6)])
 @pytest.mark.parametrize("balance_type", ["mean", "pair", "recursive", "adamean"])
-def test_groups_are_ordered_alike_without_the_compiled_row(
-    balance_type, group_size, tie, options
+def test_groups_are_ordered_alike_without_the_compiled_loop(
+    balance_type, group_size, at_once, tie, options
 ):
     """Integers have exact products, some of which are ties; some are not finite."""
     orders, states = [], []
@@ -83,8 +83,8 @@ def test_groups_are_ordered_alike_without_the_compiled_row(
         rows = torch.randint(-2, 3, (24, 7), generator=draw).double()
         rows[3, 0], rows[8, 1] = torch.nan, torch.inf
         for _ in range(3):
-            for group in torch.tensor(list(grab)).split(group_size):
-                grab.step({"w": rows[group].mean(0)}, batch=False)
+            for groups in torch.tensor(list(grab)).split(group_size * at_once):
+                grab.step({"w": rows[groups.view(at_once, -1)].mean(1)})
         orders.append(list(grab))
         states.append(grab.state_dict()["engine"]["state"])
     assert orders[0] == orders[1]

@@ -1,7 +1,8 @@
-"""Balancing one vector on a CPU, in a loop that Numba compiles.
+"""Balancing vectors on a CPU one after the other, in a loop that Numba compiles.
 
-A group is a step of one row, for which some thirty operations of torch take longer than
-the numbers do. This module imports Numba, so import it where that is installed.
+A step of one row, as of a group, is some thirty operations of torch otherwise, and a
+tree takes products with all of its nodes, of which a row passes few. This module
+imports Numba, so import it where that is installed.
 """
 
 # Numba infers types from values, and reads no hints.
@@ -9,6 +10,7 @@ the numbers do. This module imports Numba, so import it where that is installed.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numba
@@ -16,43 +18,48 @@ import torch
 from torch import Tensor
 
 
-def balance_row(
-    minuend: Tensor,
-    subtrahend: Tensor | None,
+def balance_rows(
+    minuends: Tensor,
+    subtrahends: Tensor | None,
     sums: Tensor,
     thresholds: Tensor | None,
     depth: int,
     tie: str,
 ) -> Tensor:
-    """Balances ``minuend - subtrahend`` down a tree of accumulators.
+    """Balances ``minuends - subtrahends`` down a tree of accumulators, row by row.
 
     It decides as `Decisions.signs` does, and changes the accumulators in place.
 
     Args:
-        minuend, subtrahend: ``(1, D)`` on the CPU; None is zero.
+        minuends, subtrahends: ``(R, D)`` on the CPU, the latter also ``(1, D)`` for
+            all; None is zero.
         sums: ``(V, D)`` or ``(V + 1, D)``, contiguous: the accumulators of a tree of
             ``depth`` levels below the root, V = 2^(depth + 1) - 1; the row after them
             is the plain sum of what was balanced.
-        thresholds, tie: ``(1, depth + 1)`` or None for zeros, and the sign where an
+        thresholds, tie: ``(R, depth + 1)`` or None for zeros, and the sign where an
             inner product equals its threshold; see `Decisions`.
 
     Returns:
-        The placement, ``(1,)`` int32, 0 if the row is not finite; see `reorder`.
+        The placements, ``(R,)`` int32, 0 where a row is not finite; see `reorder`.
     """
-    if subtrahend is None:
-        subtrahend = torch.zeros_like(minuend)
-    x, y = (each[0].to(sums.dtype).contiguous() for each in (minuend, subtrahend))
+    if subtrahends is None:
+        subtrahends = torch.zeros_like(minuends[:1])
     if thresholds is None:
-        thresholds = sums.new_zeros(1, depth + 1)
-    limits = thresholds[0].to(sums.dtype).contiguous()
-    placement = _down_a_tree(
-        x.numpy(), y.numpy(), sums.numpy(), limits.numpy(), depth, tie == "positive"
+        thresholds = sums.new_zeros(len(minuends), depth + 1)
+    x, y, limits = (
+        each.to(sums.dtype).contiguous().numpy()
+        for each in (minuends, subtrahends, thresholds)
     )
-    return torch.tensor([placement], dtype=torch.int32)
+    placements = torch.empty(len(minuends), dtype=torch.int32)
+    walk = sums.numpy(), depth, tie == "positive"
+    rows = zip(x, itertools.cycle(y), limits)  # one subtrahend is that of all
+    for i, row in enumerate(rows):
+        placements[i] = _down_a_tree(*row, *walk)
+    return placements
 
 
 @numba.njit(cache=True)
-def _down_a_tree(x, y, sums, limits, depth, tie_positive):
+def _down_a_tree(x, y, limits, sums, depth, tie_positive):
     """Returns the placement of x - y, and adds it to the accumulators it passes."""
     one = sums.dtype.type(1)
     node = placement = 0
