@@ -46,9 +46,9 @@ def balance_rows(
         subtrahends = torch.zeros_like(minuends[:1])
     if thresholds is None:
         thresholds = sums.new_zeros(len(minuends), depth + 1)
+    values = [each.to(sums.dtype) for each in (minuends, subtrahends, thresholds)]
     x, y, limits = (
-        each.to(sums.dtype).contiguous().numpy()
-        for each in (minuends, subtrahends, thresholds)
+        (each if each.stride(1) == 1 else each.contiguous()).numpy() for each in values
     )
     placements = torch.empty(len(minuends), dtype=torch.int32)
     walk = sums.numpy(), depth, tie == "positive"

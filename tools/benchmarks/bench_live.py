@@ -30,7 +30,8 @@ import xla_replica
 from tools.record import parser_with_output, row, save
 
 HEARTBEAT_SECONDS = 1.0
-WIDTHS = {"10 MB of state": 640, "100 MB of state": 2048}  # 2 w^2 weights, three times
+# Widths, of 2 w^2 weights, three times; and the turns in a round.
+WIDTHS = {"10 MB of state": (640, 24), "100 MB of state": (2048, 6)}
 DEATH = "from a death to the next update"
 JOINER = "of a joiner, from load() to its first update"
 LOADING = "of a joiner, from load() to its first minibatch"
@@ -269,8 +270,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     options = parser.parse_args()
     rows = []
-    for name, width in WIDTHS.items():
-        steps = costs(width, num_turns=8 * options.rounds)
+    for name, (width, num_turns) in WIDTHS.items():
+        steps = costs(width, num_turns * options.rounds)
         ends = [changes(width) for _ in range(options.rounds)]
         rows.append(row(f"exact step: {name}", steps.pop("exact, ms"), "ms"))
         for what, ratios in steps.items():

@@ -55,7 +55,7 @@ class Run(NamedTuple):
 RUNS = {
     "bench_step": Run(
         "An elastic step beside a loop by hand, on XLA", "xla",
-        "--num-replicas 1 2 4 8 --rounds 6",
+        "--num-replicas 1 2 4 8 --rounds 5",
         "--num-replicas 1 2 4 8 --rounds 24",
     ),
     "bench_scale": Run(
@@ -63,7 +63,7 @@ RUNS = {
     ),
     "bench_ddp": Run(
         "An elastic step beside DistributedDataParallel, two processes", "outside",
-        "--substeps 1 2 4 --rounds 7", "--substeps 1 2 4 --steps 40 --rounds 24",
+        "--substeps 1 2 4 --rounds 6", "--substeps 1 2 4 --steps 40 --rounds 24",
     ),
     "bench_fsdp2": Run(
         "An elastic step beside FSDP2, two processes", "outside",
@@ -82,9 +82,15 @@ RUNS = {
         "--rounds 24 --cases gpt2 resnet18 vit_tiny", "bench_gates",
     ),
     "bench_per_sample": Run(
-        "Norms beside Opacus and vmap", "outside",
-        "--quantities norms --models cnn vit_tiny --batch-size 16 --rounds 4",
-        "--rounds 24",
+        "Norms, Gram matrices and gradients beside Opacus, TorchJD and vmap", "outside",
+        "--models mlp cnn transformer --rounds 5",
+        "--models mlp cnn transformer --rounds 24",
+    ),
+    "bench_vit_tiny": Run(
+        "Norms of a ViT tiny beside Opacus and vmap", "outside",
+        "--quantities norms --models vit_tiny --batch-size 16 --rounds 3",
+        "--quantities norms --models vit_tiny --batch-size 16 --rounds 24",
+        "bench_per_sample",
     ),
     "bench_grab": Run(
         "GraB's balance beside grab-sampler", "outside",
