@@ -65,7 +65,7 @@ def test_gradients_that_must_be_converted_are_not_copied_either(layout):
 
 @pytest.mark.parametrize("tile_size", [None, 4])
 @pytest.mark.parametrize("kind", ["kron", "jl_sparse"])
-@pytest.mark.parametrize("name", ["mean", "pair", "batch"])
+@pytest.mark.parametrize("name", ["mean", "batch"])
 def test_a_projection_saves_memory(name, kind, tile_size):
     """The tables and the state count, too; 'jl' itself holds a large matrix."""
     totals = []
