@@ -37,7 +37,7 @@ from xla_replica.stopping import forwarding
 STARTERS = {
     "local": (LOCAL, []),
     "gloo": (GLOO, [of_torch_alone]),
-    "torchrun": (TORCHRUN, []),
+    "torchrun": (TORCHRUN, [of_torch_alone]),
     "emulated": (EMULATED, [needs_xla, pytest.mark.xla]),
     "tpu-like": (AS_A_TPU, TPU_LIKE.marks),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.scripts import python, written
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica.replicas import HAS_XLA, of_torch_alone
 
 SCRIPT = """
 import sys, torch
@@ -31,15 +31,14 @@ print("FOUND", xla_replica.launch(train, (model,), 2, DEVICE), flush=True)
 @pytest.mark.parametrize(
     "way",
     [
-        "-c",
-        pytest.param("-c, on XLA", marks=[needs_xla, pytest.mark.xla]),
-        "standard input",
-        "without a guard",
+        pytest.param("-c", marks=[pytest.mark.xla] if HAS_XLA else []),
+        pytest.param("standard input", marks=of_torch_alone),
+        pytest.param("without a guard", marks=of_torch_alone),
     ],
 )
 def test_functions_and_classes_are_sent_themselves(way, tmp_path):
-    script = SCRIPT.replace("DEVICE", "'xla'" if "XLA" in way else "'cpu'")
-    if way.startswith("-c"):
+    script = SCRIPT.replace("DEVICE", "'xla'" if HAS_XLA and way == "-c" else "'cpu'")
+    if way == "-c":
         done = python("-c", script)
     elif way == "standard input":
         done = python("-", stdin=script)
@@ -56,6 +55,7 @@ def test_without_cloudpickle_an_error_says_at_once_what_to_do(tmp_path):
     assert "FOUND" not in done.stdout
 
 
+@of_torch_alone
 def test_a_script_with_a_guard_is_imported_as_always(tmp_path):
     lines = SCRIPT.replace("DEVICE", "'cpu'").splitlines()
     guarded = [

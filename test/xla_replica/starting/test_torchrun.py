@@ -6,7 +6,10 @@ import sys
 
 import pytest
 from support.scripts import python, written
+from support.xla_replica.replicas import of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER, free_port
+
+pytestmark = of_torch_alone
 
 # In the first attempt both replicas exit in their second launch.
 RESTARTED = """
