@@ -202,13 +202,6 @@ def test_who_is_late_is_named(waiting, returned, said, monkeypatch):
         assert progress.late([]) is None  # nobody waits any more
 
 
-def test_spmd_is_refused():
-    spmd = "import torch_xla.runtime as xr, xla_replica; xr.use_spmd(); "
-    done = python("-c", spmd + "xla_replica.current()", PJRT_DEVICE="CPU")
-    assert done.returncode == 1
-    assert "this process uses SPMD" in done.stderr
-
-
 @pytest.mark.slow
 def test_processes_of_torchrun_that_know_nothing_of_each_other_are_refused(tmp_path):
     """Each was replica 0 of 1, and trained a model of its own."""
@@ -236,12 +229,19 @@ xla.has_tpu()
 changed = {n: v for n, v in os.environ.items() if before.get(n) != v}
 assert changed["LIBTPU_INIT_ARGS"] == "--of_torch_xla", changed
 assert "PJRT_SELECT_DEFAULT_DEVICE" not in os.environ
+
+os.environ["PJRT_DEVICE"] = "CPU"
+import torch_xla.runtime, xla_replica
+torch_xla.runtime.use_spmd()
+xla_replica.current()
 """
 
 
-def test_looking_for_a_tpu_leaves_what_importing_torch_xla_has_set():
+def test_looking_for_a_tpu_leaves_what_torch_xla_has_set_and_spmd_is_refused():
+    """One process does both, since importing torch_xla takes seconds."""
     done = python("-c", FINDS)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1
+    assert "this process uses SPMD" in done.stderr, done.stderr
 
 
 SKIPPED = """
