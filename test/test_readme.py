@@ -51,6 +51,7 @@ def test_the_quick_start_runs_as_it_is_printed(tmp_path):
     assert (tmp_path / "run").is_dir()
 
 
+@of_torch_alone
 def test_the_script_before_the_diff_trains(tmp_path):
     check_trained(run_script_of_reader(scripts()[0], tmp_path), 1)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.scripts import run_script
+from support.xla_replica.replicas import of_torch_alone
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -30,6 +31,7 @@ def run(tool: str, folder: Path, *options: str, draws: bool = True) -> dict[str,
     return saved
 
 
+@of_torch_alone
 def test_herding_hardly_grows_but_for_random_orders(tmp_path):
     saved = run("herding_study.py", tmp_path, "--quick", "--seeds", "0", "1")
     slopes = saved["slope"]
