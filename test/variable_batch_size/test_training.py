@@ -85,12 +85,15 @@ def by_epochs(rank: int, folder: str, stop_after: int | None):
     return result(model)
 
 
+def both_ways(rank: int, folder: str):
+    return by_hand(rank), by_epochs(rank, folder, None)
+
+
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_it_is_the_loop_by_hand_and_resumes_where_it_was_killed(backend, tmp_path):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
-    expected = backend.run(by_hand)
-    whole = backend.run(by_epochs, str(tmp_path / "whole"), None)
+    expected, whole = zip(*backend.run(both_ways, str(tmp_path / "whole")))
     with pytest.raises(xla_replica.ReplicaError):
         backend.run(by_epochs, str(tmp_path / "killed"), 7)
     resumed = backend.run(by_epochs, str(tmp_path / "killed"), None)
