@@ -99,7 +99,7 @@ def test_other_rules_train(tmp_path, rule, capsys):
 def test_adascale_trains_for_so_many_iterations(tmp_path, capsys):
     """It trains whole epochs until the gains add up, and records what it measured."""
     arguments = [
-        "--dataset", "fake", "--num-replicas", "2", "--rule", "adascale",
+        "--dataset", "fake", "--num-replicas", "1", "--rule", "adascale",
         "--iterations", "12", "--logdir", str(tmp_path / "log"), "--device", "cpu",
         "--no-progress", "--log-steps", "1",
     ]  # fmt: skip
