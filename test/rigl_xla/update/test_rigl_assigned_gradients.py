@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.rigl_xla import sparse
-from support.xla_replica.replicas import Backend, on_xla
+from support.xla_replica.replicas import Backend, on_xla, row
 from torch import nn
 
 import per_sample_grad as psg
@@ -263,11 +263,15 @@ def test_with_grab_captures_and_the_elastic_wrapper_as_in_a_plain_loop(hand):
     assert not same(masks[:1], masks[-1:])  # and so does the topology
 
 
-@pytest.mark.parametrize("hand", [False, True], ids=["backward", "assigned"])
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_on_replicas_of_which_some_are_idle(num_replicas, hand):
-    for masks, _, _ in Backend("cpu", num_replicas).run(composed_run, hand):
-        assert same(masks, composed_run_of_one(hand)[0])
+def masks_of_both(rank: int) -> list[list[list[torch.Tensor]]]:
+    return [composed_run(rank, hand)[0] for hand in (False, True)]
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 2), row("cpu", 3)])
+def test_on_replicas_of_which_some_are_idle(backend):
+    expected = [composed_run_of_one(hand)[0] for hand in (False, True)]
+    for found in backend.run(masks_of_both):
+        assert all(map(same, found, expected))
 
 
 @on_xla
