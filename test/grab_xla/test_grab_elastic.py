@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS, TIE_FREE
-from support.xla_replica.replicas import TORCHTPU, row
+from support.xla_replica.replicas import TORCHTPU, Backend, of_torch_alone, row
 from torch import nn
 
 import variable_batch_size as vbs
@@ -221,15 +221,13 @@ def stopped_at(rank: int, name: str, folder, stop_at: int | None) -> list[list[i
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        pytest.param(*row("cpu", 1).values, *row("cpu", 3).values, id="1 then 3"),
-        pytest.param(*row("cpu", 3).values, *row("cpu", 1).values, id="3 then 1"),
+        (Backend("cpu", 1), Backend("cpu", 2)),
+        pytest.param(Backend("cpu", 3), Backend("cpu", 1), marks=of_torch_alone),
         pytest.param(
-            *row("xla", 3).values,
-            *row("cpu", 2).values,
-            marks=row("xla", 3, slow=True).marks,
-            id="3 on XLA, then 2",
+            Backend("xla", 3), Backend("cpu", 2), marks=row("xla", 3, True).marks
         ),
     ],
+    ids=["1 then 2", "3 then 1", "3 on XLA, then 2"],
 )
 def test_orders_go_on_in_the_middle_of_an_epoch(first, then, name, alone, tmp_path):
     """The number of replicas changes; epochs have four or five steps."""
