@@ -11,7 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training
-from support.xla_replica.replicas import FOUR_TPU_LIKE, SEVERAL_REPLICAS, TPU_LIKE
+from support.xla_replica.replicas import (
+    FOUR_TPU_LIKE,
+    SEVERAL_REPLICAS,
+    TPU_LIKE,
+    of_torch_alone,
+)
 
 import variable_batch_size as vbs
 import xla_replica
@@ -217,6 +222,7 @@ def stops_for_one_reason(rank: int) -> None:
     raise xla_replica.Stopped(request.reason, request.exit_status)
 
 
+@of_torch_alone
 def test_all_replicas_stop_for_the_same_reason():
     with pytest.raises(xla_replica.Stopped, match="received SIGINT") as stopped:
         xla_replica.launch(stops_for_one_reason, (), 3, "cpu")

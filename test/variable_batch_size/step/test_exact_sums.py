@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.variable_batch_size import exact
-from support.xla_replica.replicas import GPUS, Backend, needs_xla, row
+from support.xla_replica.replicas import GPUS, Backend, needs_xla, of_torch_alone, row
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -80,6 +80,7 @@ def resumed(rank: int, saved: list[dict[str, Any]]) -> set[str]:
     }
 
 
+@of_torch_alone
 def test_a_run_continues_with_the_same_bits_on_other_numbers_of_replicas(alone):
     saved, _ = Backend("cpu", 2).run(states)
     assert len(saved) == exact.NUM_EPOCHS * len(exact.TRACE)
