@@ -47,6 +47,7 @@ def test_functions_and_classes_are_sent_themselves(way, tmp_path):
     assert done.stdout.count("FOUND [22.0, 22.0]") == 1, done.stderr
 
 
+@of_torch_alone
 def test_without_cloudpickle_an_error_says_at_once_what_to_do(tmp_path):
     hidden = "import sys; sys.modules['cloudpickle'] = None\n"
     done = python(written(tmp_path, hidden + SCRIPT.replace("DEVICE", "'cpu'")))
