@@ -120,6 +120,7 @@ def run(folder: Path, install: str, calls: dict[str, str], torchrun: bool) -> An
 PLACES = [["metal:0", "metal_dist"], ["metal:1", "metal_dist"]]
 
 
+@of_torch_alone
 def test_under_torchrun_a_process_takes_the_device_that_its_launcher_means(tmp_path):
     calls = {
         "launch": "(*xla_replica.launch(train), accelerator.chosen.copy())",
