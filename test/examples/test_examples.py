@@ -91,7 +91,7 @@ def check_output(folder: Path, orders: list[str], seeds: int, epochs: int) -> No
 # --- whole runs
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["images", pytest.param("text", marks=of_torch_alone)])
 def test_orders_and_seeds_on_one_replica(tmp_path, tasks, name, capsys):
     orders = ["rr", "mean", "recursive-pair"]
     run_here(
@@ -148,6 +148,7 @@ def test_under_torchrun(tmp_path, tasks, name):
     assert text.count("means over 1 seeds") == 1
 
 
+@of_torch_alone
 @pytest.mark.parametrize(
     ("name", "fidelity"), [("images", "group"), ("text", "projected")]
 )
@@ -173,7 +174,7 @@ def traced(tmp_path) -> tuple:
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [
-        ("images", ()),
+        pytest.param("images", (), marks=of_torch_alone),
         pytest.param("text", ("--device", "cpu"), marks=pytest.mark.slow),
         pytest.param("images", ("--num-replicas", 2, "--device", "cpu"),
                      marks=pytest.mark.slow),
@@ -209,6 +210,7 @@ def test_a_traced_run_in_two_parts_is_one_run(tmp_path, tasks, traced, name, rep
 # --- resuming
 
 
+@of_torch_alone
 def test_a_run_of_all_orders_in_two_parts_is_one_run(tmp_path, capsys):
     """And another run, or one that does not say that it resumes, is refused."""
     arguments = (*IMAGES, "--order", ",".join(ORDERS))
@@ -228,6 +230,7 @@ def test_a_run_of_all_orders_in_two_parts_is_one_run(tmp_path, capsys):
     )
 
 
+@of_torch_alone
 def test_a_run_that_breaks_off_amid_an_epoch_is_one_run(tmp_path, monkeypatch, capsys):
     """Epochs have 8 steps; 13 steps are done, 11 of them saved."""
     arguments = (*IMAGES, "--order", "rr,mean,pair", "--epochs", 3)
