@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,25 +18,6 @@ from xla_replica.common.arguments import check_choice
 # Gradients of at most so many numbers are joined before they are squared: a small
 # operation takes longer than its numbers do.
 JOINED = 2**15
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def _in_full_precision(
-    method: Callable[Concatenate[Factors, _P], _T],
-) -> Callable[Concatenate[Factors, _P], _T]:
-    """Runs a method without the caller's autocast, and without a graph.
-
-    Its products keep all their digits.
-    """
-
-    @functools.wraps(method)
-    def answer(self: Factors, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with forms.full_precision(self.losses.device):
-            return method(self, *args, **kwargs)
-
-    return answer
 
 
 class Factors:
@@ -124,39 +104,38 @@ class Factors:
         choices = {name: self._choice(quantity, name, other) for name in self.shapes}
         return Plan(quantity, choices)
 
-    @_in_full_precision
     def norms(self, *, squared: bool = False) -> torch.Tensor:
         """Returns ``‖g_i‖`` over all parameters, ``(B,)``, never negative."""
         terms, joined = [], []
-        for name, uses in self.merged.items():
-            match uses:
-                case [Dense(values)] if values.numel() <= JOINED:
-                    joined.append(values.flatten(1))
-                case _:
-                    terms.append(self._squared_norms(name))
-        if joined:
-            rows = joined[0] if len(joined) == 1 else torch.cat(joined, 1)
-            terms.append(algebra.squares(rows))
-        total = self._sum(terms, self.losses.shape, power=2)
-        return total if squared else total.sqrt()
+        with forms.full_precision(self.losses.device):
+            for name, uses in self.merged.items():
+                match uses:
+                    case [Dense(values)] if values.numel() <= JOINED:
+                        joined.append(values.flatten(1))
+                    case _:
+                        terms.append(self._squared_norms(name))
+            if joined:
+                rows = joined[0] if len(joined) == 1 else torch.cat(joined, 1)
+                terms.append(algebra.squares(rows))
+            total = self._sum(terms, self.losses.shape, power=2)
+            return total if squared else total.sqrt()
 
-    @_in_full_precision
     def norms_by_parameter(self, *, squared: bool = False) -> dict[str, torch.Tensor]:
         """Returns ``‖g_i‖`` of each parameter, ``(B,)``, by name."""
-        found = {
-            name: self._sum([self._squared_norms(name)], (len(self),), 2)
-            for name in self.shapes
-        }
-        return found if squared else {name: x.sqrt() for name, x in found.items()}
+        with forms.full_precision(self.losses.device):
+            found = {
+                name: self._sum([self._squared_norms(name)], (len(self),), 2)
+                for name in self.shapes
+            }
+            return found if squared else {name: x.sqrt() for name, x in found.items()}
 
-    @_in_full_precision
     def gram(self) -> torch.Tensor:
         """Returns ``⟨g_i, g_j⟩``, ``(B, B)``, symmetric, from full float32 products."""
-        terms = [self._gram(name, self) for name in self.shapes]
-        total = self._sum(terms, (len(self), len(self)), power=2)
-        return (total + total.T) / 2
+        with forms.full_precision(self.losses.device):
+            terms = [self._gram(name, self) for name in self.shapes]
+            total = self._sum(terms, (len(self), len(self)), power=2)
+            return (total + total.T) / 2
 
-    @_in_full_precision
     def cross_gram(self, other: Factors) -> torch.Tensor:
         """Returns ``⟨g_i, g'_j⟩`` with the samples of another batch, ``(B, B')``."""
         if self.shapes != other.shapes:
@@ -166,10 +145,10 @@ class Factors:
                 f"({', '.join(sorted({name for name, _ in differing}))}); capture the "
                 "same model with the same params"
             )
-        terms = [self._gram(name, other) for name in self.shapes]
-        return self._sum(terms, (len(self), len(other))) * other._multiplier
+        with forms.full_precision(self.losses.device):
+            terms = [self._gram(name, other) for name in self.shapes]
+            return self._sum(terms, (len(self), len(other))) * other._multiplier
 
-    @_in_full_precision
     def dot(self, vectors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Returns ``⟨v, g_i⟩``, ``(B,)``, or ``(B, K)`` for K vectors.
 
@@ -178,12 +157,13 @@ class Factors:
                 ``(K, *shape)``.
         """
         many, terms, count = check_vectors(vectors, self.shapes), [], 1
-        for name, uses in self.merged.items():
-            rows = vectors[name].detach().to(self._dtype)
-            rows = rows if many else rows.unsqueeze(0)
-            count = len(rows)
-            terms += [algebra.dot(use, rows, self._budget) for use in uses]
-        found = self._sum(terms, (len(self), count))
+        with forms.full_precision(self.losses.device):
+            for name, uses in self.merged.items():
+                rows = vectors[name].detach().to(self._dtype)
+                rows = rows if many else rows.unsqueeze(0)
+                count = len(rows)
+                terms += [algebra.dot(use, rows, self._budget) for use in uses]
+            found = self._sum(terms, (len(self), count))
         return found if many else found[:, 0]
 
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -225,7 +205,6 @@ class Factors:
                 for use in uses:
                     algebra.add_weighted_sums_(totals[name], use, rows, self._budget)
 
-    @_in_full_precision
     def project(self, projection: Projection) -> dict[str, torch.Tensor]:
         """Returns projections of every gradient, ``(B, k1 k2)`` by name.
 
@@ -236,22 +215,23 @@ class Factors:
         """
         check_projected(self.shapes, projection)
         found, n = {}, len(self)
-        for name, uses in self.merged.items():
-            terms = [projection.of(name, uses, self._budget)] if uses else []
-            found[name] = self._sum(terms, (n, math.prod(projection.kept[name])))
+        with forms.full_precision(self.losses.device):
+            for name, uses in self.merged.items():
+                terms = [projection.of(name, uses, self._budget)] if uses else []
+                found[name] = self._sum(terms, (n, math.prod(projection.kept[name])))
         return found
 
-    @_in_full_precision
     def materialize(self) -> dict[str, torch.Tensor]:
         """Returns every gradient, ``(B, *shape)`` by name: B times the model's size."""
         found, n = {}, len(self)
-        for name, shape in self.shapes.items():
-            uses, terms = self.contributions(name), []
-            if uses:
-                width = forms.matrix_shape(shape)[1]
-                each = planning.samples_of_gradients(uses, width, n, self._budget)
-                terms = [algebra.gradients(uses, shape, each, 0, width)]
-            found[name] = self._sum(terms, (n, *shape), power=0).reshape(n, *shape)
+        with forms.full_precision(self.losses.device):
+            for name, shape in self.shapes.items():
+                uses, terms = self.contributions(name), []
+                if uses:
+                    width = forms.matrix_shape(shape)[1]
+                    each = planning.samples_of_gradients(uses, width, n, self._budget)
+                    terms = [algebra.gradients(uses, shape, each, 0, width)]
+                found[name] = self._sum(terms, (n, *shape), power=0).reshape(n, *shape)
         return found
 
     def _sum(
