@@ -83,19 +83,14 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
     Raises:
         ValueError: The selection has unknown names or is empty.
     """
-    every = dict(model.named_parameters(remove_duplicate=False))
-    trained: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
-    for name, param in every.items():
-        if param.requires_grad and id(param) not in seen:
-            seen.add(id(param))
-            trained[name] = param
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if params is None:
         chosen = trained
     elif callable(params):
         chosen = {name: param for name, param in trained.items() if params(name, param)}
     else:
         # A shared parameter may be asked for by any of its names.
+        every = dict(model.named_parameters(remove_duplicate=False))
         trainable = {name for name, param in every.items() if param.requires_grad}
         wrong = sorted(set(params) - trainable)
         if wrong:
