@@ -19,7 +19,7 @@ from per_sample_grad.engine.settings import Settings
 from per_sample_grad.errors import CoverageError
 from per_sample_grad.layers.registry import Owned, memories, memory, why_no_rule
 from per_sample_grad.operations import rules, uses
-from per_sample_grad.operations.uses import OperationCall, OperationUse
+from per_sample_grad.operations.uses import OperationCall
 from xla_replica.common.trees import tensors_in
 
 
@@ -182,14 +182,6 @@ def _operations(
     found, reasons = search.of({name: settings.params[name] for name in walk.outside})
     calls = []
     for use in found:
-        covered = {
-            slot: tuple(name for name in names if name not in reasons)
-            for slot, names in use.params.items()
-        }
-        covered = {slot: names for slot, names in covered.items() if names}
-        if not covered:
-            continue
-        use = OperationUse(use.node, covered, use.rows)
         owner = use.names[0].rpartition(".")[0]
         module = model.get_submodule(owner)
         kind = use.node.name().removesuffix("Backward0")
