@@ -49,7 +49,7 @@ class LayoutQuery(NamedTuple):
         """Returns where the inputs have their samples; None: samples may meet."""
         name = self.node.name()
         rule = LAYOUTS.get(name)
-        if rule is None and rules.is_pointwise(self.node):
+        if rule is None and rules.is_pointwise(name):
             rule = _broadcast
         if rule is None:
             return None

@@ -294,7 +294,7 @@ def keeps_rows(node: Node, slot: int) -> bool:
 
 
 @functools.cache
-def _is_pointwise(node: str) -> bool:
+def is_pointwise(node: str) -> bool:
     """Returns whether an operation computes each number from those in its place.
 
     Of some names there are overloads for numbers alone, which have no tags.
@@ -321,17 +321,12 @@ def _operations_by_node() -> dict[str, list[str]]:
     return found
 
 
-def is_pointwise(node: Node) -> bool:
-    """Returns whether an operation computes each number from those in its place."""
-    return _is_pointwise(node.name())
-
-
 def operation_of(node: Node) -> Operation | None:
     """Returns what is known of a node's operation; None: nothing."""
     name = node.name()
     if name in OPERATIONS:
         return OPERATIONS[name]
-    return _AS_AUTOGRAD_DOES if _is_pointwise(name) else None
+    return _AS_AUTOGRAD_DOES if is_pointwise(name) else None
 
 
 # By the name of the node. Channels are the second dimension, so that the batch of
