@@ -239,12 +239,6 @@ def _product(
     return rule
 
 
-def _linear(of: LayoutQuery) -> Layout:
-    """Rows of the input, and those of the weight; a bias is added to each."""
-    axes = [of.dim, None] if of.dim < len(of.shape) - 1 else [None, 0]
-    return [*axes, *(_one_broadcast(s, of.shape, of.dim) for s in of.inputs[2:])]
-
-
 def _attended(of: LayoutQuery) -> Layout:
     """Samples, and heads, attend to themselves; a mask is added to the scores."""
     query, key, *_ = of.inputs
@@ -346,7 +340,6 @@ LAYOUTS: dict[str, Callable[[LayoutQuery], Layout]] = {
     **_named("ViewAsReal ViewAsComplex", _within(lambda of: ())),
     "AsStridedBackward1": _restrided,
     **_named("Index", _indexed),
-    **_named("Linear", _linear),
     **_named("Mm", _product((0, None), (None, 1))),
     **_named("Addmm", _product((0, None), (None, 1), with_bias=True)),
     **_named("Bmm", _product((0, 0), (1, None), (None, 2))),
