@@ -274,7 +274,9 @@ def _class_losses(of: LayoutQuery) -> Layout:
 
 
 def _named(names: str, rule: Callable[[LayoutQuery], Layout]) -> dict:
-    return dict.fromkeys((f"{name}Backward0" for name in names.split()), rule)
+    """Returns rows of one rule; a name without its ending is that of the first form."""
+    every = [n if "Backward" in n else f"{n}Backward0" for n in names.split()]
+    return dict.fromkeys(every, rule)
 
 
 _PLACE_BY_PLACE = """
@@ -282,6 +284,7 @@ _PLACE_BY_PLACE = """
     Expand Tril Triu Hardswish LogSigmoid NativeDropout FusedDropout PreluKernel
     RreluWithNoise RreluWithNoiseFunctional MseLoss SmoothL1Loss HuberLoss
     SoftMarginLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits
+    MaskedFillBackward1 CopyBackwards
 """
 _ALONG_A_DIMENSION = """
     Amax Amin Aminmax Max Min Mode Kthvalue Logsumexp LinalgVectorNorm Std StdMean Var
@@ -289,8 +292,6 @@ _ALONG_A_DIMENSION = """
     SafeSoftmax Sort Topk Gather IndexSelect IndexAdd IndexCopy IndexFill Scatter
     ScatterAdd Cat Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Glu Select
     Unbind FftC2C FftC2R FftR2C NarrowCopy
-"""
-_ALONG_IN_ANOTHER_FORM = """
     SumBackward1 MeanBackward1 ProdBackward1 MedianBackward1 NanmedianBackward1
     NormBackward1 NormBackward3 SortBackward1 IndexFillBackward1 ScatterBackward1
 """
@@ -325,13 +326,9 @@ _ATTENTIONS = """
 # place are known by torch's tags.
 LAYOUTS: dict[str, Callable[[LayoutQuery], Layout]] = {
     **_named(_PLACE_BY_PLACE, _broadcast),
-    "MaskedFillBackward1": _broadcast,
-    "CopyBackwards": _broadcast,
-    **dict.fromkeys(rules.UNCHANGED, _viewed),
-    "SqueezeBackward2": _viewed,
+    **dict.fromkeys((*rules.UNCHANGED, "SqueezeBackward2"), _viewed),
     **_named("Permute Transpose T", _permuted),
     **_named(_ALONG_A_DIMENSION, _along("dim")),
-    **dict.fromkeys(_ALONG_IN_ANOTHER_FORM.split(), _along("dim")),
     **_named("Stack", _along("dim", leading=1)),
     **_named("Unfold", _along("dimension")),
     **_named("Flip Roll", _along("dims")),
