@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch.autograd.graph import Node
@@ -30,6 +31,7 @@ from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import default_budget
 from per_sample_grad.layers import registry
 from per_sample_grad.operations import wrong_operations
+from xla_replica.common.arguments import check_choice
 
 
 @dataclasses.dataclass
@@ -59,6 +61,8 @@ class BackwardPass:
     reported: bool = False
 
     def __post_init__(self) -> None:
+        if self.accumulate is not None:
+            check_choice("accumulate", self.accumulate, get_args(Accumulate))
         self.modules: list[RecordedModule] = []
         self.problems: dict[str, list[str]] = {}
         self.compared: Comparison | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from per_sample_grad.factors.factors import Factors, check_projected
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import Method
 from per_sample_grad.factors.projection import Projection
-from xla_replica.common.arguments import check_choice
 from xla_replica.common.trees import tree_add
 
 _T = TypeVar("_T")
@@ -343,17 +342,9 @@ class Capture:
         return torch.cat([found[n] for n in projection.shapes if n in found], 1)
 
     def _run(
-        self,
-        losses: torch.Tensor,
-        receive: Callable[[Factors], None],
-        *,
-        retain_graph: bool = False,
-        accumulate: Accumulate | None = None,
-        reported: bool = False,
+        self, losses: torch.Tensor, receive: Callable[[Factors], None], **options: Any
     ) -> BackwardPass:
         """Runs the backward pass; the arguments are those of `BackwardPass`."""
-        if accumulate is not None:
-            check_choice("accumulate", accumulate, get_args(Accumulate))
         self._recorder.stop()
         if losses.dim() != 1 or not losses.dtype.is_floating_point:
             raise ValueError(
@@ -380,9 +371,7 @@ class Capture:
                 "recorded.backward(losses)"
             )
         refuse_hooked(self.params)
-        backward_pass = BackwardPass(
-            self._settings, losses, receive, retain_graph, accumulate, reported
-        )
+        backward_pass = BackwardPass(self._settings, losses, receive, **options)
         found = None
         if losses.shape[0]:
             found = attribute(self._settings, losses, self._recorder)
@@ -394,7 +383,7 @@ class Capture:
             backward_pass.run(found)
         self.compared = backward_pass.compared is not None
         self.unused = frozenset(backward_pass.unused)
-        if accumulate is None:
+        if backward_pass.accumulate is None:
             self._others_take_gradients = found is not None and found.has_other_leaves
         return backward_pass
 
