@@ -23,7 +23,8 @@ def flattened(values: Tensor) -> Tensor:
     if values.dim() == 1:
         return values.unsqueeze(1)
     if values.dim() == 3 and values.shape[1] > _AT_ONCE and traits(values).is_lazy:
-        return _flattened(values, at_once=math.gcd(values.shape[1], _AT_ONCE))
+        at_once = math.gcd(values.shape[1], _AT_ONCE)
+        return _one_after_another(values, axis=1, at_once=at_once)
     return values.flatten(1)
 
 
@@ -32,53 +33,35 @@ def interleaved(values_WBD: Tensor) -> Tensor:
     if values_WBD.shape[0] == 1:
         return values_WBD[0]
     if traits(values_WBD).is_lazy:
-        return _interleaved(values_WBD)
+        return _one_after_another(values_WBD, axis=0, at_once=1)
     return values_WBD.transpose(0, 1).flatten(0, 1)
 
 
 @lazy_operation
-def _flattened(values_BPQ: Any, *, at_once: int) -> Any:
-    """Builds ``values.flatten(1)`` as a loop over ``at_once`` of P rows."""
-    size, num_rows, length = values_BPQ.shape().sizes
+def _one_after_another(values_ANB: Any, *, axis: int, at_once: int) -> Any:
+    """Builds ``values`` as ``(A, N B)`` or, along axis 0, as ``(N A, B)``.
 
-    def copy(row: Any, found: Any, values: Any) -> Any:
-        zero = _integer(row, 0)
-        part = values.dynamic_slice((zero, row, zero), (size, at_once, length))
-        part = part.reshape((size, at_once * length))
-        return found.dynamic_update_slice(part, (zero, row * _integer(row, length)))
-
-    return _loop(values_BPQ, (size, num_rows * length), num_rows, at_once, copy)
-
-
-@lazy_operation
-def _interleaved(values_WBD: Any) -> Any:
-    """Builds ``values.transpose(0, 1).flatten(0, 1)`` as a loop over B."""
-    num_parts, num_rows, length = values_WBD.shape().sizes
-
-    def copy(row: Any, found: Any, values: Any) -> Any:
-        zero = _integer(row, 0)
-        part = values.dynamic_slice((zero, row, zero), (num_parts, 1, length))
-        part = part.reshape((num_parts, length))
-        return found.dynamic_update_slice(part, (row * _integer(row, num_parts), zero))
-
-    return _loop(values_WBD, (num_rows * num_parts, length), num_rows, 1, copy)
-
-
-def _loop(
-    values: Any, shape: tuple[int, ...], num_rows: int, at_once: int, copy: Any
-) -> Any:
-    """Returns what ``copy(row, found, values)`` makes of zeros, row after row."""
-    make = type(values)
+    It is a loop over ``at_once`` of N, which puts one part after the other.
+    """
+    make, (size, num_rows, length) = type(values_ANB), values_ANB.shape().sizes
+    step = (size, length)[axis]
+    shape = (num_rows * size, length) if axis == 0 else (size, num_rows * length)
 
     def is_left(row: Any, *rest: Any) -> Any:
         return row < _integer(row, num_rows)
 
-    def step(row: Any, found: Any, values: Any) -> tuple[Any, ...]:
-        return row + _integer(row, at_once), copy(row, found, values), values
+    def copy(row: Any, found: Any, values: Any) -> tuple[Any, ...]:
+        place = [_integer(row, 0), _integer(row, 0)]
+        place[axis] = row * _integer(row, step)
+        first = (_integer(row, 0), row, _integer(row, 0))
+        part = values.dynamic_slice(first, (size, at_once, length))
+        part = part.reshape((size, at_once * length))
+        found = found.dynamic_update_slice(part, tuple(place))
+        return row + _integer(row, at_once), found, values
 
-    zero = make.scalar(values.builder(), 0, values.shape().dtype)
-    state = (_integer(values, 0), zero.broadcast(shape), values)
-    return make.mkwhile(state, is_left, step).get_tuple_element(1)
+    zero = make.scalar(values_ANB.builder(), 0, values_ANB.shape().dtype)
+    state = (_integer(values_ANB, 0), zero.broadcast(shape), values_ANB)
+    return make.mkwhile(state, is_left, copy).get_tuple_element(1)
 
 
 def _integer(beside: Any, value: int) -> Any:
