@@ -83,6 +83,7 @@ class TrainingPasses:
             ValueError: As for `step`; or these are not the losses of one group, or
                 ``reduction`` is not allowed.
         """
+        check_choice("reduction", reduction, ("mean", "sum"))
         is_group, ordering = self._group_size > 1, self._orders.ordering
         if is_group:
             self._check_group(losses)
@@ -102,7 +103,6 @@ class TrainingPasses:
                 "backward() without record(): compute the losses inside `with "
                 "sampler.record(model):`, once for every backward()"
             )
-        check_choice("reduction", reduction, ("mean", "sum"))
         self._recorded = None
         rows: Mapping[str, Tensor] | Tensor | FactoredRows
         if isinstance(recorded, Capture):

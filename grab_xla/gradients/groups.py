@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import xla_replica
 from xla_replica import traits
-from xla_replica.common.arguments import check_choice
 
 
 def parameters_of(
@@ -57,7 +56,6 @@ def group_gradients(
 
     Raises:
         RuntimeError: The losses do not depend on the parameters.
-        ValueError: ``reduction`` is not allowed.
     """
     shapes = [p.shape for p in parameters.values()]
     like: dict[str, Any] = {"dtype": dtype, "device": losses.device}
@@ -90,12 +88,7 @@ def group_gradients(
 
 
 def add_gradient(losses: Tensor, reduction: str) -> None:
-    """Adds the gradient of the mean loss, or of the sum, to ``.grad``.
-
-    Raises:
-        ValueError: ``reduction`` is not allowed.
-    """
-    check_choice("reduction", reduction, ("mean", "sum"))
+    """Adds the gradient of the mean loss, or of the sum, to ``.grad``."""
     xla_replica.backward(losses.mean() if reduction == "mean" else losses.sum())
 
 
