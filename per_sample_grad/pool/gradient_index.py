@@ -260,16 +260,10 @@ class GradientIndex:
         self, start: int, block: np.ndarray, skip: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the numbers and the projections of the samples that are finite."""
-        finite = np.isfinite(block).all(axis=1)
+        remedy = "" if skip else "leave these samples out with skip_nan=True"
+        finite = which_finite(start, block, remedy)
         rows = start + np.arange(len(block))
-        if finite.all():
-            return rows, block
-        if not skip:
-            raise ValueError(
-                f"{not_finite(rows[~finite])}. Repair that, or leave these samples out "
-                "with skip_nan=True"
-            )
-        return rows[finite], block[finite]
+        return (rows, block) if finite.all() else (rows[finite], block[finite])
 
     def _queries(self, queries: Rows) -> np.ndarray:
         """Returns queries as ``(Q, size)`` float32."""
@@ -318,12 +312,19 @@ class Preconditioner:
         return found
 
 
-def not_finite(samples: np.ndarray) -> str:
-    """Returns what is said of samples whose projections are not finite."""
-    return (
-        f"the projections of samples {listed(samples)} are not finite: the model's "
-        "output, its loss or their gradient is not"
-    )
+def which_finite(first: int, rows: np.ndarray, remedy: str) -> np.ndarray:
+    """Returns which projections are finite, ``(m,)`` bool, of samples from ``first``.
+
+    Raises ValueError with a ``remedy`` if there is one, and some are not.
+    """
+    finite: np.ndarray = np.isfinite(rows).all(axis=1)
+    if remedy and not finite.all():
+        samples = first + np.flatnonzero(~finite)
+        raise ValueError(
+            f"the projections of samples {listed(samples)} are not finite: the model's "
+            f"output, its loss or their gradient is not. Repair that, or {remedy}"
+        )
+    return finite
 
 
 def _rows(what: str, rows: object, count: str, size: int) -> np.ndarray:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -18,18 +18,19 @@ from per_sample_grad.pool.gradient_index import (
     KEPT,
     GradientIndex,
     checked_index,
-    not_finite,
+    which_finite,
 )
 from per_sample_grad.pool.parts import INDEXED
 from per_sample_grad.pool.running import BLOCK_SIZE, PoolRun, check_options
 from per_sample_grad.pool.scores import Passes, Scorer
-from xla_replica.common.arguments import check_choice, check_flag, check_integer
+from xla_replica.common.arguments import check_choice, check_flag
 
 PART_SIZE = 1024
 LABELS = ("given", "pseudo")
 # Counts changes after which the same projections are rounded in another way, so that
 # parts of earlier ones must not be continued.
 VERSION = 4
+_KEEP = "keep them with keep_nan=True, which search(..., skip_nan=True) leaves out"
 
 
 def index_pool(
@@ -90,7 +91,6 @@ def index_pool(
             "in a folder of its own, and add what their searches find"
         )
     check_choice("labels", labels, LABELS)
-    check_integer("seed", seed)
     check_flag("keep_nan", keep_nan)
     projection = Projection(selected(model, options.get("params")), size, seed=seed)
 
@@ -119,7 +119,7 @@ def index_pool(
         part_size=part_size,
         tag=tag,
         progress=progress,
-        check=None if keep_nan else _check_finite,
+        check=None if keep_nan else functools.partial(which_finite, remedy=_KEEP),
     )
     if not len(run.source):
         raise ValueError("index_pool: the pool has no samples")
@@ -127,14 +127,3 @@ def index_pool(
         return checked_index(run.fill(), verify=False)
     rows = run.collected()
     return GradientIndex(run.description, len(rows), lambda number: rows, len(rows))
-
-
-def _check_finite(first: int, rows: np.ndarray) -> None:
-    """Raises ValueError, with the samples, if projections are not finite."""
-    finite = np.isfinite(rows)
-    if not finite.all():
-        wrong = first + np.flatnonzero(~finite.all(axis=1))
-        raise ValueError(
-            f"{not_finite(wrong)}. Repair that, or keep them with keep_nan=True, which "
-            "search(..., skip_nan=True) leaves out"
-        )

@@ -70,7 +70,7 @@ class PoolRun:
     part_size: int
     tag: str | None
     progress: bool
-    check: Callable[[int, np.ndarray], None] | None = None
+    check: Callable[[int, np.ndarray], object] | None = None
 
     def __post_init__(self) -> None:
         check_flag("progress", self.progress)
