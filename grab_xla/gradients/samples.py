@@ -69,9 +69,7 @@ def sample_gradients(
     sums: dict[str, Tensor] = {}
     from_samples = from_samples and projection is None and len(losses) > 0
 
-    def rows(factors: Factors) -> dict[str, Tensor] | Tensor:
-        if projection is not None:
-            return factors.project(projection)
+    def rows(factors: Factors) -> dict[str, Tensor]:
         if ordering is not None and factors.compression >= LEAST_COMPRESSION:
             factored.append(factors)
             return {}
@@ -81,7 +79,7 @@ def sample_gradients(
                 sums[name] = getattr(gradients, reduction)(0)
         return formed
 
-    if projection is not None and capture.params.keys() == projection.shapes.keys():
+    if projection is not None:
         found = capture.project(losses, projection, accumulate=reduction)
     else:
         accumulate = None if from_samples else reduction
