@@ -35,21 +35,18 @@ class EpochMetrics:
         self._running = RunningHerding(columns.dtype, columns.device)
         self._sum = self._running.init(columns.num_own)["prefix"]
         self._count = self._sum.new_zeros(1)  # the sum of the weights
-        self._forget()
-
-    def _forget(self) -> None:
-        self._squares: list[Tensor] = []
-        self._vectors: list[tuple[Tensor, Tensor | None]] = []
-        self._prefixes: list[PrefixNorms] = []
+        self.reset()
 
     def reset(self) -> None:
         """Forgets the previous epoch, except for its mean."""
+        self._squares: list[Tensor] = []
+        self._vectors: list[tuple[Tensor, Tensor | None]] = []
+        self._prefixes: list[PrefixNorms] = []
         if self._herding is not None:
             self._mean = self._sum / self._count.clamp(min=SMALLEST)
             self._sum = torch.zeros_like(self._sum)
             self._count = torch.zeros_like(self._count)
             self._state = self._running.init(self._columns.num_own)
-        self._forget()
 
     def observe(self, rows_RD: Tensor, weights_R: Tensor | None = None) -> None:
         """Measures the next vectors, given this replica's columns of them."""
