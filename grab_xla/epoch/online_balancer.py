@@ -213,19 +213,16 @@ class OnlineBalancer:
         ordering, device = self._ordering, self.columns.device
         first, last = self.num_seen, self.num_seen + len(rows_RD)
         num_waiting = ordering.num_pending(self.state)
-        known: dict[str, Any] = {}
+        decide, weights = self._decisions, None
         if self.weights is not None:
-            weights = self.weights[first:last]
-            known["weights_R"] = weights.to(device, self.columns.dtype)
+            weights = self.weights[first:last].to(device, self.columns.dtype)
+            decide = dataclasses.replace(decide, weights_R=weights)
         if self._uniforms is not None and self._walk_constant is not None:
             drawn = self._uniforms[first - num_waiting : last]
-            thresholds = self._walk_constant * (1 - 2 * drawn)
-            known["thresholds_RN"] = thresholds.to(device)
+            thresholds = (self._walk_constant * (1 - 2 * drawn)).to(device)
+            decide = dataclasses.replace(decide, thresholds_RN=thresholds)
         if self._metrics.on and isinstance(rows_RD, Tensor):
-            self._metrics.observe(rows_RD, known.get("weights_R"))
-        decide = self._decisions
-        if known:
-            decide = dataclasses.replace(decide, **known)
+            self._metrics.observe(rows_RD, weights)
         self.state, placements = ordering.balance(self.state, rows_RD, decide)
         num_decided = num_waiting + len(rows_RD) - ordering.num_pending(self.state)
         if ordering.needs_gradients and placements.shape != (num_decided,):
