@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -168,14 +169,12 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         self._timer = timer or contextlib.nullcontext
         kind = str(getattr(random_projection, "value", random_projection))
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
-        balanced: Mapping[str, Tensor] = trainable_params
+        shapes = {name: tuple(p.shape) for name, p in trainable_params.items()}
         self.projection: Projection | None = None
         if self.fidelity == "projected":
-            self.projection = Projection(trainable_params, projection_size, seed=seed)
-            balanced = {
-                name: torch.empty(rows * columns, device="meta")
-                for name, (rows, columns) in self.projection.kept.items()
-            }
+            self.projection = Projection(shapes, projection_size, seed=seed)
+            kept = self.projection.kept.items()
+            shapes = {name: (math.prod(sides),) for name, sides in kept}
         self._group_size = fidelities.samples_together(
             self.fidelity, group_size, self.num_samples, ordering
         )
@@ -183,12 +182,12 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         ordering.check_fits(self._num_groups)
         self._weights = SampleWeights(weights, self.num_samples)
         fewer = projection(
-            kind, sum(each.numel() for each in balanced.values()), self._num_groups,
+            kind, sum(map(math.prod, shapes.values())), self._num_groups,
             pi_eps, kron_order, seed, dtype, self.device,
         )  # fmt: skip
         remark = "" if self.projection is None else _PROJECTED
         self._matrix = GradientMatrix(
-            balanced, fewer, normalize_grads, dtype, self.device, remark
+            shapes, fewer, normalize_grads, dtype, self.device, remark
         )
         num_columns = fewer.num_outputs
         walk_constant = prob_balance_c if prob_balance else None

@@ -121,11 +121,10 @@ class GradientMatrix:
     """Turns the gradients of a step into rows ``(B, K)``, parameter after parameter.
 
     Rows are gradients or random projections of them, or either of norm one. A whole
-    copy of the gradients is made only where the balance needs it. Of the parameters
-    only shapes are kept.
+    copy of the gradients is made only where the balance needs it.
 
     Args:
-        parameters: Tensors of the shapes of gradients, by name.
+        shapes: Those of gradients, by name, in the sequence of the columns.
         projection: The projection, which may be that of ``kind="none"``.
         normalize: Whether rows are divided by their norms.
         dtype: The dtype of the rows.
@@ -133,20 +132,20 @@ class GradientMatrix:
         remark: Ends the error about wrong shapes.
 
     Attributes:
-        shapes: Those of gradients, by name, in the sequence of the columns.
+        shapes: As they were given.
         keeps_gradients: Whether rows are the gradients themselves.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
         projection: FormedProjection,
         normalize: bool,
         dtype: torch.dtype,
         device: torch.device,
         remark: str = "",
     ) -> None:
-        self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        self.shapes = shapes
         self._projection, self._normalize = projection, normalize
         self._dtype, self._device, self._remark = dtype, device, remark
         self._projects = bool(projection.tables)
