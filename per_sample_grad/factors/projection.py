@@ -326,8 +326,6 @@ def _project(use: Contribution, folds: Folds, budget: int) -> torch.Tensor:
         elements = use.positions * (k1 + k2)
     elements += p * q if isinstance(use, Dense) else min(p * k2, k1 * q)
     size = max(1, budget // (elements * like.dtype.itemsize))
-    if size >= len(like) and not isinstance(use, Windows):
-        return _project_part(use, folds)
     found = [
         _project_part(forms.part(use, *interval), folds)
         for interval in forms.chunks(len(like), size)
