@@ -170,14 +170,9 @@ def _operations(
     model, batch_dim = settings.model, settings.default_batch_dim
     certain = [each.region for each in constant if not each.has_batch]
     inside = [graph.backward_nodes(r.output.node, r.inputs) for r in certain]
+    same, known = set().union(*inside), Owned(model) if may_read else ()
     search = uses.Search(
-        losses,
-        walk.consumers,
-        walk.outputs,
-        set().union(*inside),
-        batch_dim,
-        Owned(model) if may_read else (),
-        may_read,
+        losses, walk.consumers, walk.outputs, same, batch_dim, known, may_read
     )
     found, reasons = search.of({name: settings.params[name] for name in walk.outside})
     calls = []
