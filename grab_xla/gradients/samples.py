@@ -18,6 +18,7 @@ from grab_xla.gradients.row_copies import flattened
 from grab_xla.random_projections import Projection as FormedProjection
 from per_sample_grad import Capture, Factors, Projection
 from xla_replica import traits, where_finite
+from xla_replica.common.arguments import check_type
 
 # Forming gradients takes less time where a layer is applied to many positions of a
 # sample, as convolutions are, whose factors are not that much smaller. A layer that is
@@ -201,11 +202,8 @@ class GradientMatrix:
 
     def count(self, grads: Mapping[str, Tensor], batched: bool) -> int:
         """Returns how many samples these are the gradients of, after checking them."""
-        if not isinstance(grads, Mapping):
-            raise TypeError(
-                "step() takes a dict from parameter names to per-sample gradients, "
-                f"got {type(grads).__name__}"
-            )
+        allowed = "a dict from parameter names to per-sample gradients"
+        check_type("step(): the gradients", grads, Mapping, allowed)
         if grads.keys() != self.shapes.keys():
             missing = sorted(self.shapes.keys() - grads.keys())
             unknown = sorted(grads.keys() - self.shapes.keys())

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from xla_replica.common.arguments import check_type
 from xla_replica.common.differences import differences
 from xla_replica.common.files import UNFINISHED, rename, unfinished_name, write_whole
 
@@ -236,9 +237,7 @@ def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
 
 def check_folder(folder: object) -> Path:
     """Returns a folder's path; raises TypeError if it is none."""
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"folder must be the path of a folder, got {folder!r}")
-    return Path(folder)
+    return Path(check_type("folder", folder, str | os.PathLike, "the path of a folder"))
 
 
 def listed_differences(

@@ -30,7 +30,7 @@ from per_sample_grad.pool.fingerprint import fingerprint
 from per_sample_grad.pool.items import pool_digest
 from per_sample_grad.pool.parts import DESCRIPTION, Contents, Parts, check_folder, deal
 from per_sample_grad.pool.scores import LABELS, Passes, Scorer
-from xla_replica.common.arguments import check_flag, check_integer
+from xla_replica.common.arguments import check_flag, check_integer, check_type
 from xla_replica.common.files import locked
 
 BLOCK_SIZE = 64
@@ -77,8 +77,7 @@ class PoolRun:
         check_integer("part_size", self.part_size, least=1)
         if self.folder is not None:
             check_folder(self.folder)
-        if self.tag is not None and not isinstance(self.tag, str):
-            raise TypeError(f"tag must be a text or None, got {self.tag!r}")
+        check_type("tag", self.tag, str | None, "a text or None")
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:

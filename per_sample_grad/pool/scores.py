@@ -22,6 +22,7 @@ from per_sample_grad.engine.capturing import Capture, capture
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.pool.blocks import Given
 from xla_replica import Replica
+from xla_replica.common.arguments import check_type
 
 Loss = Callable[[torch.Tensor, Any], torch.Tensor]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
@@ -41,11 +42,8 @@ class Passes:
     last_layer: str | None = None
 
     def __post_init__(self) -> None:
-        if self.autocast is not None and not isinstance(self.autocast, torch.dtype):
-            raise TypeError(
-                "autocast must be a torch.dtype, such as torch.bfloat16, or None, got "
-                f"{self.autocast!r}"
-            )
+        allowed = "a torch.dtype, such as torch.bfloat16, or None"
+        check_type("autocast", self.autocast, torch.dtype | None, allowed)
 
 
 @dataclasses.dataclass
