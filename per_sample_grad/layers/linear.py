@@ -5,18 +5,15 @@ from torch import nn
 
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
-from per_sample_grad.layers.registry import Call, over_positions, register_rule
+from per_sample_grad.layers import registry
+from per_sample_grad.layers.registry import Call, register_rule
 
 
 @register_rule(nn.Linear)
 def linear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` ``(N, *, q)`` and ``grad`` ``(N, *, p)``."""
     inputs = call.input
-    if inputs.dim() < 2:
-        raise Refusal(
-            f"its input of shape {tuple(inputs.shape)} has no batch dimension beside "
-            "the features"
-        )
+    registry.require_batched(inputs, max(2, inputs.dim()))
     return _of_product(grad, inputs)
 
 
@@ -39,5 +36,5 @@ def _of_product(grad: torch.Tensor, inputs: torch.Tensor) -> dict[str, Contribut
     """Returns those of ``weight @ inputs + bias``."""
     # (N, G = 1, T, features)
     left, right = (x.reshape(len(x), 1, -1, x.shape[-1]) for x in (grad, inputs))
-    bias = Dense(over_positions(grad, kept=[grad.dim() - 1]))
+    bias = Dense(registry.over_positions(grad, kept=[grad.dim() - 1]))
     return {"weight": Outer(left, right), "bias": bias}

@@ -23,9 +23,9 @@ from torch.nn.utils.rnn import (
 )
 
 import xla_replica
-from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, Outer, accumulation_dtype
-from per_sample_grad.layers.registry import Call, refuse_dropout, register_rule
+from per_sample_grad.layers import registry
+from per_sample_grad.layers.registry import Call, register_rule
 
 
 def joined(module: nn.Module, output: Any) -> tuple[torch.Tensor, Any] | None:
@@ -101,7 +101,7 @@ def recurrent(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes a sequence, packed or not; ``grad`` is that of `joined`'s tensor."""
     module = call.module
     if module.dropout and module.training and module.num_layers > 1:
-        refuse_dropout()
+        registry.refuse_dropout()
     given = call.arguments
     dtype = accumulation_dtype(grad.dtype)
     inputs, kept = _steps(module, given["input"], dtype)
@@ -150,8 +150,7 @@ def _steps(
         lengths = lengths.to(padded.device)
         places = torch.arange(len(padded), device=padded.device)
         return padded.to(dtype), (places[:, None] < lengths).unsqueeze(2)
-    if inputs.dim() != 3:
-        raise Refusal(f"its input {tuple(inputs.shape)} has no batch dimension")
+    registry.require_batched(inputs, 3)
     inputs = inputs.transpose(0, 1) if module.batch_first else inputs
     return inputs.to(dtype), None
 

@@ -158,7 +158,7 @@ def test_under_autocast():
     ("options", "shape", "reason"),
     [
         ({"dropout": 0.5, "num_layers": 2}, (5, 2, 3), "cannot be drawn again; call"),
-        ({}, (5, 3), r"its input \(5, 3\) has no batch dimension"),
+        ({}, (5, 3), r"its input of shape \(5, 3\) has 2 dimensions"),
     ],
 )
 def test_what_is_refused(options, shape, reason):
