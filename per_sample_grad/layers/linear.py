@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
 from per_sample_grad.layers import registry
 from per_sample_grad.layers.registry import Call, register_rule
@@ -23,12 +22,8 @@ def bilinear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
 
     It is a Linear on the outer product of its two inputs.
     """
-    values = [*call.args, *call.kwargs.values()]
-    if len(values) != 2:
-        raise Refusal(f"a Bilinear takes two inputs, not {len(values)}")
-    first, second = (call.batch_first(value) for value in values)
-    if call.kwargs and not call.args and next(iter(call.kwargs)) == "input2":
-        first, second = second, first
+    _, *inputs = call.arguments.values()
+    first, second = (call.batch_first(each) for each in inputs)
     return _of_product(grad, (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2))
 
 

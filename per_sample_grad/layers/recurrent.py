@@ -26,6 +26,7 @@ import xla_replica
 from per_sample_grad.factors.forms import Contribution, Dense, Outer, accumulation_dtype
 from per_sample_grad.layers import registry
 from per_sample_grad.layers.registry import Call, register_rule
+from xla_replica.common.trees import tensors_in
 
 
 def joined(module: nn.Module, output: Any) -> tuple[torch.Tensor, Any] | None:
@@ -42,14 +43,13 @@ def joined(module: nn.Module, output: Any) -> tuple[torch.Tensor, Any] | None:
         return None
     elif not module.batch_first:
         sequence = sequence.transpose(0, 1)
-    several = isinstance(states, tuple)
+    given = tensors_in(states)
     # The samples are the second dimension of states.
-    parts = [sequence, *(s.transpose(0, 1) for s in (states if several else [states]))]
+    parts = [sequence, *(state.transpose(0, 1) for state in given)]
     one = torch.cat([part.flatten(1) for part in parts], 1)
     cut = one.split([part.shape[1:].numel() for part in parts], 1)
     cut = [each.unflatten(1, part.shape[1:]) for each, part in zip(cut, parts)]
     sequence, last = cut[0], [state.transpose(0, 1) for state in cut[1:]]
-    given = list(states) if several else [states]
     last = [_laid_out_as(state, part) for state, part in zip(given, last)]
     if packed is None:
         sequence = sequence if module.batch_first else sequence.transpose(0, 1)
@@ -60,7 +60,7 @@ def joined(module: nn.Module, output: Any) -> tuple[torch.Tensor, Any] | None:
             sequence, lengths = sequence.index_select(0, order), lengths[order.cpu()]
         data = pack_padded_sequence(sequence, lengths, batch_first=True).data
         sequence = PackedSequence(data, *packed[1:])
-    return one, (sequence, tuple(last) if several else last[0])
+    return one, (sequence, tuple(last) if isinstance(states, tuple) else last[0])
 
 
 def _laid_out_as(output: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -105,13 +105,9 @@ def recurrent(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     given = call.arguments
     dtype = accumulation_dtype(grad.dtype)
     inputs, kept = _steps(module, given["input"], dtype)
-    states = given.get("hx")
-    if states is None:
-        states = []
-    elif isinstance(states, torch.Tensor):
-        states = [states]
+    states = [state.to(dtype) for state in tensors_in(given.get("hx"))]
     with torch.enable_grad():
-        sweeps, *outputs = _run(module, inputs, kept, [s.to(dtype) for s in states])
+        sweeps, *outputs = _run(module, inputs, kept, states)
         one = torch.cat([each.transpose(0, 1).flatten(1) for each in outputs], 1)
     wanted = [sweep.gates for sweep in sweeps]
     wanted += [each for sweep in sweeps for each in sweep.projected]
