@@ -36,13 +36,11 @@ def take_down(
     Raises:
         Refusal: It does not depend on one of them.
     """
-    variable = getattr(edge.node, "variable", None)
-    while variable is None:
+    while (variable := getattr(edge.node, "variable", None)) is None:
         below = _below(edge, found)
         if below is None:
             return _by_autograd(edge, found, wanted)
         edge, found = below
-        variable = getattr(edge.node, "variable", None)
     missing = [name for name, param in wanted.items() if param is not variable]
     _refuse_missing(missing)
     return {name: [_of_shape(found, _shape(edge))] for name in wanted}
