@@ -334,9 +334,8 @@ class Owned:
         self._buffers, self._memories = list(model.buffers()), memories(model)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        if any(tensor is each for each in self._buffers):
-            return True
-        if memory(tensor) in self._memories:
+        is_one = any(tensor is each for each in self._buffers)
+        if is_one or memory(tensor) in self._memories:
             return True
         if tensor.dim() != 1 or tensor.requires_grad or not traits(tensor).is_host:
             return False
