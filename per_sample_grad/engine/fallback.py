@@ -28,6 +28,7 @@ from per_sample_grad.factors import forms
 from xla_replica.common.trees import map_tensors, tensors_in
 
 Params = Mapping[str, nn.Parameter]
+Outputs = dict[str, dict[int, list[tuple[RecordedCall, torch.Tensor]]]]
 
 
 def loop(losses: torch.Tensor, params: Params) -> dict[str, torch.Tensor]:
@@ -49,7 +50,8 @@ def vectorised(
     for call in calls:
         by_module[call.owner.name].append(call)
     untried = _enclosing_modules(params, by_module)
-    outputs = _outputs(losses, {m: by_module[m] for ms in untried.values() for m in ms})
+    tried = set().union(*untried.values())
+    outputs = _outputs(losses, [call for call in calls if call.owner.name in tried])
     found: dict[str, torch.Tensor] = {}
     reasons: dict[str, str] = {}
     while any(untried.values()):
@@ -62,9 +64,8 @@ def vectorised(
         for module, names in chosen.items():
             wanted = {name: params[name] for name in names if name not in outside}
             try:
-                terms = [
-                    _of_call(each, wanted, len(losses)) for each in outputs[module]
-                ]
+                made = outputs[module].values()
+                terms = [_of_call(each, wanted, len(losses)) for each in made]
             except Exception as error:  # whatever the module's own code raises
                 text = f"{module or 'the model'} cannot be vectorised, {error!r}"
                 reasons |= dict.fromkeys(wanted, text)
@@ -75,20 +76,15 @@ def vectorised(
     return found, {name: why for name, why in reasons.items() if name not in found}
 
 
-def _outputs(
-    losses: torch.Tensor, by_module: Mapping[str, Sequence[RecordedCall]]
-) -> dict[str, list[list[tuple[RecordedCall, torch.Tensor]]]]:
-    """Returns each call's outputs with their gradients, by the module's name."""
-    calls = [call for of_module in by_module.values() for call in of_module]
+def _outputs(losses: torch.Tensor, calls: Sequence[RecordedCall]) -> Outputs:
+    """Returns each call's outputs with their gradients, by module and by call."""
     edges = [call.region.output for call in calls]
     found = xla_replica.grad(losses.sum(), edges, retain_graph=True, allow_unused=True)
-    outputs: dict[str, dict[int, list[tuple[RecordedCall, torch.Tensor]]]]
-    outputs = {module: {} for module in by_module}
+    outputs: Outputs = defaultdict(lambda: defaultdict(list))
     for call, gradient in zip(calls, found):
         if gradient is not None:
-            of_module = outputs[call.owner.name]
-            of_module.setdefault(id(call.call), []).append((call, gradient))
-    return {module: list(each.values()) for module, each in outputs.items()}
+            outputs[call.owner.name][id(call.call)].append((call, gradient))
+    return outputs
 
 
 def _enclosing_modules(
@@ -164,11 +160,9 @@ def _of_call(
 
     # Each sample has a copy of its own, which takes no memory.
     copies = {
-        inner[id(param)]: param.detach().expand(num_samples, *param.shape)
-        for param in wanted.values()
+        inner[id(p)]: p.detach().expand(num_samples, *p.shape).requires_grad_()
+        for p in wanted.values()
     }
-    for each in copies.values():
-        each.requires_grad_()
 
     def run(own: Params, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         replaced = iter(tensors)
