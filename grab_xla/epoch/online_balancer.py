@@ -110,7 +110,6 @@ class OnlineBalancer:
             like: dict[str, Any] = {"generator": generator, "dtype": self.columns.dtype}
             self._uniforms = torch.rand(size, **like)
 
-    @torch.no_grad()
     def place_together(self, rows: Tensor, end: int, waits: bool) -> None:
         """Balances a step of several replicas, or keeps its rows until the update.
 
@@ -196,7 +195,6 @@ class OnlineBalancer:
                 "before optimizer.step()"
             )
 
-    @torch.no_grad()
     def place(self, pieces: Iterable[Rows]) -> None:
         """Balances a step, given this replica's columns of its samples.
 
