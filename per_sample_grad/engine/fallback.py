@@ -167,7 +167,7 @@ def _of_call(
     def run(own: Params, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         replaced = iter(tensors)
         args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(replaced))
-        with torch.autocast(**autocast, cache_enabled=False):
+        with autocast:
             found = torch.func.functional_call(module, own, args, kwargs)
         returned = tensors_in(found)
         return [returned[each.position].movedim(dim, 0) for each, _ in outputs]

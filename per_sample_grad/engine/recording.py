@@ -58,7 +58,7 @@ class RecordedCall(NamedTuple):
         versions: How often each tensor among its arguments had been changed in place.
         has_batch: Whether its output may have rows for samples.
         position: Which of the tensors that the module returned is this output.
-        autocast: The state of autocast, as arguments of it, if the call may run again.
+        autocast: The autocast of the call, if it may run again.
     """
 
     owner: RecordedModule
@@ -68,7 +68,7 @@ class RecordedCall(NamedTuple):
     versions: tuple[int, ...]
     has_batch: bool = True
     position: int = 0
-    autocast: Mapping[str, Any] | None = None
+    autocast: torch.autocast | None = None
 
     def has_rows(self, num_samples: int) -> bool:
         """Returns whether its output has the same number of rows for each sample."""
@@ -218,8 +218,8 @@ class Recorder:
             if owner.rule is not None:
                 self.calls.append(recorded)
             if self._vectorises and not is_joined:
-                state = _autocast_state(output.device.type)
-                self.vectorisable.append(recorded._replace(autocast=state))
+                autocast = _present_autocast(output.device.type)
+                self.vectorisable.append(recorded._replace(autocast=autocast))
         return out
 
 
@@ -251,13 +251,10 @@ def _refuse_traced(name: str, tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _autocast_state(kind: str) -> dict[str, Any]:
-    """Returns the arguments of `torch.autocast` that hold for a kind of device."""
-    return {
-        "device_type": kind,
-        "dtype": torch.get_autocast_dtype(kind),
-        "enabled": torch.is_autocast_enabled(kind),
-    }
+def _present_autocast(kind: str) -> torch.autocast:
+    """Returns a context with the autocast that holds now for a kind of device."""
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, dtype, enabled, cache_enabled=False)
 
 
 def _run_as_written(module: nn.Module, restoring: contextlib.ExitStack) -> None:
