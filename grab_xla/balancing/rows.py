@@ -63,7 +63,7 @@ class FactoredRows(UnformedRows):
     Attributes:
         shapes: The shapes of the parameters, by name, in the sequence of the columns.
         factors: The factors of some parameters.
-        formed: ``(R, *shape)``, the gradients of the other ones, by name.
+        formed: ``(R, n)``, the gradients of the other ones, by name.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -76,11 +76,12 @@ class FactoredRows(UnformedRows):
 
     def gram(self) -> Tensor:
         parts = [factors.gram() for factors in self.factors]
-        return sum((rows @ rows.T for rows in self._formed()), sum(parts))
+        return sum((rows @ rows.T for rows in self.formed.values()), sum(parts))
 
     def squared_norms(self) -> Tensor:
         parts = [factors.norms(squared=True) for factors in self.factors]
-        return sum((rows.square().sum(1) for rows in self._formed()), sum(parts))
+        squares = (rows.square().sum(1) for rows in self.formed.values())
+        return sum(squares, sum(parts))
 
     def __matmul__(self, vectors_DV: Tensor) -> Tensor:
         own = self._by_name(vectors_DV.T)
@@ -88,18 +89,15 @@ class FactoredRows(UnformedRows):
             factors.dot({name: own[name] for name in factors.shapes})
             for factors in self.factors
         ]
-        formed = zip(self._formed(), (own[name] for name in self.formed))
-        return sum((rows @ _flat(vectors).T for rows, vectors in formed), sum(parts))
+        formed = (rows @ flat(own[name]).T for name, rows in self.formed.items())
+        return sum(formed, sum(parts))
 
     def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
         own = self._by_name(sums_VD)
         for factors in self.factors:
             factors.add_weighted_sum_(own, weights_VR)
-        for name, rows in zip(self.formed, self._formed()):
-            _flat(own[name]).addmm_(weights_VR, rows)
-
-    def _formed(self) -> list[Tensor]:
-        return [_flat(rows) for rows in self.formed.values()]
+        for name, rows in self.formed.items():
+            flat(own[name]).addmm_(weights_VR, rows)
 
     def _by_name(self, vectors_VD: Tensor) -> dict[str, Tensor]:
         """Returns views of vectors, ``(V, *shape)`` by name."""
@@ -163,5 +161,6 @@ class Scaled(UnformedRows):
 Rows = Tensor | UnformedRows
 
 
-def _flat(rows: Tensor) -> Tensor:
+def flat(rows: Tensor) -> Tensor:
+    """Returns ``(R, *)`` as ``(R, n)``, without a copy."""
     return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grab_xla.balancers import Ordering
 from grab_xla.balancing.decisions import without_nan
-from grab_xla.balancing.rows import FactoredRows
+from grab_xla.balancing.rows import FactoredRows, flat
 from grab_xla.gradients.groups import of_another_model
 from grab_xla.gradients.row_copies import flattened
 from grab_xla.random_projections import Projection as FormedProjection
@@ -99,7 +99,7 @@ def sample_gradients(
             found |= factored.pop().materialize()
     if not factored and ordering.needs_gram:
         return found
-    finite = {name: without_nan(rows) for name, rows in found.items()}
+    finite = {name: without_nan(flat(rows)) for name, rows in found.items()}
     return FactoredRows(shapes, factored, finite)
 
 
