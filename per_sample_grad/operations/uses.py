@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ class OperationUse:
     """
 
     node: Node
-    params: Mapping[int, tuple[str, ...]]
+    params: Mapping[int, Sequence[str]]
     rows: Rows | None = None
 
     @property
@@ -150,14 +150,8 @@ class Search:
             for node, slot in met:
                 by_node.setdefault(node, {}).setdefault(slot, []).append(name)
         _join(by_node)
-        found = [
-            OperationUse(
-                node,
-                {slot: tuple(names) for slot, names in slots.items()},
-                self._rows_of(node),
-            )
-            for node, slots in by_node.items()
-        ]
+        nodes = by_node.items()
+        found = [OperationUse(n, slots, self._rows_of(n)) for n, slots in nodes]
         return found, reasons
 
     def _climb(self, leaf: Node, met: list[tuple[Node, int]]) -> str | None:
