@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -73,15 +74,11 @@ def group_gradients(
         reached.add(total)
         total[0].add_(gradient.detach().to(total.device))
 
-    handles = [
-        parameter.register_hook(functools.partial(keep, total))
-        for parameter, total in zip(parameters.values(), totals)
-    ]
-    try:
+    with contextlib.ExitStack() as placed:
+        for parameter, total in zip(parameters.values(), totals):
+            handle = parameter.register_hook(functools.partial(keep, total))
+            placed.callback(handle.remove)
         add_gradient(losses, reduction)
-    finally:
-        for handle in handles:
-            handle.remove()
     if not reached:
         raise of_another_model()
     return dict(zip(parameters, totals)) if row is None else row

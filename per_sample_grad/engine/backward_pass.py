@@ -8,6 +8,7 @@ memory is free again before the pass continues, as in ordinary training.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -252,14 +253,13 @@ class BackwardPass:
                 self._apply(number, gradient)
 
         del calls
-        handles = []
         numbers = [n for n, edge in enumerate(edges) if edge.node in asked]
         found: Sequence[torch.Tensor | None] = ()
-        try:
+        with contextlib.ExitStack() as placed:
             for number, edge in enumerate(edges):
                 if edge.node in reached and edge.node not in asked:
                     hook = functools.partial(come_by, number)
-                    handles.append(edge.node.register_prehook(hook))
+                    placed.callback(edge.node.register_prehook(hook).remove)
             total = self._total()
             if self.accumulate is None:
                 found = xla_replica.grad(
@@ -270,9 +270,6 @@ class BackwardPass:
                 )
             else:
                 xla_replica.backward(total, retain_graph=retain_graph)
-        finally:
-            for handle in handles:
-                handle.remove()
         for number, kept in late.items():
             for gradient, versions in kept:
                 versions.refuse_changes(str(self._calls[number].owner))
