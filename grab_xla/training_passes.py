@@ -40,16 +40,13 @@ class TrainingPasses:
         """
         if not self._uses_gradients:
             return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any]
         if self.fidelity == "group":
             self._recorded = parameters_of(model, self._matrix.shapes)
-            context = contextlib.nullcontext()
-        else:
-            self._recorded = context = Capture(
-                model, list(self._matrix.shapes), **options
-            )
+            self._is_recorded = True
+            return contextlib.nullcontext()
+        self._recorded = capture = Capture(model, list(self._matrix.shapes), **options)
         self._is_recorded = True
-        return context
+        return capture
 
     def backward(
         self,
@@ -92,10 +89,11 @@ class TrainingPasses:
                 f"backward() with losses of shape {tuple(losses.shape)}: give one "
                 'number per sample, shape (B,), as with reduction="none"'
             )
+        num_rows = 1 if is_group else len(losses)
         if not self._uses_gradients:
             add_gradient(losses, reduction)
             self._reduction = reduction
-            self._progress.claim(1 if is_group else len(losses), indices)
+            self._progress.claim(num_rows, indices)
             return
         recorded = self._recorded
         if recorded is None:
@@ -115,10 +113,9 @@ class TrainingPasses:
                 recorded, losses, reduction, self._matrix.shapes, self.projection,
                 balances, from_samples,
             )  # fmt: skip
-            num_rows = len(losses)
         else:
             dtype = self._balancer.columns.dtype
-            rows, num_rows = group_gradients(recorded, losses, reduction, dtype), 1
+            rows = group_gradients(recorded, losses, reduction, dtype)
         self._reduction = reduction
         self._place(rows, num_rows, indices)
 
