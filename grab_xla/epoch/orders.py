@@ -170,9 +170,9 @@ class SampleWeights:
     """
 
     def __init__(self, weights: Weights, num_samples: int) -> None:
+        self.name = "given"
         if not callable(weights):
-            check_choice("weights", weights, ("equal", "update"))
-        self.name = "given" if callable(weights) else weights
+            self.name = check_choice("weights", weights, ("equal", "update"))
         self._of_epoch = weights if callable(weights) else None
         self._num_samples = num_samples
         self._last: tuple[int, Tensor | None] = (-1, None)
