@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -278,11 +279,7 @@ class GradientIndex:
     def _check_same(self, other: GradientIndex) -> None:
         """Raises ValueError unless the other index has the same model and map."""
         names = {**self.description, **other.description}
-        compared = [
-            name
-            for name in names
-            if name.partition(".")[0].partition("[")[0] in _COMPARED
-        ]
+        compared = [name for name in names if re.split("[.[]", name)[0] in _COMPARED]
         found = listed_differences(self.description, other.description, compared)
         if found:
             raise ValueError(

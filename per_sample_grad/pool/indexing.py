@@ -111,7 +111,6 @@ def index_pool(
             "dtype": "float32",
             **{KEPT + name: list(kept) for name, kept in projection.kept.items()},
         },
-        functions={},
         of_parameters=True,
         labels=labels,
         passes=Passes(loss, forward, autocast, options),

@@ -62,7 +62,7 @@ class PoolRun:
     values: kinds.Values
     width: tuple[int, ...] = ()
     settings: dict[str, Any]
-    functions: dict[str, Any]
+    functions: dict[str, Any] = dataclasses.field(default_factory=dict)
     of_parameters: bool
     labels: str
     passes: Passes
