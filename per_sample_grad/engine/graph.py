@@ -74,13 +74,13 @@ class Walk:
         outputs: The nodes that made the outputs of the calls.
     """
 
-    calls: frozenset[int]
+    calls: Collection[int]
     outside: Mapping[str, int]
     structure: str
     custom: str | None
     has_other_leaves: bool
     consumers: Mapping[Node, Sequence[tuple[Node | int, int]]]
-    outputs: frozenset[Node]
+    outputs: Collection[Node]
 
 
 def walk(
@@ -150,10 +150,8 @@ def walk(
                 outside[param] += 1
     # A digest and not `hash`, which is the same for -1 and -2.
     digest = hashlib.sha256(repr(structure).encode()).hexdigest()
-    return Walk(
-        frozenset(calls), outside, digest, custom, has_other_leaves, consumers,
-        frozenset(by_output),
-    )  # fmt: skip
+    made = by_output.keys()
+    return Walk(calls, outside, digest, custom, has_other_leaves, consumers, made)
 
 
 def backward_nodes(root: Node | None, stop: Collection[Node] = ()) -> list[Node]:
