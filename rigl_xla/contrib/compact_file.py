@@ -82,12 +82,8 @@ def save_compact(
         "masks": pack(torch.cat(flat)) if flat else torch.empty(0).byte(),
     }
     content["checksum"] = _checksum(content)
-
-    def write(file: Any) -> Path:
-        torch.save(content, file)
-        return path
-
-    return write_whole(unfinished_name(path), write)
+    unfinished = unfinished_name(path)
+    return write_whole(unfinished, lambda file: torch.save(content, file), path)
 
 
 def load_compact(path: str | Path, model: nn.Module) -> dict[str, torch.Tensor]:

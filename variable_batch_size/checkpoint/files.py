@@ -8,6 +8,7 @@ one that has changed does not fit its name, and no index can be lost or contradi
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -54,12 +55,8 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
             to resume it.
     """
     path = Path(path)
-
-    def write(file: BinaryIO) -> Path:
-        torch.save(state, file)
-        return path
-
-    write_whole(path.with_suffix(_UNFINISHED), write)
+    unfinished = path.with_suffix(_UNFINISHED)
+    write_whole(unfinished, lambda file: torch.save(state, file), path)
 
 
 def read_checkpoint(
@@ -155,16 +152,13 @@ def copy_as_best(path: Path) -> Path:
     best = path.with_name(path.name.replace("update-", "best-", 1))
     unfinished = best.with_suffix(_UNFINISHED)
 
-    def content(file: BinaryIO) -> Path:
-        with path.open("rb") as source:
-            shutil.copyfileobj(source, file)
-        return best
-
     unfinished.unlink(missing_ok=True)
     try:
         os.link(path, unfinished)
     except OSError:  # this file system has no hard links
-        write_whole(unfinished, content)
+        with path.open("rb") as source:
+            copy = functools.partial(shutil.copyfileobj, source)
+            write_whole(unfinished, copy, best)
     else:
         rename(unfinished, best)
     for other in saved_files(path.parent, "best"):

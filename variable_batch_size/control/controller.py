@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from variable_batch_size.control.policies import (
     POLICIES,
@@ -199,9 +199,5 @@ class BatchSizeController:
             return
         path = self._path
         text = self._optimizer.sampler.schedule.thresholds().to_csv(index=False)
-
-        def write(file: BinaryIO) -> Path:
-            file.write(text.encode())
-            return path
-
-        write_whole(path.with_name(path.name + ".unfinished"), write)
+        unfinished = path.with_name(path.name + ".unfinished")
+        write_whole(unfinished, lambda file: file.write(text.encode()), path)

@@ -9,7 +9,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 try:
     import fcntl
@@ -30,32 +30,6 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-class UnfinishedFile:
-    """A file under way, which gets its name once it is complete and on the disk.
-
-    Until then it has another one in the same folder, which is created if it is missing.
-    A crash at any moment leaves the earlier file of the final name. It is closed by
-    `finish` or `discard`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self.file: BinaryIO = path.open("wb")
-
-    def finish(self, name: Path) -> Path:
-        """Gives the file its name, and returns that."""
-        os.fsync(self.file.fileno())
-        self.file.close()
-        return rename(self._path, name)
-
-    def discard(self) -> None:
-        """Deletes what was written."""
-        with contextlib.suppress(OSError):  # it may be that of a full disk, once more
-            self.file.close()
-        self._path.unlink(missing_ok=True)
-
-
 def unfinished_name(path: Path) -> Path:
     """Returns a name beside a file's that nobody else has, for what is being written.
 
@@ -64,20 +38,30 @@ def unfinished_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
 
 
-def write_whole(unfinished: Path, write: Callable[[BinaryIO], Path]) -> Path:
+def write_whole(
+    unfinished: Path, write: Callable[[BinaryIO], Any], path: Path | None = None
+) -> Path:
     """Writes a file that gets its name once it is complete and on the disk.
 
-    Until then it is called ``unfinished``, as `UnfinishedFile` says; if writing fails,
-    nothing is left, and an OSError that names no file names this one. ``write`` returns
-    the final name, which may depend on the content, and so does this.
+    Until then it is called ``unfinished``, in the same folder, which is made if it is
+    missing. A crash at any moment leaves the earlier file of the final name; if writing
+    fails, nothing else is left, and an OSError that names no file names this one.
+
+    Returns:
+        The final name: ``path``, or without it what ``write`` returns, which may depend
+        on the content.
     """
-    under_way = UnfinishedFile(unfinished)
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return under_way.finish(write(under_way.file))
+        with unfinished.open("wb") as file:
+            name = write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        return rename(unfinished, path or name)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(unfinished)  # as of a disk that is full
-        under_way.discard()
+        unfinished.unlink(missing_ok=True)
         raise
 
 

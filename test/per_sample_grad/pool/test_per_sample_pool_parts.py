@@ -20,6 +20,7 @@ from torch import nn
 
 import per_sample_grad as psg
 import xla_replica
+from per_sample_grad.pool import parts
 from per_sample_grad.pool.items import compared_items, pool_digest
 from per_sample_grad.pool.parts import Parts
 from xla_replica.common import files
@@ -125,16 +126,15 @@ class FullDisk:
 def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room):
     opened = []
 
-    class Filled(files.UnfinishedFile):
-        def __init__(self, path) -> None:
-            super().__init__(path)
-            opened.append(path)
-            if len(opened) == 3:  # after the description and a part
-                self.file = FullDisk(self.file, room)
+    def filled(unfinished, write):
+        opened.append(unfinished)
+        if len(opened) < 3:  # the description and a part
+            return files.write_whole(unfinished, write)
+        return files.write_whole(unfinished, lambda f: write(FullDisk(f, room)))
 
     options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
     with monkeypatch.context() as patched:
-        patched.setattr(files, "UnfinishedFile", Filled)
+        patched.setattr(parts, "write_whole", filled)
         with pytest.raises(
             OSError, match="The parts that are finished are kept"
         ) as full:
