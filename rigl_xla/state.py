@@ -65,11 +65,8 @@ def from_dict(
     stacklevel: int,
 ) -> TopologySteps:
     """Fits a saved state to a model; see `RigLScheduler.load_state_dict`."""
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            f"state_dict is a {type(state).__name__}; it must be what "
-            "RigLScheduler.state_dict() gave, or rigl-torch 0.5.2's"
-        )
+    allowed = "what RigLScheduler.state_dict() gave, or rigl-torch 0.5.2's"
+    check_type("state_dict", state, Mapping, allowed)
     fields = {field.name for field in dataclasses.fields(UpdateSchedule)}
     if not fields.issuperset(changes):
         raise TypeError(

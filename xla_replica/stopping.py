@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xla_replica.common.arguments import check_integer
+from xla_replica.common.arguments import check_integer, check_type
 from xla_replica.loader_workers import spare_workers
 
 LISTENED = (signal.SIGTERM, signal.SIGINT)
@@ -221,8 +221,7 @@ def forwarding(folder: str) -> Iterator[None]:
 
 def check_stop(reason: Any, exit_status: Any) -> None:
     """Raises TypeError or ValueError unless these can end a run."""
-    if not isinstance(reason, str):
-        raise TypeError(f"reason must be a string, got {reason!r}")
+    check_type("reason", reason, str, "a string")
     check_integer("exit_status", exit_status, 0, 255)
 
 

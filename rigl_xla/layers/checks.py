@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rigl_xla.layers.weights import Weight
 from xla_replica import is_sharded
+from xla_replica.common.arguments import check_type
 
 
 class Hold:
@@ -67,11 +68,8 @@ def check_hold(
             "decides when to update, so a topology update cannot replace its step; "
             "build the pruner with skip_step=False"
         )
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; it must be a torch optimizer, "
-            "or a wrapper that is one"
-        )
+    allowed = "a torch optimizer, or a wrapper that is one"
+    check_type("optimizer", optimizer, Optimizer, allowed)
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strangers = [w.name for w in weights if id(w.parameter) not in owned]
     if strangers:

@@ -8,6 +8,7 @@ import re
 import torch
 
 from rigl_xla.topology import masks
+from xla_replica.common.arguments import check_type
 
 CONSTANT_FAN_IN = "constant-fan-in"
 
@@ -72,8 +73,7 @@ def n_of_m(structure: str) -> tuple[int, int] | None:
     >>> n_of_m("2:4")
     (2, 4)
     """
-    if not isinstance(structure, str):
-        raise TypeError(f"structure must be a text like '2:4', got {structure!r}")
+    check_type("structure", structure, str, "a text like '2:4'")
     if structure == CONSTANT_FAN_IN:
         return None
     match = re.fullmatch(r"(\d+):(\d+)", structure)

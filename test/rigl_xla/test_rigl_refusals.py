@@ -62,7 +62,7 @@ BAD = [
     ({"method": ["rigl"]}, ValueError, "method must be one of"),
     ({"annealing": []}, ValueError, "annealing must be one of"),
     ({"include": 3}, TypeError, "3 selects no layers"),
-    ({"replica": "xla"}, TypeError, "replica is 'xla'; it must be a xla_replica"),
+    ({"replica": "xla"}, TypeError, "replica must be an xla_replica"),
     ({"state_dict": 3}, TypeError, "must be what"),
     ({"state_dict": {}}, ValueError, "its own format"),
     ({"state_dict": {"format": 1}}, ValueError, "lacks .*'layers'.* gave, whole"),

@@ -193,7 +193,7 @@ def parameter() -> nn.Parameter:
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must"),
         ({"clip": 1}, TypeError, "clip"),
         ({"sampler": [1]}, TypeError, "must be a CustomSampler"),
-        ({"replica": "cpu"}, TypeError, "replica is 'cpu'; it must be a"),
+        ({"replica": "cpu"}, TypeError, "replica must be an xla_replica"),
         ({"optimizer": 3}, TypeError, "must be a torch.optim.Opt"),
         ({"replica": LocalReplica("meta")}, ValueError, "is on cpu, but this is repl"),
     ],

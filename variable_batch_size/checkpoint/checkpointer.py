@@ -28,6 +28,7 @@ from xla_replica.common.arguments import (
     check_flag,
     check_integer,
     check_number,
+    check_type,
 )
 from xla_replica.common.differences import check_same
 from xla_replica.common.trees import leaves
@@ -244,13 +245,11 @@ class Checkpointer:
                     f"save(metric={metric!r}): Checkpointer needs best='max' or 'min' "
                     "to know what is better"
                 )
+            is_better = operator.gt if self._best == "max" else operator.lt
             if not abs(metric) < float("inf"):
                 logger.warning("save: metric %r is not finite and never best", metric)
-            else:
-                is_better = operator.gt if self._best == "max" else operator.lt
-                is_best = before is None or is_better(metric, before)
-            if is_best:
-                self.best_metric = float(metric)
+            elif before is None or is_better(metric, before):
+                is_best, self.best_metric = True, float(metric)
         return self._save(is_best, between_epochs=True)
 
     def wait(self) -> Path | None:
@@ -510,10 +509,8 @@ class Checkpointer:
 
 def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
     """Raises unless a checkpoint of these would hold all that is trained, once."""
-    if not isinstance(optimizer, ElasticOptimizer):
-        raise TypeError(
-            f"Checkpointer: optimizer must be an elastic wrapper, got {optimizer!r}"
-        )
+    what = "Checkpointer: optimizer"
+    check_type(what, optimizer, ElasticOptimizer, "an elastic wrapper")
     saved: set[nn.Parameter] = set()
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import xla_replica
 from xla_replica import Replica, StopRequest
-from xla_replica.common.arguments import check_integer, check_number
+from xla_replica.common.arguments import check_function, check_integer, check_number
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,7 @@ def poll_for_stop(
 
     Polling ends too when ``run``, a weak reference to what it is for, is gone.
     """
-    if not callable(poll):
-        raise TypeError(f"stop_poll must be a function, got {poll!r}")
+    check_function("stop_poll", poll)
     interval = float(check_number("poll_seconds", seconds, above=0))
     pause = threading.Event()
 

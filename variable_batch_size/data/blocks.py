@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import worker
 
 from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder, bijection
-from xla_replica.common.arguments import check_flag, check_integer
+from xla_replica.common.arguments import check_flag, check_function, check_integer
 
 # Reads a block, by its number: samples that can be indexed, or a table of pyarrow.
 ReadBlock = Callable[[int], Any]
@@ -135,12 +135,10 @@ class BlockDataset(Dataset[Any]):
         *,
         in_order: bool = False,
     ) -> None:
-        if not callable(read_block):
-            raise TypeError(f"read_block must be a function, got {read_block!r}")
         self.block_sizes = _checked_sizes(block_sizes)
         self.in_order = check_flag("in_order", in_order)
         self.num_blocks_read = 0
-        self._read_block = read_block
+        self._read_block = check_function("read_block", read_block)
         self._starts = _starts_of(self.block_sizes)
         self._num_kept = 1
         self._kept: OrderedDict[int, Any] = OrderedDict()  # the latest used is last

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from xla_replica import Replica
+from xla_replica.common.arguments import check_type
 from xla_replica.device.gradients import weak_hook
 
 Tensor = torch.Tensor
@@ -214,8 +215,7 @@ def norm_layers_of(
         TypeError: ``model`` is not a module.
         ValueError: It has no layer that could count.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     trained, layers = set(parameters), []
     for module in model.modules():
         if getattr(module, "weight", None) in trained:

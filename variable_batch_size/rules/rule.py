@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from variable_batch_size.rules import adam
 from variable_batch_size.rules.adam import AdamState
-from xla_replica.common.arguments import is_number
+from xla_replica.common.arguments import check_type, is_number
 
 Factor = Callable[[float], float]
 
@@ -191,8 +191,7 @@ def rule_named(rule: str | Rule) -> Rule:
     """
     if isinstance(rule, Rule):
         return rule
-    if not isinstance(rule, str):
-        raise TypeError(f"rule must be a name or a Rule, got {rule!r}")
+    check_type("rule", rule, str, "a name or a Rule")
     name, _, alpha = rule.partition(":")
     if name == "power" and alpha:
         try:

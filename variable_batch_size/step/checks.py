@@ -22,6 +22,7 @@ from xla_replica.common.arguments import (
     check_choice,
     check_integer,
     check_number,
+    check_type,
     is_number,
 )
 
@@ -38,8 +39,7 @@ def check_wrapper(
 ) -> None:
     """Raises TypeError or ValueError unless the settings fit the parts of a wrapper."""
     _check_optimizer(optimizer, settings.rule)
-    if not isinstance(sampler, CustomSampler):
-        raise TypeError(f"sampler must be a CustomSampler, got {sampler!r}")
+    check_type("sampler", sampler, CustomSampler, "a CustomSampler")
     if (sampler.rank, sampler.num_replicas) != (replica.rank, replica.num_replicas):
         raise ValueError(
             f"the sampler deals to replica {sampler.rank} of {sampler.num_replicas}, "
@@ -137,8 +137,7 @@ def refuse_other_accumulation() -> None:
 
 def _check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
     """Raises TypeError, or warns, unless ``rule`` suits an ``optimizer`` to wrap."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+    check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     name = type(optimizer).__name__
     if isinstance(optimizer, OptimizerProxy):
         raise TypeError(

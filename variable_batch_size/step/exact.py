@@ -20,6 +20,7 @@ from variable_batch_size.data.schedule import Position, Schedule
 from variable_batch_size.device_scalars import DeviceScalars
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.grid import Grid, Rider, Total
+from xla_replica.common.arguments import check_type
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.seeding import own_draws
 
@@ -41,10 +42,7 @@ class ExactModel:
     """
 
     def __init__(self, model: nn.Module, replica: Replica) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"exact= is the model, whose buffers count too, got {model!r}"
-            )
+        check_type("exact=", model, nn.Module, "the model, whose buffers count too")
         self._replica, self._scalars = replica, DeviceScalars(replica)
         self._is_repeat = False  # whether the step under way was run before
         self.names = {p: name for name, p in model.named_parameters()}

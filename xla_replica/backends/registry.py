@@ -142,12 +142,8 @@ def given_or_current(replica: Replica | None) -> Replica:
     """
     if replica is None:
         return current()
-    if not isinstance(replica, Replica):
-        raise TypeError(
-            f"replica is {replica!r}; it must be a xla_replica.Replica, such as "
-            "xla_replica.current() returns, or None for that one"
-        )
-    return replica
+    allowed = "an xla_replica.Replica, such as current() returns, or None for that one"
+    return check_type("replica", replica, Replica, allowed)
 
 
 def check_is_alone() -> None:

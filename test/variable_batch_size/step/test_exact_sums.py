@@ -135,7 +135,7 @@ def test_what_cannot_be_exact_is_refused_by_name():
     for options, message in [
         ({"model": linear.double()}, "'weight' is torch.float64"),
         ({"model": nn.Sequential(nn.SyncBatchNorm(4))}, "'0' is a SyncBatchNorm"),
-        ({"model": nn.Linear(4, 4), "exact": True}, "exact= is the model"),
+        ({"model": nn.Linear(4, 4), "exact": True}, "exact= must be the model"),
         ({"model": nn.Linear(4, 4), "lockstep": True}, "lockstep"),
     ]:
         with pytest.raises(TypeError, match=message):
