@@ -11,8 +11,8 @@ import torch
 import xla_replica
 from variable_batch_size.data.schedule import Position
 from variable_batch_size.device_scalars import dtype_for
-from variable_batch_size.rules.scaling import Scaling
 from variable_batch_size.step.agreement import Agreement
+from variable_batch_size.step.scaling import Scaling
 from variable_batch_size.step.settings import StepContext
 from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_number

@@ -15,10 +15,10 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.data.schedule import Cursor, Position
-from variable_batch_size.rules.scaling import Scaling
 from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Attached, Update, log_line
 from variable_batch_size.step.gradients import StepGradients
+from variable_batch_size.step.scaling import Scaling
 from variable_batch_size.step.settings import StepContext
 from variable_batch_size.step.totals import StepTotals, hyperparameters, is_zero
 from xla_replica import MemberLost, ReplicaError
@@ -62,14 +62,7 @@ class UpdateLoop:
         self.wrapper_name = type(wrapper).__name__
         self._is_lazy = context.replica.is_lazy
         self._is_weighted = context.settings.reduction == "sum"
-        settings = context.settings
-        self.scaling = Scaling(
-            settings.rule,
-            context.inner,
-            context.replica,
-            context.scalars,
-            late_ratio=settings.ref_weight is not None,
-        )
+        self.scaling = Scaling(context)
         self.totals = StepTotals(context)
         self.gradients = StepGradients(context)
         self.attached = Attached(context.noise)

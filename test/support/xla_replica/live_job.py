@@ -31,7 +31,7 @@ from xla_replica.starting import child_process
 PHASES = {
     "forward": ("torch.nn", "Sequential", "forward"),
     "sum": ("xla_replica.members.member_replica", "MemberReplica", "all_reduce_"),
-    "update": ("variable_batch_size.rules.scaling", "Scaling", "step"),
+    "update": ("variable_batch_size.step.scaling", "Scaling", "step"),
     "callbacks": ("variable_batch_size.step.attached", "Attached", "run"),
     "set_epoch": ("variable_batch_size.optimizer", "ElasticOptimizer", "set_epoch"),
     "evaluation": ("support.variable_batch_size.member", "Evaluation", "__call__"),

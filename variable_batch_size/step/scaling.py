@@ -9,10 +9,8 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from variable_batch_size.device_scalars import (
-    DeviceScalars,
     TensorScalars,
     dtype_for,
     operand_for,
@@ -20,41 +18,25 @@ from variable_batch_size.device_scalars import (
 from variable_batch_size.rules.adam import AdamState
 from variable_batch_size.rules.rule import (
     HYPERPARAMETERS,
-    Rule,
     ScaledHyperparameters,
 )
-from xla_replica import Replica
+from variable_batch_size.step.settings import StepContext
 
 Group = dict[str, Any]
 _RESTORED = (*HYPERPARAMETERS, "foreach")
 
 
 class Scaling:
-    """A rule, and its state for each parameter group of an optimizer.
+    """The rule of a run, and its state for each parameter group of the optimizer."""
 
-    Args:
-        rule: The rule.
-        optimizer: The inner optimizer.
-        replica: The replica whose hyperparameters it scales.
-        scalars: Uploads numbers.
-        late_ratio: The batch ratio is known only after the collective.
-    """
-
-    def __init__(
-        self,
-        rule: Rule,
-        optimizer: Optimizer,
-        replica: Replica,
-        scalars: DeviceScalars,
-        late_ratio: bool = False,
-    ) -> None:
-        self._rule = rule
-        self._optimizer = optimizer
-        self._scalars = scalars
+    def __init__(self, context: StepContext) -> None:
+        replica, settings = context.replica, context.settings
+        self._rule, self._optimizer = settings.rule, context.inner
+        self._scalars = context.scalars
         self._states: list[AdamState | None] = []
         self._trained: list[list[int]] = []  # ids of parameters, by group
         # What is known only then stays on the device where reading is not free.
-        self._is_late = rule.measured or late_ratio
+        self._is_late = self._rule.measured or settings.ref_weight is not None
         self._on_device = replica.is_lazy or (self._is_late and not replica.is_host)
         self._upload = replica.scalar if replica.is_lazy else None
         # Where gain or batch ratio are measured: a rule's inputs for each group, and
