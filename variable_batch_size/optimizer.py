@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.device_scalars import DeviceScalars, as_floats
-from variable_batch_size.gradient_noise.meter import NoiseOptions, meter_for
+from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.step import checks
@@ -26,7 +26,7 @@ from variable_batch_size.step.settings import Reduction, Settings, StepContext
 from variable_batch_size.step.update_loop import UpdateLoop
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
-from xla_replica.common.arguments import check_flag
+from xla_replica.common.arguments import check_flag, check_type
 
 
 def _setting(name: str) -> property:
@@ -167,17 +167,7 @@ class ElasticOptimizer(OptimizerProxy):
             sampler.follow_rule(self.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
         scalars = DeviceScalars(self.replica)
-        weighted = reduction == "sum"
-        self.noise = meter_for(
-            noise,
-            self.rule.measured,
-            groups,
-            None if weighted else sampler.minibatch_size,
-            ref_weight if weighted else ref_batchsize,
-            self.replica,
-            scalars,
-            exact is not None,
-        )
+        self.noise = self._meter(noise, scalars)
         self._context = StepContext(
             optimizer,
             sampler,
@@ -194,6 +184,31 @@ class ElasticOptimizer(OptimizerProxy):
             order.ride(settings.exact)
         self._loop = UpdateLoop(self._context, self)
         self._saved = ElasticState(self._context, self._loop)
+
+    def _meter(
+        self, noise: NoiseOptions | bool, scalars: DeviceScalars
+    ) -> NoiseMeter | None:
+        """Returns the meter that was asked for, or that the rule needs; else None."""
+        check_type("noise", noise, (bool, NoiseOptions), "a bool or NoiseOptions")
+        if noise is False and not self.rule.measured:
+            return None
+        weighted = self.reduction == "sum"
+        name = "ref_weight" if weighted else "ref_batchsize"
+        reference = getattr(self, name)
+        if reference is None:
+            raise TypeError(
+                f"noise= needs {name}=, which gains compare with, where "
+                f"reduction={self.reduction!r}"
+            )
+        return NoiseMeter(
+            self.param_groups,
+            None if weighted else self.sampler.minibatch_size,
+            reference,
+            self.replica,
+            scalars,
+            noise if isinstance(noise, NoiseOptions) else NoiseOptions(),
+            self.exact is not None,
+        )
 
     # --- the training loop's calls --------------------------------------------------
 
