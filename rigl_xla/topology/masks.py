@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from xla_replica import traits, where_finite
+from xla_replica import where_finite
 from xla_replica.common.arguments import check_type
 from xla_replica.device.selection import first, kth_largest
 
@@ -28,14 +28,11 @@ def top(scores_LN: torch.Tensor, counts_L: torch.Tensor) -> torch.Tensor:
     """Returns bool ``(L, N)``, True at the ``counts_L[l]`` highest scores of a layer.
 
     With NaN the result means nothing. Shapes do not depend on the counts, which stay
-    on the device, so a changed count compiles nothing. On a CPU, where a count can be
-    read, a threshold of a single layer is found faster than the layer is sorted.
+    on the device, so a changed count compiles nothing.
 
     >>> top(torch.tensor([[3.0, 1.0, 3.0, 3.0]]), torch.tensor([2]))
     tensor([[ True, False,  True, False]])
     """
-    if traits(scores_LN).is_host and len(scores_LN) == 1:
-        return _top_by_threshold(scores_LN[0], int(counts_L))[None]
     counts_L1 = counts_L.to(torch.int32).unsqueeze(1)
     # The largest number for a count of 0: none is above it, and none missing.
     threshold_L1 = kth_largest(scores_LN, counts_L1.clamp(min=1))
@@ -44,26 +41,13 @@ def top(scores_LN: torch.Tensor, counts_L: torch.Tensor) -> torch.Tensor:
     return above_LN | first(scores_LN == threshold_L1, missing_L1)
 
 
-def _top_by_threshold(scores_N: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns `top` of one layer on a CPU."""
-    if count == 0:
-        return torch.zeros_like(scores_N, dtype=torch.bool)
-    size = len(scores_N)
-    threshold = scores_N.kthvalue(size - count + 1).values
-    chosen_N = scores_N >= threshold
-    surplus = int(chosen_N.sum()) - count
-    if surplus > 0:  # ties at the threshold: the last ones go
-        ties = (scores_N == threshold).nonzero().squeeze(1)
-        chosen_N[ties[len(ties) - surplus :]] = False
-    return chosen_N
-
-
 def drop_and_grow(
     mask_LN: torch.Tensor,
     drop_LN: torch.Tensor,
     grow_LN: torch.Tensor | None,
     num_keep_L: torch.Tensor,
     num_grow_L: torch.Tensor,
+    per_row: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns new masks: the best of the active ones, and the best of all others.
 
@@ -71,34 +55,24 @@ def drop_and_grow(
     Algorithm 1. The second mask tells which active ones were kept.
 
     Args:
-        mask_LN: The connections that are active.
+        mask_LN: The connections that are active; with ``per_row`` the ``(R, M)`` of one
+            layer.
         drop_LN, grow_LN: Scores; no second ones where nothing grows.
         num_keep_L, num_grow_L: Exact counts, at most as many as there are.
+        per_row: How many connections every row of a structured layer has. They are
+            dropped wherever in the layer they are weakest, and each row grows as many
+            as it lacks. Rows are groups of M inputs for N:M sparsity, and all inputs of
+            a neuron for constant fan-in.
     """
-    keep_LN = top(drop_LN.masked_fill(~mask_LN, INELIGIBLE), num_keep_L)
+    active_LN = drop_LN.masked_fill(~mask_LN, INELIGIBLE)
+    keep_LN = top(active_LN.reshape(len(num_keep_L), -1), num_keep_L)
+    keep_LN = keep_LN.reshape(mask_LN.shape)
     if grow_LN is None:
         return keep_LN, keep_LN
+    if per_row is not None:
+        num_grow_L = per_row - keep_LN.sum(1)
     candidates_LN = grow_LN.masked_fill(keep_LN, INELIGIBLE)
     return keep_LN | top(candidates_LN, num_grow_L), keep_LN
-
-
-def drop_and_grow_rows(
-    mask_RM: torch.Tensor,
-    drop_RM: torch.Tensor,
-    grow_RM: torch.Tensor,
-    num_keep: torch.Tensor,
-    per_row: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `drop_and_grow` of a layer with ``per_row`` connections in every row.
-
-    Connections are dropped wherever in the layer they are weakest, ``num_keep``, of
-    shape ``(1,)``, being kept; each row grows as many as it lacks. Rows are groups of M
-    inputs for N:M sparsity, and all inputs of a neuron for constant fan-in.
-    """
-    masked_RM = drop_RM.masked_fill(~mask_RM, INELIGIBLE)
-    keep_RM = top(masked_RM.reshape(1, -1), num_keep).reshape(mask_RM.shape)
-    candidates_RM = grow_RM.masked_fill(keep_RM, INELIGIBLE)
-    return keep_RM | top(candidates_RM, per_row - keep_RM.sum(1)), keep_RM
 
 
 def is_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,13 +105,11 @@ def _group_masks(
     grow_LN = None if method.grow is None else _scores(method.grow, views)
     pattern = layers[0].pattern
     if pattern is not None and grow_LN is not None:
-        mask_RM, drop_RM, grow_RM = (
+        cut = [
             pattern.cut(tensor[0].reshape(pattern.shape))
             for tensor in (mask_LN, drop_LN, grow_LN)
-        )
-        rows = masks.drop_and_grow_rows(
-            mask_RM, drop_RM, grow_RM, counts_2L[0], pattern.per_row
-        )
+        ]
+        rows = masks.drop_and_grow(*cut, *counts_2L, pattern.per_row)
         new_LN, keep_LN = (pattern.join(found_RM).reshape(1, -1) for found_RM in rows)
     else:
         new_LN, keep_LN = masks.drop_and_grow(mask_LN, drop_LN, grow_LN, *counts_2L)

@@ -15,7 +15,8 @@ def kth_largest(values_LN: torch.Tensor, counts_L1: torch.Tensor) -> torch.Tenso
 
     A changed count compiles nothing. On a lazy device it is found bit by bit, in 32
     passes over the row: the TPU's compiler takes 3.5 s for a program that sorts 2^18
-    numbers, and 0.8 s for this loop.
+    numbers, and 0.8 s for this loop. On a CPU, where a count can be read, the number of
+    a single row is found faster than the row is sorted.
 
     Args:
         values_LN: Without NaN; float64 is sorted on every device.
@@ -26,6 +27,9 @@ def kth_largest(values_LN: torch.Tensor, counts_L1: torch.Tensor) -> torch.Tenso
         values = values_LN.float() if is_float else values_LN.to(torch.int32)
         found = _kth_largest(values, counts_L1.to(torch.int32), is_float=is_float)
         return found.to(values_LN.dtype)
+    if traits(values_LN).is_host and len(values_LN) == 1:
+        place = values_LN.shape[1] + 1 - max(int(counts_L1), 1)
+        return values_LN.kthvalue(place, keepdim=True).values
     sorted_LN = torch.sort(values_LN, dim=1, descending=True).values
     return sorted_LN.gather(1, (counts_L1.to(torch.int64) - 1).clamp(min=0))
 

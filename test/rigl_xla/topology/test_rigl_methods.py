@@ -15,6 +15,7 @@ from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.update import topology_update
 from xla_replica import DeviceTraits
+from xla_replica.device import selection
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -317,7 +318,7 @@ def test_layers_of_one_size_are_stacked_up_to_a_limit(method, monkeypatch):
         return top(scores, counts)
 
     monkeypatch.setattr(masks, "top", noted)
-    for module in (masks, topology_update):
+    for module in (selection, topology_update):
         monkeypatch.setattr(module, "traits", lambda tensor: DeviceTraits())
     found, largest = [], []
     for limit in (10**9, 3 * 64, 1):

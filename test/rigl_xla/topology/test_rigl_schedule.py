@@ -147,9 +147,8 @@ def test_rows_keep_their_number_of_connections(seed, rows, width, data):
     )
     chances = torch.rand(rows, width, generator=draw)
     mask = masks.top(chances, torch.full((rows,), per_row))
-    found, _ = masks.drop_and_grow_rows(
-        mask, drop, grow, torch.tensor([num_keep]), per_row
-    )
+    counts = torch.tensor([[num_keep], [0]])  # each row grows as many as it lacks
+    found, _ = masks.drop_and_grow(mask, drop, grow, *counts, per_row)
     keep = best(drop.flatten().tolist(), mask.flatten().tolist(), num_keep)
     for row in range(rows):
         kept = keep[row * width : (row + 1) * width]
