@@ -32,7 +32,7 @@ def constant(*, steps: int, batch_size: int) -> Made:
         steps: The number of steps.
         batch_size: The global batch size.
     """
-    return np.full(check_integer("steps", steps, least=1), batch_size)
+    return np.full(steps, batch_size)
 
 
 def ramp(*, steps: int, first: int, last: int, multiple_of: int = 1) -> Made:
@@ -47,8 +47,6 @@ def ramp(*, steps: int, first: int, last: int, multiple_of: int = 1) -> Made:
         last: The batch size of the last step.
         multiple_of: Batch sizes are rounded to multiples of it.
     """
-    check_integer("steps", steps, least=1)
-    check_integer("multiple_of", multiple_of, least=1)
     return _rounded(np.linspace(first, last, steps), multiple_of)
 
 
@@ -64,7 +62,6 @@ def doubling(*, steps: int, first: int, every: int, most: int) -> Made:
         every: Steps between two doublings.
         most: The largest batch size; a doubling that exceeds it is left out.
     """
-    check_integer("steps", steps, least=1)
     check_integer("every", every, least=1)
     return [_doubled(first, step // every, most) for step in range(steps)]
 
@@ -170,15 +167,13 @@ def critical_batch(
     if bool(curve) == bool(coefficient):
         raise ValueError("critical_batch needs either curve or coefficient above 0")
     critical: Any = read_curve(curve) if curve else power_law(coefficient, exponent)
-    reached = 0
+    reached = first
 
     def size(used: int) -> int:
         nonlocal reached
-        least = _doubled(first, reached + 1, most)
-        while least > _doubled(first, reached, most) and critical(used) >= least:
-            reached += 1
-            least = _doubled(first, reached + 1, most)
-        return _doubled(first, reached, most)
+        while reached < (larger := _doubled(reached, 1, most)) <= critical(used):
+            reached = larger
+        return reached
 
     return _by_samples(total_samples, size)
 
@@ -208,7 +203,6 @@ def random_walk(
         spread: The standard deviation of the factor's logarithm.
         seed: Of the random numbers.
     """
-    check_integer("steps", steps, least=1)
     check_integer("multiple_of", multiple_of, least=1)
     check_integer("least", least, least=multiple_of)
     check_integer("most", most, least=least)
@@ -255,7 +249,6 @@ def spot_market(
         devices_per_machine: How many devices come and go together.
         seed: Of the random numbers.
     """
-    check_integer("steps", steps, least=1)
     check_integer("devices_per_machine", devices_per_machine, least=1)
     check_integer("devices", devices, least=devices_per_machine)
     check_number("lost", lost, 0, 1)
@@ -303,8 +296,8 @@ def make(family: str, **options: object) -> pd.DataFrame:
         TraceError: The batch sizes are not positive integers.
     """
     function = FAMILIES[check_choice("family", family, FAMILIES)]
-    if isinstance(options.get("steps"), int):
-        check_integer("steps", options["steps"], most=MOST_STEPS)
+    if "steps" in options:
+        check_integer("steps", options["steps"], 1, MOST_STEPS)
     made: Any = function(**options)
     table = made if is_pandas(made, "DataFrame") else pd.DataFrame({COLUMN: [*made]})
     table = table.assign(**{COLUMN: Trace(table[[COLUMN]]).batch_sizes})
@@ -334,4 +327,5 @@ def _doubled(first: int, times: int, most: int) -> int:
 
 def _rounded(sizes: np.ndarray, multiple_of: int) -> np.ndarray:
     """Returns the nearest multiples, and at least one of them."""
+    check_integer("multiple_of", multiple_of, least=1)
     return np.maximum(np.rint(sizes / multiple_of), 1).astype(np.int64) * multiple_of
