@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ _PATIENCE = 100
 _FIRST_OF_MEAN = 3
 
 
+@dataclasses.dataclass(eq=False)
 class TopologySteps:
     """The state of a pruner: counts steps, collects gradients, changes the topology.
 
@@ -48,20 +50,16 @@ class TopologySteps:
             `begin`.
     """
 
-    def __init__(
-        self,
-        weights: list[Weight],
-        layers: list[SparseLayer],
-        options: Options,
-        schedule: UpdateSchedule,
-        number: int = 0,
-        num_updates: int = 0,
-    ) -> None:
-        self.weights, self.layers = weights, layers
-        self.options, self.schedule = options, schedule
-        self.number, self.num_updates = number, num_updates
+    weights: list[Weight]
+    layers: list[SparseLayer]
+    options: Options
+    schedule: UpdateSchedule
+    number: int = 0
+    num_updates: int = 0
+
+    def __post_init__(self) -> None:
         self.collects = False
-        self._method = options.method_in_use
+        self._method = self.options.method_in_use
         self._has_gradients = False
         self._replaced = False  # the optimizer's step, by an update of the topology
         self._num_uncalled = 0  # steps of the optimizer since the last `end`,

@@ -34,7 +34,6 @@ class SaveTimes:
             check_number("every_minutes", every_minutes, above=0)
         self._replica = replica
         self.every = every_updates, every_minutes
-        self._every_updates = every_updates
         self._seconds = None if every_minutes is None else 60 * every_minutes
         self._clock = clock
         self.saved(0)
@@ -55,7 +54,7 @@ class SaveTimes:
         and at most twice as many as there have been since the last save: updates may
         become slower, and the first ones compile.
         """
-        every = self._every_updates
+        every, _ = self.every
         by_updates = every is not None and num_updates % every == 0
         if self._seconds is None or num_updates < self._next_look:
             return by_updates

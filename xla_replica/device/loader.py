@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from xla_replica.device.device_traits import traits
 _END = object()
 
 
+@dataclasses.dataclass(eq=False)
 class DeviceLoader:
     """Iterates over ``batches`` as ``send`` moves them, ahead of the training loop.
 
@@ -37,17 +39,13 @@ class DeviceLoader:
         TypeError, ValueError: ``prefetch`` is not an integer of at least 1.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[Any],
-        send: Callable[[Any], Any],
-        prefetch: int = 2,
-        receive: Callable[[Any], Any] = lambda sent: sent,
-    ) -> None:
-        self.batches = batches
-        self.send = send
-        self.receive = receive
-        self.prefetch = check_integer("prefetch", prefetch, least=1)
+    batches: Iterable[Any]
+    send: Callable[[Any], Any]
+    prefetch: int = 2
+    receive: Callable[[Any], Any] = lambda sent: sent
+
+    def __post_init__(self) -> None:
+        check_integer("prefetch", self.prefetch, least=1)
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -72,6 +70,7 @@ class DeviceLoader:
             thread.shutdown(cancel_futures=True)
 
 
+@dataclasses.dataclass(eq=False)
 class FreshBatches:
     """Drops batches that were fetched ahead of a step that is run again, as they come.
 
@@ -85,15 +84,9 @@ class FreshBatches:
         ahead: Returns an iterable over what it is given, as `DeviceLoader`.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[Any],
-        sampler: Any,
-        ahead: Callable[[Iterable[Any]], Iterable[Any]],
-    ) -> None:
-        self.batches = batches
-        self._sampler = sampler
-        self._ahead = ahead
+    batches: Iterable[Any]
+    sampler: Any
+    ahead: Callable[[Iterable[Any]], Iterable[Any]]
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -101,8 +94,8 @@ class FreshBatches:
     def __iter__(self) -> Iterator[Any]:
         numbers, dealt = itertools.count(), None
         while True:
-            for batch, number in zip(self._ahead(self.batches), numbers):
-                dealt = dealt or self._sampler.newest_pass
+            for batch, number in zip(self.ahead(self.batches), numbers):
+                dealt = dealt or self.sampler.newest_pass
                 if not dealt.is_stale(number):
                     dealt.hand_out()
                     yield batch
