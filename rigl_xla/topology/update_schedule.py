@@ -91,16 +91,14 @@ class UpdateSchedule:
         return int(num_active * self.drop_fraction(step))
 
 
-def gradual_sparsity(
-    step: int, final: float, begin: int, end: int, initial: float = 0.0
-) -> float:
+def gradual_sparsity(step: int, final: float, begin: int, end: int) -> float:
     """Returns the sparsity of gradual magnitude pruning at ``step``.
 
-    ``s_f + (s_i - s_f) (1 - (t - t_0) / (t_1 - t_0))^3`` between ``begin`` and ``end``
+    ``s_f - s_f (1 - (t - t_0) / (t_1 - t_0))^3`` between ``begin`` and ``end``, from 0 on
     (Zhu and Gupta 2017, arXiv:1710.01878, eq. 1).
 
     >>> [round(gradual_sparsity(t, 0.9, 10, 30), 4) for t in (10, 20, 30, 99)]
     [0.0, 0.7875, 0.9, 0.9]
     """
     progress = min(max((step - begin) / (end - begin), 0.0), 1.0)
-    return final + (initial - final) * (1 - progress) ** 3
+    return final - final * (1 - progress) ** 3

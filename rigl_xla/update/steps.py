@@ -174,9 +174,8 @@ class TopologySteps:
         self.num_updates += 1
         trained = [x for x in self.layers if x.weight.parameter.requires_grad]
         if trained:
-            now = (self.number, self.num_updates, self.options.seed)
-            bound = self.options.bound_new_steps
-            change_(trained, optimizer, self._method, self.schedule, *now, bound)
+            now = self.number, self.num_updates
+            change_(trained, optimizer, self.options, self.schedule, *now)
             logger.debug("step %d: topology update %d", self.number, self.num_updates)
 
     def _check_has_stepped(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
+from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
@@ -24,27 +25,30 @@ _WEIGHTS_IN_GROUP = 2**25
 def change_(
     layers: Sequence[SparseLayer],
     optimizer: Optimizer,
-    method: Method,
+    options: Options,
     schedule: UpdateSchedule,
     step: int,
     update: int,
-    seed: int,
-    bound_new_steps: bool = True,
 ) -> None:
     """Drops and grows connections of all layers, by the gradients they collected.
 
     A layer keeps its mask if it has nothing to choose by: if its scores for growth are
     all equal, or if a score that counts is not finite (for dropping, that of an active
     connection; for growth, that of one that is not kept). All layers keep theirs if
-    any weight or gradient is not finite. The optimizer's state follows the masks.
+    any weight or gradient is not finite.
+
+    What was not active before grows from zero; for the optimizer's state see
+    `follow_mask_`. All in place, so that everything that shares memory with a parameter
+    sees it.
     """
+    method = options.method_in_use
     tensors = [layer.data for layer in layers]
     tensors += [layer.gradient for layer in layers if layer.gradient is not None]
     finite = torch.cat([masks.is_finite(tensor) for tensor in tensors]).all().reshape(1)
     groups = _groups(layers)
     ordered = [layer for group in groups for layer in group]
     counts = [_next_counts(layer, method, schedule, step) for layer in ordered]
-    layer_at = functools.partial(Layer, step=step, update=update, seed=seed)
+    layer_at = functools.partial(Layer, step=step, update=update, seed=options.seed)
     # One upload; two dimensions, so that no number of it becomes part of a program.
     counts_2L = torch.tensor(list(zip(*counts)), dtype=torch.int32)
     counts_2L = counts_2L.to(layers[0].mask.device)
@@ -53,28 +57,14 @@ def change_(
         part_2L = counts_2L[:, len(new) : len(new) + len(group)]
         new += _group_masks(group, method, part_2L, finite, layer_at)
     for number, (layer, mask, numbers) in enumerate(zip(ordered, new, counts)):
-        num_kept = counts_2L[0, number] if bound_new_steps else None
-        install_(layer, mask, optimizer, num_kept)
+        parameter, kept = layer.weight.parameter, layer.mask & mask
+        num_kept = counts_2L[0, number] if options.bound_new_steps else None
+        zero_inactive_(layer.data, kept)
+        follow_mask_(layer, mask, optimizer, num_kept)
+        if parameter.grad is not None:
+            zero_inactive_(parameter.grad.detach(), mask)
+        layer.replace_mask_(mask, kept)
         layer.num_active = sum(numbers)
-
-
-def install_(
-    layer: SparseLayer,
-    new: torch.Tensor,
-    optimizer: Optimizer,
-    num_kept: torch.Tensor | None = None,
-) -> None:
-    """Makes ``new`` the layer's mask; what was not active before grows from zero.
-
-    All in place, so that everything that shares memory with a parameter sees it. See
-    `follow_mask_` for the optimizer's state, and for ``num_kept``.
-    """
-    parameter, kept = layer.weight.parameter, layer.mask & new
-    zero_inactive_(layer.data, kept)
-    follow_mask_(layer, new, optimizer, num_kept)
-    if parameter.grad is not None:
-        zero_inactive_(parameter.grad.detach(), new)
-    layer.replace_mask_(new, kept)
 
 
 def _next_counts(

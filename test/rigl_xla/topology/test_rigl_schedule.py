@@ -83,8 +83,8 @@ def test_errors_say_what_is_allowed(arguments, error, says):
 
 
 def test_gradual_sparsity_rises_from_first_to_last():
-    values = [gradual_sparsity(t, 0.9, 10, 30, 0.1) for t in range(40)]
-    assert values[:11] == [pytest.approx(0.1)] * 11
+    values = [gradual_sparsity(t, 0.9, 10, 30) for t in range(40)]
+    assert values[:11] == [0.0] * 11
     assert values[30:] == [pytest.approx(0.9)] * 10
     assert values == sorted(values)
 
