@@ -94,7 +94,7 @@ class UpdateSchedule:
 def gradual_sparsity(step: int, final: float, begin: int, end: int) -> float:
     """Returns the sparsity of gradual magnitude pruning at ``step``.
 
-    ``s_f - s_f (1 - (t - t_0) / (t_1 - t_0))^3`` between ``begin`` and ``end``, from 0 on
+    ``s_f - s_f (1 - (t - t_0) / (t_1 - t_0))^3`` between ``begin`` and ``end``
     (Zhu and Gupta 2017, arXiv:1710.01878, eq. 1).
 
     >>> [round(gradual_sparsity(t, 0.9, 10, 30), 4) for t in (10, 20, 30, 99)]

@@ -34,12 +34,6 @@ def no_statistics(
     return torch.zeros(3, num_groups, dtype=dtype, device=device)
 
 
-def with_new_groups(statistics: Tensor, num_new: int) -> Tensor:
-    """Returns the statistics with new groups, of which nothing is known."""
-    new = no_statistics(num_new, statistics.dtype, statistics.device)
-    return torch.cat([statistics, new], dim=1)
-
-
 def coefficients(num_minibatches: int, minibatch_size: int) -> Matrix:
     """Returns unbiased estimates from one step, linear in A and Q: ``(3, 3)``.
 

@@ -428,6 +428,7 @@ class NoiseMeter:
         """Makes room for new parameter groups, of which nothing is known."""
         if num_new == 0:
             return
-        self._averages = estimators.with_new_groups(self._averages, num_new)
+        new = estimators.no_statistics(num_new, self.dtype, self._replica.device)
+        self._averages = torch.cat([self._averages, new], dim=1)
         self._squares.grow(num_new)
         self._replica.sync()  # zeros on the device, not in the first graph
