@@ -492,9 +492,7 @@ class LocalReplica(Replica):
     """
 
     def __init__(
-        self,
-        device: torch.device | str | None = None,
-        reason: str = "no other replica",
+        self, device: torch.device | str | None = None, reason: str = "no other replica"
     ) -> None:
         chosen = in_use(default_device()) if device is None else torch.device(device)
         super().__init__(0, 1, chosen, reason)

@@ -187,10 +187,7 @@ class ShardedSum(GradientSum):
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        may_begin: Callable[[], bool],
-        shards: ShardedParameters,
+        self, replica: Replica, may_begin: Callable[[], bool], shards: ShardedParameters
     ) -> None:
         super().__init__(replica, may_begin)
         self._shards = shards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -64,9 +65,6 @@ def _kth_largest(values_LN: Any, counts_L1: Any, is_float: bool) -> Any:
         flipped = bits ^ bits.scalar_like(0x7FFFFFFF)
         return (bits < bits.zeros_like()).select(flipped, bits)
 
-    def add(a: Any, b: Any) -> Any:
-        return a + b
-
     def is_left(bit: Any, *rest: Any) -> Any:
         return bit != make.scalar(bit.builder(), 0, integer)
 
@@ -77,7 +75,7 @@ def _kth_largest(values_LN: Any, counts_L1: Any, is_float: bool) -> Any:
             (num_rows, size), (0,)
         )
         zero = make.scalar(bit.builder(), 0, integer)
-        num_reached = reached.cast(integer).reduce(zero, add, (1,))
+        num_reached = reached.cast(integer).reduce(zero, operator.add, (1,))
         enough = num_reached.reshape((num_rows, 1)) >= counts
         # Halved as an unsigned number, from the highest bit down to none.
         two = make.scalar(bit.builder(), 2, integer).bitcast(unsigned)

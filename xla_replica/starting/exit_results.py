@@ -49,7 +49,7 @@ def run_and_write(
     try:
         with replica() as here:
             rank = here.rank
-            fn, args = load_call(called)
+            fn, args = pickle.loads(called)
             result = run_replica(here, fn, args)
             here.wait()
             write_result(folder, rank, result)
@@ -142,11 +142,6 @@ def import_script(task: bytes) -> bytes:
     finally:
         del process._inheriting
     return called
-
-
-def load_call(called: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns ``(fn, args)``, objects of their own for every call."""
-    return pickle.loads(called)
 
 
 def write_result(folder: str, rank: int, result: Any) -> None:

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,7 @@ def _has_device_of_google() -> bool:
     return any(path.read_text().strip() == "0x1ae0" for path in vendors)
 
 
-def run_on_tpu(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    num_replicas: int | None,
-    timeout: float,
-) -> list[Any]:
+def run_on_tpu(job: Job) -> list[Any]:
     """Runs ``fn(rank, *args)`` on every chip and returns this host's results by rank.
 
     In processes of ours, one for each chip, as `torch_xla.launch` would start them: it
@@ -79,17 +74,17 @@ def run_on_tpu(
             "that launch runs"
         )
     number = pjrt.tpu.num_local_processes()
-    used = 1 if num_replicas == 1 else number
+    used = 1 if job.num_replicas == 1 else number
     if used < number and (hosts := pjrt.tpu.num_tpu_workers()) > 1:
         raise ValueError(
             f"num_replicas=1, but this slice has {hosts} hosts, and each would train a "
             "model of its own: leave num_replicas out"
         )
-    progress = HostProgress(used, timeout)
-    task = exit_results.dump_task(fn, args)
+    progress = HostProgress(used, job.timeout)
+    task = exit_results.dump_task(job.fn, job.args)
     return child_process.run_in_children(
         _child_main,
-        [(index, number, task, num_replicas, progress) for index in range(used)],
+        [(index, number, task, job.num_replicas, progress) for index in range(used)],
         progress.watch,
         used,
         start_method="spawn",
@@ -182,7 +177,7 @@ def _launch(job: Job) -> list[Any]:
         return [_run_here(job)]
     if has_tpu() and process_group() is None:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return run_on_tpu(job.fn, job.args, job.num_replicas, job.timeout)
+            return run_on_tpu(job)
         _join_torchrun()
         return [_run_here(job)]
     if job.is_started:
