@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -154,12 +153,8 @@ class TopologySteps:
         self._num_unstepped += self.options.skip_step
         self.number += 1
         if self.collects and self.layers:
-            running = self._method.collects == "always"
-            momentum = self.options.momentum if running else None
-            num_steps = self.schedule.grad_accumulation_n
             is_summed = getattr(optimizer, "exact", None) is not None
-            others = None if is_summed else replica
-            collect_(self.layers, others, num_steps, momentum)
+            self._collect(None if is_summed else replica)
         for layer in self.layers:
             layer.take_pending()
         if is_update:
@@ -168,6 +163,40 @@ class TopologySteps:
         is_over = self.number == self.schedule.last_update + 1
         self._prepare_next(replica, discard=used or is_over)
         return is_update
+
+    def _collect(self, replica: Replica | None) -> None:
+        """Adds the step's dense gradients, of all replicas, to those collected.
+
+        Summed here, not when they are used, so that what is saved is the same on every
+        replica and names no number of them. Without ``replica`` they are sums already.
+        """
+        several = replica is not None and replica.num_replicas > 1
+        if several:
+            # What is pending may include a collective, which must be in the same
+            # program on a replica that had a minibatch and on one that had none.
+            replica.sync()
+        pending = [  # nothing: outside of the loss, or on a replica without a minibatch
+            torch.zeros_like(layer.data) if layer.pending is None else layer.pending
+            for layer in self.layers
+        ]
+        if several:
+            replica.sync()  # zeros, like gradients, enter the sum as data
+            replica.all_reduce_(pending)
+        if self._method.collects == "updates":
+            num_steps = self.schedule.grad_accumulation_n
+            for layer, dense in zip(self.layers, pending):
+                past = layer.gradient
+                if num_steps > 1:
+                    dense = dense / num_steps
+                layer.gradient = dense if past is None else past + dense
+            return
+        momentum = self.options.momentum
+        # A running mean would keep a NaN for ever: such a step leaves all as they were.
+        finite = torch.cat([masks.is_finite(dense) for dense in pending]).all()
+        for layer, dense in zip(self.layers, pending):
+            past = torch.zeros_like(dense) if layer.gradient is None else layer.gradient
+            mean = past * momentum + dense * (1 - momentum)
+            layer.gradient = torch.where(finite, mean, past)
 
     def _update(self, optimizer: Optimizer) -> None:
         """Changes the topology of all layers but those that are frozen by now."""
@@ -263,9 +292,8 @@ class DenseSums(Rider):
         layers = self._steps.layers
         for layer in layers:
             layer.take_pending()
-        named = zip(
-            self._names, layers if self._steps.collects or self._is_lazy else []
-        )
+        needs_totals = self._steps.collects or self._is_lazy
+        named = zip(self._names, layers if needs_totals else [])
         self._totals = [Total(self._exact.grid, n, layer.data) for n, layer in named]
 
 
@@ -275,44 +303,3 @@ def collects(method: Method, schedule: UpdateSchedule, step: int) -> bool:
         first = _FIRST_OF_MEAN if schedule.delta >= _FIRST_OF_MEAN else 1
         return first <= step <= schedule.last_update
     return method.collects == "updates" and schedule.collects(step)
-
-
-def collect_(
-    layers: Sequence[SparseLayer],
-    replica: Replica | None,
-    num_steps: int,
-    momentum: float | None = None,
-) -> None:
-    """Adds the step's dense gradients, of all replicas, to those collected.
-
-    Summed here, not when they are used, so that what is saved is the same on every
-    replica and names no number of them; without ``replica`` they are summed already.
-    With ``momentum`` a running mean keeps so much of its past; without, this is one of
-    ``num_steps`` that a mean is of.
-    """
-    several = replica is not None and replica.num_replicas > 1
-    if several:
-        # What is pending may include a collective, which must be in the same program on
-        # a replica that had a minibatch and on one that had none.
-        replica.sync()
-    pending = []
-    for layer in layers:
-        own, layer.pending = layer.pending, None
-        # A layer outside of the loss, or a replica without a minibatch.
-        pending.append(torch.zeros_like(layer.data) if own is None else own)
-    if several:
-        replica.sync()  # zeros, like gradients, enter the sum as data
-        replica.all_reduce_(pending)
-    if momentum is None:
-        for layer, dense in zip(layers, pending):
-            past = layer.gradient
-            if num_steps > 1:
-                dense = dense / num_steps
-            layer.gradient = dense if past is None else past + dense
-        return
-    # A running mean would keep a NaN for ever: such a step leaves all as they were.
-    finite = torch.cat([masks.is_finite(dense) for dense in pending]).all()
-    for layer, dense in zip(layers, pending):
-        past = torch.zeros_like(dense) if layer.gradient is None else layer.gradient
-        mean = past * momentum + dense * (1 - momentum)
-        layer.gradient = torch.where(finite, mean, past)

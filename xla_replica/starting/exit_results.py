@@ -42,7 +42,8 @@ def run_and_write(
 
     Args:
         folder: That of `collect_results`.
-        called: See `load_call`: arguments of its own, since it may move a model.
+        called: What `import_script` has returned. Every replica loads arguments of its
+            own, since it may move a model.
         replica: Surrounds the run of the calling thread's replica.
         rank: The replica's, where it is known before.
     """
@@ -129,7 +130,7 @@ def main_held_back() -> Iterator[None]:
 
 
 def import_script(task: bytes) -> bytes:
-    """Imports the script that has called `dump_task`; returns what `load_call` takes.
+    """Imports the script that has called `dump_task`; returns the pickled call.
 
     Raises:
         RuntimeError: The script starts replicas whenever it is imported.
