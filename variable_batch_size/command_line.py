@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = add_parser(choices, name, run)
         if members is None:
             add_options(command, run)
-            _add_common(command, run)
             continue
         kind = next(iter(inspect.signature(run).parameters))
         inner = command.add_subparsers(
@@ -51,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             member_parser = add_parser(inner, member, function)
             add_options(member_parser, function)
             add_options(member_parser, run)
-            _add_common(member_parser, run)
     args = parser.parse_args(arguments)
     run, members = COMMANDS[args.command]
     try:
@@ -82,19 +80,6 @@ def _version() -> str:
         return importlib.metadata.version("elastic-xla")
     except importlib.metadata.PackageNotFoundError:
         return "of a checkout that is not installed"
-
-
-def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:
-    """Adds what several commands have: ``--force`` and ``--json``."""
-    signature = inspect.signature(run)
-    if "out" in signature.parameters:
-        parser.add_argument(
-            "--force", action="store_true", help="replace the file that --out names"
-        )
-    if "Mapping" in str(signature.return_annotation):
-        parser.add_argument(
-            "--json", action="store_true", help="print numbers as JSON, for programs"
-        )
 
 
 def _in_options(message: str, options: Mapping[str, Any]) -> str:

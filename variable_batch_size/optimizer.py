@@ -354,8 +354,8 @@ class ElasticOptimizer(OptimizerProxy):
         sampler, position = self.sampler, self._loop.position
         with sampler.dealing_paused() as dealt:
             # The step after this one is looked at: it begins an epoch, or does not.
-            next_step = position.plan.first_step + position.step
-            given = self.replica.all_gather_object((batch_size, max(dealt, next_step)))
+            latest = max(dealt, position.mark)
+            given = self.replica.all_gather_object((batch_size, latest))
             sizes = [size for size, _ in given]
             if any(size != sizes[0] for size in sizes):
                 raise ReplicaError(

@@ -138,10 +138,10 @@ def write(folder: Path, num_updates: int, state: Any) -> Path:
     unfinished = folder / f"{name}-{writer}{_UNFINISHED}"
     try:
         return write_whole(unfinished, content)
-    except (OSError, RuntimeError) as error:
+    except RuntimeError as error:
         # Of a full disk torch says that a position in the file is unexpected.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError) or cause.filename is not None:
+        cause = error.__context__
+        if not isinstance(cause, OSError):
             raise
         reason = cause.strerror or str(cause)
         raise OSError(cause.errno, reason, str(unfinished)) from error

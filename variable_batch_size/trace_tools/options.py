@@ -42,10 +42,13 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -
     """Adds the function's parameters, explained by its docstring.
 
     Keywords become options, of the type with which they are annotated: int, float, str,
-    Path or bool, or one of these or None. Other parameters become arguments.
+    Path or bool, or one of these or None. Other parameters become arguments. Where
+    ``out`` is one of them there is also ``--force``, and where the function returns
+    numbers by name ``--json``.
     """
     explained = _explained(inspect.getdoc(function) or "")
-    for name, parameter in _parameters(function).items():
+    parameters = _parameters(function)
+    for name, parameter in parameters.items():
         kind, default = _type_of(parameter), parameter.default
         option, text = "--" + name.replace("_", "-"), explained.get(name, "")
         if parameter.kind is not parameter.KEYWORD_ONLY:
@@ -64,6 +67,14 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -
                 metavar=_METAVARS[kind],
                 help=text,
             )
+    if "out" in parameters:
+        parser.add_argument(
+            "--force", action="store_true", help="replace the file that --out names"
+        )
+    if "Mapping" in str(function.__annotations__.get("return")):
+        parser.add_argument(
+            "--json", action="store_true", help="print numbers as JSON, for programs"
+        )
 
 
 def options_of(
