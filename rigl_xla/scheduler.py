@@ -462,9 +462,8 @@ class RigLScheduler:
             self._handles.append(DenseSums(self._steps, exact, self.replica))
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Masks weights and ends the step, for ``skip_step=False``."""
-        del args, kwargs
         self.apply_mask_to_weights()
         check_bound(layer.weight for layer in self._layers)
         if getattr(optimizer, "exact", None) is not self._exact:
@@ -502,10 +501,9 @@ def _note_accumulation(
 
 @torch.no_grad()
 def _mask_weights(
-    steps: weakref.ref[TopologySteps], layers: Sequence[SparseLayer], *args: object
+    steps: weakref.ref[TopologySteps], layers: Sequence[SparseLayer], *_: object
 ) -> None:
     """Masks weights after the optimizer's step, also where the pruner is gone."""
-    del args
     for layer in layers:
         if layer.hold and not layer.hold.released:
             layer.mask_()

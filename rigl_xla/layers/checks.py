@@ -110,9 +110,8 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_refuse_stranger)
 
 
-def _refuse_stranger(optimizer: Optimizer, *arguments: object) -> None:
+def _refuse_stranger(optimizer: Optimizer, *_: object) -> None:
     """Raises RuntimeError if an optimizer has stepped the weights of another's."""
-    del arguments
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             pruner: Any = pruner_of(parameter)

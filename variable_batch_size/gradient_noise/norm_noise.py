@@ -116,11 +116,9 @@ class NormLayerNoise:
         """
         if not self._layers:
             return
-        squares, coefficients = (
-            self._squares.value(),
-            numbers["coefficients of samples"],
-        )
-        new = estimators.estimate(squares, self.of_gradients(), coefficients)
+        coefficients = numbers["coefficients of samples"]
+        squares = self._squares.value(), self.of_gradients()
+        new = estimators.estimate(*squares, coefficients)
         self.averages = estimators.average(
             self.averages, new, numbers["weight of samples"]
         )

@@ -97,10 +97,7 @@ def _lasting(context: StepContext) -> dict[str, Any]:
 
     Plain values by name. The sampler's part is `CustomSampler.fingerprint`.
     """
-    found = {
-        "optimizer": type(context.inner).__name__,
-        **context.settings.options(),
-    }
+    found = {"optimizer": type(context.inner).__name__, **context.settings.options()}
     for index, group in enumerate(context.inner.param_groups):
         place = f" of parameter group {index}" if index else ""
         for name, value in hyperparameters([group]):

@@ -329,9 +329,8 @@ class GradientRecord:
         self._gradient, self._version = gradient, gradient._version
         self._numbers = _some_numbers(gradient)
 
-    def before_accumulation(self, added: torch.Tensor) -> None:
+    def before_accumulation(self, *_: Any) -> None:
         """Runs right before autograd adds to the gradient, or replaces it."""
-        del added
         if self._gradient._version != self._version:
             self.overwritten = True
         elif not self.accumulated:  # later its sum over replicas may be running

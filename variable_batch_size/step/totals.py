@@ -135,11 +135,8 @@ class StepTotals:
         if self.agreement is None:
             self._was_asked |= xla_replica.stop_requested() is not None
         else:
-            used = (
-                hyperparameters(context.inner.param_groups),
-                scaling.state_dict(),
-                *attached,
-            )
+            groups = context.inner.param_groups
+            used = hyperparameters(groups), scaling.state_dict(), *attached
             order = context.sampler.order_digest(position.plan.epoch)
             self._ballots = self.agreement.ballots(
                 used, order, position.num_minibatches

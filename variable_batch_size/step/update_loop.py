@@ -472,12 +472,11 @@ class UpdateLoop:
             self.totals.agreement.check()
 
 
-def _refuse_own_step(inner: Any, args: Any, kwargs: Any) -> None:
+def _refuse_own_step(inner: Any, *_: Any) -> None:
     """Runs before every step of an inner optimizer; raises RuntimeError if it is own.
 
     A module's function and not a method, so that the hook keeps no loop alive.
     """
-    del args, kwargs
     loop = inner._update_loop()
     if loop is not None and not loop.is_stepping:
         raise RuntimeError(
