@@ -68,16 +68,11 @@ def sensitivity(layer: Layer) -> torch.Tensor:
     return (layer.weight * layer.gradient).abs()
 
 
-def random(layer: Layer) -> torch.Tensor:
-    """Returns uniform random numbers, from seed, name and number of the update."""
-    return layer.random()
-
-
 SCORES: dict[str, Score] = {
     "magnitude": magnitude,
     "gradient": gradient,
     "sensitivity": sensitivity,
-    "random": random,
+    "random": Layer.random,
 }
 
 
@@ -125,7 +120,7 @@ METHODS: dict[str, Method] = {
     "static": STATIC,
     # Mocanu et al. 2018, arXiv:1707.04780, Algorithm 2; counts are exact, and the
     # smallest weights of either sign go
-    "set": Method(grow=random, collects="never"),
+    "set": Method(grow=Layer.random, collects="never"),
     # Evci et al. 2020, arXiv:1911.11134, Algorithm 1
     "rigl": Method(),
     # Dettmers and Zettlemoyer 2019, arXiv:1907.04840, without redistribution of
@@ -161,7 +156,7 @@ def method_named(
         if not callable(score):
             score = SCORES[check_choice(what, score, SCORES, otherwise)]
         scores[what] = score
-    needed = any(score not in (magnitude, random) for score in scores.values())
+    needed = any(score not in (magnitude, Layer.random) for score in scores.values())
     if needed and method.collects == "never":
         method = dataclasses.replace(method, collects="updates")
     return dataclasses.replace(method, **scores)

@@ -53,9 +53,9 @@ class Columns:
                 f"{self.name}: needs exactly one column {allowed} for {what}, found "
                 f"{found or 'none'}; columns are {self.header}"
             )
-        if not self._table.rows:
+        if not self._table.lines:
             raise TraceError(f"{self.name}: no rows after the header")
-        cells = self._table.column(self.header.index(found[0]))
+        cells = self._table.columns[self.header.index(found[0])]
         numbers = pd.to_numeric(np.array(cells, object), errors="coerce").astype(float)
         self._found[what] = found[0], numbers
         if not np.isfinite(numbers).all():

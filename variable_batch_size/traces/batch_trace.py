@@ -95,15 +95,9 @@ class Trace:
         values = given
         header: list[str] | None = None
         column: Callable[[int], Any]
-        if (plain := trace_csv.read_integers(given)) is not None:
-            header, columns_read = plain
-            self.name: str = os.fspath(given)
-            self._lines = range(2, 2 + len(columns_read[header[0]]))
-            column = [columns_read[name] for name in header].__getitem__
-        elif isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
-            table = trace_csv.read_table(given)
-            self.name, self._lines = table.name, table.lines
-            header, column = table.header, table.column
+        if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
+            self.name, header, columns_read, self._lines = trace_csv.read_table(given)
+            column = columns_read.__getitem__
         elif is_pandas(source, "DataFrame"):
             self.name = "the DataFrame"
             header, column = [*given.columns], lambda index: given.iloc[:, index]

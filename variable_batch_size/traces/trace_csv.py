@@ -7,6 +7,7 @@ import csv
 import io
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
@@ -29,23 +30,20 @@ class TraceError(ValueError):
 
 
 class Table(NamedTuple):
-    """The cells of a CSV file, as texts.
+    """The cells of a CSV file.
 
     Attributes:
         name: What errors call the file.
         header: The names of the columns.
-        rows: One cell per column; rows without text are left out.
+        columns: The cells of each, as texts or integers; rows without text are left
+            out.
         lines: The physical line of every row, from 1.
     """
 
     name: str
     header: list[str]
-    rows: list[list[str]]
-    lines: list[int]
-
-    def column(self, index: int) -> list[str]:
-        """Returns the cells of one column."""
-        return [row[index] for row in self.rows]
+    columns: list[Any]
+    lines: Sequence[int]
 
 
 def read_table(source: Source) -> Table:
@@ -54,6 +52,8 @@ def read_table(source: Source) -> Table:
     Raises TraceError if it is not UTF-8 or CSV text, is empty, or has a row with more
     cells than there are columns.
     """
+    if (plain := _read_integers(source)) is not None:
+        return plain
     given: Any = source
     is_path = isinstance(source, (str, os.PathLike))
     name = os.fspath(given) if is_path else getattr(source, "name", "trace")
@@ -64,34 +64,35 @@ def read_table(source: Source) -> Table:
     except UnicodeDecodeError as error:
         raise TraceError(f"{name}: not UTF-8 text ({error})") from error
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    table = Table(str(name), [], [], [])
+    header: list[str] = []
+    rows, lines = [], []
     reader = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
     line = 1
     try:
         for cells in reader:
-            if table.header and len(cells) > len(table.header):
+            if header and len(cells) > len(header):
                 raise TraceError(
                     f"{name}, line {line}: {len(cells)} cells under "
-                    f"{len(table.header)} columns {table.header}; write numbers "
-                    "without thousands separators"
+                    f"{len(header)} columns {header}; write numbers without "
+                    "thousands separators"
                 )
             if any(cell.strip() for cell in cells):
-                if not table.header:
-                    table.header.extend(cell.strip() for cell in cells)
+                if not header:
+                    header = [cell.strip() for cell in cells]
                 else:
-                    missing = [""] * (len(table.header) - len(cells))
-                    table.rows.append(cells + missing)
-                    table.lines.append(line)
+                    rows.append(cells + [""] * (len(header) - len(cells)))
+                    lines.append(line)
             line = reader.line_num + 1  # a quoted cell may hold several
     except csv.Error as error:
         raise TraceError(f"{name}: not CSV text ({error})") from error
-    if not table.header:
+    if not header:
         raise TraceError(f"{name}: no steps; the file is empty")
-    return table
+    columns = [[row[index] for row in rows] for index in range(len(header))]
+    return Table(str(name), header, columns, lines)
 
 
-def read_integers(source: Source) -> tuple[list[str], dict[str, np.ndarray]] | None:
-    """Returns header and columns of a large file of integers, read fast; else None."""
+def _read_integers(source: Source) -> Table | None:
+    """Returns a large file of integers, which is read fast; else None."""
     if not isinstance(source, (str, os.PathLike)) or not os.path.isfile(source):
         return None
     if os.path.getsize(source) < LARGE:
@@ -114,7 +115,8 @@ def read_integers(source: Source) -> tuple[list[str], dict[str, np.ndarray]] | N
     if table.columns.duplicated().any() or any(k != np.int64 for k in table.dtypes):
         return None
     header = [str(name).strip() for name in table.columns]
-    return header, {name: table.iloc[:, n].to_numpy() for n, name in enumerate(header)}
+    columns = [table.iloc[:, index].to_numpy() for index in range(len(header))]
+    return Table(os.fspath(source), header, columns, range(2, 2 + len(table)))
 
 
 def check_header(columns: list[str], name: str) -> str | None:

@@ -43,13 +43,7 @@ DRAWS = {
     for name, function in vars(torch.nn.init).items()
     if name.endswith("_") and callable(function)
 }
-_OF_THE_GENERATOR = (
-    "manual_seed",
-    "seed",
-    "initial_seed",
-    "get_rng_state",
-    "set_rng_state",
-)
+_OF_THE_GENERATOR = "manual_seed seed initial_seed get_rng_state set_rng_state"
 
 
 @dataclasses.dataclass
@@ -86,7 +80,7 @@ def install() -> Callable[[], None]:
     Returns a function to be called before anything compiles, with the lock without
     which nothing does: it makes the calling replica's precision the process's.
     """
-    for name in _OF_THE_GENERATOR:
+    for name in _OF_THE_GENERATOR.split():
         function = in_turn(getattr(torch.random, name))
         setattr(torch.random, name, function)
         setattr(torch, name, function)
