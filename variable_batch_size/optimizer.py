@@ -144,11 +144,7 @@ class ElasticOptimizer(OptimizerProxy):
         self.sampler = sampler
         self.replica = given_or_current(replica)
         self._settings = settings = Settings(
-            with_options(
-                rule,
-                check_flag("momentum_correction", momentum_correction),
-                check_flag("decay_per_sample", decay_per_sample),
-            ),
+            with_options(rule, momentum_correction, decay_per_sample),
             ref_batchsize,
             ref_weight,
             reduction,
@@ -169,14 +165,7 @@ class ElasticOptimizer(OptimizerProxy):
         scalars = DeviceScalars(self.replica)
         self.noise = self._meter(noise, scalars)
         self._context = StepContext(
-            optimizer,
-            sampler,
-            self.replica,
-            settings,
-            scalars,
-            self.noise,
-            sharded,
-            settings.exact,
+            optimizer, sampler, self.replica, settings, scalars, self.noise, sharded
         )
         checks.check_agreement(self._context)
         order: Any = sampler.order

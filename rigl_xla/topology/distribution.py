@@ -143,9 +143,8 @@ def allocate(
         given.setdefault(next(iter(shapes)), 0.0)
     free = {name: shape for name, shape in shapes.items() if name not in given}
     dense = {name: shapes[name] for name, value in given.items() if value == 0}
-    chosen = dict.fromkeys(free, 0.0)
-    if free and sparsity > 0:
-        chosen = rule(free, sparsity, dense)
+    is_chosen = free and sparsity > 0
+    chosen = rule(free, sparsity, dense) if is_chosen else dict.fromkeys(free, 0.0)
     if not isinstance(chosen, Mapping) or chosen.keys() != free.keys():
         raise ValueError(
             f"sparsity_distribution={distribution!r} gave {chosen!r}; it must return a "

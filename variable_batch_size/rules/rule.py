@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from variable_batch_size.rules import adam
 from variable_batch_size.rules.adam import AdamState
-from xla_replica.common.arguments import check_type, is_number
+from xla_replica.common.arguments import check_flag, check_type, is_number
 
 Factor = Callable[[float], float]
 
@@ -212,6 +212,8 @@ def with_options(
     rule: str | Rule, momentum_correction: bool, decay_per_sample: bool
 ) -> Rule:
     """Returns the rule with these options added to those that it has."""
+    check_flag("momentum_correction", momentum_correction)
+    check_flag("decay_per_sample", decay_per_sample)
     found = rule_named(rule)
     return dataclasses.replace(
         found,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -74,7 +75,6 @@ class StepContext:
         noise: Measures the gradients, or does not exist.
         sharded: Whether parameters are sharded, so that plans have padding in place of
             idle steps.
-        exact: That of the settings.
     """
 
     inner: Optimizer
@@ -84,7 +84,11 @@ class StepContext:
     scalars: DeviceScalars
     noise: NoiseMeter | None
     sharded: bool
-    exact: ExactModel | None
+
+    @functools.cached_property
+    def exact(self) -> ExactModel | None:
+        """That of the settings."""
+        return self.settings.exact
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Returns the parameters of all groups, frozen ones too."""

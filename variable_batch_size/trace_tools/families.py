@@ -7,6 +7,7 @@ others; see docs/extending.md.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -97,13 +98,9 @@ def thresholds(
     trace = Trace(table, tokens_per_sample=tokens_per_sample)
     if unit == "tokens":
         total = -(-total // tokens_per_sample)
-    used = np.cumsum(trace.batch_sizes)
-    num_steps = int(np.searchsorted(used, total)) + 1
-    if num_steps <= len(used):
-        return trace.batch_sizes[:num_steps]
-    last = int(trace.batch_sizes[-1])
-    more = -(-(total - int(used[-1])) // last)
-    return np.concatenate([trace.batch_sizes, np.full(more, last)])
+    known = trace.batch_sizes.tolist()
+    all_sizes = itertools.chain(known, itertools.repeat(known[-1]))
+    return _by_samples(total, lambda used: next(all_sizes))
 
 
 def seesaw(
