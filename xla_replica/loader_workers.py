@@ -28,10 +28,8 @@ def spare_workers(signals: frozenset[int]) -> None:
         iterators.append(torchdata._StatefulMultiProcessingDataLoaderIter)
     for iterator in iterators:
         begin = getattr(iterator.__init__, "__wrapped__", iterator.__init__)
-        if signals and hasattr(signal, "pthread_sigmask"):
-            iterator.__init__ = _with_signals_blocked(begin, signals)
-        else:
-            iterator.__init__ = begin
+        blocks = signals and hasattr(signal, "pthread_sigmask")
+        iterator.__init__ = _with_signals_blocked(begin, signals) if blocks else begin
 
 
 def _with_signals_blocked(

@@ -103,8 +103,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def _type_of(parameter: inspect.Parameter) -> Any:
     """Returns the type of a parameter's values; ``X | None`` and ``X[Y]`` are X."""
     annotation = parameter.annotation
-    is_optional = type(None) in typing.get_args(annotation)
-    if is_optional:
+    if type(None) in typing.get_args(annotation):
         annotation = typing.get_args(annotation)[0]
     return typing.get_origin(annotation) or annotation
 

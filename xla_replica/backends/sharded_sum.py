@@ -288,9 +288,8 @@ class ShardedSum(GradientSum):
 
     def clear(self) -> None:
         with torch.no_grad():
-            for (parameter, gradient), place in zip(
-                self.gradients.items(), self._places
-            ):
+            pairs = zip(self.gradients.items(), self._places)
+            for (parameter, gradient), place in pairs:
                 place.counts = True
                 if is_sharded(parameter):
                     parameter.grad = None

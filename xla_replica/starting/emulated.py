@@ -39,7 +39,7 @@ class _Shared:
     """Memory shared with the child: what each replica was last doing, and a clock."""
 
     def __init__(self, num_replicas: int, timeout: float) -> None:
-        self._num_replicas = num_replicas
+        self.num_replicas, self.timeout = num_replicas, timeout
         self._frozen_after = max(timeout, FROZEN_AFTER_SECONDS)
         # When the child last ran Python code, by time.monotonic.
         self._heartbeat = RawValue(ctypes.c_double, float("inf"))
@@ -71,7 +71,7 @@ class _Shared:
         """Waits until all results are there, or returns how the child has failed."""
         [process] = processes
         is_running = True
-        while len(exit_results.returned(folder)) < self._num_replicas:
+        while len(exit_results.returned(folder)) < self.num_replicas:
             if not is_running:
                 return self._death(process)
             if time.monotonic() - self._heartbeat.value > self._frozen_after:
@@ -113,7 +113,7 @@ def run_emulated(
     task = exit_results.dump_task(fn, args)
     return child_process.run_in_children(
         _child_main,
-        [(task, num_replicas, timeout, shared, prepare)],
+        [(task, shared, prepare)],
         shared.watch,
         num_replicas,
         environment(num_replicas),
@@ -125,18 +125,13 @@ def run_emulated(
 
 
 def _child_main(
-    folder: str,
-    task: bytes,
-    num_replicas: int,
-    timeout: float,
-    shared: _Shared,
-    prepare: Callable[[], None] | None,
+    folder: str, task: bytes, shared: _Shared, prepare: Callable[[], None] | None
 ) -> None:
     """Runs all replicas in threads, and writes their results or the first failure."""
     threading.Thread(target=shared.beat, daemon=True).start()
     torch.set_num_threads(1)
     try:
-        emulator = Emulator(num_replicas, timeout, shared.report)
+        emulator = Emulator(shared.num_replicas, shared.timeout, shared.report)
         # Before the user's module is imported: it may take names from torch_xla.
         emulator.install()
         if prepare is not None:
@@ -149,7 +144,7 @@ def _child_main(
     def emulated() -> Iterator[XlaReplica]:
         with emulator.replica() as rank:
             shared.report(rank, "computing")
-            yield XlaReplica(f"emulated on the CPU, {num_replicas} threads")
+            yield XlaReplica(f"emulated on the CPU, {shared.num_replicas} threads")
 
     run_threads(folder, called, emulated)
 
