@@ -9,7 +9,6 @@ replicas, and a run that resumes within an epoch reads the blocks of one window.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import pickle
@@ -18,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -326,7 +326,8 @@ class _StreamBlocks:
 
     def __call__(self, number: int) -> list[Any]:
         size = int(self._sizes[0])
-        with _worker_hidden():
+        # Streams would split themselves if they saw that this is a worker.
+        with mock.patch.object(worker, "_worker_info", None):
             if self._next is None or number < self._next:
                 self._stream, self._next = iter(self._open(number * size)), number
             skipped = (number - self._next) * size
@@ -351,16 +352,6 @@ class _StreamBlocks:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_next": None, "_stream": None}
-
-
-@contextlib.contextmanager
-def _worker_hidden() -> Iterator[None]:
-    """Hides from streams, which would split themselves, that this is a worker."""
-    info, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = info
 
 
 def _serialized(samples: list[Any]) -> bytes | None:

@@ -71,6 +71,10 @@ class Columns:
             header, numbers = self._found[what]
             raise TraceError(f"{self._place(row, header)}: {numbers[row]:.16g} {why}")
 
+    def check_increasing(self, what: str, why: str) -> None:
+        """Raises TraceError where one of the numbers is not above the one before."""
+        self.refuse(what, np.diff(self._found[what][1], prepend=-np.inf) <= 0, why)
+
     def _place(self, row: int, header: str) -> str:
         return f"{self.name}, line {self._table.lines[row]}, {header}"
 

@@ -82,11 +82,7 @@ def read_availability(
     times = table.numbers("times", TIME_COLUMNS if time is None else (time,))
     counts = table.numbers("devices", DEVICE_COLUMNS if devices is None else (devices,))
     table.refuse("times", times > MOST_SECONDS, "must be in seconds, not milliseconds")
-    table.refuse(
-        "times",
-        np.diff(times, prepend=-np.inf) <= 0,
-        "must be later than the row before",
-    )
+    table.check_increasing("times", "must be later than the row before")
     table.refuse("devices", counts < 0, "must be >= 0; 0 means paused")
     table.refuse("devices", counts != np.floor(counts), "is not an integer")
     if not counts.any():

@@ -41,11 +41,7 @@ def read_curve(source: Source, *, steps: bool = False) -> Curve:
     """
     table = Columns(source)
     samples, values = table.numbers("samples", ("samples",)), table.numbers("the curve")
-    table.refuse(
-        "samples",
-        np.diff(samples, prepend=-np.inf) <= 0,
-        "must be larger than the row before",
-    )
+    table.check_increasing("samples", "must be larger than the row before")
     if not steps:
         return lambda at: np.interp(at, samples, values)
 
