@@ -42,8 +42,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 26_510
-TEST_LINES = 43_850
+CODE = 26_200
+TEST_LINES = 43_950
 
 
 def test_lines_are_counted():
