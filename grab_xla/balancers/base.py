@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -148,8 +148,14 @@ class Ordering:
         """
         raise TypeError(f"update_v: {type(self).__name__} does not scale gradients")
 
-    def order_at(self, *model_and_loss: Any) -> np.ndarray:
-        """Returns the order for the arguments of `GraBSampler.compute_order`.
+    def order_at(
+        self,
+        model: torch.nn.Module,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        loss_fn: Callable[[Any, Tensor], Tensor],
+    ) -> np.ndarray:
+        """Returns the order at these parameters; see `GraBSampler.compute_order`.
 
         Raises:
             TypeError: The balance type computes no order.

@@ -309,8 +309,14 @@ class NTKEigen(_KernelOrder):
     descending_eig: bool = True
     abs_eig: bool = False
 
-    def order_at(self, *model_and_loss: Any) -> np.ndarray:
-        kernel = self.kernel(*model_and_loss)
+    def order_at(
+        self,
+        model: torch.nn.Module,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        loss_fn: LossFn,
+    ) -> np.ndarray:
+        kernel = self.kernel(model, params, buffers, loss_fn)
         return eigen_order(kernel, self.largest_eig, self.descending_eig, self.abs_eig)
 
 
