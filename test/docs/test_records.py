@@ -39,11 +39,7 @@ def table(page: str, header: str) -> list[list[str]]:
 
 
 def training_cells() -> dict[tuple[str, int], dict]:
-    cells = [
-        cell
-        for name in ("training-cpu", "training-small")
-        for cell in record(f"bench_grab-{name}")["cells"]
-    ]
+    cells = record("bench_grab-training")["cells"]
     return {(cell["model"], cell["batch"]): cell for cell in cells}
 
 
@@ -159,9 +155,9 @@ def test_what_weights_in_the_balance_do():
 
 
 def test_what_norms_cost():
-    models = record("bench_per_sample-norms")["models"].values()
+    models = record("report/bench_per_sample")["models"].values()
     text = " ".join(read("docs/per_sample_grad.md").split())
     for way in ("per_sample_grad", "by hand"):
         times = [f"{m['ways'][f'norms: {way}']['time']:.2f}" for m in models]
-        # Nothing but words and sizes in parentheses is between the four numbers.
+        # Nothing but words and sizes in parentheses is between the three numbers.
         assert re.search(r"[^.]*?".join(map(re.escape, times)), text), times

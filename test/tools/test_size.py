@@ -42,7 +42,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 26_200
+CODE = 26_210
 TEST_LINES = 43_950
 
 
