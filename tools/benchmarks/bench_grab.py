@@ -335,6 +335,7 @@ def peak_of_step(sampler: Any, grads: dict[str, torch.Tensor]) -> float:
 def measure(rank: int, args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     """Returns every cell of the table, measured on this replica's device."""
     del rank
+    torch.set_num_threads(1)
     cells = [
         {"type": balance_type, "d": d, "batch": batch}
         for balance_type in args.types

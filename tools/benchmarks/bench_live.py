@@ -31,7 +31,7 @@ from tools.record import parser_with_output, row, save
 
 HEARTBEAT_SECONDS = 1.0
 # Widths, of 2 w^2 weights, three times; and the turns in a round.
-WIDTHS = {"10 MB of state": (640, 24), "100 MB of state": (2048, 6)}
+WIDTHS = {"10 MB of state": (640, 16), "100 MB of state": (2048, 6)}
 DEATH = "from a death to the next update"
 JOINER = "of a joiner, from load() to its first update"
 LOADING = "of a joiner, from load() to its first minibatch"

@@ -55,7 +55,7 @@ class Run(NamedTuple):
 RUNS = {
     "bench_step": Run(
         "An elastic step beside a loop by hand, on XLA", "xla",
-        "--num-replicas 1 2 4 8 --rounds 5",
+        "--num-replicas 1 2 4 8 --rounds 4",
         "--num-replicas 1 2 4 8 --rounds 24",
     ),
     "bench_scale": Run(
@@ -67,7 +67,7 @@ RUNS = {
     ),
     "bench_fsdp2": Run(
         "An elastic step beside FSDP2, two processes", "outside",
-        "--against FSDP2 --substeps 1 --rounds 4",
+        "--against FSDP2 --substeps 1 --rounds 3",
         "--against FSDP2 --substeps 1 4 --rounds 24", "bench_ddp",
     ),
     "bench_exact": Run("Exact sums", "torch", "--rounds 16", "--rounds 60"),
