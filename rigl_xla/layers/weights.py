@@ -158,7 +158,9 @@ def reasons_for_dense(
 def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
     """Returns selectors as a list; a single one becomes a list of one."""
     is_one = isinstance(given, (str, type, nn.Module)) or callable(given)
-    every: Any = list(given) if not is_one and isinstance(given, Iterable) else [given]
+    every: list[Any] = [given]
+    if not is_one and isinstance(given, Iterable):
+        every = list(given)
     for selector in every:
         is_name = isinstance(selector, (str, type))
         if not is_name and (not callable(selector) or isinstance(selector, nn.Module)):

@@ -143,7 +143,8 @@ def given_or_current(replica: Replica | None) -> Replica:
     if replica is None:
         return current()
     allowed = "an xla_replica.Replica, such as current() returns, or None for that one"
-    return check_type("replica", replica, Replica, allowed)
+    check_type("replica", replica, Replica, allowed)
+    return replica
 
 
 def check_is_alone() -> None:
