@@ -22,15 +22,19 @@ class Profiled(NamedTuple):
     peak_bytes: int
 
 
-def profiled(step: Callable[[], Any]) -> Profiled:
-    """Returns what a step asks of torch."""
+def profiled(step: Callable[[], Any], device: str = "cpu") -> Profiled:
+    """Returns what a step asks of torch, and of the memory of a kind of device."""
     gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as found:
         result = step()
     del result
     events = found.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    changes = [
+        (e.start_ns(), e.nbytes())
+        for e in events
+        if e.name() == "[memory]" and e.device_type().name.lower() == device
+    ]
     held = least = most = 0
     for _, change in sorted(changes, key=lambda pair: pair[0]):
         held += change
@@ -39,6 +43,6 @@ def profiled(step: Callable[[], Any]) -> Profiled:
     return Profiled(sum(e.name().startswith("aten::") for e in events), most)
 
 
-def peak_memory(step: Callable[[], Any]) -> int:
+def peak_memory(step: Callable[[], Any], device: str = "cpu") -> int:
     """Returns the most bytes by which torch's allocator grew during a step."""
-    return profiled(step).peak_bytes
+    return profiled(step, device).peak_bytes

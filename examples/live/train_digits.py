@@ -48,6 +48,8 @@ def accuracy(model, images, labels):
 
 def train(rank, args):
     replica = xla_replica.current()
+    if replica.has_streams:  # all members compute the same bits of the same minibatch
+        torch.use_deterministic_algorithms(True)
     training, images, labels = load()
     torch.manual_seed(0)
     model = build_model().to(replica.device)
@@ -75,6 +77,7 @@ def train(rank, args):
             epoch.add(loss)
             optimizer.step()
     if replica.is_primary:
+        model.cpu()
         torch.save(model.state_dict(), args.folder / "weights.pt")
         percent = 100 * accuracy(model, images, labels)
         print(f"test accuracy {percent:.1f} %", flush=True)

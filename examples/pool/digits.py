@@ -6,6 +6,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
+
+import xla_replica
 
 CLASSES = 10
 
@@ -45,8 +50,9 @@ def network() -> nn.Sequential:
 
 def logits_of(models: Sequence[nn.Module], pixels: torch.Tensor) -> torch.Tensor:
     """Returns the logits of every model, ``(M, n, 10)``, without a graph."""
+    pixels = pixels.to(next(models[0].parameters()).device)
     with torch.no_grad():
-        return torch.stack([model(pixels) for model in models])
+        return torch.stack([model(pixels) for model in models]).cpu()
 
 
 def losses_of(models: Sequence[nn.Module], data: TensorDataset) -> torch.Tensor:
@@ -60,6 +66,8 @@ def trained(
     weights: torch.Tensor, data: TensorDataset, seed: int, steps: int = 200
 ) -> list[nn.Module]:
     """Returns M networks with one beginning, trained at once on weighted samples.
+
+    They are trained on the host, and then moved to where this replica computes.
 
     Args:
         weights: ``(M, n)``, the weight of every sample for every network; 0 leaves it
@@ -90,7 +98,7 @@ def trained(
         optimizer.step()
     for number, model in enumerate(models):
         model.load_state_dict({n: p[number].detach() for n, p in params.items()})
-    return models
+    return [model.to(xla_replica.current().device) for model in models]
 
 
 def chosen(count: int, *rows: Iterable[int]) -> torch.Tensor:

@@ -50,7 +50,7 @@ def influences(
     preconditioned = index.preconditioner(damping=0.1)(asked[:])
     with torch.no_grad():
         features, others = (
-            nn.functional.normalize(model[:2](data.tensors[0]))
+            nn.functional.normalize(model[:2].cpu()(data.tensors[0]))
             for data in (train, queries)
         )
     similar = (others @ features.T).numpy()

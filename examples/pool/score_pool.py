@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import per_sample_grad as psg
+import xla_replica
 
 
 class Network(nn.Module):
@@ -45,7 +46,7 @@ class Network(nn.Module):
 def make_problem(count: int) -> tuple[nn.Module, TensorDataset]:
     """Returns a model, and a pool of so many random images and classes."""
     torch.manual_seed(0)
-    model = Network()
+    model = Network().to(xla_replica.current().device)
     images, classes = torch.rand(count, 3, 10, 10), torch.randint(0, 10, (count,))
     return model, TensorDataset(images, classes)
 
@@ -129,7 +130,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     model, pool = make_problem(options.pool)
-    norms = layer_norms(model, options.layer, *pool[: options.batch_size])
+    first = xla_replica.current().send(pool[: options.batch_size])
+    norms = layer_norms(model, options.layer, *first)
     print(
         f"gradient norms in {options.layer}, first {len(norms)} samples: "
         f"{norms.min():.3f} to {norms.max():.3f}"

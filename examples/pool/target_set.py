@@ -57,7 +57,7 @@ def taken(
     np.put_along_axis(gradients, found.indices, found.values, 1)
     with torch.no_grad():
         own, others = (
-            nn.functional.normalize(model[:2](data.tensors[0]))
+            nn.functional.normalize(model[:2].cpu()(data.tensors[0]))
             for data in (pool, target)
         )
     features = (others @ own.T).numpy()

@@ -78,6 +78,8 @@ class PoolRun:
         if self.folder is not None:
             check_folder(self.folder)
         check_type("tag", self.tag, str | None, "a text or None")
+        for model in self.models.values():
+            xla_replica.current().check_device(model.parameters())
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:

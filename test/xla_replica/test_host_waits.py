@@ -162,6 +162,66 @@ def test_count_counts_what_waits_for_a_gpu(monkeypatch):
     assert modes == [0, *(3 * ["warn", 0])]
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+@needs_gpu
+def test_a_gpu_says_what_waits_for_it():
+    replica = xla_replica.current()
+    value = torch.ones(3, device=replica.device)
+    with xla_replica.count(replica) as counts:
+        value.add_(1)
+        replica.scalar(2.0)
+    assert counts.waits == 0
+    with xla_replica.count(replica) as counts:
+        replica.fetch([value])
+        value.sum().item()
+    assert counts.waits == 2
+    assert replica.device_model == f"cuda, {torch.cuda.get_device_name()}"
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("rule", "options", "waits"),
+    [
+        ("linear", {"max_grad_norm": 1.0}, 0),
+        ("adascale", {}, 0),
+        ("linear", {"noise": True}, 0),
+        ("linear", {"exact": True}, 1),  # whether to run the step again
+    ],
+)
+def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(
+    rule, options, waits, monkeypatch
+):
+    replica = xla_replica.current()
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model.to(replica.device)
+    if "exact" in options:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        options = {"exact": model}
+    sampler = vbs.CustomSampler(
+        range(800), [4, 8, 16, 12], minibatch_size=4, on_end="cycle", verbose=False
+    )
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    wrapper = vbs.ElasticOptimizer(inner, sampler, rule, 8, **options)
+    wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 80))
+    wrapper.set_epoch(0)
+    batches = [(torch.randn(4, 6), torch.arange(4) % 3) for _ in sampler]
+    updates = 0
+    try:
+        for number, (x, y) in enumerate(replica.loader(batches)):
+            with xla_replica.count() as counts:
+                F.cross_entropy(model(x), y).backward()
+                made = wrapper.step()
+            if number >= 40:
+                assert counts.waits == (waits if made else 0)
+                updates += made
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert updates > 20
+
+
 # --- a loader beside the training ---------------------------------------------------
 
 

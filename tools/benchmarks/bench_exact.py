@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import variable_batch_size as vbs
 from tools.benchmarks.bench_step import make_model
-from tools.record import parser_with_output, row, save
+from tools.record import device_name, parser_with_output, row, save
 from tools.side_by_side import side_by_side
 
 
@@ -60,15 +60,15 @@ def elastic(
 
 
 def elastic_step(
-    made: Callable[[], nn.Module], shape: tuple[int, ...], is_exact: bool
+    made: Callable[[], nn.Module], shape: tuple[int, ...], is_exact: bool, device: str
 ) -> Callable[[], None]:
     """Returns a function that makes one elastic update of two minibatches."""
     torch.manual_seed(0)
-    model, inputs = made(), torch.randn(shape)
+    model, inputs = made().to(device), torch.randn(shape).to(device)
     inner = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     exact = model if is_exact else None
     optimizer, minibatches = elastic(inner, shape[0], 2, exact)
-    targets = torch.arange(shape[0]) % 10
+    targets = (torch.arange(shape[0]) % 10).to(device)
 
     def step() -> None:
         made = 0
@@ -85,17 +85,22 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=30, help="how often each is timed; default: 30"
     )
+    parser.add_argument("--device", default="cpu", help="default: cpu")
     options = parser.parse_args()
+    device = options.device
     torch.set_num_threads(1)
+    if device != "cpu":
+        torch.use_deterministic_algorithms(True)
     rows = []
     for name, (made, shape, goal) in MODELS.items():
-        plain = elastic_step(made, shape, is_exact=False)
-        exact = elastic_step(made, shape, is_exact=True)
-        times = side_by_side(plain, {"exact": exact}, options.rounds, name)
+        plain, exact = (elastic_step(made, shape, e, device) for e in (False, True))
+        times = side_by_side(
+            plain, {"exact": exact}, options.rounds, name, device=device
+        )
         work = f"exact step over elastic step: {name}"
         rows.append(row(work, times.rounds["exact"], at_most=goal))
         rows.append(row(f"elastic step: {name}", 1e3 * times.plain_seconds, "ms"))
-    save(options.output, {"rows": rows})
+    save(options.output, {"device": device_name(device), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,14 +7,18 @@ A convolutional network, a GPT and a vision transformer whose training steps tak
 and more on one thread, a multilayer perceptron of a millisecond, with and without
 parameters that no layer's rule accounts for, and three public models of 5 to 11 million
 parameters (`--cases gpt2 resnet18 vit_tiny`, which need transformers, torchvision and
-timm). Every way runs once in each round, in an
+timm). Two models of sizes that people train on a GPU, GPT-2 of 124 million parameters
+and ResNet-50, are for one. Every way runs once in each round, in an
 order that changes, between two training steps, over whose processor time its own is
 taken; the median over rounds is compared with the gate. The exit status is 1 if one is
 missed. Only ratios mean anything, and only on a quiet machine.
+
+    python tools/benchmarks/bench_gates.py --device cuda --bf16 --cases gpt2_124m
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import grab_xla
 import per_sample_grad as psg
-from tools.benchmarks.models import GPT2, MODELS, TOKENS, losses_of
+from tools.benchmarks.models import GPT2, MODELS, TOKENS, GPT2Small, losses_of, resnet50
 from tools.peak_memory import peak_memory
-from tools.record import parser_with_output, row, save
+from tools.record import device_name, parser_with_output, row, save
 from tools.side_by_side import Step, side_by_side
 
 BATCH, CLASSES, VOCABULARY, LENGTH = 32, 10, 200, 64
@@ -72,7 +76,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.tokens(x) + self.positions(torch.arange(LENGTH))
+        h = self.tokens(x) + self.positions(torch.arange(LENGTH, device=x.device))
         return self.head(self.norm(self.blocks(h)))
 
 
@@ -134,6 +138,14 @@ def large_images() -> torch.Tensor:
     return torch.randn(BATCH // 2, 3, 64, 64)
 
 
+def book_tokens() -> torch.Tensor:
+    return torch.randint(0, TOKENS, (BATCH // 4, 1024))
+
+
+def photographs() -> torch.Tensor:
+    return torch.randn(BATCH, 3, 224, 224)
+
+
 # The model, its inputs, and by a way's name the most that it may take over training.
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable, dict[str, float]]] = {
     "cnn": (MODELS["cnn"][0], images, LARGE),
@@ -144,20 +156,31 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable, dict[str, float]]] = {
     "gpt2": (GPT2, long_tokens, PUBLIC | {"exact": 1.7}),
     "resnet18": (MODELS["resnet18"][0], large_images, PUBLIC | {"exact": 2.2}),
     "vit_tiny": (MODELS["vit_tiny"][0], large_images, {"norms": PUBLIC["norms"]}),
+    "gpt2_124m": (GPT2Small, book_tokens, PUBLIC | {"exact": 1.7}),
+    "resnet50": (resnet50, photographs, PUBLIC | {"exact": 2.2}),
 }
 
 
-def losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def losses_in_float32(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
     """Returns each sample's loss, ``(B,)``, for a language model the mean of tokens."""
     if isinstance(model, GPT | GPT2):
         return psg.token_cross_entropy(model(x), x)
     return losses_of(model, x, y)
 
 
-def steps_of(build: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Step]:
+def steps_of(
+    build: Callable[[], nn.Module], x: torch.Tensor, options: argparse.Namespace
+) -> dict[str, Step]:
     """Returns a step of training, and of every way to compare with it."""
     torch.manual_seed(0)
-    y = torch.randint(0, CLASSES, (len(x),))
+    x = x.to(options.device)
+    y = torch.randint(0, CLASSES, (len(x),)).to(options.device)
+
+    def losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=options.bf16):
+            return losses_in_float32(model, x, y)
 
     def train(model: nn.Module) -> Step:
         def step() -> None:
@@ -205,26 +228,28 @@ def steps_of(build: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Step]
 
     ways = {"train": train, "norms": norms, "project": project}
     ways |= {name: balanced(name) for name in ("exact", "projected", "group")}
-    return {name: way(build()) for name, way in ways.items()}
+    return {name: way(build().to(options.device)) for name, way in ways.items()}
 
 
-def measure(case: str, rounds: int) -> tuple[float, list[dict[str, Any]]]:
+def measure(
+    case: str, options: argparse.Namespace
+) -> tuple[float, list[dict[str, Any]]]:
     """Returns milliseconds of training, and rows with the ratio of every way to it."""
     build, draw, gates = CASES[case]
-    steps = steps_of(build, draw())
+    steps = steps_of(build, draw(), options)
     train = steps.pop("train")
     steps = {name: step for name, step in steps.items() if name in gates}
-    found = side_by_side(train, steps, rounds, case)
+    found = side_by_side(train, steps, options.rounds, case, device=options.device)
     lines = [
         row(f"{name} over training: {case}", ratios, at_most=gates[name])
         for name, ratios in found.rounds.items()
     ]
     if gates.keys() >= PUBLIC.keys():
-        least = peak_memory(train)
+        least = peak_memory(train, options.device)
         lines += [
             row(f"{name}, memory over training's: {case}", ratio, at_most=goal)
             for name, goal in MEMORY.items()
-            if (ratio := peak_memory(steps[name]) / least)
+            if (ratio := peak_memory(steps[name], options.device) / least)
         ]
     return 1000 * found.plain_seconds, lines
 
@@ -238,13 +263,17 @@ def main() -> None:
         "--cases", nargs="*", choices=CASES, default=list(CASES)[:5],
         help="which models; default: those of this file",
     )  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    text = "run forward passes in bfloat16 where torch's autocast does"
+    parser.add_argument("--bf16", action="store_true", help=text)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     milliseconds, rows = {}, []
     for case in arguments.cases:
-        milliseconds[case], lines = measure(case, arguments.rounds)
+        milliseconds[case], lines = measure(case, arguments)
         rows += lines
-    save(arguments.output, {"training, ms": milliseconds, "rows": rows})
+    found = {"device": device_name(arguments.device), "bf16": arguments.bf16}
+    save(arguments.output, found | {"training, ms": milliseconds, "rows": rows})
     missed = [row["work"] for row in rows if row["median"] > row["at_most"]]
     sys.exit(f"missed: {'; '.join(missed)}" if missed else 0)
 

@@ -1,4 +1,4 @@
-"""Measures what sparse training costs on a CPU, side by side on ResNet-50.
+"""Measures what sparse training costs, side by side on ResNet-50.
 
 1. An ordinary step at 90 % sparsity over the same step dense: forward, backward, SGD
    with momentum. Goal: at most 1.03.
@@ -36,7 +36,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 from rigl_xla import RigLScheduler, weights_of
-from tools.record import parser_with_output, row, save
+from tools.record import device_name, parser_with_output, row, save
 from tools.references import rigl_torch_reference
 from tools.references.resnet50 import resnet50
 
@@ -75,22 +75,26 @@ def ratios_of(seconds: Seconds, numerator: str, denominator: str) -> list[float]
     return [a / b for a, b in zip(seconds[numerator], seconds[denominator])]
 
 
-def timed(function: Callable[[], Any]) -> float:
+def timed(function: Callable[[], Any], device: str) -> float:
+    wait = torch.accelerator.synchronize if device != "cpu" else lambda: None
+    wait()
     start = time.perf_counter()
     function()
+    wait()
     return time.perf_counter() - start
 
 
 def ordinary_steps(
-    rounds: int, minutes: float, side: int, batch_size: int
+    rounds: int, minutes: float, side: int, batch_size: int, device: str
 ) -> dict[str, Any]:
     """Returns the ratio of steps without a topology update, sparse over dense."""
-    images, labels = torch.randn(batch_size, 3, side, side), torch.arange(batch_size)
+    images = torch.randn(batch_size, 3, side, side).to(device)
+    labels = torch.arange(batch_size).to(device)
     steps: dict[str, Callable[[], float]] = {}
     pruners = []
     for kind in ("dense", "sparse"):
         torch.manual_seed(0)
-        model = resnet50()
+        model = resnet50().to(device)
         optimizer = sgd(model)
         pruner = None
         if kind == "sparse":
@@ -104,7 +108,7 @@ def ordinary_steps(
                 optimizer.step()
 
         step()  # creates momentum and maps memory
-        steps[kind] = lambda step=step: timed(step)
+        steps[kind] = lambda step=step: timed(step, device)
     seconds = in_turns(steps, rounds, minutes, "steps")
     assert all(pruner.rigl_steps == 0 for pruner in pruners)
     return row(
@@ -117,14 +121,16 @@ def ordinary_steps(
 class Weights(nn.Module):
     """ResNet-50's weights without its activations, with constant gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(w.module for w in weights_of(resnet50()))
+        self.to(device)
         for layer in self.layers:
             layer.bias = None
         draw = torch.Generator().manual_seed(0)
         self.directions = [
-            torch.randn(layer.weight.shape, generator=draw) for layer in self.layers
+            torch.randn(layer.weight.shape, generator=draw).to(device)
+            for layer in self.layers
         ]
 
     def loss(self) -> torch.Tensor:
@@ -132,11 +138,13 @@ class Weights(nn.Module):
         return torch.stack([(layer.weight * d).sum() for layer, d in pairs]).sum()
 
 
-def topology_updates(theirs: Any, rounds: int, minutes: float) -> dict[str, Any]:
+def topology_updates(
+    theirs: Any, rounds: int, minutes: float, device: str
+) -> dict[str, Any]:
     """Returns the ratio of calls that change the topology, theirs over ours."""
     makers = {"rigl-torch": theirs, "rigl_xla": RigLScheduler}
     torch.manual_seed(0)
-    model = Weights()
+    model = Weights(device)
     updates: dict[str, Callable[[], float]] = {}
     for kind, maker in makers.items():
         built = copy.deepcopy(model)
@@ -148,7 +156,7 @@ def topology_updates(theirs: Any, rounds: int, minutes: float) -> dict[str, Any]
                 optimizer.zero_grad()
                 built.loss().backward()
                 before = pruner.rigl_steps
-                seconds = timed(pruner)
+                seconds = timed(pruner, device)
                 if pruner.rigl_steps == before:
                     optimizer.step()
             assert pruner.rigl_steps == before + 1
@@ -180,6 +188,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=12, help="of steps (default: 12)")
     add("--update-rounds", type=int, default=5, help="of updates (default: 5)")
     add("--minutes", type=float, default=2.5, help="of each part (default: 2.5)")
+    add("--device", default="cpu", help="default: cpu")
     add("--threads", type=int, help="of torch (default: its own choice)")
     add("--image-side", type=int, default=224, help="pixels (default: 224)")
     add("--batch-size", type=int, default=32, help="of a step (default: 32)")
@@ -200,16 +209,18 @@ def main(argv: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     result: dict[str, Any] = {
+        "device": device_name(args.device),
         "threads": torch.get_num_threads(),
         "load at the beginning": os.getloadavg()[0],
         "rows": [],
     }
     if not args.only_updates:
         parts = args.rounds, args.minutes, args.image_side, args.batch_size
-        result["rows"].append(ordinary_steps(*parts))
+        result["rows"].append(ordinary_steps(*parts, args.device))
     if not args.only_steps:
         with rigl_torch() as theirs:
-            found = topology_updates(theirs, args.update_rounds, args.minutes)
+            parts = args.update_rounds, args.minutes, args.device
+            found = topology_updates(theirs, *parts)
         result["rows"].append(found)
     result["load at the end"] = os.getloadavg()[0]
     save(args.output, result)

@@ -242,7 +242,7 @@ def main() -> None:
         result[key] = {}
         for num_replicas in args.num_replicas:
             compared = compare(names, num_replicas, args)
-            work = f"step, XLA, {key}, replicas: {num_replicas}"
+            work = f"step, {args.device or 'XLA'}, {key}, replicas: {num_replicas}"
             result["rows"].append(row(work, compared.pop("ratios"), at_most=goal))
             result[key][num_replicas] = compared
     result["distinct_batch_sizes"] = counted = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -65,28 +66,49 @@ def mobilenet() -> nn.Module:
 class GPT2(nn.Module):
     """GPT-2 of 6 blocks of width 256: 10 million parameters, half of them of tokens."""
 
+    sizes: ClassVar[dict[str, int]] = {
+        "n_layer": 6, "n_embd": 256, "n_head": 8, "n_positions": 128,
+    }  # fmt: skip
+    num_tokens = TOKENS
+
     def __init__(self) -> None:
         super().__init__()
         import_torchvision()  # which transformers import
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        sizes = {"n_layer": 6, "n_embd": 256, "n_head": 8, "n_positions": 128}
         without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
-        ends = {"vocab_size": TOKENS, "bos_token_id": 0, "eos_token_id": 0}
-        self.model = GPT2LMHeadModel(GPT2Config(**sizes, **without, **ends))
+        ends = {"vocab_size": self.num_tokens, "bos_token_id": 0, "eos_token_id": 0}
+        self.model = GPT2LMHeadModel(GPT2Config(**self.sizes, **without, **ends))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=x, use_cache=False).logits
 
 
+class GPT2Small(GPT2):
+    """The smallest GPT-2 that was published: 124 million parameters."""
+
+    sizes: ClassVar[dict[str, int]] = {}  # the defaults of transformers
+    num_tokens = 50_257
+
+
 def resnet18() -> nn.Module:
     """Returns torchvision's ResNet-18 with GroupNorm, 11 million parameters."""
-    import_torchvision()
-    from torchvision.models import resnet18
+    return _resnet("resnet18", CLASSES)
 
-    return resnet18(
-        num_classes=CLASSES, norm_layer=lambda channels: nn.GroupNorm(16, channels)
-    )
+
+def resnet50() -> nn.Module:
+    """Returns torchvision's ResNet-50 with GroupNorm, 26 million parameters."""
+    return _resnet("resnet50", 1000)
+
+
+def _resnet(name: str, num_classes: int) -> nn.Module:
+    import_torchvision()
+    from torchvision import models
+
+    def norm(channels: int) -> nn.Module:
+        return nn.GroupNorm(16, channels)
+
+    return getattr(models, name)(num_classes=num_classes, norm_layer=norm)
 
 
 def vit_tiny() -> nn.Module:

@@ -84,13 +84,11 @@ def check_groups(
     _check_hyperparameters(groups)
     parameters = [parameter for group in groups for parameter in group["params"]]
     replica.check_parameters(parameters)
-    for parameter in parameters:
-        if parameter.device.type != replica.device.type:
-            raise ValueError(
-                f"a parameter is on {parameter.device}, but this is {replica}: move "
-                "the model with model.to(replica.device) before you build the "
-                "optimizer, or pass replica=xla_replica.LocalReplica('cpu')"
-            )
+    replica.check_device(
+        parameters,
+        " before you build the optimizer, or pass replica=xla_replica.LocalReplica("
+        "'cpu')",
+    )
     if settings.exact:
         settings.exact.check(parameters, schedule)
     _check_rule(settings, groups, schedule)

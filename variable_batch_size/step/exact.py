@@ -196,7 +196,7 @@ class ExactModel:
     def environment(self) -> dict[str, Any]:
         """Returns what the bits of a gradient depend on beside the model."""
         return {
-            "device": self._replica.device.type,
+            "device": self._replica.device_model,
             "torch": str(torch.__version__),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "num_threads": torch.get_num_threads(),

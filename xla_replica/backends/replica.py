@@ -98,9 +98,33 @@ class Replica(abc.ABC):
         return traits(self.device).is_host
 
     @property
+    def device_model(self) -> str:
+        """The device's kind, and for a GPU its model, on which the bits depend too."""
+        kind = self.device.type
+        if not self.has_streams:
+            return kind
+        return f"{kind}, {torch.get_device_module(kind).get_device_name(self.device)}"
+
+    @property
     def has_streams(self) -> bool:
         """Whether copies run beside the computation, see `fetch_later`: on a GPU."""
         return traits(self.device).has_streams
+
+    def check_device(
+        self, parameters: Iterable[torch.Tensor], remedy: str = ""
+    ) -> None:
+        """Raises ValueError if a parameter is on another kind of device.
+
+        Args:
+            parameters: A model's.
+            remedy: Ends the message, which says to move the model.
+        """
+        for parameter in parameters:
+            if parameter.device.type != self.device.type:
+                raise ValueError(
+                    f"a parameter is on {parameter.device}, but this is {self}: move "
+                    f"the model with model.to(xla_replica.current().device){remedy}"
+                )
 
     @abc.abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -128,6 +128,15 @@ PLAIN_LOSSES = {
 }
 
 
+@pytest.mark.parametrize(
+    "work", [psg.score_pool, functools.partial(psg.index_pool, size=4)]
+)
+def test_a_model_that_is_elsewhere_is_refused_with_a_remedy(work):
+    model = nn.Linear(3, 2, device="meta")
+    with pytest.raises(ValueError, match=r"on meta.*move the model with model\.to"):
+        work(model, [(torch.ones(3), 0)])
+
+
 @pytest.mark.parametrize("label", [CLASSES, -1])
 @pytest.mark.parametrize("kind", PLAIN_LOSSES)
 @pytest.mark.parametrize("index", [0, 13, COUNT - 1])
