@@ -4,6 +4,7 @@
 # make browser installs Chromium, in which tests look at pages of `vbs report` and the site
 # make tpu-compile compiles a program of every family for TPUs (docs/tpu.md)
 # make torchtpu runs the families on TorchTPU, over a CPU (docs/tpu.md)
+# make gpu     runs the families on this machine's GPUs (docs/launching.md)
 # make tpu-like runs the families as processes on a simulated TPU host
 # make outside sets up, then runs other people's tests and models (docs/outside.md)
 # make docs    builds the pages and a reference of the packages into build/site
@@ -50,7 +51,7 @@ command -v nvidia-smi >/dev/null || \
 	echo "make: no $(CPU_$(ENV)) at $(CPU_BUILDS): pip's own index may bring CUDA"
 endef
 
-.PHONY: mnist live test test-all browser tpu-compiler tpu-compile torchtpu tpu-like outside wheel docs lint format bench clean help
+.PHONY: mnist live test test-all browser tpu-compiler tpu-compile torchtpu gpu tpu-like outside wheel docs lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -93,6 +94,10 @@ tpu-compile: $(VENV)/ready tpu-compiler
 
 torchtpu:
 	$(MAKE) ENV=torchtpu PYTEST_ARGS='-n auto --dist loadfile -m "torchtpu and not slow"' test
+
+# On few processes, which share the GPU's memory.
+gpu:
+	GPU=1 $(MAKE) ENV=torch PYTEST_ARGS='-n 4 --dist loadfile -m "gpu and not slow"' test
 
 # One process, so that all tests share replicas that have started.
 tpu-like:

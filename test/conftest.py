@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+# Tests are of replicas on the CPU, wherever they run; `make gpu` runs those of GPUs.
+if "GPU" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+else:  # without it products of CUDA are not the same twice
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Beside a process per core, threads of torch's only wait for each other: a default run
 # would take half as long again. It must be set before torch is loaded.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.variable_batch_size.elastic import OPTIMIZERS
+from support.xla_replica.replicas import on_gpu
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 import xla_replica
@@ -150,10 +152,11 @@ def test_count_counts_what_waits_for_a_gpu(monkeypatch):
 
     def counted(*messages: str) -> int:
         with xla_replica.count() as counts:
-            for message in messages:
+            for message in (of_mode, *messages):
                 warnings.warn(message, stacklevel=1)
         return counts.waits
 
+    of_mode = "Synchronization debug mode is a prototype feature and does not yet ..."
     wait = "called a synchronizing CUDA operation"
     assert counted(wait, wait, wait) == 3
     assert counted() == 0
@@ -162,10 +165,7 @@ def test_count_counts_what_waits_for_a_gpu(monkeypatch):
     assert modes == [0, *(3 * ["warn", 0])]
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-
-
-@needs_gpu
+@on_gpu
 def test_a_gpu_says_what_waits_for_it():
     replica = xla_replica.current()
     value = torch.ones(3, device=replica.device)
@@ -180,7 +180,7 @@ def test_a_gpu_says_what_waits_for_it():
     assert replica.device_model == f"cuda, {torch.cuda.get_device_name()}"
 
 
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize(
     ("rule", "options", "waits"),
     [
@@ -190,14 +190,11 @@ def test_a_gpu_says_what_waits_for_it():
         ("linear", {"exact": True}, 1),  # whether to run the step again
     ],
 )
-def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(
-    rule, options, waits, monkeypatch
-):
+def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(rule, options, waits):
     replica = xla_replica.current()
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     model.to(replica.device)
     if "exact" in options:
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         options = {"exact": model}
     sampler = vbs.CustomSampler(
@@ -207,7 +204,8 @@ def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(
     wrapper = vbs.ElasticOptimizer(inner, sampler, rule, 8, **options)
     wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 80))
     wrapper.set_epoch(0)
-    batches = [(torch.randn(4, 6), torch.arange(4) % 3) for _ in sampler]
+    data = TensorDataset(torch.randn(800, 6), torch.arange(800) % 3)
+    batches = DataLoader(data, batch_sampler=sampler)
     updates = 0
     try:
         for number, (x, y) in enumerate(replica.loader(batches)):

@@ -72,6 +72,7 @@ class Grid:
         zero = torch.zeros((), dtype=torch.float32)
         self._zero = 0.0 if self.is_host else zero.to(replica.device)
         self._saved: Mapping[str, int] = {}
+        self._numbers: dict[int, Any] = {}  # see `number`
         self.extend(names)
 
     def extend(self, names: Sequence[str]) -> None:
@@ -92,6 +93,8 @@ class Grid:
         found = [self.seen.get(row, self._zero) for row in range(len(self.rows))]
         if self.seen:
             new = torch.tensor(found).float() if self.is_host else torch.stack(found)
+            if not self.is_lazy:
+                new = new.nan_to_num(math.inf, math.inf)
             self._largest = torch.maximum(self._largest, new)
         self.seen: dict[int, Any] = {}
 
@@ -110,7 +113,25 @@ class Grid:
         moved = level - self._level
         is_beyond = (moved > UP) | (moved < -DOWN) | (self._level == 0)
         self._next_level = torch.where(counts, level, self._level)
+        self._numbers.clear()
         return (counts & is_beyond).any().reshape(1)
+
+    def number(self, row: int, divisor: Any) -> Any:
+        """Returns what the sum of a row is divided by; NaN after one not finite.
+
+        Computed for all rows at once, as an accelerator begins each operation anew.
+        """
+        key = id(divisor)  # a tensor, or a small number
+        if key not in self._numbers:
+            factor = 1 if divisor is None else divisor
+            if self.is_host:
+                pairs = zip(self.up, self.is_bad.tolist())
+                numbers = [math.nan if bad else up * factor for up, bad in pairs]
+            else:
+                nan = self.up.new_full((), math.nan)
+                numbers = torch.where(self.is_bad, nan, self.up * factor)
+            self._numbers[key] = divisor, numbers
+        return self._numbers[key][1][row]
 
     def follow(self) -> None:
         """Takes the units that `measure` has found, and forgets the step."""
@@ -177,12 +198,15 @@ class Total:
         high, *limbs = self.parts
         scaled = value * up  # exact, as all but `round` is
         whole = torch.round(scaled)
-        high.add_(whole.to(high.dtype))
+        high.add_(whole if grid.is_wide else whole.to(high.dtype))
         for low in limbs:
             low.add_(torch.round((scaled - whole) * 2.0**LOW_BITS).to(low.dtype))
-        infinite = value.new_full((), math.inf)  # not float64, as a number would be
-        sizes = torch.where(where_finite(value), value.abs(), infinite)
-        grid.seen[self._row] = sizes.max()
+        if grid.is_lazy:
+            infinite = value.new_full((), math.inf)  # not float64, as a number would be
+            sizes = torch.where(where_finite(value), value.abs(), infinite)
+            grid.seen[self._row] = sizes.max()
+        else:  # one operation, of which `Grid.end_minibatch` makes NaN infinite
+            grid.seen[self._row] = torch.linalg.vector_norm(value, math.inf)
 
     def mean_into_(self, result: torch.Tensor, divisor: Any = None) -> torch.Tensor:
         """Makes ``result`` the sum, divided by a number or by ``(1,)``, if any.
@@ -191,14 +215,13 @@ class Total:
         `Grid.measure`. Returns ``result``.
         """
         grid = self._grid
-        number = grid.up[self._row] * (1 if divisor is None else divisor)
-        if grid.is_host:
-            for total_part, part in _blocks(self.parts[0], result):
-                part.copy_(total_part / number)
-        else:
-            total = self.parts[0] if grid.is_wide else _value_of_limbs(*self.parts)
-            result.copy_((total / number).view_as(result))
-        return result.masked_fill_(grid.is_bad[self._row], math.nan)
+        number = grid.number(self._row, divisor)
+        if not grid.is_wide:
+            return result.copy_(_value_of_limbs(*self.parts) / number)
+        whole = self.parts[0], result
+        for total, part in _blocks(*whole) if grid.is_host else [whole]:
+            torch.div(total, number, out=part)
+        return result
 
     def zero_(self) -> None:
         """Makes the sum zero."""

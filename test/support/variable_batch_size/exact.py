@@ -235,4 +235,5 @@ def assert_same_bits(*runs: list[Outcome]) -> None:
 
 def finished(rank: int, names: Iterable[str], is_exact: bool = True) -> list[Outcome]:
     """Returns what has become of runs."""
+    torch.use_deterministic_algorithms(xla_replica.current().has_streams)
     return [Training(name, is_exact).finish().outcome() for name in names]

@@ -15,6 +15,13 @@ from support.xla_replica import slices, torchtpu, tpu_like
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 needs_xla = pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
 
+
+def on_gpu(test):
+    """Marks a test that needs a GPU."""
+    found = torch.cuda.is_available()
+    return pytest.mark.gpu(pytest.mark.skipif(not found, reason="no GPU")(test))
+
+
 needs_torchtpu = pytest.mark.skipif(
     not torchtpu.is_installed(), reason="TorchTPU over a CPU is not installed"
 )
@@ -74,6 +81,8 @@ def row(device: str, num_replicas: int, slow: bool = False):
     marks += [pytest.mark.slow] if slow else []
     if device in ("xla", "tpu-like"):
         marks += [needs_xla, pytest.mark.xla]
+    if device == "cuda":
+        marks += [pytest.mark.gpu]
     if device == "tpu":
         marks += [pytest.mark.torchtpu]
     if device == "tpu-like":
@@ -93,7 +102,7 @@ SLICES = row("slices", 3)
 # Processes, as on a TPU; `make tpu-like` runs all tests that have such a row.
 TPU_LIKE = row("tpu-like", 2)
 FOUR_TPU_LIKE = row("tpu-like", 4)
-# Where there are GPUs, the families run on one and on two.
+# Where `make gpu` finds GPUs, the families run on one and on two.
 GPUS = [row("cuda", n) for n in (1, 2) if n <= torch.cuda.device_count()]
 # Where there is TorchTPU, over a CPU, they run on one replica.
 TORCHTPU = [row("tpu", 1)] if torchtpu.is_installed() else []

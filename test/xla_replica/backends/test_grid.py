@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.xla_replica.replicas import TORCHTPU, Backend, row
+from support.xla_replica.replicas import GPUS, TORCHTPU, Backend, row
 
 import xla_replica
+from xla_replica import DeviceTraits
 from xla_replica.backends.grid import Grid, Total
 from xla_replica.backends.small_sum import SmallSum, digits_of, value_of
+from xla_replica.device import device_traits
 
 NORMAL = st.floats(-(2.0**100), 2.0**100, width=32).filter(
     lambda x: x == 0 or abs(x) > 2.0**-60
@@ -62,6 +64,14 @@ def test_means_are_those_of_fsum(rows):
         assert abs(result[column].item() - fsum) <= largest / 2**27 + abs(fsum) / 2**24
 
 
+@pytest.fixture(params=["the host", "an eager accelerator"])
+def _wide(request, monkeypatch):
+    """Takes the CPU for each kind of device whose floats of 64 bits are native."""
+    traits = DeviceTraits(is_host=request.param == "the host")
+    monkeypatch.setitem(device_traits._TRAITS, "cpu", traits)
+
+
+@pytest.mark.usefixtures("_wide")
 def test_a_grid_is_of_the_step_before():
     grid, x = grid_of("w", "idle"), torch.tensor([1.0, -3.0])
     summed(grid, x)
@@ -73,6 +83,7 @@ def test_a_grid_is_of_the_step_before():
         assert grid.measure().item() != fits
 
 
+@pytest.mark.usefixtures("_wide")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_nan_and_leaves_the_grid(bad):
     grid, result = grid_of("w", w=2), torch.empty(2)
@@ -84,6 +95,7 @@ def test_what_is_not_finite_is_nan_and_leaves_the_grid(bad):
     assert grid.state_dict() == {"w": 2}
 
 
+@pytest.mark.usefixtures("_wide")
 @pytest.mark.parametrize(
     "values", [[3e38, -3e38], [1e-45, 1e-40], [0.0, 0.0], [1e30, 1e-30], [-0.0, 2e-38]]
 )
@@ -108,7 +120,7 @@ def integers(rank: int, rows: list[list[float]], exponent: int) -> list[int]:
     return [int(x) for x in parts[0]], mean
 
 
-@pytest.mark.parametrize("backend", [row("xla", 1), *TORCHTPU])
+@pytest.mark.parametrize("backend", [row("xla", 1), *GPUS, *TORCHTPU])
 def test_integers_are_those_of_all_devices(backend):
     generator = torch.Generator().manual_seed(0)
     exponents = torch.randint(-30, 4, (9, 400), generator=generator)
