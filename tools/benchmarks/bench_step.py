@@ -1,9 +1,10 @@
 """Measures what an elastic step costs, side by side with other loops.
 
 1. An elastic step against a hand-written loop that accumulates, all-reduces and steps,
-   on the same model and replicas, in alternating rounds of one run: a ratio.
-2. The same of AdaScale, which measures gradient noise, against the linear rule.
-3. Compilations and time per step with 1, 4 and 16 distinct batch sizes.
+   and one with AdaScale, which measures gradient noise, against one of the linear rule:
+   ratios within the rounds of one run, in which all take turns on equal models.
+2. Compilations and time per step with 1, 4 and 16 distinct batch sizes, on as many
+   replicas as there are.
 
     python tools/benchmarks/bench_step.py --output docs/benchmarks/bench_step.json
 """
@@ -149,22 +150,16 @@ LOOPS = {
 
 
 def compare_replica(
-    rank: int,
-    names: tuple[str, str],
-    trace: list[int],
-    num_steps: int,
-    rounds: int,
-    side: int,
-    width: int,
+    rank: int, trace: list[int], num_steps: int, rounds: int, side: int, width: int
 ) -> dict[str, list[float]]:
-    """Returns seconds per step of two loops, in alternating rounds."""
+    """Returns seconds per step of each loop, in alternating rounds."""
     loops = {}
-    for name in names:
+    for name, made in LOOPS.items():
         setup = Setup(trace, num_steps, side, width)
-        loops[name] = (setup, LOOPS[name](setup))
+        loops[name] = (setup, made(setup))
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for epoch in range(rounds + 2):
-        # Each goes first every other round: the second one finds warmer caches.
+        # In the other sequence every other round: later ones find warmer caches.
         order = list(loops.items())[:: 1 if epoch % 2 else -1]
         for name, (setup, run) in order:
             elapsed = timed(setup.replica, run, epoch)
@@ -194,26 +189,15 @@ def count_replica(
     return counts.compilations, statistics.median(seconds) / num_steps
 
 
-def compare(
-    names: tuple[str, str], num_replicas: int, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Returns the ratio of the times of two loops: of every round, and the median."""
+def compare(num_replicas: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Returns seconds per step of each loop, in every round."""
     trace = [2 * num_replicas * MINIBATCH]
-    seconds = xla_replica.launch(
+    return xla_replica.launch(
         compare_replica,
-        (names, trace, args.steps, args.rounds, args.side, args.width),
+        (trace, args.steps, args.rounds, args.side, args.width),
         num_replicas,
         args.device,
     )[0]
-    pairs = zip(seconds[names[0]], seconds[names[1]])
-    ratios = [mine / other for mine, other in pairs]
-    return {
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-        "milliseconds": {
-            name: 1e3 * statistics.median(values) for name, values in seconds.items()
-        },
-    }
 
 
 def main() -> None:
@@ -237,40 +221,43 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {"image_side": args.side, "width": args.width, "rows": []}
 
-    for names, goal in COMPARED.items():
-        key = " over ".join(names)
-        result[key] = {}
-        for num_replicas in args.num_replicas:
-            compared = compare(names, num_replicas, args)
-            work = f"step, {args.device or 'XLA'}, {key}, replicas: {num_replicas}"
-            result["rows"].append(row(work, compared.pop("ratios"), at_most=goal))
-            result[key][num_replicas] = compared
-    result["distinct_batch_sizes"] = counted = {}
+    where = (args.device or "xla").upper()
+    curves: dict[str, list[float]] = {" over ".join(names): [] for names in COMPARED}
+    result["milliseconds"] = {}
     for num_replicas in args.num_replicas:
-        for num_sizes in (1, 4, 16):
-            if num_sizes > 4 * num_replicas - 1:
-                continue
-            compilations, seconds = xla_replica.launch(
-                count_replica,
-                (num_sizes, 16, args.side, args.width),
-                num_replicas,
-                args.device,
-            )[0]
-            counted[f"{num_sizes} on {num_replicas}"] = {
-                "compilations": compilations,
-                "milliseconds": 1e3 * seconds,
-            }
-            work = f"compilations, {num_sizes} batch sizes, replicas: {num_replicas}"
-            result["rows"].append(row(work, compilations))
+        found = compare(num_replicas, args)
+        result["milliseconds"][num_replicas] = {
+            name: 1e3 * statistics.median(seconds) for name, seconds in found.items()
+        }
+        for (mine, other), goal in COMPARED.items():
+            ratios = [a / b for a, b in zip(found[mine], found[other])]
+            key = f"{mine} over {other}"
+            work = f"step, {where}, {key}, replicas: {num_replicas}"
+            result["rows"].append(row(work, ratios, at_most=goal))
+            curves[key].append(statistics.median(ratios))
+    result["distinct_batch_sizes"] = counted = {}
+    num_replicas = max(args.num_replicas)
+    for num_sizes in (1, 4, 16):
+        if num_sizes > 4 * num_replicas - 1:
+            continue
+        compilations, seconds = xla_replica.launch(
+            count_replica,
+            (num_sizes, 16, args.side, args.width),
+            num_replicas,
+            args.device,
+        )[0]
+        counted[f"{num_sizes} on {num_replicas}"] = {
+            "compilations": compilations,
+            "milliseconds": 1e3 * seconds,
+        }
+        work = f"compilations, {num_sizes} batch sizes, replicas: {num_replicas}"
+        result["rows"].append(row(work, compilations))
     result["curves"] = [
         {
             "x label": "replicas",
             "x": args.num_replicas,
             "y label": "time of a step over that of another, XLA",
-            "y": {
-                key: [result[key][n]["ratio"] for n in args.num_replicas]
-                for key in map(" over ".join, COMPARED)
-            },
+            "y": curves,
         }
     ]
     save(args.output, result)
