@@ -59,18 +59,20 @@ RUNS = {
         "--num-replicas 1 2 4 8 --rounds 24",
     ),
     "bench_scale": Run(
-        "An update alone; samples and traces", "outside", "", "--rounds 2000"
+        "An update alone; samples and traces", "outside", "--rounds 100",
+        "--rounds 2000",
     ),
     "bench_ddp": Run(
         "An elastic step beside DistributedDataParallel, two processes", "outside",
-        "--substeps 1 2 4 --rounds 6", "--substeps 1 2 4 --steps 40 --rounds 24",
+        "--substeps 1 2 4 --steps 10 --rounds 6",
+        "--substeps 1 2 4 --steps 40 --rounds 24",
     ),
     "bench_fsdp2": Run(
         "An elastic step beside FSDP2, two processes", "outside",
-        "--against FSDP2 --substeps 1 --rounds 3",
+        "--against FSDP2 --substeps 1 --steps 10 --rounds 4",
         "--against FSDP2 --substeps 1 4 --rounds 24", "bench_ddp",
     ),
-    "bench_exact": Run("Exact sums", "torch", "--rounds 16", "--rounds 60"),
+    "bench_exact": Run("Exact sums", "torch", "--rounds 10", "--rounds 60"),
     "bench_live": Run("Live members", "torch", "--rounds 1", "--rounds 5"),
     "bench_gates": Run(
         "Per-sample gradients and GraB, beside training", "outside",
@@ -78,7 +80,7 @@ RUNS = {
     ),
     "bench_public": Run(
         "The same for public models of 5 to 11 million parameters", "outside",
-        "--rounds 4 --cases gpt2 resnet18 vit_tiny",
+        "--rounds 3 --cases gpt2 resnet18 vit_tiny",
         "--rounds 24 --cases gpt2 resnet18 vit_tiny", "bench_gates",
     ),
     "bench_per_sample": Run(
