@@ -284,8 +284,9 @@ class DenseSums(Rider):
     def commit(self, num_minibatches: Any) -> None:
         """Makes the sums pending: not means, as without exact sums."""
         del num_minibatches
+        divisors = self._exact.grid.divisors()
         for layer, total in zip(self._steps.layers, self.totals):
-            layer.pending = total.mean_into_(torch.empty_like(layer.data))
+            layer.pending = total.mean_into_(torch.empty_like(layer.data), divisors)
 
     def clear(self) -> None:
         """Forgets a minibatch; makes totals for the next step, if it has any."""

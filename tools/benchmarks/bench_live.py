@@ -41,7 +41,7 @@ GOALS = {
     "100 MB of state": {DEATH: None, JOINER: None, LOADING: 1.0},
 }
 BATCH = 256
-TURN = 10  # updates
+TURN = 6  # updates
 PAIRS = ("exact", "live", "torchft")
 
 

@@ -3,8 +3,7 @@
 1. An elastic step against a hand-written loop that accumulates, all-reduces and steps,
    and one with AdaScale, which measures gradient noise, against one of the linear rule:
    ratios within the rounds of one run, in which all take turns on equal models.
-2. Compilations and time per step with 1, 4 and 16 distinct batch sizes, on as many
-   replicas as there are.
+2. Compilations with 1, 4 and 16 distinct batch sizes, on the most replicas.
 
     python tools/benchmarks/bench_step.py --output docs/benchmarks/bench_step.json
 """
@@ -170,11 +169,8 @@ def compare_replica(
 
 def count_replica(
     rank: int, num_sizes: int, num_steps: int, side: int, width: int
-) -> tuple[int, float]:
-    """Returns all compilations, and seconds per step after them.
-
-    The mean batch size is the same for any number of sizes.
-    """
+) -> int:
+    """Returns all compilations of an epoch whose mean batch size is always the same."""
     replica = xla_replica.current()
     base = 2 * replica.num_replicas
     spread = np.linspace(-base + 1, base - 1, num_sizes).round().astype(int)
@@ -183,10 +179,8 @@ def count_replica(
     setup = Setup((sizes * MINIBATCH).tolist(), num_steps, side, width)
     run = linear_epoch(setup)
     with xla_replica.count(replica) as counts:
-        for epoch in range(2):
-            timed(replica, run, epoch)
-    seconds = [timed(replica, run, epoch) for epoch in range(2, 5)]
-    return counts.compilations, statistics.median(seconds) / num_steps
+        timed(replica, run, 0)
+    return counts.compilations
 
 
 def compare(num_replicas: int, args: argparse.Namespace) -> dict[str, list[float]]:
@@ -235,21 +229,16 @@ def main() -> None:
             work = f"step, {where}, {key}, replicas: {num_replicas}"
             result["rows"].append(row(work, ratios, at_most=goal))
             curves[key].append(statistics.median(ratios))
-    result["distinct_batch_sizes"] = counted = {}
     num_replicas = max(args.num_replicas)
     for num_sizes in (1, 4, 16):
         if num_sizes > 4 * num_replicas - 1:
             continue
-        compilations, seconds = xla_replica.launch(
+        [compilations, *_] = xla_replica.launch(
             count_replica,
             (num_sizes, 16, args.side, args.width),
             num_replicas,
             args.device,
-        )[0]
-        counted[f"{num_sizes} on {num_replicas}"] = {
-            "compilations": compilations,
-            "milliseconds": 1e3 * seconds,
-        }
+        )
         work = f"compilations, {num_sizes} batch sizes, replicas: {num_replicas}"
         result["rows"].append(row(work, compilations))
     result["curves"] = [

@@ -223,7 +223,7 @@ class RunningStatistics(Rider):
     def __init__(
         self, model: nn.Module, layers: Mapping[str, nn.Module], grid: Grid
     ) -> None:
-        self._layers = layers
+        self._layers, self._grid = layers, grid
         self._starts: list[torch.Tensor] = []  # none before a minibatch's first pass
         names = [x for n, layer in layers.items() for x, _ in layer.named_buffers(n)]
         grid.extend(names)
@@ -251,9 +251,10 @@ class RunningStatistics(Rider):
 
     def commit(self, num_minibatches: Any) -> None:
         """Moves the statistics by the mean of the moves, and counts one batch."""
+        divisors = self._grid.divisors(num_minibatches)
         for buffer, total in zip(self._buffers(), self.totals):
             move = torch.empty_like(buffer, dtype=torch.float32)
-            total.mean_into_(move, num_minibatches)
+            total.mean_into_(move, divisors)
             buffer.add_(move if buffer.is_floating_point() else move.sign().long())
 
     def clear(self) -> None:

@@ -72,7 +72,6 @@ class Grid:
         zero = torch.zeros((), dtype=torch.float32)
         self._zero = 0.0 if self.is_host else zero.to(replica.device)
         self._saved: Mapping[str, int] = {}
-        self._numbers: dict[int, Any] = {}  # see `number`
         self.extend(names)
 
     def extend(self, names: Sequence[str]) -> None:
@@ -113,25 +112,22 @@ class Grid:
         moved = level - self._level
         is_beyond = (moved > UP) | (moved < -DOWN) | (self._level == 0)
         self._next_level = torch.where(counts, level, self._level)
-        self._numbers.clear()
         return (counts & is_beyond).any().reshape(1)
 
-    def number(self, row: int, divisor: Any) -> Any:
-        """Returns what the sum of a row is divided by; NaN after one not finite.
+    def divisors(self, count: Any = 1) -> Any:
+        """Returns by row what makes a sum a mean; call it after `measure`.
 
-        Computed for all rows at once, as an accelerator begins each operation anew.
+        They are NaN where the tensor of a minibatch was not finite, and computed for
+        all rows at once, since an accelerator begins each operation anew.
+
+        Args:
+            count: Of how many it is the mean, a number or ``(1,)``.
         """
-        key = id(divisor)  # a tensor, or a small number
-        if key not in self._numbers:
-            factor = 1 if divisor is None else divisor
-            if self.is_host:
-                pairs = zip(self.up, self.is_bad.tolist())
-                numbers = [math.nan if bad else up * factor for up, bad in pairs]
-            else:
-                nan = self.up.new_full((), math.nan)
-                numbers = torch.where(self.is_bad, nan, self.up * factor)
-            self._numbers[key] = divisor, numbers
-        return self._numbers[key][1][row]
+        if self.is_host:
+            pairs = zip(self.up, self.is_bad.tolist())
+            return [math.nan if bad else up * count for up, bad in pairs]
+        nan = self.up.new_full((), math.nan)
+        return torch.where(self.is_bad, nan, self.up * count)
 
     def follow(self) -> None:
         """Takes the units that `measure` has found, and forgets the step."""
@@ -208,14 +204,9 @@ class Total:
         else:  # one operation, of which `Grid.end_minibatch` makes NaN infinite
             grid.seen[self._row] = torch.linalg.vector_norm(value, math.inf)
 
-    def mean_into_(self, result: torch.Tensor, divisor: Any = None) -> torch.Tensor:
-        """Makes ``result`` the sum, divided by a number or by ``(1,)``, if any.
-
-        It is NaN if the tensor of a minibatch was not finite. Call it after
-        `Grid.measure`. Returns ``result``.
-        """
-        grid = self._grid
-        number = grid.number(self._row, divisor)
+    def mean_into_(self, result: torch.Tensor, divisors: Any) -> torch.Tensor:
+        """Makes ``result`` the mean that `Grid.divisors` are for, and returns it."""
+        grid, number = self._grid, divisors[self._row]
         if not grid.is_wide:
             return result.copy_(_value_of_limbs(*self.parts) / number)
         whole = self.parts[0], result
@@ -272,7 +263,7 @@ class ExactSum(GradientSum, Rider):
         super().__init__(replica, may_begin)
         self._grid, self._names = exact.grid, exact.names
         self.totals: list[Total] = []
-        self._divisor: int | torch.Tensor | None = None
+        self._divisor: int | torch.Tensor = 1
         exact.riders.append(self)
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -293,8 +284,9 @@ class ExactSum(GradientSum, Rider):
 
     def commit(self, num_minibatches: Any) -> None:
         del num_minibatches  # weighted ones have another divisor
+        divisors = self._grid.divisors(self._divisor)
         for (parameter, gradient), total in zip(self.gradients.items(), self.totals):
-            parameter.grad = total.mean_into_(gradient, self._divisor)
+            parameter.grad = total.mean_into_(gradient, divisors)
 
     def clear(self) -> None:
         for parameter in self.gradients:

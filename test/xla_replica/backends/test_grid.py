@@ -53,7 +53,7 @@ def test_means_are_those_of_fsum(rows):
     grid, result = grid_of("w"), torch.empty(3)
     tensors = [torch.tensor(each) for each in rows]
     total = summed(grid, *tensors)
-    total.mean_into_(result, len(tensors))
+    total.mean_into_(result, grid.divisors(len(tensors)))
     largest = max(abs(x) for each in rows for x in each)
     unit = Fraction(1 / grid.up[0])
     for column in range(3):
@@ -89,7 +89,7 @@ def test_what_is_not_finite_is_nan_and_leaves_the_grid(bad):
     grid, result = grid_of("w", w=2), torch.empty(2)
     total = added(grid, torch.tensor([1.0, 2.0]), torch.tensor([bad, 2.0]))
     assert not grid.measure()
-    total.mean_into_(result, 2)
+    total.mean_into_(result, grid.divisors(2))
     assert result.isnan().all()
     grid.follow()
     assert grid.state_dict() == {"w": 2}
@@ -101,7 +101,7 @@ def test_what_is_not_finite_is_nan_and_leaves_the_grid(bad):
 )
 def test_extremes_fit_into_a_grid_of_their_own(values):
     grid, x = grid_of("w"), torch.tensor(values)
-    result = summed(grid, x, x).mean_into_(torch.empty(2), 2)
+    result = summed(grid, x, x).mean_into_(torch.empty(2), grid.divisors(2))
     largest = x.abs().max().item()
     assert (result - x).abs().max().item() <= max(largest / 2**27, 2.0**-120)
 
@@ -113,7 +113,8 @@ def integers(rank: int, rows: list[list[float]], exponent: int) -> list[int]:
     grid.load_state_dict({"w": exponent})
     total = added(grid, *(replica.send(torch.tensor(each)) for each in rows))
     grid.measure()
-    result = total.mean_into_(torch.empty(len(rows[0]), device=replica.device))
+    empty = torch.empty(len(rows[0]), device=replica.device)
+    result = total.mean_into_(empty, grid.divisors())
     *parts, mean = [t.tolist() for t in replica.fetch([*total.parts, result])]
     if len(parts) == 2:
         return [(high << 20) + low for high, low in zip(*parts)], mean
