@@ -3,7 +3,7 @@
 1. An elastic step against a hand-written loop that accumulates, all-reduces and steps,
    and one with AdaScale, which measures gradient noise, against one of the linear rule:
    ratios within the rounds of one run, in which all take turns on equal models.
-2. Compilations with 1, 4 and 16 distinct batch sizes, on the most replicas.
+2. Compilations with several distinct batch sizes, on the most replicas.
 
     python tools/benchmarks/bench_step.py --output docs/benchmarks/bench_step.json
 """
@@ -203,6 +203,10 @@ def main() -> None:
         "--num-replicas", type=int, nargs="+", default=[1, 8], help="default: 1 8"
     )
     parser.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[1, 4, 16],
+        help="how many distinct ones programs are counted of (default: 1 4 16)",
+    )  # fmt: skip
+    parser.add_argument(
         "--rounds", type=int, default=15, help="of each loop (default: 15)"
     )
     parser.add_argument("--steps", type=int, default=8, help="of a round (default: 8)")
@@ -230,7 +234,7 @@ def main() -> None:
             result["rows"].append(row(work, ratios, at_most=goal))
             curves[key].append(statistics.median(ratios))
     num_replicas = max(args.num_replicas)
-    for num_sizes in (1, 4, 16):
+    for num_sizes in args.batch_sizes:
         if num_sizes > 4 * num_replicas - 1:
             continue
         [compilations, *_] = xla_replica.launch(

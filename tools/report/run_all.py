@@ -55,7 +55,7 @@ class Run(NamedTuple):
 RUNS = {
     "bench_step": Run(
         "An elastic step beside a loop by hand, on XLA", "xla",
-        "--num-replicas 1 2 4 8 --rounds 4",
+        "--num-replicas 1 8 --batch-sizes 16 --rounds 4",
         "--num-replicas 1 2 4 8 --rounds 24",
     ),
     "bench_scale": Run(
