@@ -52,14 +52,14 @@ def read_table(source: Source) -> Table:
     Raises TraceError if it is not UTF-8 or CSV text, is empty, or has a row with more
     cells than there are columns.
     """
-    if (plain := _read_integers(source)) is not None:
-        return plain
     given: Any = source
     is_path = isinstance(source, (str, os.PathLike))
     name = os.fspath(given) if is_path else getattr(source, "name", "trace")
     try:
         text = Path(given).read_bytes() if is_path else given.read()
         if isinstance(text, bytes):
+            if len(text) >= LARGE and (plain := _read_integers(str(name), text)):
+                return plain
             text = text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TraceError(f"{name}: not UTF-8 text ({error})") from error
@@ -91,32 +91,23 @@ def read_table(source: Source) -> Table:
     return Table(str(name), header, columns, lines)
 
 
-def _read_integers(source: Source) -> Table | None:
-    """Returns a large file of integers, which is read fast; else None."""
-    if not isinstance(source, (str, os.PathLike)) or not os.path.isfile(source):
+def _read_integers(name: str, text: bytes) -> Table | None:
+    """Returns the table of a text of integers, which is read fast; else None."""
+    if b'"' in text or b"\r" in text or not text.endswith(b"\n"):
         return None
-    if os.path.getsize(source) < LARGE:
-        return None
-    num_lines, num_commas, last = 0, 0, b""
-    with open(source, "rb") as file:
-        while part := file.read(LARGE):
-            if b'"' in part or b"\r" in part:
-                return None
-            num_lines += part.count(b"\n")
-            num_commas += part.count(b",")
-            last = part
     try:
-        table = pd.read_csv(source, index_col=False)
+        table = pd.read_csv(io.BytesIO(text), index_col=False)
     except ValueError:  # also pandas' own errors, and text that is not UTF-8
         return None
+    num_lines, num_commas = text.count(b"\n"), text.count(b",")
     is_whole = num_commas == num_lines * (len(table.columns) - 1)
-    if not (is_whole and last.endswith(b"\n") and len(table) == num_lines - 1):
+    if not (is_whole and len(table) == num_lines - 1):
         return None
     if table.columns.duplicated().any() or any(k != np.int64 for k in table.dtypes):
         return None
     header = [str(name).strip() for name in table.columns]
     columns = [table.iloc[:, index].to_numpy() for index in range(len(header))]
-    return Table(os.fspath(source), header, columns, range(2, 2 + len(table)))
+    return Table(name, header, columns, range(2, 2 + len(table)))
 
 
 def check_header(columns: list[str], name: str) -> str | None:
