@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 from numbers import Real
 from typing import Any
 
@@ -128,13 +127,8 @@ class Scaling:
         """
         if self._is_late:
             self._scale_late(factors if self._rule.measured else None, batch_ratio)
-        groups, before = self._optimizer.param_groups, []
-        for group in groups:
-            kept = {}
-            for name in _RESTORED:
-                if name in group:
-                    kept[name] = group[name]
-            before.append(kept)
+        groups = self._optimizer.param_groups
+        before = [{n: group[n] for n in _RESTORED if n in group} for group in groups]
         mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._on_device:
             mode = TensorScalars(self._upload)
@@ -143,9 +137,7 @@ class Scaling:
                 for group, scaled in zip(groups, self._scaled):
                     self._hand_over(group, scaled)
                 self._optimizer.step()
-            is_changed = False
-            for group, scaled in zip(groups, self._scaled):
-                is_changed |= group["lr"] is not scaled.lr
+            is_changed = any(g["lr"] is not s.lr for g, s in zip(groups, self._scaled))
         finally:
             for group, values in zip(groups, before):
                 group.update(values)
@@ -159,8 +151,7 @@ class Scaling:
                 "while hooks run: use optimizer.attach(...), which runs after the "
                 "update and sees the reference learning rate"
             )
-        effective_lr = operator.attrgetter("effective_lr")
-        return tuple(map(effective_lr, self._scaled))
+        return tuple(scaled.effective_lr for scaled in self._scaled)
 
     def _scale_late(self, factors: torch.Tensor | None, batch_ratio: Any) -> None:
         gains: list[Any] = [None] * len(self._inputs)
