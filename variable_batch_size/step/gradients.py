@@ -44,15 +44,13 @@ class StepGradients:
         self._records: dict[nn.Parameter, GradientRecord] = {}
         self._nodes: dict[nn.Parameter, tuple[Any, Any]] = {}
         parameters = context.parameters()
-        self.sums = self._made_sums(parameters)
+        replica, overlap = context.replica, context.settings.overlap
+        self.sums: GradientSum
+        if context.exact is not None:
+            self.sums = ExactSum(replica, self._is_unchanged, context.exact)
+        else:
+            self.sums = replica.gradient_sum(self._is_unchanged, overlap, parameters)
         self.add(parameters)
-
-    def _made_sums(self, parameters: list[nn.Parameter]) -> GradientSum:
-        replica, exact = self._context.replica, self._context.exact
-        if exact is not None:
-            return ExactSum(replica, self._is_unchanged, exact)
-        overlap = self._context.settings.overlap
-        return replica.gradient_sum(self._is_unchanged, overlap, parameters)
 
     # --- which parameters are trained -----------------------------------------------
 

@@ -76,18 +76,14 @@ class UpdateLoop:
         self._thread = threading.get_ident()
         if context.exact:
             context.sampler.on_handing_out = weak_hook(self._seed_minibatch)
-        self._guard_inner_step()
-        self.position = Position(context.sampler.plan, context.replica.rank)
-        self._check_padding()
-        self.gradients.prepare_backward(self.position)
-
-    def _guard_inner_step(self) -> None:
-        """Makes calls of ``inner.step()`` an error while this object lives."""
-        inner: Any = self._context.inner
+        inner: Any = context.inner  # whose own step() is an error from now on
         if not hasattr(inner, "_update_loop"):
             inner.register_step_pre_hook(_refuse_own_step)
         inner._update_loop = weakref.ref(self)  # the newest, if there are several
-        inner.exact = self._context.exact  # for whoever has only the inner one
+        inner.exact = context.exact  # for whoever has only the inner one
+        self.position = Position(context.sampler.plan, context.replica.rank)
+        self._check_padding()
+        self.gradients.prepare_backward(self.position)
 
     # --- epochs ---------------------------------------------------------------------
 
