@@ -290,8 +290,7 @@ class NoiseMeter:
 
     def measure(self) -> Measurements:
         """Returns everything at once, with a single read of the device."""
-        reading = self._read()
-        return reading.measure(self.last_read_progress)
+        return self._read().measure(self.last_read_progress)
 
     def gain(self, batch_size: float | None = None) -> float:
         """Returns the overall gain of a batch size; default: the last update's."""

@@ -23,7 +23,7 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO, TypeAlias
 
 import numpy as np
@@ -94,13 +94,12 @@ class Trace:
         given: Any = source
         values = given
         header: list[str] | None = None
-        column: Callable[[int], Any]
+        columns: list[Any]
         if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
-            self.name, header, columns_read, self._lines = trace_csv.read_table(given)
-            column = columns_read.__getitem__
+            self.name, header, columns, self._lines = trace_csv.read_table(given)
         elif is_pandas(source, "DataFrame"):
-            self.name = "the DataFrame"
-            header, column = [*given.columns], lambda index: given.iloc[:, index]
+            self.name, header = "the DataFrame", [*given.columns]
+            columns = [given.iloc[:, index] for index in range(len(header))]
         elif self.endless:
             self.name, values = "the constant trace", [source]
         elif (
@@ -117,19 +116,20 @@ class Trace:
             )
         unit = None
         if header is not None:
-            columns = [str(cell).strip().lower() for cell in header]
-            unit = trace_csv.check_header(columns, self.name)
-            values = column(columns.index(COLUMN))
+            names = [str(cell).strip().lower() for cell in header]
+            unit = trace_csv.check_header(names, self.name)
+            cells = dict(zip(names[::-1], columns[::-1]))  # of equal names the first
+            values = cells[COLUMN]
         self.batch_sizes = self._checked(values)
         if len(self.batch_sizes) == 0:
             raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
         if unit == STEP_COLUMN:
-            self._check_steps(column(columns.index(unit)))
+            self._check_steps(cells[unit])
             for name in trace_csv.THRESHOLDS:
-                if name in columns:
-                    self._check_counted(column(columns.index(name)), name)
+                if name in cells:
+                    self._check_counted(cells[name], name)
         elif unit is not None:
-            self._unroll(column(columns.index(unit)), unit, tokens_per_sample)
+            self._unroll(cells[unit], unit, tokens_per_sample)
         self.batch_sizes.setflags(write=False)
 
     def __len__(self) -> int:
@@ -260,9 +260,6 @@ class Trace:
 
     def _check_steps(self, column: Any) -> None:
         """Warns where the steps do not count up by one from 0 or 1."""
-        is_array = isinstance(column, np.ndarray) and column[0] in (0, 1)
-        if is_array and (column[1:] - column[:-1] == 1).all():
-            return
         numbers = pd.to_numeric(pd.Series(column), errors="coerce")
         steps = numbers.to_numpy(float, na_value=np.nan)
 
