@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import sys
@@ -10,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from support.variable_batch_size import noise
 from support.variable_batch_size.wrapping import (
     CPU,
     backward,
@@ -342,3 +344,39 @@ def test_loaders_may_read_ahead_and_be_abandoned(num_workers):
         model(x).mean().backward()
         assert wrapper.step() == 1
     assert 8 < sampler.num_yielded <= 16
+
+
+# --- what is saved --------------------------------------------------------------------
+
+
+def test_state_dict_hooks_run():
+    _, _, wrapper = make()
+    calls = []
+    wrapper.register_state_dict_pre_hook(lambda o: calls.append("save"))
+    wrapper.register_state_dict_post_hook(lambda o, state: calls.append("saved"))
+    wrapper.register_load_state_dict_pre_hook(lambda o, state: calls.append("load"))
+    wrapper.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert calls == ["save", "saved", "load", "loaded"]
+
+
+def test_a_copy_is_refused():
+    _, _, wrapper = make()
+    with pytest.raises(TypeError, match=r"save optimizer.state_dict\(\) instead"):
+        copy.deepcopy(wrapper)
+
+
+def test_a_state_of_another_reference_is_refused():
+    _, optimizer = noise.make(ref_batchsize=2)
+    _, other = noise.make(ref_batchsize=1)
+    with pytest.raises(ValueError, match="ref_batchsize was 2 and is 1"):
+        other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="counts steps of 2 samples, and this opt"):
+        other.load_state_dict(optimizer.state_dict(), allow_changes=True)
+
+
+def test_a_state_of_another_rule_is_refused():
+    _, linear = noise.make(cls=vbs.LinearRuleOptimizer)
+    _, optimizer = noise.make()
+    with pytest.raises(ValueError, match="of rule 'linear', and this optimizer has 'a"):
+        optimizer.load_state_dict(linear.state_dict())

@@ -202,21 +202,6 @@ def test_training_goes_on_beside_what_is_not_a_checkpoint(tmp_path, put):
     assert files.newest_whole(tmp_path, "best")[0].path == best
 
 
-@pytest.mark.parametrize("put", [put_folder, put_pipe])
-def test_a_single_checkpoint_that_is_not_a_file_is_not_opened(tmp_path, put):
-    put(tmp_path / "run.pt", tmp_path)
-    with pytest.raises(vbs.CheckpointError, match=r"run\.pt .* not a regular file"):
-        vbs.read_checkpoint(tmp_path / "run.pt")
-
-
-def test_a_hostile_single_checkpoint_is_refused_without_advice(tmp_path):
-    torch.save({"model": Hostile(tmp_path / "proof")}, tmp_path / "run.pt")
-    with pytest.raises(vbs.CheckpointError, match=r"it holds posix\.system") as error:
-        vbs.read_checkpoint(tmp_path / "run.pt")
-    assert "weights_only" not in "".join(traceback.format_exception(error.value))
-    assert not (tmp_path / "proof").exists()
-
-
 def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
     path = files.write(tmp_path, 1, state(1))
 
@@ -268,3 +253,57 @@ def test_a_disk_that_is_full_loses_nothing(tmp_path, monkeypatch, room):
     assert files.newest_whole(tmp_path)[0].path == before
     files.tidy(tmp_path, keep=3)
     assert list(tmp_path.iterdir()) == [before]
+
+
+# --- one file for a loop that saves itself --------------------------------------------
+
+
+STATE = {"settings": {"lr": 0.1, "seed": 1}, "weights": torch.arange(5.0)}
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "new" / "run.pt"
+    for _ in range(2):  # the second replaces the first
+        vbs.write_checkpoint(path, STATE)
+    found = vbs.read_checkpoint(str(path), {"seed": 1, "lr": 0.1})
+    assert found["settings"] == STATE["settings"]
+    assert torch.equal(found["weights"], STATE["weights"])
+    assert os.listdir(path.parent) == ["run.pt"]
+
+
+def test_another_run_is_refused_with_all_differences(tmp_path):
+    path = tmp_path / "run.pt"
+    vbs.write_checkpoint(path, {"step": 3})
+    assert vbs.read_checkpoint(path) == {"step": 3}
+    vbs.write_checkpoint(path, STATE)
+    assert vbs.read_checkpoint(path)["settings"] == STATE["settings"]
+    for settings, message in (
+        ({}, r"lr was 0\.1 and is None; seed was 1 and is None"),
+        ({"seed": 1, "lr": 0.2, "width": 3}, r"lr was 0\.1 and is 0\.2; width"),
+    ):
+        with pytest.raises(ValueError, match=rf"another run: {message}"):
+            vbs.read_checkpoint(path, settings)
+
+
+@pytest.mark.parametrize("kept", [0, 10, -50])
+def test_a_damaged_one_is_named(kept, tmp_path):
+    path = tmp_path / "run.pt"
+    vbs.write_checkpoint(path, STATE)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(vbs.CheckpointError, match=r"run\.pt cannot be loaded"):
+        vbs.read_checkpoint(path, STATE["settings"])
+
+
+@pytest.mark.parametrize("put", [put_folder, put_pipe])
+def test_a_single_checkpoint_that_is_not_a_file_is_not_opened(tmp_path, put):
+    put(tmp_path / "run.pt", tmp_path)
+    with pytest.raises(vbs.CheckpointError, match=r"run\.pt .* not a regular file"):
+        vbs.read_checkpoint(tmp_path / "run.pt")
+
+
+def test_a_hostile_single_checkpoint_is_refused_without_advice(tmp_path):
+    torch.save({"model": Hostile(tmp_path / "proof")}, tmp_path / "run.pt")
+    with pytest.raises(vbs.CheckpointError, match=r"it holds posix\.system") as error:
+        vbs.read_checkpoint(tmp_path / "run.pt")
+    assert "weights_only" not in "".join(traceback.format_exception(error.value))
+    assert not (tmp_path / "proof").exists()
