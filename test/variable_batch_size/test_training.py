@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 
 import pytest
 import torch
 from support.variable_batch_size.checkpointed import Order
+from support.variable_batch_size.elastic import Killed
 from support.xla_replica.replicas import SEVERAL_REPLICAS
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -18,10 +18,6 @@ import variable_batch_size as vbs
 import xla_replica
 
 TRACE = [8, 16, 4, 12, 32, 8, 4, 24]
-
-
-class Stop(Exception):
-    """Ends a run."""
 
 
 def parts(trace=TRACE, **options):
@@ -69,7 +65,7 @@ def by_epochs(rank: int, folder: str, stop_after: int | None):
     def stop(update: vbs.Update) -> None:
         seen.append(update)
         if len(seen) == stop_after:
-            raise Stop
+            raise Killed
 
     run = {"checkpoint": folder, "log": f"{folder}/run.jsonl", "every_updates": 1}
     run |= {"model": model, "scheduler": scheduler, "settings": {"name": "a run"}}
@@ -183,6 +179,6 @@ def test_evaluation_deals_every_sample_once():
             own = list(batches)
             assert len(own) == len(batches)
             found += own
+            assert {type(sample) for sample in itertools.chain(*own)} <= {int}
         assert sorted(itertools.chain(*found)) == list(range(100))
         assert max(map(len, found)) == size
-    assert json.dumps(found)

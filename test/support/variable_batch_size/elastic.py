@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -124,6 +125,10 @@ def loss_of(
     return F.cross_entropy(model(x) * model.scale, y.long())
 
 
+class Killed(Exception):
+    """Ends a run."""
+
+
 class Training:
     """A run of a case on the replica that it is built in, as a user writes it.
 
@@ -163,6 +168,17 @@ class Training:
         for epoch in range(self.sampler.epoch, self.case.epochs):
             self.epoch(epoch)
         return self.weights()
+
+    def train_until(self, kill_at: float) -> None:
+        """Trains to the end, or to the update after which all replicas are killed."""
+
+        def kill(update: vbs.Update) -> None:
+            if update.step >= kill_at:
+                raise Killed
+
+        self.optimizer.attach(kill)
+        with contextlib.suppress(Killed):
+            self.train()
 
     def epoch(self, epoch: int) -> int:
         """Trains what is left of an epoch; returns the number of updates."""

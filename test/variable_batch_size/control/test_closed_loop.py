@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -77,10 +76,6 @@ class Training(elastic.Training):
         return [(u.step, u.batch_size, u.epoch, u.ends_epoch) for u in self.updates]
 
 
-class Killed(Exception):
-    """Ends a run."""
-
-
 def train(rank: int, folder: Path, policy: str, kill_at: float = math.inf):
     """Trains from the newest checkpoint; returns weights and (step, size, epoch)."""
     training = Training(folder, START, POLICIES[policy])
@@ -89,14 +84,7 @@ def train(rank: int, folder: Path, policy: str, kill_at: float = math.inf):
     )
     checkpointer.load()
     training.optimizer.attach(checkpointer)
-
-    def kill(update: vbs.Update) -> None:
-        if update.step >= kill_at:
-            raise Killed
-
-    training.optimizer.attach(kill)
-    with contextlib.suppress(Killed):
-        training.train()
+    training.train_until(kill_at)
     return training.weights(), training.told()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from pathlib import Path
 
@@ -17,10 +16,6 @@ import variable_batch_size as vbs
 import xla_replica
 
 COUNT, MINIBATCH, EPOCHS = 96, 4, 2
-
-
-class Killed(Exception):
-    """Ends a run."""
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -61,25 +56,11 @@ class Run(elastic.Training):
         [lr] = self.replica.fetch([torch.as_tensor(update.lr[0])])
         self.told.append((update.step, update.batch_size, lr.item()))
 
-    def train(self, kill_at: float = math.inf) -> None:
-        """Trains to the end, or to the update after which it is killed.
-
-        That is the same on every replica, also on one that is idle then.
-        """
-
-        def kill(update: vbs.Update) -> None:
-            if update.step >= kill_at:
-                raise Killed
-
-        self.optimizer.attach(kill)
-        with contextlib.suppress(Killed):
-            super().train()
-
 
 def adascale(rank: int, folder: Path, use: bool = True, kill_at: float = math.inf):
     """Returns what the updates were, what is measured in the end, and by whom."""
     run = Run(folder, [4, 8, 12, *[4] * 100], "adascale", use)
-    run.train(kill_at)
+    run.train_until(kill_at)
     found = run.optimizer.noise.measure()
     return run.told, found, run.optimizer.noise.estimator, run.weights()
 
@@ -116,7 +97,7 @@ def test_adascale_with_one_minibatch_a_step_resumes_on_other_replicas(
 def controlled(rank: int, folder: Path, use: bool = True, kill_at: float = math.inf):
     """Returns the steps' batch sizes; they begin with one minibatch."""
     run = Run(folder, MINIBATCH, "linear", use, most=24)
-    run.train(kill_at)
+    run.train_until(kill_at)
     return [step[:2] for step in run.told]
 
 

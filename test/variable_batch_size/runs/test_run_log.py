@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.variable_batch_size import elastic
-from support.variable_batch_size.elastic import Case, large_batch_run
+from support.variable_batch_size.elastic import Case, Killed, large_batch_run
 from support.variable_batch_size.reports import Writer
 from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import row
@@ -53,10 +53,6 @@ class Training(elastic.Training):
             self.log.add(loss)
         self.losses.append((self.step, loss.detach()))
         return self.optimizer.step()
-
-
-class Killed(Exception):
-    """Ends a run."""
 
 
 def train(rank: int, folder: Path, case: Case, options: dict) -> dict[str, object]:
