@@ -9,12 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from variable_batch_size.control.policies import (
-    POLICIES,
-    Observation,
-    Policy,
-    decide,
-)
+from variable_batch_size.control.policies import POLICIES, Observation, Policy, decide
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
 from variable_batch_size.trace_tools.step_time import fit_step_time

@@ -9,16 +9,9 @@ from typing import Any
 
 import torch
 
-from variable_batch_size.device_scalars import (
-    TensorScalars,
-    dtype_for,
-    operand_for,
-)
+from variable_batch_size.device_scalars import TensorScalars, dtype_for, operand_for
 from variable_batch_size.rules.adam import AdamState
-from variable_batch_size.rules.rule import (
-    HYPERPARAMETERS,
-    ScaledHyperparameters,
-)
+from variable_batch_size.rules.rule import HYPERPARAMETERS, ScaledHyperparameters
 from variable_batch_size.step.settings import StepContext
 
 Group = dict[str, Any]
