@@ -308,20 +308,12 @@ class RunLog:
 
     def _write(self, measure: bool) -> None:
         """Writes the pending lines, after one read of what is on the device."""
-        lines = self._pending
-        on_device = [
-            (line, name)
-            for line in lines
-            for name, value in line.items()
-            if isinstance(value, torch.Tensor)
-        ]
-        tensors = [line[name] for line, name in on_device]
-        if measure:
-            tensors.append(self._shared_loss)
-            self._shared_loss = self._nothing_shared
-        fetched = self._replica.fetch(tensors)
-        for (line, name), number in zip(on_device, fetched):
-            line[name] = number.item()
+        losses = [self._shared_loss] if measure else []
+        lines, losses = self._replica.to_host((self._pending, losses))
+        for line in lines:
+            for name, value in line.items():
+                if isinstance(value, torch.Tensor):
+                    line[name] = value.item()
         if measure:  # the device was waited for, which is time of the last update
             now = time.perf_counter()
             longer = 1 + (now - self._since) / lines[-1]["seconds"]
@@ -334,7 +326,8 @@ class RunLog:
             self._totals += [line[name] for name in names]
         self._pending = []
         if measure:
-            self._add_measurements(lines[-1], *fetched[-1].tolist())
+            self._shared_loss = self._nothing_shared
+            self._add_measurements(lines[-1], *losses[0].tolist())
         self._tell(lines)
         if measure:
             self._send_line(lines[-1])

@@ -88,11 +88,7 @@ class StepTotals:
             )
         weight = weight.detach().reshape(1)
         if weight.is_cpu:
-            value = weight.item()
-            if not 0 <= value < math.inf:
-                raise ValueError(
-                    f"step: weight must be a finite number >= 0, got {value!r}"
-                )
+            check_number("step: weight", 0 + weight.item(), least=0)  # also a bool
         return weight.to(replica.device, dtype)
 
     def sample_weights(self, num_real: int) -> torch.Tensor:
