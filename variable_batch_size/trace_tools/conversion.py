@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -54,7 +53,7 @@ class Availability:
             np.append(self.times, end), np.append(self.devices, self.devices[-1])
         )
 
-    @functools.cached_property
+    @property
     def changes(self) -> Availability:
         """The log without rows that change nothing; the last one stays."""
         keep = np.diff(self.devices, prepend=-1) != 0
