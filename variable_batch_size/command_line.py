@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import inspect
 import json
 import os
@@ -13,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from variable_batch_size.runs.run_file import installed_version
 from variable_batch_size.trace_tools.commands import COMMANDS
 from variable_batch_size.trace_tools.options import (
     add_options,
@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Tools for training with a batch size that follows a trace.",
         epilog="vbs COMMAND --help shows a command's options and examples.",
     )
-    parser.add_argument("--version", action="version", version=f"vbs {_version()}")
+    version = installed_version() or "of a checkout that is not installed"
+    parser.add_argument("--version", action="version", version=f"vbs {version}")
     choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (run, members) in COMMANDS.items():
         command = add_parser(choices, name, run)
@@ -72,14 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output = listed(output)
     sys.stdout.write(f"{output}\n")
     return 0
-
-
-def _version() -> str:
-    """Returns the version that is installed; of a bare checkout nothing is known."""
-    try:
-        return importlib.metadata.version("elastic-xla")
-    except importlib.metadata.PackageNotFoundError:
-        return "of a checkout that is not installed"
 
 
 def _in_options(message: str, options: Mapping[str, Any]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ from variable_batch_size.device_scalars import DeviceScalars, as_floats
 from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
+from variable_batch_size.runs.run_file import installed_version
 from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Unit
 from variable_batch_size.step.buffers import average_buffers
@@ -417,9 +416,8 @@ class ElasticOptimizer(OptimizerProxy):
                 self.replica.rank,
             )
         run = LiveRun(self._context, self._loop, **options)
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            settings["version"] = importlib.metadata.version("elastic-xla")
-        settings = {**checks.common_settings(self._context), **settings}
+        own = {**checks.common_settings(self._context), "version": installed_version()}
+        settings = {**own, **settings}
         run.enter({name: repr(value) for name, value in settings.items()})
         self._loop.live = run
 

@@ -202,11 +202,18 @@ def _plain(value: Any) -> Any:
     return value if known else str(value)
 
 
+def installed_version() -> str | None:
+    """Returns the version of this library; of a bare checkout nothing is known."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("elastic-xla")
+    return None
+
+
 def _versions() -> dict[str, str]:
     """Returns the versions of Python, of this library and of torch's packages."""
     found = {"python": platform.python_version()}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout
-        found["elastic-xla"] = importlib.metadata.version("elastic-xla")
+    if version := installed_version():
+        found["elastic-xla"] = version
     for name, module in sorted(sys.modules.items()):
         if name.startswith("torch") and "." not in name:
             found[name] = str(getattr(module, "__version__", "unknown"))
