@@ -207,6 +207,13 @@ def test_a_stream_that_does_not_begin_at_the_position_is_noticed():
         Run(again, state=state).steps(0)
 
 
+def test_samples_that_cannot_be_compared_may_begin_anywhere():
+    dataset = vbs.BlockDataset.from_stream(
+        lambda at: ((lambda n=n: n) for n in range(at, 64)), 64, 8
+    )
+    assert dataset[40]() == 40
+
+
 class Sharded(IterableDataset):
     """A stream that gives each worker of a loader a part, as torch's page shows."""
 
