@@ -234,7 +234,7 @@ class GradientIndex:
         ``np.load(path, mmap_mode="r")`` maps it into memory.
         """
 
-        def write(file: BinaryIO) -> Path:
+        def write(file: BinaryIO) -> None:
             header = {
                 "descr": "<f4",
                 "fortran_order": False,
@@ -243,9 +243,8 @@ class GradientIndex:
             np.lib.format.write_array_header_1_0(file, header)
             for _, rows in self._blocks():
                 file.write(rows.tobytes())
-            return Path(path)
 
-        write_whole(unfinished_name(Path(path)), write)
+        write_whole(unfinished_name(Path(path)), write, Path(path))
 
     def _blocks(self, rows: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the first row and the rows of blocks of 16 MiB, or so many rows."""

@@ -22,7 +22,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -166,13 +166,9 @@ class Parts:
 
     def _write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
         """Writes a file that appears in one piece; an OSError says what to do."""
-
-        def write(file: BinaryIO) -> Path:
-            file.writelines(pieces)
-            return path
-
+        unfinished = unfinished_name(path)
         try:
-            write_whole(unfinished_name(path), write)
+            write_whole(unfinished, lambda file: file.writelines(pieces), path)
         except OSError as error:
             raise OSError(
                 error.errno,

@@ -126,11 +126,11 @@ class FullDisk:
 def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room):
     opened = []
 
-    def filled(unfinished, write):
+    def filled(unfinished, write, path):
         opened.append(unfinished)
         if len(opened) < 3:  # the description and a part
-            return files.write_whole(unfinished, write)
-        return files.write_whole(unfinished, lambda f: write(FullDisk(f, room)))
+            return files.write_whole(unfinished, write, path)
+        return files.write_whole(unfinished, lambda f: write(FullDisk(f, room)), path)
 
     options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
     with monkeypatch.context() as patched:
