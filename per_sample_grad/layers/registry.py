@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -19,6 +18,7 @@ from per_sample_grad.factors.forms import (
     Outer,
     Windows,
     accumulation_dtype,
+    matrix_shape,
 )
 from xla_replica import traits
 
@@ -247,7 +247,7 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
 
     ``rows`` are allowed numbers of rows.
     """
-    height, width = shape[0] if shape else 1, math.prod(shape[1:])
+    height, width = matrix_shape(shape)
     match part:
         case Dense(values):
             got, fits = [values], tuple(values.shape[1:]) == shape
@@ -261,8 +261,7 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
         case Windows(left):
             got, fits = [left], left.dim() == 4
         case _:
-            kind = type(part).__name__
-            return None if isinstance(part, Contribution) else f"a {kind}"
+            return f"a {type(part).__name__}"
     if fits and got[0].dim() and len(got[0]) in rows:
         return None
     sizes = " and ".join(str(tuple(each.shape)) for each in got)
