@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import bisect
 import ctypes
-import functools
 import gc
 import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -170,7 +170,7 @@ class MemberReplica(Replica):
         if not self._is_alone:
             self._group = self._connect(range(len(self.met.members)))
             ready = torch.zeros(1)
-            self._wait("joining", lambda group: group.allreduce([ready]))
+            self._wait("joining", methodcaller("allreduce", [ready]))
 
     def _connect(self, members: Sequence[int]) -> Any:
         """Returns a group of some members of this generation, once for each choice."""
@@ -233,10 +233,10 @@ class MemberReplica(Replica):
             raise self._loss(verb, error) from error
 
     def _over_members(
-        self, verb: str, tensor: torch.Tensor, begin: Callable[[Any], Any]
+        self, verb: str, tensor: torch.Tensor, method: str, *arguments: Any
     ) -> None:
-        """Replaces a tensor on the host by what a collective of members makes of it."""
-        self._lead(lambda: self._wait(verb, begin))
+        """Replaces a tensor on the host by what a group's ``method`` makes of it."""
+        self._lead(lambda: self._wait(verb, methodcaller(method, *arguments)))
         self._slice.tell(tensor)
 
     def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -258,8 +258,7 @@ class MemberReplica(Replica):
             on_host = tensors if self.is_host else self._read(tensors)
             for own, sent in zip(_buckets(tensors), _buckets(on_host)):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in sent])
-                add = functools.partial(_allreduce, flat)
-                self._over_members("all_reduce_", flat, add)
+                self._over_members("all_reduce_", flat, "allreduce", [flat])
                 if not self.is_host:
                     flat = self.send(flat)
                 parts = flat.split([tensor.numel() for tensor in own])
@@ -272,9 +271,7 @@ class MemberReplica(Replica):
         [value] = self._read([tensor])
         options = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MAX
-        self._over_members(
-            "all_max", value, lambda group: group.allreduce([value], options)
-        )
+        self._over_members("all_max", value, "allreduce", [value], options)
         return self.send(value)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -288,8 +285,8 @@ class MemberReplica(Replica):
         first = self._firsts[self.member]
         rows[first : first + len(own)] = own
         if rows.numel():
-            add = functools.partial(_allreduce, rows)  # members' rows are apart
-            self._over_members("all_gather", rows, add)
+            # Members' rows are apart.
+            self._over_members("all_gather", rows, "allreduce", [rows])
         rows = rows.view(-1).view(value.dtype)
         return self.send(rows.reshape(self.num_replicas, *value.shape))
 
@@ -302,8 +299,7 @@ class MemberReplica(Replica):
         for tensor, value in zip(tensors, self.fetch(tensors)):
             if owner == self.member:
                 self._slice.tell(value, source - self._firsts[owner])
-            send = functools.partial(_broadcast, value, owner)
-            self._over_members("broadcast_", value, send)
+            self._over_members("broadcast_", value, "broadcast", value, owner)
             with torch.no_grad():
                 tensor.copy_(value)
 
@@ -327,8 +323,7 @@ class MemberReplica(Replica):
             root = ranks.index(source)
 
             def broadcast(piece: torch.Tensor) -> None:
-                send = functools.partial(_broadcast, piece, root)
-                self._wait("share", send, group)
+                self._wait("share", methodcaller("broadcast", piece, root), group)
 
             state = send_state(state, self.member == source, broadcast)
 
@@ -342,14 +337,6 @@ def _ends_soon(work: Any) -> bool:
         return work.wait(timedelta(seconds=_LOOK_SECONDS))
     except RuntimeError:  # or it has only not ended yet
         return work.is_completed() and work.wait()
-
-
-def _allreduce(tensor: torch.Tensor, group: Any) -> Any:
-    return group.allreduce([tensor])
-
-
-def _broadcast(tensor: torch.Tensor, source: int, group: Any) -> Any:
-    return group.broadcast(tensor, source)
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
