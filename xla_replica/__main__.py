@@ -29,7 +29,8 @@ from xla_replica.starting.scripts import ScriptRunner
 from xla_replica.starting.xla import is_installed
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; a ``SystemExit`` that the script raises passes through."""
     parser = argparse.ArgumentParser(
         prog="python -m xla_replica",
         description=__doc__,
@@ -60,12 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line; a ``SystemExit`` that the script raises passes through."""
-    parser = _parser()
     args = parser.parse_args(arguments)
     if args.num_replicas < 1:
         parser.error(f"--num-replicas must be at least 1, got {args.num_replicas}")

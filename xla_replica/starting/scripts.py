@@ -47,12 +47,11 @@ class ScriptRunner:
         pjrt.run_multiprocess = self._run_multiprocess
         if self._prepare is not None:
             self._prepare()
+        sys.argv = [script, *arguments]
         if is_module:
-            sys.argv = [script, *arguments]
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             path = os.path.abspath(script)
-            sys.argv = [script, *arguments]
             # As for python. The folder that was there may be where this package is.
             sys.path[:1] = [str(Path(path).parent), str(Path(__file__).parents[2])]
             runpy.run_path(path, run_name="__main__")
