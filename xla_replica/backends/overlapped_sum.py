@@ -375,16 +375,14 @@ def bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     The first group is a small one.
     """
     groups: list[list[nn.Parameter]] = []
+    kind: tuple[torch.device, torch.dtype] | None = None
     num_bytes = 0
     for parameter in parameters:
         most = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
-        same = groups and (groups[-1][0].device, groups[-1][0].dtype) == (
-            parameter.device,
-            parameter.dtype,
-        )
-        if not same or num_bytes >= most:
+        own = parameter.device, parameter.dtype
+        if own != kind or num_bytes >= most:
+            kind, num_bytes = own, 0
             groups.append([])
-            num_bytes = 0
         groups[-1].append(parameter)
         num_bytes += parameter.numel() * parameter.element_size()
     return groups
