@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import subprocess
 import sys
 import threading
@@ -91,15 +90,14 @@ def test_another_jobs_parts_are_an_error(tmp_path, told):
 
 def test_the_parts_of_an_earlier_version_are_an_error(tmp_path):
     options = {"folder": tmp_path, "progress": False}
-    (tmp_path / "pool.json").write_text(json.dumps({"score": "grad_norm", "count": 23}))
-    with pytest.raises(ValueError, match=r"by another version of .* format is None"):
-        psg.score_pool(make_model(), Pool(), **options)
-    (tmp_path / "pool.json").write_text("[" * 200_000)
-    with pytest.raises(ValueError, match=r"pool\.json is damaged .*Give another"):
-        psg.score_pool(make_model(), Pool(), **options)
-    (tmp_path / "pool.json").write_text('{"format": 2,')
-    with pytest.raises(ValueError, match=r"pool\.json is damaged .*Give another"):
-        psg.score_pool(make_model(), Pool(), **options)
+    for text, told in [
+        ('{"score": "grad_norm", "count": 23}', "another version of .* format is None"),
+        ("[" * 200_000, r"pool\.json is damaged .*Give another"),
+        ('{"format": 2,', r"pool\.json is damaged .*Give another"),
+    ]:
+        (tmp_path / "pool.json").write_text(text)
+        with pytest.raises(ValueError, match=told):
+            psg.score_pool(make_model(), Pool(), **options)
 
 
 class FullDisk:
