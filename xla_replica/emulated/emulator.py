@@ -119,7 +119,6 @@ class Emulator:
             self._torch_xla.sync()
         self._report(rank, "returned")
         self._rendezvous.leave(rank)
-        self._rendezvous.wait_for_all_to_leave()
 
     def _announced(self, name: str, traced: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a collective of xla_model that also notes itself as pending."""

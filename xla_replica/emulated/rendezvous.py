@@ -61,14 +61,13 @@ class Rendezvous:
             self._threads[rank] = threading.get_ident()
 
     def leave(self, rank: int) -> None:
-        """Notes that replica ``rank`` has returned and will not come again."""
+        """Notes that replica ``rank`` has returned and will not come again.
+
+        Blocks until all have returned; raises if none does for ``timeout``.
+        """
         with self._changed:
             self._returned.add(rank)
             self._changed.notify_all()
-
-    def wait_for_all_to_leave(self) -> None:
-        """Blocks until all have returned; raises if none does for ``timeout``."""
-        with self._changed:
             while (num_returned := len(self._returned)) < self.num_replicas:
                 if not self._changed.wait_for(
                     lambda before=num_returned: len(self._returned) > before,
