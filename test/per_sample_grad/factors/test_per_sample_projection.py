@@ -123,16 +123,6 @@ def test_what_wraps_a_model_changes_nothing_of_the_map():
     )
 
 
-def test_a_parameter_without_uses_has_projections_of_zero():
-    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
-    with psg.capture(model) as recorded:
-        losses = model["a"](torch.randn(4, 3)).sum(1)
-    projection = psg.Projection(recorded.params, 10)
-    found = recorded.backward(losses).project(projection)
-    assert (found["b.weight"] == 0).all()
-    assert (found["a.weight"] != 0).any()
-
-
 def test_a_projection_of_another_model_is_refused():
     model, other = nn.Linear(2, 2), psg.Projection({"weight": (3, 2), "bias": (2,)}, 5)
     with psg.capture(model) as recorded:
