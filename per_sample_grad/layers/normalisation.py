@@ -58,8 +58,7 @@ def group_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
 def instance_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, C, *S)``."""
     module = call.module
-    num_dims = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
-    require_batched(call.input, num_dims[type(module)])
+    require_batched(call.input, 1 + module._get_no_batch_dim())
     if module.training or not module.track_running_stats:
         normalize = functools.partial(F.instance_norm, eps=module.eps)
     else:

@@ -464,6 +464,16 @@ def test_one_line_says_that_a_class_computes_what_its_base_does():
             psg.register_rule(Thin, like=wrong)
 
 
+@rules_kept()
+def test_a_class_may_compute_what_an_instance_norm_does():
+    own = type("Own", (nn.InstanceNorm1d,), {})
+    psg.register_rule(own, like=nn.InstanceNorm1d)
+    case = Case("", lambda: nn.Sequential(own(2, affine=True)), (2, 5))
+    model, inputs = case.make(torch.float64)
+    truth = oracle(case, model, inputs)
+    agree(psg.per_sample_factors(model, fold, inputs), truth, 1e-10)
+
+
 COUPLED = [
     ("a-module-of-the-mean", lambda: Apply(
         lambda m, x: m.a(x) + m.b(m.a(x).mean(0, keepdim=True)),
