@@ -43,7 +43,11 @@ def take_down(
         edge, found = below
     missing = [name for name, param in wanted.items() if param is not variable]
     _refuse_missing(missing)
-    return {name: [_of_shape(found, rules.shape_of(edge))] for name in wanted}
+    return {name: [_of_shape(found, _shape(edge))] for name in wanted}
+
+
+def _shape(edge: GradientEdge) -> tuple[int, ...]:
+    return tuple(edge.node._input_metadata[edge.output_nr].shape)
 
 
 def _refuse_missing(names: Sequence[str]) -> None:
@@ -56,9 +60,11 @@ def _of_shape(found: Contribution, shape: tuple[int, ...]) -> Contribution:
 
     An `Outer` on its way may be that of another view of the tensor as a matrix.
     """
-    is_other = isinstance(found, Outer) and forms.matrix_shape(shape) != _sides(found)
-    is_formed = is_other or isinstance(found, Dense)
-    return Dense(_formed(found, shape)) if is_formed else found
+    if isinstance(found, Outer) and forms.matrix_shape(shape) != _sides(found):
+        return Dense(_formed(found, shape))
+    if isinstance(found, Dense):
+        return Dense(found.values.reshape(-1, *shape))
+    return found
 
 
 def _sides(found: Outer) -> tuple[int, int]:
@@ -76,18 +82,22 @@ def _below(
     edge: GradientEdge, found: Contribution
 ) -> tuple[GradientEdge, Contribution] | None:
     """Returns the one input of a node and what it gets; None: without a rule here."""
-    node, shape = edge.node, rules.shape_of(edge)
+    node, shape = edge.node, _shape(edge)
     slots = [slot for slot, (n, _) in enumerate(node.next_functions) if n is not None]
     if len(slots) != 1:
         return None
     [slot] = slots
-    below = rules.source(node, slot)
-    here = _through_view(node, shape, rules.shape_of(below), found)
+    source = rules.source_shape(node, slot)
+    here = _through_view(node, shape, source, found)
     if here is None and node.name() == "EmbeddingBackward0":
         values = _formed(found, shape)
         index = rules.saved(node, "indices")
         here = rules.lookup(node, index.expand(len(values), *index.shape), values)
-    return None if here is None else (below, here)
+    if here is None:
+        return None
+    below, number = node.next_functions[slot]
+    assert below is not None
+    return GradientEdge(below, number), here
 
 
 def _through_view(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import forms
@@ -79,21 +79,11 @@ def output_shape(node: Node) -> tuple[int, ...]:
     return tuple(node._input_metadata[0].shape)
 
 
-def shape_of(edge: GradientEdge) -> tuple[int, ...]:
-    """Returns the shape of a tensor."""
-    return tuple(edge.node._input_metadata[edge.output_nr].shape)
-
-
-def source(node: Node, slot: int) -> GradientEdge:
-    """Returns the tensor that the operation took."""
-    below, number = node.next_functions[slot]
-    assert below is not None
-    return GradientEdge(below, number)
-
-
 def source_shape(node: Node, slot: int) -> tuple[int, ...]:
     """Returns the shape of the tensor that the operation took."""
-    return shape_of(source(node, slot))
+    below, number = node.next_functions[slot]
+    assert below is not None
+    return tuple(below._input_metadata[number].shape)
 
 
 def aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> tuple[int, ...]:

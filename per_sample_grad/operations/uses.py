@@ -21,7 +21,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution
@@ -96,8 +96,10 @@ def by_operation(call: Call, grad: torch.Tensor) -> dict[str, list[Contribution]
             assert operation is not None
             found = operation.rule(use.node, slot, grad, call.batch_dim)
         found = forms.regroup(forms.widened(found), call.num_samples)
+        below, number = use.node.next_functions[slot]
+        assert below is not None
         wanted = {name: call.params[name] for name in names}
-        down = take_down(rules.source(use.node, slot), found, wanted)
+        down = take_down(GradientEdge(below, number), found, wanted)
         for name, each in down.items():
             parts[name] += each
     return dict(parts)
@@ -128,8 +130,10 @@ class Search:
     batch_dim: int
     known: Container[torch.Tensor]
     may_read: bool
-    # Nodes that may depend on samples, as far as that was looked at.
-    _of_data: set[Node] = dataclasses.field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        # Nodes that may depend on samples, as far as that was looked at.
+        self._of_data: set[Node] = set()
 
     def of(
         self, params: Mapping[str, nn.Parameter]
