@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -18,7 +19,6 @@ from per_sample_grad.factors.forms import (
     Outer,
     Windows,
     accumulation_dtype,
-    matrix_shape,
 )
 from xla_replica import traits
 
@@ -247,7 +247,7 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
 
     ``rows`` are allowed numbers of rows.
     """
-    height, width = matrix_shape(shape)
+    height, width = shape[0] if shape else 1, math.prod(shape[1:])
     match part:
         case Dense(values):
             got, fits = [values], tuple(values.shape[1:]) == shape
@@ -261,7 +261,8 @@ def _fault(part: object, rows: Collection[int], shape: tuple[int, ...]) -> str |
         case Windows(left):
             got, fits = [left], left.dim() == 4
         case _:
-            return f"a {type(part).__name__}"
+            kind = type(part).__name__
+            return None if isinstance(part, Contribution) else f"a {kind}"
     if fits and got[0].dim() and len(got[0]) in rows:
         return None
     sizes = " and ".join(str(tuple(each.shape)) for each in got)
