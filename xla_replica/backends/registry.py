@@ -124,20 +124,15 @@ def current() -> Replica:
             has joined them to a group yet: each would silently train a model of its
             own.
     """
-    replica: Replica | None = getattr(_bound, "replica", None) or found()
-    if replica is None:
-        check_is_alone()
-        return LocalReplica()
-    return replica
-
-
-def found(but: str | None = None) -> Replica | None:
-    """Returns the replica that a registered backend finds, ``but`` one not asked."""
-    for name, backend in reversed(DEVICES.items()):
-        reason = None if name == but else backend.find()
+    replica: Replica | None = getattr(_bound, "replica", None)
+    if replica is not None:
+        return replica
+    for backend in reversed(DEVICES.values()):
+        reason = backend.find()
         if reason is not None:
             return backend.replica(reason)
-    return None
+    check_is_alone()
+    return LocalReplica()
 
 
 def given_or_current(replica: Replica | None) -> Replica:
