@@ -27,7 +27,6 @@ from per_sample_grad.factors.factors import Factors, check_projected
 from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import Method
 from per_sample_grad.factors.projection import Projection
-from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import tree_add
 
 _T = TypeVar("_T")
@@ -102,8 +101,6 @@ class Capture:
     ) -> None:
         self.model = model
         self.params = selected(model, params)
-        if not isinstance(batch_dim, Mapping):
-            batch_dim = {"": check_integer("batch_dim", batch_dim)}
         self._settings = Settings(
             model, self.params, batch_dim, fallback, check, method, budget, scale
         )

@@ -26,14 +26,11 @@ MOST_NAMES = 12
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The checked arguments of a `Capture`; ``params`` are the selected parameters.
-
-    ``batch_dim`` is by module, with ``""`` for all others.
-    """
+    """The checked arguments of a `Capture`; ``params`` are the selected parameters."""
 
     model: nn.Module
     params: Mapping[str, nn.Parameter]
-    batch_dim: Mapping[str, int | None]
+    batch_dim: int | Mapping[str, int | None]
     fallback: Fallback
     check: Check
     method: Method
@@ -49,8 +46,12 @@ class Settings:
         check_choice("check", self.check, get_args(Check))
         check_choice("method", self.method, METHODS)
         check_number("scale", self.scale, above=0)
-        unknown = self.batch_dim.keys() - {""}
-        if unknown and (unknown := unknown - dict(self.model.named_modules()).keys()):
+        if not isinstance(self.batch_dim, Mapping):
+            check_integer("batch_dim", self.batch_dim)
+            return
+        modules = dict(self.model.named_modules())
+        unknown = self.batch_dim.keys() - {"", *modules}
+        if unknown:
             raise ValueError(
                 f"batch_dim names {', '.join(sorted(unknown))}, which are not modules "
                 'of the model; give names as model.named_modules() does, "" for all '
@@ -62,13 +63,17 @@ class Settings:
         """Whether there is a fallback for parameters that rules do not account for."""
         return self.fallback != "error"
 
-    def batch_dim_of(self, module: str) -> int | None:
+    def batch_dim_of(self, module: str = "") -> int | None:
         """Returns a module's batch dimension; None: it is the same for all samples."""
+        if not isinstance(self.batch_dim, Mapping):
+            return self.batch_dim
         return self.batch_dim.get(module, self.default_batch_dim)
 
     @property
     def default_batch_dim(self) -> int:
         """The batch dimension of modules that ``batch_dim`` does not name."""
+        if not isinstance(self.batch_dim, Mapping):
+            return self.batch_dim
         return self.batch_dim.get("") or 0
 
 
