@@ -9,6 +9,8 @@ import gc
 import itertools
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import methodcaller
@@ -182,9 +184,37 @@ class MemberReplica(Replica):
             keys = f"{self.met.number}-{self.met.lineage}-{list(members)}"
             store = torch.distributed.PrefixStore(keys, store)
             place = members.index(self.member), len(members)
-            return connect(store, *place, self._membership.host, self._timeout)
+            host, timeout = self._membership.host, self._timeout
+            return self._made(lambda: connect(store, *place, host, timeout))
+        except MemberLost:
+            raise
         except RuntimeError as error:
             raise self._loss("joining a group", error) from error
+
+    def _made(self, make: Callable[[], Any]) -> Any:
+        """Returns what a function makes, in a thread that is left alone after a loss.
+
+        gloo can wait for ever, whatever its timeout, for one that dies meanwhile.
+        """
+        found: list[Any] = []
+
+        def run() -> None:
+            try:
+                found.append(make())
+            except RuntimeError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run, name="connects", daemon=True)
+        thread.start()
+        give_up = time.monotonic() + 2 * self._timeout
+        while not found:
+            thread.join(_LOOK_SECONDS)
+            is_lost = self._membership.has_lost or self._membership.was_silent
+            if not found and (is_lost or time.monotonic() > give_up):
+                raise self._loss("joining a group", "it is not heard of any more")
+        if isinstance(found[0], RuntimeError):
+            raise found[0]
+        return found[0]
 
     def _drop_group(self) -> None:
         """Ends the group, so that what the others wait for fails at once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import time
 import types
 import weakref
@@ -83,6 +84,22 @@ def test_a_member_that_was_silent_begins_no_sum():
     replica = of_two(was_silent=True)
     with pytest.raises(xla_replica.MemberLost, match="was silent"):
         replica._wait("all_reduce_", lambda group: pytest.fail("it has begun"))
+
+
+def test_a_member_does_not_wait_for_a_group_of_who_is_lost():
+    """gloo can wait for ever for one that dies while it connects."""
+    replica, dies = of_two(was_silent=False, has_lost=False), threading.Event()
+    assert replica._made(lambda: 3) == 3
+    with pytest.raises(RuntimeError, match="refused"):
+        replica._made(lambda: refuse())
+    replica._membership.has_lost = True
+    with pytest.raises(xla_replica.MemberLost, match="not heard of"):
+        replica._made(dies.wait)
+    dies.set()
+
+
+def refuse() -> None:
+    raise RuntimeError("refused")
 
 
 class Work:
