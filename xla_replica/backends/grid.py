@@ -279,7 +279,7 @@ class ExactSum(GradientSum, Rider):
             parameter.grad = None
 
     def sum_(self, others: Sequence[torch.Tensor], divisor: Any) -> None:
-        self._divisor = divisor
+        self._divisor = 1 if divisor is None else divisor
         self._replica.all_reduce_(others)
 
     def commit(self, num_minibatches: Any) -> None:
