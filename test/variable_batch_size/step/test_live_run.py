@@ -282,7 +282,7 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
 
 @of_torch_alone
 def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
-    arguments = ("--epochs", "6", "--minibatch-seconds", "0.03")
+    arguments = ("--epochs", "12", "--minibatch-seconds", "0.03")
     expected = undisturbed(arguments, tmp_path / "alone")
     lighthouse = Lighthouse(heartbeat_seconds=3.0)
     job = LiveJob(tmp_path / "live", arguments, lighthouse.variables)
