@@ -9,7 +9,10 @@ import inspect
 import typing
 
 import pytest
-from support.variable_batch_size.wrapping import make
+import torch
+from support.variable_batch_size.wrapping import CPU, make
+from torch import nn
+from torch.optim import SGD
 
 import variable_batch_size as vbs
 from variable_batch_size.data.schedule import OnEnd, Schedule
@@ -17,6 +20,36 @@ from variable_batch_size.step.attached import UNITS, Unit
 from variable_batch_size.step.settings import ElasticOptions
 
 WRAPPERS = [getattr(vbs, name) for name in vbs.__all__ if name.endswith("Optimizer")]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_linear_momentum_keeps_the_factor_in_the_buffer(maximize, nesterov):
+    """v = m v + (B/ref) (mean gradient + wd w); w -= lr v, in float64 by hand."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(5, dtype=torch.float64))
+    w, v = weight.detach().clone(), torch.zeros(5, dtype=torch.float64)
+    sampler = vbs.CustomSampler(
+        range(256), [64, 32, 96, 64], num_replicas=1, rank=0, verbose=False
+    )
+    sampler.num_yielded = 1000  # is not iterated
+    inner = SGD(
+        [weight], 0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov,
+        maximize=maximize,
+    )  # fmt: skip
+    wrapper = vbs.LinearRuleMomentumOptimizer(inner, sampler, 64, replica=CPU)
+    for n in sampler.plan.num_minibatches:
+        gradients = torch.randn(n, 5, dtype=torch.float64)
+        for gradient in gradients:
+            weight.grad.add_(gradient)
+            wrapper.step()
+        g = gradients.mean(0) * (-1 if maximize else 1) + 0.01 * w
+        g = g * (32 * n / 64)
+        v = 0.9 * v + g
+        w = w - 0.1 * (g + 0.9 * v if nesterov else v)
+    torch.testing.assert_close(weight.detach(), w, rtol=1e-13, atol=1e-13)
+    assert inner.param_groups[0]["weight_decay"] == 0.01
+    assert wrapper.current_lr() == pytest.approx(0.1 * 64 / 64)
 
 
 def test_linear_momentum_takes_a_weight_decay_for_all_groups():

@@ -80,8 +80,6 @@ ROWS = {
     "constant": Row("constant", _same),
     "linear": Row("linear", _linear),
     "linear-momentum": Row("linear-momentum", _linear),
-    "inside, nesterov": Row("linear-momentum", _linear, "sgd, nesterov"),
-    "inside, maximize": Row("linear-momentum", _linear, "sgd, nesterov, maximize"),
     "root": Row("root", _root),
     "root, inside": Row("root", _root, options=INSIDE),
     "root, decay per sample": Row("root", _root, options=PER_SAMPLE),
@@ -102,12 +100,9 @@ ROWS = {
     "half-life, amsgrad": Row("adam-half-life", _root, "adamw, amsgrad", _half_life),
     "half-life, decay": Row("adam-half-life", _root, "adamw", _half_life, PER_SAMPLE),
 }
-SGD = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
 ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 INNER = {
-    "sgd": SGD,
-    "sgd, nesterov": partial(SGD, nesterov=True),
-    "sgd, nesterov, maximize": partial(SGD, nesterov=True, maximize=True),
+    "sgd": partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=DECAY),
     "adamw": partial(torch.optim.AdamW, **ADAM),
     "adam": partial(torch.optim.Adam, **ADAM),
     "adamw, amsgrad": partial(torch.optim.AdamW, **ADAM, amsgrad=True),
@@ -271,16 +266,13 @@ class ByHand:
 
     def update(self, index: int, gradient: np.ndarray, ratio, factor, decay) -> None:
         weight, lr = self.groups[index], LR * factor
-        if self.row.inner.startswith("sgd"):
-            sign = -1 if "maximize" in self.row.inner else 1
-            gradient = sign * gradient + decay * weight
+        if self.row.inner == "sgd":
+            gradient = gradient + decay * weight
             if self.row.in_buffer:
                 gradient, lr = factor * gradient, LR
             old = self.velocity[index]
             new = gradient if old is None else MOMENTUM * old + gradient
             self.velocity[index] = new
-            if "nesterov" in self.row.inner:
-                new = gradient + MOMENTUM * new
             self.groups[index] = weight - lr * new
             return
         betas, eps = np.array(BETAS), EPS
