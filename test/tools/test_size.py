@@ -43,7 +43,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 26_190
-TEST_LINES = 43_910
+TEST_LINES = 43_950
 
 
 def test_lines_are_counted():

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from support.per_sample_grad.agreement import assert_same_grads
-from support.per_sample_grad.gradient_oracle import fold
+from support.per_sample_grad.gradient_oracle import Case, fold
 from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 
@@ -86,6 +86,13 @@ def test_the_next_batch_is_compared_as_ever():
             losses = fold(model, torch.randn(batch, 3))
         recorded.stream(losses, lambda factors: factors.norms(squared=True))
         assert recorded.compared == compared
+
+
+def test_what_is_coupled_is_refused_without_samples_too():
+    case = Case("", lambda: nn.BatchNorm1d(3), (3,))
+    model, _ = case.make(torch.float32)
+    with pytest.raises(psg.CouplingError), psg.capture(model.train()):
+        pass
 
 
 def test_a_report_needs_samples():

@@ -289,10 +289,11 @@ def test_nothing_of_the_file_is_used_after_loading(tmp_path):
     assert keeper.kept is not Keeper.kept
 
 
-def test_the_best_one_may_be_the_smallest(tmp_path):
-    training = Training(tmp_path, best="min")
-    for number, metric in enumerate((2.0, 1.0, 3.0), start=1):
+@pytest.mark.parametrize(("best", "expected"), [("max", 2), ("min", 1)])
+def test_the_best_one_can_be_loaded(best, expected, tmp_path):
+    training = Training(tmp_path, best=best)
+    for number, metric in enumerate((1.0, 3.0, 2.0), start=1):
         saved(training, number, metric)
-    again = Training(tmp_path, best="min").checkpointer
-    assert again.load(best=True).num_updates == 2
+    again = Training(tmp_path, best=best).checkpointer
+    assert again.load(best=True).num_updates == expected
     assert again.load().num_updates == 3

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import xla_replica
+from xla_replica import ReplicaError
 
 here = threading.local()
 META = torch.device("meta")
@@ -110,6 +111,15 @@ def test_an_all_gather_without_the_dimension_of_replicas_is_an_error(collective)
         r"\(num_replicas, \*tensor\.shape\), here \(1, (1, 3|1)\), got one of shape ",
     ):
         collective(replica)
+
+
+def disagrees(rank: int) -> None:
+    xla_replica.current().check_agreement("the seed", rank, "Pass the same seed.")
+
+
+def test_replicas_of_another_backend_can_disagree(threads):
+    with pytest.raises(ReplicaError, match="disagree about the seed: replica 0 has 0"):
+        xla_replica.launch(disagrees, num_replicas=2, device="threads")
 
 
 def test_a_backend_from_outside_is_used_only_if_it_is_asked_for(threads):
