@@ -41,13 +41,6 @@ def versions() -> dict[str, Any]:
     return found
 
 
-def device_name(device: str) -> str:
-    """Returns what torch calls a GPU, such as "cuda"; of others the kind alone."""
-    if not torch.accelerator.is_available() or device == "cpu":
-        return device
-    return torch.get_device_module(device).get_device_name()
-
-
 def _commit() -> str | None:
     """Returns the checkout's commit, ``-dirty`` if it is changed; None without git."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]

@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import variable_batch_size as vbs
 from tools.benchmarks.bench_step import make_model
-from tools.record import device_name, parser_with_output, row, save
+from tools.record import parser_with_output, row, save
 from tools.side_by_side import side_by_side
+from xla_replica import LocalReplica
 
 
 def wide_mlp() -> nn.Module:
@@ -100,7 +101,7 @@ def main() -> None:
         work = f"exact step over elastic step: {name}"
         rows.append(row(work, times.rounds["exact"], at_most=goal))
         rows.append(row(f"elastic step: {name}", 1e3 * times.plain_seconds, "ms"))
-    save(options.output, {"device": device_name(device), "rows": rows})
+    save(options.output, {"device": LocalReplica(device).device_model, "rows": rows})
 
 
 if __name__ == "__main__":

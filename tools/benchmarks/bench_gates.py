@@ -34,8 +34,9 @@ import grab_xla
 import per_sample_grad as psg
 from tools.benchmarks.models import GPT2, MODELS, TOKENS, GPT2Small, losses_of, resnet50
 from tools.peak_memory import peak_memory
-from tools.record import device_name, parser_with_output, row, save
+from tools.record import parser_with_output, row, save
 from tools.side_by_side import Step, side_by_side
+from xla_replica import LocalReplica
 
 BATCH, CLASSES, VOCABULARY, LENGTH = 32, 10, 200, 64
 LARGE = {
@@ -272,7 +273,10 @@ def main() -> None:
     for case in arguments.cases:
         milliseconds[case], lines = measure(case, arguments)
         rows += lines
-    found = {"device": device_name(arguments.device), "bf16": arguments.bf16}
+    found = {
+        "device": LocalReplica(arguments.device).device_model,
+        "bf16": arguments.bf16,
+    }
     save(arguments.output, found | {"training, ms": milliseconds, "rows": rows})
     missed = [row["work"] for row in rows if row["median"] > row["at_most"]]
     sys.exit(f"missed: {'; '.join(missed)}" if missed else 0)

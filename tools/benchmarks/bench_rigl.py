@@ -36,9 +36,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 from rigl_xla import RigLScheduler, weights_of
-from tools.record import device_name, parser_with_output, row, save
+from tools.record import parser_with_output, row, save
 from tools.references import rigl_torch_reference
 from tools.references.resnet50 import resnet50
+from xla_replica import LocalReplica
 
 OPTIONS = {"dense_allocation": 0.1, "T_end": 10**6, "ignore_linear_layers": False}
 Seconds = dict[str, list[float]]
@@ -76,7 +77,7 @@ def ratios_of(seconds: Seconds, numerator: str, denominator: str) -> list[float]
 
 
 def timed(function: Callable[[], Any], device: str) -> float:
-    wait = torch.accelerator.synchronize if device != "cpu" else lambda: None
+    wait = LocalReplica(device).wait
     wait()
     start = time.perf_counter()
     function()
@@ -209,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     result: dict[str, Any] = {
-        "device": device_name(args.device),
+        "device": LocalReplica(args.device).device_model,
         "threads": torch.get_num_threads(),
         "load at the beginning": os.getloadavg()[0],
         "rows": [],
