@@ -24,13 +24,15 @@ from typing import Any
 
 import numpy as np
 
+from xla_replica.common.differences import differences
 from xla_replica.common.later import pd
 
 VERSION = 1
 # The events after which training goes on with the update of their step.
 BEGINNINGS = ("start", "resume")
-# What may be another when a run begins anew.
-_MAY_DIFFER = ("versions", "num_replicas", "replica")
+# What may be another when a run begins anew. Settings are for people: they may name the
+# number of replicas, the device or a folder.
+_MAY_DIFFER = ("versions", "num_replicas", "replica", "settings")
 
 
 class RunFile:
@@ -77,8 +79,10 @@ class RunFile:
         before = read_run(self.path)
         kept = {k: v for k, v in _plain(self._header).items() if k not in _MAY_DIFFER}
         has_ended = bool(before.events) and before.events[-1]["event"] == "stop"
-        if has_ended or any(before.header.get(k, v) != v for k, v in kept.items()):
-            why = "has ended" if has_ended else "had other settings"
+        was = {**kept, **before.header}
+        changed = "; ".join(differences(was, kept, {name: name for name in kept}))
+        if has_ended or changed:
+            why = "has ended" if has_ended else f"is not this one ({changed})"
             raise ValueError(
                 f"{self.path} has another run, which {why}, and this one begins at "
                 "step 0, so that its updates would take the place of the other's: give "
