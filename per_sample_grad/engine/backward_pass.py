@@ -85,6 +85,8 @@ class BackwardPass:
         # Small gradients wait for others, to be answered together; how many numbers.
         self._small: dict[str, list[Contribution]] = {}
         self._num_small = 0
+        # Parameters that a gradient of more bits than bfloat16 adds to.
+        self._wide: set[str] = set()
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
         self._may_read = self._traits.is_host
@@ -157,6 +159,7 @@ class BackwardPass:
             budget=self._budget,
             cancelling=self._cancelling,
             may_read=self._may_read,
+            of_bfloat16=self._wide.isdisjoint(merged),
         )
 
     def _keeps_samples_apart(
@@ -349,6 +352,8 @@ class BackwardPass:
                 self.problems.setdefault(name, []).append(f"{call.owner}: {refusal}")
                 self._parts.pop(name, None)
             return
+        if gradient.dtype != torch.bfloat16:
+            self._wide.update(wanted.values())
         for inner, uses in found.items():
             name = wanted[inner]
             uses = [forms.regroup(forms.widened(use), count) for use in uses]
@@ -415,6 +420,7 @@ class BackwardPass:
         self, gradients: Mapping[str, torch.Tensor]
     ) -> dict[str, list[Contribution]]:
         """Returns contributions from the losses' gradients ``(B, *shape)``, by name."""
+        self._wide.update(gradients)
         times = 1 / self._multiplier
         return {
             name: [forms.multiplied(forms.widened(forms.Dense(rows)), times)]

@@ -25,7 +25,9 @@ class Factors:
 
     `Capture.backward` returns them. Every answer is in float32 or wider and has no
     graph. On a lazy device nothing is computed before it is fetched: ask for all the
-    answers first, then fetch them together.
+    answers first, then fetch them together. Where all gradients of outputs came in
+    bfloat16, products on a GPU are in TF32, which has three bits more than they have,
+    and on a TPU in the process's own precision, by default that of bfloat16.
 
     Attributes:
         shapes: The shape of each parameter, by name.
@@ -44,6 +46,7 @@ class Factors:
         budget: int,
         cancelling: set[str],
         may_read: bool,
+        of_bfloat16: bool,
     ) -> None:
         self.shapes = dict(shapes)
         self.losses = losses
@@ -56,6 +59,11 @@ class Factors:
         # be read from the device, found when products are asked for.
         self._cancelling = cancelling
         self._may_read = may_read
+        # Whether all gradients of outputs came in bfloat16.
+        self._of_bfloat16 = of_bfloat16
+        self._precision = functools.partial(
+            forms.full_precision, losses.device, of_bfloat16=of_bfloat16
+        )
         self._squares_and_terms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # A parameter that the losses do not depend on has an empty list.
         self.merged = {name: list(merged[name]) for name in self.shapes}
@@ -107,7 +115,7 @@ class Factors:
     def norms(self, *, squared: bool = False) -> torch.Tensor:
         """Returns ``‖g_i‖`` over all parameters, ``(B,)``, never negative."""
         terms, joined = [], []
-        with forms.full_precision(self.losses.device):
+        with self._precision():
             for name, uses in self.merged.items():
                 match uses:
                     case [Dense(values)] if values.numel() <= JOINED:
@@ -122,7 +130,7 @@ class Factors:
 
     def norms_by_parameter(self, *, squared: bool = False) -> dict[str, torch.Tensor]:
         """Returns ``‖g_i‖`` of each parameter, ``(B,)``, by name."""
-        with forms.full_precision(self.losses.device):
+        with self._precision():
             found = {
                 name: self._sum([self._squared_norms(name)], (len(self),), 2)
                 for name in self.shapes
@@ -131,7 +139,7 @@ class Factors:
 
     def gram(self) -> torch.Tensor:
         """Returns ``⟨g_i, g_j⟩``, ``(B, B)``, symmetric, from full float32 products."""
-        with forms.full_precision(self.losses.device):
+        with self._precision():
             terms = [self._gram(name, self) for name in self.shapes]
             total = self._sum(terms, (len(self), len(self)), power=2)
             return (total + total.T) / 2
@@ -145,7 +153,8 @@ class Factors:
                 f"({', '.join(sorted({name for name, _ in differing}))}); capture the "
                 "same model with the same params"
             )
-        with forms.full_precision(self.losses.device):
+        wider = other if self._of_bfloat16 else self
+        with wider._precision():
             terms = [self._gram(name, other) for name in self.shapes]
             return self._sum(terms, (len(self), len(other))) * other._multiplier
 
@@ -157,7 +166,7 @@ class Factors:
                 ``(K, *shape)``.
         """
         many, terms, count = check_vectors(vectors, self.shapes), [], 1
-        with forms.full_precision(self.losses.device):
+        with self._precision():
             for name, uses in self.merged.items():
                 rows = vectors[name].detach().to(self._dtype)
                 rows = rows if many else rows.unsqueeze(0)
@@ -199,7 +208,7 @@ class Factors:
             totals: ``(K, *shape)`` for every name in `shapes`; views are allowed.
             weights: ``(K, B)``.
         """
-        with forms.full_precision(self.losses.device, products=False):
+        with self._precision(products=False):
             rows = weights.detach().to(self._dtype) * self._multiplier
             for name, uses in self.merged.items():
                 for use in uses:
@@ -215,7 +224,7 @@ class Factors:
         """
         check_projected(self.shapes, projection)
         found, n = {}, len(self)
-        with forms.full_precision(self.losses.device):
+        with self._precision():
             for name, uses in self.merged.items():
                 terms = [projection.of(name, uses, self._budget)] if uses else []
                 found[name] = self._sum(terms, (n, math.prod(projection.kept[name])))
@@ -224,7 +233,7 @@ class Factors:
     def materialize(self) -> dict[str, torch.Tensor]:
         """Returns every gradient, ``(B, *shape)`` by name: B times the model's size."""
         found, n = {}, len(self)
-        with forms.full_precision(self.losses.device):
+        with self._precision():
             for name, shape in self.shapes.items():
                 uses, terms = self.contributions(name), []
                 if uses:
@@ -260,7 +269,7 @@ class Factors:
             return None
         if name not in self._squares_and_terms:
             samples = self._planned("norms", name, self, "factored").samples
-            with forms.full_precision(self.losses.device):
+            with self._precision():
                 found = algebra.squared_norms_and_terms(uses, samples)
             self._squares_and_terms[name] = found
         return planning.cancels(*self._squares_and_terms[name])

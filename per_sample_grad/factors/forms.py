@@ -171,19 +171,20 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def full_precision(
-    device: torch.device, products: bool = True
+    device: torch.device, products: bool = True, of_bfloat16: bool = False
 ) -> contextlib.AbstractContextManager[object]:
     """Returns a context without a graph and without the caller's autocast.
 
-    In it ``products`` keep all their digits, or else have training's precision.
+    In it ``products`` keep all their digits, those that factors in bfloat16 have, or
+    else have training's precision.
     """
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.no_grad())
-    if torch.is_autocast_enabled(device.type):
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-    if products:
-        stack.enter_context(full_matmul_precision(device))
-    return stack
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if products:
+            stack.enter_context(full_matmul_precision(device, of_bfloat16=of_bfloat16))
+        return stack.pop_all()  # if one cannot be entered, none stays
 
 
 def widened(contribution: Contribution) -> Contribution:

@@ -20,6 +20,8 @@ def convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """
     module, inputs = call.module, call.input
     registry.require_batched(inputs, 2 + len(module.kernel_size))
+    if inputs.dtype != grad.dtype:  # autocast has rounded them for the layer
+        inputs = inputs.to(grad.dtype)
     unfolding = Unfolding(
         padding_widths(module), module.padding_mode, module.kernel_size,
         module.stride, module.dilation, grad.shape[2:], module.groups,
@@ -48,6 +50,8 @@ def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribu
     """
     module, inputs = call.module, call.input
     registry.require_batched(inputs, 2 + len(module.kernel_size))
+    if inputs.dtype != grad.dtype:  # autocast has rounded them for the layer
+        inputs = inputs.to(grad.dtype)
     widths = []
     for dim, size in enumerate(grad.shape[2:]):
         reach = (inputs.shape[2 + dim] - 1) * module.stride[dim]

@@ -29,6 +29,8 @@ def bilinear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
 
 def _of_product(grad: torch.Tensor, inputs: torch.Tensor) -> dict[str, Contribution]:
     """Returns those of ``weight @ inputs + bias``."""
+    if inputs.dtype != grad.dtype:  # autocast has rounded them for the layer
+        inputs = inputs.to(grad.dtype)
     # (N, G = 1, T, features)
     left, right = (x.reshape(len(x), 1, -1, x.shape[-1]) for x in (grad, inputs))
     bias = Dense(registry.over_positions(grad, kept=[grad.dim() - 1]))

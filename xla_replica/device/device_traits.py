@@ -7,6 +7,7 @@ kind adds a row with `register_device`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -27,6 +28,7 @@ class DeviceTraits(NamedTuple):
             a number that changes has to be a tensor, and shapes must not vary.
         full_precision: Returns a context manager inside which float32 matrix products
             keep all their digits, see `full_matmul_precision`.
+        bfloat16_precision: Returns one in which they keep those of bfloat16 numbers.
         has_streams: Work on one ``torch.Stream`` runs beside that on another, and a
             copy from pinned memory does not make the host wait.
         has_float64: Floats of 64 bits are native.
@@ -35,15 +37,18 @@ class DeviceTraits(NamedTuple):
     is_host: bool = False
     is_lazy: bool = False
     full_precision: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    bfloat16_precision: Callable[[], AbstractContextManager[None]] = (
+        contextlib.nullcontext
+    )
     has_streams: bool = False
     has_float64: bool = True
 
 
 @contextlib.contextmanager
-def _highest_in_torch() -> Iterator[None]:
-    """Surrounds a block in which torch's float32 matmul precision is "highest"."""
+def _in_torch(precision: str = "highest") -> Iterator[None]:
+    """Surrounds a block in which this is torch's float32 matmul precision."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
@@ -51,8 +56,8 @@ def _highest_in_torch() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Surrounds a block in which GPUs do not use TF32."""
+def _on_gpus(precision: str, in_torch: str) -> Iterator[None]:
+    """Surrounds a block in which products on GPUs are "ieee", or "tf32"."""
     # torch has an older and a newer setting. The older one, if it has been used, sets
     # the newer one too, and then must not differ from it: reading it would raise.
     matmul = torch.backends.cuda.matmul
@@ -60,8 +65,8 @@ def _without_tf32() -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(RuntimeError):  # only the newer one has been used
-                stack.enter_context(_highest_in_torch())
-            matmul.fp32_precision = "ieee"
+                stack.enter_context(_in_torch(in_torch))
+            matmul.fp32_precision = precision
             yield
     finally:
         matmul.fp32_precision = before
@@ -69,12 +74,16 @@ def _without_tf32() -> Iterator[None]:
 
 _TRAITS = {
     "cpu": DeviceTraits(is_host=True),
-    "cuda": DeviceTraits(has_streams=True, full_precision=_without_tf32),
+    "cuda": DeviceTraits(
+        full_precision=functools.partial(_on_gpus, "ieee", "highest"),
+        bfloat16_precision=functools.partial(_on_gpus, "tf32", "high"),
+        has_streams=True,
+    ),
     "xla": DeviceTraits(
         is_lazy=True, full_precision=HighestProducts, has_float64=False
     ),
     # TorchTPU makes torch's setting its own: "medium", which is bfloat16, by default.
-    "tpu": DeviceTraits(full_precision=_highest_in_torch, has_float64=False),
+    "tpu": DeviceTraits(full_precision=_in_torch, has_float64=False),
 }
 
 
@@ -99,7 +108,9 @@ def register_device(kind: str, traits: DeviceTraits) -> None:
     _TRAITS[kind] = check_type("traits", traits, DeviceTraits, "DeviceTraits")
 
 
-def full_matmul_precision(device: torch.device) -> AbstractContextManager[None]:
+def full_matmul_precision(
+    device: torch.device, *, of_bfloat16: bool = False
+) -> AbstractContextManager[None]:
     """Returns a context in which float32 matrix products are not rounded to fewer bits.
 
     On a GPU there is no TF32 inside, under TorchTPU torch's float32 matmul precision is
@@ -112,5 +123,9 @@ def full_matmul_precision(device: torch.device) -> AbstractContextManager[None]:
 
     Args:
         device: Where the products are computed. Nothing happens on a CPU.
+        of_bfloat16: Whether what is multiplied was computed in bfloat16, so that fewer
+            bits lose nothing: 11 in TF32 on a GPU; elsewhere the precision stays that
+            of training.
     """
-    return traits(device).full_precision()
+    kind = traits(device)
+    return kind.bfloat16_precision() if of_bfloat16 else kind.full_precision()

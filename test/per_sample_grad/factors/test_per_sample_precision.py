@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from support.per_sample_grad.gradient_oracle import HALF, Case, error, flat, oracle
 from support.per_sample_grad.layer_cases import CASES, Apply
+from support.xla_replica.replicas import on_gpu
 from torch import nn
 
 import per_sample_grad as psg
+from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Dense
 
 STACKED = Case("stacked", lambda: nn.Sequential(
@@ -144,3 +147,60 @@ def test_every_layer_in_half_precision(case, dtype):
     assert error(factors.norms(), grads.norm(dim=1)) <= tolerance
     assert error(factors.gram(), grads @ grads.T) <= 2 * tolerance
     assert factors.norms().dtype == torch.float32
+
+
+def test_only_where_all_gradients_of_outputs_are_in_bfloat16_fewer_bits_do(monkeypatch):
+    """Autocast of a CPU has LayerNorm's outputs in bfloat16, like those of others."""
+    asked = []
+
+    def noted(device: torch.device, *, of_bfloat16: bool):
+        asked.append(of_bfloat16)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(forms, "full_matmul_precision", noted)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False))
+
+    def factors(enabled: bool, params: list[str]) -> psg.Factors:
+        with psg.capture(model, params, check="never") as recorded:
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                hidden = model[0](torch.randn(2, 4))
+            with torch.autocast("cpu", torch.bfloat16):
+                losses = model[1](hidden).sum(1)
+        return recorded.backward(losses)
+
+    first, second = "0.weight", "1.weight"
+    narrow, mixed = factors(True, [first, second]), factors(False, [first, second])
+    for found in (narrow, mixed, factors(False, [second]), factors(False, [first])):
+        found.norms()
+    assert asked == [True, False, True, False]
+    asked.clear()
+    narrow.cross_gram(mixed)
+    mixed.cross_gram(narrow)
+    assert asked == [False, False]
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("build", "size"),
+    [
+        (convolutional, (8, 3, 6, 6)),
+        (lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 48)), (8, 5, 64)),
+    ],
+    ids=["convolutional", "dense"],
+)
+def test_on_a_gpu_products_of_factors_in_bfloat16_lose_nothing(build, size):
+    """The oracle multiplies the same factors in float64."""
+    torch.manual_seed(0)
+    model, x = build().cuda(), torch.randn(size, device="cuda")
+    recorded = psg.capture(model, lambda name, param: param.dim() > 1)
+    with recorded, torch.autocast("cuda", torch.bfloat16):
+        losses = model(x).float().square().flatten(1).sum(1)
+    factors = recorded.backward(losses)
+    norms, formed = factors.norms_by_parameter(), factors.materialize()
+    for name in factors.shapes:
+        (use,) = factors.contributions(name)
+        part = forms.part(use, 0, len(x))
+        left, right = part.left.double().cpu(), part.right.double().cpu()
+        truth = (left.transpose(2, 3) @ right).flatten(1)
+        assert error(norms[name], truth.norm(dim=1)) <= 1e-6
+        assert error(formed[name].flatten(1), truth) <= 1e-6

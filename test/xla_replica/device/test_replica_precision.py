@@ -53,6 +53,17 @@ def test_torchs_older_setting_can_be_read_inside_and_is_as_before(chosen):
     assert torch.get_float32_matmul_precision() == chosen
 
 
+@pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
+def test_products_of_bfloat16_are_in_tf32_on_a_gpu(chosen):
+    torch.set_float32_matmul_precision(chosen)
+    usual = MATMUL.allow_tf32, MATMUL.fp32_precision
+    with xla_replica.full_matmul_precision(GPU, of_bfloat16=True):
+        assert (MATMUL.allow_tf32, MATMUL.fp32_precision) == (True, "tf32")
+    assert (MATMUL.allow_tf32, MATMUL.fp32_precision) == usual
+    with xla_replica.full_matmul_precision(torch.device("cpu"), of_bfloat16=True):
+        assert torch.get_float32_matmul_precision() == chosen
+
+
 def test_torch_tpu_computes_in_torchs_highest_precision_inside():
     """TorchTPU reads torch's setting, which it sets to "medium" when it is loaded."""
     torch.set_float32_matmul_precision("medium")
@@ -66,7 +77,8 @@ def test_torch_tpu_computes_in_torchs_highest_precision_inside():
 def test_answers_about_samples_ask_for_it_and_sums_do_not(monkeypatch):
     asked = []
 
-    def noted(device: torch.device):
+    def noted(device: torch.device, *, of_bfloat16: bool):
+        assert not of_bfloat16
         asked.append(device)
         return xla_replica.full_matmul_precision(device)
 
