@@ -213,7 +213,8 @@ def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(rule, options, wait
                 F.cross_entropy(model(x), y).backward()
                 made = wrapper.step()
             if number >= 40:
-                assert counts.waits == (waits if made else 0)
+                # It waits, too, to hear that a step is to be run again.
+                assert counts.waits in ([waits] if made else [0, waits])
                 updates += made
     finally:
         torch.use_deterministic_algorithms(False)
