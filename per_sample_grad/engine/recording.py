@@ -195,7 +195,9 @@ class Recorder:
             return out
         outputs, out, is_joined = _outputs(owner.rule, module, out)
         tensors = tensors_in((args, kwargs))
-        settings, dim = self._settings, self._settings.batch_dim_of(owner.name)
+        default = self._settings.default_batch_dim
+        # None: what it returns is the same for all samples.
+        dim = self._settings.batch_dims.get(owner.name, default)
         call: Call | None = None
         for position, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor) or not output.requires_grad:
@@ -204,7 +206,7 @@ class Recorder:
                 _refuse_traced(owner.name, [output, *tensors])
             if call is None:
                 own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
-                first = settings.default_batch_dim if dim is None else dim
+                first = default if dim is None else dim
                 call = Call(module, own[0], own[1], 0 if is_joined else first)
             recorded = RecordedCall(
                 owner,

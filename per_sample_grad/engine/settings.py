@@ -24,9 +24,16 @@ Accumulate = Literal["mean", "sum"]
 MOST_NAMES = 12
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Settings:
-    """The checked arguments of a `Capture`; ``params`` are the selected parameters."""
+    """The checked arguments of a `Capture`; ``params`` are the selected parameters.
+
+    Attributes:
+        batch_dims: ``batch_dim`` of the modules that it names.
+        default_batch_dim: That of all others.
+        has_fallback: Whether there is a fallback for parameters that rules do not
+            account for.
+    """
 
     model: nn.Module
     params: Mapping[str, nn.Parameter]
@@ -46,9 +53,13 @@ class Settings:
         check_choice("check", self.check, get_args(Check))
         check_choice("method", self.method, METHODS)
         check_number("scale", self.scale, above=0)
+        self.has_fallback = self.fallback != "error"
+        self.batch_dims: Mapping[str, int | None] = {}
         if not isinstance(self.batch_dim, Mapping):
-            check_integer("batch_dim", self.batch_dim)
+            self.default_batch_dim = check_integer("batch_dim", self.batch_dim)
             return
+        self.batch_dims = self.batch_dim
+        self.default_batch_dim = self.batch_dim.get("") or 0
         modules = dict(self.model.named_modules())
         unknown = self.batch_dim.keys() - {"", *modules}
         if unknown:
@@ -57,24 +68,6 @@ class Settings:
                 'of the model; give names as model.named_modules() does, "" for all '
                 "others"
             )
-
-    @property
-    def has_fallback(self) -> bool:
-        """Whether there is a fallback for parameters that rules do not account for."""
-        return self.fallback != "error"
-
-    def batch_dim_of(self, module: str = "") -> int | None:
-        """Returns a module's batch dimension; None: it is the same for all samples."""
-        if not isinstance(self.batch_dim, Mapping):
-            return self.batch_dim
-        return self.batch_dim.get(module, self.default_batch_dim)
-
-    @property
-    def default_batch_dim(self) -> int:
-        """The batch dimension of modules that ``batch_dim`` does not name."""
-        if not isinstance(self.batch_dim, Mapping):
-            return self.batch_dim
-        return self.batch_dim.get("") or 0
 
 
 def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
