@@ -48,6 +48,7 @@ class BackwardPass:
         accumulate: What of the losses the pass is of, if it adds to ``.grad``.
         reported: Whether what is missing or wrong is for a report and not an error,
             and no fallback replaces a wrong rule.
+        waits: Whether factors are handed on when the pass is over, and not at once.
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
         compared: The last comparison with autograd; None: none was due.
@@ -60,6 +61,7 @@ class BackwardPass:
     retain_graph: bool = False
     accumulate: Accumulate | None = None
     reported: bool = False
+    waits: bool = False
 
     def __post_init__(self) -> None:
         if self.accumulate is not None:
@@ -90,8 +92,7 @@ class BackwardPass:
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
         self._may_read = self._traits.is_host
-        # Factors that are handed on after the comparison; None: they go at once.
-        self._waiting: list[Factors] | None = None
+        self._waiting: list[Factors] = []
 
     def run(self, attribution: Attribution) -> None:
         """Runs the pass; empties its calls, so that each can be freed when applied."""
@@ -115,7 +116,7 @@ class BackwardPass:
             self._cancelling |= proof.cancelling
         if self._comparer is not None:
             # A comparison reads the device anyway; a lazy one must not be read before.
-            self._waiting = [] if self._traits.is_lazy else None
+            self.waits |= self._traits.is_lazy
             self._may_read |= not self._traits.is_lazy
         # Temporaries are in float32.
         size = 4 * sum([call.shape.numel() for call in calls])
@@ -138,8 +139,8 @@ class BackwardPass:
             self._hand_on({name: self._small.pop(name, []) for name in rest})
         if self._comparer is not None:
             self._conclude(self._comparer, attribution.key, apart)
-        for factors in self._waiting or []:
-            factors.refuse_changes()
+        self._refuse_changes([*self._versions])
+        for factors in self._waiting:
             self.receive(factors)
 
     def run_without_samples(self) -> None:
@@ -351,14 +352,18 @@ class BackwardPass:
             for name in call.owner.names:
                 self.problems.setdefault(name, []).append(f"{call.owner}: {refusal}")
                 self._parts.pop(name, None)
+                self._versions.pop(name, None)
             return
         if gradient.dtype != torch.bfloat16:
             self._wide.update(wanted.values())
         for inner, uses in found.items():
             name = wanted[inner]
-            uses = [forms.regroup(forms.widened(use), count) for use in uses]
+            uses = [forms.widened(use) for use in uses]
+            if len(rows) != count:
+                uses = [forms.regroup(use, count) for use in uses]
             self._parts.setdefault(name, []).extend(uses)
-            self._versions.setdefault(name, []).append(forms.Versions(uses))
+            if self._num_missing[name] > 1:  # they wait for those of other calls
+                self._versions.setdefault(name, []).append(forms.Versions(uses))
 
     def _with_rows(self, call: RecordedCall, gradient: torch.Tensor) -> torch.Tensor:
         """Returns a gradient batch first; raises Refusal if rows are not samples'."""
@@ -380,10 +385,11 @@ class BackwardPass:
         if self._comparer is not None:
             self._comparer.add(factors)
         self._handed_on.update(merged)
-        if self._waiting is None:
+        if not self.waits:
             self.receive(factors)
-        else:
-            self._waiting.append(factors)
+            return
+        self._waiting.append(factors)
+        self._versions |= {n: [forms.Versions(uses)] for n, uses in merged.items()}
 
     def _use_fallback(
         self, names: Collection[str], vectorisable: Sequence[RecordedCall] = ()

@@ -150,11 +150,14 @@ class Capture:
         """
         parts: list[Factors] = []
         finished = self._run(
-            losses, parts.append, retain_graph=retain_graph, accumulate=accumulate
+            losses,
+            parts.append,
+            retain_graph=retain_graph,
+            accumulate=accumulate,
+            waits=True,
         )
         merged: dict[str, Sequence[Contribution]] = {}
         for part in parts:
-            part.refuse_changes()
             merged.update(part.merged)
         return finished.factors_of({name: merged[name] for name in self.params})
 

@@ -10,7 +10,7 @@ import torch
 
 from per_sample_grad.factors import algebra, forms
 from per_sample_grad.factors import plan as planning
-from per_sample_grad.factors.forms import Contribution, Dense, Outer, Versions
+from per_sample_grad.factors.forms import Contribution, Dense, Outer
 from per_sample_grad.factors.plan import Choice, Method, Plan, Quantity
 from per_sample_grad.factors.projection import Projection
 from xla_replica.common.arguments import check_choice
@@ -67,7 +67,6 @@ class Factors:
         self._squares_and_terms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # A parameter that the losses do not depend on has an empty list.
         self.merged = {name: list(merged[name]) for name in self.shapes}
-        self._versions = {name: Versions(uses) for name, uses in self.merged.items()}
 
     @functools.cached_property
     def _uses(self) -> list[Contribution]:
@@ -89,11 +88,6 @@ class Factors:
         return (
             f"Factors of {len(self)} samples' gradients, {len(self.shapes)} parameters"
         )
-
-    def refuse_changes(self) -> None:
-        """Raises PerSampleError if any factor was changed in place since."""
-        for name, versions in self._versions.items():
-            versions.refuse_changes(name)
 
     def contributions(self, name: str) -> list[Contribution]:
         """Returns the merged uses of a parameter, for your own algebra."""
