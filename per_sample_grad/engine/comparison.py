@@ -316,13 +316,9 @@ class Proof:
     keeps_samples_apart: bool = False
 
 
-_PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
-_PROVEN = weakref.WeakKeyDictionary()
-
-
-def proof_of(model: nn.Module, key: Hashable) -> Proof | None:
-    """Returns what is proven of a structure, by its key; None: nothing."""
-    return _PROVEN.get(model, {}).get(key)
+# What is proven of each model's structures, by their keys.
+PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
+PROVEN = weakref.WeakKeyDictionary()
 
 
 def remember(
@@ -334,7 +330,7 @@ def remember(
 ) -> None:
     """Keeps what a comparison proved of a structure, by its key."""
     if not any(math.isnan(error) for error in found.errors.values()):
-        proven = _PROVEN.setdefault(model, {})
+        proven = PROVEN.setdefault(model, {})
         before = proven.get(key, Proof(found.unseen))
         proven[key] = Proof(
             found.unseen & before.unseen,
