@@ -287,13 +287,9 @@ class RigLScheduler:
     def check_replicas(self) -> None:
         """Compares masks and sparse weights of all replicas; reads the device.
 
-        Collective. Cheap enough for once an epoch: three numbers per layer travel, so
-        it does not prove equality. In layers of fewer than 4.29e9 weights it is sure to
-        find one connection that is not active everywhere, or has moved; several can
-        cancel, by a chance of about 1 in 2**32 if they are random. Weights are compared
-        by where they are not finite and by one sum in float64, in which each has
-        another factor: changes below its rounding, 1e-16 of it, are not found. Nothing
-        else is compared. Devices of several kinds may sum in another order, and differ.
+        Collective. Every replica copies them to its host, once, and hashes travel: for
+        once an epoch. A NaN that all replicas have is no difference, and nothing but
+        masks and sparse weights is compared.
 
         Raises:
             ReplicaError: They differ.

@@ -22,7 +22,6 @@ from support.xla_replica.replicas import (
 
 import xla_replica
 from rigl_xla import TopologyLog
-from rigl_xla.update import drift as drift_of
 from xla_replica import ReplicaError
 
 STEPS = 10
@@ -166,22 +165,6 @@ def test_drift_is_found(backend):
         for what, message in messages.items():
             kind = "weights that are not finite" if what == "some nan" else "weights"
             assert message.startswith(f"{kind} differ between replicas in ['5."), what
-
-
-@pytest.mark.parametrize("distance", [1, 65_519, 65_521, 2 * 65_521])
-@pytest.mark.parametrize("part", [1000, 2**24])
-def test_a_connection_that_has_moved_is_found_at_any_distance(
-    distance, part, monkeypatch
-):
-    monkeypatch.setattr(drift_of, "_PART", part)
-    layer = torch.nn.Linear(2**9, 2**9)
-    pruner = pruned(layer, sgd(layer), dense_allocation=0.5)
-    [state] = pruner._layers
-    before = drift_of._numbers(state)[0]
-    flat = state.mask.view(-1)
-    place = int((flat[:-distance] & ~flat[distance:]).nonzero()[0])
-    flat[place], flat[place + distance] = False, True
-    assert int(drift_of._numbers(state)[0]) != int(before)
 
 
 COUNTED = {
