@@ -8,7 +8,6 @@ import re
 import runpy
 import shlex
 import sys
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,8 +21,7 @@ from variable_batch_size.command_line import COMMANDS, main
 from variable_batch_size.trace_tools.charts import terminal_chart
 from variable_batch_size.trace_tools.conversion import POLICIES
 from variable_batch_size.trace_tools.families import FAMILIES
-from variable_batch_size.traces import trace_csv
-from variable_batch_size.traces.batch_trace import Trace, TraceError
+from variable_batch_size.traces.batch_trace import Trace
 
 MEMBERS = {"make": FAMILIES, "convert": POLICIES}
 PAGES = [
@@ -291,32 +289,6 @@ def test_numbers_are_json_for_programs(folder, capsys):
     for words in ("stats 1K", "check 64 --dataset-size 1K --epochs 1 --num-replicas 2"):
         assert main([*words.split(), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["steps"] in (0, 15)
-
-
-def test_a_large_file_is_the_same_trace(tmp_path, monkeypatch):
-    good = "step,batchsize\n" + "".join(f"{n},{1 + n % 7}\n" for n in range(5000))
-    rows = good.splitlines(keepends=True)
-    texts = {
-        "good": good,
-        "bad": "".join([*rows[:90], "89,many\n", *rows[91:]]),
-        "zero": "".join([*rows[:90], "89,0\n", *rows[91:]]),
-        "longer": "".join([*rows[:90], "89,1,000\n", *rows[91:]]),
-        "blank": "".join([*rows[:90], "\n", *rows[90:]]),
-        "jump": "".join([*rows[:90], "7,8\n", *rows[91:]]),
-    }
-    for name, text in texts.items():
-        path, found = tmp_path / f"{name}.csv", []
-        path.write_text(text)
-        for large in (2**20, 1):
-            monkeypatch.setattr(trace_csv, "LARGE", large)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                try:
-                    told = [*Trace(path).batch_sizes.tolist(), Trace(path).place(300)]
-                except TraceError as error:
-                    told = [str(error)]
-            found.append(told + [str(each.message) for each in caught])
-        assert found[0] == found[1], name
 
 
 def test_warnings_are_lines_and_not_hidden(folder, capsys):

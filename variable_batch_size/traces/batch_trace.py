@@ -184,7 +184,6 @@ class Trace:
 
     def _size(self, row: int, value: Any, column: str) -> int:
         """Returns the number that a cell of the column says, or raises TraceError."""
-        where = f"{self._place_of_row(row)}, {column}"
         allowed, meaning = "> 0", "the number of samples in the step"
         if column != COLUMN:
             allowed, meaning = ">= 0", f"the {column} after which the row holds"
@@ -192,15 +191,14 @@ class Trace:
             if isinstance(value, str) and self._lines is None:  # not from a file
                 raise ValueError(f"{value!r} is not an integer")
             size = trace_csv.integer_in(value, column)
+            if int(column == COLUMN) <= size < 2**62:
+                return size
+            problem = f"{size} must be {allowed}; it is {meaning}"
+            if size >= 2**62:
+                problem = f"{value!r} is too large"
         except ValueError as error:
-            raise TraceError(
-                f"{where}: {error}; allowed are integers {allowed}, {meaning}"
-            ) from None
-        if size < int(column == COLUMN):
-            raise TraceError(f"{where}: {size} must be {allowed}; it is {meaning}")
-        if size >= 2**62:
-            raise TraceError(f"{where}: {value!r} is too large")
-        return size
+            problem = f"{error}; allowed are integers {allowed}, {meaning}"
+        raise TraceError(f"{self._place_of_row(row)}, {column}: {problem}")
 
     def _unroll(self, column: Any, unit: str, tokens_per_sample: int | None) -> None:
         """Replaces the rows' batch sizes by those of the steps that they stand for."""

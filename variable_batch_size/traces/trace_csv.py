@@ -7,21 +7,18 @@ import csv
 import io
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from xla_replica.common.arguments import is_integer
-from xla_replica.common.later import pd
 
 COLUMN = "batchsize"
 STEP_COLUMN = "step"
 # What the rows of a trace by threshold count, in place of steps.
 THRESHOLDS = ("samples", "tokens")
 Source: TypeAlias = "str | os.PathLike[str] | IO[Any]"
-LARGE = 2**20  # bytes
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 
 
@@ -35,15 +32,14 @@ class Table(NamedTuple):
     Attributes:
         name: What errors call the file.
         header: The names of the columns.
-        columns: The cells of each, as texts or integers; rows without text are left
-            out.
+        columns: The cells of each, as texts; rows without text are left out.
         lines: The physical line of every row, from 1.
     """
 
     name: str
     header: list[str]
-    columns: list[Any]
-    lines: Sequence[int]
+    columns: list[list[str]]
+    lines: list[int]
 
 
 def read_table(source: Source) -> Table:
@@ -58,8 +54,6 @@ def read_table(source: Source) -> Table:
     try:
         text = Path(given).read_bytes() if is_path else given.read()
         if isinstance(text, bytes):
-            if len(text) >= LARGE and (plain := _read_integers(str(name), text)):
-                return plain
             text = text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TraceError(f"{name}: not UTF-8 text ({error})") from error
@@ -89,25 +83,6 @@ def read_table(source: Source) -> Table:
         raise TraceError(f"{name}: no steps; the file is empty")
     columns = [[row[index] for row in rows] for index in range(len(header))]
     return Table(str(name), header, columns, lines)
-
-
-def _read_integers(name: str, text: bytes) -> Table | None:
-    """Returns the table of a text of integers, which is read fast; else None."""
-    if b'"' in text or b"\r" in text or not text.endswith(b"\n"):
-        return None
-    try:
-        table = pd.read_csv(io.BytesIO(text), index_col=False)
-    except ValueError:  # also pandas' own errors, and text that is not UTF-8
-        return None
-    num_lines, num_commas = text.count(b"\n"), text.count(b",")
-    is_whole = num_commas == num_lines * (len(table.columns) - 1)
-    if not (is_whole and len(table) == num_lines - 1):
-        return None
-    if table.columns.duplicated().any() or any(k != np.int64 for k in table.dtypes):
-        return None
-    header = [str(name).strip() for name in table.columns]
-    columns = [table.iloc[:, index].to_numpy() for index in range(len(header))]
-    return Table(name, header, columns, range(2, 2 + len(table)))
 
 
 def check_header(columns: list[str], name: str) -> str | None:
