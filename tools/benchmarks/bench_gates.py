@@ -237,7 +237,9 @@ def measure(
 ) -> tuple[float, list[dict[str, Any]]]:
     """Returns milliseconds of training, and rows with the ratio of every way to it."""
     build, draw, gates = CASES[case]
-    steps = steps_of(build, draw(), options)
+    inputs = torch.cat([draw() for _ in range(options.times)])
+    steps = steps_of(build, inputs, options)
+    case += f" x {options.times}" if options.times > 1 else ""
     train = steps.pop("train")
     steps = {name: step for name, step in steps.items() if name in gates}
     found = side_by_side(train, steps, options.rounds, case, device=options.device)
@@ -267,6 +269,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="default: cpu")
     text = "run forward passes in bfloat16 where torch's autocast does"
     parser.add_argument("--bf16", action="store_true", help=text)
+    text = "how many times as many samples a step has, for a GPU; default 1"
+    parser.add_argument("--times", type=int, default=1, help=text)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     milliseconds, rows = {}, []
