@@ -41,6 +41,8 @@ class Ordering:
             that it may not; may be a property.
         num_draws: The uniform random numbers that a sample needs in probabilistic
             balancing; may be a property.
+        needs_gram: Whether `balance` needs inner products of rows with one another, if
+            it takes rows that are not formed.
         fills: What tensors of the state, by name, hold in columns that fill up a
             replica's share. Default: 0.
     """
@@ -50,6 +52,7 @@ class Ordering:
     placement_dtype: ClassVar[torch.dtype] = torch.int8
     piece_size: ClassVar[int | None] = None
     num_draws: ClassVar[int] = 1
+    needs_gram: ClassVar[bool] = True
     fills: ClassVar[Mapping[str, float]] = {}
 
     @property
@@ -125,9 +128,17 @@ class Ordering:
 
         Returns the new state, and ``(P,)`` placements: those of samples that waited for
         a partner, then those of these samples, except the ones that wait now. It may
-        change tensors of the state in place.
+        change tensors of the state in place. Rows are a tensor, unless `takes_factored`
+        allows others.
         """
         return state, torch.zeros(0, dtype=self.placement_dtype, device=rows_RD.device)
+
+    def takes_factored(self, state: State, num_rows: int) -> bool:
+        """Returns whether `balance` takes so many rows as `UnformedRows`.
+
+        That is, whether it only needs their inner products and weighted sums.
+        """
+        return False
 
     def with_second_moment(self, state: State, second_moment: Tensor) -> State:
         """Returns the state that divides gradients by this ``(columns,)`` moment.

@@ -17,10 +17,12 @@ from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing.decisions import (
     SMALLEST,
     Decisions,
+    add_,
     mark_nonfinite,
     squared_norms,
     without_nan,
 )
+from grab_xla.balancing.rows import Rows
 from xla_replica import traits, where_finite
 from xla_replica.common.arguments import check_integer, check_number
 
@@ -46,6 +48,12 @@ class Centred(Balancer):
             state[name].zero_()
         return state
 
+    def takes_factored(self, state: State, num_rows: int) -> bool:
+        own = type(self)
+        return (own.balance, own.centred, own.begin_step) == (
+            Centred.balance, Centred.centred, Balancer.begin_step,
+        )  # fmt: skip
+
     def centred(self, state: State, rows_RD: Any) -> tuple[Any, Tensor | None]:
         """Returns rows and a centre, ``(1, columns)``; the difference is balanced.
 
@@ -53,12 +61,13 @@ class Centred(Balancer):
         """
         return rows_RD, state["mean"]
 
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
+    def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
         sums, count, parts = state["sums"], state["count"], []
         others = decide.thresholds_RN, decide.weights_R
         for tile, thresholds, weights in decide.tiles(rows_RD, *others):
             rows, centre = self.centred(state, tile)
-            on_host = decide.tile_size is not None and traits(rows).is_host
+            is_tile = decide.tile_size is not None and isinstance(rows, Tensor)
+            on_host = is_tile and traits(rows).is_host
             is_compiled = on_host and decide.is_compiled
             # A tile on a CPU is small, so differences are formed: with them float32
             # loses no digits where the mean is larger than they are.
@@ -81,7 +90,7 @@ class Centred(Balancer):
                 signs, placements = self.walk(*walk)
                 seen = finite.to(sums.dtype)
                 factors = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
-                sums.addmm_(factors, rows)
+                add_(sums, factors, rows)
                 if centre is not None:
                     sums.addcmul_(factors.sum(1, keepdim=True), centre, value=-1)
             count = count + (seen if weights is None else seen * weights).sum()

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
-from grab_xla.balancing.decisions import Decisions, mark_nonfinite
+from grab_xla.balancing.decisions import Decisions, add_, mark_nonfinite
 from grab_xla.balancing.reordering import reorder_interleaved
+from grab_xla.balancing.rows import Rows, UnformedRows
 from xla_replica import where_finite
 from xla_replica.common.arguments import check_integer
 
@@ -39,9 +41,7 @@ class BlockBalancer(Balancer):
     def num_sums(self) -> int: ...
 
     @abc.abstractmethod
-    def balance_blocks(
-        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
-    ) -> Tensor:
+    def balance_blocks(self, sums: Tensor, rows_RD: Any, decide: Decisions) -> Tensor:
         """Returns the placements of whole blocks, and adds to ``sums`` in place."""
 
     def check_fits(self, num_samples: int) -> None:
@@ -51,6 +51,10 @@ class BlockBalancer(Balancer):
                 f"groups), and there are only {num_samples}, so that the order would "
                 "never change: choose smaller blocks, or another balance_type"
             )
+
+    def is_whole(self, state: State, num_rows: int) -> bool:
+        """Returns whether a step begins and ends where blocks do."""
+        return self.num_pending(state) == 0 and num_rows % self.block_size == 0
 
     @property
     def piece_size(self) -> int | None:  # type: ignore[override]
@@ -72,10 +76,13 @@ class BlockBalancer(Balancer):
         # No sample waits. Not a slice: its program would depend on how many waited.
         return {"sums": sums, "pending": sums.new_zeros(0, sums.shape[1])}
 
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
+    def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
         rows = rows_RD
         if decide.weights_R is not None:
             rows = rows * decide.weights_R.unsqueeze(1)
+        if not isinstance(rows, Tensor):
+            placements = self.balance_blocks(state["sums"], rows, decide)
+            return state, placements.to(self.placement_dtype)
         if self.num_pending(state):
             rows = torch.cat([state["pending"], rows])
         end = len(rows) // self.block_size * self.block_size
@@ -115,9 +122,11 @@ class PairBalance(BlockBalancer):
     def num_sums(self) -> int:
         return 1
 
-    def balance_blocks(
-        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
-    ) -> Tensor:
+    def takes_factored(self, state: State, num_rows: int) -> bool:
+        own = type(self).balance_blocks is PairBalance.balance_blocks
+        return own and self.is_whole(state, num_rows)
+
+    def balance_blocks(self, sums: Tensor, rows_RD: Rows, decide: Decisions) -> Tensor:
         thresholds = decide.thresholds_RN
         if thresholds is not None:
             # That of the partner, which came last.
@@ -126,26 +135,26 @@ class PairBalance(BlockBalancer):
         return _of_both(signs, -signs, self.num_workers)
 
     def _signs(
-        self,
-        sums: Tensor,
-        rows: Tensor,
-        thresholds_PN: Tensor | None,
-        decide: Decisions,
+        self, sums: Tensor, rows: Rows, thresholds_PN: Tensor | None, decide: Decisions
     ) -> Tensor:
         """Returns the signs of the pairs, ``(P,)``, and adds the pairs to ``sums``."""
-        first, second = _partners(rows, self.num_workers)
-        if decide.is_compiled:
-            from grab_xla.balancing.compiled_rows import balance_rows
+        differences: Rows
+        if isinstance(rows, UnformedRows):
+            differences = Differences(rows, self.num_workers)
+        else:
+            first, second = _partners(rows, self.num_workers)
+            if decide.is_compiled:
+                from grab_xla.balancing.compiled_rows import balance_rows
 
-            return balance_rows(first, second, sums, thresholds_PN, 0, decide.tie)
-        differences = mark_nonfinite(first - second, first, second)
+                return balance_rows(first, second, sums, thresholds_PN, 0, decide.tie)
+            differences = mark_nonfinite(first - second, first, second)
         parts = []
         for vectors, limits in decide.tiles(differences, thresholds_PN):
             gram, products = decide.gram(vectors, sums)
             finite = where_finite(torch.diagonal(gram))
             limits = None if limits is None else limits[:, 0]
             signs = decide.signs(products[:, 0], gram, finite, limits)
-            sums.addmm_(signs.unsqueeze(0), vectors)
+            add_(sums, signs.unsqueeze(0), vectors)
             parts.append(signs)
         return torch.cat(parts)
 
@@ -153,6 +162,30 @@ class PairBalance(BlockBalancer):
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
         return reorder_interleaved(order, placements, self.num_workers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences(UnformedRows):
+    """Differences of the partners of whole pairs, of rows that are not formed."""
+
+    rows: UnformedRows
+    num_workers: int
+
+    def __len__(self) -> int:
+        return len(self.rows) // 2
+
+    def gram(self) -> Tensor:
+        first, second = _partners(self.rows.gram(), self.num_workers)
+        first, second = _partners((first - second).T, self.num_workers)
+        return first - second
+
+    def __matmul__(self, vectors_DV: Tensor) -> Tensor:
+        first, second = _partners(self.rows @ vectors_DV, self.num_workers)
+        return first - second
+
+    def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
+        weights = weights_VR.T
+        self.rows.add_(sums_VD, _of_both(weights, -weights, self.num_workers).T)
 
 
 def _partners(rows_RN: Tensor, num_workers: int) -> tuple[Tensor, Tensor]:
