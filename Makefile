@@ -25,6 +25,8 @@ CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
 CPU_xla = 'torch==2.9.*' 'torchvision==0.24.*'
 CPU_torch = '$(TORCH)'
 CPU_outside = $(TORCH_outside) torchvision==0.28.0
+# From pip's own index alone.
+LARGE_torchtpu = 'torch==2.14.*'
 # A process per core; a file's tests stay together, they share what is slow to set up.
 # Files begin in the order of test/conftest.py, the longest ones first.
 PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
@@ -34,7 +36,7 @@ export PYTHONDONTWRITEBYTECODE :=
 REQUIREMENTS_xla = -e '.[xla-cpu,examples,test]'
 REQUIREMENTS_torch = '$(TORCH)' -e '.[test]'
 # OpenXLA's plugin for CPUs takes libtpu's place.
-REQUIREMENTS_torchtpu = 'torch==2.14.*' -e '.[torchtpu,test]' xla_cpu_pjrt==0.0.1
+REQUIREMENTS_torchtpu = $(LARGE_torchtpu) -e '.[torchtpu,test]' xla_cpu_pjrt==0.0.1
 REQUIREMENTS_tpu = jax==0.7.1 jaxlib==0.7.1 libtpu==0.0.21
 # That of the record of docs/outside.md, and of its torchvision.
 TORCH_outside = torch==2.13.0
@@ -44,25 +46,44 @@ REQUIREMENTS_docs = --group docs
 # Packages whose dependencies are old or large, and not needed for what we run of them.
 ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13 skypilot==0.14.1
 
+# Most files are never imported; the others are compiled when they are.
+PIP = $(VENV)/bin/python -m pip install --quiet --no-compile
+# Those that CI needs.
+ENVIRONMENTS = xla torch docs torchtpu outside tpu
+
 define CPU_ONLY
 command -v nvidia-smi >/dev/null || \
-	$(VENV)/bin/python -m pip install --quiet --no-deps --retries 0 \
-		--index-url $(CPU_BUILDS) $(CPU_$(ENV)) 2>/dev/null || \
+	$(PIP) --no-deps --retries 0 --index-url $(CPU_BUILDS) $(CPU_$(ENV)) 2>/dev/null || \
 	echo "make: no $(CPU_$(ENV)) at $(CPU_BUILDS): pip's own index may bring CUDA"
 endef
 
-.PHONY: mnist live test test-all browser tpu-compiler tpu-compile torchtpu gpu tpu-like outside wheel docs lint format bench clean help
+.PHONY: environments mnist live test test-all browser tpu-compiler tpu-compile torchtpu gpu tpu-like outside wheel docs lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
 
-$(VENV)/ready: setup.py pyproject.toml
+$(VENV)/torch:
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(PIP) --upgrade pip
 	$(if $(CPU_$(ENV)),$(CPU_ONLY))
-	$(VENV)/bin/python -m pip install --quiet $(REQUIREMENTS_$(ENV))
-	$(if $(ALONE_$(ENV)),$(VENV)/bin/python -m pip install --quiet --no-deps $(ALONE_$(ENV)))
+	$(if $(CPU_$(ENV))$(LARGE_$(ENV)),$(PIP) $(CPU_$(ENV)) $(LARGE_$(ENV)))
 	touch $@
+
+$(VENV)/ready: setup.py pyproject.toml | $(VENV)/torch
+	$(PIP) $(REQUIREMENTS_$(ENV))
+	$(if $(ALONE_$(ENV)),$(PIP) --no-deps $(ALONE_$(ENV)))
+	touch $@
+
+# What is large two at a time; this project one after the other, since pip writes here.
+environments:
+	$(MAKE) -j 2 $(ENVIRONMENTS:%=torch-of-%)
+	$(MAKE) $(ENVIRONMENTS:%=all-of-%)
+
+torch-of-%:
+	$(MAKE) ENV=$* VENV=.venv-$* .venv-$*/torch
+
+all-of-%:
+	$(MAKE) ENV=$* VENV=.venv-$* .venv-$*/ready
 
 mnist: $(VENV)/ready
 	$(VENV)/bin/python test/variable_train_mnist.py --target-accuracy 97
