@@ -234,12 +234,12 @@ def steps_of(
 
 def measure(
     case: str, options: argparse.Namespace
-) -> tuple[float, list[dict[str, Any]]]:
-    """Returns milliseconds of training, and rows with the ratio of every way to it."""
+) -> tuple[str, float, list[dict[str, Any]]]:
+    """Returns a name, milliseconds of training, and every way's ratios to it."""
     build, draw, gates = CASES[case]
+    case += f" x {options.times}" if options.times > 1 else ""
     inputs = torch.cat([draw() for _ in range(options.times)])
     steps = steps_of(build, inputs, options)
-    case += f" x {options.times}" if options.times > 1 else ""
     train = steps.pop("train")
     steps = {name: step for name, step in steps.items() if name in gates}
     found = side_by_side(train, steps, options.rounds, case, device=options.device)
@@ -254,7 +254,7 @@ def measure(
             for name, goal in MEMORY.items()
             if (ratio := peak_memory(steps[name], options.device) / least)
         ]
-    return 1000 * found.plain_seconds, lines
+    return case, 1000 * found.plain_seconds, lines
 
 
 def main() -> None:
@@ -275,7 +275,7 @@ def main() -> None:
     torch.set_num_threads(1)
     milliseconds, rows = {}, []
     for case in arguments.cases:
-        milliseconds[case], lines = measure(case, arguments)
+        name, milliseconds[name], lines = measure(case, arguments)
         rows += lines
     found = {
         "device": LocalReplica(arguments.device).device_model,

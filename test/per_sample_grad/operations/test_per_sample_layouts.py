@@ -91,9 +91,9 @@ def moves_others(function: Callable, given: Any) -> tuple[list[str], int]:
                         given, lambda x, of=leaf, to=moved: to if x is of else x
                     )
                     others = [
-                        each[place].detach().unflatten(dim, (count, -1))
+                        each.detach().unflatten(dim, (count, -1))
                         .narrow(dim, 0, count - 1)
-                        for each in (outputs(changed), outputs(given))
+                        for each in (outputs(changed)[place], output)
                     ]  # fmt: skip
                     if not torch.allclose(*others, 1e-9, 1e-9, equal_nan=True):
                         wrong.append(f"{dim} of {tuple(output.shape)}, {count=} {at=}")

@@ -40,28 +40,23 @@ def test_a_gpu_keeps_all_digits_inside_and_its_setting_after(chosen):
         assert MATMUL.fp32_precision == chosen
 
 
+@pytest.mark.parametrize(
+    ("of_bfloat16", "inside"), [(False, ("ieee", "highest")), (True, ("tf32", "high"))]
+)
 @pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
-def test_torchs_older_setting_can_be_read_inside_and_is_as_before(chosen):
+def test_torchs_older_setting_can_be_read_inside_and_is_as_before(
+    chosen, of_bfloat16, inside
+):
     """It must not differ from the newer one, which it sets."""
     torch.set_float32_matmul_precision(chosen)
     usual = MATMUL.allow_tf32, MATMUL.fp32_precision
     assert usual[0] == (chosen != "highest")
-    with xla_replica.full_matmul_precision(GPU):
-        assert not MATMUL.allow_tf32
-        assert torch.get_float32_matmul_precision() == "highest"
+    with xla_replica.full_matmul_precision(GPU, of_bfloat16=of_bfloat16):
+        assert MATMUL.allow_tf32 == of_bfloat16
+        older = torch.get_float32_matmul_precision()
+        assert (MATMUL.fp32_precision, older) == inside
     assert (MATMUL.allow_tf32, MATMUL.fp32_precision) == usual
     assert torch.get_float32_matmul_precision() == chosen
-
-
-@pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
-def test_products_of_bfloat16_are_in_tf32_on_a_gpu(chosen):
-    torch.set_float32_matmul_precision(chosen)
-    usual = MATMUL.allow_tf32, MATMUL.fp32_precision
-    with xla_replica.full_matmul_precision(GPU, of_bfloat16=True):
-        assert (MATMUL.allow_tf32, MATMUL.fp32_precision) == (True, "tf32")
-    assert (MATMUL.allow_tf32, MATMUL.fp32_precision) == usual
-    with xla_replica.full_matmul_precision(torch.device("cpu"), of_bfloat16=True):
-        assert torch.get_float32_matmul_precision() == chosen
 
 
 def test_torch_tpu_computes_in_torchs_highest_precision_inside():
