@@ -223,6 +223,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         # Factors stand for gradients that are balanced as they are, where they are;
         # replicas exchange columns, and metrics are of columns.
         keeps_gradients = self.fidelity == "exact" and self._matrix.keeps_gradients
+        keeps_gradients &= self._weights.name == "equal"
         is_alone = not (self._columns.joins_updates or self._metrics.on)
         self._takes_factors = (keeps_gradients and is_alone) and all(
             torch.promote_types(p.dtype, torch.float32) == dtype

@@ -41,8 +41,6 @@ class Ordering:
             that it may not; may be a property.
         num_draws: The uniform random numbers that a sample needs in probabilistic
             balancing; may be a property.
-        needs_gram: Whether `balance` needs inner products of rows with one another, if
-            it takes rows that are not formed.
         fills: What tensors of the state, by name, hold in columns that fill up a
             replica's share. Default: 0.
     """
@@ -52,7 +50,6 @@ class Ordering:
     placement_dtype: ClassVar[torch.dtype] = torch.int8
     piece_size: ClassVar[int | None] = None
     num_draws: ClassVar[int] = 1
-    needs_gram: ClassVar[bool] = True
     fills: ClassVar[Mapping[str, float]] = {}
 
     @property

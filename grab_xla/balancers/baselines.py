@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Ordering, State
 from grab_xla.balancing.decisions import Decisions, squared_norms
 from grab_xla.balancing.reordering import check_permutation, reorder_by_score
-from grab_xla.balancing.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,16 +73,12 @@ class NormOrder(Ordering):
     """
 
     needs_gradients: ClassVar[bool] = True
-    needs_gram: ClassVar[bool] = False
     piece_size: ClassVar[int | None] = 1
     placement_dtype: ClassVar[torch.dtype] = torch.float32
 
     descending_norm: bool = True
 
-    def takes_factored(self, state: State, num_rows: int) -> bool:
-        return type(self).balance is NormOrder.balance
-
-    def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         return state, decide.whole(squared_norms(rows_RD))
 
     def next_order(

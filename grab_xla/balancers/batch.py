@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, State
-from grab_xla.balancers.mean import Centred, MeanBalance
+from grab_xla.balancers.mean import MeanBalance
 from grab_xla.balancing.decisions import (
     SMALLEST,
     Decisions,
-    add_,
     squared_norms,
     without_nan,
 )
-from grab_xla.balancing.rows import Rows
 from xla_replica import where_finite
 
 
@@ -33,17 +31,12 @@ class BatchBalance(MeanBalance):
     """
 
     piece_size: ClassVar[int | None] = None
-    needs_gram: ClassVar[bool] = False
     # Whether the accumulator sums centred gradients or raw ones.
     centres_update: ClassVar[bool] = True
 
     batch_size: int | None = None
 
-    def takes_factored(self, state: State, num_rows: int) -> bool:
-        own = type(self)
-        return (own.balance, own.centred) == (BatchBalance.balance, Centred.centred)
-
-    def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         sums, weights_R = state["sums"], decide.weights_R
         # Vectors are formed twice, a tile at a time, rather than kept.
         parts = []
@@ -61,7 +54,7 @@ class BatchBalance(MeanBalance):
         signs = torch.where(below, seen, -seen)
         factors_R2 = torch.stack([signs, seen], dim=1)
         for tile, weights, factors in decide.tiles(rows_RD, weights_R, factors_R2):
-            add_(sums, factors.T, self._vectors(state, tile, weights))
+            sums.addmm_(factors.T, self._vectors(state, tile, weights))
         placements = signs.to(self.placement_dtype)
         if weights_R is not None:
             signs, seen = signs * weights_R, seen * weights_R
@@ -71,9 +64,11 @@ class BatchBalance(MeanBalance):
         count = state["count"] + seen.sum()
         return {**state, "sums": sums, "count": count}, placements
 
-    def _vectors(self, state: State, rows_RD: Rows, weights_R: Tensor | None) -> Rows:
+    def _vectors(
+        self, state: State, rows_RD: Tensor, weights_R: Tensor | None
+    ) -> Tensor:
         rows, centre = self.centred(state, without_nan(rows_RD))
-        vectors: Rows = rows - centre
+        vectors: Tensor = rows - centre
         return vectors if weights_R is None else vectors * weights_R.unsqueeze(1)
 
 

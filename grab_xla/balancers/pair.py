@@ -52,10 +52,6 @@ class BlockBalancer(Balancer):
                 "never change: choose smaller blocks, or another balance_type"
             )
 
-    def is_whole(self, state: State, num_rows: int) -> bool:
-        """Returns whether a step begins and ends where blocks do."""
-        return self.num_pending(state) == 0 and num_rows % self.block_size == 0
-
     @property
     def piece_size(self) -> int | None:  # type: ignore[override]
         return self.block_size
@@ -77,12 +73,12 @@ class BlockBalancer(Balancer):
         return {"sums": sums, "pending": sums.new_zeros(0, sums.shape[1])}
 
     def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
+        if isinstance(rows_RD, UnformedRows):  # whole blocks
+            placements = self.balance_blocks(state["sums"], rows_RD, decide)
+            return state, placements.to(self.placement_dtype)
         rows = rows_RD
         if decide.weights_R is not None:
             rows = rows * decide.weights_R.unsqueeze(1)
-        if not isinstance(rows, Tensor):
-            placements = self.balance_blocks(state["sums"], rows, decide)
-            return state, placements.to(self.placement_dtype)
         if self.num_pending(state):
             rows = torch.cat([state["pending"], rows])
         end = len(rows) // self.block_size * self.block_size
@@ -124,7 +120,8 @@ class PairBalance(BlockBalancer):
 
     def takes_factored(self, state: State, num_rows: int) -> bool:
         own = type(self).balance_blocks is PairBalance.balance_blocks
-        return own and self.is_whole(state, num_rows)
+        is_whole = self.num_pending(state) == 0 and num_rows % self.block_size == 0
+        return own and is_whole
 
     def balance_blocks(self, sums: Tensor, rows_RD: Rows, decide: Decisions) -> Tensor:
         thresholds = decide.thresholds_RN

@@ -8,10 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from grab_xla.balancers.base import State
 from grab_xla.balancers.pair import BlockBalancer
-from grab_xla.balancing.decisions import Decisions, add_, squared_norms, without_nan
-from grab_xla.balancing.rows import Rows
+from grab_xla.balancing.decisions import Decisions, squared_norms, without_nan
 from xla_replica import computed_once, where_finite
 from xla_replica.common.arguments import check_integer
 
@@ -34,7 +32,6 @@ class RecursivePairBalance(BlockBalancer):
     """
 
     placement_dtype: ClassVar[torch.dtype] = torch.int32
-    needs_gram: ClassVar[bool] = False
 
     batch_size: int
 
@@ -62,16 +59,12 @@ class RecursivePairBalance(BlockBalancer):
     def num_draws(self) -> int:  # type: ignore[override]
         return self.batch_size.bit_length() - 1
 
-    def takes_factored(self, state: State, num_rows: int) -> bool:
-        own = type(self).balance_blocks is RecursivePairBalance.balance_blocks
-        return own and self.is_whole(state, num_rows) and num_rows == self.batch_size
-
-    def balance_blocks(self, sums: Tensor, rows_RD: Rows, decide: Decisions) -> Tensor:
+    def balance_blocks(
+        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
+    ) -> Tensor:
         placements = []
         blocks = dataclasses.replace(decide, tile_size=self.batch_size)
-        rows_RD = without_nan(rows_RD)
-        if isinstance(rows_RD, Tensor):
-            rows_RD = computed_once(rows_RD)
+        rows_RD = computed_once(without_nan(rows_RD))
         for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
             squares = squared_norms(rows).unsqueeze(1)
             inner = torch.cat([rows @ sums.T, squares], dim=1)
@@ -83,7 +76,7 @@ class RecursivePairBalance(BlockBalancer):
                 torch.where(finite, each, torch.zeros_like(each))
                 for each in self._sort(inner[:, :-1], thresholds, decide)
             )
-            add_(sums, weights.T, rows)
+            sums.addmm_(weights.T, rows)
             placements.append(placed.squeeze(1))
         return torch.cat(placements)
 

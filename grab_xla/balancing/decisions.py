@@ -179,10 +179,8 @@ def _rounds(
     return first.mkwhile(state, has_changed, again).get_tuple_element(1)
 
 
-def squared_norms(rows_RD: Rows) -> Tensor:
+def squared_norms(rows_RD: Tensor) -> Tensor:
     """Returns the rows' squared norms, ``(R,)``, without a copy of the rows."""
-    if isinstance(rows_RD, UnformedRows):
-        return rows_RD.squared_norms()
     return torch.square(torch.linalg.vector_norm(rows_RD, dim=1))
 
 

@@ -17,7 +17,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from per_sample_grad import Factors
@@ -26,8 +25,7 @@ from per_sample_grad import Factors
 class UnformedRows(abc.ABC):
     """Rows that are known by their inner products and weighted sums.
 
-    ``rows @ vectors.T``, ``rows - centre`` and ``rows * weights`` are what they are of
-    a matrix, given a centre ``(1, D)`` and weights ``(R, 1)``.
+    ``rows @ vectors.T`` is what it is of a matrix.
     """
 
     @abc.abstractmethod
@@ -44,16 +42,6 @@ class UnformedRows(abc.ABC):
     @abc.abstractmethod
     def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
         """Adds weighted sums of the rows; rows of weight zero need not be finite."""
-
-    def squared_norms(self) -> Tensor:
-        """Returns the rows' squared norms, ``(R,)``."""
-        return torch.diagonal(self.gram())
-
-    def __sub__(self, centre_1D: Tensor) -> UnformedRows:
-        return Shifted(self, centre_1D)
-
-    def __mul__(self, weights_R1: Tensor) -> UnformedRows:
-        return Scaled(self, weights_R1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +66,6 @@ class FactoredRows(UnformedRows):
         parts = [factors.gram() for factors in self.factors]
         return sum((rows @ rows.T for rows in self.formed.values()), sum(parts))
 
-    def squared_norms(self) -> Tensor:
-        parts = [factors.norms(squared=True) for factors in self.factors]
-        squares = (rows.square().sum(1) for rows in self.formed.values())
-        return sum(squares, sum(parts))
-
     def __matmul__(self, vectors_DV: Tensor) -> Tensor:
         own = self._by_name(vectors_DV.T)
         parts = [
@@ -106,56 +89,6 @@ class FactoredRows(UnformedRows):
             name: part.view(len(part), *shape)
             for (name, shape), part in zip(self.shapes.items(), parts)
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class Shifted(UnformedRows):
-    """Rows less a centre, ``(1, D)``."""
-
-    rows: UnformedRows
-    centre_1D: Tensor
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def gram(self) -> Tensor:
-        with_centre = self.rows @ self.centre_1D.T
-        gram = self.rows.gram() - with_centre - with_centre.T
-        return gram + self.centre_1D @ self.centre_1D.T
-
-    def __matmul__(self, vectors_DV: Tensor) -> Tensor:
-        return self.rows @ vectors_DV - self.centre_1D @ vectors_DV
-
-    def squared_norms(self) -> Tensor:
-        """Returns those of the rows, which tell what is finite."""
-        return self.rows.squared_norms()
-
-    def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
-        self.rows.add_(sums_VD, weights_VR)
-        sums_VD.addcmul_(weights_VR.sum(1, keepdim=True), self.centre_1D, value=-1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaled(UnformedRows):
-    """Rows times their weights, ``(R, 1)``."""
-
-    rows: UnformedRows
-    weights_R1: Tensor
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __matmul__(self, vectors_DV: Tensor) -> Tensor:
-        return self.rows @ vectors_DV * self.weights_R1
-
-    def gram(self) -> Tensor:
-        return self.rows.gram() * self.weights_R1.T * self.weights_R1
-
-    def squared_norms(self) -> Tensor:
-        return self.rows.squared_norms() * self.weights_R1[:, 0].square()
-
-    def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
-        self.rows.add_(sums_VD, weights_VR * self.weights_R1.T)
 
 
 Rows = Tensor | UnformedRows

@@ -25,8 +25,7 @@ from xla_replica.common.arguments import check_type
 # applied once to a sample is above this, unless it has few outputs.
 LEAST_COMPRESSION = 8
 # How many numbers of formed gradients, for each vector of the balance, take as long to
-# form and balance as products of their factors do; measured on a CPU. Without products
-# of rows with one another it is a quarter of that.
+# form and balance as products of their factors do; measured on a CPU.
 LEAST_SPARED = 2**20
 # So many numbers take too much memory, whatever time factors take: 64 MiB in float32.
 MOST_FORMED = 2**24
@@ -97,7 +96,7 @@ def sample_gradients(
     if factored and not _are_worth_it(factored, len(losses), ordering, shapes):
         while factored:
             found |= factored.pop().materialize()
-    if not factored and ordering.needs_gram:
+    if not factored:
         return found
     finite = {name: without_nan(flat(rows)) for name, rows in found.items()}
     return FactoredRows(shapes, factored, finite)
@@ -111,10 +110,8 @@ def _are_worth_it(
 ) -> bool:
     """Returns whether balancing factors takes less than forming the gradients."""
     spared = sum(math.prod(s) for each in factored for s in each.shapes.values())
-    least = LEAST_SPARED * ordering.num_vectors
-    if not ordering.needs_gram:
-        least //= 4
-    enough = num_samples * spared >= min(least, MOST_FORMED)
+    least = min(LEAST_SPARED * ordering.num_vectors, MOST_FORMED)
+    enough = num_samples * spared >= least
     return 2 * spared > sum(map(math.prod, shapes.values())) and enough
 
 
