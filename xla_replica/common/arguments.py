@@ -57,7 +57,10 @@ def check_number(
     ``least`` and ``most`` are in the range, ``above`` and ``below`` are not.
     """
     is_one = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    number = float(value) if is_one else math.nan  # type: ignore[arg-type]
+    try:
+        number = float(value) if is_one else math.nan  # type: ignore[arg-type]
+    except OverflowError:  # an integer of more than 300 digits
+        number = math.inf
     if (
         not math.isfinite(number)
         or (least is not None and number < least)

@@ -74,6 +74,7 @@ def test_numbers_are_returned_unchanged():
         (check_integer, ("a", 0, 1), {}, ValueError, "an integer >= 1, got 0"),
         (check_integer, ("a", 3, 0, 2), {}, ValueError, "integer >= 0 and <= 2, got 3"),
         (check_number, ("a", math.nan), {}, ValueError, "a finite number, got nan"),
+        (check_number, ("a", 10**400), {}, ValueError, f"number, got {10**400}"),
         (check_number, ("a", 1.0), {"above": 0, "below": 1}, ValueError,
          "a finite number > 0 and < 1, got 1.0"),
         (check_number, ("a", 0), {"above": 0}, ValueError, "finite number > 0, got 0"),
