@@ -42,8 +42,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 26_115
-TEST_LINES = 43_975
+CODE = 26_130
+TEST_LINES = 43_995
 
 
 def test_lines_are_counted():

@@ -349,6 +349,26 @@ def test_loaders_may_read_ahead_and_be_abandoned(num_workers):
 # --- what is saved --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("left_after", [1, 2, 3])
+def test_a_new_loop_amid_an_epoch_is_an_error(left_after):
+    """It would deal the first steps again, and the last ones never."""
+    model, sampler, wrapper = make()
+    next(iter(sampler))  # a look, before training
+    for number, _ in enumerate(sampler, 1):
+        backward(model)
+        wrapper.step()
+        if number == left_after:
+            break
+    next(iter(sampler))
+    backward(model)
+    with pytest.raises(ValueError, match="a new loop over the sampler began after"):
+        wrapper.step()
+    model.zero_grad()
+    sampler.set_epoch(0)
+    wrapper.set_epoch(0)
+    assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
+
+
 def test_state_dict_hooks_run():
     _, _, wrapper = make()
     calls = []

@@ -67,6 +67,7 @@ class Minibatches(Iterator[list[int]]):
     def _begin(self) -> Callable[[np.ndarray], np.ndarray]:
         """Takes plan and order as they are at the first minibatch's moment."""
         sampler = self._sampler
+        sampler.begun = self
         check_loader(self._loader, sampler.dataset_length)
         self._loader = None
         plan = self._plan = sampler.plan

@@ -67,7 +67,8 @@ class CustomSampler(Sampler[list[int]]):
         schedule: The trace, cut into epochs.
         order: As it was given.
         num_yielded: Minibatches that all iterations have yielded so far.
-        newest_pass: The iteration that began last; None before the first.
+        newest_pass: The iteration that was made last; None before the first.
+        begun: That which dealt its first minibatch last.
         on_handing_out: Called before a minibatch is loaded, and again before it is run
             if it was fetched ahead; in the threads in which that happens.
         redone: Where the last `redeal` went back to, another object each time.
@@ -148,6 +149,7 @@ class CustomSampler(Sampler[list[int]]):
         self.redone: Cursor | None = None
         self.moved: Cursor | None = None
         self.newest_pass: Minibatches | None = None
+        self.begun: Minibatches | None = None
         self.on_handing_out: Callable[[], object] = tuple  # nothing
         self.plan: EpochPlan = self.plan_of(0)
         if isinstance(order, type):

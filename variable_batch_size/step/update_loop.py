@@ -71,6 +71,7 @@ class UpdateLoop:
         self.num_seen = 0
         self._has_sums = False  # of the update under way, all that it needs of others
         self._num_minibatches = 0  # of all epochs
+        self._pass: object = None  # the sampler's iteration that they are of
         self._hyperparameters: tuple[Any, ...] | None = None  # None: they may change
         self.is_stepping = False
         self._thread = threading.get_ident()
@@ -197,6 +198,15 @@ class UpdateLoop:
                 "would not be those of the trace. Build the loader with "
                 "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
             )
+        if position.has_run and self._context.sampler.begun is not self._pass:
+            raise ValueError(
+                f"a new loop over the sampler began after {position.step} of the "
+                f"{position.plan.num_steps} steps of epoch {position.plan.epoch}, and "
+                "deals them again: go on with the epoch's one iterator, or call "
+                "set_epoch on sampler and optimizer before the new loop. To look at a "
+                "batch, take another DataLoader, with a sampler of its own"
+            )
+        self._pass = self._context.sampler.begun
         if position.step == position.plan.start_step:
             checks.refuse_other_accumulation()
         if self._context.exact and self._context.sampler.newest_pass:
