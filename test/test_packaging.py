@@ -47,8 +47,8 @@ def test_the_oldest_and_the_newest_torch_are_tested(extras):
     make = ("make", "-n", "ENV=torch", "VENV=new", "new/ready")
     said = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
     installs = re.findall(r"pip install (.*)'torch==(.*?)'", said.stdout)
-    assert [version for _, version in installs] == [newest, newest]
-    assert ["/cpu " in options for options, _ in installs] == [True, False]
+    assert [version for _, version in installs] == 3 * [newest]
+    assert ["/cpu " in options for options, _ in installs] == [True, False, False]
 
 
 def test_the_readme_names_an_extra_for_every_place_and_no_others(extras):
