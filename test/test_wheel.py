@@ -146,6 +146,7 @@ def environment(folder: Path, requirements: list[str], *below: Path) -> Path:
     lines = "".join(f"{_packages(each)}\n" for each in below)
     (_packages(python) / "below.pth").write_text(lines)
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q"]
+    pip += ["--no-compile"]  # most files are never imported
     run(*pip, *requirements, cwd=folder)
     return python
 
