@@ -287,9 +287,9 @@ class RigLScheduler:
     def check_replicas(self) -> None:
         """Compares masks and sparse weights of all replicas; reads the device.
 
-        Collective. Every replica copies them to its host, once, and hashes travel: for
-        once an epoch. A NaN that all replicas have is no difference, and nothing but
-        masks and sparse weights is compared.
+        Collective. Every replica copies them to its host and only hashes travel, which
+        is cheap enough for once an epoch. A NaN that all replicas have does not count
+        as a difference, and nothing but masks and sparse weights is compared.
 
         Raises:
             ReplicaError: They differ.
