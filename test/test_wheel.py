@@ -95,9 +95,6 @@ assert xla_replica.launch(train, num_replicas=2, device="cpu") == [0, 2]
 """
 # What each extra is for, as a script.
 USES = {
-    "xla-cpu": REPLICAS,  # before those that are over it
-    "xla": REPLICAS,
-    "xla-tpu": f"import libtpu\n{REPLICAS}",
     "torchtpu": "from importlib.metadata import version\nversion('torch_tpu')",
     "grab": ORDER,
     "notebook": UNGUARDED,
@@ -120,6 +117,9 @@ from tools.outside.models import import_torchvision
 import_torchvision()
 import accelerate, lightning, opacus, timm, torchdata, transformers
 """,
+    "xla-cpu": REPLICAS,  # before those that are over it; last, since its 8 GB stay
+    "xla": REPLICAS,
+    "xla-tpu": f"import libtpu\n{REPLICAS}",
 }
 # What has the same large packages, as test_packaging sees, is installed over another.
 OVER = {"xla": "xla-cpu", "xla-tpu": "xla-cpu"}
@@ -146,8 +146,7 @@ def environment(folder: Path, requirements: list[str], *below: Path) -> Path:
     lines = "".join(f"{_packages(each)}\n" for each in below)
     (_packages(python) / "below.pth").write_text(lines)
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q"]
-    pip += ["--no-compile"]  # most files are never imported
-    run(*pip, *requirements, cwd=folder)
+    run(*pip, "--no-compile", *requirements, cwd=folder)  # most is never imported
     return python
 
 

@@ -253,10 +253,11 @@ class OnlineBalancer:
                 f"update_v: got {value.shape[1]} numbers, but gradients have "
                 f"{self.columns.num_columns}"
             )
+        # The replica's columns are part of this program, so it must not be the program
+        # of a collective, of a step before it or after it, which all replicas share.
+        self._replica.sync()
         own = self.columns.own(value)
         self.state = self._ordering.with_second_moment(self.state, own)
-        # The replica's columns are part of this program, so it must not be the program
-        # of a collective, which is the same on all replicas.
         self._replica.sync()
 
     def state_dict(self) -> dict[str, Any]:

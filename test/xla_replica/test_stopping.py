@@ -57,8 +57,7 @@ def test_stopped_is_an_exit_with_a_reason():
     stopped = pickle.loads(pickle.dumps(Stopped("the machine goes away", 7)))
     found = stopped.reason, str(stopped), stopped.exit_status, stopped.code
     assert found == (*2 * ["the machine goes away"], 7, 7)
-    script = "import xla_replica; raise xla_replica.Stopped('why', 9)"
-    assert python("-c", script).returncode == 9
+    assert isinstance(stopped, SystemExit)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +158,10 @@ def test_a_thread_cannot_begin_to_listen():
 
 
 def signals_itself(rank: int) -> list[object]:
-    seen: list[object] = []
     xla_replica.catch_signals(["SIGTERM", signal.SIGINT])
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGTERM)  # as if it were a copy of the first
-    seen.append(xla_replica.stop_requested())
+    seen: list[object] = [xla_replica.stop_requested()]
     time.sleep(1.1)
     try:
         os.kill(os.getpid(), signal.SIGINT)
