@@ -171,6 +171,7 @@ class ElasticOptimizer(OptimizerProxy):
         if settings.exact and hasattr(order, "ride"):
             order.ride(settings.exact)
         self._loop = UpdateLoop(self._context, self)
+        sampler.num_optimizers += 1
         self._saved = ElasticState(self._context, self._loop)
 
     def _meter(
@@ -277,14 +278,29 @@ class ElasticOptimizer(OptimizerProxy):
 
     def _join_idle_steps(self) -> int:
         """Joins the steps that come next without a minibatch, unless in lockstep."""
-        num_updates = 0
+        num_updates, sampler = 0, self.sampler
         while self._loop.position.idle and not self._settings.lockstep:
+            if sampler.num_optimizers > 1:
+                raise ReplicaError(
+                    f"this replica is idle in step {self._loop.position.step} of epoch "
+                    f"{self.epoch}, and {sampler.num_optimizers} optimizers were built "
+                    "with its sampler: each would join all idle steps before the "
+                    "others, and its sums would meet theirs of other replicas. Build "
+                    "them with lockstep=True, and call join_step() of each in steps "
+                    "without a minibatch; or let no batch have fewer minibatches than "
+                    "there are replicas",
+                    self.replica.rank,
+                )
             num_updates += self._loop.update()
         return num_updates
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: gradients are zeroed, in place, after every update."""
+        """Does nothing: gradients are zeroed, in place, after every update.
+
+        Raises ValueError between ``backward()`` and `step`, whose gradients count.
+        """
         del set_to_none
+        self._loop.gradients.refuse_zeroing()
 
     def attach(self, target: Any, unit: Unit = "updates", every: float = 1) -> None:
         """Runs ``target`` after every update on this replica, idle or not.
@@ -427,6 +443,11 @@ class ElasticOptimizer(OptimizerProxy):
     def epoch(self) -> int:
         """The epoch under way."""
         return self._loop.position.plan.epoch
+
+    @property
+    def num_minibatches(self) -> int:
+        """How many minibatches `step` has ended on this replica, of all epochs."""
+        return self._loop.num_minibatches
 
     @property
     def is_idle(self) -> bool:

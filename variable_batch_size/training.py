@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from variable_batch_size.step.attached import Update
 from xla_replica.common.arguments import check_flag, check_integer
 
 logger = logging.getLogger(__name__)
+# Optimizers whose epochs have been asked for.
+_BEGUN: weakref.WeakSet[ElasticOptimizer] = weakref.WeakSet()
 
 
 @dataclasses.dataclass
@@ -39,9 +42,22 @@ class Epoch:
     has_run: bool = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields this replica's minibatches; afterwards buffers are averaged."""
-        yield from self._optimizer.replica.loader(self._loader)
-        self._optimizer.average_buffers(self._model)
+        """Yields this replica's minibatches; afterwards buffers are averaged.
+
+        Raises ValueError if one was left out, since later steps would have its place.
+        """
+        optimizer = self._optimizer
+        for minibatch in optimizer.replica.loader(self._loader):
+            before = optimizer.num_minibatches
+            yield minibatch
+            if optimizer.num_minibatches == before:
+                raise ValueError(
+                    f"step() was not called for a minibatch of epoch {self.number}: "
+                    "every one belongs to a step, and takes part in its mean. One "
+                    "that shall add nothing needs gradients of zero: "
+                    "(0 * sum(p.sum() for p in model.parameters())).backward()"
+                )
+        optimizer.average_buffers(self._model)
         self.has_run = True
 
     @property
@@ -98,11 +114,17 @@ def epochs(
 
     Raises:
         TypeError, ValueError: The loader is another sampler's; or a part has no state
-            and is not attached; or an option does not fit.
+            and is not attached; or an option does not fit; or it is the second call.
     """
     check_integer("num_epochs", num_epochs, least=1)
     check_flag("progress", progress)
     sampler = optimizer.sampler
+    if optimizer in _BEGUN:
+        raise ValueError(
+            "epochs was called for this optimizer before, and what it attached then "
+            "would run twice: build model, sampler and optimizer anew. With "
+            "checkpoint= the run continues where it was saved"
+        )
     if getattr(loader, "batch_sampler", loader) is not sampler:
         raise ValueError(
             "epochs: the loader's minibatches are not those of the optimizer's "
@@ -132,6 +154,7 @@ def epochs(
         checkpoint.load()
         optimizer.attach(checkpoint)
     last = _last_epoch(optimizer, num_epochs)
+    _BEGUN.add(optimizer)
     return _run(optimizer, loader, last, model, checkpoint, log, progress)
 
 

@@ -369,6 +369,22 @@ def test_a_new_loop_amid_an_epoch_is_an_error(left_after):
     assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
 
 
+def test_a_load_amid_a_loop_needs_a_new_one():
+    model, sampler, wrapper = make()
+    state, minibatches = wrapper.state_dict(), iter(sampler)
+    for _ in range(2):
+        next(minibatches)
+        backward(model)
+        wrapper.step()
+    wrapper.load_state_dict(state)
+    next(minibatches)
+    backward(model)
+    with pytest.raises(ValueError, match="begin a new loop"):
+        wrapper.step()
+    model.zero_grad()
+    assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
+
+
 def test_state_dict_hooks_run():
     _, _, wrapper = make()
     calls = []

@@ -167,6 +167,20 @@ def test_what_cannot_be_run_is_refused(tmp_path):
         epoch.write(accuracy=1)
     with pytest.raises(ValueError, match="epoch 0 was left before its last minibatch"):
         next(run)
+    with pytest.raises(ValueError, match="was called for this optimizer before"):
+        vbs.epochs(optimizer, loader, 3, model=model)
+
+
+@pytest.mark.parametrize("skipped", [0, 3, 7])
+def test_a_minibatch_without_a_step_is_an_error(skipped):
+    model, _, optimizer, _, loader = parts([16])
+    minibatches = iter(next(vbs.epochs(optimizer, loader, 1, model=model)))
+    for _ in range(skipped):
+        model(next(minibatches)[0]).mean().backward()
+        optimizer.step()
+    next(minibatches)
+    with pytest.raises(ValueError, match="was not called for a minibatch of epoch 0"):
+        next(minibatches, None)
 
 
 def test_evaluation_deals_every_sample_once():

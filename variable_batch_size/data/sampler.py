@@ -67,6 +67,7 @@ class CustomSampler(Sampler[list[int]]):
         schedule: The trace, cut into epochs.
         order: As it was given.
         num_yielded: Minibatches that all iterations have yielded so far.
+        num_optimizers: Those that were built with it.
         newest_pass: The iteration that was made last; None before the first.
         begun: That which dealt its first minibatch last.
         on_handing_out: Called before a minibatch is loaded, and again before it is run
@@ -145,7 +146,7 @@ class CustomSampler(Sampler[list[int]]):
         self._order_digests: dict[int, str] = {}  # of the epoch under way
         self._padded = False
         self._weights: dict[int, float] | None = None  # by batch size
-        self.num_yielded = 0
+        self.num_yielded = self.num_optimizers = 0
         self.redone: Cursor | None = None
         self.moved: Cursor | None = None
         self.newest_pass: Minibatches | None = None

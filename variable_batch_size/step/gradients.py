@@ -20,6 +20,11 @@ from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.grid import ExactSum
 from xla_replica.device.gradients import accumulation_hook
 
+_KEPT_OUT = (
+    "What the loss of another network shall not add here, as a generator's adds to its "
+    "discriminator, is kept out by requires_grad_(False) while that loss is computed, "
+    "or by backward(inputs=[*network.parameters()])"
+)
 # How many numbers of a gradient are compared where reading is free.
 _NUM_COMPARED = 8
 
@@ -223,6 +228,15 @@ class StepGradients:
                 "after load_state_dict(..., assign=True): build the optimizer later"
             )
 
+    def refuse_zeroing(self) -> None:
+        """Raises ValueError if a backward pass has added to gradients since `step`."""
+        if any(record.accumulated for record in self._records.values()):
+            raise ValueError(
+                "zero_grad() between backward() and step() would not take these "
+                "gradients away: every minibatch of a step counts, and gradients are "
+                f"zeroed after every update. {_KEPT_OUT}"
+            )
+
     def _take_back_detached(self, num_accumulated: int) -> None:
         """Puts the kept gradients back where ``model.zero_grad()`` took them away."""
         for parameter, gradient in self.sums.gradients.items():
@@ -286,7 +300,7 @@ def _lost(num_accumulated: int) -> str:
         "gradients were replaced or overwritten while this step accumulates them, so "
         f"its first {num_accumulated} minibatches would be lost: remove "
         "model.zero_grad() from the training loop; the optimizer zeroes gradients "
-        "itself"
+        f"itself. {_KEPT_OUT}"
     )
 
 

@@ -48,6 +48,7 @@ class UpdateLoop:
         last_lrs: The effective learning rates of the last update; None before it.
         grad_norm: See `ElasticOptimizer`.
         num_seen: Minibatches since whoever counts them has set it to 0.
+        num_minibatches: Those of all epochs that have ended.
         wrapper_name: The wrapper's class.
         is_stepping: Whether the inner optimizer may step, which is an error elsewhere.
         live: Meets other members, in a run in which they come and go; see `LiveRun`.
@@ -70,8 +71,9 @@ class UpdateLoop:
         self.grad_norm: torch.Tensor | None = None
         self.num_seen = 0
         self._has_sums = False  # of the update under way, all that it needs of others
-        self._num_minibatches = 0  # of all epochs
+        self.num_minibatches = 0
         self._pass: object = None  # the sampler's iteration that they are of
+        self._left_pass: object = None  # one that deals what came before a load
         self._hyperparameters: tuple[Any, ...] | None = None  # None: they may change
         self.is_stepping = False
         self._thread = threading.get_ident()
@@ -90,6 +92,8 @@ class UpdateLoop:
 
     def restart(self) -> None:
         """Continues at the sampler's place, without what was accumulated."""
+        if self.live is None:  # whose iterations go to the new place
+            self._left_pass = self._context.sampler.begun
         self.position.restart(self._context.sampler.plan)
         self._check_padding()
         self.num_seen = 0
@@ -189,7 +193,7 @@ class UpdateLoop:
         position, counted = self.follow_sampler(), None
         if self._is_weighted or weight is not None:
             counted = self._weigh(weight)
-        number = self._num_minibatches + 1
+        number, begun = self.num_minibatches + 1, self._context.sampler.begun
         num_yielded = self._context.sampler.num_yielded  # more if a loader reads ahead
         if num_yielded < number:
             raise ValueError(
@@ -198,7 +202,13 @@ class UpdateLoop:
                 "would not be those of the trace. Build the loader with "
                 "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
             )
-        if position.has_run and self._context.sampler.begun is not self._pass:
+        if begun is not None and begun is self._left_pass:
+            raise ValueError(
+                "a state was loaded in the middle of a loop over the sampler, which "
+                "goes on with the minibatches that followed before: begin a new loop, "
+                "`for batch in loader:`, after load_state_dict"
+            )
+        if position.has_run and begun is not self._pass:
             raise ValueError(
                 f"a new loop over the sampler began after {position.step} of the "
                 f"{position.plan.num_steps} steps of epoch {position.plan.epoch}, and "
@@ -206,7 +216,7 @@ class UpdateLoop:
                 "set_epoch on sampler and optimizer before the new loop. To look at a "
                 "batch, take another DataLoader, with a sampler of its own"
             )
-        self._pass = self._context.sampler.begun
+        self._pass = begun
         if position.step == position.plan.start_step:
             checks.refuse_other_accumulation()
         if self._context.exact and self._context.sampler.newest_pass:
@@ -217,7 +227,7 @@ class UpdateLoop:
             self.totals.add(counted)
         self._check_hyperparameters()
         self.num_seen += not position.is_padding
-        self._num_minibatches = number
+        self.num_minibatches = number
         is_last = position.count_minibatch()
         if self._is_lazy:  # the minibatch graph ends here, on every replica alike
             self._context.replica.sync()

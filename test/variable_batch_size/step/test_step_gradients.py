@@ -79,6 +79,18 @@ def test_zeroing_gradients_within_a_step_is_an_error(zero):
         wrapper.step()
 
 
+@pytest.mark.parametrize("accumulated", [0, 1])
+def test_zero_grad_of_the_wrapper_takes_no_minibatch_away(accumulated):
+    model, _, wrapper = make(trace=96)
+    for _ in range(accumulated):
+        backward(model)
+        wrapper.step()
+    wrapper.zero_grad()
+    backward(model)
+    with pytest.raises(ValueError, match=r"every minibatch .* requires_grad_\(False\)"):
+        wrapper.zero_grad()
+
+
 def test_a_group_added_later_is_trained_too():
     model, sampler, wrapper = make(trace=[64])
     late = nn.Parameter(torch.zeros(2))

@@ -18,6 +18,14 @@ def test_idle_steps_are_joined_once():
     assert run_epoch(model, sampler, wrapper) == [3, 2]
 
 
+def test_optimizers_that_share_a_sampler_join_no_idle_step():
+    _model, sampler, one = idle_replica()
+    other = type(one)(one.inner, sampler, ref_batchsize=32, replica=one.replica)
+    for each in (one, other):
+        with pytest.raises(ReplicaError, match=r"2 optimizers .* lockstep=True"):
+            each.set_epoch(0)
+
+
 def test_a_change_after_set_epoch_is_an_error_where_replicas_have_joined():
     model, _sampler, wrapper = make(trace=[32, 64, 32], replicas=2)
     wrapper.set_epoch(0)
