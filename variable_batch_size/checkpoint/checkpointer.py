@@ -31,7 +31,7 @@ from xla_replica.common.arguments import (
     check_type,
 )
 from xla_replica.common.differences import check_same
-from xla_replica.common.trees import leaves
+from xla_replica.common.trees import leaves, without_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Checkpointer:
             self.replica, every_updates, every_minutes
         )
         self._writer = Writer(asynchronous)
-        self._is_proven = False  # True after what it writes was loaded once
+        self._proven: set[type] = set()  # of values, which were loaded once
         self._has_looked = False  # at the folder, for a run to resume
         # Where the run began, until this has been called after an update.
         self._begun: Cursor | None = optimizer.sampler.cursor
@@ -310,7 +310,7 @@ class Checkpointer:
 
     def _snapshot(self) -> dict[str, Any]:
         """Returns the state without random numbers, tensors where they are."""
-        return {
+        state = {
             "version": VERSION,
             "num_updates": self.num_updates,
             "best": self.best_metric,
@@ -318,22 +318,27 @@ class Checkpointer:
             "optimizer": self._optimizer.state_dict(),
             "parts": {n: p.state_dict() for n, p in self._parts.items()},
         }
+        loadable: dict[str, Any] = without_numpy(state)  # which torch.load refuses
+        return loadable
 
     def _write(self, state: dict[str, Any], is_best: bool, since: float) -> Path:
         num_updates = state["num_updates"]  # the run may have made more meanwhile
         self._check_newest(num_updates)
         path = files.write(self.folder, num_updates, state)
-        if not self._is_proven:
+        kinds = {type(leaf) for leaf in leaves(state)}
+        if not kinds <= self._proven:
             try:
                 files.parse(path, mapped=True)
             except files.CheckpointError as error:
                 path.unlink()
+                parts = {"optimizer": state["optimizer"], **state["parts"]}
+                refused = [n for n, part in parts.items() if not files.is_plain(part)]
                 raise TypeError(
-                    "the state of a part has values that torch.load(weights_only=True) "
-                    "refuses; states may hold tensors, numbers, texts, lists and "
-                    f"dicts: {error}"
+                    f"the state of {' and '.join(refused) or 'a part'} has values that "
+                    "torch.load(weights_only=True) refuses; states may hold tensors, "
+                    f"numbers, texts, lists and dicts: {error}"
                 ) from error
-            self._is_proven = True
+            self._proven |= kinds
         if is_best:
             files.copy_as_best(path)
         files.tidy(self.folder, self._keep)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import logging
 import os
 import pickle
@@ -27,7 +28,7 @@ import torch
 from variable_batch_size.checkpoint import shards
 from xla_replica.common.differences import check_same
 from xla_replica.common.files import rename, sha256, write_whole
-from xla_replica.common.trees import map_tensors
+from xla_replica.common.trees import map_tensors, without_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
     """
     path = Path(path)
     unfinished = path.with_suffix(_UNFINISHED)
+    state = without_numpy(state)
     write_whole(unfinished, lambda file: torch.save(state, file), path)
 
 
@@ -218,14 +220,26 @@ def own_tensors(state: Any) -> Any:
     return map_tensors(state, torch.clone)
 
 
-def parse(path: Path, mapped: bool = False) -> Any:
+def is_plain(state: Any) -> bool:
+    """Returns whether `parse` lets pass what a state holds beside its tensors."""
+    buffer = io.BytesIO()
+    torch.save(map_tensors(state, lambda tensor: None), buffer)
+    buffer.seek(0)
+    try:
+        parse(buffer)
+    except CheckpointError:
+        return False
+    return True
+
+
+def parse(path: Path | BinaryIO, mapped: bool = False) -> Any:
     """Returns the state in a checkpoint, on the CPU: tensors and plain values only.
 
     Raises CheckpointError, which says why, if it cannot be loaded. It does not repeat
     torch's advice to load the file without this protection.
 
     Args:
-        path: The file.
+        path: The file, or its content, which is not mapped.
         mapped: Leave tensors in the file's pages. Their bits are then not checked.
     """
     try:

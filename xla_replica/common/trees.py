@@ -6,29 +6,41 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(
+    value: Any, function: Callable[[Any], Any], kind: type = torch.Tensor
+) -> Any:
     """Returns ``value`` with ``function`` applied to every tensor in it.
 
-    Containers keep their types, also named tuples, and dicts keep their attributes.
-    Everything else is returned as it is.
+    Or to everything of another ``kind``. Containers keep their types, also named
+    tuples, and dicts keep their attributes. Everything else is returned as it is.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, (list, tuple)):
-        found = [map_tensors(part, function) for part in value]
+        found = [map_tensors(part, function, kind) for part in value]
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     if not isinstance(value, Mapping):
         return value
-    parts = {key: map_tensors(part, function) for key, part in value.items()}
+    parts = {key: map_tensors(part, function, kind) for key, part in value.items()}
     if type(value) is dict or not isinstance(value, dict):
         return parts
     changed = copy.copy(value)  # with its attributes, such as state_dict()._metadata
     for key, part in parts.items():
         changed[key] = part
     return changed
+
+
+def without_numpy(value: Any) -> Any:
+    """Returns ``value`` with Python's numbers in place of NumPy's.
+
+    >>> without_numpy({"lr": np.float64(0.1), "betas": (np.float32(0.5), 0.9)})
+    {'lr': 0.1, 'betas': (0.5, 0.9)}
+    """
+    return map_tensors(value, lambda number: number.item(), np.generic)
 
 
 def leaves(value: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import re
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -273,7 +274,7 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_another_run_is_refused_with_all_differences(tmp_path):
     path = tmp_path / "run.pt"
-    vbs.write_checkpoint(path, {"step": 3})
+    vbs.write_checkpoint(path, {"step": np.int64(3)})
     assert vbs.read_checkpoint(path) == {"step": 3}
     vbs.write_checkpoint(path, STATE)
     assert vbs.read_checkpoint(path)["settings"] == STATE["settings"]

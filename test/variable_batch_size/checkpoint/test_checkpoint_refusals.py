@@ -50,19 +50,38 @@ def test_another_run_is_refused_and_nothing_is_touched(what, tmp_path):
     assert not other.optimizer.inner.state
 
 
-class Unsafe:
+class Part:
+    def __init__(self, value=None):
+        self.value = value
+
     def state_dict(self):
-        return {"path": Path("/somewhere")}
+        return {"value": self.value}
 
     def load_state_dict(self, state):
-        raise AssertionError
+        self.value = state["value"]
 
 
-def test_a_state_that_would_not_load_is_an_error_when_it_is_saved(tmp_path):
-    training = Training(tmp_path, parts={"unsafe": Unsafe()})
-    with pytest.raises(TypeError, match="weights_only"):
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_state_that_would_not_load_is_an_error_when_it_is_saved(num_before, tmp_path):
+    parts = {"safe": Part({1}), "unsafe": Part()}
+    training = Training(tmp_path, parts=parts)
+    for _ in range(num_before):
         training.checkpointer.save()
-    assert files.saved_files(tmp_path) == []
+    parts["unsafe"].value = Path("/somewhere")
+    with pytest.raises(TypeError, match=r"the state of unsafe has .*weights_only"):
+        training.checkpointer.save()
+    assert len(files.saved_files(tmp_path)) == num_before
+
+
+def test_numbers_of_numpy_are_saved_as_those_of_python(tmp_path):
+    """A schedule or a metric that NumPy computes brings them at any save."""
+    training = Training(tmp_path, parts={"part": Part([np.float32(0.5), np.int64(3)])})
+    training.optimizer.param_groups[0]["lr"] = np.float64(0.2)
+    training.checkpointer.save()
+    part = Part()
+    again = Training(tmp_path, parts={"part": part})
+    again.checkpointer.load()
+    assert repr((part.value, *again.optimizer.get_lr())) == "([0.5, 3], 0.2)"
 
 
 def apart(rank: int, folder: Path) -> None:
