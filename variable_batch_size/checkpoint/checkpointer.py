@@ -318,7 +318,8 @@ class Checkpointer:
             "optimizer": self._optimizer.state_dict(),
             "parts": {n: p.state_dict() for n, p in self._parts.items()},
         }
-        loadable: dict[str, Any] = without_numpy(state)  # which torch.load refuses
+        # NumPy's numbers would not be loaded again.
+        loadable: dict[str, Any] = without_numpy(state)
         return loadable
 
     def _write(self, state: dict[str, Any], is_best: bool, since: float) -> Path:

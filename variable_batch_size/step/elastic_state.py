@@ -102,13 +102,5 @@ def _lasting(context: StepContext) -> dict[str, Any]:
         place = f" of parameter group {index}" if index else ""
         for name, value in hyperparameters([group]):
             if name not in _OF_DEVICES:
-                found[name + place] = _plain(value)
+                found[name + place] = value
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Returns a hyperparameter without NumPy's types, which a checkpoint refuses."""
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    exact = value is None or isinstance(value, (bool, int, str))
-    return value if exact else float(value)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 import xla_replica
@@ -16,6 +17,7 @@ from variable_batch_size.step.scaling import Scaling
 from variable_batch_size.step.settings import StepContext
 from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_number
+from xla_replica.common.trees import without_numpy
 
 Groups = list[dict[str, Any]]
 
@@ -187,10 +189,15 @@ def is_zero(weight: Any) -> bool:
 
 
 def hyperparameters(groups: Groups) -> tuple[Any, ...]:
-    """Returns the name and value of every number in the parameter groups."""
+    """Returns the name and value of every number in the parameter groups.
+
+    NumPy's are those of Python, as in a checkpoint that another replica has loaded.
+    """
     found = []
     for group in groups:
         for name, value in group.items():
+            if isinstance(value, (np.generic, tuple)):
+                value = without_numpy(value)
             if isinstance(value, (int, float, tuple)):
                 found.append((name, value))
     return tuple(found)

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint import checkpointer, files
+from variable_batch_size.step.totals import hyperparameters
 
 OTHER_RUNS = {
     "trace": ({"case": Case((4, 36, 8), 3, exact=True)}, "trace was '8 step"),
@@ -82,6 +83,8 @@ def test_numbers_of_numpy_are_saved_as_those_of_python(tmp_path):
     again = Training(tmp_path, parts={"part": part})
     again.checkpointer.load()
     assert repr((part.value, *again.optimizer.get_lr())) == "([0.5, 3], 0.2)"
+    used = [hyperparameters(each.optimizer.param_groups) for each in (training, again)]
+    assert repr(used[0]) == repr(used[1])  # what replicas compare
 
 
 def apart(rank: int, folder: Path) -> None:
@@ -266,6 +269,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_at_the_first_update(
 # What may not change from one part of a run to the next, and what the error says.
 OTHER_SETTINGS = {
     "learning rate": ({"lr": 0.3}, {}, "lr was 0.1 and is 0.3"),
+    "NumPy's": ({"lr": np.float32(0.5)}, {}, "lr was 0.1 and is 0.5"),
     "other group": ({}, {"lr": 0.3}, "lr of parameter group 1 was 0.1 and is 0.3"),
     "decay": ({"weight_decay": 0.1}, {}, "weight_decay was 0 and is 0.1"),
     "optimizer": ({"kind": torch.optim.AdamW}, {}, "optimizer was 'SGD' and is 'AdamW"),

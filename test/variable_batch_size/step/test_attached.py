@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from support.variable_batch_size import wrapping
@@ -267,9 +268,9 @@ def test_an_attached_scheduler_sees_every_update_on_an_idle_replica():
     )
 
 
-def step_by_hand(rank: int, replicas: int, trace, each: bool) -> None:
+def step_by_hand(rank: int, replicas: int, trace, each: bool, lr=0.1) -> None:
     """Trains an epoch, with a scheduler that is stepped in the loop."""
-    model, sampler, wrapper = wrapping.make(trace=trace, rank=rank, replicas=replicas)
+    model, sampler, wrapper = wrapping.make(trace, rank=rank, replicas=replicas, lr=lr)
     scheduler = StepLR(wrapper, 1)
     wrapper.set_epoch(0)
     for _ in sampler:
@@ -278,11 +279,12 @@ def step_by_hand(rank: int, replicas: int, trace, each: bool) -> None:
             scheduler.step()
 
 
+@pytest.mark.parametrize("lr", [0.1, np.float32(0.1)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_scheduler_that_would_diverge_is_an_error_on_every_replica(rank):
+def test_a_scheduler_that_would_diverge_is_an_error_on_every_replica(rank, lr):
     """Stepped by hand it would miss the joined updates, so it is refused at once."""
     with pytest.raises(ReplicaError, match=r"call optimizer.attach\(scheduler\)"):
-        step_by_hand(rank, 2, [32, 64, 32, 32, 64, 32], each=False)
+        step_by_hand(rank, 2, [32, 64, 32, 32, 64, 32], each=False, lr=lr)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
