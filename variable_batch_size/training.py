@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
 from variable_batch_size.checkpoint.checkpointer import Checkpointer
@@ -110,7 +111,8 @@ def epochs(
         progress: Whether replica 0 shows a bar, where it writes to a terminal.
         **parts: What else the run is made of, by name: LR schedulers, a GraBSampler, a
             pruner. Schedulers and functions ``after_update`` are attached; what has a
-            state is saved. The sampler's ``order`` is one without being named.
+            state is saved. The sampler's ``order`` is one without being named. Step a
+            ReduceLROnPlateau yourself, after an epoch's last minibatch.
 
     Raises:
         TypeError, ValueError: The loader is another sampler's; or a part has no state
@@ -134,6 +136,8 @@ def epochs(
     if hasattr(sampler.order, "state_dict") and not is_named:
         parts["order"] = sampler.order
     for name, part in list(parts.items()):
+        if isinstance(part, ReduceLROnPlateau):
+            continue  # needs a metric, so that the loop's body steps it
         if hasattr(part, "get_last_lr"):  # its state is in the optimizer's
             optimizer.attach(parts.pop(name))
         elif hasattr(part, "after_update"):

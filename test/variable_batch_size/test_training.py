@@ -11,7 +11,7 @@ from support.variable_batch_size.checkpointed import Order
 from support.variable_batch_size.elastic import Killed
 from support.xla_replica.replicas import SEVERAL_REPLICAS
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
@@ -140,6 +140,19 @@ def test_the_samplers_order_is_told_of_updates_and_saved(tmp_path):
         trained(optimizer, loader, num_epochs, model, checkpoint=tmp_path / "run")
     assert orders[0].told == optimizer.sampler.num_updates(2)
     assert orders[1].told == optimizer.sampler.num_updates(3)
+
+
+def test_a_scheduler_that_needs_a_metric_is_saved_and_stepped_by_hand(tmp_path):
+    for num_epochs in (1, 3):  # a run of one epoch, and what resumes it
+        model, _, optimizer, _, loader = parts()
+        plateau = ReduceLROnPlateau(optimizer, patience=1)
+        run = {"model": model, "checkpoint": tmp_path, "plateau": plateau}
+        for epoch in vbs.epochs(optimizer, loader, num_epochs, **run):
+            for x, y in epoch:
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+            plateau.step(3.0)
+    assert optimizer.get_lr() == pytest.approx((0.005,))
 
 
 def test_the_best_checkpoint_is_kept_by_the_metric(tmp_path):

@@ -91,7 +91,7 @@ class Attached:
         if isinstance(target, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise TypeError(
                 "attach: ReduceLROnPlateau needs a metric; step it at the end of an "
-                "epoch, or attach a function that does"
+                "epoch, and pass it to Checkpointer or epochs as a part, by any name"
             )
         schedulers = [each.scheduler for each in self._schedulers()]
         if target in [*self._callbacks, *schedulers]:
