@@ -116,12 +116,12 @@ class Scaling:
             The effective learning rate of each group: a float, or ``(1,)``.
 
         Raises:
-            ValueError: A step hook changed a learning rate.
+            ValueError: A step hook changed what is restored, such as a learning rate.
         """
         if self._is_late:
             self._scale_late(factors if self._rule.measured else None, batch_ratio)
         groups = self._optimizer.param_groups
-        before = [{n: group[n] for n in _RESTORED if n in group} for group in groups]
+        given = [(g, {n: g[n] for n in _RESTORED if n in g}) for g in groups]
         mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._on_device:
             mode = TensorScalars(self._upload)
@@ -129,20 +129,22 @@ class Scaling:
             with mode:
                 for group, scaled in zip(groups, self._scaled):
                     self._hand_over(group, scaled)
+                used = [{n: group[n] for n in names} for group, names in given]
                 self._optimizer.step()
-            is_changed = any(g["lr"] is not s.lr for g, s in zip(groups, self._scaled))
+            changed = [n for g, u in zip(groups, used) for n in u if g[n] is not u[n]]
         finally:
-            for group, values in zip(groups, before):
+            for group, values in given:
                 group.update(values)
         if self._rule.beta:
             for index, state in enumerate(self._next_states):
                 if _trained(groups[index]):
                     self._states[index] = state
-        if is_changed:
+        if changed:
             raise ValueError(
-                "a step hook changed the learning rate, which is the scaled one "
-                "while hooks run: use optimizer.attach(...), which runs after the "
-                "update and sees the reference learning rate"
+                f"a step hook changed {changed[0]!r} of a parameter group, which is "
+                "the scaled one while hooks run and is restored after them: use "
+                "optimizer.attach(...), which runs after the update and sees the "
+                "reference value"
             )
         return tuple(scaled.effective_lr for scaled in self._scaled)
 

@@ -10,7 +10,7 @@ import torch
 from support.variable_batch_size import wrapping
 from support.xla_replica.replicas import BACKENDS
 from torch import nn
-from torch.optim import SGD, lr_scheduler
+from torch.optim import SGD, AdamW, lr_scheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import variable_batch_size as vbs
@@ -295,14 +295,19 @@ def test_a_scheduler_stepped_per_minibatch_is_an_error(replicas):
     step_by_hand(1, 2, 96, each=True)  # its own view is consistent
 
 
-def test_a_scheduler_stepped_in_a_step_hook_is_an_error():
-    model, _sampler, wrapper = wrapping.make(trace=[32, 32])
-    scheduler = StepLR(wrapper.inner, 1)
-    wrapper.register_step_post_hook(lambda *_: scheduler.step())
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "betas", "eps"])
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_what_a_step_hook_changes_and_would_be_restored_is_an_error(name, when):
+    model, _sampler, wrapper = wrapping.make([32, 32], AdamW, vbs.RootRuleOptimizer)
+    group = wrapper.param_groups[0]
+    before = group[name]
+    other = (0.5, 0.5) if name == "betas" else before / 2
+    hook = getattr(wrapper, f"register_step_{when}_hook")
+    hook(lambda *_: group.update({name: other}))
     wrapping.backward(model)
-    with pytest.raises(ValueError, match=r"use optimizer.attach"):
+    with pytest.raises(ValueError, match=rf"'{name}' of .*use optimizer\.attach"):
         wrapper.step()
-    assert wrapper.get_lr() == (0.1,)
+    assert group[name] == before
 
 
 def test_attaching_after_updates_were_joined_is_an_error():
