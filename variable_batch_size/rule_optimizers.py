@@ -10,6 +10,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rules.rule import power
+from variable_batch_size.step.elastic_state import ElasticState
 from xla_replica.common.arguments import check_number
 
 if TYPE_CHECKING:
@@ -195,3 +196,4 @@ class LinearRuleMomentumOptimizer(ElasticOptimizer):
         if weight_decay is not None:
             for group in self.param_groups:
                 group["weight_decay"] = weight_decay
+            self._saved = ElasticState(self._context, self._loop)  # which compares it

@@ -42,8 +42,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 26_153
-TEST_LINES = 44_039
+CODE = 26_155
+TEST_LINES = 44_042
 
 
 def test_lines_are_counted():

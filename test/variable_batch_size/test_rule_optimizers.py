@@ -55,6 +55,9 @@ def test_linear_momentum_keeps_the_factor_in_the_buffer(maximize, nesterov):
 def test_linear_momentum_takes_a_weight_decay_for_all_groups():
     _, _, wrapper = make(cls=vbs.LinearRuleMomentumOptimizer, weight_decay=0.5)
     assert wrapper.param_groups[0]["weight_decay"] == 0.5
+    _, _, other = make(cls=vbs.LinearRuleMomentumOptimizer, weight_decay=0.25)
+    with pytest.raises(ValueError, match=r"weight_decay was 0\.5 and is 0\.25"):
+        other.load_state_dict(wrapper.state_dict())
     with pytest.raises(ValueError, match="weight_decay must be a finite number >= 0"):
         make(cls=vbs.LinearRuleMomentumOptimizer, weight_decay=-1)
 
