@@ -51,8 +51,8 @@ class DeviceScalars:
 
 
 def dtype_for(parameters: Iterable[Tensor]) -> torch.dtype:
-    """Returns what dtype numbers need: float64 if a parameter has it, else float32."""
-    dtypes = {parameter.dtype for parameter in parameters}
+    """Returns float64 if a parameter has numbers of it, else float32."""
+    dtypes = {parameter.dtype.to_real() for parameter in parameters}
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 

@@ -43,7 +43,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 26_155
-TEST_LINES = 44_042
+TEST_LINES = 44_046
 
 
 def test_lines_are_counted():

@@ -79,14 +79,18 @@ def test_what_is_seen_is_the_gradient_of_the_minibatch(how):
     assert optimizer.noise.measure().variance == pytest.approx(2.0)
 
 
-def test_complex_parameters():
-    parameter = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.complex64, 1e-6), (torch.complex128, 1e-14)]
+)
+def test_complex_parameters(dtype, precision):
+    parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
     _, optimizer = make(trace=(2,), parameters=[parameter])
-    for scale in (1j, 3j):
+    for scale in (1.1j, 3.3j):
         (parameter * scale).sum().real.backward()
         optimizer.step()
     found = optimizer.noise.measure()
-    assert (found.variance, found.square) == pytest.approx((2.0, 3.0))
+    expected = pytest.approx((2.0 * 1.1**2, 3.0 * 1.1**2), rel=precision)
+    assert (found.variance, found.square) == expected
 
 
 def late():
