@@ -34,6 +34,7 @@ class RecordedModule:
         params: Its selected parameters, from names in it to those in the model.
         names: Those in the model, each once.
         is_operation: It stands for one operation that happens in the module.
+        places: Where it holds them: a module's parameters, the key, and the parameter.
     """
 
     name: str
@@ -42,6 +43,7 @@ class RecordedModule:
     params: Mapping[str, str]
     names: tuple[str, ...]
     is_operation: bool = False
+    places: tuple[tuple[Mapping[str, Any], str, nn.Parameter], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}"
@@ -162,7 +164,15 @@ class Recorder:
             self._vectorises and any(id(p) in self._names for p in module.parameters())
         ):
             names = tuple(dict.fromkeys(params.values()))
-            owner = RecordedModule(name, type(module).__name__, rule, params, names)
+            layer = [module] if rule is None else [*module.modules()]
+            places = tuple(
+                (each._parameters, key, param)
+                for each in layer
+                for key, param in each._parameters.items()
+                if param is not None and id(param) in self._names
+            )
+            kind = type(module).__name__
+            owner = RecordedModule(name, kind, rule, params, names, places=places)
             hooks.append(functools.partial(self._record, owner))
         # The output is replaced before the call is recorded.
         if isinstance(module, batch_norm.NORMALISING):
@@ -198,12 +208,16 @@ class Recorder:
         default = self._settings.default_batch_dim
         # None: what it returns is the same for all samples.
         dim = self._settings.batch_dims.get(owner.name, default)
+        # `functional_call` puts other tensors in the places of parameters.
+        is_own = all(held.get(key) is param for held, key, param in owner.places)
         call: Call | None = None
         for position, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor) or not output.requires_grad:
                 continue
             if owner.rule is not None:
                 _refuse_traced(owner.name, [output, *tensors])
+            if not is_own:
+                break
             if call is None:
                 own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
                 first = default if dim is None else dim

@@ -130,6 +130,25 @@ def test_what_is_traced_is_refused_and_what_is_transformed_is_right():
     torch.testing.assert_close(recorded.backward(losses).norms(), truth)
 
 
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [(nn.Linear(4, 2), 1), (nn.MultiheadAttention(4, 2, batch_first=True), 3)],
+    ids=["linear", "layer-with-layers"],
+)
+def test_a_call_with_other_tensors_is_not_a_layers_own(layer, inputs):
+    """The structure is proven of the layer's own parameters by the first capture."""
+    own, x = dict(layer.named_parameters()), torch.randn(3, 5, 4)
+    for factor in (1, 0.5):
+        given = own if factor == 1 else {n: factor * p for n, p in own.items()}
+        with psg.capture(layer, fallback="loop") as recorded:
+            out = torch.func.functional_call(layer, given, (x,) * inputs)
+            losses = (out[0] if inputs == 3 else out).square().sum((1, 2))
+        rows = [torch.autograd.grad(loss, [*own.values()], retain_graph=True)
+                for loss in losses]  # fmt: skip
+        found = recorded.backward(losses).materialize()
+        torch.testing.assert_close([*found.values()], [*map(torch.stack, zip(*rows))])
+
+
 def test_hooks_leave_no_trace():
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(inplace=True), nn.Linear(3, 2))
     before = {name: set(vars(module)) for name, module in model.named_modules()}
