@@ -34,6 +34,13 @@ from per_sample_grad.layers import registry
 from per_sample_grad.operations import wrong_operations
 from xla_replica.common.arguments import check_choice
 
+_EDITED = (
+    "a gradient that {} depends on was changed in place after it had arrived: a "
+    "backward function of torch.autograd.Function or a tensor's hook edits what it is "
+    "given (grad.mul_(2)), which other users of that gradient see; return a new tensor "
+    "(grad * 2)"
+)
+
 
 @dataclasses.dataclass
 class BackwardPass:
@@ -276,7 +283,7 @@ class BackwardPass:
                 xla_replica.backward(total, retain_graph=retain_graph)
         for number, kept in late.items():
             for gradient, versions in kept:
-                versions.refuse_changes(str(self._calls[number].owner))
+                versions.refuse_changes(_EDITED.format(self._calls[number].owner))
                 self._apply(number, gradient)
         for number, gradient in zip(numbers, found):
             self._apply(number, gradient)
@@ -334,7 +341,7 @@ class BackwardPass:
         """Raises PerSampleError if what waited for others was changed in place."""
         for name in names:
             for versions in self._versions.pop(name, []):
-                versions.refuse_changes(name)
+                versions.refuse_changes(_EDITED.format(name))
 
     def _add_contributions(self, call: RecordedCall, gradient: torch.Tensor) -> None:
         """Adds what a call's rule returns to the contributions of its parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,12 @@ from xla_replica.common.arguments import check_choice
 # Gradients of at most so many numbers are joined before they are squared: a small
 # operation takes longer than its numbers do.
 JOINED = 2**15
+_CHANGED = (
+    "a tensor that these factors hold was changed in place after the backward pass: an "
+    "input of the model, such as a buffer that the next batch was copied to, or an "
+    "earlier answer, such as the rows of materialize(). Ask for all answers before it "
+    "is changed, or change a copy (tensor.clone())"
+)
 
 
 class Factors:
@@ -61,16 +68,21 @@ class Factors:
         self._may_read = may_read
         # Whether all gradients of outputs came in bfloat16.
         self._of_bfloat16 = of_bfloat16
-        self._precision = functools.partial(
-            forms.full_precision, losses.device, of_bfloat16=of_bfloat16
-        )
         self._squares_and_terms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # A parameter that the losses do not depend on has an empty list.
         self.merged = {name: list(merged[name]) for name in self.shapes}
+        self._uses = [use for uses in self.merged.values() for use in uses]
+        self._versions = forms.Versions(self._uses)
 
-    @functools.cached_property
-    def _uses(self) -> list[Contribution]:
-        return [use for uses in self.merged.values() for use in uses]
+    def _precision(
+        self, *others: Factors, products: bool = True
+    ) -> contextlib.AbstractContextManager[object]:
+        """Returns the context of an answer; refuses tensors that were changed."""
+        batches = (self, *others)
+        for each in batches:
+            each._versions.refuse_changes(_CHANGED)
+        of_bfloat16 = all(each._of_bfloat16 for each in batches)
+        return forms.full_precision(self.losses.device, products, of_bfloat16)
 
     @functools.cached_property
     def _dtype(self) -> torch.dtype:
@@ -91,7 +103,8 @@ class Factors:
 
     def contributions(self, name: str) -> list[Contribution]:
         """Returns the merged uses of a parameter, for your own algebra."""
-        return [forms.multiplied(use, self._multiplier) for use in self.merged[name]]
+        with self._precision():
+            return [forms.multiplied(u, self._multiplier) for u in self.merged[name]]
 
     @property
     def compression(self) -> float:
@@ -147,8 +160,7 @@ class Factors:
                 f"({', '.join(sorted({name for name, _ in differing}))}); capture the "
                 "same model with the same params"
             )
-        wider = other if self._of_bfloat16 else self
-        with wider._precision():
+        with self._precision(other):
             terms = [self._gram(name, other) for name in self.shapes]
             return self._sum(terms, (len(self), len(other))) * other._multiplier
 
@@ -229,8 +241,9 @@ class Factors:
         found, n = {}, len(self)
         with self._precision():
             for name, shape in self.shapes.items():
-                uses, terms = self.contributions(name), []
+                terms, uses = [], self.merged[name]
                 if uses:
+                    uses = [forms.multiplied(use, self._multiplier) for use in uses]
                     width = forms.matrix_shape(shape)[1]
                     each = planning.samples_of_gradients(uses, width, n, self._budget)
                     terms = [algebra.gradients(uses, shape, each, 0, width)]

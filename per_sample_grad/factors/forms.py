@@ -224,7 +224,8 @@ def _tensors(contribution: Contribution) -> dict[str, torch.Tensor]:
 class Versions:
     """How often the tensors of contributions had been changed in place by now.
 
-    Contributions may hold gradients that are on their way through a backward pass.
+    Contributions may hold the caller's own tensors, such as a model's input, and
+    gradients that are on their way through a backward pass.
     """
 
     def __init__(self, uses: Iterable[Contribution]) -> None:
@@ -232,15 +233,10 @@ class Versions:
         tensors = [each for each in values if isinstance(each, torch.Tensor)]
         self._seen = [(each, each._version) for each in tensors]
 
-    def refuse_changes(self, name: str) -> None:
-        """Raises PerSampleError if any was changed since; ``name`` is the parameter."""
+    def refuse_changes(self, text: str) -> None:
+        """Raises PerSampleError with this text if any was changed since."""
         if any(tensor._version != version for tensor, version in self._seen):
-            raise PerSampleError(
-                f"a gradient that {name} depends on was changed in place after it had "
-                "arrived: a backward function of torch.autograd.Function or a tensor's "
-                "hook edits what it is given (grad.mul_(2)), which other users of that "
-                "gradient see; return a new tensor (grad * 2)"
-            )
+            raise PerSampleError(text)
 
 
 def where(kept: torch.Tensor, contribution: Part) -> Part:

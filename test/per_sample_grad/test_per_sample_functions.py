@@ -161,6 +161,24 @@ def test_vectors_and_weights_are_checked():
         factors.weighted_sum(torch.zeros(5))
 
 
+@pytest.mark.parametrize("changed", ["input", "answer"])
+def test_no_answer_is_of_a_tensor_that_was_changed_in_place(changed):
+    model, x = nn.Linear(2, 3), torch.randn(4, 2)
+    factors, other = (psg.per_sample_factors(model, fold, (x,)) for x in (x, x.clone()))
+    projection = psg.Projection(factors.shapes, 2)
+    (x if changed == "input" else factors.materialize()["bias"]).mul_(2)
+    for answer in (
+        factors.norms, factors.norms_by_parameter, factors.gram, factors.materialize,
+        lambda: factors.dot(dict(model.named_parameters())),
+        lambda: factors.weighted_sum(torch.ones(4)),
+        lambda: factors.project(projection), lambda: factors.contributions("weight"),
+        lambda: factors.cross_gram(other), lambda: other.cross_gram(factors),
+    ):  # fmt: skip
+        with pytest.raises(psg.PerSampleError, match="Ask for all answers before"):
+            answer()
+    assert other.norms().shape == (4,)
+
+
 @pytest.mark.parametrize("is_image", [True, False])
 def test_windows_and_rows_of_tables_cancel_too(is_image):
     """Inputs are almost the same everywhere, and gradients add up to zero."""
