@@ -422,7 +422,7 @@ class BackwardPass:
             comparer.compute_reference(retain_graph=True)
             comparer.add(self.factors_of(self._dense(found)))
             self.compared = comparer.result()
-            wrong = self.compared.wrong
+            wrong = {*self.compared.wrong, *self.compared.unknown}
             found = {name: rows for name, rows in found.items() if name not in wrong}
         rest = {name: param for name, param in params.items() if name not in found}
         if rest:

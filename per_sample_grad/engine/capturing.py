@@ -12,6 +12,7 @@ from torch import nn
 import xla_replica
 from per_sample_grad.engine.attribution import attribute
 from per_sample_grad.engine.backward_pass import BackwardPass
+from per_sample_grad.engine.comparison import Comparison
 from per_sample_grad.engine.recording import Recorder
 from per_sample_grad.engine.settings import (
     Accumulate,
@@ -69,7 +70,8 @@ class Capture:
 
     Attributes:
         params: The selected parameters, by their first name in the model.
-        compared: Whether the backward pass was compared with autograd.
+        compared: Whether the backward pass was compared with autograd; False where
+            gradients were not finite, which no comparison can judge.
         unused: The selected parameters that the losses of the backward pass do not
             depend on; their gradients are zero.
 
@@ -105,6 +107,7 @@ class Capture:
             model, self.params, batch_dim, fallback, check, method, budget, scale
         )
         self.compared = False
+        self._comparison: Comparison | None = None
         self.unused: frozenset[str] = frozenset()
         self._recorder = Recorder(self._settings)
         self._entered = self._answered = False
@@ -384,7 +387,8 @@ class Capture:
             backward_pass.run_without_samples()
         else:
             backward_pass.run(found)
-        self.compared = backward_pass.compared is not None
+        self._comparison = backward_pass.compared
+        self.compared = not (self._comparison is None or self._comparison.unknown)
         self.unused = frozenset(backward_pass.unused)
         if backward_pass.accumulate is None:
             self._others_take_gradients = found is not None and found.has_other_leaves

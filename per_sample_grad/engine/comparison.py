@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import xla_replica
+from per_sample_grad.engine.settings import listed
 from per_sample_grad.errors import CouplingError, PerSampleError
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import accumulation_dtype
@@ -67,6 +68,11 @@ class Comparison:
     def wrong(self) -> dict[str, float]:
         """The errors that are larger than rounding."""
         return {n: error for n, error in self.errors.items() if error > self.tolerance}
+
+    @property
+    def unknown(self) -> list[str]:
+        """Those of which nothing can be said."""
+        return [name for name, error in self.errors.items() if math.isnan(error)]
 
 
 @dataclasses.dataclass
@@ -251,7 +257,7 @@ class Comparer:
 
 
 def raise_if_wrong(found: Comparison) -> None:
-    """Raises if answers are wrong; warns if float16 loses digits of many gradients."""
+    """Raises if answers are wrong; warns if that is unknown, or of lost digits."""
     if found.underflow > _UNDERFLOW:
         lost = (
             f"{found.underflow:.0%} of the float16 gradients of one layer's output are "
@@ -276,6 +282,16 @@ def raise_if_wrong(found: Comparison) -> None:
             "module that returns the same for all samples), make the samples "
             "independent, leave these parameters out (params=), or pass "
             'fallback="loop", which is exact for each loss as it is'
+        )
+    if unknown := found.unknown:
+        warnings.warn(
+            f"autograd's gradients of {listed(unknown)} are not finite, so the "
+            "answers of this batch could not be compared with them: if a rule or "
+            "batch_dim is wrong or samples influence each other, the answers of finite "
+            "samples are wrong, too, and nothing says so. Leave out samples whose loss "
+            "is not finite, or capture a batch without any first: later ones of its "
+            "structure need no comparison",
+            stacklevel=4,
         )
 
 
@@ -329,7 +345,7 @@ def remember(
     keeps_samples_apart: bool,
 ) -> None:
     """Keeps what a comparison proved of a structure, by its key."""
-    if not any(math.isnan(error) for error in found.errors.values()):
+    if not found.unknown:
         proven = PROVEN.setdefault(model, {})
         before = proven.get(key, Proof(found.unseen))
         proven[key] = Proof(

@@ -92,8 +92,8 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
             remedy = ": of a wrapper, such as DDP or torch.compile(model), and of the "
             remedy += "model in it, take the names and the model from one of the two"
             raise ValueError(
-                f"params: {_listed(wrong)} are not trainable parameters of the "
-                f"model; allowed are {_listed([*trained]) or 'none'}"
+                f"params: {listed(wrong)} are not trainable parameters of the "
+                f"model; allowed are {listed([*trained]) or 'none'}"
                 f"{remedy if named <= wrapped else ''}"
             )
         asked = {id(every[name]) for name in params}
@@ -105,14 +105,14 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
         )
     if unreal := [name for name, param in chosen.items() if param.is_complex()]:
         raise ValueError(
-            f"params: {_listed(unreal)} are complex, and every sample's gradient is of "
+            f"params: {listed(unreal)} are complex, and every sample's gradient is of "
             "real parameters: leave them out (params=), or keep real and imaginary "
             "parts as parameters of their own (torch.view_as_complex)"
         )
     return chosen
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Returns names in words, of many the first ones."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more

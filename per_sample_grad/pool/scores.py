@@ -162,7 +162,7 @@ class Scorer:
         with torch.enable_grad(), capture(self.model, **options) as recorded:
             losses = self.losses(inputs, targets)
         found = answer(recorded, losses)
-        if recorded.compared:
+        if recorded._comparison is not None:
             # The comparison is part of the program, on a lazy device in its very
             # midst: which block has one must not show.
             del recorded, losses, found

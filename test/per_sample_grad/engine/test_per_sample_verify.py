@@ -167,6 +167,19 @@ def test_an_answer_that_is_not_finite_is_wrong():
         recorded.backward(losses)
 
 
+def test_what_is_not_finite_is_not_compared_and_told_until_there_is_a_proof():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    for bad in (torch.nan, torch.inf):
+        given = x.clone()
+        given[1, 2] = bad
+        with pytest.warns(
+            UserWarning, match="weight, bias are not finite, so the answ"
+        ):
+            assert comparisons(model, [lambda m, x=given: squares(m(x))]) == [False]
+    steps = [lambda m: squares(m(x)), lambda m: squares(m(given))]
+    assert comparisons(model, steps) == [True, False]
+
+
 @pytest.mark.parametrize("check", ["always", "never"])
 def test_queries_without_keys_take_no_gradient(check):
     model, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(3, 5, 4)

@@ -258,6 +258,7 @@ class Broken(Vectors):
         return x * {18: torch.nan, 40: torch.inf}.get(index, 1.0), y
 
 
+@pytest.mark.filterwarnings("ignore:autograd's gradients of .* are not finite")
 def test_projections_that_are_not_finite_are_found_before_they_are_kept(tmp_path):
     options = {**OPTIONS, "folder": tmp_path}
     with pytest.raises(ValueError, match=r"samples 18 are not finite.*keep_nan=True"):
