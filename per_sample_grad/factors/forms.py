@@ -166,7 +166,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 @functools.cache
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Returns the dtype of sums: the widest of these dtypes, and at least float32."""
-    floats = (dtype for dtype in dtypes if dtype.is_floating_point)
+    floats = (d for d in dtypes if d.is_floating_point or d.is_complex)
     return functools.reduce(torch.promote_types, floats, torch.float32)
 
 

@@ -105,6 +105,9 @@ def _through_view(
 ) -> Contribution | None:
     """Returns what the input of a view or a permutation gets; None: not known."""
     if node.name() in rules.UNCHANGED:
+        is_complex = node._input_metadata[0].dtype.is_complex
+        if is_complex != rules.source(node, 0).dtype.is_complex:
+            return None  # real numbers that become complex get a part of the gradient
         in_any_view = isinstance(found, (Dense, Outer))
         same = forms.matrix_shape(source) == forms.matrix_shape(shape)
         return found if in_any_view or same else None

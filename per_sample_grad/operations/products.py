@@ -137,6 +137,7 @@ def contribution(node: Node, slot: int, grad: torch.Tensor, rows: Rows) -> Contr
         other = rules.saved(node, "mat2").transpose(-1, -2)
     else:
         other = rules.saved(node, "mat1" if is_sum else "self")
+    other = other.conj_physical()
     if name == "MvBackward0":
         grad = grad.unsqueeze(1)
     # Both are (groups, rows, *), without the groups where there is one matrix alone.

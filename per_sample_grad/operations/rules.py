@@ -79,11 +79,16 @@ def output_shape(node: Node) -> tuple[int, ...]:
     return tuple(node._input_metadata[0].shape)
 
 
-def source_shape(node: Node, slot: int) -> tuple[int, ...]:
-    """Returns the shape of the tensor that the operation took."""
+def source(node: Node, slot: int) -> Any:
+    """Returns the shape and dtype of the tensor that the operation took."""
     below, number = node.next_functions[slot]
     assert below is not None
-    return tuple(below._input_metadata[number].shape)
+    return below._input_metadata[number]
+
+
+def source_shape(node: Node, slot: int) -> tuple[int, ...]:
+    """Returns the shape of the tensor that the operation took."""
+    return tuple(source(node, slot).shape)
 
 
 def aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> tuple[int, ...]:
@@ -135,6 +140,8 @@ def summed_to_source(
 ) -> Dense:
     """Returns ``values`` of the output's shape, batch first, summed over positions."""
     shape = source_shape(node, slot)
+    if values.is_complex() and not source(node, slot).dtype.is_complex:
+        values = values.real
     own = list(aligned(shape, output_shape(node)))
     own.pop(batch_dim)
     kept = [dim for dim, size in enumerate(own, start=1) if size != 1]
@@ -186,7 +193,7 @@ def _multiplied(
     shape = aligned(tuple(other.shape), output_shape(node))
     other = other.reshape(shape).movedim(batch_dim, 0)
     dtype = forms.accumulation_dtype(grad.dtype, other.dtype)
-    return summed_to_source(grad * other.to(dtype), node, slot, batch_dim)
+    return summed_to_source(grad * other.to(dtype).conj(), node, slot, batch_dim)
 
 
 def _looked_up(

@@ -412,6 +412,33 @@ def test_a_vector_of_other_values_than_a_buffer_may_be_samples():
         psg.per_sample_factors(model, fold, (x,))
 
 
+FILTERS = {
+    "times": lambda f, w: f * torch.view_as_complex(w)[0],
+    "matmul": lambda f, w: f @ torch.view_as_complex(w),
+    "linear": lambda f, w: F.linear(f, torch.view_as_complex(w)),
+    "bmm": lambda f, w: (f.transpose(0, 1) @ torch.view_as_complex(w)[None].expand(
+        5, 2, 2)).transpose(0, 1),
+    "times-real": lambda f, w: f * w[0, 0],
+    "plus-real": lambda f, w: f + w[0, 0],
+    "matmul-real": lambda f, w: f @ w[0].to(f.dtype),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_parameters_meet_complex_numbers(name):
+    """What is proven of a spectrum without an imaginary part holds for others."""
+
+    def filtered(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(x, dim=1)
+        return torch.fft.irfft(FILTERS[name](spectrum, m.p), n=8, dim=1)
+
+    model = WithParameter(filtered, 2, 2, 2).double()
+    x = torch.randn(3, 8, 2, dtype=torch.float64)
+    for given in (x + x.flip(1).roll(1, 1), x):
+        truth = oracle(Case("", WithParameter, ()), model, (given,))
+        agree(psg.per_sample_factors(model, fold, (given,)), truth, 1e-10)
+
+
 def test_weights_that_autocast_casts():
     model, inputs = Case("", lambda: after_linear(Norm()), (5, 3)).make(torch.float32)
     truth = flat(oracle(Case("", lambda: model, ()), model, inputs)).norm(dim=1)
