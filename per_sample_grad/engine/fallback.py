@@ -11,9 +11,10 @@ the attributes that it has then, so that the result has to be compared.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -164,16 +165,19 @@ def _of_call(
         for p in wanted.values()
     }
 
+    # What the module changes in place are copies.
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+
     def run(own: Params, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         replaced = iter(tensors)
         args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(replaced))
         with autocast:
-            found = torch.func.functional_call(module, own, args, kwargs)
+            found = torch.func.functional_call(module, {**buffers, **own}, args, kwargs)
         returned = tensors_in(found)
         return [returned[each.position].movedim(dim, 0) for each, _ in outputs]
 
     # The other kernels of attention are not vectorised on a CPU, but looped over.
-    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+    with _attributes_kept(module), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         returned = torch.func.vmap(run, in_dims=(0, places))(copies, tensors)
     pairs = [
         (output, gradient.reshape(output.shape))
@@ -189,6 +193,19 @@ def _of_call(
         materialize_grads=True,
     )
     return dict(zip(wanted, found))
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Gives a module and those in it back the attributes and buffers they have now."""
+    held = [own for each in module.modules() for own in (vars(each), each._buffers)]
+    kept = [(own, dict(own)) for own in held]
+    try:
+        yield
+    finally:
+        for now, before in kept:
+            now.clear()
+            now.update(before)
 
 
 def warn_of_loop(num_samples: int, reasons: Mapping[str, str]) -> None:

@@ -119,6 +119,35 @@ def test_a_parameter_without_dimensions(way):
     agree(psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10)
 
 
+class Remembering(nn.Module):
+    """A module that keeps what it has seen in buffers and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope, self.last = nn.Parameter(torch.ones(3)), None
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("first", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean, self.last = 0.9 * self.mean + x.detach().mean(0), x.detach()
+        self.first = self.last if self.first is None else self.first
+        self.calls += 1
+        return turned(x, self.slope)
+
+
+def test_a_module_that_runs_once_more_remembers_its_own_run_alone():
+    model, x = nn.Sequential(Remembering()), torch.randn(4, 3)
+    with psg.capture(model, fallback="batched") as recorded:
+        losses = fold(model, x)
+    kept = {**vars(model[0]), **model[0]._buffers}
+    recorded.backward(losses)
+    now = {**vars(model[0]), **model[0]._buffers}
+    assert all(now[name] is value for name, value in kept.items())
+    assert now.keys() == kept.keys()
+    assert model[0].calls == 1
+
+
 class VisionTransformer(nn.Module):
     """A class token, places and a slope are parameters; no rule knows the slope."""
 
