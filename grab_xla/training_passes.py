@@ -40,13 +40,12 @@ class TrainingPasses:
         """
         if not self._uses_gradients:
             return contextlib.nullcontext()
-        if self.fidelity == "group":
-            self._recorded = parameters_of(model, self._matrix.shapes)
-            self._is_recorded = True
-            return contextlib.nullcontext()
-        self._recorded = capture = Capture(model, list(self._matrix.shapes), **options)
-        self._is_recorded = True
-        return capture
+        of = self._matrix if self.projection is None else self.projection
+        parameters = parameters_of(model, of.shapes)
+        is_group = self.fidelity == "group"
+        recorded = parameters if is_group else Capture(model, [*parameters], **options)
+        self._recorded, self._is_recorded = recorded, True
+        return recorded if isinstance(recorded, Capture) else contextlib.nullcontext()
 
     def backward(
         self,

@@ -35,9 +35,10 @@ def parameters_of(
     ]
     if wrong:
         raise ValueError(
-            f"record: {', '.join(wrong[:5])} are not trainable parameters of the "
-            "model, of the same shapes; build the sampler with those of the model "
-            "that is recorded"
+            f"record: {', '.join(wrong[:5])} of GraBSampler's trainable_params are not "
+            "trainable parameters of the model, of the same shapes; build the sampler "
+            "with those of the model that is recorded: {n: p for n, p in "
+            "model.named_parameters() if p.requires_grad}"
         )
     return {name: found[name] for name in shapes}
 

@@ -317,6 +317,19 @@ def test_losses_of_a_model_that_was_not_recorded_are_refused(fidelity):
             grab.backward(losses)
 
 
+@pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
+def test_frozen_parameters_are_named_with_those_to_pass(fidelity):
+    model = mlp()
+    grab = sampler(
+        model, fidelity=fidelity, group_size=None if fidelity != "group" else 2
+    )
+    next(model.parameters()).requires_grad_(False)
+    told = "0.weight of GraBSampler's trainable_params .* if p.requires_grad}"
+    with pytest.raises(ValueError, match=told):
+        grab.record(model)
+    assert grab._recorded is None
+
+
 def test_what_is_balanced_has_the_size_of_the_projection():
     model = mlp()
     grab = sampler(model, fidelity="projected", projection_size=30)
@@ -370,7 +383,7 @@ def test_mistakes_are_named():
     grab.backward(losses)
     with pytest.raises(RuntimeError, match="once for every backward"):
         grab.backward(losses)
-    with pytest.raises(ValueError, match=r"0\.weight, 2\.bias, 2\.weight are not"):
+    with pytest.raises(ValueError, match=r"2\.weight, 2\.bias of GraBSampler.s"):
         grab.record(copy.deepcopy(model[0]))
 
 
