@@ -30,9 +30,11 @@ from grab_xla.training_passes import TrainingPasses
 from per_sample_grad import Projection
 from xla_replica.common.arguments import check_type
 from xla_replica.common.differences import check_same
+from xla_replica.common.names import unwrapped
 
 # The version of `GraBSampler.state_dict`.
 VERSION = 1
+_PARAMETERS = "the checksum of the parameters' names, shapes and sequence"
 # What ends the error about gradients of wrong shapes where projections are balanced.
 _PROJECTED = (
     ". With fidelity='projected', the default above 2^20 parameters, projections are "
@@ -170,6 +172,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         kind = str(getattr(random_projection, "value", random_projection))
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
         shapes = {name: tuple(p.shape) for name, p in trainable_params.items()}
+        given = repr([(unwrapped(name), shape) for name, shape in shapes.items()])
         self.projection: Projection | None = None
         if self.fidelity == "projected":
             self.projection = Projection(shapes, projection_size, seed=seed)
@@ -207,6 +210,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
                 "weights": None if weighting == "equal" else weighting,
                 "projection": self.projection and repr(self.projection),
                 "group_size": group_size,
+                _PARAMETERS: zlib.crc32(given.encode()),
             },
         }
         self._columns = Columns(
@@ -451,7 +455,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
                 f"load_state_dict: the state has no {', '.join(missing)}; pass what "
                 "GraBSampler.state_dict() returned"
             )
-        settings, saved = dict(own["settings"]), state["settings"]
+        # Earlier states do not have every setting.
+        settings = dict(own["settings"])
+        saved = {_PARAMETERS: settings[_PARAMETERS], **state["settings"]}
         projection = self.projection
         if projection is not None and saved.get("projection"):
             projection = projection.saved_as(saved["projection"])

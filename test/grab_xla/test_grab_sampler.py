@@ -335,6 +335,13 @@ def test_a_state_of_another_sampler_is_refused():
     ]:
         with pytest.raises(ValueError, match=f"another sampler: .*{says}"):
             other.load_state_dict(state)
+    own = GraBSampler(range(48), PARAMETERS).state_dict()
+    for parameters in ({"w": torch.zeros(9)}, dict(reversed(PARAMETERS.items()))):
+        other = GraBSampler(range(48), parameters)
+        with pytest.raises(ValueError, match="shapes and sequence"):
+            other.load_state_dict(own)
+        settings = {n: s for n, s in own["settings"].items() if "shapes" not in n}
+        other.load_state_dict({**own, "settings": settings})  # as saved before
     with pytest.raises(TypeError, match="the state must be a dict, got None"):
         KINDS["mean"].sampler().load_state_dict(None)
     del state["order"]
