@@ -42,8 +42,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 26_155
-TEST_LINES = 44_046
+CODE = 26_280
+TEST_LINES = 44_223
 
 
 def test_lines_are_counted():

@@ -232,9 +232,8 @@ class StepGradients:
         """Raises ValueError if a backward pass has added to gradients since `step`."""
         if any(record.accumulated for record in self._records.values()):
             raise ValueError(
-                "zero_grad() between backward() and step() would not take these "
-                "gradients away: every minibatch of a step counts, and gradients are "
-                f"zeroed after every update. {_KEPT_OUT}"
+                "zero_grad() between backward() and step() takes nothing away: every "
+                f"minibatch counts, and updates zero gradients. {_KEPT_OUT}"
             )
 
     def _take_back_detached(self, num_accumulated: int) -> None:
