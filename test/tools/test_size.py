@@ -43,7 +43,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 26_280
-TEST_LINES = 44_223
+TEST_LINES = 44_224
 
 
 def test_lines_are_counted():

@@ -115,6 +115,7 @@ def test_the_kernel_is_that_of_autograd(centered, chunk, monkeypatch):
     torch.testing.assert_close(kernel, expected.double(), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:autograd's gradients of")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused_by_name(bad):
     model, data = mlp(), dataset()
