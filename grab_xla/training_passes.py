@@ -42,10 +42,12 @@ class TrainingPasses:
             return contextlib.nullcontext()
         of = self._matrix if self.projection is None else self.projection
         parameters = parameters_of(model, of.shapes)
-        is_group = self.fidelity == "group"
-        recorded = parameters if is_group else Capture(model, [*parameters], **options)
-        self._recorded, self._is_recorded = recorded, True
-        return recorded if isinstance(recorded, Capture) else contextlib.nullcontext()
+        if self.fidelity == "group":
+            self._recorded, self._is_recorded = parameters, True
+            return contextlib.nullcontext()
+        self._recorded = capture = Capture(model, [*parameters], **options)
+        self._is_recorded = True
+        return capture
 
     def backward(
         self,

@@ -70,8 +70,6 @@ class Capture:
 
     Attributes:
         params: The selected parameters, by their first name in the model.
-        compared: Whether the backward pass was compared with autograd; False where
-            gradients were not finite, which no comparison can judge.
         unused: The selected parameters that the losses of the backward pass do not
             depend on; their gradients are zero.
 
@@ -106,7 +104,6 @@ class Capture:
         self._settings = Settings(
             model, self.params, batch_dim, fallback, check, method, budget, scale
         )
-        self.compared = False
         self._comparison: Comparison | None = None
         self.unused: frozenset[str] = frozenset()
         self._recorder = Recorder(self._settings)
@@ -124,6 +121,14 @@ class Capture:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._recorder.stop(forget=kind is not None)
         self._entered &= kind is None
+
+    @property
+    def compared(self) -> bool:
+        """Whether the backward pass was compared with autograd.
+
+        False where gradients were not finite, which no comparison can judge.
+        """
+        return self._comparison is not None and not self._comparison.unknown
 
     def backward(
         self,
@@ -388,7 +393,6 @@ class Capture:
         else:
             backward_pass.run(found)
         self._comparison = backward_pass.compared
-        self.compared = not (self._comparison is None or self._comparison.unknown)
         self.unused = frozenset(backward_pass.unused)
         if backward_pass.accumulate is None:
             self._others_take_gradients = found is not None and found.has_other_leaves

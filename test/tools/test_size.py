@@ -42,7 +42,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 26_280
+CODE = 26_281
 TEST_LINES = 44_224
 
 

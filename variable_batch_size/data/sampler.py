@@ -67,7 +67,7 @@ class CustomSampler(Sampler[list[int]]):
         schedule: The trace, cut into epochs.
         order: As it was given.
         num_yielded: Minibatches that all iterations have yielded so far.
-        num_optimizers: Those that were built with it.
+        num_optimizers: Optimizers that were built with it.
         newest_pass: The iteration that was made last; None before the first.
         begun: That which dealt its first minibatch last.
         on_handing_out: Called before a minibatch is loaded, and again before it is run
