@@ -22,7 +22,7 @@ TORCH_XLA, TORCH_OF_XLA = "torch_xla==2.9.0", "torch>=2.9,<2.10"
 
 setup(
     name="elastic-xla",
-    version="0.2.0",
+    version="0.2.0.dev0",
     description=(
         "PyTorch and PyTorch/XLA training whose number of accelerators, and so batch "
         "size, changes while it runs"

@@ -63,11 +63,16 @@ def test_the_readme_names_an_extra_for_every_place_and_no_others(extras):
         assert set(group.split(",")) <= extras.keys()
 
 
-def test_a_release_has_one_version_and_date_everywhere():
-    dated = r"^## (\S+) - (\d{4}-\d\d-\d\d)$"
-    version, date = re.findall(dated, read("CHANGELOG.md"), re.MULTILINE)[0]
-    assert f'    version="{version}",\n' in read("setup.py")
-    cited = f"\nversion: {version}\ndate-released: {date}\n"
+def test_the_version_is_the_same_everywhere():
+    """A development version until a release has its date in the changelog."""
+    [version] = re.findall(r'^    version="(.+)",$', read("setup.py"), re.MULTILINE)
+    headings = re.findall("^## (.+)$", read("CHANGELOG.md"), re.MULTILINE)
+    if version.endswith(".dev0"):
+        assert headings[0] == "Unreleased"
+        cited = f"\nversion: {version}\nkeywords:"
+    else:
+        [date] = re.findall(rf"^{version} - (\d{{4}}-\d\d-\d\d)$", headings[0])
+        cited = f"\nversion: {version}\ndate-released: {date}\n"
     assert cited in read("CITATION.cff")
 
 
