@@ -57,7 +57,7 @@ command -v nvidia-smi >/dev/null || \
 	echo "make: no $(CPU_$(ENV)) at $(CPU_BUILDS): pip's own index may bring CUDA"
 endef
 
-.PHONY: environments mnist live test test-all browser tpu-compiler tpu-compile torchtpu gpu tpu-like outside wheel docs lint format bench clean help
+.PHONY: environments mnist live test test-all browser tpu-compiler tpu-compile torchtpu gpu tpu-like outside newest-trainers wheel docs lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -126,6 +126,12 @@ tpu-like:
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test
+
+# The adapters to trainers with releases that nothing here has pinned yet.
+newest-trainers:
+	$(MAKE) ENV=outside VENV=.venv-outside .venv-outside/ready
+	.venv-outside/bin/python -m pip install --quiet --upgrade accelerate lightning transformers
+	OUTSIDE=1 .venv-outside/bin/python -m pytest -m outside test/outside/integrations
 
 # What it installs is small with this torch, of which there is a build for CPUs.
 wheel:
