@@ -1,7 +1,7 @@
 # make mnist   sets up, then trains handwritten digits on eight replicas of this CPU
 # make live    sets up, then kills and adds processes while they train, and draws that
 # make test    sets up, then runs the tests
-# make browser installs Chromium, in which tests look at pages of `vbs report` and the site
+# make browser installs Chromium, in which tests look at pages of the site
 # make tpu-compile compiles a program of every family for TPUs (docs/tpu.md)
 # make torchtpu runs the families on TorchTPU, over a CPU (docs/tpu.md)
 # make gpu     runs the families on this machine's GPUs (docs/launching.md)

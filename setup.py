@@ -51,10 +51,8 @@ setup(
         "grab": ["numba"],
         # Replicas that run a function of a notebook.
         "notebook": ["cloudpickle"],
-        # Pictures: vbs plot --out.
+        # Pictures: vbs plot.
         "plot": ["matplotlib"],
-        # Pages about runs: vbs report.
-        "report": ["plotly>=6"],
         # PoolScores.to_frame().to_parquet, BlockDataset.from_parquet.
         "parquet": ["pyarrow"],
         # variable_batch_size.integrations.hugging_face;
@@ -84,7 +82,6 @@ setup(
             "matplotlib",
             "mypy>=2.4,<2.5",  # what is strict is another thing in the next one
             "numba",
-            "plotly>=6",
             "pyarrow",
             "expecttest",  # torch's own tests, whose optimizers we run, import it
             "torchft>=0.2,<0.3",

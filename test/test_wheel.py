@@ -36,13 +36,6 @@ sampler.step({"w": torch.randn(4, 1)})
 assert sorted(sampler) == sorted(first)
 """
 DRAW = """
-import pathlib
-from variable_batch_size.command_line import main
-pathlib.Path("t.csv").write_text("step,batchsize\\n0,8\\n1,16\\n")
-assert not main(["plot", "t.csv", "--out", "t.png"])
-assert pathlib.Path("t.png").stat().st_size
-"""
-REPORT = """
 import pathlib, torch, xla_replica, variable_batch_size as vbs
 from variable_batch_size.command_line import main
 model = torch.nn.Linear(4, 1)
@@ -57,8 +50,9 @@ for minibatch in sampler:
     model(torch.ones(len(minibatch), 4)).mean().backward()
     optimizer.step()
 log.close()
-assert not main(["report", "run.jsonl", "--out", "report.html"])
-assert pathlib.Path("report.html").stat().st_size
+pathlib.Path("t.csv").write_text("step,batchsize\\n0,8\\n1,16\\n")
+assert not main(["plot", "t.csv", "run.jsonl", "--out", "t.png"])
+assert pathlib.Path("t.png").stat().st_size
 """
 READ_PARQUET = """
 import pyarrow, pyarrow.parquet, variable_batch_size as vbs
@@ -99,7 +93,6 @@ USES = {
     "grab": ORDER,
     "notebook": UNGUARDED,
     "plot": DRAW,
-    "report": REPORT,
     "parquet": READ_PARQUET,
     "transformers": "from variable_batch_size.integrations.hugging_face import *",
     "lightning": "from variable_batch_size.integrations.lightning import *",

@@ -36,12 +36,11 @@ from training_recorder import Recorder  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
 import xla_replica  # noqa: E402
-from variable_batch_size.trace_tools import write_png  # noqa: E402
 from xla_replica import Replica  # noqa: E402
 
 EPOCHS = {"mnist": 2, "digits": 30, "fake": 3}
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
-# Columns of the history that the picture shows, and their labels.
+# Columns of the log that the picture shows, and their labels.
 PANELS = {
     "batch_size": "global batch size\n(samples)", "lr": "effective\nlearning rate",
     "gain": "gain (steps at\nthe reference)",
@@ -379,10 +378,8 @@ def report(history: pd.DataFrame, args: argparse.Namespace) -> None:
         f"sizes; test accuracy {last.iloc[-1] if len(last) else float('nan'):.2f} %"
     )
     try:
-        # What was measured holds until it is measured again.
-        measured = history[[name for name in PANELS if name in history]].ffill()
-        title = f"{args.dataset}, rule: {args.rule}"
-        write_png(measured.rename(columns=PANELS), folder / "training.png", title)
+        run = {f"{args.dataset}, rule: {args.rule}": vbs.read_run(folder / "run.jsonl")}
+        vbs.draw_runs(run, folder / "training.png", panels=PANELS)
         print(f"picture: {folder / 'training.png'}")
     except ModuleNotFoundError:
         print("no picture: matplotlib is not installed")

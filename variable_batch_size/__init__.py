@@ -40,7 +40,7 @@ from variable_batch_size.rules.rule import (
     power,
     rule_named,
 )
-from variable_batch_size.runs.report import write_report
+from variable_batch_size.runs.picture import draw_runs
 from variable_batch_size.runs.run_file import Run, RunFile, read_run
 from variable_batch_size.runs.run_log import RunLog, Sink, tensorboard
 from variable_batch_size.step.attached import Update
@@ -90,6 +90,7 @@ __all__ = [
     "TraceWarning",
     "Update",
     "average_buffers",
+    "draw_runs",
     "epochs",
     "per_replica",
     "power",
@@ -98,5 +99,4 @@ __all__ = [
     "rule_named",
     "tensorboard",
     "write_checkpoint",
-    "write_report",
 ]

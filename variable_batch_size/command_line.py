@@ -51,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             member_parser = add_parser(inner, member, function)
             add_options(member_parser, function)
             add_options(member_parser, run)
-    args = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if [*given[:1]] == ["report"]:
+        parser.error("report is withdrawn: `vbs plot run.jsonl` draws the log of a run")
+    args = parser.parse_args(given)
     run, members = COMMANDS[args.command]
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
-from support.browser import shown, skip
 from support.documents import ROOT
 from support.xla_replica.replicas import HAS_XLA
 
+# A Chromium without a window and without a network.
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+OPTIONS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+    "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom",
+)  # fmt: skip
 SITE = ROOT / "build" / "site"
 PAGES = ("docs/resuming", "build/reference/errors")  # with tables, with long messages
 WIDTHS = [1280, 390]
@@ -51,6 +60,26 @@ async function measure(path, width) {
   document.getElementById("seen").textContent = JSON.stringify(seen)
 })()
 </script>"""
+
+
+def skip(reason: str) -> None:
+    """Skips the test that runs; fails it in CI, where what it needs must be there."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+
+
+def shown(address: str, folder: Path, *options: str) -> str:
+    """Returns the elements of a page once its scripts have run in Chromium."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        skip("there is no Chromium: make browser")
+    done = subprocess.run(
+        [found, *OPTIONS, f"--user-data-dir={folder}", *options, address],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")

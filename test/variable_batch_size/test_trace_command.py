@@ -10,7 +10,6 @@ import shlex
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -18,7 +17,6 @@ from support.documents import ROOT, block, blocks
 
 import variable_batch_size as vbs
 from variable_batch_size.command_line import COMMANDS, main
-from variable_batch_size.trace_tools.charts import terminal_chart
 from variable_batch_size.trace_tools.conversion import POLICIES
 from variable_batch_size.trace_tools.families import FAMILIES
 from variable_batch_size.traces.batch_trace import Trace
@@ -42,16 +40,15 @@ def folder(tmp_path, monkeypatch):
         "samples,batchsize,devices\n0,64,2\n128,128,4\n"
     )
     header = {"event": "start", "step": 0, "time": 9.5, "num_replicas": 1}
-    header["minibatch_size"] = 32
     lines = [
-        {"step": n, "batch_size": 32 + n % 3 * 32, "seconds": 1.5 + n % 3}
+        {"step": n, "batch_size": 32, "samples": 32 * n + 32, "time": 9.5 + n}
         for n in range(30)
     ]
     texts = [json.dumps(line) + "\n" for line in (header, *lines)]
-    for place in (".", "runs/mnist-a", "runs/mnist-b"):
+    for place in (".", "runs/a", "runs/b"):
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
         (tmp_path / place / "run.jsonl").write_text("".join(texts))
-    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "begun.jsonl").write_text(texts[0])
     rows = [f"{n},{100.5 + 63 * n},{n % 7}\n" for n in range(1, 60)]
     (tmp_path / "log.csv").write_text(",Time,GPUs\n" + "".join(rows))
     return tmp_path
@@ -76,8 +73,6 @@ def replacing(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=" ".join)
 def test_help_explains_every_option_and_has_examples_that_run(page, folder, capsys):
-    if page == ["report"]:
-        pytest.importorskip("plotly")
     shown = help_of(capsys, page)
     assert "default: None" not in shown
     options = shown.split("options:\n")[1]
@@ -94,7 +89,7 @@ def test_help_explains_every_option_and_has_examples_that_run(page, folder, caps
 
 
 def test_the_commands_of_the_pages_run(folder, capsys):
-    on_page = blocks("docs/traces.md", "sh")
+    on_page = [*blocks("docs/traces.md", "sh"), *blocks("docs/runs.md", "sh")]
     found = examples("".join([block("README.md", "sh", "vbs check"), *on_page]))
     assert len(found) >= 10
     for example in found:
@@ -111,7 +106,7 @@ def test_the_code_of_the_page_runs(folder):
     assert names["optimizer"].current_lr() == pytest.approx(0.01 * 2**0.5)
     exec(planned, names)
     assert len(names["steps"]) == 1000
-    assert names["step_time"] == pytest.approx((0.5, 1.0))
+    assert names["steps"]["seconds"].iloc[0] == pytest.approx(0.02 + 8 * 0.1)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +146,10 @@ def test_pip_installs_the_command(monkeypatch):
          "needs a step time"),
         ("convert fixed log.csv --batch-size 8 --seconds-per-substep 3",
          "a step-time model needs --minibatch-size"),
-        ("convert fixed log.csv --batch-size 8 --fit run.jsonl --seconds-per-step 3",
-         "give either --seconds-per-step or a step-time model"),
+        ("convert fixed log.csv --batch-size 8 --seconds-per-update 3 "
+         "--seconds-per-step 3", "give either --seconds-per-step or a step-time model"),
         ("convert fixed trace.csv --batch-size 8", "exactly one column Time or time"),
         ("simulate trace.csv --dataset-size 1K --rule linear", "needs --ref-batchsize"),
-        ("simulate 64 --dataset-size 1K --epochs 1 --minibatch-size 16 --fit run.jsonl",
-         "run.jsonl: its substeps are minibatches of 32 samples, not of --minibatch-"),
-        ("simulate 64 --dataset-size 1K --fit run.jsonl --seconds-per-update 1",
-         "give either --fit or the seconds"),
         ("simulate 64 --dataset-size 1K --epochs 1 --seconds-per-substep -1",
          "seconds must be a finite number >= 0, got -1.0"),
         ("simulate 64 --dataset-size 1K --epochs 1 --price 3",
@@ -166,12 +157,15 @@ def test_pip_installs_the_command(monkeypatch):
         ("simulate thresholds.csv --dataset-size 1K --epochs 1",
          "thresholds.csv: the column devices has 2 rows, and the trace 3 steps"),
         ("simulate 64 --dataset-size 1K --rule cubic", "--rule cubic is unknown"),
-        ("plot trace.csv --out trace.jpg", "a picture is a PNG, so its name ends in"),
+        ("plot trace.csv --out a.jpg", "a.jpg: the name of a picture ends in .png, ."),
+        ("plot trace.csv --x hours", "--x hours: trace.csv does not say the hours of"),
+        ("plot trace.csv --x days", "x must be one of 'updates', 'samples', 'hours'"),
+        ("plot begun.jsonl", "begun.jsonl tells of no update; is it the log of a run?"),
+        ("report runs/a --out page.html", "`vbs plot run.jsonl` draws"),
         ("make constant --steps 1T --batch-size 8",
          "steps must be an integer >= 1 and <= 134"),
         ("make constant --steps 9 --batch-size 8 --out trace.csv",
          "--out trace.csv exists: --force replaces it"),
-        ("report empty.jsonl", "empty.jsonl tells of no update; is it the log of a"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_a_message(words, message, folder, capsys):
@@ -188,7 +182,7 @@ def test_what_cannot_be_done_is_a_message(words, message, folder, capsys):
     [
         "convert proportional log.csv --samples-per-device 32 --out ./log.csv",
         "plot trace.csv --out trace.csv",
-        "report run.jsonl --out run.jsonl",
+        "plot trace.csv run.jsonl --out run.jsonl",
     ],
 )
 def test_what_is_read_is_not_written_over(words, folder, capsys):
@@ -229,7 +223,6 @@ def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
         f"check {common} --num-replicas 4",
         "stats made.csv",
         "plot made.csv",
-        "plot made.csv --out made.png",
         f"simulate {common} --seconds-per-substep 0.5 --price 1 --out steps.csv",
     ):
         assert main(words.split()) == 0
@@ -244,30 +237,25 @@ def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
     assert steps["seconds"].tolist() == [0.5] * len(table)
 
 
-def test_a_trace_without_end_shows_its_last_size(folder, capsys):
-    (folder / "endless.csv").write_text("samples,batchsize\n0,64\n1600,128\n")
-    assert main(["plot", "endless.csv", "--height", "2", "--width", "14"]) == 0
-    top, bottom, axis = capsys.readouterr().out.splitlines()
-    assert top.endswith(" ██")
-    assert axis.endswith(": 128 without end")
-    assert bottom.count("█") == 14
-
-
-def test_a_schedule_ends_with_the_run(folder, capsys):
-    words = "simulate 100 --dataset-size 800 --minibatch-size 10 --epochs 2 --lr 0.5"
-    for total in ("", " --total-samples 1600"):
-        assert (
-            main(f"{words} --schedule linear{total} --force --out steps.csv".split())
-            == 0
-        )
-        rates = pd.read_csv("steps.csv")["lr"].to_numpy()
-        assert rates == pytest.approx(0.5 * (1 - np.arange(16) / 16))
+def test_a_picture_is_beside_its_file_and_replaces_none(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("samples,batchsize\n0,64\n640,128\n"))
+    for words, name in {
+        "run.jsonl trace.csv": "run.png",
+        "runs/a": "runs/a/run.png",
+        "-": "trace.png",
+    }.items():
+        assert main(["plot", *words.split()]) == 0
+        assert capsys.readouterr().out == f"wrote {name}\n"
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        main(["plot", "run.jsonl"])
+    told = "run.png exists: --out run.png --force replaces it"
+    assert told in capsys.readouterr().err
 
 
 SHOWN = {
-    "simulate 320 --dataset-size 960 --epochs 2 --fit run.jsonl": {
-        "seconds per update, fitted": "0.5",
-        "seconds per substep, fitted": "1",
+    "simulate 320 --dataset-size 960 --epochs 2 --seconds-per-update 0.5 "
+    "--seconds-per-substep 1": {
         "hours without restarts and compiling": "0.0175",  # of 6 times 10.5 seconds
     },
     "check 100 --dataset-size 960 --epochs 1 --num-replicas 1 --pad-minibatches": {
@@ -278,7 +266,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("words", SHOWN)
-def test_numbers_of_a_log_and_of_padding_are_shown(words, folder, capsys):
+def test_numbers_of_seconds_and_of_padding_are_shown(words, folder, capsys):
     assert main(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, number in SHOWN[words].items():
@@ -297,21 +285,3 @@ def test_warnings_are_lines_and_not_hidden(folder, capsys):
     shown = capsys.readouterr().err
     assert shown.startswith("warning: odd.csv, line 3, step: 5 follows 0")
     assert shown.count("\n") == 1
-
-
-@pytest.mark.parametrize("num", [1, 5, 72, 73, 1000])
-@pytest.mark.parametrize("height", [1, 2, 7])
-def test_a_chart_shows_every_part_in_proportion(num, height):
-    values = np.arange(1, num + 1)
-    lines = terminal_chart(values, width=40, height=height).splitlines()
-    assert len(lines) == height + 1
-    bars = [line.partition("|")[2].ljust(min(num, 40)) for line in lines[:-1]]
-    eighths = [
-        sum(" ▁▂▃▄▅▆▇█".index(bar[column]) for bar in bars)
-        for column in range(len(bars[0]))
-    ]
-    assert eighths == sorted(eighths)
-    columns = len(eighths)
-    expected = (np.arange(columns) + 0.5) / columns * height * 8
-    assert np.allclose(eighths, expected, atol=1 + 8 * height * (1 / columns + 1 / num))
-    assert f"{num} |" in lines[0] or height == 1

@@ -1,9 +1,8 @@
-"""Makes, converts, checks, draws and simulates traces; nothing is trained.
+"""Makes, converts, checks and simulates traces; nothing is trained.
 
 The command ``vbs`` offers the same: ``vbs --help``.
 """
 
-from variable_batch_size.trace_tools.charts import terminal_chart, write_png
 from variable_batch_size.trace_tools.conversion import (
     POLICIES,
     Availability,
@@ -28,11 +27,7 @@ from variable_batch_size.trace_tools.simulation import (
     time_lost,
     totals,
 )
-from variable_batch_size.trace_tools.step_time import (
-    StepTime,
-    fit_step_time,
-    step_time_of,
-)
+from variable_batch_size.trace_tools.step_time import StepTime, fit_step_time
 
 __all__ = [
     "FAMILIES",
@@ -54,9 +49,6 @@ __all__ = [
     "schedule_named",
     "simulate",
     "stats",
-    "step_time_of",
-    "terminal_chart",
     "time_lost",
     "totals",
-    "write_png",
 ]

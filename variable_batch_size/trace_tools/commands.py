@@ -5,7 +5,6 @@ The docstring of a command is its help; see `options`.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import sys
 from collections.abc import Callable, Mapping
@@ -17,8 +16,8 @@ import pandas as pd
 
 from variable_batch_size import trace_tools as tools
 from variable_batch_size.data.schedule import Schedule
-from variable_batch_size.runs.report import write_report
-from variable_batch_size.runs.run_file import read_run
+from variable_batch_size.runs.picture import draw_runs
+from variable_batch_size.runs.run_file import Run, read_run
 from variable_batch_size.trace_tools.columns import Columns, amount
 from variable_batch_size.trace_tools.options import listed
 from variable_batch_size.traces.batch_trace import Trace
@@ -78,44 +77,36 @@ def run_stats(trace: str, *, tokens_per_sample: int | None = None) -> Mapping[st
 
 
 def run_plot(
-    trace: str,
+    files: list[str],
     *,
+    x: str = "updates",
     tokens_per_sample: int | None = None,
     out: Path | None = None,
-    width: int = 72,
-    height: int = 12,
 ) -> str:
-    """Draws the batch size of every step, in the terminal or as a PNG.
+    """Draws runs and traces: batch size, learning rate, loss and replicas.
 
-    A PNG needs matplotlib (the extra 'plot'), and also shows the column devices, if the
-    trace has one.
+    All are in one picture, a line for each. It needs matplotlib (the extra 'plot').
 
     examples:
-      vbs plot trace.csv
-      vbs plot trace.csv --out trace.png
+      vbs plot run.jsonl
+      vbs plot runs/a runs/b --x hours --out both.pdf
+      vbs plot trace.csv run.jsonl --x samples --out planned.png
 
     Args:
-        trace: A CSV file, - for the standard input, or one batch size.
-        tokens_per_sample: Of a trace with the column tokens.
-        out: A PNG file to write.
-        width: Of the chart in the terminal.
-        height: Of the chart in the terminal.
+        files: Logs of vbs.RunLog, or folders with a run.jsonl; and traces: CSV files, -
+            for the standard input, or one batch size.
+        x: The common axis: updates, samples, or hours without those between a stop and
+            a resumption.
+        tokens_per_sample: Of traces with the column tokens.
+        out: A PNG, PDF or SVG file to write; default: a PNG beside the first file.
     """
-    if out is not None and out.suffix.lower() != ".png":
-        raise ValueError(f"--out {out}: a picture is a PNG, so its name ends in .png")
-    source = _source(trace)
-    read = Trace(source, tokens_per_sample=tokens_per_sample)
-    sizes, ends = read.batch_sizes, ""
-    if read.endless:  # the last size gets a part of the picture that can be seen
-        sizes = np.append(sizes, np.repeat(sizes[-1], len(sizes) // 8))
-        ends = f" ...: {sizes[-1]} without end"
+    runs = dict(_drawn(name, tokens_per_sample) for name in files)
     if out is None:
-        return tools.terminal_chart(sizes, width, height) + ends
-    table = pd.DataFrame({"batch size (samples)": sizes})
-    devices = _devices_column(source, read)
-    if devices is not None:
-        table["devices"] = devices
-    tools.write_png(table, out, read.name + ends)
+        first = Path(files[0] if files[0] != "-" else "trace")
+        out = first / "run.png" if first.is_dir() else first.with_suffix(".png")
+        if out.exists():
+            raise ValueError(f"{out} exists: --out {out} --force replaces it")
+    draw_runs(runs, out, x)
     return f"wrote {out}"
 
 
@@ -155,7 +146,6 @@ def run_convert(
     restart_seconds: float = 0.0,
     seconds_per_update: float | None = None,
     seconds_per_substep: float | None = None,
-    fit: Path | None = None,
 ) -> str:
     """Turns a log of devices into a trace.
 
@@ -184,11 +174,10 @@ def run_convert(
         restart_seconds: Until the first step, whenever their number changes.
         seconds_per_update: What a step takes for the sum and the update.
         seconds_per_substep: What it takes for each minibatch of its first replica.
-        fit: Both numbers from the log of a run, see vbs.RunLog.
     """
     found = tools.read_availability(log, time_column, device_column)
     batch_size_of = tools.POLICIES[policy](**options)
-    step_time = _step_time(fit, seconds_per_update, seconds_per_substep, minibatch_size)
+    step_time = _step_time(seconds_per_update, seconds_per_substep)
     if step_time is not None:
         if seconds_per_step is not None:
             raise ValueError("give either --seconds-per-step or a step-time model")
@@ -233,10 +222,7 @@ def run_simulate(
     rule: str = "constant",
     ref_batchsize: int | None = None,
     lr: float = 1.0,
-    schedule: str = "constant",
-    total_samples: int | None = None,
-    warm_up_samples: int = 0,
-    noise_scale: str | None = None,
+    noise_scale: float | None = None,
     restart_seconds: float = 0.0,
     compile_seconds: float = 0.0,
     losses_per_hour: float = 0.0,
@@ -246,17 +232,16 @@ def run_simulate(
     price: float = 0.0,
     seconds_per_update: float | None = None,
     seconds_per_substep: float | None = None,
-    fit: Path | None = None,
     out: Path | None = None,
 ) -> Mapping[str, Any]:
     """Says what a run on a trace will be, without training.
 
-    Steps, samples and learning rates are those of a real run. The noise scale (a number
-    of samples, or a CSV file with the columns samples and noise_scale) gives progress,
-    in steps at the reference batch size. A step time gives wall-clock, device-hours and
-    cost, with and without restarts (where the column devices of the trace changes) and
-    compiling; how often a replica is lost, the time that this costs with restarts and
-    with live members. --out writes one row per step, which is a trace too.
+    Steps, samples and learning rates are those of a real run whose reference learning
+    rate stays as it is. The noise scale gives progress, in steps at the reference batch
+    size. A step time gives wall-clock, device-hours and cost, with and without restarts
+    (where the column devices of the trace changes) and compiling; how often a replica
+    is lost, the time that this costs with restarts and with live members. --out writes
+    one row per step, which is a trace too.
 
     examples:
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --rule linear \\
@@ -264,7 +249,6 @@ def run_simulate(
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 \\
           --num-replicas 8 --seconds-per-update 0.02 --seconds-per-substep 0.1 \\
           --price 1.2 --restart-seconds 60 --compile-seconds 40 --out steps.csv
-      vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --fit run.jsonl
 
     Args:
         trace: A CSV file, - for the standard input, or one batch size.
@@ -278,13 +262,8 @@ def run_simulate(
         rule: How the learning rate follows the batch: a key of vbs.RULES, or
             power:ALPHA.
         ref_batchsize: Batch size at which --lr was tuned; most rules need it.
-        lr: The reference learning rate's peak.
-        schedule: Of the reference learning rate: constant, cosine, linear, or a CSV
-            file with the columns samples and lr; after 'halved:', the one that halves
-            only, as Seesaw needs.
-        total_samples: Where the schedule ends; default: with the run.
-        warm_up_samples: Where the schedule is at its peak.
-        noise_scale: A number of samples, or a CSV file, interpolated.
+        lr: The reference learning rate.
+        noise_scale: Of the gradients, in samples.
         restart_seconds: Of every restart.
         compile_seconds: At the beginning and after every restart.
         losses_per_hour: How often a replica is lost without notice.
@@ -294,27 +273,20 @@ def run_simulate(
         price: Of one device in one hour.
         seconds_per_update: What a step takes for the sum and the update.
         seconds_per_substep: What it takes for each minibatch of its first replica.
-        fit: Both numbers from the log of a run, see vbs.RunLog.
         out: The CSV file to write.
     """
     source = _source(trace)
     read = Trace(source, tokens_per_sample=tokens_per_sample)
     cut = Schedule(read, dataset_size, minibatch_size, on_end, pad_minibatches)
     devices: Any = num_replicas or _devices_column(source, read)
-    step_time = _step_time(fit, seconds_per_update, seconds_per_substep, minibatch_size)
-    reference_lr: Any = lr
-    if schedule != "constant":
-        if total_samples is None:
-            total_samples = int(tools.epoch_table(cut, epochs)["samples"].sum())
-        rates = tools.schedule_named(schedule, total_samples, warm_up_samples)
-        reference_lr = lambda samples: lr * rates.factor(samples)  # noqa: E731
+    step_time = _step_time(seconds_per_update, seconds_per_substep)
     steps = tools.simulate(
         cut,
         epochs,
         rule=rule,
         ref_batchsize=ref_batchsize,
-        lr=reference_lr,
-        noise_scale=_noise_scale(noise_scale),
+        lr=lr,
+        noise_scale=noise_scale,
         devices=1 if devices is None else devices,
         step_time=step_time,
     )
@@ -334,29 +306,10 @@ def run_simulate(
             detection_seconds=detection_seconds,
             exchange_seconds=exchange_seconds,
         )
-    if fit is not None:
-        numbers["seconds per update, fitted"] = step_time.per_update
-        numbers["seconds per substep, fitted"] = step_time.per_substep
     if out is not None:
         steps = steps.rename(columns={"batch_size": COLUMN})
         numbers = {"written": _written(steps, out), **numbers}
     return numbers
-
-
-def run_report(logs: list[str], *, out: Path = Path("report.html")) -> str:
-    """Turns the logs of one or several runs into one HTML page that compares them.
-
-    Needs plotly (the extra 'report'). The page holds everything it needs and opens
-    without a network; its buttons choose between hours, samples and updates.
-
-    example:
-      vbs report runs/mnist-a runs/mnist-b --out report.html
-
-    Args:
-        logs: Files of vbs.RunLog, or folders with a run.jsonl.
-        out: The page to write.
-    """
-    return f"wrote {write_report(logs, out)}"
 
 
 # Functions that take options and return the output. Where there are members, functions
@@ -371,7 +324,6 @@ COMMANDS: dict[str, Command] = {
     "stats": (run_stats, None),
     "plot": (run_plot, None),
     "simulate": (run_simulate, None),
-    "report": (run_report, None),
 }
 
 
@@ -387,31 +339,33 @@ def _source(trace: str) -> int | str | IO[str]:
         return trace
 
 
+def _drawn(name: str, tokens_per_sample: int | None) -> tuple[str, Run]:
+    """Returns what is drawn, with its name: a run, or the one that a trace plans."""
+    path = Path(name, "run.jsonl") if Path(name).is_dir() else Path(name)
+    if path.is_file() and path.read_bytes()[:1] == b"{":
+        return name, read_run(path)
+    source = _source(name)
+    trace = Trace(source, tokens_per_sample=tokens_per_sample)
+    name, sizes = trace.name, trace.batch_sizes
+    if trace.endless:  # the last size gets a part of the picture that can be seen
+        sizes = np.append(sizes, np.repeat(sizes[-1], len(sizes) // 8))
+        name += f" ...: {sizes[-1]} without end"
+    table = pd.DataFrame({"batch_size": sizes, "samples": np.cumsum(sizes)})
+    table["step"] = np.arange(len(sizes))
+    devices = _devices_column(source, trace)
+    if devices is not None:
+        table["replicas"] = devices
+    return name, Run(path, table, [])
+
+
 def _step_time(
-    fit: Path | None,
-    per_update: float | None,
-    per_substep: float | None,
-    minibatch_size: int | None,
+    per_update: float | None, per_substep: float | None
 ) -> tools.StepTime | None:
-    """Returns the step-time model that the options state or fit, if they do."""
-    stated = (per_update, per_substep)
-    if fit is not None:
-        if stated != (None, None):
-            raise ValueError("give either --fit or the seconds per update and substep")
-        run = read_run(fit)
-        found = tools.step_time_of(run)
-        unit = run.header["minibatch_size"]
-        if minibatch_size not in (None, unit):
-            raise ValueError(
-                f"{fit}: its substeps are minibatches of {unit} samples, not of "
-                f"--minibatch-size {minibatch_size}"
-            )
-        return found
-    if stated == (None, None):
+    """Returns the step-time model that the options state, if they do."""
+    if per_update is None and per_substep is None:
         return None
-    return tools.StepTime(
-        *(check_number("seconds", each or 0.0, least=0) for each in stated)
-    )
+    stated = per_update or 0.0, per_substep or 0.0
+    return tools.StepTime(*(check_number("seconds", each, least=0) for each in stated))
 
 
 def _devices_column(source: Any, trace: Trace) -> np.ndarray | None:
@@ -430,15 +384,6 @@ def _devices_column(source: Any, trace: Trace) -> np.ndarray | None:
             f"{len(trace)} steps: leave it out where rows are thresholds"
         )
     return devices
-
-
-def _noise_scale(text: str | None) -> Any:
-    if text is None:
-        return None
-    for number in (amount, float):
-        with contextlib.suppress(ValueError):
-            return float(number(text))
-    return tools.read_curve(text)
 
 
 def _written(table: pd.DataFrame, path: Path | None) -> str:

@@ -1,4 +1,4 @@
-"""Numbers that follow the samples used so far: learning rates and noise scales.
+"""Numbers that follow the samples used so far: learning rates and critical batches.
 
 A curve is a function from an array of numbers of samples to an array of that shape.
 """
@@ -17,24 +17,18 @@ from xla_replica.common.arguments import check_integer, check_number
 Curve = Callable[[np.ndarray], np.ndarray]
 
 
-def level(value: float) -> Curve:
-    """Returns the curve that always has this value."""
-    return lambda samples: np.full(np.shape(samples), float(value))
-
-
 def power_law(coefficient: float, exponent: float) -> Curve:
     """Returns the curve coefficient * samples ** exponent."""
     return lambda samples: coefficient * np.asarray(samples, float) ** exponent
 
 
-def read_curve(source: Source, *, steps: bool = False) -> Curve:
+def read_curve(source: Source) -> Curve:
     """Returns the curve of a CSV file with a column ``samples`` and one more.
 
     Args:
-        source: The file. Numbers of samples increase.
-        steps: A row's number holds from its samples on; else numbers between two rows
-            are interpolated linearly. Before the first row its number holds, after the
-            last row the last one's.
+        source: The file. Numbers of samples increase. Numbers between two rows are
+            interpolated linearly; before the first row its number holds, after the last
+            row the last one's.
 
     Raises:
         TraceError: The file has other columns, or samples that do not increase.
@@ -42,13 +36,7 @@ def read_curve(source: Source, *, steps: bool = False) -> Curve:
     table = Columns(source)
     samples, values = table.numbers("samples", ("samples",)), table.numbers("the curve")
     table.check_increasing("samples", "must be larger than the row before")
-    if not steps:
-        return lambda at: np.interp(at, samples, values)
-
-    def held(at: np.ndarray) -> np.ndarray:
-        return values[np.maximum(np.searchsorted(samples, at, side="right") - 1, 0)]
-
-    return held
+    return lambda at: np.interp(at, samples, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,20 +115,20 @@ def schedule_named(
 
     Args:
         text: A key of `SHAPES`; or the path of a CSV file with the columns ``samples``
-            and another one, whose learning rates hold from there on; after ``halved:``,
-            the schedule that halves only.
+            and another one, whose learning rates hold from there on.
         total_samples, warm_up_samples: Of a key of `SHAPES`.
     """
-    if text.startswith("halved:"):
-        rest = text.removeprefix("halved:")
-        return schedule_named(rest, total_samples, warm_up_samples).halved()
     if text in SHAPES:
         return decay(text, total_samples, warm_up_samples)
     table = Columns(text)
     samples = table.numbers("samples", ("samples",))
     rates = table.numbers("the learning rate")
+    table.check_increasing("samples", "must be larger than the row before")
     table.refuse("the learning rate", rates < 0, "must be >= 0")
     peak = check_number("the largest learning rate of the file", rates.max(), above=0)
-    curve = read_curve(text, steps=True)
-    peak_at = int(samples[np.argmax(rates)])
-    return LearningRates(lambda samples: curve(samples) / peak, peak_at)
+
+    def factor(at: np.ndarray) -> np.ndarray:
+        row = np.searchsorted(samples, at, side="right") - 1
+        return rates[np.maximum(row, 0)] / peak
+
+    return LearningRates(factor, int(samples[np.argmax(rates)]))

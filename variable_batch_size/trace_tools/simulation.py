@@ -13,7 +13,6 @@ import numpy as np
 
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.rules.rule import Rule, rule_named
-from variable_batch_size.trace_tools.curves import Curve, level
 from variable_batch_size.trace_tools.step_time import StepTime
 from variable_batch_size.traces.batch_trace import Trace
 from xla_replica.common.arguments import check_integer, check_number
@@ -75,8 +74,8 @@ def simulate(
     *,
     rule: str | Rule = "constant",
     ref_batchsize: int | None = None,
-    lr: float | Curve = 1.0,
-    noise_scale: float | Curve | None = None,
+    lr: float = 1.0,
+    noise_scale: float | None = None,
     devices: int | np.ndarray = 1,
     step_time: StepTime | None = None,
 ) -> pd.DataFrame:
@@ -94,9 +93,8 @@ def simulate(
         rule: How the learning rate follows the batch; see `vbs.RULES`. 'adascale' takes
             the gain that the noise scale says.
         ref_batchsize: Batch size at which the learning rate was tuned.
-        lr: The reference learning rate: a number, or a function of the samples used
-            before a step, as schedulers attached with unit='samples' are.
-        noise_scale: tr Sigma / |G|^2 in samples, a number or a function likewise.
+        lr: The reference learning rate.
+        noise_scale: tr Sigma / |G|^2, in samples.
         devices: How many replicas there are, or, ``(num_rows,)``, in each row of the
             trace, as `convert` says.
         step_time: How long a step takes.
@@ -114,7 +112,7 @@ def simulate(
     if rule.measured and noise_scale is None:
         raise ValueError(
             f"rule {rule.name!r} measures the gradients: pass noise_scale, a number of "
-            "samples or a function of the samples used"
+            "samples"
         )
     plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
     counts = np.concatenate([plan.num_minibatches for plan in plans])
@@ -128,11 +126,10 @@ def simulate(
     ratios = sizes / (ref_batchsize or 1)
     gains = None
     if noise_scale is not None:
-        noise = _values("noise_scale", noise_scale, used - sizes)
-        gains = gain_at(noise, ratios, ref_batchsize or 1)
+        check_number("noise_scale", noise_scale, least=0)
+        gains = gain_at(noise_scale, ratios, ref_batchsize or 1)
         table["gain"], table["progress"] = gains, np.cumsum(gains)
-    rates = _values("lr", lr, used - sizes)
-    table["lr"] = _effective(rule, rates, ratios, gains)
+    table["lr"] = _effective(rule, check_number("lr", lr, least=0), ratios, gains)
     held = _devices(devices, schedule, len(sizes))
     table["devices"] = held
     table["num_substeps"] = -(-counts // held)
@@ -312,17 +309,15 @@ def check(
 
 
 def gain_at(
-    noise_scale: np.ndarray, batch_ratio: np.ndarray, ref_batchsize: float
+    noise_scale: float, batch_ratio: np.ndarray, ref_batchsize: float
 ) -> np.ndarray:
     """Returns how many steps at the reference each step is worth.
 
-    kappa (B0 + N) / (B + N) with N the noise scale, in samples; kappa where it is
-    infinite. The same as `gradient_noise.gain`, in NumPy.
+    kappa (B0 + N) / (B + N) with N the noise scale, in samples. The same as
+    `gradient_noise.gain`, in NumPy.
     """
-    with np.errstate(invalid="ignore"):
-        batch_size = batch_ratio * ref_batchsize
-        share = (ref_batchsize + noise_scale) / (batch_size + noise_scale)
-    return batch_ratio * np.where(np.isinf(noise_scale), 1.0, share)
+    batch_size = batch_ratio * ref_batchsize
+    return batch_ratio * (ref_batchsize + noise_scale) / (batch_size + noise_scale)
 
 
 def _epochs(schedule: Schedule, num_epochs: int | None) -> range:
@@ -336,27 +331,15 @@ def _epochs(schedule: Schedule, num_epochs: int | None) -> range:
     return range(int(schedule.num_epochs))
 
 
-def _values(name: str, curve: float | Curve, samples: np.ndarray) -> np.ndarray:
-    """Returns ``(num_steps,)`` float64: the curve where every step begins."""
-    at = curve if callable(curve) else level(check_number(name, curve))
-    values = np.asarray(at(samples), dtype=np.float64)
-    if values.shape != samples.shape or np.isnan(values).any() or (values < 0).any():
-        raise ValueError(
-            f"{name} must give a number >= 0 for each of {len(samples)} steps, got "
-            f"{values!r}"
-        )
-    return values
-
-
 def _effective(
-    rule: Rule, rates: np.ndarray, ratios: np.ndarray, gains: np.ndarray | None
+    rule: Rule, lr: float, ratios: np.ndarray, gains: np.ndarray | None
 ) -> list[float]:
     """Returns the effective learning rate of every step."""
     state, found = rule.init(), []
-    group: dict[str, Any] = dict(ADAM) if rule.beta else {}
-    for index, (rate, ratio) in enumerate(zip(rates.tolist(), ratios.tolist())):
+    group: dict[str, Any] = {"lr": lr, **(ADAM if rule.beta else {})}
+    for index, ratio in enumerate(ratios.tolist()):
         gain = None if gains is None else float(gains[index])
-        scaled, state = rule.update(ratio, {**group, "lr": rate}, state, gain)
+        scaled, state = rule.update(ratio, group, state, gain)
         found.append(float(scaled.effective_lr))
     return found
 

@@ -6,9 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from variable_batch_size.runs.run_file import Run
-from xla_replica.common.arguments import check_integer
-
 
 class StepTime(NamedTuple):
     """Seconds of a step: a constant and, for each substep, another one.
@@ -74,46 +71,3 @@ def fit_step_time(seconds: Any, num_substeps: Any, num_updates: Any = 1) -> Step
     if per_substep < 0:
         return StepTime(float(updates @ times / (updates @ updates)), 0.0)
     return StepTime(float(per_update), float(per_substep))
-
-
-def step_time_of(run: Run, num_warm_up: int = 10) -> StepTime:
-    """Returns the step-time model of a run, as `RunLog` has written it.
-
-    It is fitted to the updates since the run was last started or resumed: to those
-    between two logging steps together, since a device is waited for there alone; or, if
-    there are not two such groups, to each update.
-
-    Args:
-        run: What `read_run` returned.
-        num_warm_up: Updates after the start that are left out, because they compile.
-
-    Raises:
-        ValueError: The log says too little.
-    """
-    check_integer("num_warm_up", num_warm_up, least=0)
-    header, table = run.header, run.updates
-    if (
-        not {"seconds", "batch_size"} <= {*table.columns}
-        or "minibatch_size" not in header
-    ):
-        raise ValueError(
-            f"{run.path}: a step time needs a log of vbs.RunLog, with its first line "
-            f"and an update at least; found columns {[*table.columns]}"
-        )
-    table = table[table["step"] >= header["step"] + num_warm_up]
-    if len(table) == 0:
-        raise ValueError(
-            f"{run.path}: no update is left after {num_warm_up} since the start at "
-            f"step {header['step']}, which may have compiled"
-        )
-    num_minibatches = -(-table["batch_size"] // header["minibatch_size"])
-    sums = table[["seconds"]].assign(
-        updates=1, substeps=-(-num_minibatches // header["num_replicas"])
-    )
-    if "loss" in table:
-        is_read = table["loss"].notna()
-        group = is_read.cumsum() - is_read  # those of one logging step end with it
-        whole = (group > 0) & (group < is_read.sum())
-        if group[whole].nunique() > 1:
-            sums = sums[whole].groupby(group[whole]).sum()
-    return fit_step_time(sums["seconds"], sums["substeps"], sums["updates"])

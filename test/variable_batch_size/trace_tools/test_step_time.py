@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import variable_batch_size as vbs
-from variable_batch_size.trace_tools.step_time import (
-    StepTime,
-    fit_step_time,
-    step_time_of,
-)
+from variable_batch_size.trace_tools.step_time import StepTime, fit_step_time
 
 POSITIVE = st.floats(1e-3, 10.0)
 
@@ -71,51 +63,3 @@ def test_several_steps_may_be_timed_together():
 def test_what_cannot_be_fitted_says_why(arguments, message):
     with pytest.raises(ValueError, match=message):
         fit_step_time(*arguments)
-
-
-def updates(num: int, log_steps: int | None) -> pd.DataFrame:
-    """Returns lines of a log; what is timed late is told in the next logging step."""
-    substeps = 1 + np.arange(num) % 5
-    seconds = StepTime(0.5, 0.125).seconds(substeps)
-    table = {"step": np.arange(num), "batch_size": substeps * 24 - 3}
-    if log_steps is not None:
-        is_read = np.arange(num) % log_steps == 0
-        table["loss"] = np.where(is_read, 1.0, np.nan)
-        group = np.cumsum(is_read) - is_read
-        late = [seconds[group == group[n]].sum() for n in range(num)]
-        seconds = np.where(is_read, late, 0.0)
-    return pd.DataFrame({**table, "seconds": seconds})
-
-
-HEADER = {"event": "start", "step": 0, "num_replicas": 3, "minibatch_size": 8}
-
-
-@pytest.mark.parametrize("log_steps", [None, 1, 7, 61])
-def test_the_log_of_a_run_gives_its_model(log_steps):
-    table = updates(200, log_steps)
-    table.loc[:3, "seconds"] += 100  # compilation
-    run = vbs.Run(Path("run.jsonl"), table, [HEADER])
-    assert step_time_of(run) == pytest.approx((0.5, 0.125))
-
-
-def test_with_few_logging_steps_each_update_is_taken_as_it_was_timed():
-    table = updates(200, None)
-    table["loss"] = np.where(table["step"] % 150 == 0, 1.0, np.nan)
-    run = vbs.Run(Path("run.jsonl"), table, [HEADER])
-    assert step_time_of(run) == pytest.approx((0.5, 0.125))
-
-
-def test_only_the_part_since_the_last_start_counts():
-    table = updates(100, 1)
-    table.loc[:59, "seconds"] = 9.0
-    resumed = {**HEADER, "event": "resume", "step": 50}
-    run = vbs.Run(Path("run.jsonl"), table, [HEADER, resumed])
-    assert step_time_of(run) == pytest.approx((0.5, 0.125))
-    with pytest.raises(ValueError, match=r"run.jsonl: no update is left after 50 sinc"):
-        step_time_of(run, num_warm_up=50)
-    for bad in (
-        vbs.Run(run.path, table, []),
-        vbs.Run(run.path, table[["step"]], [HEADER]),
-    ):
-        with pytest.raises(ValueError, match=r"run.jsonl: a step time needs a log of"):
-            step_time_of(bad)

@@ -31,7 +31,6 @@ from variable_batch_size.trace_tools.simulation import gain_at
 from variable_batch_size.traces.batch_trace import Trace
 
 TRACE = (4, 8, 12, 32, 64, 40, 20, 4)
-EVERY, GAMMA = 100, 0.5  # of the scheduler, in samples
 RULES = {
     "constant": "sgd", "linear": "sgd", "linear-momentum": "sgd", "root": "adamw",
     "power:0.75": "sgd", "adam-root": "adamw", "adam-half-life": "adamw",
@@ -49,8 +48,6 @@ def real_runs(rank: int, case: Case) -> dict[str, Any]:
     for rule, optimizer in RULES.items():
         of_rule = dataclasses.replace(case, rule=rule, optimizer=optimizer)
         training = Training(of_rule)
-        scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, GAMMA)
-        training.optimizer.attach(scheduler, unit="samples", every=EVERY)
         training.train()
         told = [(u.epoch, u.step, u.batch_size, u.lr[0]) for u in training.updates]
         runs[rule] = (told, training.sampler.num_yielded)
@@ -71,7 +68,7 @@ def test_it_is_the_run_that_replicas_make(backend):
             case.epochs,
             rule=rule,
             ref_batchsize=case.ref_batchsize,
-            lr=lambda samples: case.lr * GAMMA ** (samples // EVERY),
+            lr=case.lr,
             devices=devices,
         )
         columns = ["epoch", "step", "batch_size", "lr"]
@@ -141,25 +138,22 @@ def test_stats_are_those_of_the_numbers():
     assert (told["steps"], told["samples"], told["mean batch size"]) == (0, 0, 64)
 
 
-@pytest.mark.parametrize("noise", [0.0, 3.0, 500.0, np.inf])
+@pytest.mark.parametrize("noise", [0.0, 3.0, 500.0])
 def test_the_gain_is_that_of_the_estimators(noise):
     ratios = np.array([0.25, 1.0, 4.0, 16.0])
     statistics = torch.tensor([[noise], [1.0], [1.0]], dtype=torch.float64)
-    if noise == np.inf:
-        statistics = torch.tensor([[1.0], [0.0], [1.0]], dtype=torch.float64)
     expected = [gain(statistics, torch.tensor([r]).double(), 8).item() for r in ratios]
-    found = gain_at(np.full(4, noise), ratios, 8)
+    found = gain_at(noise, ratios, 8)
     assert found.tolist() == pytest.approx(expected)
 
 
 def test_progress_follows_the_noise_scale():
     """AdaScale's learning rate is the reference's times the gain."""
     schedule = Schedule(Trace([8, 16, 32]), 56, 8)
-    noise = lambda samples: np.where(samples < 24, 8.0, 24.0)  # noqa: E731
     steps = simulate(
-        schedule, rule="adascale", ref_batchsize=8, lr=0.5, noise_scale=noise
+        schedule, rule="adascale", ref_batchsize=8, lr=0.5, noise_scale=24.0
     )
-    gains = [1, 2 * 16 / 24, 4 * 32 / 56]
+    gains = [1, 2 * 32 / 40, 4 * 32 / 56]
     assert steps["gain"].tolist() == pytest.approx(gains)
     assert steps["progress"].tolist() == pytest.approx(np.cumsum(gains))
     assert steps["lr"].tolist() == pytest.approx([0.5 * g for g in gains])
@@ -227,7 +221,7 @@ def test_devices_of_rows_are_followed_round_the_trace():
         ({"rule": "cubic"}, "rule='cubic' is unknown"),
         ({"devices": 0}, "devices must be an integer >= 1, got 0"),
         ({"devices": np.array([1])}, "for each of the 2 rows of the list"),
-        ({"lr": lambda samples: -samples}, "lr must give a number >= 0 for each of 2"),
+        ({"lr": -0.1}, "lr must be a finite number >= 0, got -0.1"),
         ({"num_epochs": 0}, "num_epochs must be an integer >= 1, got 0"),
     ],
 )

@@ -1,0 +1,185 @@
+"""The picture of runs: what its lines say, and that it needs no display."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import figure, image
+
+import variable_batch_size as vbs
+
+UPDATES, PAUSE = 40, 5000.0  # seconds
+
+
+def write_log(path: Path, resumed_at: tuple[int, ...] = (), **columns) -> Path:
+    """Writes the log of a run whose numbers are known, a second for each update."""
+    starts, time = [0, *resumed_at], 1000.0
+    for number, (start, end) in enumerate(zip(starts, [*starts[1:], UPDATES])):
+        file = vbs.RunFile(path, num_replicas=4 - number)
+        file.begin(start)
+        for step in range(start, min(end + 3, UPDATES)):  # three are lost
+            time += 1
+            file.write({
+                "step": step, "batch_size": 64, "samples": 64 * (step + 1), "lr": 0.1,
+                "seconds": 1.0, "time": time,
+                **{name: column[step] for name, column in columns.items()},
+            })  # fmt: skip
+        time += PAUSE
+    return path
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The panels of each picture that is written, by their labels."""
+    found: list[dict] = []
+    save = figure.Figure.savefig
+
+    def keep(self, *arguments, **options):
+        found.append({axis.get_ylabel(): axis for axis in self.axes})
+        save(self, *arguments, **options)
+
+    monkeypatch.setattr(figure.Figure, "savefig", keep)
+    return found
+
+
+def lines(axis) -> list[np.ndarray]:
+    """Returns ``(n, 2)`` points of the lines of a panel, without those of marks."""
+    found = [line.get_xydata() for line in axis.lines]
+    return [points for points in found if len(points) > 2]
+
+
+@pytest.mark.parametrize("x", ["updates", "samples", "hours"])
+def test_an_update_is_from_where_it_begins_to_where_it_ends(x, tmp_path, drawn):
+    """Also after a resumption; hours do not count the pause, nor what was lost."""
+    sizes = [32 * (1 + step % 3) for step in range(UPDATES)]
+    ends = [*itertools.accumulate(sizes)]
+    log = write_log(
+        tmp_path / "run.jsonl", (10, 20), batch_size=sizes, samples=ends,
+        loss=[1 / (1 + step) if step % 2 else None for step in range(UPDATES)],
+    )  # fmt: skip
+    vbs.draw_runs({"a": vbs.read_run(log)}, tmp_path / "a.png", x)
+    [panels] = drawn
+    edges = {"updates": range(UPDATES + 1), "samples": [0, *ends]}
+    edges["hours"] = np.arange(UPDATES + 1) / 3600
+    edges = np.array(edges[x])
+    starts = [0, 10, 20]
+    told = np.insert(edges[1:], starts, edges[starts])
+    [points] = lines(panels["batch size\n(samples)"])
+    assert points[:, 0] == pytest.approx(told)
+    gaps = np.isnan(points[:, 1])
+    assert points[gaps, 0] == pytest.approx(edges[starts])
+    assert points[~gaps, 1].tolist() == sizes
+    assert panels["batch size\n(samples)"].lines[1].get_drawstyle() == "steps-pre"
+    [points] = lines(panels["loss"])
+    points = points[~np.isnan(points[:, 1])]
+    assert points[:, 0] == pytest.approx(edges[2::2])
+    [points] = lines(panels["replicas"])
+    kept = points[~np.isnan(points[:, 1]), 1]
+    assert kept.tolist() == [4] * 10 + [3] * 10 + [2] * 20
+    marks = [line for line in panels["loss"].lines if len(line.get_xdata()) == 2]
+    assert [line.get_xdata()[0] for line in marks] == pytest.approx(edges[[10, 20]])
+
+
+def test_where_it_was_resumed_before_an_earlier_resumption_only_the_last_counts(
+    tmp_path, drawn
+):
+    log = write_log(tmp_path / "run.jsonl", (20, 10))
+    vbs.draw_runs({"a": vbs.read_run(log)}, tmp_path / "a.png")
+    [points] = lines(drawn[0]["replicas"])
+    assert points[np.isnan(points[:, 1]), 0].tolist() == [0, 10]
+    assert points[~np.isnan(points[:, 1]), 1].tolist() == [4] * 10 + [2] * 30
+
+
+def test_members_that_come_and_go_are_steps(tmp_path, drawn):
+    """A live run's log begins with the member that writes it, alone."""
+    file = vbs.RunFile(tmp_path / "run.jsonl", num_replicas=1)
+    file.begin(0)
+    for step in range(12):
+        if step % 4 == 0:
+            file.event("members", step, num_replicas=(3, 2, 4)[step // 4])
+        file.write({"step": step, "loss": 1.0})
+    vbs.draw_runs({"live": vbs.read_run(file.path)}, tmp_path / "a.png")
+    [panels] = drawn
+    assert list(panels) == ["loss", "replicas"]  # those of which there are numbers
+    [points] = lines(panels["replicas"])
+    assert points[1:, 1].tolist() == [3] * 4 + [2] * 4 + [4] * 4
+
+
+def test_axes_are_logarithmic_where_that_is_legible(tmp_path, drawn):
+    doubling = [64 * 2 ** (step // 8) for step in range(UPDATES)]
+    decaying = [0.1 * (1 - step / UPDATES) ** 4 for step in range(UPDATES)]
+    log = write_log(
+        tmp_path / "run.jsonl", batch_size=doubling, lr=decaying, loss=decaying
+    )
+    vbs.draw_runs({"a": vbs.read_run(log)}, tmp_path / "a.png")
+    scales = [axis.get_yscale() for axis in drawn[0].values()]
+    assert scales == ["log", "linear", "log", "linear"]
+    assert drawn[0]["learning rate"].get_ylim()[0] == 0
+
+
+def test_many_losses_are_thin_below_their_mean_and_long_runs_are_thinned(
+    tmp_path, drawn
+):
+    random = np.random.default_rng(0)
+    table = vbs.read_run(write_log(tmp_path / "run.jsonl")).updates
+    table = table.loc[np.arange(20_000) % UPDATES].reset_index(drop=True)
+    table["step"] = np.arange(20_000)
+    table["loss"] = 3 + random.normal(0, 0.5, 20_000)
+    vbs.draw_runs({"a": vbs.Run(tmp_path, table, [])}, tmp_path / "a.png")
+    thin, mean = lines(drawn[0]["loss"])
+    assert 3000 < len(thin) == len(mean) < 5000
+    assert mean[-1, 0] == 20_000
+    assert np.nanstd(thin[:, 1]) == pytest.approx(0.5, rel=0.1)
+    assert np.nanstd(mean[:, 1]) < 0.05
+    assert np.nanmean(mean[:, 1]) == pytest.approx(3, abs=0.05)
+
+
+def test_runs_differ_in_colour_and_in_style_and_are_named(tmp_path, drawn):
+    """At 1200 pixels; every line has points in the picture."""
+    logs = {
+        f"runs/{number}": vbs.read_run(
+            write_log(tmp_path / str(number), lr=[0.1 * (1 + number)] * UPDATES)
+        )
+        for number in range(6)
+    }
+    for ending in ("png", "pdf", "svg"):
+        vbs.draw_runs(logs, tmp_path / f"a.{ending}")
+        assert (tmp_path / f"a.{ending}").stat().st_size > 5000
+    text = (tmp_path / "a.svg").read_text()
+    for name in (*logs, "learning rate", "replicas", "updates"):
+        assert f"<!-- {name} -->" in text
+    assert "resumed" not in text
+    looks = {
+        (line.get_color(), str(line._dash_pattern))
+        for line in drawn[0]["learning rate"].lines
+    }
+    assert len(looks) == len(dict(looks)) == len({dash for _, dash in looks}) == 6
+    pixels = np.round(image.imread(tmp_path / "a.png")[:, :, :3] * 255).astype(int)
+    assert pixels.shape[1] == 1200
+    for color, _ in looks:
+        expected = [int(color[n : n + 2], 16) for n in (1, 3, 5)]
+        assert ((abs(pixels - expected) < 3).all(2)).sum() > 200, color
+
+
+def test_it_needs_no_display_and_matplotlib_only_when_it_draws(tmp_path):
+    """And without matplotlib one sentence says what to install."""
+    log = write_log(tmp_path / "run.jsonl")
+    code = (
+        "import sys, variable_batch_size as vbs\n"
+        "assert not {'matplotlib', 'pandas'} & set(sys.modules)\n"
+        "from variable_batch_size.command_line import main\n"
+        f"assert not main(['plot', {str(log)!r}])\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "sys.modules['matplotlib'] = None\n"
+        f"main(['plot', {str(log)!r}, '--out', {str(tmp_path / 'b.png')!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "error: a picture needs matplotlib: pip install 'elastic-xla[plot]'\n"
+    )

@@ -1,0 +1,168 @@
+"""One picture of one or several runs; a trace is drawn as the run that it plans."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from variable_batch_size.runs.run_file import BEGINNINGS, Run
+from xla_replica.common.arguments import check_choice
+from xla_replica.common.later import pd
+
+AXES = ("updates", "samples", "hours")
+FORMATS = (".png", ".pdf", ".svg")
+# Columns that are drawn, a panel for each, and their labels.
+PANELS = {
+    "batch_size": "batch size\n(samples)",
+    "lr": "learning rate",
+    "loss": "loss",
+    "replicas": "replicas",
+}
+# What holds throughout an update is drawn as steps; other numbers come at its end.
+STEPPED = ("batch_size", "lr", "replicas")
+# Columns with a logarithmic axis if their largest number is 10 to so many times the
+# smallest one. A learning rate that decays to almost nothing has none.
+LOGARITHMIC = {"batch_size": 1e9, "lr": 1e3, "loss": 1e9, "noise_scale": 1e9}
+# Colours that everybody can tell apart, and line styles for where there are none.
+LOOKS = (
+    ("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#000000", ":"),
+    ("#CC79A7", (0, (6, 1, 1, 1, 1, 1))), ("#8C6D00", (0, (1, 3))),
+)  # fmt: skip
+FEW, MANY = 50, 150  # points of a line: up to so many have marks, from so many a mean
+MOST = 4000  # and of a longer line so many are drawn
+
+
+def draw_runs(
+    runs: Mapping[str, Run],
+    path: str | os.PathLike[str],
+    x: str = "updates",
+    panels: Mapping[str, str] = PANELS,
+) -> None:
+    """Draws runs over one axis, a panel for each number, and writes the picture.
+
+    A dotted line shows where a run was resumed. Of many losses a moving mean is drawn
+    over them. Panels of numbers that no run has are left out.
+
+    Args:
+        runs: What `read_run` has returned, by the names that the legend shows.
+        path: A file whose name ends in .png, .pdf or .svg.
+        x: 'updates', 'samples', or 'hours', without those between a stop and the
+            resumption.
+        panels: Columns of the updates, and ``replicas``, with the labels of their axes.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: A run has no updates, or does not say where on the axis they are;
+            the path has another ending.
+    """
+    check_choice("x", x, AXES)
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ValueError(f"{path}: the name of a picture ends in .png, .pdf or .svg")
+    try:
+        from matplotlib import figure, ticker
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a picture needs matplotlib: pip install 'elastic-xla[plot]'"
+        ) from error
+    tables = {name: _table(name, run, panels) for name, run in runs.items()}
+    for name, table in tables.items():
+        if table[x].isna().any():
+            raise ValueError(f"x={x!r}: {name} does not say the {x} of its updates")
+    drawn = pd.concat(tables.values())
+    names = [name for name in panels if drawn[name].notna().any()]
+    picture = figure.Figure(figsize=(8, 0.8 + 1.6 * len(names)), layout="constrained")
+    axes = picture.subplots(len(names), sharex=True, squeeze=False)[:, 0]
+    for (run, table), (color, style) in zip(tables.items(), itertools.cycle(LOOKS)):
+        look = {"color": color, "ls": style}
+        axes[0].plot([], [], **look, label=run)
+        for axis, name in zip(axes, names):
+            _draw(axis, table, x, name, look)
+            for place in table[x][table["begins"] == "resume"]:
+                axis.axvline(place, color=color, ls=":", lw=1)
+    if (drawn["begins"] == "resume").any():
+        axes[0].plot([], [], color="gray", ls=":", lw=1, label="resumed")
+    for axis, name in zip(axes, names):
+        _scale(axis, name, drawn[name].min(), drawn[name].max())
+        axis.set_ylabel(panels[name])
+        axis.grid(alpha=0.3)
+        axis.margins(x=0.01)
+        axis.spines[["top", "right"]].set_visible(False)
+    picture.align_ylabels()
+    axes[-1].set_xlabel(x)
+    if x != "hours":
+        axes[-1].xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    columns = max(1, 90 // (8 + max(map(len, runs))))
+    picture.legend(loc="outside upper left", ncols=columns, frameon=False)
+    picture.savefig(path, dpi=150)  # 1200 pixels wide
+
+
+def _table(name: str, run: Run, panels: Iterable[str]) -> pd.DataFrame:
+    """Returns the updates with columns of panels, and of `AXES`, where each ends.
+
+    A row without numbers is where the run was begun or resumed, as its column
+    ``begins`` says, unless it was resumed before that later.
+    """
+    if run.updates.empty:
+        raise ValueError(f"{name} tells of no update; is it the log of a run?")
+    known = ("samples", "time", "seconds", "batch_size", "begins", "replicas", *panels)
+    table = run.updates.reindex(columns=[*dict.fromkeys((*run.updates, *known))])
+    table["updates"] = table["step"] + 1
+    told = [event for event in run.events if event["event"] in (*BEGINNINGS, "members")]
+    for event in told:
+        if num_replicas := event.get("num_replicas"):
+            table.loc[table["step"] >= event["step"], "replicas"] = num_replicas
+    rows, newest = [table], math.inf
+    first = {"event": "start", "step": table["step"].min()}
+    for event in reversed([first, *told]):
+        after = table[(table["step"] >= event["step"]) & (table["step"] < newest)]
+        if event["event"] in BEGINNINGS and len(after):
+            begun = after.iloc[:1].assign(begins=event["event"])
+            begun["updates"] -= 1
+            begun["samples"] -= begun["batch_size"]
+            begun["time"] -= begun["seconds"].fillna(0)
+            begun[[*panels]] = np.nan
+            rows.append(begun)
+            newest = begun["step"].item()
+    # Where two rows are at one place, an update ends and the next one begins.
+    table = pd.concat(rows).sort_values("updates", kind="stable")
+    seconds = table["time"].diff().where(table["begins"].isna(), 0.0)
+    return table.assign(hours=seconds.cumsum() / 3600)
+
+
+def _draw(axis: Any, table: pd.DataFrame, x: str, name: str, look: Any) -> None:
+    """Draws one number of a run, with gaps where it was resumed."""
+    points = table[table[name].notna() | table["begins"].notna()]
+    values, to_the_end = points[name], np.arange(len(points))[::-1]
+    drawn = points["begins"].notna() | (to_the_end % (1 + len(points) // MOST) == 0)
+    places = points[x][drawn]
+    if name in STEPPED:
+        axis.plot(places, values[drawn], drawstyle="steps-pre", **look)
+        return
+    if len(points) > MANY:
+        axis.plot(places, values[drawn], color=look["color"], lw=0.6, alpha=0.35)
+        mean = values.rolling(len(points) // 40, center=True, min_periods=1).mean()
+        values = mean.where(values.notna())
+    marker = "." if len(points) <= FEW else None
+    axis.plot(places, values[drawn], marker=marker, **look)
+
+
+def _scale(axis: Any, name: str, least: float, most: float) -> None:
+    """Chooses the scale of a panel and its ticks for numbers in these limits."""
+    from matplotlib import ticker
+
+    if 0 < 10 * least <= most <= LOGARITHMIC.get(name, 0) * least:
+        axis.set_yscale("log", base=2 if name == "batch_size" else 10)
+        if name != "batch_size" and most < 100 * least:
+            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+    elif name in STEPPED:
+        axis.set_ylim(0, 1.08 * most)
+    if name == "replicas":
+        axis.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
