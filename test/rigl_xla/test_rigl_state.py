@@ -101,7 +101,7 @@ def test_saved_values_can_be_changed_in_so_many_words():
     state = pruner.state_dict()
     pruner.load_state_dict(state, T_end=99, delta=33)
     assert (pruner.T_end, pruner.delta_T, pruner.alpha) == (99, 33, 0.3)
-    with pytest.raises(TypeError, match=r"cannot change \['Tend'\]"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'Tend'"):
         pruner.load_state_dict(state, Tend=99)
     with pytest.raises(ValueError, match="T_end must be an integer >= 1, got 0"):
         pruner.load_state_dict(state, T_end=0)
@@ -162,28 +162,6 @@ def test_a_state_knows_all_weights_of_its_model(change, says):
     change(other)
     with pytest.raises(ValueError, match=says):
         sparse.pruned(other, sparse.sgd(other), state_dict=state)
-
-
-def test_a_state_of_an_older_release_fits():
-    """Its options are in two dicts, and it does not know which weights are dense.
-
-    Nor does it know which connections have been active before.
-    """
-    model, optimizer, pruner = sparse.sparse_convnet(method="set")
-    state = pruner.state_dict()
-    names = ("method", "drop", "grow", "skip_step", "sparsity_distribution")
-    state["asked"] = {name: state["options"].pop(name) for name in names}
-    for name in ("sparsities", "dense_first", "momentum"):
-        del state["options"][name]
-    del state["dense"]
-    for layer in state["layers"].values():
-        del layer["ever_active"]
-    pruner.close()
-    resumed = sparse.pruned(model, optimizer, state_dict=state)
-    assert resumed.options.method == "set"
-    report = resumed.report()
-    assert report.exploration_rate == pytest.approx(1 - report.sparsity)
-    assert sparse.equal(resumed.masks, pruner.masks)
 
 
 @pytest.mark.parametrize("method", ["rigl", "set", "snfs"])
@@ -346,7 +324,6 @@ DAMAGES = [
     (lambda s, x: s.update(step=-3), "the step in state_dict must be an integer >= 0"),
     (lambda s, x: s.update(num_updates=-1), "num_updates in state_dict must be"),
     (lambda s, x: s["options"].update(speed=3), r"'options'\] has \['speed'\], which"),
-    (lambda s, x: s.update(asked={"speed": 3}), r"'asked'\] has \['speed'\], which"),
     (lambda s, x: s["schedule"].update(speed=3), r"'schedule'\] has \['speed'\]"),
     (lambda s, x: x.pop("mask"), r"lacks \['mask'\] of '5.weight'"),
     (lambda s, x: x.update(sparsity=7), "sparsity of '5.weight' in state"),
@@ -365,19 +342,6 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage, says):
         pruner.load_state_dict(state)
     assert sparse.equal(pruner.masks, masks)
     assert (pruner.step, pruner.rigl_steps) == (4, 1)
-
-
-def test_a_state_with_another_name_of_a_shared_weight_fits():
-    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10))
-    model[2].weight = model[0].weight
-    optimizer, sparsities = sparse.sgd(model), {"2": 0.5}
-    pruner = sparse.pruned(model, optimizer, dense_first=False, sparsities=sparsities)
-    assert list(pruner.masks) == ["1.weight", "0.weight"]
-    state, mask = pruner.state_dict(), pruner.masks["0.weight"].clone()
-    assert int(mask.sum()) == 40
-    state["layers"]["2.weight"] = state["layers"].pop("0.weight")
-    pruner.load_state_dict(state)
-    assert torch.equal(pruner.masks["0.weight"], mask)
 
 
 NUMPY = {

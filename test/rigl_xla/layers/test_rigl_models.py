@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from support.rigl_xla import sparse
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import get_ema_multi_avg_fn as ema
 
 from rigl_xla import RigLScheduler
 
@@ -134,7 +136,7 @@ def test_a_copy_trains_as_the_original_would(how, skip_step):
 
 def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
     model, _, pruner = sparse.sparse_convnet(delta=1)
-    averaged, file = torch.optim.swa_utils.AveragedModel(model), io.BytesIO()
+    averaged, file = AveragedModel(model), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     saved = torch.load(file, weights_only=False)
@@ -149,6 +151,19 @@ def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
         assert not layer.hooked
     with pytest.raises(RuntimeError, match="no backward pass has reached"):
         pruner()
+
+
+def test_an_average_over_topologies_is_not_sparse():
+    model, optimizer, pruner = sparse.sparse_convnet()
+    late, early = (AveragedModel(model, multi_avg_fn=ema(0.9)) for _ in range(2))
+    for step in range(20):
+        sparse.train(model, optimizer, pruner, range(step, step + 1))
+        early.update_parameters(model)
+        if pruner.step >= pruner.T_end:
+            late.update_parameters(model)
+    share = [(m[5].weight == 0).float().mean() for m in (model, late.module)]
+    assert min(share) > 0.79
+    assert (early.module[5].weight == 0).float().mean() < 0.75
 
 
 @pytest.mark.parametrize("skip_step", [True, False])
@@ -226,6 +241,44 @@ def test_no_other_layer_is_kept_dense_for_an_excluded_first_one(distribution):
         assert list(pruner.masks) == names
     *_, pruner = sparse.sparse_convnet(exclude="0", dense_first=True)
     assert list(pruner.masks) == ["2.weight", "5.weight", "7.weight"]
+
+
+@pytest.mark.parametrize("initial", ["scores", "magnitude"])
+@pytest.mark.parametrize("distribution", ["uniform", "erk"])
+def test_each_layer_begins_with_its_highest_scores(distribution, initial):
+    """Here those by which SNIP chooses."""
+    model = sparse.convnet()
+    F.cross_entropy(model(sparse.batch(0)[0]), sparse.batch(0)[1]).backward()
+    parameters = dict(model.named_parameters())
+    scores = {name: (p * p.grad).abs() for name, p in parameters.items()}
+    given = scores
+    if initial == "magnitude":
+        scores, given = (
+            {name: p.detach().abs() for name, p in parameters.items()},
+            initial,
+        )
+    options = {"sparsity_distribution": distribution}
+    expected = sparse.counts(sparse.sparse_convnet(**options)[2])
+    *_, pruner = sparse.sparse_convnet(initial_masks=given, **options)
+    assert sparse.counts(pruner) == expected
+    for name, mask in pruner.masks.items():
+        assert scores[name][mask].min() >= scores[name][~mask].max()
+
+
+@pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
+def test_patterns_are_filled_by_score(structure):
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
+    scores = {f"{i}.weight": torch.rand(model[i].weight.shape) for i in range(2)}
+    dense = 0.25 if structure == "constant-fan-in" else 1
+    pruner = sparse.pruned(
+        model, sparse.sgd(model), dense_allocation=dense, structure=structure,
+        initial_masks=scores, exclude="1", dense_first=False,
+    )  # fmt: skip
+    width, per_row = (8, 2) if dense == 0.25 else (4, 2)
+    mask_RM = pruner.masks["0.weight"].reshape(-1, width)
+    expected = scores["0.weight"].reshape(-1, width).topk(per_row).indices
+    assert all(row[best].all() for row, best in zip(mask_RM, expected))
+    assert (mask_RM.sum(1) == per_row).all()
 
 
 def test_what_it_prints():

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd, sparse_convnet
-from support.variable_batch_size.reports import Writer
 from support.xla_replica.replicas import (
     SEVERAL_REPLICAS,
     TORCHTPU,
@@ -21,7 +20,6 @@ from support.xla_replica.replicas import (
 )
 
 import xla_replica
-from rigl_xla import TopologyLog
 from xla_replica import ReplicaError
 
 STEPS = 10
@@ -37,8 +35,8 @@ OPTIONS = {
 
 def run_of(
     rank: int, kind: str, ddp: bool = False, parts: int = 1
-) -> tuple[dict[str, torch.Tensor], dict[str, list] | None]:
-    """Returns masks after every update, and what the primary replica alone logs.
+) -> tuple[dict[str, torch.Tensor], dict[int, dict[str, float]]]:
+    """Returns masks after every update, and what reports say then, by step.
 
     Each replica has its part of every batch; in float64, so that rounding does not
     decide which connection is larger. All read their loss now and then.
@@ -48,8 +46,7 @@ def run_of(
     called = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
     optimizer = sgd(model)
     pruner = pruned(called, optimizer, **OPTIONS[kind])
-    writer = Writer() if replica.is_primary else None
-    found, log = {}, TopologyLog(pruner, writer)
+    found, reports = {}, []
     for step in range(STEPS):
         images, labels = batch(step, SIZE)
         share = slice(replica.rank, None, replica.num_replicas)
@@ -71,16 +68,15 @@ def run_of(
         else:
             for name, mask in pruner.masks.items():
                 found[f"{name} after update {pruner.rigl_steps}"] = mask.clone()
-        log()
+            reports.append(pruner.report())
         replica.sync()
         if step % 5 == 4:
             replica.fetch([loss.detach().reshape(1)])
-            log.flush()
     pruner.check_replicas()
     assert pruner.rigl_steps >= 2
     replica.barrier()  # no replica leaves the process group while others reduce
     masks = dict(zip(found, replica.fetch(list(found.values()))))
-    return masks, writer and writer.scalars
+    return masks, {report.step: report.scalars() for report in reports}
 
 
 run_of_one = functools.cache(functools.partial(run_of, 0))
@@ -92,16 +88,15 @@ def runs_of(rank: int, runs: list[tuple[str, bool, int]]):
 
 def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
     """Compares runs, by kind, DDP and parts, with those of one process."""
-    for rank, found in enumerate(backend.run(runs_of, runs)):
-        for (kind, *_), (masks, logged) in zip(runs, found, strict=True):
+    for found in backend.run(runs_of, runs):
+        for (kind, *_), (masks, reported) in zip(runs, found, strict=True):
             expected, told = run_of_one(kind)
             first, *others = expected.values()
             same = [torch.equal(first, m) for m in others if m.shape == first.shape]
             assert not all(same)  # connections move
             assert equal(masks, expected)
-            assert logged == (None if rank else told)
-            updates = (4, 8) if kind == "window" else (3, 6, 9)
-            assert [step for step, _ in told["rigl/churn"]] == [1, *updates]
+            assert reported == told
+            assert [*told] == ([4, 8] if kind == "window" else [3, 6, 9])
 
 
 @pytest.mark.parametrize(
@@ -179,8 +174,8 @@ COUNTED = {
 def counted_run(rank: int, kind: str):
     """Returns compilations, transfers and fallbacks by 10 of 110 steps, and masks.
 
-    Updates are at 10, 20, ..., 100; the last 10 steps come after all of them. A log
-    reads all its reports in the end, in one transfer.
+    Updates are at 10, 20, ..., 100; the last 10 steps come after all of them. A report
+    of each is read in the end, in one transfer.
     """
     replica = xla_replica.current()
     size = 2 * (
@@ -192,8 +187,7 @@ def counted_run(rank: int, kind: str):
         compiles = replica.is_lazy
         optimizer = torch.optim.Adam(model.parameters(), 0.01, capturable=compiles)
     pruner = pruned(model, optimizer, **{**COUNTED[kind], "delta": 10, "T_end": 102})
-    counts, masks, writer = [], [], Writer()
-    log = TopologyLog(pruner, writer)
+    counts, masks, reports = [], [], []
     for first in range(0, 110, 10):
         with xla_replica.count(replica) as count:
             for step in range(first, first + 10):
@@ -208,16 +202,18 @@ def counted_run(rank: int, kind: str):
                     for gradient in gradients:
                         gradient /= replica.num_replicas
                     optimizer.step()
-                log()
+                if pruner.rigl_steps > len(reports):
+                    reports.append(pruner.report())
                 replica.sync()
         counts.append((count.compilations, count.transfers, count.fallbacks))
         masks.append(replica.fetch(list(pruner.masks.values())))
     assert pruner.rigl_steps == 10
     with xla_replica.count(replica) as count:
-        log.flush()
+        reported = {report.step: report.scalars() for report in reports}
     assert (count.compilations, count.fallbacks) == (0, {})
-    assert count.transfers == (replica.num_replicas if replica.is_lazy else 0)
-    return counts, masks, writer.scalars
+    num_transfers = len(reports) * replica.num_replicas
+    assert count.transfers == (num_transfers if replica.is_lazy else 0)
+    return counts, masks, reported
 
 
 def counted_runs(rank: int, kinds: list[str]):
@@ -243,11 +239,10 @@ def _counted(backend, kinds: list[str], what: str = "rigl"):
 def test_after_the_first_update_nothing_compiles_and_nothing_is_read(backend, kinds):
     num_replicas = backend.num_replicas
     for found in backend.run(counted_runs, kinds, timeout=300.0):
-        for kind, (counts, masks, logged) in found.items():
+        for kind, (counts, masks, reported) in found.items():
             _, on_cpu, expected = counted_run(0, kind)
-            assert logged == expected
-            logged_at = [step for step, _ in logged["rigl/exploration_rate"]]
-            assert logged_at == [1, *range(10, 110, 10)]
+            assert reported == expected
+            assert [*reported] == [*range(10, 110, 10)]
             # The sum of a step that collects but does not update is one more program.
             apart = num_replicas > 1 and kind in ("window", "snfs")
             programs = [count[0] for count in counts]
@@ -277,7 +272,7 @@ def saved_and_misplaced(rank: int) -> int:
     assert all("gradient" in layer for layer in state["layers"].values())
     pruner.close()
     model[5].to("cpu")
-    with pytest.raises(ValueError, match="on several devices"):
+    with pytest.raises(ValueError, match="have their values on one device"):
         pruned(model, sgd(model))
     model, _, pruner = sparse_convnet()
     model.to(replica.device)
