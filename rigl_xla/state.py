@@ -95,8 +95,7 @@ def from_dict(
 
 def _check_parts(state: Mapping[str, Any]) -> None:
     """Raises ValueError if a state lacks something, or has what nobody reads."""
-    parts = ("step", "num_updates", "schedule", "options", "layers", "dense")
-    _check_has(state, parts)
+    _check_has(state, ("step", "num_updates", "schedule", "options", "layers", "dense"))
     check_type("state_dict['layers']", state["layers"], Mapping, "a dict")
     for part, kind in {"options": Options, "schedule": UpdateSchedule}.items():
         what = f"state_dict[{part!r}]"

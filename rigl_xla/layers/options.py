@@ -78,17 +78,13 @@ class Options:
             object.__setattr__(self, name, value)
         distribution_named(self.sparsity_distribution)
         check_choice("initial_weights", self.initial_weights, [None, *INITIAL_WEIGHTS])
-        if self.initial_masks == "snip":
-            raise ValueError(
-                "SNIP's scores are not computed here: after the backward pass of a "
-                "batch give initial_masks={name: (p * p.grad).abs() for name, p in "
-                "model.named_parameters()}"
-            )
         if not isinstance(self.initial_masks, Mapping):
-            otherwise = "a dict of scores by parameter name"
+            otherwise = (
+                "scores by parameter name (SNIP's, after a backward pass: {n: (p * "
+                "p.grad).abs() for n, p in model.named_parameters()})"
+            )
             check_choice("initial_masks", self.initial_masks, INITIAL_MASKS, otherwise)
-        is_chosen = self.initial_masks != Options.initial_masks
-        if self.method_in_use.gradual and is_chosen:
+        if self.method_in_use.gradual and self.initial_masks != "random":
             raise ValueError(
                 f"method={self.method!r} begins dense and loses connections by its own "
                 "score; leave out initial_masks="

@@ -203,50 +203,33 @@ def test_a_shared_weight_costs_what_all_its_places_do():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-class Attends(nn.Module):
-    def __init__(self, by_name, **sizes):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(8, 2, batch_first=True, **sizes)
-        self.by_name = by_name
-
-    def forward(self, x, memory):
-        if self.by_name:
-            return self.inner(value=memory, query=x, key=memory)[0]
-        return self.inner(x, memory, memory)[0]
-
-
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("size", [8, 6])
 def test_queries_and_what_they_attend_to_are_counted_each(by_name, size):
     """Products of queries, keys and values are left out of torch's count."""
-    model = Attends(by_name, kdim=size, vdim=size).eval()
+    model = nn.MultiheadAttention(8, 2, batch_first=True, kdim=size, vdim=size).eval()
     x, memory = torch.randn(3, 5, 8), torch.randn(3, 7, size)
-    operations = operations_of(model, x, memory)
+    named = {"value": memory, "query": x, "key": memory} if by_name else {}
+    found = operations_of(model, *([] if by_name else [x, memory, memory]), **named)
     with FlopCounterMode(display=False) as counter:
-        model(x, memory)
+        model(x, memory, memory)
     products = 2 * 2 * 3 * 5 * 7 * 8
     expected = (counter.get_total_flops() - products) / 3 / 2
-    assert sum(macs for macs, _ in operations.values()) == pytest.approx(expected)
-    assert operations["inner.out_proj.weight"] == (5 * 64, 5 * 8)
+    assert sum(macs for macs, _ in found.values()) == pytest.approx(expected)
+    assert found["out_proj.weight"] == (5 * 64, 5 * 8)
     if size != 8:
-        assert operations["inner.q_proj_weight"][0] == 5 * 64
-        assert operations["inner.k_proj_weight"][0] == 7 * 48
-        assert operations["inner.v_proj_weight"][0] == 7 * 48
+        of_each = [found[f"{name}_proj_weight"][0] for name in "qkv"]
+        assert of_each == [5 * 64, 7 * 48, 7 * 48]
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.LSTM(4, 3, bidirectional=True)
-
+class Recurrent(nn.LSTM):
     def forward(self, x):
-        lengths = [6, 3]
-        packed = pack_sequence([x[i, :n] for i, n in enumerate(lengths)])
-        return self.inner(input=packed)[0].data
+        return super().forward(pack_sequence([x[0, :6], x[1, :3]]))[0]
 
 
 def test_packed_sequences_are_as_long_as_they_are():
-    found = operations_of(Recurrent(), torch.randn(2, 6, 4))
+    model = Recurrent(4, 3, bidirectional=True)
+    found = operations_of(model, torch.randn(2, 6, 4))
     assert [macs for macs, _ in found.values()] == [4.5 * 48, 4.5 * 36] * 2
 
 
