@@ -25,7 +25,7 @@ from rigl_xla.layers.initial import (
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.layers.weights import Selector, check_model
-from rigl_xla.report.costs import LayerCost
+from rigl_xla.report.costs import Operations
 from rigl_xla.report.report import Report, describe
 from rigl_xla.topology.distribution import Distribution
 from rigl_xla.topology.methods import Score
@@ -101,7 +101,7 @@ class RigLScheduler:
         structure: A pattern that masks keep: ``'N:M'``, such as ``'2:4'``, along input
             channels, or ``'constant-fan-in'``.
         initial_masks: ``'random'``, ``'magnitude'``, or scores by parameter name, of
-            which the highest of each layer begin active: see `snip_scores`.
+            which the highest of each layer begin active.
         initial_weights: ``'rescale'`` (over the root of the layer's density) or
             ``'fan-in'`` (drawn anew, variance 2 / active inputs): without norms, very
             sparse networks need it. Default: the model's own.
@@ -261,20 +261,20 @@ class RigLScheduler:
         return {layer.name: layer.mask for layer in self._layers}
 
     def report(
-        self, costs: Mapping[str, LayerCost] | None = None, num_steps: int | None = None
+        self, operations: Operations | None = None, num_steps: int | None = None
     ) -> Report:
-        """Returns sparsity, churn, exploration, size and operations at this moment.
+        """Returns sparsity, churn, exploration and costs at this moment.
 
         Reads nothing; the device is read, once, when a value is asked for.
 
         Args:
-            costs: The result of `costs_of`, for operations.
+            operations: The result of `operations_of`, for costs.
             num_steps: Steps of the whole run, which gradual pruning is charged by.
 
         Raises:
-            ValueError: The costs are of another model.
+            ValueError: The operations are of another model.
         """
-        return Report(self._steps, self.model, self.replica, costs, num_steps)
+        return Report(self._steps, self.model, self.replica, operations, num_steps)
 
     def __str__(self) -> str:
         # With gradual pruning only masks know whether an update was refused.

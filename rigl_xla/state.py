@@ -22,7 +22,7 @@ from xla_replica import Replica
 from xla_replica.common.arguments import check_integer, check_number, check_type
 from xla_replica.common.differences import check_same, differences
 
-FORMAT = 1
+FORMAT = 2
 _FUNCTION = "function "  # begins the name of a function, which a state cannot hold
 
 
@@ -67,13 +67,7 @@ def from_dict(
     """Fits a saved state to a model; see `RigLScheduler.load_state_dict`."""
     allowed = "what RigLScheduler.state_dict() gave, or rigl-torch 0.5.2's"
     check_type("state_dict", state, Mapping, allowed)
-    fields = {field.name for field in dataclasses.fields(UpdateSchedule)}
-    if not fields.issuperset(changes):
-        raise TypeError(
-            f"load_state_dict cannot change {sorted(set(changes) - fields)}; allowed "
-            f"are {sorted(fields)}"
-        )
-    if rigl_torch.is_state(state):
+    if "backward_masks" in state:
         state = {"format": FORMAT, **rigl_torch.converted(state, model)}
     if state.get("format") != FORMAT:
         raise ValueError(
@@ -81,10 +75,7 @@ def from_dict(
             f"this release reads its own format {FORMAT} and rigl-torch 0.5.2's states"
         )
     _check_parts(state)
-    # Older releases had options in two dicts, and did not bound new connections' steps.
-    before = {"bound_new_steps": False}
-    saved = {**before, **state["options"], **state.get("asked", {})}
-    options = _resumed(options, saved)
+    options = _resumed(options, state["options"])
     values = {**dataclasses.asdict(schedule), **state["schedule"], **changes}
     if options.from_rigl_torch:
         weights = rigl_torch.weights_of(model)
@@ -92,7 +83,7 @@ def from_dict(
         weights = weights_of(model, options.include, options.exclude)
     steps = TopologySteps(
         weights,
-        _fit(state["layers"], state.get("dense"), weights, options),
+        _fit(state["layers"], state["dense"], weights, options),
         options,
         UpdateSchedule(**values),
         check_integer("the step in state_dict", state["step"], 0),
@@ -102,18 +93,14 @@ def from_dict(
     return steps
 
 
-# The parts of a state that are dicts, with the names that these may have.
-_PARTS: dict[str, Any] = {"options": Options, "asked": Options}
-_PARTS |= {"schedule": UpdateSchedule, "layers": None}
-
-
 def _check_parts(state: Mapping[str, Any]) -> None:
     """Raises ValueError if a state lacks something, or has what nobody reads."""
-    _check_has(state, ("step", "num_updates", "schedule", "options", "layers"))
-    for part, kind in _PARTS.items():
+    _check_has(state, ("step", "num_updates", "schedule", "options", "layers", "dense"))
+    check_type("state_dict['layers']", state["layers"], Mapping, "a dict")
+    for part, kind in {"options": Options, "schedule": UpdateSchedule}.items():
         what = f"state_dict[{part!r}]"
-        given = check_type(what, state.get(part, {}), Mapping, "a dict")
-        known = {field.name for field in dataclasses.fields(kind)} if kind else given
+        given = check_type(what, state[part], Mapping, "a dict")
+        known = {field.name for field in dataclasses.fields(kind)}
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ValueError(
@@ -190,27 +177,23 @@ def _resumed(options: Options, saved: Mapping[str, Any]) -> Options:
 
 def _fit(
     saved: Mapping[str, Any],
-    dense: Sequence[str] | None,
+    dense: Sequence[str],
     weights: Sequence[Weight],
     options: Options,
 ) -> list[SparseLayer]:
     """Returns the layers of a saved state, in the order of the model's weights.
 
-    ``dense`` are names of the other weights; None: the state does not know them.
+    ``dense`` are names of the other weights.
     """
-    # Older releases called a shared weight by another of its names.
-    named = {name: w.name for w in weights for name in (*w.names, w.name)}
-    missing = [name for name in (*saved, *(dense or ())) if name not in named]
-    known = {named.get(name) for name in (*saved, *(dense or ()))}
-    more = [w.name for w in weights if dense is not None and w.name not in known]
+    own, known = [weight.name for weight in weights], [*saved, *dense]
+    missing = [name for name in known if name not in own]
+    more = [name for name in own if name not in known]
     if missing or more:
         raise ValueError(
             f"state_dict has {missing}, which are not weights of this model that can "
-            f"be sparse, and lacks {more}, which are; these are all: "
-            f"{[w.name for w in weights]}. It must be the same model, with the same "
-            "include= and exclude=, and the same weights frozen"
+            f"be sparse, and lacks {more}, which are, of {own}; it must be the same "
+            "model, with the same include=, exclude= and frozen weights"
         )
-    saved = {named[name]: entry for name, entry in saved.items()}
     return [
         _layer_of(saved[weight.name], weight, options)
         for weight in weights
@@ -223,7 +206,8 @@ def _layer_of(
 ) -> SparseLayer:
     """Returns a layer of a saved state; raises ValueError if it does not fit."""
     check_kind(weight)
-    _check_has(entry, ("shape", "sparsity", "mask"), f" of {weight.name!r}")
+    parts = ("shape", "sparsity", "mask", "ever_active")
+    _check_has(entry, parts, f" of {weight.name!r}")
     what = f"the sparsity of {weight.name!r} in state_dict"
     sparsity = check_number(what, entry["sparsity"], 0, below=1)
     shape = tuple(entry["shape"])
@@ -233,8 +217,7 @@ def _layer_of(
             f"shape {tuple(weight.parameter.shape)}; it is of another model"
         )
     mask = unpack(entry["mask"], shape)
-    # States of older releases do not know where connections have been.
-    ever = unpack(entry.get("ever_active", entry["mask"]), shape)
+    ever = unpack(entry["ever_active"], shape)
     pattern = options.pattern(weight, sparsity)
     active = int(mask.count_nonzero())
     layer = SparseLayer(weight, sparsity, active, mask, pattern, ever)

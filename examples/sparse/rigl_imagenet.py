@@ -30,7 +30,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ from examples.sparse import (  # noqa: E402
     sparse_training,
 )
 from examples.sparse.imagenet_options import STEP_DECAY, lasting, parse  # noqa: E402
-from rigl_xla import LayerCost, RigLScheduler, TopologyLog, costs_of  # noqa: E402
+from rigl_xla import Report, RigLScheduler, operations_of  # noqa: E402
 from xla_replica import Replica  # noqa: E402
 
 # A large model's first program may take this many seconds to compile.
@@ -124,10 +124,14 @@ class Monitor:
     """Follows the loss on every replica, and shows it on the primary replica."""
 
     def __init__(
-        self, replica: Replica, display: Display, topology: TopologyLog, every: int
+        self,
+        replica: Replica,
+        display: Display,
+        report: Callable[[], Report],
+        every: int,
     ) -> None:
         self._replica, self._display, self._every = replica, display, every
-        self._topology = topology
+        self.report = report
         self.rows: list[Row] = []  # of the epochs that are done
         # Sum of losses and number of minibatches, since the last log and in the epoch.
         self._recent, self._total = torch.zeros(2, 2, device=replica.device)
@@ -139,12 +143,14 @@ class Monitor:
         self._total += one
 
     def __call__(self, update: vbs.Update) -> None:
-        self._topology()
         if (update.step + 1) % self._every == 0:
             loss = self._mean(self._recent)
             more = {"lr": float(update.lr[0]), "batch_size": update.batch_size}
             self._display.steps(update.step + 1, loss, **more)
-            self._topology.flush()  # the device has just been read
+            if self._display.writer:  # sparse: the device has just been read
+                report = self.report()
+                for name, value in report.scalars().items():
+                    self._display.writer.add_scalar(f"rigl/{name}", value, report.step)
 
     def epoch_loss(self) -> float:
         """Returns the mean over all minibatches since the last call. Collective."""
@@ -174,13 +180,10 @@ class Parts(NamedTuple):
     """The parts of a run."""
 
     model: nn.Module
-    costs: dict[str, LayerCost]
     batches: DataLoader[Any]
     optimizer: vbs.ElasticOptimizer
     pruner: RigLScheduler
-    num_updates: int
     display: Display
-    topology: TopologyLog
     monitor: Monitor
     log: vbs.RunLog
     checkpointer: vbs.Checkpointer | None
@@ -191,7 +194,7 @@ def build(args: argparse.Namespace, training: Images, replica: Replica) -> Parts
     with replica.seeded(args.seed):
         model = build_model(args, training.num_classes)
     image = torch.zeros(1, 3, args.image_size, args.image_size, dtype=torch.uint8)
-    costs = costs_of(model, image)
+    operations = operations_of(model, image)  # sparse
     model.to(replica.device)
     replica.seed(args.seed)  # dropout
     sampler = vbs.CustomSampler(
@@ -216,10 +219,8 @@ def build(args: argparse.Namespace, training: Images, replica: Replica) -> Parts
     num_updates = sparse_training.num_updates(sampler, args.epochs)
     pruner = sparse_training.pruner_for(args, model, optimizer, num_updates)  # sparse
     display = Display("train", args, num_updates, 0, replica)
-    topology = TopologyLog(  # sparse
-        pruner, display.writer, costs=costs, num_steps=num_updates
-    )
-    monitor = Monitor(replica, display, topology, args.log_steps)
+    report = functools.partial(pruner.report, operations, num_updates)  # sparse
+    monitor = Monitor(replica, display, report, args.log_steps)
     optimizer.attach(monitor)
     log = vbs.RunLog(
         Path(args.logdir, "train", "run.jsonl"),
@@ -230,8 +231,7 @@ def build(args: argparse.Namespace, training: Images, replica: Replica) -> Parts
     optimizer.attach(log)
     parts = {"scheduler": scheduler, "pruner": pruner, "monitor": monitor, "log": log}
     checkpointer = checkpointer_for(args, optimizer, model=model, **parts)
-    return Parts(model, costs, batches, optimizer, pruner, num_updates, display,
-                 topology, monitor, log, checkpointer)  # fmt: skip
+    return Parts(model, batches, optimizer, pruner, display, monitor, log, checkpointer)
 
 
 def checkpointer_for(
@@ -268,13 +268,12 @@ def train(rank: int, args: argparse.Namespace) -> list[Row] | None:
         })  # fmt: skip
         run.display.epoch(rows[-1])
         run.log.write(accuracy=accuracy)
-        run.topology.flush()
         if run.checkpointer:
             run.checkpointer.save(metric=accuracy)
     run.log.close()
     run.display.close(rows[-1])
     if replica.is_primary:
-        print(run.pruner.report(run.costs, run.num_updates))
+        print(run.monitor.report())  # sparse
     run.pruner.close()
     return rows if replica.is_primary else None
 

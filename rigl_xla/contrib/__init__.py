@@ -1,1 +1,1 @@
-"""Checkpoints of rigl-torch, and compact files."""
+"""Checkpoints of rigl-torch."""

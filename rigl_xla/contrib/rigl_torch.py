@@ -13,11 +13,6 @@ from rigl_xla.topology.masks import pack
 from xla_replica.common.names import unwrapped
 
 
-def is_state(state: Mapping[str, Any]) -> bool:
-    """Returns whether rigl-torch has saved this state."""
-    return "backward_masks" in state and "hyperparams" in state
-
-
 def converted(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Returns a state of rigl-torch, whose masks are tensors by position, as ours.
 
@@ -36,24 +31,24 @@ def converted(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         if mask is not None:
             bits = pack(mask.detach().to("cpu", torch.bool, copy=True))
             entry = {"shape": list(mask.shape), "sparsity": float(sparsity)}
-            layers[weight.name] = {**entry, "mask": bits}
+            layers[weight.name] = {**entry, "mask": bits, "ever_active": bits}
     return {
         "step": int(state["step"]),
         "num_updates": int(state["rigl_steps"]),
         "schedule": {
-            "T_end": hyperparams["T_end"],
             "delta": hyperparams["delta_T"],
-            "alpha": hyperparams["alpha"],
-            "grad_accumulation_n": hyperparams["grad_accumulation_n"],
+            **{n: hyperparams[n] for n in ("T_end", "alpha", "grad_accumulation_n")},
         },
         "options": {
             "dense_allocation": state["dense_allocation"],
             "ignore_linear_layers": bool(hyperparams["ignore_linear_layers"]),
             "static_topo": bool(hyperparams["static_topo"]),
             "structure": None,
+            "bound_new_steps": False,
             "from_rigl_torch": True,
         },
         "layers": layers,
+        "dense": [weight.name for weight in weights if weight.name not in layers],
     }
 
 

@@ -64,9 +64,8 @@ def check_hold(
     """
     if skip_step and getattr(optimizer, "steps_by_itself", False):
         raise ValueError(
-            f"{type(optimizer).__name__} must be stepped after every backward pass and "
-            "decides when to update, so a topology update cannot replace its step; "
-            "build the pruner with skip_step=False"
+            f"{type(optimizer).__name__} decides itself when to update, so that a "
+            "topology update cannot replace it: build the pruner with skip_step=False"
         )
     allowed = "a torch optimizer, or a wrapper that is one"
     check_type("optimizer", optimizer, Optimizer, allowed)
@@ -74,9 +73,8 @@ def check_hold(
     strangers = [w.name for w in weights if id(w.parameter) not in owned]
     if strangers:
         raise ValueError(
-            f"the optimizer does not train {strangers}, which are to be sparse; build "
-            "it from this model's parameters, after the model was moved to its "
-            "device, or put these into exclude="
+            f"the optimizer does not train {strangers}, which are to be sparse: build "
+            "it after the model was moved to its device, or put these into exclude="
         )
     if _held(weights, pruner):
         gc.collect()  # one that nobody has any more, but that refers to itself
@@ -88,15 +86,11 @@ def check_hold(
     names: dict[str, list[str]] = {}
     for weight in weights:
         names.setdefault(str(weight.parameter.device), []).append(weight.name)
-    if "meta" in names:
+    if "meta" in names or len(names) > 1:
         raise ValueError(
-            f"{names['meta']} are on the meta device and have no values yet; build the "
-            "pruner after the model has its weights"
-        )
-    if len(names) > 1:
-        raise ValueError(
-            f"weights to be sparse are on several devices, {names}; an update chooses "
-            "for all of them at once, on one. Put those of the others into exclude="
+            "weights to be sparse must have their values on one device, got "
+            f"{names}; build the pruner after the model has its weights, and put those "
+            "of other devices into exclude="
         )
 
 
@@ -119,9 +113,8 @@ def _refuse_stranger(optimizer: Optimizer, *_: object) -> None:
             if pruner is not None and optimizer.state is not pruner.optimizer.state:
                 raise RuntimeError(
                     f"a {type(optimizer).__name__} that this pruner was not built with "
-                    "has stepped sparse weights, so that inactive ones are not zero "
-                    "any more. If it trains the model, close() this pruner and build "
-                    "one with that optimizer, and state_dict=pruner.state_dict()"
+                    "has stepped sparse weights: if it trains the model, close() this "
+                    "pruner and build one with it and state_dict=pruner.state_dict()"
                 )
 
 
@@ -159,7 +152,6 @@ def check_bound(weights: Iterable[Weight]) -> None:
     ]
     if replaced:
         raise ValueError(
-            "the model has other parameters now than when this pruner was built: "
-            f"{len(replaced)} of them, such as {replaced[0]!r}. Moving a model to XLA "
-            "does that; build optimizer and pruner after the move"
+            f"the model has other parameters now, such as {replaced[0]!r}, as after a "
+            "move to XLA: build optimizer and pruner after the move"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.structure import outputs_first
 from xla_replica import Replica
+from xla_replica.common.arguments import check_names, check_type
 
 if TYPE_CHECKING:
     from rigl_xla.layers.options import Options
@@ -55,6 +56,24 @@ def initial_layer(weight: Weight, sparsity: float, options: Options) -> SparseLa
             mask = masks.top(scores.reshape(1, -1), count)
     mask = mask.reshape(parameter.shape)
     return SparseLayer(weight, sparsity, active, mask, pattern)
+
+
+def check_scores(
+    scores: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises ValueError or TypeError unless all of ``shapes`` have finite scores."""
+    check_type("scores", scores, Mapping, "a dict of tensors by parameter name")
+    check_names("scores are needed for", shapes, scores, "the weights that have some")
+    for name, shape in shapes.items():
+        given = scores[name]
+        check_type(f"the scores of {name!r}", given, torch.Tensor, "a tensor")
+        fits = given.shape == shape and not (given.is_complex() or given.is_meta)
+        if not (fits and bool(torch.isfinite(given).all())):
+            raise ValueError(
+                f"the scores of {name!r} must be finite real numbers of shape "
+                f"{shape}, got {given.dtype} of shape {tuple(given.shape)} on "
+                f"{given.device}"
+            )
 
 
 def warn_of_lost_connections(

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from rigl_xla.layers.initial import INITIAL_MASKS, INITIAL_WEIGHTS
-from rigl_xla.layers.snip import check_scores
+from rigl_xla.layers.initial import INITIAL_MASKS, INITIAL_WEIGHTS, check_scores
 from rigl_xla.layers.weights import Selector, Weight, named, selectors, weights_of
 from rigl_xla.topology.distribution import (
     Distribution,
@@ -74,16 +73,18 @@ class Options:
         )
         momentum = check_number("momentum", self.momentum, 0, below=1)
         # Plain numbers, which a saved state can hold, also of NumPy's.
-        object.__setattr__(self, "dense_allocation", as_float(density))
-        object.__setattr__(self, "momentum", as_float(momentum))
-        object.__setattr__(self, "seed", check_integer("seed", self.seed))
+        plain = {"dense_allocation": as_float(density), "momentum": as_float(momentum)}
+        for name, value in {**plain, "seed": check_integer("seed", self.seed)}.items():
+            object.__setattr__(self, name, value)
         distribution_named(self.sparsity_distribution)
         check_choice("initial_weights", self.initial_weights, [None, *INITIAL_WEIGHTS])
         if not isinstance(self.initial_masks, Mapping):
-            otherwise = "scores by parameter name such as those of snip_scores"
+            otherwise = (
+                "scores by parameter name (SNIP's, after a backward pass: {n: (p * "
+                "p.grad).abs() for n, p in model.named_parameters()})"
+            )
             check_choice("initial_masks", self.initial_masks, INITIAL_MASKS, otherwise)
-        is_chosen = self.initial_masks != Options.initial_masks
-        if self.method_in_use.gradual and is_chosen:
+        if self.method_in_use.gradual and self.initial_masks != "random":
             raise ValueError(
                 f"method={self.method!r} begins dense and loses connections by its own "
                 "score; leave out initial_masks="
@@ -103,15 +104,10 @@ class Options:
         method = method_named(self.method, self.drop, self.grow)
         if not self.static_topo:
             return method
-        if method.gradual:
+        if method.gradual or self.drop or self.grow:
             raise ValueError(
-                f"method={self.method!r} begins dense, and with static_topo=True would "
-                "stay so; leave out one of them"
-            )
-        if self.drop or self.grow:
-            raise ValueError(
-                "static_topo=True never changes the topology, so drop= and grow= have "
-                "nothing to do; leave them out"
+                "static_topo=True never changes the topology, so that drop=, grow= and "
+                "a method that begins dense have nothing to do; leave them out"
             )
         return STATIC
 
@@ -123,8 +119,7 @@ class Options:
         if schedule.T_end is None:
             raise ValueError(
                 f"method={self.method!r} needs T_end, the step from which on the "
-                "topology stays: about 0.75 times the number of steps of the whole "
-                "run; or static_topo=True for a topology that never changes"
+                "topology stays, about 0.75 times all steps; or static_topo=True"
             )
         too_early = (
             f"T_end={schedule.T_end} is not past the first update at step "
@@ -168,10 +163,9 @@ class Options:
             check_scores(self.initial_masks, sparse)
         if self.is_sparse and not any(sparsities.values()):
             raise ValueError(
-                f"no weight is left to be sparse: of {list(shapes)}, "
-                f"ignore_linear_layers={self.ignore_linear_layers}, dense_first and "
-                "sparsities= keep all dense; a model of linear layers needs "
-                "ignore_linear_layers=False"
+                f"no weight is left to be sparse: ignore_linear_layers, dense_first "
+                f"and sparsities= keep all of {list(shapes)} dense; a model of linear "
+                "layers needs ignore_linear_layers=False"
             )
         return weights, sparsities
 
@@ -192,19 +186,12 @@ class Options:
         if pattern is None:
             return
         density = pattern[0] / pattern[1]
-        if self.dense_allocation not in (1, density):
+        others = [self.dense_allocation not in (1, density)]
+        others += [self.sparsity_distribution != Options.sparsity_distribution]
+        others += [s not in (0, 1 - density) for s in (self.sparsities or {}).values()]
+        if any(others):
             raise ValueError(
-                f"structure={structure!r} has a share of {density:g} active weights, "
-                f"but dense_allocation is {self.dense_allocation:g}; leave it out"
-            )
-        if self.sparsity_distribution != Options.sparsity_distribution:
-            raise ValueError(
-                f"structure={structure!r} makes all layers equally sparse; leave out "
-                f"sparsity_distribution={self.sparsity_distribution!r}"
-            )
-        given = dict(self.sparsities or {})
-        if any(value not in (0, 1 - density) for value in given.values()):
-            raise ValueError(
-                f"structure={structure!r} allows sparsities= of 0 and "
-                f"{1 - density:g} only, got {given}"
+                f"structure={structure!r} makes every layer {1 - density:g} sparse: "
+                "leave out dense_allocation=, sparsity_distribution= and all "
+                "sparsities= but 0"
             )

@@ -19,6 +19,10 @@ from xla_replica.common.names import unwrapped
 # How a user selects layers: by a pattern, a type of module, or a function.
 Selector = str | type | Callable[[str, nn.Parameter], bool]
 
+# Layers that are known to multiply by their weights.
+MULTIPLIERS = (
+    _ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase,
+)  # fmt: skip
 _ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -34,7 +38,7 @@ class Weight:
         module: The module that owns it.
         attribute: Its name there.
         is_conv: Whether it is the kernel of a convolution.
-        names: All its names, if it is shared.
+        names: All its names; a shared one has several.
     """
 
     name: str
@@ -89,16 +93,18 @@ def weights_of(
             continue
         if place in included and _is_normalised(place):
             raise ValueError(
-                f"{place.name!r} is what weight_norm makes a weight of, divided by its "
-                "norm, which is zero where a whole row is inactive: leave it out of "
-                "include=, or remove the parametrization"
+                f"{place.name!r} is what weight_norm makes a weight of, by a norm that "
+                "is zero where a whole row is inactive: leave it out of include="
             )
         other = owners.get(parameter)
         # A shared one is known by the module that multiplies by it, included or not.
         known = other and _multiplies(other)
         if (_multiplies(place) and not known) or (place in included and not other):
             owners[parameter] = place
-    return [_named(place, names[parameter]) for parameter, place in owners.items()]
+    return [
+        Weight(names[p][0], p, at.module, at.attribute, at.is_conv, tuple(names[p]))
+        for p, at in owners.items()
+    ]
 
 
 def _is_normalised(place: Weight) -> bool:
@@ -117,12 +123,6 @@ def _is_normalised(place: Weight) -> bool:
 def check_model(model: Any) -> None:
     """Raises TypeError unless ``model`` is a torch module."""
     check_type("model", model, nn.Module, "a torch module")
-
-
-def _named(place: Weight, names: list[str]) -> Weight:
-    """Returns the weight of a place, by the first of all its names."""
-    what = (place.parameter, place.module, place.attribute, place.is_conv)
-    return Weight(names[0], *what, tuple(names) if len(names) > 1 else ())
 
 
 def reasons_for_dense(
@@ -176,7 +176,7 @@ def named(weights: list[Weight], pattern: str) -> list[str]:
     names = [
         weight.name
         for weight in weights
-        if any(_is_named(pattern, name) for name in (weight.name, *weight.names))
+        if any(_is_named(pattern, name) for name in weight.names)
     ]
     if not names:
         raise ValueError(
@@ -186,19 +186,6 @@ def named(weights: list[Weight], pattern: str) -> list[str]:
     return names
 
 
-def multipliers_of(model: nn.Module, weight: Weight) -> list[tuple[nn.Module, str]]:
-    """Returns modules that multiply by a weight, with its name there.
-
-    These are its first owner, which may have been included by name, and for shared
-    weights all others of the kinds that multiply: an embedding looks up.
-    """
-    owners = [(weight.module, weight.attribute)]
-    for place in _places(model):
-        if place.parameter is weight.parameter and _multiplies(place):
-            owners.append((place.module, place.attribute))
-    return list(dict.fromkeys(owners))
-
-
 def _multiplies(weight: Weight) -> bool:
     """Returns whether the weight's module is known to multiply by it."""
     module, attribute = weight.module, weight.attribute
@@ -206,9 +193,7 @@ def _multiplies(weight: Weight) -> bool:
         return attribute.startswith("weight_")
     if isinstance(module, nn.MultiheadAttention):
         return attribute in _ATTENTION
-    return attribute == "weight" and isinstance(
-        module, (_ConvNd, nn.Linear, nn.Bilinear)
-    )
+    return attribute == "weight" and isinstance(module, MULTIPLIERS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

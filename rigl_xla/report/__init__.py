@@ -1,1 +1,1 @@
-"""Sizes, operations and costs of a sparse model, and reports of a run."""
+"""Operations of a sparse model, and reports of a run."""

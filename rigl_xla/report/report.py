@@ -1,27 +1,114 @@
-"""Reports of a sparse model, as a table and for TensorBoard."""
+"""The report of a sparse model, and what a forward pass of it multiplies."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.rnn import PackedSequence
 
 from rigl_xla.layers.sparse_layer import COUNTS
-from rigl_xla.layers.weights import reasons_for_dense, weights_of
-from rigl_xla.report import costs as counted
-from rigl_xla.report.costs import CostReport, LayerCost
-from rigl_xla.report.positions import cost_of
-from rigl_xla.topology.methods import cost_name
+from rigl_xla.layers.weights import MULTIPLIERS, reasons_for_dense, weights_of
+from rigl_xla.report.costs import Cost, Operations, cost_of
 from xla_replica import Replica
-from xla_replica.common.arguments import check_flag, check_integer, check_type
+from xla_replica.common.arguments import check_names
 
 if TYPE_CHECKING:
-    from rigl_xla.scheduler import RigLScheduler
     from rigl_xla.update.steps import TopologySteps
+
+
+@torch.no_grad()
+def operations_of(
+    model: nn.Module, *inputs: Any, **named: Any
+) -> dict[str, tuple[float, float]]:
+    """Returns what a forward pass multiplies by each weight that can be sparse.
+
+    Counts in one pass in evaluation mode: a convolution multiplies its kernel once for
+    every pixel of the output (a transposed one: of the input), any other layer its
+    weight once for every vector of the output (attention's keys and values: of these).
+    A shared weight counts wherever a module multiplies by it; an embedding looks up,
+    and a use without a call of its module, as by `torch.nn.functional`, is not seen.
+
+    Args:
+        model: Any module.
+        inputs, named: The arguments of a call; the first tensor among them has samples
+            along its first dimension.
+
+    Returns:
+        Multiply-accumulates and numbers that come out, per sample, by parameter name in
+        order of registration; 0 for those that the pass does not reach.
+
+    Raises:
+        ValueError: No input is a tensor, or the first has no sample.
+        TypeError: ``model`` is not a module.
+    """
+    names = {weight.parameter: weight.name for weight in weights_of(model)}
+    tensors = [x for x in (*inputs, *named.values()) if isinstance(x, torch.Tensor)]
+    if not tensors or tensors[0].dim() == 0 or not len(tensors[0]):
+        raise ValueError(
+            "operations_of needs what the model is called with; the first tensor of it "
+            "counts samples along its first dimension, but there is none"
+        )
+    found = dict.fromkeys(names.values(), (0.0, 0.0))
+    num_samples = len(tensors[0])
+
+    def count(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # Attention does not call its projection.
+        inner = isinstance(module, nn.MultiheadAttention)
+        for attribute, parameter in module.named_parameters(recurse=inner):
+            if parameter in names:
+                uses = _uses(module, attribute, args, kwargs, output) / num_samples
+                numbers = len(parameter) * uses
+                if isinstance(module, _ConvNd):
+                    numbers = output.numel() / num_samples
+                macs, outputs = found[names[parameter]]
+                macs, outputs = macs + parameter.numel() * uses, outputs + numbers
+                found[names[parameter]] = macs, outputs
+
+    training = [module for module in model.modules() if module.training]
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, MULTIPLIERS):
+                handle = module.register_forward_hook(count, with_kwargs=True)
+                hooks.enter_context(handle)
+        try:
+            model.eval()(*inputs, **named)
+        finally:
+            for module in training:
+                module.training = True
+    return found
+
+
+def _uses(
+    module: nn.Module, attribute: str, args: Any, kwargs: Any, output: Any
+) -> float:
+    """Returns how often a call multiplied a vector by a weight."""
+    if isinstance(module, _ConvNd) and module.transposed:
+        pixels = args[0] if args else kwargs["input"]
+        return pixels.numel() / module.in_channels
+    if isinstance(module, _ConvNd):
+        return output.numel() / module.out_channels
+    while isinstance(output, (tuple, PackedSequence)):  # of attention, recurrent layers
+        output = output[0]
+    uses = _num_vectors(output)
+    if isinstance(module, nn.MultiheadAttention):
+        given = dict(zip(("query", "key", "value"), args)) | kwargs
+        keys, values = _num_vectors(given["key"]), _num_vectors(given["value"])
+        of_each = {"k_proj_weight": keys, "v_proj_weight": values}
+        of_each["in_proj_weight"] = (uses + keys + values) / 3  # a third of it for each
+        uses = of_each.get(attribute, uses)
+    return uses
+
+
+def _num_vectors(tensor: torch.Tensor) -> float:
+    return tensor.numel() / tensor.shape[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +158,7 @@ class Report:
     """What a pruner was at one moment; see `RigLScheduler.report`.
 
     Making one reads nothing from the device. The first value that needs it reads all
-    of the report, in one transfer; `read` does so for many reports.
+    of the report, in one transfer.
 
     Attributes:
         step: Number of the step at that moment.
@@ -86,30 +173,22 @@ class Report:
         now: TopologySteps,
         model: nn.Module,
         replica: Replica,
-        costs: Mapping[str, LayerCost] | None = None,
+        operations: Operations | None = None,
         num_steps: int | None = None,
     ) -> None:
-        if costs is not None:
-            counted.check_costs(costs)
-        if num_steps is not None:
-            check_integer("num_steps", num_steps, 1)
         self.step, self.num_updates = now.number, now.num_updates
         self.drop_fraction = now.schedule.drop_fraction(now.number)
         self._replica = replica
         # Counts may still be on the device.
         self._counts = {layer.name: (layer.size, layer.counts) for layer in now.layers}
-        watched = {weight.name: cost_of(weight) for weight in weights_of(model)}
-        for name, cost in watched.items() if costs is not None else ():
-            assert costs is not None
-            if name not in costs or costs[name].shape != cost.shape:
-                raise ValueError(
-                    f"costs are of another model: {name!r} of shape {cost.shape} is "
-                    f"not among {list(costs)}; give rigl_xla.costs_of(model, inputs)"
-                )
-        self._has_costs = costs is not None
-        # What is sparse only because it was included costs nothing, as norms do.
-        own = {weight.name: cost_of(weight) for weight in now.weights}
-        self._costs = {**watched, **own, **(costs or {})}
+        own = [weight.name for weight in now.weights]
+        if operations is not None:
+            used = [weight.name for weight in weights_of(model)]
+            other = "the given operations of another model"
+            check_names("the model multiplies by", used, operations, other)
+            # What is sparse only because it was included costs nothing, as norms do.
+            operations = {**dict.fromkeys(own, (0.0, 0.0)), **operations}
+        self._operations = operations
         self.num_parameters = sum(p.numel() for p in model.parameters())
         asked = "dense_first, ignore_linear_layers, sparsities= or the distribution"
         self.dense = {
@@ -117,26 +196,17 @@ class Report:
             **reasons_for_dense(model, now.weights, now.options.exclude),
         }
         self._final = {layer.name: layer.sparsity for layer in now.layers}
-        self._method = cost_name(now.options.method, now.options.method_in_use)
-        self._schedule, self._num_steps = now.schedule, num_steps
-
-    @staticmethod
-    def read(reports: Iterable[Report]) -> None:
-        """Reads the device for several reports of one pruner, in one transfer."""
-        unread = [report for report in reports if "layers" not in vars(report)]
-        counts = [c for report in unread for _, c in report._counts.values()]
-        fetched = iter(unread[0]._replica.fetch(counts) if counts else [])
-        for report in unread:
-            vars(report)["layers"] = {
-                name: LayerReport(size, **dict(zip(COUNTS, next(fetched).tolist())))
-                for name, (size, _) in report._counts.items()
-            }
+        self._run = now.options.method_in_use, now.schedule, num_steps
 
     @functools.cached_property
     def layers(self) -> dict[str, LayerReport]:
         """Every sparse layer, by parameter name. Reads the device, once."""
-        Report.read([self])
-        return self.layers
+        counts = [counts for _, counts in self._counts.values()]
+        fetched = iter(self._replica.fetch(counts) if counts else [])
+        return {
+            name: LayerReport(size, **dict(zip(COUNTS, next(fetched).tolist())))
+            for name, (size, _) in self._counts.items()
+        }
 
     @property
     def _total(self) -> LayerReport:
@@ -157,43 +227,32 @@ class Report:
         return inactive / max(1, self.num_parameters)
 
     @functools.cached_property
-    def cost(self) -> CostReport:
-        """Operations and size of all weights that can be sparse, dense ones too.
+    def cost(self) -> Cost:
+        """Operations of all weights that can be sparse, dense ones too.
 
         Raises:
-            ValueError: How often a pass uses each weight is not known.
+            ValueError: What a forward pass multiplies is not known.
         """
-        if not self._has_costs:
+        if self._operations is None:
             raise ValueError(
                 "operations depend on how often a forward pass uses each weight; give "
-                "report(costs), where costs = rigl_xla.costs_of(model, inputs)"
+                "report(rigl_xla.operations_of(model, inputs))"
             )
-        costs, now = self._costs, self._now()
-        run = (self._final, self._schedule, self._num_steps)
-        return CostReport(
-            counted.inference_macs(costs, now),
-            counted.inference_macs(costs),
-            counted.inference_flops(costs, now),
-            counted.inference_flops(costs),
-            counted.size_in_bytes(costs, now),
-            counted.size_in_bytes(costs),
-            counted.training_ratios(costs, now, *run),
-            self._method,
-        )
-
-    @property
-    def size_in_bytes(self) -> float:
-        """Size stored: float32 weights and biases, and a bit per weight of a mask."""
-        return counted.size_in_bytes(self._costs, self._now())
+        now = {name: layer.sparsity for name, layer in self.layers.items()}
+        cost = cost_of(self._operations, now, *self._run)
+        if self._run[0].gradual:  # what it costs follows from where it ends
+            final = cost_of(self._operations, self._final, *self._run)
+            cost = dataclasses.replace(cost, training_flops=final.training_flops)
+        return cost
 
     def scalars(self) -> dict[str, float]:
-        """Returns what a log shows, by name; operations if their costs are known."""
+        """Returns what a log shows, by name; operations if they are known."""
         names = ("sparsity", "drop_fraction", "churn", "exploration_rate")
-        scalars = {name: getattr(self, name) for name in (*names, "size_in_bytes")}
+        scalars = {name: getattr(self, name) for name in names}
         scalars |= {"grown": self.num_grown, "dropped": self.num_dropped}
-        if self._has_costs:
+        if self._operations is not None:
             scalars["inference_flops_ratio"] = self.cost.inference_ratio
-            if self.cost.method in self.cost.training_ratios:
+            if self.cost.training_ratio is not None:
                 scalars["training_flops_ratio"] = self.cost.training_ratio
         return scalars
 
@@ -216,92 +275,15 @@ class Report:
             "inactive"
         )
         lines += left_out(self.dense)
-        lines.append(f"{self.size_in_bytes / 1e6:.3f} MB stored")
-        if self._has_costs:
+        if self._operations is not None:
             cost = self.cost
             lines.append(
                 f"forward pass: {cost.flops:.4g} of {cost.dense_flops:.4g} operations "
                 f"({cost.inference_ratio:.4f})"
             )
-            each = (f"{name} {x:.4f}" for name, x in cost.training_ratios.items())
-            lines.append(f"training: {', '.join(each)}")
+            if cost.training_ratio is not None:
+                lines.append(f"training: {cost.training_ratio:.4f} of dense training")
         return "\n".join(lines)
-
-    def _now(self) -> dict[str, float]:
-        return {name: layer.sparsity for name, layer in self.layers.items()}
-
-
-class TopologyLog:
-    """Writes a `Report` for every topology update.
-
-    Call it after the optimizer's step, or attach it to an elastic optimizer: it makes
-    a report if the topology has changed, and reads nothing. Call `flush` where training
-    reads its loss.
-
-    Tags are ``prefix/sparsity``, ``/drop_fraction``, ``/churn``, ``/grown``,
-    ``/dropped``, ``/exploration_rate``, ``/size_in_bytes`` and, with costs,
-    ``/inference_flops_ratio`` and ``/training_flops_ratio``; of single layers
-    ``prefix_sparsity/NAME``, ``prefix_churn/NAME``, ``prefix_exploration_rate/NAME``.
-
-    Args:
-        pruner: The pruner whose topology is logged.
-        writer: A ``SummaryWriter`` of tensorboardX or of torch; None, as on all
-            replicas but one, logs nothing.
-        costs: The result of `costs_of`, for operations.
-        num_steps: Steps of the whole run, for the operations of gradual pruning.
-        layers: Whether to log single layers too.
-        prefix: Begins the tags.
-
-    Raises:
-        TypeError: The writer has no ``add_scalar``, or an argument is of a wrong type.
-        ValueError: The costs are of another model.
-    """
-
-    def __init__(
-        self,
-        pruner: RigLScheduler,
-        writer: Any | None,
-        *,
-        costs: Mapping[str, LayerCost] | None = None,
-        num_steps: int | None = None,
-        layers: bool = True,
-        prefix: str = "rigl",
-    ) -> None:
-        if not hasattr(pruner, "report"):
-            raise TypeError(f"pruner must be a RigLScheduler, got {pruner!r}")
-        if writer is not None and not hasattr(writer, "add_scalar"):
-            raise TypeError(
-                f"writer must be a SummaryWriter or have its add_scalar, got {writer!r}"
-            )
-        check_flag("layers", layers)
-        check_type("prefix", prefix, str, "a string")
-        self._pruner, self._writer = pruner, writer
-        self._costs, self._num_steps = costs, num_steps
-        self._layers, self._prefix = layers, prefix
-        self._waiting: list[Report] = []
-        self._num_updates = -1  # so that the first call logs how it began
-        pruner.report(costs, num_steps)  # costs that do not fit are found now
-
-    def __call__(self, *_: object) -> None:
-        """Makes a report, after a step; ignores what an elastic optimizer passes."""
-        if self._writer is None or self._pruner.rigl_steps == self._num_updates:
-            return
-        self._num_updates = self._pruner.rigl_steps
-        self._waiting.append(self._pruner.report(self._costs, self._num_steps))
-
-    def flush(self) -> None:
-        """Reads, in one transfer, and writes the reports made since the last flush."""
-        waiting, self._waiting = self._waiting, []
-        if not waiting or self._writer is None:
-            return
-        Report.read(waiting)
-        for report in waiting:
-            for name, value in report.scalars().items():
-                self._writer.add_scalar(f"{self._prefix}/{name}", value, report.step)
-            for layer, of_layer in report.layers.items() if self._layers else ():
-                for name in ("sparsity", "churn", "exploration_rate"):
-                    tag = f"{self._prefix}_{name}/{layer}"
-                    self._writer.add_scalar(tag, getattr(of_layer, name), report.step)
 
 
 def left_out(dense: Mapping[str, str]) -> list[str]:

@@ -63,7 +63,7 @@ def gradient(layer: Layer) -> torch.Tensor:
 
 
 def sensitivity(layer: Layer) -> torch.Tensor:
-    """Returns ``|w g|``, by which SNIP scores connections."""
+    """Returns ``|w g|``: how much the loss depends on a connection."""
     assert layer.gradient is not None, "the method does not collect gradients"
     return (layer.weight * layer.gradient).abs()
 
@@ -160,15 +160,3 @@ def method_named(
     if needed and method.collects == "never":
         method = dataclasses.replace(method, collects="updates")
     return dataclasses.replace(method, **scores)
-
-
-def cost_name(name: str, method: Method) -> str:
-    """Returns the key of a method that costs as much as this one, ``name`` first.
-
-    Other scores or a fixed topology may have changed what it collects.
-    """
-
-    def costs(row: Method) -> tuple[bool, bool, bool | str]:
-        return row.updates, row.gradual, row.gradual or row.collects
-
-    return next(key for key in (name, *METHODS) if costs(METHODS[key]) == costs(method))

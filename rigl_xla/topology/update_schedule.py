@@ -48,17 +48,12 @@ class UpdateSchedule:
     annealing: str = "cosine"
 
     def __post_init__(self) -> None:
-        for name in ("T_end", "delta", "grad_accumulation_n"):
+        most = {"T_end": None, "delta": None, "grad_accumulation_n": self.delta}
+        for name, limit in most.items():
             value = getattr(self, name)
             if name != "T_end" or value is not None:
                 # A plain int, which a saved state can hold, also of one of NumPy.
-                object.__setattr__(self, name, check_integer(name, value, 1))
-        if self.grad_accumulation_n > self.delta:
-            raise ValueError(
-                f"grad_accumulation_n={self.grad_accumulation_n} steps do not fit "
-                f"between topology updates delta={self.delta} steps apart; it must be "
-                "from 1 to delta"
-            )
+                object.__setattr__(self, name, check_integer(name, value, 1, limit))
         alpha = as_float(check_number("alpha", self.alpha, 0, 1))
         object.__setattr__(self, "alpha", alpha)
         check_choice("annealing", self.annealing, ANNEALINGS)

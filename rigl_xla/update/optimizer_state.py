@@ -87,7 +87,5 @@ def bounded_second_moment(
 
 def _group_of(parameter: torch.Tensor, optimizer: Optimizer) -> dict[str, Any]:
     """Returns the optimizer's parameter group of a parameter."""
-    for group in optimizer.param_groups:
-        if any(each is parameter for each in group["params"]):
-            return group
-    raise AssertionError("the optimizer trains every sparse weight")
+    groups = optimizer.param_groups
+    return next(g for g in groups if any(each is parameter for each in g["params"]))

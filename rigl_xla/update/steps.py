@@ -120,17 +120,15 @@ class TopologySteps:
         self._num_uncalled, self._num_unstepped = self._num_uncalled + 1, 0
         if self._replaced:
             raise RuntimeError(
-                f"optimizer.step() ran after pruner() had returned False in step "
-                f"{self.number}, in which the topology changed instead: `if pruner(): "
-                "optimizer.step()`; or build the pruner with skip_step=False"
+                f"optimizer.step() ran in step {self.number} although pruner() had "
+                "returned False: `if pruner(): optimizer.step()`, or skip_step=False"
             )
         is_expected = self._method.updates and self.number < self.schedule.last_update
         if is_expected and self._num_uncalled > self.schedule.delta:
             raise RuntimeError(
                 f"the optimizer took {self._num_uncalled} steps without a call of the "
-                "pruner, so that the topology never changes: `if pruner(): "
-                "optimizer.step()`; or build the pruner with skip_step=False, or "
-                "static_topo=True for a topology that stays"
+                "pruner: `if pruner(): optimizer.step()`; or build the pruner with "
+                "skip_step=False, or static_topo=True for a topology that stays"
             )
 
     # --- its end --------------------------------------------------------------------
@@ -212,9 +210,8 @@ class TopologySteps:
         if self.layers and self._num_unstepped > self.schedule.delta + _PATIENCE:
             raise RuntimeError(
                 "the optimizer that this pruner was built with has not stepped in "
-                f"{self._num_unstepped} steps. If another one trains the model, what "
-                "it changes is not masked: close() this pruner and build one with that "
-                "optimizer, and state_dict=pruner.state_dict()"
+                f"{self._num_unstepped} steps: if another trains the model, close() "
+                "this pruner and build one with it and state_dict=pruner.state_dict()"
             )
 
     def _check_has_gradients(self) -> None:
@@ -225,10 +222,9 @@ class TopologySteps:
         call = "pruner()" if self.options.skip_step else "optimizer.step()"
         raise RuntimeError(
             f"the topology update of step {self.number + 1} is due, but since the last "
-            "one no backward pass has reached a sparse weight, and .grad of none is "
-            "dense. Gradients that are computed in another way (torch.func, per-sample "
-            f"means) must be in .grad, not masked, when {call} is called, or pruner."
-            "apply_mask_to_gradients() before; method='set' needs none"
+            "one no backward pass has reached a sparse weight, and no .grad is dense: "
+            f"have gradients in .grad, not masked, when {call} is called, or call "
+            "pruner.apply_mask_to_gradients() before; method='set' needs none"
         )
 
     def _prepare_next(self, replica: Replica, discard: bool) -> None:

@@ -8,9 +8,10 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.rigl_xla import sparse
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import get_ema_multi_avg_fn as ema
 
 from rigl_xla import RigLScheduler
 
@@ -67,7 +68,7 @@ def test_close_lets_go():
     model, optimizer, pruner = sparse.sparse_convnet()
     with pruner, pytest.raises(ValueError, match="another RigLScheduler: close"):
         sparse.pruned(model, optimizer)
-    F.cross_entropy(model(sparse.batch(0)[0]), sparse.batch(0)[1]).backward()
+    sparse.backward(model, 0)
     optimizer.step()
     assert (model[5].weight != 0).float().mean() > 0.5  # no more than 0.2 before
     sparse.pruned(model, optimizer).close()
@@ -93,7 +94,7 @@ def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
     found = []
     for step in range(3):
         optimizer.zero_grad()
-        F.cross_entropy(model(sparse.batch(step)[0]), sparse.batch(step)[1]).backward()
+        sparse.backward(model, step)
         found.append(pruner())
     assert found == [True, False, True]
 
@@ -105,15 +106,12 @@ def unpickled(parts):
 @pytest.mark.parametrize("skip_step", [True, False])
 @pytest.mark.parametrize("how", [copy.deepcopy, unpickled])
 def test_a_copy_trains_as_the_original_would(how, skip_step):
-    model, optimizer, pruner = sparse.sparse_convnet(
-        skip_step=skip_step, grad_accumulation_n=2
-    )
-    sparse.train(
-        model, optimizer, pruner, range(2)
-    )  # within a window of collected gradients
+    options = {"skip_step": skip_step, "grad_accumulation_n": 2}
+    model, optimizer, pruner = sparse.sparse_convnet(**options)
+    sparse.train(model, optimizer, pruner, range(2))  # within a window of gradients
     together = how((model, optimizer, pruner))
     alone = how(pruner)
-    F.cross_entropy(model(sparse.batch(2)[0]), sparse.batch(2)[1]).backward()
+    sparse.backward(model, 2)
     runs = [how((model, optimizer, pruner))]  # without the gradients, as a model's
     before = copy.deepcopy(model.state_dict())
     runs += [together, (alone.model, alone.optimizer, alone)]
@@ -134,13 +132,13 @@ def test_a_copy_trains_as_the_original_would(how, skip_step):
 
 def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
     model, _, pruner = sparse.sparse_convnet(delta=1)
-    averaged, file = torch.optim.swa_utils.AveragedModel(model), io.BytesIO()
+    averaged, file = AveragedModel(model), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     saved = torch.load(file, weights_only=False)
     for other in (averaged.module, copy.deepcopy(model), unpickled(model), saved):
         assert sparse.equal(other.state_dict(), model.state_dict())
-        F.cross_entropy(other(sparse.batch(0)[0]), sparse.batch(0)[1]).backward()
+        sparse.backward(other, 0)
         for name, mask in pruner.masks.items():
             assert other.get_parameter(name).grad[~mask].any(), name
         sparse.pruned(other, sparse.sgd(other)).close()
@@ -151,6 +149,19 @@ def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
         pruner()
 
 
+def test_an_average_over_topologies_is_not_sparse():
+    model, optimizer, pruner = sparse.sparse_convnet()
+    late, early = (AveragedModel(model, multi_avg_fn=ema(0.9)) for _ in range(2))
+    for step in range(20):
+        sparse.train(model, optimizer, pruner, range(step, step + 1))
+        early.update_parameters(model)
+        if pruner.step >= pruner.T_end:
+            late.update_parameters(model)
+    share = [(m[5].weight == 0).float().mean() for m in (model, late.module)]
+    assert min(share) > 0.79
+    assert (early.module[5].weight == 0).float().mean() < 0.75
+
+
 @pytest.mark.parametrize("skip_step", [True, False])
 def test_a_model_whose_pruner_went_out_of_scope_can_be_pruned_again(skip_step):
     model = sparse.convnet()
@@ -158,7 +169,7 @@ def test_a_model_whose_pruner_went_out_of_scope_can_be_pruned_again(skip_step):
     sparse.pruned(model, optimizer, skip_step=skip_step)  # nobody keeps it
     for step in range(2):
         optimizer.zero_grad()
-        F.cross_entropy(model(sparse.batch(step)[0]), sparse.batch(step)[1]).backward()
+        sparse.backward(model, step)
         optimizer.step()
     assert int((model[5].weight != 0).sum()) == 820  # it stays sparse
     if not skip_step:
@@ -175,16 +186,17 @@ def test_a_model_whose_pruner_went_out_of_scope_can_be_pruned_again(skip_step):
 def test_memory_is_shared_throughout():
     """Everything that shares memory with a weight or a mask keeps sharing it."""
     model, optimizer, pruner = sparse.sparse_convnet()
-    tensors = [model[5].weight, pruner.masks["5.weight"]]
-    before = [tensor.data_ptr() for tensor in tensors]
+
+    def places():
+        return model[5].weight.data_ptr(), pruner.masks["5.weight"].data_ptr()
+
+    before = places()
     sparse.train(model, optimizer, pruner, range(7))
-    tensors = [model[5].weight, pruner.masks["5.weight"]]
-    assert before == [tensor.data_ptr() for tensor in tensors]
+    assert before == places()
 
 
 def test_masks_and_their_past_follow_a_parameter_to_its_device():
-    model = sparse.convnet()
-    [layer, *_] = sparse.pruned(model, sparse.sgd(model))._layers
+    [layer, *_] = sparse.sparse_convnet()[2]._layers
     mask = layer.mask
     layer.follow(torch.device("cpu"))
     assert layer.mask is mask
@@ -194,8 +206,7 @@ def test_masks_and_their_past_follow_a_parameter_to_its_device():
 
 
 def test_a_dense_model_is_left_alone():
-    model = sparse.convnet()
-    before = copy.deepcopy(model.state_dict())
+    model, before = sparse.convnet(), sparse.convnet().state_dict()
     optimizer = sparse.sgd(model)
     pruner = RigLScheduler(model, optimizer)
     assert sparse.equal(before, model.state_dict())
@@ -213,19 +224,56 @@ def test_defaults_keep_linear_layers_dense():
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "adjusted-uniform"])
-def test_no_other_layer_is_kept_dense_for_an_excluded_first_one(distribution):
+@pytest.mark.parametrize(
+    ("exclude", "sparse_layers"),
+    [((), "257"), ("0", "257"), (["0", "2"], "57"), ("5", "27")],
+)
+def test_no_other_layer_is_kept_dense_for_an_excluded_first_one(
+    distribution, exclude, sparse_layers
+):
     """The first is the model's, by registration; if excluded, it is dense already."""
     options = {"sparsity_distribution": distribution, "dense_allocation": 0.5}
-    for exclude, names in [
-        ((), ["2.weight", "5.weight", "7.weight"]),
-        ("0", ["2.weight", "5.weight", "7.weight"]),
-        (["0", "2"], ["5.weight", "7.weight"]),
-        ("5", ["2.weight", "7.weight"]),
-    ]:
-        *_, pruner = sparse.sparse_convnet(exclude=exclude, **options)
-        assert list(pruner.masks) == names
-    *_, pruner = sparse.sparse_convnet(exclude="0", dense_first=True)
-    assert list(pruner.masks) == ["2.weight", "5.weight", "7.weight"]
+    for more in [{}] if exclude != "0" else [{}, {"dense_first": True}]:
+        *_, pruner = sparse.sparse_convnet(exclude=exclude, **options, **more)
+        assert list(pruner.masks) == [f"{layer}.weight" for layer in sparse_layers]
+
+
+@pytest.mark.parametrize("initial", ["scores", "magnitude"])
+@pytest.mark.parametrize("distribution", ["uniform", "erk"])
+def test_each_layer_begins_with_its_highest_scores(distribution, initial):
+    """Here those by which SNIP chooses."""
+    model = sparse.convnet()
+    sparse.backward(model, 0)
+    parameters = dict(model.named_parameters())
+    scores = {name: (p * p.grad).abs() for name, p in parameters.items()}
+    given = scores
+    if initial == "magnitude":
+        scores, given = (
+            {name: p.detach().abs() for name, p in parameters.items()},
+            initial,
+        )
+    options = {"sparsity_distribution": distribution}
+    expected = sparse.counts(sparse.sparse_convnet(**options)[2])
+    *_, pruner = sparse.sparse_convnet(initial_masks=given, **options)
+    assert sparse.counts(pruner) == expected
+    for name, mask in pruner.masks.items():
+        assert scores[name][mask].min() >= scores[name][~mask].max()
+
+
+@pytest.mark.parametrize("structure", ["2:4", "constant-fan-in"])
+def test_patterns_are_filled_by_score(structure):
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
+    scores = {f"{i}.weight": torch.rand(model[i].weight.shape) for i in range(2)}
+    dense = 0.25 if structure == "constant-fan-in" else 1
+    pruner = sparse.pruned(
+        model, sparse.sgd(model), dense_allocation=dense, structure=structure,
+        initial_masks=scores, exclude="1", dense_first=False,
+    )  # fmt: skip
+    width, per_row = (8, 2) if dense == 0.25 else (4, 2)
+    mask_RM = pruner.masks["0.weight"].reshape(-1, width)
+    expected = scores["0.weight"].reshape(-1, width).topk(per_row).indices
+    assert all(row[best].all() for row, best in zip(mask_RM, expected))
+    assert (mask_RM.sum(1) == per_row).all()
 
 
 def test_what_it_prints():

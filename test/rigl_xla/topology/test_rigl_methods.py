@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.rigl_xla import sparse
 from torch import nn
 
@@ -21,17 +20,11 @@ from xla_replica.device import selection
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("distribution", ["uniform", "erk"])
 def test_every_method_ends_at_the_sparsity_asked_for(method, distribution):
-    model = sparse.convnet()
-    optimizer = sparse.sgd(model)
     options = {"method": method, "sparsity_distribution": distribution}
-    pruner = sparse.pruned(model, optimizer, **options)
+    model, optimizer, pruner = sparse.sparse_convnet(**options)
     first = copy.deepcopy(pruner.masks)
     sparse.train(model, optimizer, pruner, range(14))
-    expected = [
-        weight.numel() - num_inactive(sparsity, weight.numel())
-        for weight, sparsity in zip(pruner.W, pruner.S)
-        if sparsity
-    ]
+    expected = [n - num_inactive(s, n) for n, s in zip(pruner.N, pruner.S) if s]
     assert sparse.counts(pruner) == expected
     assert sparse.inactive_are_zero(pruner)
     assert sparse.equal(first, pruner.masks) == (method == "static")
@@ -39,18 +32,13 @@ def test_every_method_ends_at_the_sparsity_asked_for(method, distribution):
 
 @pytest.mark.parametrize("method", ["rigl", "set", "snfs", "static"])
 def test_static_topo_is_the_static_method(method):
-    model, optimizer, pruner = sparse.sparse_convnet(
-        method=method, static_topo=True, T_end=None
-    )
+    options = {"method": method, "static_topo": True, "T_end": None}
+    model, optimizer, pruner = sparse.sparse_convnet(**options)
     first = copy.deepcopy(pruner.masks)
-    for step in range(8):
-        F.cross_entropy(model(sparse.batch(step)[0]), sparse.batch(step)[1]).backward()
-        assert pruner()
-        optimizer.step()
-    assert sparse.equal(first, pruner.masks)
-    state = pruner.state_dict()
-    pruner.load_state_dict(state, T_end=100, delta=1)
+    sparse.train(model, optimizer, pruner, range(8))
+    pruner.load_state_dict(pruner.state_dict(), T_end=100, delta=1)
     sparse.train(model, optimizer, pruner, range(3))
+    assert pruner.rigl_steps == 0
     assert sparse.equal(first, pruner.masks)
 
 
@@ -80,7 +68,7 @@ def test_snfs_grows_where_the_running_mean_of_gradients_is_large():
     for step in range(5):
         before = copy.deepcopy(pruner.masks)
         twin = copy.deepcopy(model)
-        F.cross_entropy(twin(sparse.batch(step)[0]), sparse.batch(step)[1]).backward()
+        sparse.backward(twin, step)
         for name in mean if step >= 2 else ():
             mean[name] = mean[name] * 0.5 + 0.5 * twin.get_parameter(name).grad
         sparse.train(model, optimizer, pruner, range(step, step + 1))
@@ -99,45 +87,51 @@ def test_gradual_pruning_begins_dense_and_only_loses(bad_step):
     for step in range(14):
         before = copy.deepcopy(pruner.masks)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(sparse.batch(step)[0]), sparse.batch(step)[1])
-        (loss * float("nan") if step == bad_step else loss).backward()
+        sparse.backward(model, step, float("nan") if step == bad_step else 1.0)
         if pruner():
             optimizer.step()
-        state = pruner.state_dict()["layers"]
+        state, report = pruner.state_dict()["layers"], pruner.report()
         active = sparse.counts(pruner)
         assert not any((m & ~before[n]).any() for n, m in pruner.masks.items())
         assert [layer["num_active"] for layer in state.values()] == active
+        assert [layer.num_active for layer in report.layers.values()] == active
         assert f"{active[0]}/1152, {active[1]}/4096, {active[2]}/160" in str(pruner)
+        assert step != bad_step or report.num_grown == report.num_dropped == 0
     # Unless the last update was refused.
     assert (active == [231, 820, 32]) == (bad_step != 11)
 
 
 def test_rescaled_weights_are_the_models_over_the_root_of_the_density():
-    model = sparse.convnet()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    pruner = sparse.pruned(model, sparse.sgd(model), initial_weights="rescale")
+    before = sparse.convnet().state_dict()
+    model, _, pruner = sparse.sparse_convnet(initial_weights="rescale")
     for name, mask in pruner.masks.items():
         expected = before[name] * mask / mask.float().mean().sqrt()
         assert torch.allclose(model.get_parameter(name), expected)
     assert torch.equal(model[5].bias, before["5.bias"])
 
 
-def test_fan_in_weights_have_the_variance_of_their_inputs():
-    layer = nn.Linear(2000, 50)
-    pruner = sparse.pruned(layer, sparse.sgd(layer), initial_weights="fan-in")
-    mask = pruner.masks["weight"]
-    for row, active in zip(layer.weight.detach(), mask):
-        assert not row[~active].any()
-        variance = row[active].square().mean() * int(active.sum())
-        assert 1.4 < float(variance) < 2.7  # 2, of 400 numbers
-    again = nn.Linear(2000, 50)
-    sparse.pruned(again, sparse.sgd(again), initial_weights="fan-in")
+@pytest.mark.parametrize(("stride", "groups"), [(0, 0), (1, 1), (2, 1), (1, 4)])
+def test_fan_in_weights_keep_the_size_of_their_inputs(stride, groups):
+    """Squares of outputs, after a ReLU, have the mean that those of inputs have.
+
+    Of a linear layer, and of transposed convolutions.
+    """
+    layer = nn.Linear(400, 40, bias=False)
+    if stride:
+        layer = nn.ConvTranspose1d(400, 40, 2, stride, groups=groups, bias=False)
+    options = {"initial_weights": "fan-in", "dense_allocation": 0.5}
+    pruner = sparse.pruned(layer, sparse.sgd(layer), **options)
+    inputs = torch.randn(8, 400, 50, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        inner = layer(inputs)[:, :, 2:-2] if stride else layer(inputs.mT)
+    assert float(inner.relu().square().mean()) == pytest.approx(1, rel=0.1)
+    again = copy.deepcopy(layer)
+    nn.init.ones_(again.weight)
+    sparse.pruned(again, sparse.sgd(again), **options)
     assert torch.equal(layer.weight, again.weight)
     state, before = pruner.state_dict(), layer.weight.detach().clone()
     pruner.close()  # a resumed run keeps its weights
-    sparse.pruned(
-        layer, sparse.sgd(layer), initial_weights="fan-in", state_dict=state, seed=0
-    )
+    sparse.pruned(layer, sparse.sgd(layer), **options, state_dict=state)
     assert torch.equal(layer.weight, before)
 
 
@@ -149,24 +143,23 @@ def test_scores_of_a_user():
         seen.append((layer.name, layer.step, layer.update, layer.gradient is None))
         return torch.arange(layer.weight.numel()).reshape(layer.weight.shape)
 
+    def active() -> list[int]:
+        return pruner.masks["weight"].flatten().nonzero().flatten().tolist()
+
     layer = nn.Linear(5, 4)
     optimizer = sparse.sgd(layer)
-    pruner = sparse.pruned(
-        layer, optimizer, dense_allocation=0.5, alpha=0.5, delta=1, T_end=100,
-        drop=lambda layer: -last(layer), grow=last,
-    )  # fmt: skip
-    active = pruner.masks["weight"].flatten().nonzero().flatten().tolist()
+    options = {"dense_allocation": 0.5, "delta": 1}
+    scores = {"drop": lambda layer: -last(layer), "grow": last}
+    pruner = sparse.pruned(layer, optimizer, alpha=0.5, T_end=100, **scores, **options)
+    dropped = pruner.schedule.num_dropped(1, 10)
+    keep = active()[: 10 - dropped]
+    grow = [index for index in range(19, -1, -1) if index not in keep][:dropped]
     layer(torch.ones(1, 5)).sum().backward()
     assert not pruner()
-    dropped = pruner.schedule.num_dropped(1, 10)
-    keep = active[: 10 - dropped]
-    grow = [index for index in range(19, -1, -1) if index not in keep][:dropped]
-    expected = sorted([*keep, *grow])
-    assert pruner.masks["weight"].flatten().nonzero().flatten().tolist() == expected
+    assert active() == sorted([*keep, *grow])
     assert seen == [("weight", 1, 1, False)] * 2
     pruner.close()
-    options = {"dense_allocation": 0.5, "delta": 1, "grow": lambda _: torch.ones(3)}
-    pruner = sparse.pruned(layer, optimizer, **options)
+    pruner = sparse.pruned(layer, optimizer, grow=lambda _: torch.ones(3), **options)
     layer(torch.ones(1, 5)).sum().backward()
     with pytest.raises(ValueError, match=r"weight's shape, \(4, 5\)"):
         pruner()
@@ -184,37 +177,27 @@ def test_scores_where_they_do_not_count_may_be_anything(bad, structure):
         strongest = layer.weight.abs() >= layer.weight.abs().max()
         return torch.where(strongest, bad, layer.gradient.abs())
 
-    found = []
-    for options in ({}, {"drop": drop, "grow": grow}):
-        model, _, pruner = sparse.sparse_convnet(
-            delta=1, structure=structure, **options
-        )
+    found, options = [], {"delta": 1, "structure": structure}
+    for scores in ({}, {"drop": drop, "grow": grow}):
+        model, _, pruner = sparse.sparse_convnet(**options, **scores)
         before = copy.deepcopy(pruner.masks)
-        F.cross_entropy(model(sparse.batch(0)[0]), sparse.batch(0)[1]).backward()
+        sparse.backward(model, 0)
         assert not pruner()
         found.append(pruner.masks)
     assert sparse.equal(*found)
     assert not sparse.equal(found[0], before)
 
 
-def only_in_1(score: float, inactive: bool):
-    """Returns a function whose scores count one ``score`` in the layer '1.weight'."""
-
-    def scored(layer: Layer) -> torch.Tensor:
-        found = layer.random()
-        if layer.name == "1.weight":
-            places = (layer.mask != inactive).flatten().nonzero()
-            found.view(-1)[places[0]] = score
-        return found
-
-    return scored
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("what", ["drop", "grow"])
 def test_scores_that_count_must_be_finite_in_their_own_layer(bad, what):
+    def score(layer: Layer) -> torch.Tensor:
+        found = layer.random()
+        if layer.name == "1.weight":
+            found[tuple((layer.mask == (what == "drop")).nonzero()[0])] = bad
+        return found
+
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    score = only_in_1(bad, inactive=what == "grow")
     options = {what: score, "dense_first": False, "delta": 1}
     pruner = sparse.pruned(model, sparse.sgd(model), **options)
     before = copy.deepcopy(pruner.masks)
@@ -228,21 +211,17 @@ def test_scores_that_count_must_be_finite_in_their_own_layer(bad, what):
 @pytest.mark.parametrize("initial", ["random", "magnitude"])
 @pytest.mark.parametrize("structure", ["2:4", "1:8", "constant-fan-in"])
 def test_patterns_are_kept_while_connections_move(structure, initial, method):
-    model = sparse.convnet()
-    optimizer = sparse.sgd(model)
     dense = 0.2 if structure == "constant-fan-in" else 1
-    options = {"structure": structure, "initial_masks": initial, "method": method}
-    pruner = sparse.pruned(
-        model, optimizer, dense_allocation=dense, exclude=["7"], T_end=30, **options
-    )
+    model, optimizer, pruner = sparse.sparse_convnet(
+        dense_allocation=dense, exclude=["7"], T_end=30, structure=structure,
+        initial_masks=initial, method=method,
+    )  # fmt: skip
     first = copy.deepcopy(pruner.masks)
     for step in range(7):
         sparse.train(model, optimizer, pruner, range(step, step + 1))
-        for mask in pruner.masks.values():
-            assert in_rows(structure, mask, 0.2)
+        assert all(in_rows(structure, mask, 0.2) for mask in pruner.masks.values())
     assert sparse.inactive_are_zero(pruner)
-    for name, mask in pruner.masks.items():
-        assert not torch.equal(first[name], mask)
+    assert not any(torch.equal(first[n], mask) for n, mask in pruner.masks.items())
 
 
 def in_rows(structure: str, mask: torch.Tensor, density: float) -> bool:
@@ -264,33 +243,19 @@ def test_inputs_of_transposed_convolutions_lie_along_the_first_dimension(
     with pytest.raises(ValueError, match="its 6 inputs are not a multiple of 4"):
         sparse.pruned(narrow, sparse.sgd(narrow), structure="2:4", dense_allocation=1)
     layer = nn.ConvTranspose2d(12, 6, (2, 3), stride=2, groups=groups)
-    dense = 0.25 if structure == "constant-fan-in" else 1
+    optimizer, dense = sparse.sgd(layer), 0.25 if structure == "constant-fan-in" else 1
     options = {"structure": structure, "initial_masks": initial, "T_end": 30}
-    pruner = sparse.pruned(layer, sparse.sgd(layer), dense_allocation=dense, **options)
+    pruner = sparse.pruned(layer, optimizer, dense_allocation=dense, **options)
     first = pruner.masks["weight"].clone()
     for _ in range(6):
         layer.zero_grad()
         layer(torch.randn(2, 12, 3, 3)).square().sum().backward()
         if pruner():
-            pruner.optimizer.step()
+            optimizer.step()
     mask = pruner.masks["weight"]
     assert not torch.equal(first, mask)
     for inputs in mask.split(12 // groups):  # all that an output sees
         assert in_rows(structure, inputs.transpose(0, 1), dense)
-
-
-@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 4)])
-def test_transposed_fan_in_weights_keep_the_size_of_their_inputs(stride, groups):
-    """Squares of outputs, after a ReLU, have the mean that those of inputs have."""
-    layer = nn.ConvTranspose1d(400, 40, 2, stride=stride, groups=groups, bias=False)
-    sparse.pruned(
-        layer, sparse.sgd(layer), initial_weights="fan-in", dense_allocation=0.5
-    )
-    draw = torch.Generator().manual_seed(0)
-    inputs = torch.randn(8, 400, 50, generator=draw)
-    with torch.no_grad():
-        inner = layer(inputs)[:, :, 2:-2]
-    assert float(inner.relu().square().mean()) == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_every_annealing_begins_at_alpha_and_does_not_rise(annealing):
         ({"alpha": 2}, ValueError, ">= 0 and <= 1"),
         ({"alpha": float("nan")}, ValueError, ">= 0 and <= 1"),
         ({"alpha": None}, TypeError, "must be a finite number"),
-        ({"grad_accumulation_n": 101}, ValueError, "from 1 to delta"),
+        ({"grad_accumulation_n": 101}, ValueError, "<= 100, got 101"),
         ({"annealing": "warm"}, ValueError, "must be one of"),
     ],
 )

@@ -26,11 +26,10 @@ def test_one_bad_batch_leaves_masks_and_counts(bad, options):
     model, optimizer, pruner = sparse.sparse_convnet(**options)
     masks, active = copy.deepcopy(pruner.masks), sparse.counts(pruner)
     sparse.train(model, optimizer, pruner, range(2))
-    (F.cross_entropy(model(sparse.batch(2)[0]), sparse.batch(2)[1]) * bad).backward()
+    sparse.backward(model, 2, bad)
     assert not pruner()
     assert pruner.rigl_steps == 1
     assert sparse.equal(pruner.masks, masks)
-    assert sparse.counts(pruner) == active
     sparse.train(model, optimizer, pruner, range(3, 9))
     assert sparse.counts(pruner) == active
     assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
@@ -41,19 +40,17 @@ def test_one_bad_batch_leaves_masks_and_counts(bad, options):
 def test_one_bad_batch_stays_out_of_the_running_mean(bad, at):
     model, optimizer, pruner = sparse.sparse_convnet(method="snfs", delta=5)
     active = sparse.counts(pruner)
-    for step in range(5):
-        if step != at:
-            sparse.train(model, optimizer, pruner, range(step, step + 1))
-            continue
-        optimizer.zero_grad()
-        before = {layer.name: layer.gradient for layer in pruner._layers}
-        F.cross_entropy(model(sparse.batch(step)[0]), sparse.batch(step)[1]).backward()
-        pruner._layers[1].pending[0, 0] = bad  # in one layer: all leave the step out
-        pruner()  # the optimizer takes no step here
-        for layer in pruner._layers:
-            past = before[layer.name]
-            expected = torch.zeros_like(layer.data) if past is None else past
-            assert torch.equal(layer.gradient, expected)
+    sparse.train(model, optimizer, pruner, range(at))
+    optimizer.zero_grad()
+    before = {layer.name: layer.gradient for layer in pruner._layers}
+    sparse.backward(model, at)
+    pruner._layers[1].pending[0, 0] = bad  # in one layer: all leave the step out
+    pruner()  # the optimizer takes no step here
+    for layer in pruner._layers:
+        past = before[layer.name]
+        expected = torch.zeros_like(layer.data) if past is None else past
+        assert torch.equal(layer.gradient, expected)
+    sparse.train(model, optimizer, pruner, range(at + 1, 5))
     masks = copy.deepcopy(pruner.masks)
     sparse.train(model, optimizer, pruner, range(5, 10))
     assert sparse.counts(pruner) == active
@@ -71,22 +68,28 @@ def test_nan_in_gradients_of_inactive_weights_does_not_reach_them():
     assert layer.weight.grad[mask].isnan().all()
 
 
-def test_gradient_scaling():
-    model, optimizer, pruner = sparse.sparse_convnet()
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("skip_step", [True, False])
+def test_gradient_scaling_leaves_a_step_out_of_the_update_too(skip_step, n):
+    """With skip_step=False such a step is not even counted."""
+    model, optimizer, pruner = sparse.sparse_convnet(
+        skip_step=skip_step, grad_accumulation_n=n
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    active = sparse.counts(pruner)
+    active, first = sparse.counts(pruner), copy.deepcopy(pruner.masks)
     for step in range(10):
-        images, labels = sparse.batch(step)
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
+            images, labels = sparse.batch(step)
             loss = F.cross_entropy(model(images), labels)
-        if step == 5:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
+        scaler.scale(loss * float("inf") if step == 2 else loss).backward()
         if pruner():
             scaler.step(optimizer)
             scaler.update()
-    assert pruner.rigl_steps == 3
+        if step == 2:
+            assert sparse.equal(pruner.masks, first)
+    assert (pruner.step, pruner.rigl_steps) == ((10, 3) if skip_step else (9, 3))
+    assert not any(torch.equal(mask, first[n]) for n, mask in pruner.masks.items())
     assert sparse.counts(pruner) == active
     assert sparse.inactive_are_zero(pruner)
 
@@ -104,9 +107,8 @@ def test_a_batch_that_zero_grad_discards_does_not_take_part(
         model, optimizer, pruner = sparse.sparse_convnet(skip_step=skip_step)
         sparse.train(model, optimizer, pruner, range(2))
         if discards:
-            images, labels = sparse.batch(99)
             optimizer.zero_grad()
-            (F.cross_entropy(model(images), labels) * factor).backward()
+            sparse.backward(model, 99, factor)
             optimizer.zero_grad(set_to_none=set_to_none)
             if called:
                 masks = copy.deepcopy(pruner.masks)
@@ -122,24 +124,3 @@ def test_a_batch_that_zero_grad_discards_does_not_take_part(
         runs.append((pruner.masks, model.state_dict()))
     assert sparse.equal(runs[0][0], runs[1][0])
     assert sparse.equal(runs[0][1], runs[1][1])
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_step_that_gradient_scaling_leaves_out_is_left_out_of_the_update(n):
-    model, optimizer, pruner = sparse.sparse_convnet(
-        skip_step=False, grad_accumulation_n=n
-    )
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    active = sparse.counts(pruner)
-    for step in range(4):
-        masks = copy.deepcopy(pruner.masks)
-        images, labels = sparse.batch(step)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        scaler.scale(loss * float("inf") if step == 2 else loss).backward()
-        assert pruner()
-        scaler.step(optimizer)
-        scaler.update()
-    assert (pruner.step, pruner.rigl_steps) == (3, 1)
-    assert not any(torch.equal(mask, masks[n]) for n, mask in pruner.masks.items())
-    assert sparse.counts(pruner) == active

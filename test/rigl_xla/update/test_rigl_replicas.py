@@ -8,8 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import batch, convnet, equal, pruned, sgd, sparse_convnet
-from support.variable_batch_size.reports import Writer
+from support.rigl_xla.sparse import batch, convnet, pruned, sgd, sparse_convnet
 from support.xla_replica.replicas import (
     SEVERAL_REPLICAS,
     TORCHTPU,
@@ -21,7 +20,6 @@ from support.xla_replica.replicas import (
 )
 
 import xla_replica
-from rigl_xla import TopologyLog
 from xla_replica import ReplicaError
 
 STEPS = 10
@@ -35,52 +33,67 @@ OPTIONS = {
 }
 
 
-def run_of(
-    rank: int, kind: str, ddp: bool = False, parts: int = 1
-) -> tuple[dict[str, torch.Tensor], dict[str, list] | None]:
-    """Returns masks after every update, and what the primary replica alone logs.
+class Run:
+    """A training loop on a replica's part of every batch.
 
-    Each replica has its part of every batch; in float64, so that rounding does not
-    decide which connection is larger. All read their loss now and then.
+    It is in float64, so that rounding does not decide which connection is larger. Masks
+    and reports of every update are kept on the device.
     """
-    replica = xla_replica.current()
-    model = convnet().double().to(replica.device)
-    called = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
-    optimizer = sgd(model)
-    pruner = pruned(called, optimizer, **OPTIONS[kind])
-    writer = Writer() if replica.is_primary else None
-    found, log = {}, TopologyLog(pruner, writer)
-    for step in range(STEPS):
-        images, labels = batch(step, SIZE)
+
+    def __init__(self, optimizer_of=sgd, ddp: bool = False, **options) -> None:
+        self.replica = xla_replica.current()
+        self.model = convnet().double().to(self.replica.device)
+        called = torch.nn.parallel.DistributedDataParallel(self.model) if ddp else None
+        self.ddp, self.called = ddp, called or self.model
+        self.optimizer = optimizer_of(self.model)
+        self.pruner = pruned(self.called, self.optimizer, **options)
+        self.masks, self.reports = [], []
+
+    def step(self, number: int, size: int, parts: int = 1) -> torch.Tensor:
+        """Runs a step, in some backward passes, and returns the last of its losses."""
+        replica = self.replica
+        images, labels = batch(number, size)
         share = slice(replica.rank, None, replica.num_replicas)
         x, y = replica.send((images[share].double(), labels[share]))
-        optimizer.zero_grad()
+        self.optimizer.zero_grad()
         for part in range(parts):
-            alone = ddp and part < parts - 1  # only the last backward pass reduces
-            with called.no_sync() if alone else contextlib.nullcontext():
-                loss = F.cross_entropy(called(x[part::parts]), y[part::parts])
+            alone = self.ddp and part < parts - 1  # only the last backward pass reduces
+            with self.called.no_sync() if alone else contextlib.nullcontext():
+                loss = F.cross_entropy(self.called(x[part::parts]), y[part::parts])
                 (loss / parts).backward()
-        if pruner():
-            gradients = [parameter.grad for parameter in model.parameters()]
-            if not ddp:
-                replica.sync()
+        if self.pruner():
+            gradients = [parameter.grad for parameter in self.model.parameters()]
+            if not self.ddp:
                 replica.all_reduce_(gradients)
                 for gradient in gradients:
                     gradient /= replica.num_replicas
-            optimizer.step()
-        else:
-            for name, mask in pruner.masks.items():
-                found[f"{name} after update {pruner.rigl_steps}"] = mask.clone()
-        log()
+            self.optimizer.step()
+        if self.pruner.rigl_steps > len(self.reports):
+            self.reports.append(self.pruner.report())
+            self.masks += [mask.clone() for mask in self.pruner.masks.values()]
         replica.sync()
+        return loss.detach()
+
+    def results(self) -> tuple[list[torch.Tensor], dict[int, dict[str, float]]]:
+        """Returns the masks after every update, and what reports say, by step."""
+        reported = {report.step: report.scalars() for report in self.reports}
+        return self.replica.fetch(self.masks), reported
+
+
+def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def run_of(rank: int, kind: str, ddp: bool = False, parts: int = 1):
+    """Returns results; all replicas read their loss now and then."""
+    run = Run(ddp=ddp, **OPTIONS[kind])
+    for step in range(STEPS):
+        loss = run.step(step, SIZE, parts)
         if step % 5 == 4:
-            replica.fetch([loss.detach().reshape(1)])
-            log.flush()
-    pruner.check_replicas()
-    assert pruner.rigl_steps >= 2
-    replica.barrier()  # no replica leaves the process group while others reduce
-    masks = dict(zip(found, replica.fetch(list(found.values()))))
-    return masks, writer and writer.scalars
+            run.replica.fetch([loss.reshape(1)])
+    run.pruner.check_replicas()
+    run.replica.barrier()  # none leaves the process group while others reduce
+    return run.results()
 
 
 run_of_one = functools.cache(functools.partial(run_of, 0))
@@ -92,16 +105,14 @@ def runs_of(rank: int, runs: list[tuple[str, bool, int]]):
 
 def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
     """Compares runs, by kind, DDP and parts, with those of one process."""
-    for rank, found in enumerate(backend.run(runs_of, runs)):
-        for (kind, *_), (masks, logged) in zip(runs, found, strict=True):
+    for found in backend.run(runs_of, runs):
+        for (kind, *_), (masks, reported) in zip(runs, found, strict=True):
             expected, told = run_of_one(kind)
-            first, *others = expected.values()
-            same = [torch.equal(first, m) for m in others if m.shape == first.shape]
-            assert not all(same)  # connections move
-            assert equal(masks, expected)
-            assert logged == (None if rank else told)
-            updates = (4, 8) if kind == "window" else (3, 6, 9)
-            assert [step for step, _ in told["rigl/churn"]] == [1, *updates]
+            num_layers = len(expected) // len(told)
+            assert not same(expected[:num_layers], expected[-num_layers:])  # they move
+            assert same(masks, expected)
+            assert reported == told
+            assert [*told] == ([4, 8] if kind == "window" else [3, 6, 9])
 
 
 @pytest.mark.parametrize(
@@ -120,33 +131,33 @@ def test_under_ddp_with_gradients_accumulated_in_parts():
     check_runs(Backend("cpu", 2), *runs)
 
 
-def change_weights(model, what: str, scale: torch.Tensor) -> None:
-    """Changes weights of a layer, most kinds only where ``scale`` is not 1."""
-    weight = model[5].weight
-    if what == "weights":
-        weight.mul_(scale)
-    elif what == "signs":
-        weight.copy_(torch.where(scale > 1, -weight, weight))
-    elif what == "places":
-        weight.copy_(torch.where(scale > 1, weight.flip(1), weight))
-    elif what == "nan":
-        weight.fill_(float("nan"))
-    elif what == "some nan":
-        weight[0].copy_(torch.where(scale > 1, torch.nan, weight[0]))
+# A weight and a number that is 1 on the first replica alone -> the changed weight.
+CHANGES = {
+    "": lambda weight, scale: weight,
+    "nan": lambda weight, scale: torch.full_like(weight, torch.nan),
+    "weights": lambda weight, scale: weight * scale,
+    "signs": lambda weight, scale: torch.where(scale > 1, -weight, weight),
+    "places": lambda weight, scale: torch.where(scale > 1, weight.flip(1), weight),
+    "some nan": lambda weight, scale: torch.where(
+        (scale > 1) & (weight == weight.max()), torch.nan, weight
+    ),
+    "masks": lambda weight, scale: weight,
+}
 
 
 def drift(rank: int) -> dict[str, str]:
     """Returns messages of the check for equal replicas, other weights, other masks."""
     replica = xla_replica.current()
     messages = {}
-    for what in ("", "nan", "weights", "signs", "places", "some nan", "masks"):
+    for what, change in CHANGES.items():
         model = convnet().to(replica.device)
         options = {"seed": rank if what == "masks" else 0, "method": "static"}
         if what == "places":  # a mask would have to be symmetric
             options |= {"sparsities": {"5": 0.0001}}
         pruner = pruned(model, sgd(model), **options)
         with torch.no_grad():
-            change_weights(model, what, replica.scalar(1 + rank))
+            weight = model[5].weight
+            weight.copy_(change(weight, replica.scalar(1 + rank)))
         try:
             pruner.check_replicas()
             messages[what] = ""
@@ -176,48 +187,34 @@ COUNTED = {
 }
 
 
-def counted_run(rank: int, kind: str):
-    """Returns compilations, transfers and fallbacks by 10 of 110 steps, and masks.
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    lazy = xla_replica.current().is_lazy  # no count of steps may be in the program
+    return torch.optim.Adam(model.parameters(), 0.01, capturable=lazy)
 
-    Updates are at 10, 20, ..., 100; the last 10 steps come after all of them. A log
-    reads all its reports in the end, in one transfer.
+
+def counted_run(rank: int, kind: str):
+    """Returns compilations, transfers and fallbacks by 10 of 110 steps, and results.
+
+    Updates are at 10, 20, ..., 100; the last 10 steps come after all of them. A report
+    of each is read in the end, in one transfer.
     """
     replica = xla_replica.current()
-    size = 2 * (
-        4 + list(COUNTED).index(kind)
-    )  # another shape for every kind, so other programs
-    model = convnet().double().to(replica.device)
-    optimizer = sgd(model)
-    if kind == "adam":  # its count of steps must not be a number in the program
-        compiles = replica.is_lazy
-        optimizer = torch.optim.Adam(model.parameters(), 0.01, capturable=compiles)
-    pruner = pruned(model, optimizer, **{**COUNTED[kind], "delta": 10, "T_end": 102})
-    counts, masks, writer = [], [], Writer()
-    log = TopologyLog(pruner, writer)
+    # Another shape for every kind, so other programs.
+    size = 2 * (4 + list(COUNTED).index(kind))
+    options = {**COUNTED[kind], "delta": 10, "T_end": 102}
+    run, counts = Run(adam if kind == "adam" else sgd, **options), []
     for first in range(0, 110, 10):
         with xla_replica.count(replica) as count:
             for step in range(first, first + 10):
-                images, labels = batch(step, size)
-                share = slice(replica.rank, None, replica.num_replicas)
-                x, y = replica.send((images[share].double(), labels[share]))
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                if pruner():
-                    gradients = [parameter.grad for parameter in model.parameters()]
-                    replica.all_reduce_(gradients)
-                    for gradient in gradients:
-                        gradient /= replica.num_replicas
-                    optimizer.step()
-                log()
-                replica.sync()
+                run.step(step, size)
         counts.append((count.compilations, count.transfers, count.fallbacks))
-        masks.append(replica.fetch(list(pruner.masks.values())))
-    assert pruner.rigl_steps == 10
+        replica.fetch(run.masks[-1:])
     with xla_replica.count(replica) as count:
-        log.flush()
+        reported = [report.scalars() for report in run.reports]
     assert (count.compilations, count.fallbacks) == (0, {})
-    assert count.transfers == (replica.num_replicas if replica.is_lazy else 0)
-    return counts, masks, writer.scalars
+    num_transfers = len(reported) * replica.num_replicas
+    assert count.transfers == (num_transfers if replica.is_lazy else 0)
+    return counts, *run.results()
 
 
 def counted_runs(rank: int, kinds: list[str]):
@@ -243,11 +240,10 @@ def _counted(backend, kinds: list[str], what: str = "rigl"):
 def test_after_the_first_update_nothing_compiles_and_nothing_is_read(backend, kinds):
     num_replicas = backend.num_replicas
     for found in backend.run(counted_runs, kinds, timeout=300.0):
-        for kind, (counts, masks, logged) in found.items():
+        for kind, (counts, masks, reported) in found.items():
             _, on_cpu, expected = counted_run(0, kind)
-            assert logged == expected
-            logged_at = [step for step, _ in logged["rigl/exploration_rate"]]
-            assert logged_at == [1, *range(10, 110, 10)]
+            assert reported == expected
+            assert [*reported] == [*range(10, 110, 10)]
             # The sum of a step that collects but does not update is one more program.
             apart = num_replicas > 1 and kind in ("window", "snfs")
             programs = [count[0] for count in counts]
@@ -257,9 +253,7 @@ def test_after_the_first_update_nothing_compiles_and_nothing_is_read(backend, ki
             # TorchTPU compiles operations, and some come after the first update.
             assert programs[2:] == [0] * 9, (kind, counts)
             assert all(count[1:] == (0, {}) for count in counts), (kind, counts)
-            for update, (some, others) in enumerate(zip(masks, on_cpu)):
-                for one, other in zip(some, others):
-                    assert torch.equal(one, other), (kind, update)
+            assert same(masks, on_cpu), kind
 
 
 def saved_and_misplaced(rank: int) -> int:
@@ -277,7 +271,7 @@ def saved_and_misplaced(rank: int) -> int:
     assert all("gradient" in layer for layer in state["layers"].values())
     pruner.close()
     model[5].to("cpu")
-    with pytest.raises(ValueError, match="on several devices"):
+    with pytest.raises(ValueError, match="have their values on one device"):
         pruned(model, sgd(model))
     model, _, pruner = sparse_convnet()
     model.to(replica.device)

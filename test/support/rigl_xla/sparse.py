@@ -50,6 +50,14 @@ def batch(step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.randint(0, 10, (size,), generator=draw)
 
 
+def backward(model: nn.Module, step: int, factor: float = 1.0) -> torch.Tensor:
+    """Runs the backward pass of a step, and returns its loss times ``factor``."""
+    images, labels = batch(step)
+    loss = F.cross_entropy(model(images), labels) * factor
+    loss.backward()
+    return loss
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -58,9 +66,8 @@ def train(
 ) -> None:
     """Runs the loop that users write."""
     for step in steps:
-        images, labels = batch(step)
         optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
+        backward(model, step)
         if pruner():
             optimizer.step()
 
@@ -92,14 +99,17 @@ def sparse_convnet(
 def inactive_are_zero(pruner: RigLScheduler) -> bool:
     """Returns whether inactive weights, and their optimizer state, are all zero."""
     parameters = dict(pruner.model.named_parameters())
-    for name, mask in pruner.masks.items():
-        weight = parameters[name]
-        state = pruner.optimizer.state.get(weight, {}).values()
-        kept = [v for v in state if torch.is_tensor(v) and v.shape == weight.shape]
-        for tensor in [weight.detach(), *kept]:
-            if bool((tensor[~mask] != 0).any()):
-                return False
-    return True
+    return not any(
+        tensor[~mask].any()
+        for name, mask in pruner.masks.items()
+        for tensor in [parameters[name], *kept_of(parameters[name], pruner.optimizer)]
+    )
+
+
+def kept_of(weight: nn.Parameter, optimizer: torch.optim.Optimizer):
+    """Returns what an optimizer keeps for each number of a weight."""
+    state = optimizer.state.get(weight, {}).values()
+    return [v for v in state if torch.is_tensor(v) and v.shape == weight.shape]
 
 
 def counts(pruner: RigLScheduler) -> list[int]:
