@@ -58,11 +58,9 @@ def _set_variables(num_processes: int) -> None:
         )
 
 
-def variables_of_process(
-    device: torch.device, rank: int, num_processes: int
-) -> Mapping[str, str]:
+def variables_of_process(kind: str, rank: int, num_processes: int) -> Mapping[str, str]:
     """Returns what a launcher such as torchrun sets, where the runtime reads it."""
-    if device.type not in BOUND_KINDS:
+    if kind not in BOUND_KINDS:
         return {}
     return {
         "RANK": str(rank),

@@ -51,9 +51,8 @@ _LOCAL_RANKS = (
 )
 
 
-def _launch(name: str, job: Job) -> list[Any]:
-    """Runs a job on the devices that the row ``name`` means; see `launch`."""
-    device = _kind_of_device(name)
+def _launch(device: torch.device, job: Job) -> list[Any]:
+    """Runs a job on devices of a kind; see `launch`."""
     if job.is_started:
         return [_run_here(job, device)]
     check_is_alone()
@@ -63,8 +62,8 @@ def _launch(name: str, job: Job) -> list[Any]:
         num_replicas = job.num_replicas or count
         if num_replicas > count:
             raise ValueError(
-                f"num_replicas={num_replicas} on device={name!r}, but there are "
-                f"{count} devices of kind {device.type!r}"
+                f"num_replicas={num_replicas}, but there are {count} devices of kind "
+                f"{device.type!r}"
             )
     if num_replicas == 1:
         alone = LocalReplica(in_use(device), reason="launched alone")
@@ -74,7 +73,8 @@ def _launch(name: str, job: Job) -> list[Any]:
             )
     task = exit_results.dump_task(job.fn, job.args)
     arguments = [
-        (rank, task, num_replicas, device, job.timeout) for rank in range(num_replicas)
+        (rank, task, num_replicas, device.type, job.timeout)
+        for rank in range(num_replicas)
     ]
     with starting_on(device, num_replicas):
         return child_process.run_in_children(
@@ -84,17 +84,6 @@ def _launch(name: str, job: Job) -> list[Any]:
             num_replicas,
             start_method="spawn" if device.type in BOUND_KINDS else "forkserver",
         )
-
-
-def _kind_of_device(name: str) -> torch.device:
-    """Returns the device that a row's name means, without an index."""
-    if name == "cpu":
-        return torch.device("cpu")
-    device = default_device()
-    if traits(device).is_host or name not in ("accelerator", device.type):
-        there = "none" if traits(device).is_host else f"one of kind {device.type!r}"
-        raise ValueError(f"device={name!r}, but the accelerator torch finds is {there}")
-    return device
 
 
 def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
@@ -144,10 +133,13 @@ def _child_main(
     rank: int,
     task: bytes,
     num_replicas: int,
-    kind: torch.device,
+    kind: str,
     timeout: float,
 ) -> None:
     """Runs one replica in its process, and writes its result or failure."""
+    os.environ.update(variables_of_process(kind, rank, num_replicas))
+    called = exit_results.import_script(task)  # which may register the kind of device
+    device = _take_device(torch.device(kind), rank)
 
     @contextlib.contextmanager
     def joined() -> Iterator[DistributedReplica]:
@@ -162,12 +154,6 @@ def _child_main(
             yield DistributedReplica("a process", device)
             _wait_for_peers(rank, timeout)
 
-    try:
-        os.environ.update(variables_of_process(kind, rank, num_replicas))
-        device = _take_device(kind, rank)
-        called = exit_results.import_script(task)
-    except BaseException as error:
-        exit_results.fail(folder, rank, error)
     exit_results.run_and_write(folder, called, joined, rank)
     torch.distributed.destroy_process_group()
 
@@ -283,6 +269,17 @@ def _find() -> str | None:
     return f"torch.distributed is initialised with {group}"
 
 
+def _launch_on_accelerator(job: Job) -> list[Any]:
+    """Runs a job on the accelerator that torch names; see `launch`."""
+    device = default_device()
+    if traits(device).is_host:
+        raise ValueError(
+            "device='accelerator', but torch finds none here: leave device out, or "
+            "pass 'cpu'"
+        )
+    return _launch(device, job)
+
+
 def _accelerator_preference(job: Job) -> int:
     """Returns how much an accelerator is preferred: 0 where there is none."""
     if process_group() is None:
@@ -294,19 +291,18 @@ def _accelerator_preference(job: Job) -> int:
     return 0 if traits(device).is_host else 3
 
 
-for _name in ("cuda", "tpu", "accelerator"):  # the last is whichever torch names
-    register_backend(
-        _name,
-        lambda: None,  # the row below finds every group
-        DistributedReplica,
-        functools.partial(_launch, _name),
-        preference=_accelerator_preference if _name == "accelerator" else lambda job: 0,
-        has_any_number=lambda: False,
-    )
+register_backend(
+    "accelerator",
+    lambda: None,  # the row below finds every group
+    DistributedReplica,
+    _launch_on_accelerator,
+    preference=_accelerator_preference,
+    has_any_number=lambda: False,
+)
 register_backend(
     "cpu",
     _find,
     DistributedReplica,
-    functools.partial(_launch, "cpu"),
+    functools.partial(_launch, torch.device("cpu")),
     preference=lambda job: 1,
 )

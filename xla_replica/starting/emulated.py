@@ -117,7 +117,6 @@ def run_emulated(
         shared.watch,
         num_replicas,
         environment(num_replicas),
-        script_later=True,
     )
 
 
@@ -130,15 +129,12 @@ def _child_main(
     """Runs all replicas in threads, and writes their results or the first failure."""
     threading.Thread(target=shared.beat, daemon=True).start()
     torch.set_num_threads(1)
-    try:
-        emulator = Emulator(shared.num_replicas, shared.timeout, shared.report)
-        # Before the user's module is imported: it may take names from torch_xla.
-        emulator.install()
-        if prepare is not None:
-            prepare()
-        called = exit_results.import_script(task)
-    except BaseException as error:
-        exit_results.fail(folder, None, error)
+    emulator = Emulator(shared.num_replicas, shared.timeout, shared.report)
+    # Before the user's module is imported: it may take names from torch_xla.
+    emulator.install()
+    if prepare is not None:
+        prepare()
+    called = exit_results.import_script(task)
 
     @contextlib.contextmanager
     def emulated() -> Iterator[XlaReplica]:
