@@ -90,6 +90,7 @@ def first_death(
     name: Callable[[int], str],
     processes: Sequence[BaseProcess],
     late: Callable[[], ReplicaError | None] = lambda: None,
+    aborts: str = "",
 ) -> ReplicaError | None:
     """Waits until all processes have ended well; returns how the first one has not.
 
@@ -97,6 +98,7 @@ def first_death(
         name: Returns what errors call the process of a number, their ``rank``.
         processes: In the order of their numbers.
         late: Asked about once a second; an error that it returns ends the wait.
+        aborts: Why a process aborts, for people.
     """
     running = {process.sentinel: number for number, process in enumerate(processes)}
     while running:
@@ -107,7 +109,7 @@ def first_death(
             process = processes[number]
             process.join()
             if process.exitcode != 0:
-                cause = cause_of_death(process.exitcode)
+                cause = cause_of_death(process.exitcode, aborts)
                 return ReplicaError(f"{name(number)} died ({cause})", number)
         if error is not None:
             return error
@@ -139,8 +141,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def cause_of_death(exit_code: int) -> str:
-    """Returns a ``Process.exitcode`` in words."""
+def cause_of_death(exit_code: int, aborts: str = "") -> str:
+    """Returns a ``Process.exitcode`` in words, and why a process ``aborts``."""
+    if exit_code == -signal.SIGABRT and aborts:
+        return f"signal {-exit_code}: {aborts}"
     return f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
 
 

@@ -10,10 +10,8 @@ import contextlib
 import functools
 import itertools
 import os
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +47,10 @@ _LOCAL_RANKS = (
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",
 )
+_NCCL_ABORTS = (
+    "so nccl ends a process whose peer is later at a collective than launch(timeout=) "
+    "allows, or has failed; what it prints on standard error says which collective"
+)
 
 
 def _launch(device: torch.device, job: Job) -> list[Any]:
@@ -72,6 +74,7 @@ def _launch(device: torch.device, job: Job) -> list[Any]:
                 [exit_results.run_replica(alone, job.fn, job.args)]
             )
     task = exit_results.dump_task(job.fn, job.args)
+    aborts = "" if traits(device).is_host else _NCCL_ABORTS
     arguments = [
         (rank, task, num_replicas, device.type, job.timeout)
         for rank in range(num_replicas)
@@ -80,7 +83,9 @@ def _launch(device: torch.device, job: Job) -> list[Any]:
         return child_process.run_in_children(
             _child_main,
             arguments,
-            functools.partial(_watch, device),
+            lambda processes, folder: child_process.first_death(
+                "replica {}".format, processes, aborts=aborts
+            ),
             num_replicas,
             start_method="spawn" if device.type in BOUND_KINDS else "forkserver",
         )
@@ -110,22 +115,6 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
         )
     torch.get_device_module(kind).set_device(index)
     return torch.device(kind.type, index)
-
-
-def _watch(
-    device: torch.device, processes: Sequence[BaseProcess], _folder: str
-) -> ReplicaError | None:
-    """Waits until all processes have ended well, or returns how one has not."""
-    death = child_process.first_death("replica {}".format, processes)
-    is_aborted = any(each.exitcode == -signal.SIGABRT for each in processes)
-    if death is not None and is_aborted and not traits(device).is_host:
-        return ReplicaError(
-            f"{str(death).removesuffix(')')}: so nccl ends a process whose peer is "
-            "later at a collective than launch(timeout=) allows, or has failed; what "
-            "it prints on standard error says which collective)",
-            death.rank,
-        )
-    return death
 
 
 def _child_main(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -87,12 +86,11 @@ class _Shared:
 
     def _death(self, process: BaseProcess) -> ReplicaError:
         """Returns the error that says how the process has ended without all results."""
-        cause = child_process.cause_of_death(process.exitcode)
-        if process.exitcode == -signal.SIGABRT:
-            cause += (
-                ": XLA aborts when replicas that run different programs have waited "
-                "15 s for each other in a collective"
-            )
+        aborts = (
+            "XLA aborts when replicas that run different programs have waited 15 s for "
+            "each other in a collective"
+        )
+        cause = child_process.cause_of_death(process.exitcode, aborts)
         return ReplicaError(
             f"the process of the emulated replicas died ({cause}). {self._last_seen()}"
         )

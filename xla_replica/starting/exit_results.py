@@ -53,7 +53,8 @@ def run_and_write(
             fn, args = pickle.loads(called)
             result = run_replica(here, fn, args)
             here.wait()
-            write_result(folder, rank, result)
+            content = _dump(result, "the replica's result cannot be pickled")
+            Path(folder, f"{rank:06d}.result").write_bytes(content)
     except BaseException as error:  # a replica that exits has failed its peers too
         fail(folder, rank, error)
 
@@ -151,20 +152,6 @@ def import_script(task: bytes) -> bytes:
     return called
 
 
-def write_result(folder: str, rank: int, result: Any) -> None:
-    """Writes into the folder how replica ``rank`` ended, as `run_replica` returned it.
-
-    Raises TypeError if it cannot be pickled.
-    """
-    content = _dump(result, "the replica's result cannot be pickled")
-    Path(folder, f"{rank:06d}.result").write_bytes(content)
-
-
-def read_results(folder: str) -> list[Any]:
-    """Returns how the replicas in the folder ended, by rank."""
-    return [pickle.loads(p.read_bytes()) for p in sorted(Path(folder).glob("*.result"))]
-
-
 def returned(folder: str) -> list[int]:
     """Returns the replicas whose results are in the folder."""
     return sorted(int(path.stem) for path in Path(folder).glob("*.result"))
@@ -220,7 +207,8 @@ def collect_results(
             logger.warning("replica %s ended the job by sys.exit(%r)", rank, error.code)
             raise error
         raise ReplicaError(text, rank) from error
-    results = read_results(folder)
+    paths = sorted(Path(folder).glob("*.result"))
+    results = [pickle.loads(path.read_bytes()) for path in paths]
     if death is not None or len(results) < num_replicas:  # os._exit(0) leaves none
         raise death or ReplicaError("a replica exited before its function returned")
     return values(results)
