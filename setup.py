@@ -38,19 +38,23 @@ setup(
     # torch is pinned in these extras only: torch_xla needs exactly 2.9, its successor
     # torch_tpu 2.11 or newer (and Python 3.11), so that no environment has both, and
     # everybody else wants their own.
-    install_requires=["torch>=2.9", "numpy", "pandas", "tensorboardX", "tqdm"],
+    install_requires=[
+        "torch>=2.9",
+        "numpy",
+        "pandas",
+        "tensorboardX",
+        "tqdm",
+        "cloudpickle",  # replicas that run a function of a notebook
+    ],
     extras_require={
         # XLA replicas emulated on a CPU.
         "xla-cpu": [TORCH_XLA, TORCH_OF_XLA],
-        "xla": [TORCH_XLA, TORCH_OF_XLA],  # its earlier name
         # A TPU VM: torch_xla's own extra brings libtpu.
         "xla-tpu": [TORCH_XLA.replace("==", "[tpu]=="), TORCH_OF_XLA],
         # A TPU VM with TorchTPU, which brings libtpu itself.
         "torchtpu": ["torch_tpu>=0.2", "torch>=2.11"],
         # Balancing on a CPU: without it, a few times slower.
         "grab": ["numba"],
-        # Replicas that run a function of a notebook.
-        "notebook": ["cloudpickle"],
         # Pictures: vbs plot.
         "plot": ["matplotlib"],
         # PoolScores.to_frame().to_parquet, BlockDataset.from_parquet.
@@ -72,7 +76,6 @@ setup(
             "tensorboard",
         ],
         "test": [
-            "cloudpickle",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

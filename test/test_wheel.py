@@ -81,17 +81,10 @@ with xla_replica.lighthouse() as address:
     assert member.agree(()).members == (member.id,)
     member.leave()
 """
-UNGUARDED = """
-def train(rank):
-    return 2 * rank
-
-assert xla_replica.launch(train, num_replicas=2, device="cpu") == [0, 2]
-"""
 # What each extra is for, as a script.
 USES = {
     "torchtpu": "from importlib.metadata import version\nversion('torch_tpu')",
     "grab": ORDER,
-    "notebook": UNGUARDED,
     "plot": DRAW,
     "parquet": READ_PARQUET,
     "transformers": "from variable_batch_size.integrations.hugging_face import *",
@@ -111,11 +104,10 @@ import_torchvision()
 import accelerate, lightning, opacus, timm, torchdata, transformers
 """,
     "xla-cpu": REPLICAS,  # before those that are over it; last, since its 8 GB stay
-    "xla": REPLICAS,
     "xla-tpu": f"import libtpu\n{REPLICAS}",
 }
 # What has the same large packages, as test_packaging sees, is installed over another.
-OVER = {"xla": "xla-cpu", "xla-tpu": "xla-cpu"}
+OVER = {"xla-tpu": "xla-cpu"}
 
 
 def test_every_extra_has_a_use():

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 
 from xla_replica.common.arguments import check_number
-from xla_replica.starting.scripts import ScriptRunner
+from xla_replica.starting.scripts import run_script
 from xla_replica.starting.xla import is_installed
 
 
@@ -70,9 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     if not is_installed():
         parser.error("needs torch_xla: pip install 'elastic-xla[xla-cpu]'")
-    runner = ScriptRunner(args.num_replicas, args.timeout, args.as_tpu)
-    runner.run(args.script, args.arguments, args.is_module)
-    if runner.num_launches == 0:
+    if not run_script(**vars(args)):
         sys.stderr.write(
             f"xla_replica: {args.script} has not called torch_xla.launch or xmp.spawn "
             f"(or with nprocs=1), so it did not run on {args.num_replicas} replicas\n"

@@ -137,12 +137,10 @@ def test_a_program_can_ask(backend):
     [
         (["SIGTREM"], ValueError, "'SIGTREM' is not a signal here"),
         ([1000], ValueError, "1000 is not a signal here"),
-        ([True], ValueError, "True is not a signal here"),
         (["SIGKILL"], ValueError, "SIGKILL cannot be caught"),
         ([], ValueError, "needs at least one signal, got none"),
         ("SIGTERM", TypeError, r"must be a sequence such as \('SIGTERM',\), got"),
         (15, TypeError, "signals must be a sequence such as"),
-        (None, TypeError, "signals must be a sequence such as"),
     ],
 )
 def test_catch_signals_rejects(signals, error, text):

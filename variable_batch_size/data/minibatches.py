@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -125,6 +124,15 @@ class Minibatches(Iterator[list[int]]):
 
     # --- for torchdata --------------------------------------------------------------
 
+    @property
+    def is_being_restored(self) -> bool:
+        """Whether a loader that has a state made this pass, and has asked for nothing.
+
+        Such a loader restores the sampler first, to the update that was the last one
+        when a minibatch was fetched, and then the pass, whose state is the right one.
+        """
+        return hasattr(self._loader, "load_state_dict")
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the sampler's state after the steps that were handed out whole."""
         plan, sampler = self._plan, self._sampler
@@ -180,21 +188,12 @@ class Minibatches(Iterator[list[int]]):
         sampler.resume_at(state)
 
 
-def is_torchdata(frame: FrameType) -> bool:
-    """Returns whether code of torchdata runs in a frame.
+def loader_in(names: Mapping[str, Any], sampler: Any) -> Any:
+    """Returns the loader that iterates a sampler in a function with these variables.
 
-    Its loaders restore the sampler before they iterate it, to the update that was the
-    last one when a minibatch was fetched, which a later `Minibatches` state corrects.
+    None without one, and not another one that happens to be at hand there.
     """
-    return frame.f_globals.get("__name__", "").split(".")[0] == "torchdata"
-
-
-def loader_in(frame: FrameType, sampler: Any) -> Any:
-    """Returns the loader that iterates a sampler in a frame, if one does.
-
-    Not another one that happens to be at hand there.
-    """
-    loader = frame.f_locals.get("loader")
+    loader = names.get("loader")
     iterated = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
     return loader if any(each is sampler for each in iterated) else None
 

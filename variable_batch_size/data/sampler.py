@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 import xla_replica
 from variable_batch_size.data.lazy_orders import LazyOrder
-from variable_batch_size.data.minibatches import Minibatches, is_torchdata, loader_in
+from variable_batch_size.data.minibatches import Minibatches, loader_in
 from variable_batch_size.data.schedule import Cursor, EpochPlan, OnEnd, Schedule
 from variable_batch_size.traces.batch_trace import Trace, TraceSource
 from xla_replica.common.arguments import check_flag, check_integer
@@ -26,7 +26,7 @@ from xla_replica.common.differences import check_same
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the state
+VERSION = 2  # of the state
 OrderProvider = Callable[[int], Sequence[int]] | Iterable[int] | LazyOrder
 
 
@@ -331,7 +331,7 @@ class CustomSampler(Sampler[list[int]]):
             **self.cursor._asdict(),
             "order": self.order_digest(self.cursor.epoch),
             "fingerprint": self.fingerprint(),
-            **({"changes": [*self._changes]} if self._changes else {}),
+            "changes": [*self._changes],
         }
 
     def load_state_dict(
@@ -348,8 +348,11 @@ class CustomSampler(Sampler[list[int]]):
         torchdata's StatefulDataLoader calls it, too, with a state that is too old, and
         loads that of `Minibatches` afterwards: the former changes nothing.
         """
-        if is_torchdata(sys._getframe(1)):
-            return
+        if self.newest_pass is None or not self.newest_pass.is_being_restored:
+            self.place_at(state, allow_changes)
+
+    def place_at(self, state: Mapping[str, Any], allow_changes: bool) -> None:
+        """Resumes at a state's cursor, which is then where the run is."""
         self._committed = self.resume_at(state, allow_changes)
 
     @property
@@ -363,12 +366,11 @@ class CustomSampler(Sampler[list[int]]):
         """Yields the minibatches after a state's cursor next; returns that."""
         cursor = self.check_state(state, allow_changes)
         self.schedule = self._schedule_of(state)
-        self._changes = [[*change] for change in state.get("changes", [])]
+        self._changes = [[*change] for change in state["changes"]]
         self._dealt = -1
         self._restored = cursor
-        # At step 0 no order is fixed, and a state between two epochs that an earlier
-        # version saved has the digest of the one before.
-        is_of_epoch = cursor.step > 0 and not allow_changes and bool(state.get("order"))
+        # At step 0 no order is fixed.
+        is_of_epoch = cursor.step > 0 and not allow_changes and bool(state["order"])
         self._order_digests = {cursor.epoch: state["order"]} if is_of_epoch else {}
         self.plan = self.plan_of(cursor.epoch)
         return cursor
@@ -399,7 +401,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def _schedule_of(self, state: Mapping[str, Any]) -> Schedule:
         schedule = self._first_schedule
-        for step, batch_size in state.get("changes", []):
+        for step, batch_size in state["changes"]:
             schedule = schedule.changed(step, batch_size)
         return schedule
 
@@ -422,8 +424,7 @@ class CustomSampler(Sampler[list[int]]):
             "minibatch_size": schedule.minibatch_size,
             "seed": self.seed if shuffled else None,
             "order": "shuffled" if shuffled else given,
-            # Absent from the states of runs without it, also of earlier versions.
-            **({"pad_minibatches": True} if schedule.pad_minibatches else {}),
+            "pad_minibatches": schedule.pad_minibatches,
         }
 
     def __len__(self) -> int:
@@ -434,8 +435,8 @@ class CustomSampler(Sampler[list[int]]):
         return True  # a sampler without minibatches is still a sampler
 
     def __iter__(self) -> Minibatches:
-        frame = sys._getframe(1)
-        batching = frame.f_locals.get("self")
+        names = sys._getframe(1).f_locals
+        batching = names.get("self")
         sampler = getattr(batching, "sampler", None)
         if isinstance(batching, BatchSampler) and sampler is self:
             raise TypeError(
@@ -449,7 +450,7 @@ class CustomSampler(Sampler[list[int]]):
                 "itself, so leave its loader out of accelerator.prepare(...)"
             )
         if self.newest_pass is None or not self.newest_pass.resumes:
-            self.newest_pass = Minibatches(self, loader_in(frame, self))
+            self.newest_pass = Minibatches(self, loader_in(names, self))
         return self.newest_pass
 
     def order_of(self, plan: EpochPlan) -> Callable[[np.ndarray], np.ndarray]:

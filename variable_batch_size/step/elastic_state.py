@@ -9,6 +9,7 @@ from variable_batch_size.step.totals import hyperparameters
 from variable_batch_size.step.update_loop import UpdateLoop
 from xla_replica.common.differences import check_same
 
+VERSION = 2  # of the state
 # Hyperparameters that say how a device computes, not what.
 _OF_DEVICES = ("foreach", "fused", "capturable", "differentiable")
 
@@ -28,6 +29,7 @@ class ElasticState:
         settings, noise = self._context.settings, self._context.noise
         exact = self._context.exact
         return {
+            "version": VERSION,
             "rule": settings.rule.name,
             "ref_batchsize": settings.ref_batchsize,
             "settings": self._lasting,
@@ -42,11 +44,18 @@ class ElasticState:
         """Raises ValueError unless `load` can take the state; changes nothing.
 
         Args:
-            state: What `state_dict` returned; parts may be missing.
+            state: What `state_dict` returned, with or without the sampler's; nothing,
+                where the state is one of a plain torch optimizer.
             allow_changes: See `CustomSampler.load_state_dict`.
         """
         settings, noise = self._context.settings, self._context.noise
         rule, ref_batchsize = settings.rule.name, settings.ref_batchsize
+        if state and state.get("version") != VERSION:
+            raise ValueError(
+                f"the optimizer's state has version {state.get('version')!r}, and this "
+                f"library reads {VERSION}: load state['state'] and "
+                "state['param_groups'] alone, or go on with the library that saved it"
+            )
         if "sampler" in state:
             self._context.sampler.check_state(state["sampler"], allow_changes)
         if state.get("rule", rule) != rule:
@@ -56,15 +65,13 @@ class ElasticState:
                 "state['param_groups'] alone"
             )
         if "sampler" in state and not allow_changes:  # another run may have others
-            saved = state.get("settings", {})  # of an earlier version: nothing
             check_same(
-                saved,
+                state["settings"],
                 self._lasting,
                 "the optimizer's state is of another run",
                 "Build the optimizer as it was; or pass allow_changes=True to resume "
                 "all the same, with the saved hyperparameters of parameter groups, and "
                 "set others after that",
-                {name: name for name in self._lasting if name in saved},
             )
         self._loop.attached.check_state(state.get("schedules", []))
         if not (noise and state.get("noise")):
@@ -86,9 +93,7 @@ class ElasticState:
             self._context.exact.meet(state.get("grid") or {})
         loop.attached.load_state_dict(state.get("schedules", []), allow_changes)
         if "sampler" in state:
-            self._context.sampler.load_state_dict(
-                state["sampler"], allow_changes=allow_changes
-            )
+            self._context.sampler.place_at(state["sampler"], allow_changes)
             loop.restart()
 
 

@@ -25,11 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +36,7 @@ from xla_replica.backends import counters
 from xla_replica.common.trees import tensors_in
 from xla_replica.device.seeding import own_draws
 from xla_replica.emulated import compiling, own_process
-from xla_replica.emulated.rendezvous import Collective, Rendezvous, Round
+from xla_replica.emulated.rendezvous import Rendezvous, Round, shown
 from xla_replica.errors import ReplicaError
 
 COLLECTIVES = (
@@ -48,13 +45,6 @@ COLLECTIVES = (
     "reduce_scatter",
     "all_to_all",
     "collective_permute",
-)
-
-# Folders of code that calls collectives for the user.
-_NOT_THE_USERS = (
-    str(Path(__file__).resolve().parents[1]),
-    f"{os.sep}torch_xla{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
 )
 
 
@@ -88,7 +78,7 @@ class Emulator:
         self._torch_xla, self._xm, self._xr = torch_xla, xm, xr
         self._c = torch_xla._XLAC
         self._compiling = threading.Lock()
-        self._pending: list[list[Collective]] = [[] for _ in range(num_replicas)]
+        self._pending: list[list[str]] = [[] for _ in range(num_replicas)]
         self._alive: list[torch.Tensor] = []
 
     def install(self) -> None:
@@ -128,10 +118,10 @@ class Emulator:
             if name == "all_gather":
                 kwargs["pin_layout"] = False  # pinned, graphs differ between replicas
                 args = args[:4]
-            collective = Collective(_call(name, args, kwargs), _place())
+            collective = _call(name, args, kwargs)
             rank = self._xr.global_ordinal()
             self._pending[rank].append(collective)
-            self._report(rank, f"computing, with {collective} to be run")
+            self._report(rank, f"computing, with {shown(collective)} to be run")
             return traced(*args, **kwargs)
 
         return compiling.untraced(announce)
@@ -145,21 +135,21 @@ class Emulator:
             rank = self._xr.global_ordinal()
             collectives, self._pending[rank] = self._pending[rank], []
             self._wait(rank)  # cure 3
-            here = None
+            here, first = None, shown(collectives[0]) if collectives else ""
             if collectives:
-                self._report(rank, f"waiting for its peers in {collectives[0]}")
+                self._report(rank, f"waiting for its peers in {first}")
                 here = self._rendezvous.meet(rank, collectives)
-                self._report(rank, f"running the graph with {collectives[0]}")
+                self._report(rank, f"running the graph with {first}")
             with self._compiling:  # cure 1
                 self._put_own_precision()
                 before = counters.snapshot().compilations if here else 0
                 compile_and_start(*args, **kwargs, wait=False)
                 if here:
                     compiled = counters.snapshot().compilations > before
-                    self._check_same_program(rank, here, compiled, collectives)
+                    self._check_same_program(rank, here, compiled, first)
             self._wait(rank)  # cure 4: nothing is dropped while it runs
             if collectives:
-                self._report(rank, f"past {collectives[0]}")
+                self._report(rank, f"past {first}")
 
         return compiling.untraced(guard)
 
@@ -209,13 +199,13 @@ class Emulator:
             yield
 
     def _check_same_program(
-        self, rank: int, here: Round, compiled: bool, collectives: Sequence[Collective]
+        self, rank: int, here: Round, compiled: bool, first: str
     ) -> None:
         """Raises if this replica compiled a graph that its peers have dispatched."""
         if compiled and here.num_dispatched:
             raise ReplicaError(
                 f"replica {rank} compiled another program than its peers for the graph "
-                f"with {collectives[0]}, and XLA:CPU lets only copies of one program "
+                f"with {first}, and XLA:CPU lets only copies of one program "
                 "meet. (TPUs have run some of this kind, such as torch_xla's "
                 "test_mp_distributed_mm; nothing promises that they do.) A Python "
                 "number, a shape or a pending tensor differs between replicas: bring "
@@ -327,14 +317,3 @@ def _call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         shape = ",".join(map(str, tensor.shape))
         described.append(f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]")
     return f"{name}({', '.join(described)})"
-
-
-def _place() -> str:
-    """Returns file and line of the innermost caller that is neither ours nor theirs."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not any(folder in path for folder in _NOT_THE_USERS):
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown"

@@ -8,9 +8,9 @@ run, none is let through until all have come, and every way of failing becomes a
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Iterable, Sequence
@@ -18,23 +18,17 @@ from collections.abc import Iterable, Sequence
 from xla_replica.errors import ReplicaError
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective that a replica has traced but not run."""
-
-    call: str  # name, dtypes and shapes; must be equal on all replicas
-    place: str  # file and line of the user's call; may differ
-
-    def __str__(self) -> str:
-        call = self.call if len(self.call) < 200 else f"{self.call[:200]} ...)"
-        return f"{call} at {self.place}"
+def shown(call: str) -> str:
+    """Returns a collective's name, dtypes and shapes, or the first of them, to read."""
+    return textwrap.shorten(call, 200, placeholder=" ...)")
 
 
 class Round:
     """One meeting of all replicas."""
 
     def __init__(self) -> None:
-        self.arrived: dict[int, tuple[Collective, ...]] = {}  # by rank
+        # By rank: the calls of collectives that it has traced, and not run.
+        self.arrived: dict[int, tuple[str, ...]] = {}
         self.open = False  # whether all have come
         self.error: ReplicaError | None = None  # what all raise then, if they disagree
         # How many have dispatched their graph; guarded by the lock around compilation.
@@ -75,7 +69,7 @@ class Rendezvous:
                 ):
                     raise self._late(self._returned, "the end of its run")
 
-    def meet(self, rank: int, collectives: Sequence[Collective]) -> Round:
+    def meet(self, rank: int, collectives: Sequence[str]) -> Round:
         """Blocks until every replica has come, and raises unless they agree."""
         with self._changed:
             here = self._round
@@ -126,20 +120,20 @@ class Rendezvous:
         )
 
 
-def _disagreement(arrived: dict[int, tuple[Collective, ...]]) -> ReplicaError | None:
+def _disagreement(arrived: dict[int, tuple[str, ...]]) -> ReplicaError | None:
     """Returns the error if the replicas are about to run different collectives."""
     by_rank = [arrived[rank] for rank in range(len(arrived))]
     for number, brought in enumerate(itertools.zip_longest(*by_rank), start=1):
         ranks_by_call: dict[str, list[int]] = {}
         for rank, collective in enumerate(brought):
-            call = collective.call if collective else "nothing"
-            ranks_by_call.setdefault(call, []).append(rank)
+            ranks_by_call.setdefault(collective or "nothing", []).append(rank)
         if len(ranks_by_call) == 1:
             continue
         # The smallest group comes first: it is most likely the one at fault.
         groups = sorted(ranks_by_call.values(), key=len)
         parties = "; ".join(
-            f"{_name(ranks)}: {brought[ranks[0]] or 'nothing'}" for ranks in groups
+            f"{_name(ranks)}: {shown(brought[ranks[0]] or 'nothing')}"
+            for ranks in groups
         )
         return ReplicaError(
             f"replicas disagree about collective {number} of the graph they are "
@@ -153,7 +147,7 @@ def _disagreement(arrived: dict[int, tuple[Collective, ...]]) -> ReplicaError | 
 def _first(here: Round) -> str:
     """Returns the collectives of the first replica of a round, in words."""
     rank = min(here.arrived)
-    return ", ".join(str(collective) for collective in here.arrived[rank])
+    return ", ".join(map(shown, here.arrived[rank]))
 
 
 def _name(ranks: Iterable[int]) -> str:

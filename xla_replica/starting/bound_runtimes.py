@@ -33,36 +33,29 @@ def starting_on(device: torch.device, num_processes: int) -> Iterator[None]:
     """
     with mock.patch.dict(os.environ):
         if device.type in BOUND_KINDS:
+            from torch.tpu import distributed  # torch_tpu's
+
+            given = f"num_replicas={num_processes} on {device.type!r}"
             try:
-                _set_variables(num_processes)
-            except (RuntimeError, ValueError) as error:
+                distributed.set_tpu_launch_env(nproc_per_node=num_processes)
+            except RuntimeError as error:
+                raise ValueError(f"{given}: {error}") from error
+            # It keeps what the environment, or a call before this one, has chosen.
+            addresses = os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"]
+            number = len(addresses.split(","))
+            if number != num_processes:
                 raise ValueError(
-                    f"num_replicas={num_processes} on {device.type!r}: {error}"
-                ) from error
+                    f"{given}: this environment is for {number} processes "
+                    f"(TORCH_TPU_SLICEBUILDER_ADDRESSES={addresses}): leave "
+                    "TORCH_TPU_* unset, use a new process for another number, and "
+                    "torchrun for several hosts"
+                )
         yield
 
 
-def _set_variables(num_processes: int) -> None:
-    """Sets the variables of `_REQUIRED` for processes that start on this host."""
-    from torch.tpu import distributed  # torch_tpu's
-
-    distributed.set_tpu_launch_env(nproc_per_node=num_processes)
-    # It keeps what the environment, or an earlier call in this process, has chosen.
-    addresses = os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")
-    if len(addresses) != num_processes:
-        raise ValueError(
-            f"this environment is for {len(addresses)} processes "
-            f"(TORCH_TPU_SLICEBUILDER_ADDRESSES={','.join(addresses)}): leave "
-            "TORCH_TPU_* unset, use a new process for another number, and torchrun "
-            "for several hosts"
-        )
-
-
-def variables_of_process(
-    device: torch.device, rank: int, num_processes: int
-) -> Mapping[str, str]:
+def variables_of_process(kind: str, rank: int, num_processes: int) -> Mapping[str, str]:
     """Returns what a launcher such as torchrun sets, where the runtime reads it."""
-    if device.type not in BOUND_KINDS:
+    if kind not in BOUND_KINDS:
         return {}
     return {
         "RANK": str(rank),

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from multiprocessing import connection, forkserver, reduction, resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -26,8 +25,7 @@ from typing import Any
 import torch
 
 from xla_replica.errors import ReplicaError
-from xla_replica.starting import main_module
-from xla_replica.starting.exit_results import collect_results, main_held_back
+from xla_replica.starting import exit_results
 from xla_replica.stopping import forwarding
 
 _IMPORTED = [
@@ -53,18 +51,17 @@ def run_in_children(
     num_replicas: int,
     variables: Mapping[str, str] | None = None,
     start_method: str = "forkserver",
-    script_later: bool = False,
 ) -> list[Any]:
     """Runs replicas in child processes and returns or raises as `collect_results` does.
 
     Child n calls ``main(folder, *arguments[n])``, where the folder is shared for
-    `exit_results` and `forwarding`. ``watch(processes, folder)`` returns when the
-    replicas have ended, with the error if they ended badly; a process that still runs
-    is then killed. ``variables`` are set in the environment of the children alone.
+    `exit_results` and `forwarding`; an exception that it raises ends the run. It
+    imports the script by `exit_results.import_script`. ``watch(processes, folder)``
+    returns when the replicas have ended, with the error if they ended badly; a process
+    that still runs is then killed. ``variables`` are set in the environment of the
+    children alone.
     ``start_method`` is "spawn" for a runtime that does not survive a fork and that
-    importing torch loads. With ``script_later`` the children import the script when
-    they call `exit_results.import_script`; otherwise before all else, since it may
-    register the device that they compute on.
+    importing torch loads.
     """
     context = _context(start_method)
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
@@ -77,8 +74,7 @@ def run_in_children(
         ]
         try:
             with forwarding(folder):
-                later = script_later or not main_module.is_imported()
-                with main_held_back() if later else nullcontext():
+                with exit_results.main_held_back():
                     for process in processes:
                         process.start()
                 death = watch(processes, folder)
@@ -87,13 +83,14 @@ def run_in_children(
                 if process.pid is not None:  # it was started
                     process.kill()
                     process.join()
-        return collect_results(folder, num_replicas, death)
+        return exit_results.collect_results(folder, num_replicas, death)
 
 
 def first_death(
     name: Callable[[int], str],
     processes: Sequence[BaseProcess],
     late: Callable[[], ReplicaError | None] = lambda: None,
+    aborts: str = "",
 ) -> ReplicaError | None:
     """Waits until all processes have ended well; returns how the first one has not.
 
@@ -101,6 +98,7 @@ def first_death(
         name: Returns what errors call the process of a number, their ``rank``.
         processes: In the order of their numbers.
         late: Asked about once a second; an error that it returns ends the wait.
+        aborts: Why a process aborts, for people.
     """
     running = {process.sentinel: number for number, process in enumerate(processes)}
     while running:
@@ -111,7 +109,7 @@ def first_death(
             process = processes[number]
             process.join()
             if process.exitcode != 0:
-                cause = cause_of_death(process.exitcode)
+                cause = cause_of_death(process.exitcode, aborts)
                 return ReplicaError(f"{name(number)} died ({cause})", number)
         if error is not None:
             return error
@@ -129,7 +127,10 @@ def _run_child(
     surroundings.enter()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_processes))
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    main(folder, *own)
+    try:
+        main(folder, *own)
+    except BaseException as error:
+        exit_results.fail(folder, None, error)
 
 
 def _end_with_parent() -> None:
@@ -140,8 +141,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def cause_of_death(exit_code: int) -> str:
-    """Returns a ``Process.exitcode`` in words."""
+def cause_of_death(exit_code: int, aborts: str = "") -> str:
+    """Returns a ``Process.exitcode`` in words, and why a process ``aborts``."""
+    if exit_code == -signal.SIGABRT and aborts:
+        return f"signal {-exit_code}: {aborts}"
     return f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
 
 

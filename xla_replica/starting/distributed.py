@@ -10,10 +10,8 @@ import contextlib
 import functools
 import itertools
 import os
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +47,14 @@ _LOCAL_RANKS = (
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",
 )
+_NCCL_ABORTS = (
+    "so nccl ends a process whose peer is later at a collective than launch(timeout=) "
+    "allows, or has failed; what it prints on standard error says which collective"
+)
 
 
-def _launch(name: str, job: Job) -> list[Any]:
-    """Runs a job on the devices that the row ``name`` means; see `launch`."""
-    device = _kind_of_device(name)
+def _launch(device: torch.device, job: Job) -> list[Any]:
+    """Runs a job on devices of a kind; see `launch`."""
     if job.is_started:
         return [_run_here(job, device)]
     check_is_alone()
@@ -63,8 +64,8 @@ def _launch(name: str, job: Job) -> list[Any]:
         num_replicas = job.num_replicas or count
         if num_replicas > count:
             raise ValueError(
-                f"num_replicas={num_replicas} on device={name!r}, but there are "
-                f"{count} devices of kind {device.type!r}"
+                f"num_replicas={num_replicas}, but there are {count} devices of kind "
+                f"{device.type!r}"
             )
     if num_replicas == 1:
         alone = LocalReplica(in_use(device), reason="launched alone")
@@ -73,28 +74,21 @@ def _launch(name: str, job: Job) -> list[Any]:
                 [exit_results.run_replica(alone, job.fn, job.args)]
             )
     task = exit_results.dump_task(job.fn, job.args)
+    aborts = "" if traits(device).is_host else _NCCL_ABORTS
     arguments = [
-        (rank, task, num_replicas, device, job.timeout) for rank in range(num_replicas)
+        (rank, task, num_replicas, device.type, job.timeout)
+        for rank in range(num_replicas)
     ]
     with starting_on(device, num_replicas):
         return child_process.run_in_children(
             _child_main,
             arguments,
-            functools.partial(_watch, device),
+            lambda processes, folder: child_process.first_death(
+                "replica {}".format, processes, aborts=aborts
+            ),
             num_replicas,
             start_method="spawn" if device.type in BOUND_KINDS else "forkserver",
         )
-
-
-def _kind_of_device(name: str) -> torch.device:
-    """Returns the device that a row's name means, without an index."""
-    if name == "cpu":
-        return torch.device("cpu")
-    device = default_device()
-    if traits(device).is_host or name not in ("accelerator", device.type):
-        there = "none" if traits(device).is_host else f"one of kind {device.type!r}"
-        raise ValueError(f"device={name!r}, but the accelerator torch finds is {there}")
-    return device
 
 
 def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
@@ -123,31 +117,18 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
     return torch.device(kind.type, index)
 
 
-def _watch(
-    device: torch.device, processes: Sequence[BaseProcess], _folder: str
-) -> ReplicaError | None:
-    """Waits until all processes have ended well, or returns how one has not."""
-    death = child_process.first_death("replica {}".format, processes)
-    is_aborted = any(each.exitcode == -signal.SIGABRT for each in processes)
-    if death is not None and is_aborted and not traits(device).is_host:
-        return ReplicaError(
-            f"{str(death).removesuffix(')')}: so nccl ends a process whose peer is "
-            "later at a collective than launch(timeout=) allows, or has failed; what "
-            "it prints on standard error says which collective)",
-            death.rank,
-        )
-    return death
-
-
 def _child_main(
     folder: str,
     rank: int,
     task: bytes,
     num_replicas: int,
-    kind: torch.device,
+    kind: str,
     timeout: float,
 ) -> None:
     """Runs one replica in its process, and writes its result or failure."""
+    os.environ.update(variables_of_process(kind, rank, num_replicas))
+    called = exit_results.import_script(task)  # which may register the kind of device
+    device = _take_device(torch.device(kind), rank)
 
     @contextlib.contextmanager
     def joined() -> Iterator[DistributedReplica]:
@@ -162,12 +143,6 @@ def _child_main(
             yield DistributedReplica("a process", device)
             _wait_for_peers(rank, timeout)
 
-    try:
-        os.environ.update(variables_of_process(kind, rank, num_replicas))
-        device = _take_device(kind, rank)
-        called = exit_results.import_script(task)
-    except BaseException as error:
-        exit_results.fail(folder, rank, error)
     exit_results.run_and_write(folder, called, joined, rank)
     torch.distributed.destroy_process_group()
 
@@ -283,6 +258,17 @@ def _find() -> str | None:
     return f"torch.distributed is initialised with {group}"
 
 
+def _launch_on_accelerator(job: Job) -> list[Any]:
+    """Runs a job on the accelerator that torch names; see `launch`."""
+    device = default_device()
+    if traits(device).is_host:
+        raise ValueError(
+            "device='accelerator', but torch finds none here: leave device out, or "
+            "pass 'cpu'"
+        )
+    return _launch(device, job)
+
+
 def _accelerator_preference(job: Job) -> int:
     """Returns how much an accelerator is preferred: 0 where there is none."""
     if process_group() is None:
@@ -294,19 +280,18 @@ def _accelerator_preference(job: Job) -> int:
     return 0 if traits(device).is_host else 3
 
 
-for _name in ("cuda", "tpu", "accelerator"):  # the last is whichever torch names
-    register_backend(
-        _name,
-        lambda: None,  # the row below finds every group
-        DistributedReplica,
-        functools.partial(_launch, _name),
-        preference=_accelerator_preference if _name == "accelerator" else lambda job: 0,
-        has_any_number=lambda: False,
-    )
+register_backend(
+    "accelerator",
+    lambda: None,  # the row below finds every group
+    DistributedReplica,
+    _launch_on_accelerator,
+    preference=_accelerator_preference,
+    has_any_number=lambda: False,
+)
 register_backend(
     "cpu",
     _find,
     DistributedReplica,
-    functools.partial(_launch, "cpu"),
+    functools.partial(_launch, torch.device("cpu")),
     preference=lambda job: 1,
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -87,12 +86,11 @@ class _Shared:
 
     def _death(self, process: BaseProcess) -> ReplicaError:
         """Returns the error that says how the process has ended without all results."""
-        cause = child_process.cause_of_death(process.exitcode)
-        if process.exitcode == -signal.SIGABRT:
-            cause += (
-                ": XLA aborts when replicas that run different programs have waited "
-                "15 s for each other in a collective"
-            )
+        aborts = (
+            "XLA aborts when replicas that run different programs have waited 15 s for "
+            "each other in a collective"
+        )
+        cause = child_process.cause_of_death(process.exitcode, aborts)
         return ReplicaError(
             f"the process of the emulated replicas died ({cause}). {self._last_seen()}"
         )
@@ -117,7 +115,6 @@ def run_emulated(
         shared.watch,
         num_replicas,
         environment(num_replicas),
-        script_later=True,
     )
 
 
@@ -130,15 +127,12 @@ def _child_main(
     """Runs all replicas in threads, and writes their results or the first failure."""
     threading.Thread(target=shared.beat, daemon=True).start()
     torch.set_num_threads(1)
-    try:
-        emulator = Emulator(shared.num_replicas, shared.timeout, shared.report)
-        # Before the user's module is imported: it may take names from torch_xla.
-        emulator.install()
-        if prepare is not None:
-            prepare()
-        called = exit_results.import_script(task)
-    except BaseException as error:
-        exit_results.fail(folder, None, error)
+    emulator = Emulator(shared.num_replicas, shared.timeout, shared.report)
+    # Before the user's module is imported: it may take names from torch_xla.
+    emulator.install()
+    if prepare is not None:
+        prepare()
+    called = exit_results.import_script(task)
 
     @contextlib.contextmanager
     def emulated() -> Iterator[XlaReplica]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import multiprocessing
@@ -26,7 +27,6 @@ from xla_replica.backends.replica import Replica
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.members.entering import as_member
-from xla_replica.starting import main_module
 
 logger = logging.getLogger(__name__)
 _failing = threading.Lock()
@@ -53,7 +53,8 @@ def run_and_write(
             fn, args = pickle.loads(called)
             result = run_replica(here, fn, args)
             here.wait()
-            write_result(folder, rank, result)
+            content = _dump(result, "the replica's result cannot be pickled")
+            Path(folder, f"{rank:06d}.result").write_bytes(content)
     except BaseException as error:  # a replica that exits has failed its peers too
         fail(folder, rank, error)
 
@@ -78,45 +79,52 @@ def values(results: list[Any]) -> list[Any]:
     return results
 
 
-class _Pickler(pickle.Pickler):
-    """Writes tensors of any device, also inside modules, as tensors on the CPU."""
+def _dump(value: Any, failure: str, pickler: Any = pickle.Pickler) -> bytes:
+    """Returns ``value`` as bytes that any process can unpickle, or raises TypeError.
 
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and not traits(obj).is_host:
-            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
+    Tensors of any device, also inside modules, become tensors on the CPU.
+    """
 
+    class Pickler(pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is torch.Tensor and not traits(obj).is_host:
+                return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            usual = getattr(super(), "reducer_override", lambda obj: NotImplemented)
+            return usual(obj)
 
-def _dump(value: Any, failure: str) -> bytes:
-    """Returns ``value`` as bytes that any process can unpickle, or raises TypeError."""
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+        Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:  # pickle raises many kinds
         raise TypeError(f"{failure}: {error}") from error
     return buffer.getvalue()
 
 
 def dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Returns ``(fn, args)`` as bytes for `import_script`, or raises TypeError."""
-    called = _dump(
-        (fn, args),
-        f"launch: {fn!r} and its arguments must be picklable, because replicas run in "
-        "another process: pass a function defined at the top level of a module",
-    )
-    if not main_module.is_imported():
-        if b"__main__" in called:
-            called = main_module.by_value(_Pickler, (fn, args))
-        return pickle.dumps(({}, called))
+    """Returns ``(fn, args)`` as bytes for `import_script`, or raises TypeError.
+
+    Where the script is no file (a notebook, ``python -c``, standard input), its
+    functions and classes are sent themselves, by cloudpickle.
+    """
     # What multiprocessing sends its own children, here about the script alone.
     data = spawn.get_preparation_data("")
     main = {name: data[name] for name in data if name.startswith("init_main_")}
+    if not Path(main.get("init_main_from_path", __file__)).is_file():
+        main = {}  # standard input has a name
+    failure = (
+        f"launch: {fn!r} and its arguments must be picklable, because replicas run in "
+        "another process: pass a function defined at the top level of a module"
+    )
+    called = _dump((fn, args), failure)
+    if not main and b"__main__" in called:
+        by_value = importlib.import_module("cloudpickle").Pickler
+        called = _dump((fn, args), failure, by_value)
     return pickle.dumps((main, called))
 
 
 @contextlib.contextmanager
 def main_held_back() -> Iterator[None]:
-    """Surrounds the start of processes that import the script in `import_script`.
+    """Surrounds the start of processes, which import the script in `import_script`.
 
     multiprocessing would import it before anything else runs in them, while a script
     that imports torch_xla needs an environment, and names that are in their place.
@@ -132,31 +140,16 @@ def main_held_back() -> Iterator[None]:
 def import_script(task: bytes) -> bytes:
     """Imports the script that has called `dump_task`; returns the pickled call.
 
-    Raises:
-        RuntimeError: The script starts replicas whenever it is imported.
+    Raises RuntimeError if the script starts replicas whenever it is imported.
     """
     main, called = pickle.loads(task)
     process = multiprocessing.current_process()
-    process._inheriting = True  # by which Python recognises such a script
+    process._inheriting = True  # by which `launch` and Python recognise such a script
     try:
         spawn.prepare(main)
     finally:
         del process._inheriting
     return called
-
-
-def write_result(folder: str, rank: int, result: Any) -> None:
-    """Writes into the folder how replica ``rank`` ended, as `run_replica` returned it.
-
-    Raises TypeError if it cannot be pickled.
-    """
-    content = _dump(result, "the replica's result cannot be pickled")
-    Path(folder, f"{rank:06d}.result").write_bytes(content)
-
-
-def read_results(folder: str) -> list[Any]:
-    """Returns how the replicas in the folder ended, by rank."""
-    return [pickle.loads(p.read_bytes()) for p in sorted(Path(folder).glob("*.result"))]
 
 
 def returned(folder: str) -> list[int]:
@@ -214,7 +207,8 @@ def collect_results(
             logger.warning("replica %s ended the job by sys.exit(%r)", rank, error.code)
             raise error
         raise ReplicaError(text, rank) from error
-    results = read_results(folder)
+    paths = sorted(Path(folder).glob("*.result"))
+    results = [pickle.loads(path.read_bytes()) for path in paths]
     if death is not None or len(results) < num_replicas:  # os._exit(0) leaves none
         raise death or ReplicaError("a replica exited before its function returned")
     return values(results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +43,7 @@ def launch(
     'xla'         every chip of the TPU through torch_xla; without a TPU,
                   ``num_replicas`` XLA replicas with real collectives on this CPU
     'accelerator' a process per device of the kind that torch names (GPUs, or TPUs
-                  through TorchTPU), joined by torch's process group for them;
-                  'cuda' and 'tpu' demand that it is this kind
+                  through TorchTPU), joined by torch's process group for them
     'cpu'         processes on this CPU, joined by gloo
     None          a TPU through torch_xla, else the accelerator, else one replica in
                   this process; or, if more are asked for, 'xla' where torch_xla is
@@ -56,7 +56,9 @@ def launch(
     alone.
 
     Args:
-        fn: A function defined at the top level of a module.
+        fn: A function defined at the top level of a module. Where replicas are other
+            processes, these import the script, so it calls `launch` under
+            ``if __name__ == "__main__":``.
         args: A tuple of the arguments after the rank; picklable, as is the result.
         num_replicas: Default: every device there is, one on a CPU.
         device: One of the table.
@@ -72,11 +74,17 @@ def launch(
             ``__cause__``), hung, left early or differed from its peers. An exception of
             a replica in this process is raised unchanged. Or the process group that
             the script has joined cannot sum tensors where this process computes.
+        RuntimeError: A script without this guard is imported by such a process.
         ValueError: ``num_replicas`` or ``device`` does not exist here.
         TypeError: ``fn`` is not a function, ``args`` not a tuple, ``num_replicas`` not
             an integer or ``timeout`` not a number, or ``fn`` or ``args`` cannot be sent
             to another process.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "launch was called while a process of the replicas imports the script, as "
+            'each of them does: call it under `if __name__ == "__main__":`'
+        )
     check_function("fn", fn)
     check_type("args", args, (tuple, list), "a tuple of the arguments after the rank")
     _check_device(device)

@@ -20,44 +20,34 @@ from xla_replica.errors import ReplicaError
 from xla_replica.starting.emulated import run_emulated
 
 
-class ScriptRunner:
-    """Runs a script whose launches start ``num_replicas`` emulated replicas.
+def run_script(
+    script: str,
+    arguments: list[str],
+    is_module: bool,
+    num_replicas: int,
+    timeout: float,
+    as_tpu: bool,
+) -> int:
+    """Runs a script whose launches start emulated replicas; returns how many it made.
 
     Args:
-        num_replicas: How many.
+        script: A file, or a module that is run as ``python -m`` does, as ``__main__``.
+        arguments: The script's.
+        is_module: Which of the two it is.
+        num_replicas: How many replicas.
         timeout: Seconds that a replica may be late, as in `launch`.
         as_tpu: Whether ``xm.xla_device_hw`` says that the devices are those of a TPU.
-
-    Attributes:
-        num_launches: How often the script has started replicas.
     """
+    # The script's own process is none of the replicas, but torch_xla and what is
+    # forked read these variables once.
+    os.environ.update(environment(num_replicas))
+    import torch_xla
+    from torch_xla._internal import pjrt
 
-    def __init__(self, num_replicas: int, timeout: float, as_tpu: bool) -> None:
-        self._num_replicas, self._timeout = num_replicas, timeout
-        self._prepare = _say_tpu if as_tpu else None
-        self.num_launches = 0
+    num_launches = 0
+    prepare = _say_tpu if as_tpu else None
 
-    def run(self, script: str, arguments: list[str], is_module: bool) -> None:
-        """Runs a file, or a module as ``python -m`` does, as ``__main__``."""
-        # The script's own process is none of the replicas, but torch_xla and what is
-        # forked read these variables once.
-        os.environ.update(environment(self._num_replicas))
-        from torch_xla._internal import pjrt
-
-        pjrt.run_multiprocess = self._run_multiprocess
-        if self._prepare is not None:
-            self._prepare()
-        sys.argv = [script, *arguments]
-        if is_module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            path = os.path.abspath(script)
-            # As for python. The folder that was there may be where this package is.
-            sys.path[:1] = [str(Path(path).parent), str(Path(__file__).parents[2])]
-            runpy.run_path(path, run_name="__main__")
-
-    def _run_multiprocess(
-        self,
+    def run_multiprocess(
         fn: Callable[..., Any],
         *args: Any,
         start_method: str = "spawn",
@@ -68,22 +58,18 @@ class ScriptRunner:
         The script is imported anew, whatever the ``start_method``.
         """
         del start_method
-        import torch_xla
-
         if torch_xla._XLAC._xla_runtime_is_initialized():
             raise RuntimeError(
                 "this process has used an XLA device before it starts replicas, which "
                 "torch_xla does not allow: make tensors and ask for devices in the "
                 "function that torch_xla.launch runs"
             )
-        self.num_launches += 1
+        nonlocal num_launches
+        num_launches += 1
+        call = functools.partial(fn, *args, **kwargs)
         try:
             results = run_emulated(
-                _call_without_rank,
-                (functools.partial(fn, *args, **kwargs),),
-                self._num_replicas,
-                self._timeout,
-                prepare=self._prepare,
+                _call_without_rank, (call,), num_replicas, timeout, prepare
             )
         except ReplicaError as error:
             if error.__cause__ is None:
@@ -93,6 +79,19 @@ class ScriptRunner:
             if isinstance(result, SystemExit):
                 raise result
         return dict(enumerate(results))
+
+    pjrt.run_multiprocess = run_multiprocess
+    if as_tpu:
+        _say_tpu()
+    sys.argv = [script, *arguments]
+    if is_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        path = os.path.abspath(script)
+        # As for python. The folder that was there may be where this package is.
+        sys.path[:1] = [str(Path(path).parent), str(Path(__file__).parents[2])]
+        runpy.run_path(path, run_name="__main__")
+    return num_launches
 
 
 def _call_without_rank(rank: int, call: Callable[[], Any]) -> Any:

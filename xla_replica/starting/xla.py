@@ -88,7 +88,6 @@ def run_on_tpu(job: Job) -> list[Any]:
         progress.watch,
         used,
         start_method="spawn",
-        script_later=True,
     )
 
 
@@ -117,10 +116,7 @@ def _child_main(
             )
         yield replica
 
-    try:
-        called = exit_results.import_script(task)
-    except BaseException as error:
-        exit_results.fail(folder, None, error)
+    called = exit_results.import_script(task)
     alone = num_replicas == 1 < number
     emulated.run_threads(folder, called, on_chip, index, number, alone)
 

@@ -39,8 +39,9 @@ TIMEOUT = 60.0
 class Backend(NamedTuple):
     """A device, as `xla_replica.launch` takes it, and a number of replicas.
 
-    "tpu-like" is a host with so many TPU chips, of which `tpu_like` knows; "slices" are
-    two members of a live run, one of them a single replica.
+    "cuda" and "tpu" are the accelerators of their environments. "tpu-like" is a host
+    with so many TPU chips, of which `tpu_like` knows; "slices" are two members of a
+    live run, one of them a single replica.
     """
 
     device: str
@@ -54,9 +55,8 @@ class Backend(NamedTuple):
             return tpu_like.run(self.num_replicas, fn, args)
         if self.device == "slices":
             return slices.run((self.num_replicas - 1, 1), fn, args)
-        return xla_replica.launch(
-            fn, args, self.num_replicas, self.device, timeout=timeout
-        )
+        device = "accelerator" if self.device in ("cuda", "tpu") else self.device
+        return xla_replica.launch(fn, args, self.num_replicas, device, timeout=timeout)
 
 
 def on_xla(test):

@@ -306,8 +306,15 @@ def test_other_settings_are_refused_on_resuming(what):
         allowed.load_state_dict(saved, allow_changes=True)
         assert allowed.get_lr() == (0.1, 0.1)
         wrapped(first, second).load_state_dict(saved, place=False)
-    del saved["elastic"]["settings"]  # of an earlier version
-    wrapped(first, second).load_state_dict(saved)
+
+
+def test_an_earlier_format_is_refused_by_name():
+    saved = wrapped({}, {}).state_dict()
+    for part in (saved["elastic"], saved["elastic"]["sampler"]):
+        kept, part["version"] = part["version"], 1
+        with pytest.raises(ValueError, match=r"state has version 1, .* library reads"):
+            wrapped({}, {}).load_state_dict(saved)
+        part["version"] = kept
 
 
 def test_a_scheduler_that_is_missing_or_another_is_noticed(tmp_path):

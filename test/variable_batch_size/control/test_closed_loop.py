@@ -287,4 +287,4 @@ def test_a_rule_that_does_not_allow_the_size_says_so():
     parameter.sum().backward()
     with pytest.raises(ValueError, match="adam-half-life"):
         optimizer.step()
-    assert "changes" not in sampler.state_dict()
+    assert not sampler.state_dict()["changes"]

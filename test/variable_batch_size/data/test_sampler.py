@@ -109,11 +109,7 @@ def test_an_order_must_be_a_permutation(order):
     ("options", "error", "message"),
     [
         ({"rank": 1}, ValueError, "rank must be an integer >= 0 and <= 0, got 1"),
-        ({"rank": -1}, ValueError, "rank must be .* got -1"),
-        ({"rank": 0.0}, TypeError, "rank must be an integer"),
         ({"num_replicas": 0}, ValueError, "num_replicas must be an integer >= 1"),
-        ({"num_replicas": 2.0}, TypeError, "num_replicas must be an integer"),
-        ({"seed": 1.5}, TypeError, "seed must be an integer"),
         ({"seed": 2**70}, ValueError, "seed must be an integer >= .* got 11805916207"),
         ({"order": vbs.IndexShuffle}, TypeError, "order=IndexShuffle is a class: give"),
         ({"dataset_size": None}, TypeError, "either dataset= or dataset_size="),

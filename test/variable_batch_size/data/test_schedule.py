@@ -152,8 +152,6 @@ def test_past_the_end_of_the_trace():
         ((288, 287, 32), TraceError, "exceeds epoch capacity"),
         ((32, 31, 32), ValueError, "31 samples, fewer than one minibatch"),
         ((32, 256, 0), ValueError, "minibatch_size must be an integer >= 1, got 0"),
-        ((32, 256, -1), ValueError, "minibatch_size must be an integer >= 1, got -1"),
-        ((32, 256, 32.0), TypeError, "minibatch_size must be an integer .* got 32.0"),
         ((32, 256, True), TypeError, "minibatch_size must be an integer .* got True"),
         ((32, 256, 32, "loop"), ValueError, "on_end must be one of 'stop', .* 'loop'"),
     ],
@@ -164,12 +162,9 @@ def test_bad_arguments(arguments, error, message):
         Schedule(Trace([trace]), *rest)
 
 
-@pytest.mark.parametrize(
-    ("epoch", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError)]
-)
-def test_bad_epochs(epoch, error):
-    with pytest.raises(error, match="epoch must be"):
-        Schedule(Trace([32]), 256, 32).plan(epoch, 1)
+def test_an_epoch_is_a_number_from_zero():
+    with pytest.raises(ValueError, match="epoch must be an integer >= 0, got -1"):
+        Schedule(Trace([32]), 256, 32).plan(-1, 1)
 
 
 def test_ten_million_steps_are_a_prefix_sum():

@@ -1,4 +1,4 @@
-"""Forked processes have the surroundings that spawned ones would have, and no more."""
+"""Forked processes have what spawned ones would have: surroundings and the script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 from support.scripts import python, written
-from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, on_xla, row
+from support.xla_replica.replicas import (
+    HAS_XLA,
+    SEVERAL_REPLICAS,
+    Backend,
+    of_torch_alone,
+    on_xla,
+    row,
+)
 
 VARIABLE = "A_TEST_HAS_SET_THIS"
 
@@ -100,3 +107,60 @@ def test_a_run_writes_where_its_parent_writes_now(backend, tmp_path):
     for word, other in (("first", "second"), ("second", "first")):
         assert [text.count(word) for text in seen[word]] == [2, 2]
         assert [text.count(other) for text in seen[word]] == [0, 0]
+
+
+# --- the script ---------------------------------------------------------------------
+
+DEFINES = """
+import torch, xla_replica
+
+OFFSET = 10
+print("IMPORTED", __name__, flush=True)
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + OFFSET
+
+def train(rank, model):
+    replica = xla_replica.current()
+    total = model.to(replica.device)(torch.ones(1, 1, device=replica.device)).detach()
+    replica.all_reduce_([total])
+    return replica.fetch([total])[0].item()
+
+def main(device):
+    model = Model(1, 1)
+    torch.nn.init.ones_(model.weight), torch.nn.init.zeros_(model.bias)
+    print("FOUND", xla_replica.launch(train, (model,), 2, device), flush=True)
+"""
+GUARDED = f"{DEFINES}\nif __name__ == '__main__':\n    main('cpu')\n"
+
+
+@pytest.mark.parametrize(
+    ("way", "num_imports"),
+    [
+        pytest.param("-c", 0, marks=[pytest.mark.xla] if HAS_XLA else []),
+        pytest.param("standard input", 0, marks=of_torch_alone),
+        pytest.param("a file", 2, marks=of_torch_alone),
+    ],
+)
+def test_processes_import_a_script_or_are_sent_its_functions(
+    way, num_imports, tmp_path
+):
+    if way == "-c":
+        done = python("-c", f"{DEFINES}\nmain('{'xla' if HAS_XLA else 'cpu'}')")
+    elif way == "standard input":
+        done = python("-", stdin=f"{DEFINES}\nmain('cpu')")
+    else:
+        done = python(written(tmp_path, GUARDED))
+    assert done.stdout.count("FOUND [22.0, 22.0]") == 1, done.stderr
+    assert done.stdout.count("IMPORTED __main__") == 1
+    assert done.stdout.count("IMPORTED __mp_main__") == num_imports
+
+
+@of_torch_alone
+def test_a_script_without_a_guard_is_one_clear_error(tmp_path):
+    done = python(written(tmp_path, f"{DEFINES}\nmain('cpu')"))
+    assert done.returncode == 1
+    assert "FOUND" not in done.stdout
+    assert 'call it under `if __name__ == "__main__":`' in done.stderr
+    assert "ReplicaError: a process of the replicas raised RuntimeError" in done.stderr

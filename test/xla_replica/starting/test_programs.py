@@ -52,7 +52,7 @@ def train(rank, folder):
     checkpointer.save()
     print("compiled", torch.tpu._get_cache_stats().num_compilations)
 
-xla_replica.launch(train, (sys.argv[1],), 1, "tpu")
+xla_replica.launch(train, (sys.argv[1],), 1, "accelerator")
 """
 
 

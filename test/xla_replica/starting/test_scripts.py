@@ -110,7 +110,7 @@ def train(index, how):
     rendezvous("all are here")
     print(f"{total} of {index}: {how} {SET_LATER} {sys.argv[1:]} {__name__}\\n", end="")
 
-if __name__ == "__main__":
+if __name__ == "__main__" or sys.argv[1] == "no guard":
     SET_LATER = "set"
     how, nprocs = sys.argv[1], None
     if how == "uses a device":
@@ -149,6 +149,7 @@ def script(tmp_path) -> Path:
         slow("nprocs", 1, ["Unsupported nprocs (8)"]),
         slow("no launch", 0, ["has not called torch_xla.launch or xmp.spawn"]),
         slow("uses a device", 1, ["has used an XLA device before it starts replicas"]),
+        slow("no guard", 1, ["is not going to be frozen to produce an executable"]),
     ],
 )  # fmt: skip
 def test_a_script_ends_as_it_would_on_a_tpu(script, how, status, expected):
@@ -171,14 +172,6 @@ def test_a_module_runs_as_with_python(tmp_path, monkeypatch):
     status, printed = run("a_package.training", "works", options=("-m",))
     assert status == 0, printed
     assert "1.0 of 1: works not set ['works'] __mp_main__" in printed
-
-
-@on_xla
-@pytest.mark.slow
-def test_a_script_without_a_guard_runs_on_all_replicas(tmp_path):
-    script = written(tmp_path, "import torch_xla\ntorch_xla.launch(print)\n")
-    status, printed = run(script)
-    assert (status, sorted(printed.split())) == (0, ["0", "1"])
 
 
 @on_xla
