@@ -151,8 +151,7 @@ class Experts(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("fallback", ["error", "batched", "loop"])
-@pytest.mark.filterwarnings("ignore:fallback=")
+@pytest.mark.parametrize("fallback", ["error", "loop"])
 def test_experts_that_are_routed_evenly_and_then_unevenly(fallback):
     torch.manual_seed(0)
     model, x = Experts().double(), torch.randn(B, 4, dtype=torch.float64)
@@ -319,7 +318,6 @@ class Setting(nn.Module):
 
 
 @pytest.mark.parametrize("is_scripted", [False, True])
-@pytest.mark.filterwarnings("ignore:fallback=")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
 def test_an_attribute_that_is_set_around_a_call(is_scripted):
@@ -332,7 +330,7 @@ def test_an_attribute_that_is_set_around_a_call(is_scripted):
             model,
             lambda m, x, s: m(x, s).square().sum(1),
             (x, sharpness),
-            fallback="batched",
+            fallback="loop",
         )
         assert found == "right"
 
