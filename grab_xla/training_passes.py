@@ -185,8 +185,8 @@ class TrainingPasses:
 
         Raises:
             ValueError, TypeError: Names, shapes or the number of gradients are wrong,
-                ``indices`` are not the next samples of the order, or, without them, the
-                gradients may be of another pass over the order than the newest one.
+                ``indices`` are not the next samples of the order, or, without them,
+                these are more samples than were drawn of it.
         """
         num_rows = self._matrix.count(per_sample_grads, batch)
         if not batch:
