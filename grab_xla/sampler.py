@@ -33,7 +33,7 @@ from xla_replica.common.differences import check_same
 from xla_replica.common.names import unwrapped
 
 # The version of `GraBSampler.state_dict`.
-VERSION = 1
+VERSION = 2
 _PARAMETERS = "the checksum of the parameters' names, shapes and sequence"
 # What ends the error about gradients of wrong shapes where projections are balanced.
 _PROJECTED = (
@@ -447,6 +447,11 @@ class GraBSampler(TrainingPasses, Sampler[int]):
                 set, model or balance type.
         """
         check_type("load_state_dict: the state", state, Mapping, "a dict")
+        if state.get("version", VERSION) != VERSION:
+            raise ValueError(
+                f"load_state_dict: the state has format {state['version']}, which an "
+                f"earlier version saved; this one reads {VERSION}: begin the run anew"
+            )
         own = self._identity
         others = self._orders.state_dict().keys() | {"given_for", "engine"}
         missing = sorted((own.keys() | others) - state.keys())
@@ -455,17 +460,12 @@ class GraBSampler(TrainingPasses, Sampler[int]):
                 f"load_state_dict: the state has no {', '.join(missing)}; pass what "
                 "GraBSampler.state_dict() returned"
             )
-        # Earlier states do not have every setting.
-        settings = dict(own["settings"])
-        saved = {_PARAMETERS: settings[_PARAMETERS], **state["settings"]}
-        projection = self.projection
-        if projection is not None and saved.get("projection"):
-            projection = projection.saved_as(saved["projection"])
-            settings["projection"] = repr(projection)
-        theirs = {**{name: state[name] for name in own}, "settings": None, **saved}
-        error = "load_state_dict: the state of another sampler"
-        check_same(theirs, {**own, "settings": None, **settings}, error)
-        self.projection, own["settings"] = projection, settings
+        theirs = {name: state[name] for name in own}
+        check_same(
+            {**theirs, "settings": None, **theirs["settings"]},
+            {**own, "settings": None, **own["settings"]},
+            "load_state_dict: the state of another sampler",
+        )
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
         self._balancer.draw(self._num_groups, self._orders.generator)

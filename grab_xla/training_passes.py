@@ -12,7 +12,7 @@ from torch import Tensor
 from grab_xla.balancing.rows import FactoredRows
 from grab_xla.gradients.groups import add_gradient, group_gradients, parameters_of
 from grab_xla.gradients.samples import sample_gradients
-from per_sample_grad import Capture
+from per_sample_grad import Capture, CoverageError
 from xla_replica.common.arguments import check_choice
 
 
@@ -110,10 +110,17 @@ class TrainingPasses:
                 state, len(losses)
             )
             balances = ordering if factored else None
-            rows = sample_gradients(
-                recorded, losses, reduction, self._matrix.shapes, self.projection,
-                balances, from_samples,
-            )  # fmt: skip
+            try:
+                rows = sample_gradients(
+                    recorded, losses, reduction, self._matrix.shapes, self.projection,
+                    balances, from_samples,
+                )  # fmt: skip
+            except CoverageError as error:
+                raise CoverageError(
+                    f"{error}. Give such options to sampler.record(), or balance "
+                    "groups of samples, for any model: GraBSampler(..., "
+                    'fidelity="group")'
+                ) from error
         else:
             dtype = self._balancer.columns.dtype
             rows = group_gradients(recorded, losses, reduction, dtype)
@@ -178,8 +185,8 @@ class TrainingPasses:
 
         Raises:
             ValueError, TypeError: Names, shapes or the number of gradients are wrong,
-                ``indices`` are not the next samples of the order, or, without them, the
-                gradients may be of another pass over the order than the newest one.
+                ``indices`` are not the next samples of the order, or, without them,
+                these are more samples than were drawn of it.
         """
         num_rows = self._matrix.count(per_sample_grads, batch)
         if not batch:

@@ -99,7 +99,7 @@ def per_sample_gradients(
             for each in (x, y)
         )
         gradients = per_sample_grads(
-            copied, losses, (x, y), params=list(params), fallback="batched"
+            copied, losses, (x, y), params=list(params), fallback="loop"
         )
         rows.append(torch.cat([gradients[n].flatten(1) for n in params], dim=1))
         if xla_replica.traits(device).is_lazy:

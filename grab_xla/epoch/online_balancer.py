@@ -276,8 +276,6 @@ class OnlineBalancer:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restores what `state_dict` returned, on any number of replicas."""
         columns, ordering = self.columns, self._ordering
-        # What an earlier version did not have is as at the beginning of an epoch.
-        self.state = ordering.init(columns.num_own, columns.dtype, columns.device)
         for name, value in saved["state"].items():
             value = value.to(columns.dtype)
             fill = ordering.fills.get(name, 0.0)

@@ -110,32 +110,44 @@ class Orders:
     def _warn_of_nonfinite(self, placements: np.ndarray) -> None:
         is_float = placements.dtype.kind == "f"
         bad = ~np.isfinite(placements) if is_float else placements == KEEP
-        if bad.any() and "not finite" not in self._warned:
-            self._warned.add("not finite")
+        if bad.any():
             size = self._group_size
             of = "samples" if size == 1 else "groups"
             first = self.order[np.argmax(bad) * size]
-            warnings.warn(
+            self._warn_once(
+                "not finite",
                 f"the gradients of {bad.sum()} {of} of epoch {self.epoch} were not "
                 f"finite, such as that of sample {first}; they keep their places and "
                 "do not affect the balance. Later ones are not reported",
-                GraBWarning,
-                stacklevel=5,
             )
+
+    def warn_of_steps(self, num_drawn: int, num_stepped: int) -> None:
+        """Warns, once, that samples of the epoch were drawn and had no step."""
+        self._warn_once(
+            "steps",
+            f"{num_drawn} samples of epoch {self.epoch} were drawn, and {num_stepped} "
+            "had a step. Unless the others were the last ones, as where an epoch is "
+            "left early, gradients were taken for those of other samples: give one "
+            "loss (or gradient) for every sample that the loader gives, a zero for one "
+            "that does not count, or pass indices=. Later ones are not reported",
+        )
 
     def warn_of_remainder(self) -> None:
         """Warns, once, that samples which do not fill a group are left out."""
         num_samples = len(self.order) % self._group_size
-        if num_samples and "remainder" not in self._warned:
-            self._warned.add("remainder")
-            warnings.warn(
+        if num_samples:
+            self._warn_once(
+                "remainder",
                 f"epoch {self.epoch} left out {num_samples} samples, the remainder of "
                 f"{len(self.order)} samples in groups of {self._group_size}, and all "
                 "epochs will: choose a group_size that divides the number of samples, "
                 "or a DataLoader without drop_last",
-                GraBWarning,
-                stacklevel=4,
             )
+
+    def _warn_once(self, subject: str, text: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            warnings.warn(text, GraBWarning, stacklevel=6)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the next orders depend on, except for gradients."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,201 +12,8 @@ from torch import Tensor
 
 from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import GraBWarning, Orders, SampleWeights
+from grab_xla.epoch.orders import Orders, SampleWeights
 from xla_replica.backends.grid import Rider
-
-
-@dataclasses.dataclass
-class Pass:
-    """One pass over an order: counts of the samples that it gave, and of its steps.
-
-    A loader draws the samples of its next batches between two steps. How many wait for
-    their step then is 0 if the loader draws nothing ahead of time; otherwise it stays
-    the same as long as steps have one size and every batch has its step.
-
-    Attributes:
-        num_left: How many samples were given and had no step.
-        num_stepped: How many samples had a step.
-        is_drawn: Whether samples were given, to somebody who is still there.
-        ended: Whether it has given all of its samples.
-        thread: The thread that draws them.
-        step_size: The number of samples of the first step.
-        has_one_size: Whether all steps have that.
-        usually_waiting: How many samples waited when samples were drawn for the first
-            time after a step.
-        num_waiting: How many of those that waited when this happened last still wait.
-        is_unsteady: Whether another number waited then.
-        steps_after_end: How many steps were taken after the last sample was given.
-    """
-
-    num_left: int = 0
-    num_stepped: int = 0
-    is_drawn: bool = False
-    ended: bool = False
-    thread: int | None = None
-    step_size: int = 0
-    has_one_size: bool = True
-    usually_waiting: int | None = None
-    num_waiting: int = 0
-    is_unsteady: bool = False
-    steps_after_end: int = 0
-    _stepped_before: int = 0  # when samples were drawn for the last time after a step
-
-    def draw(self) -> None:
-        """Counts a sample that is given."""
-        if self.num_stepped > self._stepped_before:
-            self._stepped_before, self.num_waiting = self.num_stepped, self.num_left
-            self.thread = threading.get_ident()
-            if self.usually_waiting is None:
-                self.usually_waiting = self.num_left
-            differs = self.num_left != self.usually_waiting
-            self.is_unsteady = differs and self.has_one_size
-        self.num_left += 1
-        self.is_drawn = True
-
-
-class Passes:
-    """Refuses steps that may belong to another pass than the newest one.
-
-    A pass that begins after some steps of an epoch begins the next epoch: the epoch was
-    left early. If the older pass goes on nevertheless, because the newer one was an
-    evaluation in the middle of it, its steps are taken for those of the new order. That
-    shows in one of two ways:
-
-    - samples are drawn from the older pass;
-    - the newer pass is over without a step, while the older one has given samples that
-      may still be used: the current minibatch, and those that a loader prefetched.
-
-    It also refuses steps after samples that had none, or two: see `Pass`.
-    """
-
-    def __init__(self) -> None:
-        self._older, self._newest = Pass(), Pass(ended=True)
-        self._epoch = 0  # Counts orders, also those that were restored.
-        self._older_goes_on = False
-
-    def leave_epoch(self) -> None:
-        """Ends the epoch: passes that have begun do not belong to the next order."""
-        self._older, self._newest = self._newest, Pass(ended=True)
-        self._epoch += 1
-        self._older_goes_on = False
-
-    def over(self, samples: list[int]) -> Iterator[int]:
-        """Begins a pass over the samples."""
-        self._newest, self._older_goes_on = Pass(), False
-        return self._draw(samples, self._newest, self._epoch)
-
-    def _draw(self, samples: list[int], own: Pass, epoch: int) -> Iterator[int]:
-        try:
-            for sample in samples:
-                own.draw()
-                self._older_goes_on |= epoch != self._epoch
-                yield sample
-        except GeneratorExit:
-            # Whoever drew these samples is gone, and with it what it prefetched.
-            own.num_left, own.is_drawn = 0, own.num_stepped > 0
-            raise
-        finally:
-            own.ended = True
-
-    def claim(
-        self,
-        num_samples: int,
-        expected: np.ndarray,
-        indices: Sequence[int] | Tensor | None,
-        guesses: bool,
-    ) -> None:
-        """Counts a step of the newest pass.
-
-        Args:
-            num_samples: How many samples the step has.
-            expected: The next samples of the order, as many if there are.
-            indices: The samples of the step, if they are known.
-            guesses: Whether the step may belong to another pass if they are not.
-
-        Raises:
-            ValueError: These cannot be the next samples.
-        """
-        if guesses and indices is None:  # Otherwise they tell passes apart.
-            self._check(num_samples)
-        if len(expected) < num_samples:
-            raise ValueError(
-                f"step() with {num_samples} samples, but only {len(expected)} are left "
-                "of this epoch on this replica: iter(sampler) begins the next one"
-            )
-        if indices is not None:
-            received = torch.as_tensor(indices).cpu().numpy().reshape(-1)
-            if not np.array_equal(received, expected):
-                raise ValueError(
-                    f"step(): indices are {received[:8].tolist()}..., but the next "
-                    f"{num_samples} samples of the order are "
-                    f"{expected[:8].tolist()}...: call step() once per batch, in the "
-                    "order in which the loader gives them; a second pass over the "
-                    "loader begins the next epoch"
-                )
-        own = self._newest
-        own.step_size = own.step_size or num_samples
-        own.has_one_size &= num_samples == own.step_size
-        own.num_stepped += num_samples
-        own.num_left -= num_samples
-        own.num_waiting = max(0, own.num_waiting - num_samples)
-        own.steps_after_end += own.ended
-
-    def _check(self, num_samples: int) -> None:
-        """Raises ValueError unless a step can only be of the next samples.
-
-        That is, of those of the newest pass, where none of an earlier batch had no
-        step, or two. Batches that a loader draws ahead of time are whole, so what waits
-        is either no sample or at least the next batch. A thread that draws samples
-        beside the steps may do so at any time.
-        """
-        own = self._newest
-        evaluated = own.ended and own.num_stepped == 0
-        if self._older_goes_on or (
-            evaluated and 0 < num_samples <= self._older.num_left
-        ):
-            raise ValueError(
-                f"step() with {num_samples} samples: a pass over the sampler (or its "
-                "DataLoader) began before another one had taken all its steps, so "
-                "these gradients may be of samples of either. Evaluate with a "
-                "DataLoader of its own, such as DataLoader(dataset, batch_size); take "
-                "the steps of a pass before the next one begins; or pass indices=, the "
-                "samples that these gradients are of"
-            )
-        if own.is_drawn and num_samples > own.num_left:
-            raise ValueError(
-                f"step() with {num_samples} samples, but only {own.num_left} are left "
-                "of those that the loader has given: every sample has one step, so "
-                "where a batch has several losses, add them up and call backward() once"
-            )
-        too_few = 0 < own.num_waiting < num_samples
-        if (own.is_unsteady or too_few) and own.thread == threading.get_ident():
-            raise ValueError(
-                f"step() with {num_samples} samples, but samples of earlier batches "
-                "had no step, or two, and these gradients would be taken for those of "
-                "others: give one loss (or gradient) for every sample that the loader "
-                "gives, a zero for one that does not count. If no batch was left out, "
-                "such as where several are joined, pass indices="
-            )
-
-    def warn_of_unused(self, epoch: int) -> None:
-        """Warns if samples of an epoch that is over had no step.
-
-        A first batch without a step looks like one that is drawn ahead of time. Steps
-        that come after the last sample was given show that a loader does that.
-        """
-        own = self._newest
-        is_over = own.ended and own.thread == threading.get_ident()
-        one_waited = own.usually_waiting == own.step_size <= own.num_left
-        if is_over and one_waited and own.steps_after_end <= 1:
-            warnings.warn(
-                f"{own.num_left} samples of epoch {epoch} had no step. Unless they "
-                "were the last ones, the gradients after them were taken for those of "
-                "others: give one loss (or gradient) for every sample that the loader "
-                "gives, a zero for one that does not count, or pass indices=",
-                GraBWarning,
-                stacklevel=4,
-            )
 
 
 class Progress(Rider):
@@ -218,6 +22,12 @@ class Progress(Rider):
     The sampler deals the order itself, or another sampler does: then replica r runs the
     r-th of every W minibatches of a step. Positions in the order are those of groups;
     unless the order is one of groups, a group is a sample.
+
+    A step is of the next samples of the order, which ``indices`` show to be those of
+    the step. Without them there is one comparison, of how many samples of the order the
+    loader has drawn and how many had a step. More steps are an error, and fewer a
+    warning when the order is left, unless they are fewer than a step has, as those that
+    a loader draws and leaves out by ``drop_last``.
 
     Args:
         orders: The orders of the epochs.
@@ -248,7 +58,11 @@ class Progress(Rider):
         self._orders, self._sharding, self._balancer = orders, sharding, balancer
         self._weights, self._timer = weights, timer
         self._replica, self._group_size = balancer.columns.replica, sharding.group_size
-        self._uses_gradients, self._passes = uses_gradients, Passes()
+        self._uses_gradients = uses_gradients
+        # Of this order: samples that were drawn, that had a step, and the most in a
+        # step that did not say which they are.
+        self._num_drawn = self._num_stepped = self._step_size = 0
+        self._orders_left, self._is_drawn, self._older_goes_on = 0, False, False
         # The position at which the pass over the order began, and whether that is in
         # the middle of an epoch, which a state restored.
         self._start, self._resumed = 0, False
@@ -281,7 +95,21 @@ class Progress(Rider):
         self._set_dealer(None)
         self._set_weights(self._orders.epoch)
         self._own = self._sharding.own(self._orders.order, self._start)
-        return self._passes.over(self._own.tolist())
+        self._older_goes_on = False
+        return self._draw(self._own.tolist(), self._orders_left)
+
+    def _draw(self, samples: list[int], orders_left: int) -> Iterator[int]:
+        for num_drawn, sample in enumerate(samples, 1):
+            if orders_left == self._orders_left:
+                self._num_drawn, self._is_drawn = max(self._num_drawn, num_drawn), True
+            else:
+                self._older_goes_on = True
+            yield sample
+
+    def _leave_order(self) -> None:
+        """Ends the passes over the order."""
+        self._orders_left += 1
+        self._num_drawn = self._num_stepped = self._step_size = 0
 
     def give(self, epoch: int) -> None:
         """Begins the epoch unless it has begun; another sampler deals its order.
@@ -323,8 +151,9 @@ class Progress(Rider):
             return
         num_groups = self._sharding.num_groups
         if num_seen:
-            self._passes.warn_of_unused(orders.epoch)
-            self._passes.leave_epoch()
+            if 0 < self._step_size <= self._num_drawn - self._num_stepped:
+                orders.warn_of_steps(self._num_drawn, self._num_stepped)
+            self._leave_order()
             self._num_updated = 0
             if num_seen == num_groups or self.dealt_elsewhere is not None:
                 orders.warn_of_remainder()
@@ -366,7 +195,31 @@ class Progress(Rider):
         is_smaller = deals and num_groups == 1 and 0 < len(expected) < num_samples
         if is_smaller:
             num_samples = len(expected)
-        self._passes.claim(num_samples, expected, indices, guesses=deals)
+        num_left = len(expected)
+        if deals and self._is_drawn and indices is None:
+            drawn = 0 if self._older_goes_on else self._num_drawn - self._num_stepped
+            num_left = min(num_left, drawn)
+        if num_left < num_samples:
+            raise ValueError(
+                f"step() with {num_samples} samples, but only {num_left} are left of "
+                "this epoch on this replica, or of those that its newest pass has "
+                "drawn. Every sample has one step: add up several losses of a batch, "
+                "and evaluate in the middle of an epoch with a DataLoader of its own. "
+                "iter(sampler) begins the next epoch"
+            )
+        if indices is not None:
+            received = torch.as_tensor(indices).cpu().numpy().reshape(-1)
+            if not np.array_equal(received, expected):
+                raise ValueError(
+                    f"step(): indices are {received[:8].tolist()}..., but the next "
+                    f"{num_samples} samples of the order are "
+                    f"{expected[:8].tolist()}...: call step() once per batch, in the "
+                    "order in which the loader gives them; a second pass over the "
+                    "loader begins the next epoch"
+                )
+        self._num_stepped += num_samples
+        if indices is None:
+            self._step_size = max(self._step_size, num_samples)
         self._num_pending += self.waits
         if self._uses_gradients and not is_smaller:
             return num_groups > 0
@@ -449,7 +302,7 @@ class Progress(Rider):
 
     def restore(self, dealt_elsewhere: int | None) -> None:
         """Continues where the orders and the balancer were restored."""
-        self._passes.leave_epoch()
+        self._leave_order()
         self._num_pending, self._num_updated = 0, self.num_seen
         num_seen, sharding = self._balancer.num_seen, self._sharding
         end = sharding.end(0) + (sharding.num_remaining > 0)

@@ -31,7 +31,6 @@ class Attribution(NamedTuple):
         key: Of the structure: what must be equal for one proof to hold for two
             captures.
         uncovered: Why parameters have uses without a call, by name.
-        vectorisable: Calls of modules that a fallback may vectorise.
         has_other_leaves: Whether the losses depend on anything that takes a gradient
             but is not a selected parameter, outside of calls.
         may_read: Whether operations may be asked for tensors that they have saved.
@@ -41,7 +40,6 @@ class Attribution(NamedTuple):
     calls: list[RecordedCall]
     key: Hashable
     uncovered: Mapping[str, str]
-    vectorisable: Sequence[RecordedCall]
     has_other_leaves: bool
     may_read: bool
     called: bool
@@ -98,7 +96,6 @@ def attribute(
         calls,
         key,
         uncovered,
-        list(recorder.vectorisable),
         walk.has_other_leaves,
         not recorder.saved_by_hooks,
         recorder.called,

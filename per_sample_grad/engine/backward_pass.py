@@ -110,11 +110,9 @@ class BackwardPass:
         if settings.check == "never" and proof is None:
             self._leave_out_operations(calls)
         self._refuse_problems(attribution.called)
-        wrong: Collection[str] = ()
         if proof is not None and settings.has_fallback and not self.reported:
-            wrong = proof.wrong
             reason = "its rule is wrong for this structure"
-            self.problems |= {name: [reason] for name in wrong}
+            self.problems |= {name: [reason] for name in proof.wrong}
         nodes = graph.backward_nodes(self.losses.grad_fn)
         if self._traits.is_lazy and proof is None:
             wrong_operations.refuse_wrong_operations({node.name() for node in nodes})
@@ -136,9 +134,7 @@ class BackwardPass:
         del nodes
         self._refuse_problems(attribution.called)
         if self.problems:
-            others = self.problems.keys() - wrong
-            self._use_fallback(others, attribution.vectorisable)
-            self._use_fallback(self.problems.keys() & wrong)
+            self._use_fallback(self.problems)
         rest = [name for name in self._params if name not in self._handed_on]
         self.unused = set(rest) - self._small.keys()
         if rest:
@@ -398,47 +394,18 @@ class BackwardPass:
         self._waiting.append(factors)
         self._versions |= {n: [forms.Versions(uses)] for n, uses in merged.items()}
 
-    def _use_fallback(
-        self, names: Collection[str], vectorisable: Sequence[RecordedCall] = ()
-    ) -> None:
-        """Hands on parameters' gradients as the fallback computes them.
-
-        Gradients from modules that run once more are compared, and those that are
-        wrong replaced.
-        """
+    def _use_fallback(self, names: Collection[str]) -> None:
+        """Hands on parameters' gradients as B backward passes give them."""
         params = {n: param for n, param in self._params.items() if n in names}
-        if not params:
-            return
-        found: dict[str, torch.Tensor] = {}
-        if vectorisable:
-            found, reasons = fallback.vectorised(self.losses, params, vectorisable)
-            if reasons:
-                fallback.warn_of_loop(len(self.losses), reasons)
-        if found:
-            vectorised = {name: params[name] for name in found}
-            nodes = graph.backward_nodes(self.losses.grad_fn)
-            dtypes, scale = graph.gradient_dtypes(nodes), self.settings.scale
-            comparer = Comparer(self.losses, vectorised, dtypes, scale, all_differ=True)
-            comparer.compute_reference(retain_graph=True)
-            comparer.add(self.factors_of(self._dense(found)))
-            self.compared = comparer.result()
-            wrong = {*self.compared.wrong, *self.compared.unknown}
-            found = {name: rows for name, rows in found.items() if name not in wrong}
-        rest = {name: param for name, param in params.items() if name not in found}
-        if rest:
-            found |= fallback.loop(self.losses, rest)
-        self._hand_on(self._dense(found))
-
-    def _dense(
-        self, gradients: Mapping[str, torch.Tensor]
-    ) -> dict[str, list[Contribution]]:
-        """Returns contributions from the losses' gradients ``(B, *shape)``, by name."""
-        self._wide.update(gradients)
+        found = fallback.loop(self.losses, params)
+        self._wide.update(found)
         times = 1 / self._multiplier
-        return {
-            name: [forms.multiplied(forms.widened(forms.Dense(rows)), times)]
-            for name, rows in gradients.items()
-        }
+        self._hand_on(
+            {
+                name: [forms.multiplied(forms.widened(forms.Dense(rows)), times)]
+                for name, rows in found.items()
+            }
+        )
 
     def _conclude(self, comparer: Comparer, key: Hashable, apart: bool) -> None:
         """Compares; replaces wrong answers by a fallback's; remembers the proof."""

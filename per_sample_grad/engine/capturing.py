@@ -49,11 +49,9 @@ class Capture:
             k times B numbers counts as k consecutive rows of each sample. None says
             that what a module returns is the same for all samples, as a table of
             positions; that is believed where the number of rows is not a multiple of B.
-        fallback: What to do about parameters that no rule accounts for: ``"error"``,
-            ``"batched"`` (the modules that use them run once more, vectorised by torch,
-            and are compared; where that fails, and on a lazy device, as ``"loop"``) or
-            ``"loop"`` (B backward passes of the batch, for whatever autograd can do). A
-            fallback also replaces rules that turn out wrong when checked.
+        fallback: What to do about parameters that no rule accounts for: ``"error"`` or
+            ``"loop"`` (B backward passes of the batch, for whatever autograd can do).
+            The loop also replaces rules that turn out wrong when checked.
         check: When to compare with autograd, for one more backward pass and, on a
             lazy device, one read-back: the ``"first"`` time for each structure
             (modules called, shapes), ``"always"`` or ``"never"``. Where an operation is

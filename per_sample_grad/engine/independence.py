@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import Node
 
 from per_sample_grad.engine.recording import RecordedCall
-from per_sample_grad.layers.registry import JOINING, is_of_torch
+from per_sample_grad.layers.registry import is_of_torch
 from per_sample_grad.operations import layouts, rules
 from per_sample_grad.operations.uses import OperationCall
 
@@ -134,15 +134,12 @@ def _is_where_its_rule_says(
 
 def _inputs(call: RecordedCall, num_samples: int) -> Iterator[_Place]:
     """Returns the inputs of a call of a layer, each with its samples if it has any."""
-    batch_dim, is_joined = call.call.batch_dim, call.owner.rule in JOINING
-    if is_joined:  # its one output has samples first, whatever the inputs have
-        batch_dim = 0 if getattr(call.call.module, "batch_first", True) else 1
+    batch_dim = call.call.batch_dim
     for node in call.region.inputs:
         shape = node._input_metadata[0].shape
-        # Of one dimension are weights within bags; of two, packed sequences.
-        rank, least = len(shape), 3 if is_joined else 2
-        dim = None
-        if rank >= least and -rank <= batch_dim < rank:
+        # Of one dimension are weights within bags.
+        rank, dim = len(shape), None
+        if rank >= 2 and -rank <= batch_dim < rank:
             rows = shape[batch_dim]
             dim = batch_dim % rank if rows and rows % num_samples == 0 else None
         yield _Place(node, 0, dim, None)

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-import xla_replica
 from per_sample_grad.engine import graph
 from per_sample_grad.engine.settings import Settings
 from per_sample_grad.errors import CoverageError, PerSampleError
 from per_sample_grad.layers import batch_norm
-from per_sample_grad.layers.registry import JOINING, Call, Rule, rule_of
+from per_sample_grad.layers.registry import Call, Rule, rule_of
 from per_sample_grad.operations import wrong_operations
 from xla_replica.common.trees import map_tensors, tensors_in
 
@@ -59,8 +58,6 @@ class RecordedCall(NamedTuple):
         shape: The shape of its output.
         versions: How often each tensor among its arguments had been changed in place.
         has_batch: Whether its output may have rows for samples.
-        position: Which of the tensors that the module returned is this output.
-        autocast: The autocast of the call, if it may run again.
     """
 
     owner: RecordedModule
@@ -69,8 +66,6 @@ class RecordedCall(NamedTuple):
     shape: torch.Size
     versions: tuple[int, ...]
     has_batch: bool = True
-    position: int = 0
-    autocast: torch.autocast | None = None
 
     def has_rows(self, num_samples: int) -> bool:
         """Returns whether its output has the same number of rows for each sample."""
@@ -106,8 +101,6 @@ class Recorder:
 
     Attributes:
         calls: Those of modules that have a rule, in order.
-        vectorisable: Those of all modules that hold selected parameters, for a fallback
-            that vectorises a module; one for each tensor that the module returned.
         called: Whether any module with a selected parameter was called.
         unrecorded: Parameters of modules that were called while gradients were off.
         saved_by_hooks: Whether hooks keep what operations save, as those of
@@ -116,18 +109,10 @@ class Recorder:
 
     def __init__(self, settings: Settings) -> None:
         self.calls: list[RecordedCall] = []
-        self.vectorisable: list[RecordedCall] = []
         self.called = self.saved_by_hooks = False
         self.unrecorded: set[str] = set()
         self._settings = settings
         self._names = {id(param): name for name, param in settings.params.items()}
-        # Functional transforms lose gradients on lazy devices, and what they return is
-        # only believed when it is compared.
-        self._vectorises = (
-            settings.fallback == "batched"
-            and settings.check != "never"
-            and not any(xla_replica.traits(p).is_lazy for p in settings.params.values())
-        )
         self._placed = contextlib.ExitStack()
 
     def start(self) -> None:
@@ -150,7 +135,6 @@ class Recorder:
         self._placed.close()
         if forget:
             self.calls.clear()
-            self.vectorisable.clear()
 
     def _hooks_of(self, name: str, module: nn.Module) -> list[Callable[..., Any]]:
         """Returns the hooks of a module; the last one runs first."""
@@ -160,9 +144,7 @@ class Recorder:
             # A module with a rule is one layer, whatever modules are in it.
             own = module.named_parameters(remove_duplicate=False)
         params = {n: self._names[id(p)] for n, p in own if id(p) in self._names}
-        if params or (
-            self._vectorises and any(id(p) in self._names for p in module.parameters())
-        ):
+        if params:
             names = tuple(dict.fromkeys(params.values()))
             layer = [module] if rule is None else [*module.modules()]
             places = tuple(
@@ -197,63 +179,33 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
-    ) -> Any:
-        """Records a call; returns what the module returns."""
-        if owner.params:
-            self._note(owner)
-        if not torch.is_grad_enabled() or not (owner.rule or self._vectorises):
-            return out
-        outputs, out, is_joined = _outputs(owner.rule, module, out)
+    ) -> None:
+        """Records a call of a module, by its first output."""
+        self._note(owner)
+        output = out[0] if isinstance(out, (tuple, list)) else out
+        if owner.rule is None or not torch.is_grad_enabled():
+            return
+        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return
         tensors = tensors_in((args, kwargs))
+        _refuse_traced(owner.name, [output, *tensors])
+        # `functional_call` puts other tensors in the places of parameters.
+        if any(held.get(key) is not param for held, key, param in owner.places):
+            return
         default = self._settings.default_batch_dim
         # None: what it returns is the same for all samples.
         dim = self._settings.batch_dims.get(owner.name, default)
-        # `functional_call` puts other tensors in the places of parameters.
-        is_own = all(held.get(key) is param for held, key, param in owner.places)
-        call: Call | None = None
-        for position, output in enumerate(outputs):
-            if not isinstance(output, torch.Tensor) or not output.requires_grad:
-                continue
-            if owner.rule is not None:
-                _refuse_traced(owner.name, [output, *tensors])
-            if not is_own:
-                break
-            if call is None:
-                own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
-                first = default if dim is None else dim
-                call = Call(module, own[0], own[1], 0 if is_joined else first)
-            recorded = RecordedCall(
+        own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
+        self.calls.append(
+            RecordedCall(
                 owner,
-                call,
+                Call(module, own[0], own[1], default if dim is None else dim),
                 graph.region_of(tensors, output),
                 output.shape,
                 tuple([tensor._version for tensor in tensors]),
                 dim is not None,
-                position,
             )
-            if owner.rule is not None:
-                self.calls.append(recorded)
-            if self._vectorises and not is_joined:
-                autocast = _present_autocast(output.device.type)
-                self.vectorisable.append(recorded._replace(autocast=autocast))
-        return out
-
-
-def _outputs(
-    rule: Rule | None, module: nn.Module, out: Any
-) -> tuple[Sequence[Any], Any, bool]:
-    """Returns the outputs to record, what the module returns, and if they are joined.
-
-    Where a rule needs the gradients of several outputs these become parts of one
-    tensor.
-    """
-    if rule is None:
-        return tensors_in(out), out, False
-    joined = JOINING[rule](module, out) if rule in JOINING else None
-    if joined is not None:
-        one, out = joined
-        return [one], out, True
-    return [out[0] if isinstance(out, (tuple, list)) else out], out, False
+        )
 
 
 def _refuse_traced(name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -265,12 +217,6 @@ def _refuse_traced(name: str, tensors: Sequence[torch.Tensor]) -> None:
             "record what is being traced (scan_layers, torch.func, torch.jit). Capture "
             "the model without it"
         )
-
-
-def _present_autocast(kind: str) -> torch.autocast:
-    """Returns a context with the autocast that holds now for a kind of device."""
-    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, dtype, enabled, cache_enabled=False)
 
 
 def _run_as_written(module: nn.Module, restoring: contextlib.ExitStack) -> None:

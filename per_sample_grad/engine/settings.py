@@ -15,7 +15,7 @@ from xla_replica.common.arguments import check_choice, check_integer, check_numb
 from xla_replica.common.names import unwrapped
 
 Selection = Collection[str] | Callable[[str, nn.Parameter], bool] | None
-Fallback = Literal["error", "loop", "batched"]
+Fallback = Literal["error", "loop"]
 Check = Literal["first", "always", "never"]
 # The reductions whose gradient a pass may add to ``.grad``.
 Accumulate = Literal["mean", "sum"]
@@ -49,6 +49,11 @@ class Settings:
         refuse_hooked(self.params)
         if self.budget is not None:
             check_integer("budget", self.budget, least=1)
+        if str(self.fallback) == "batched":
+            raise ValueError(
+                'fallback="batched" was withdrawn: pass fallback="loop", which gives '
+                "the same gradients by B backward passes"
+            )
         check_choice("fallback", self.fallback, get_args(Fallback))
         check_choice("check", self.check, get_args(Check))
         check_choice("method", self.method, METHODS)

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import xla_replica
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors.forms import Contribution, Dense, Outer, accumulation_dtype
-from per_sample_grad.layers.registry import Call, refuse_dropout, register_rule
+from per_sample_grad.layers.registry import Call, register_rule
 
 _NAMES = ("q", "k", "v")
 
@@ -67,7 +67,10 @@ def _refuse_unknown(
             f"{call.batch_dim}: say so for this module with batch_dim="
         )
     if module.dropout and module.training:
-        refuse_dropout()
+        raise Refusal(
+            "its dropout mask cannot be drawn again; call eval() on the module or set "
+            "its dropout to 0"
+        )
     if module.bias_k is not None or module.add_zero_attn:
         raise Refusal("add_bias_kv and add_zero_attn are not known to the rule")
 

@@ -5,11 +5,10 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules import rnn
 
 from per_sample_grad.errors import PerSampleError, Refusal
 from per_sample_grad.factors.forms import (
@@ -76,20 +75,12 @@ Rule = Callable[
     [Call, torch.Tensor], Mapping[str, Contribution | Sequence[Contribution]]
 ]
 
-# From a module and what it returned to one tensor (B, *) of all its outputs, and parts
-# of that tensor in place of what it returned; None where this cannot be.
-Joining = Callable[[nn.Module, Any], tuple[torch.Tensor, Any] | None]
-
 # The rules by exact type: a subclass may compute something else.
 RULES: dict[type[nn.Module], Rule] = {}
-# Of rules that need the gradients of several outputs together.
-JOINING: dict[Rule, Joining] = {}
 
 
 def register_rule(
-    *module_types: type[nn.Module],
-    like: type[nn.Module] | None = None,
-    joining: Joining | None = None,
+    *module_types: type[nn.Module], like: type[nn.Module] | None = None
 ) -> Callable[[Rule], Rule]:
     """Returns a decorator: the function becomes the rule of exactly these types.
 
@@ -104,11 +95,6 @@ def register_rule(
     A subclass of a module that has a rule has none until it is registered: it may
     compute something else. If it does not, ``register_rule(Subclass, like=nn.Linear)``
     is enough, and decorates nothing. Registering a type again replaces its rule.
-
-    A rule that needs the gradients of several outputs, as those of an LSTM, has a
-    function ``joining`` beside it. From the module and what it returned, that makes one
-    tensor ``(N, *)`` of all outputs, and what the module returns in their place: parts
-    of that tensor. The rule gets the gradient of the one tensor.
 
     Raises:
         TypeError: One of the arguments is not a subclass of `torch.nn.Module`, or
@@ -138,8 +124,6 @@ def register_rule(
 
     def register(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(module_types, rule))
-        if joining is not None:
-            JOINING[rule] = joining
         return rule
 
     if like is not None:
@@ -160,9 +144,7 @@ def register_rule(
 
 def rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule for this very module, or None; `why_no_rule` says why."""
-    # Another class may be in the place of torch's own GRU, as on XLA.
-    kind = rnn.GRU if type(module) is nn.GRU else type(module)
-    return None if why_no_rule(module) else RULES.get(kind)
+    return None if why_no_rule(module) else RULES[type(module)]
 
 
 def why_no_rule(module: nn.Module) -> str | None:
@@ -176,7 +158,7 @@ def why_no_rule(module: nn.Module) -> str | None:
             f"the {', '.join(made)} of this {kind.__name__} is not a parameter, but a "
             "tensor that is computed from parameters (weight norm, pruning)"
         )
-    if kind in RULES or kind is nn.GRU:
+    if kind in RULES:
         return None
     known = [base.__name__ for base in kind.__mro__[1:] if base in RULES]
     remark = (
@@ -350,11 +332,3 @@ def require_batched(inputs: torch.Tensor, num_dims: int) -> None:
             f"its input of shape {tuple(inputs.shape)} has {inputs.dim()} dimensions; "
             f"with a batch dimension it has {num_dims}"
         )
-
-
-def refuse_dropout() -> NoReturn:
-    """Raises `Refusal`: a rule that runs a module again would need its mask."""
-    raise Refusal(
-        "its dropout mask cannot be drawn again; call eval() on the module or set its "
-        "dropout to 0"
-    )

@@ -140,12 +140,12 @@ TARGET = {"target_modules": ["c_attn"], "task_type": "CAUSAL_LM"}
 ADAPTERS = {
     "lora": ("LoraConfig", {"r": 2}, "error"),
     "rslora": ("LoraConfig", {"r": 2, "use_rslora": True}, "error"),
-    "dora": ("LoraConfig", {"r": 2, "use_dora": True}, "batched"),
-    "ia3": ("IA3Config", {"feedforward_modules": []}, "batched"),
-    "vera": ("VeraConfig", {"r": 2}, "batched"),
+    "dora": ("LoraConfig", {"r": 2, "use_dora": True}, "loop"),
+    "ia3": ("IA3Config", {"feedforward_modules": []}, "loop"),
+    "vera": ("VeraConfig", {"r": 2}, "loop"),
     # Of layers that are nn.Linear, as GPT-2's are not.
-    "loha": ("LoHaConfig", {"r": 2}, "batched"),
-    "lokr": ("LoKrConfig", {"r": 2}, "batched"),
+    "loha": ("LoHaConfig", {"r": 2}, "loop"),
+    "lokr": ("LoKrConfig", {"r": 2}, "loop"),
     "oft": ("OFTConfig", {"oft_block_size": 4, "r": 0}, "error"),
 }
 OF_LINEARS = ("loha", "lokr", "oft")

@@ -17,10 +17,11 @@ from support.per_sample_grad.gradient_oracle import (
     fold,
     oracle,
 )
-from support.per_sample_grad.layer_cases import CASES
+from support.per_sample_grad.layer_cases import CASES, Apply
 from support.per_sample_grad.refused_models import BY_OPERATIONS, COUPLED, UNSEEN
 from support.xla_replica.replicas import COMPILED, HAS_XLA, IS_COMPILED
 from torch import nn
+from torch.nn.modules import rnn
 
 import per_sample_grad as psg
 import xla_replica
@@ -211,6 +212,18 @@ def other_things(rank: int) -> None:
         _, inputs, model = made(name)
         with pytest.raises(error_type):
             psg.per_sample_grad_norms(model, fold, replica.send(inputs))
+    cases["recurrent"] = Case(
+        "",
+        lambda: Apply(
+            lambda m, x: m.inner(x)[0], inner=rnn.LSTM(3, 2, batch_first=True)
+        ),
+        (2, 3),
+    )
+    model, inputs, there = made("recurrent")
+    truth = flat(oracle(cases["recurrent"], model, inputs)).norm(dim=1)
+    options = {"fallback": "loop"}
+    norms = psg.per_sample_grad_norms(there, fold, replica.send(inputs), **options)
+    assert error(replica.fetch([norms])[0], truth) <= 2e-5
     model, inputs, there = made("linear-3d")
     (x,), same = replica.send(inputs), torch.arange(BATCH)
     psg.per_sample_grad_norms(there, reordered, (x, *replica.send((same,))))

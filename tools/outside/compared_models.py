@@ -45,7 +45,7 @@ PRICED: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {"once": {}, "every pass": {"check": "always"}},
     "bloom": {"every pass": {}},
     "xlnet": {"every pass": {}},
-    "mixtral": {"every pass": {"fallback": "batched"}},
+    "mixtral": {"every pass": {"fallback": "loop"}},
 }
 
 
@@ -64,7 +64,7 @@ def reason_of(case: Case) -> str | None:
     try:
         norms(case, model, batch)
     except psg.CoverageError:
-        fallback = {"fallback": "batched"}
+        fallback = {"fallback": "loop"}
         norms(case, model, batch, **fallback)
     if not norms(case, model, batch, **fallback):
         return None

@@ -7,7 +7,7 @@ Every model has random weights, in float64, and three samples. Its norms, by one
 backward pass, are compared with a loop over the samples. A model is
 
 - 'covered' if layer rules account for all parameters;
-- 'fallback' if some need ``fallback="batched"`` or ``"loop"``;
+- 'fallback' if some need ``fallback="loop"``;
 - 'refused' if there is an error in place of an answer.
 
 An answer that is wrong ends the sweep. The result is a file that the tests compare with
@@ -135,10 +135,6 @@ def examine(case: Case) -> Found:
     try:
         report = psg.coverage(model, case.losses, batch, **case.options)
         compare("loop")
-        with warnings.catch_warnings():
-            # The cheapest remedy: never B passes of the batch.
-            warnings.filterwarnings("error", 'fallback="batched" runs')
-            compare("batched")
     except psg.PerSampleError as refusal:
         return Found("refused", count, count, first_sentence(refusal))
     uncovered = [

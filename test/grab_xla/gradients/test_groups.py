@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import xla_replica
 from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
+from per_sample_grad import CoverageError
 
 N, GROUP, EPOCHS = 26, 4, 5
 
@@ -28,6 +30,19 @@ def batch_norm_model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)
     ).double()
+
+
+class Recurrent(nn.Module):
+    """An LSTM over two steps of three numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x.unflatten(1, (2, 3)))[0][:, -1])
 
 
 def samples() -> training.Data:
@@ -60,12 +75,18 @@ def mean_gradient(model: nn.Module, group: list[int]) -> np.ndarray:
     return torch.cat([grad.flatten() for grad in grads]).numpy()
 
 
-def trained(balance: str, accumulated: int = 1, how: str = "recorded", **options):
+def trained(
+    balance: str,
+    accumulated: int = 1,
+    how: str = "recorded",
+    make: Callable[[], nn.Module] = batch_norm_model,
+    **options,
+):
     """Returns every epoch's samples, the oracle's, and the model.
 
     The oracle orders groups by materialised mean gradients.
     """
-    model = batch_norm_model()
+    model = make()
     grab = grouped(model, balance, **options)
     loader = DataLoader(range(N), GROUP, sampler=grab)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -117,6 +138,16 @@ def trained(balance: str, accumulated: int = 1, how: str = "recorded", **options
 def test_groups_are_ordered_by_their_materialised_gradients(balance, accumulated, how):
     options = {"batch_size": 2} if balance == "recursive-pair" else {}
     orders, expected, _ = trained(balance, accumulated, how, **options)
+    assert orders == expected
+
+
+def test_a_recurrent_model_is_told_of_groups_which_order_it():
+    model = Recurrent()
+    grab = GraBSampler(range(N), dict(model.named_parameters()), dtype=torch.float64)
+    iter(grab)
+    with pytest.raises(CoverageError, match=r'(?s)LSTM.*fidelity="group"'):
+        step(grab, model, torch.arange(GROUP))
+    orders, expected, _ = trained("mean", make=Recurrent)
     assert orders == expected
 
 

@@ -51,7 +51,7 @@ def assert_accumulates(
         assert_same_grads(model, plain)
 
 
-@pytest.mark.parametrize("fallback", ["error", "batched", "loop"])
+@pytest.mark.parametrize("fallback", ["error", "loop"])
 def test_streams_and_fallbacks_accumulate_once(fallback):
     x = torch.randn(4, 5)
     assert_accumulates(network(), x, fallback=fallback, check="always")

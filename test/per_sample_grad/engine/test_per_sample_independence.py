@@ -151,8 +151,7 @@ class Experts(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("fallback", ["error", "batched", "loop"])
-@pytest.mark.filterwarnings("ignore:fallback=")
+@pytest.mark.parametrize("fallback", ["error", "loop"])
 def test_experts_that_are_routed_evenly_and_then_unevenly(fallback):
     torch.manual_seed(0)
     model, x = Experts().double(), torch.randn(B, 4, dtype=torch.float64)
@@ -288,53 +287,6 @@ def test_a_leaf_in_two_inputs_of_one_operation(name):
     for _ in range(2):
         x = torch.randn(B, 4, dtype=torch.float64)
         assert outcome(model, losses_of, (x,))[0] == "right"
-
-
-def polar(x: torch.Tensor, weight: torch.Tensor, sharpness: float) -> torch.Tensor:
-    return torch.polar(weight.abs() + x * x, sharpness * x).real
-
-
-class Sharpened(nn.Module):
-    """No rule knows its weight, and an attribute that others set decides."""
-
-    def __init__(self, function: Callable) -> None:
-        super().__init__()
-        self.weight, self.function = nn.Parameter(torch.randn(4)), function
-        self.sharpness = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, self.weight, self.sharpness)
-
-
-class Setting(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.last = inner, nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, sharpness: float) -> torch.Tensor:
-        self.inner.sharpness = sharpness
-        out = self.inner(x)
-        self.inner.sharpness = 1.0
-        return self.last(out)
-
-
-@pytest.mark.parametrize("is_scripted", [False, True])
-@pytest.mark.filterwarnings("ignore:fallback=")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
-def test_an_attribute_that_is_set_around_a_call(is_scripted):
-    torch.manual_seed(0)
-    function = torch.jit.script(polar) if is_scripted else polar
-    model = Setting(Sharpened(function)).double()
-    x = torch.randn(B, 4, dtype=torch.float64)
-    for sharpness in (1.0, 1.0, 1.04, 0.5, 1.0):
-        found, _ = outcome(
-            model,
-            lambda m, x, s: m(x, s).square().sum(1),
-            (x, sharpness),
-            fallback="batched",
-        )
-        assert found == "right"
 
 
 # --- what is known, and what is not -----------------------------------------------

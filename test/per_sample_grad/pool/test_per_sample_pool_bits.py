@@ -74,7 +74,7 @@ def test_bits_of_projections_depend_on_their_block_alone(make):
     count, pool = 3 * BLOCK, {dense_model: Vectors, make_model: Pool}[make]
     options = {"size": 40, "block_size": BLOCK, "progress": False}
     whole = psg.index_pool(make(), pool(count), **options)[:]
-    for changed in ({"batch_size": 20}, {"part_size": 8}, {"fallback": "batched"}):
+    for changed in ({"batch_size": 20}, {"part_size": 8}, {"fallback": "loop"}):
         again = psg.index_pool(make(), pool(count), **options | changed)
         assert_same_bits(again[:], whole)
     for start in (0, BLOCK, 2 * BLOCK):

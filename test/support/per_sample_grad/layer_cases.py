@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules import rnn
 from torch.utils.checkpoint import checkpoint
 
 from support.per_sample_grad.gradient_oracle import Case
@@ -233,11 +232,6 @@ TRAPS = [
     Case("folded-embedding", lambda: Apply(
         lambda m, x: m.embed(x.flatten()).unflatten(0, (len(x), -1)),
         embed=nn.Embedding(5, 3)), tokens(4, 5)),
-    Case("lstm", lambda: Apply(
-        lambda m, x: m.inner(x)[0], inner=rnn.LSTM(3, 2, 2, batch_first=True,
-        bidirectional=True)), (4, 3)),
-    Case("gru-last-state", lambda: Apply(
-        lambda m, x: m.inner(x.transpose(0, 1))[1][0], inner=rnn.GRU(3, 2)), (4, 3)),
     Case("branches-that-do-not-meet", lambda: Apply(
         lambda m, x: m.c(torch.tanh(m.a(x))) * m.b(x.detach()) + m.d(x[:, :2]),
         a=nn.Linear(3, 4), b=nn.Linear(3, 2), c=nn.Linear(4, 2), d=nn.Linear(2, 2)),
