@@ -228,11 +228,10 @@ class ElasticOptimizer(OptimizerProxy):
         tracing = torch.compiler.is_dynamo_compiling()
         if tracing or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
             raise TypeError(
-                "step() was called in a function that torch.compile compiles, which "
-                "would compile the hooks of the backward pass, which look at gradients "
-                "as they are in memory, and step() too, once for every learning rate: "
-                "compile the forward pass alone (the model, or a function that returns "
-                "the loss), and call backward() and step() outside of what is compiled"
+                "step() was called in a function that torch.compile compiles, once for "
+                "every learning rate: compile the forward pass alone (the model, or a "
+                "function that returns the loss), and call backward() and step() "
+                "outside of what is compiled"
             )
         if getattr(self, "found_inf", None) is not None:  # left by torch's GradScaler
             raise TypeError(
@@ -284,11 +283,9 @@ class ElasticOptimizer(OptimizerProxy):
                 raise ReplicaError(
                     f"this replica is idle in step {self._loop.position.step} of epoch "
                     f"{self.epoch}, and {sampler.num_optimizers} optimizers were built "
-                    "with its sampler: each would join all idle steps before the "
-                    "others, and its sums would meet theirs of other replicas. Build "
-                    "them with lockstep=True, and call join_step() of each in steps "
-                    "without a minibatch; or let no batch have fewer minibatches than "
-                    "there are replicas",
+                    "with its sampler, whose sums would meet others'. Build them with "
+                    "lockstep=True, and call join_step() of each in steps without a "
+                    "minibatch; or let every batch have a minibatch for each replica",
                     self.replica.rank,
                 )
             num_updates += self._loop.update()

@@ -126,8 +126,7 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
             raise RuntimeError(
                 f"catch_signals: nothing in this process listens for {names}, and only "
                 "its main thread could begin to. Replicas that are threads can catch "
-                "SIGTERM and SIGINT, if xla_replica.launch was called in the main "
-                "thread of its process"
+                "SIGTERM and SIGINT, if the main thread called xla_replica.launch"
             )
         _process.installed_late |= _install(unheard, _on_signal)
         _process.listened |= unheard

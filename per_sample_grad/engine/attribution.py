@@ -199,13 +199,10 @@ def _refuse_hidden(
     hidden = sorted(set(unrecorded) - seen - set(walk.outside))
     if hidden:
         raise CoverageError(
-            f"modules with {', '.join(hidden)} were called without gradients, and the "
-            "losses depend on none of these parameters, but on the "
-            f"torch.autograd.Function {walk.custom}, which may have called the "
-            "modules and hide their gradients (as reentrant checkpoints do): call "
+            f"modules with {', '.join(hidden)} were called without gradients, perhaps "
+            f"in the torch.autograd.Function {walk.custom}, which hides them: call "
             "these modules outside of it (for checkpoints: use_reentrant=False), or, "
-            "if the losses really do not depend on them, leave these parameters out "
-            "(params=)"
+            "if the losses do not depend on them, leave them out (params=)"
         )
 
 

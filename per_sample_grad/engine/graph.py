@@ -121,10 +121,9 @@ def walk(
             name, functions = node.name(), node.next_functions
             if name in _OPAQUE:
                 raise CoverageError(
-                    "the forward pass used torch.utils.checkpoint with "
-                    "use_reentrant=True, which hides the parameters it uses from the "
-                    "graph; pass use_reentrant=False, or do not checkpoint while "
-                    "capturing"
+                    "torch.utils.checkpoint with use_reentrant=True hides the "
+                    "parameters it uses from the graph; pass use_reentrant=False, or "
+                    "do not checkpoint while capturing"
                 )
             if isinstance(node, _IN_PYTHON):
                 custom = name

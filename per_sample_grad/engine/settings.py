@@ -137,9 +137,7 @@ def refuse_hooked(params: Mapping[str, nn.Parameter]) -> None:
     ]
     if hooked:
         raise PerSampleError(
-            f"{', '.join(hooked)} have gradient hooks (register_hook), which may "
-            "change the summed gradient, but have no meaning for each sample's: remove "
-            "the hooks (handle.remove()) while capturing, use "
-            "register_post_accumulate_grad_hook instead, or leave these parameters "
-            "out (params=)"
+            f"{', '.join(hooked)} have gradient hooks (register_hook), which have no "
+            "meaning for a sample's gradient: remove them (handle.remove()), use "
+            "register_post_accumulate_grad_hook, or leave them out (params=)"
         )

@@ -225,11 +225,10 @@ class BlockDataset(Dataset[Any]):
         ):
             what = "the sampler's own shuffle" if order is None else order.name
             raise ValueError(
-                f"the dataset reads samples in {num_blocks} blocks, and {what} jumps "
-                "from one to another, so that a whole block would be read for nearly "
-                "every sample: pass order=dataset.shuffled(window=8), which shuffles 8 "
-                f"blocks at a time and keeps them; window={len(self.block_sizes)} "
-                "shuffles everything and keeps everything in memory"
+                f"the dataset reads samples in {num_blocks} blocks, and {what} would "
+                "read one for nearly every sample: pass "
+                "order=dataset.shuffled(window=8), which shuffles 8 blocks at a time "
+                f"and keeps them; window={len(self.block_sizes)} keeps all in memory"
             )
 
     def __len__(self) -> int:

@@ -116,10 +116,9 @@ class Minibatches(Iterator[list[int]]):
         if num_read > self._num_stepped:
             raise ValueError(
                 f"step() was called for minibatch {self._num_stepped}, and the loop "
-                f"has read {num_read}: they would be lost if the step were run again, "
-                "so loaders that read ahead must go through replica.loader(loader), "
-                "where loader.batch_sampler is the sampler, and nothing may read ahead "
-                "of that"
+                f"has read {num_read}, which would be lost if the step were run again: "
+                "iterate replica.loader(loader), where loader.batch_sampler is the "
+                "sampler, and nothing may read ahead of that"
             )
 
     # --- for torchdata --------------------------------------------------------------
@@ -180,9 +179,8 @@ class Minibatches(Iterator[list[int]]):
             raise ValueError(
                 f"the loader's state is that after step {cursor.step} of epoch "
                 f"{cursor.epoch}, and the sampler is at step {sampler.plan.start_step} "
-                f"of epoch {sampler.epoch}: save the loader's state right after an "
-                "update, with the optimizer's, or leave it out, since the optimizer's "
-                "state has the place; without an elastic optimizer, call "
+                f"of epoch {sampler.epoch}: save it right after an update, with the "
+                "optimizer's, or leave it out; without an elastic optimizer, call "
                 f"sampler.set_epoch({cursor.epoch}) before you iterate the loader"
             )
         sampler.resume_at(state)

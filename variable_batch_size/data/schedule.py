@@ -284,8 +284,7 @@ class Position:
                 raise ValueError(
                     f"the optimizer is at step {self.step} of epoch {before.epoch} and "
                     f"the sampler at epoch {plan.epoch}: call set_epoch on both before "
-                    "every epoch, and restore both (the optimizer's load_state_dict "
-                    "does) before the first"
+                    "every epoch; the optimizer's load_state_dict restores both"
                 )
             self.restart(plan)
         if self.ended:
@@ -299,9 +298,8 @@ class Position:
         if self.idle:
             raise ReplicaError(
                 f"replica {self.rank} is idle in step {self.step} of epoch "
-                f"{plan.epoch} and has not joined it, because an earlier update or "
-                "callback raised an exception: resume from a checkpoint; or because "
-                "of lockstep=True: call join_step() in place of step()",
+                f"{plan.epoch} and has not joined it. After an exception, resume from "
+                "a checkpoint; with lockstep=True, call join_step() in place of step()",
                 self.rank,
             )
         return is_new
@@ -312,10 +310,9 @@ class Position:
         first = plan.num_minibatches_of(plan.start_step)
         if first < plan.num_replicas and not plan.padded:
             raise ReplicaError(
-                f"epoch {plan.epoch} begins with a step of {first} "
-                f"minibatches on {plan.num_replicas} replicas: call "
-                f"optimizer.set_epoch({plan.epoch}) before iterating, where idle "
-                "replicas join that step before their first forward pass",
+                f"epoch {plan.epoch} begins with a step of {first} minibatches on "
+                f"{plan.num_replicas} replicas, which idle ones must join: call "
+                f"optimizer.set_epoch({plan.epoch}) before iterating",
                 self.rank,
             )
         self.announced = True

@@ -112,19 +112,16 @@ class Agreement:
             raise ReplicaError(
                 "replicas have run an epoch in different orders, so that some samples "
                 "were run twice and others never: what order= returns must be the same "
-                "on every replica. Seed it (a torch Sampler with "
-                "generator=torch.Generator().manual_seed(0), say) without the rank",
+                "on every replica. Seed it without the rank",
                 self._replica.rank,
             )
         if hyperparameter == 0:
             return
         raise ReplicaError(
             "replicas have updated their weights with different learning rates or "
-            "other hyperparameters, and are no longer equal; or members of a live run "
-            "have attached different functions. A replica's loop body "
-            "does not run once per update: call optimizer.attach(scheduler) once in "
-            "place of scheduler.step() in the loop, or change hyperparameters between "
-            "epochs",
+            "other hyperparameters, or members of a live run have attached different "
+            "functions: call optimizer.attach(scheduler) once in place of "
+            "scheduler.step() in the loop, or change hyperparameters between epochs",
             self._replica.rank,
         )
 

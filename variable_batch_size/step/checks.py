@@ -48,10 +48,9 @@ def check_wrapper(
     _check_reduction(settings, sampler.schedule)
     if settings.lockstep and (replica.is_live or settings.exact):
         raise TypeError(
-            "neither exact= nor live members work with lockstep=True, as the trainers "
-            "of other libraries (Hugging Face's, Lightning's) use it: they count "
-            "minibatches, and a step may be run again. Write the loop yourself, or "
-            "leave out exact=, and LIVE_LIGHTHOUSE"
+            "neither exact= nor live members work with lockstep=True, as trainers "
+            "(Hugging Face's, Lightning's) use it: they count minibatches, and a step "
+            "may be run again. Write the loop, or leave out exact=, and LIVE_LIGHTHOUSE"
         )
     if replica.is_live and not settings.exact:
         raise TypeError(
@@ -152,9 +151,8 @@ def _check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
     if hasattr(optimizer.step, "get_compiler_config"):  # torch.compile leaves it
         raise TypeError(
             f"the step() of {name} was compiled with torch.compile, which compiles it "
-            "again for every learning rate, and the rule changes it at every step: "
-            "leave step() as it is (foreach=True or fused=True make few kernels of "
-            "it), and compile the model"
+            "again for every learning rate: leave step() as it is (foreach=True or "
+            "fused=True make few kernels of it), and compile the model"
         )
     if rule.momentum_correction and not isinstance(optimizer, SGD):
         raise TypeError(
@@ -232,9 +230,8 @@ def _check_reduction(settings: Settings, schedule: Schedule) -> None:
     check_choice("reduction", reduction, ("mean", "sum"))
     if schedule.pad_minibatches and reduction == "mean":
         raise TypeError(
-            "a sampler with pad_minibatches=True has minibatches in which some samples "
-            "do not count, which a mean over the minibatch would: build the optimizer "
-            "with reduction='sum', and let the loss of a minibatch be "
+            "with pad_minibatches=True some samples of a minibatch do not count: build "
+            "the optimizer with reduction='sum', and let the loss of a minibatch be "
             "(losses * optimizer.sample_weights).sum()"
         )
     if ref_weight is None:

@@ -131,10 +131,9 @@ class ExactModel:
             self._divisor = self._scalars.get("statistics", self._divisor)
         if must_repeat.item() and self._is_repeat:
             raise ReplicaError(
-                f"step {position.step} of epoch {position.plan.epoch} has been run "
-                "twice, and the largest numbers of its gradients differ by powers of "
-                "two: something in it is not the same twice, such as a random number "
-                "that neither torch nor a SeededDataset draws",
+                f"step {position.step} of epoch {position.plan.epoch} gave different "
+                "gradients when rerun: the model or its data is nondeterministic, as "
+                "by a random number that neither torch nor a SeededDataset draws",
                 self._replica.rank,
             )
         self._is_repeat = must_repeat.item()
@@ -179,9 +178,8 @@ class ExactModel:
         found = self._found_versions() if _trains(model) else {}
         for name, _ in found.items() - self._versions.items():
             raise ValueError(
-                f"exact=: the forward pass has changed the buffer {name!r}, so the "
-                "next minibatch would depend on those that this replica has run: only "
-                "the running statistics of normalisation layers can move. Compute it "
+                f"exact=: the forward pass has changed the buffer {name!r}, and only "
+                "the running statistics of normalisation layers can move: compute it "
                 "in a function that you attach, or leave exact= out"
             )
 

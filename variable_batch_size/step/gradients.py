@@ -210,9 +210,8 @@ class StepGradients:
             if record.accumulated and written and gradient is not None:
                 raise ValueError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} "
-                    "was changed between backward() and step(), where it is a sum of "
-                    "some of the step's minibatches on one of the replicas: clip the "
-                    "whole step's mean with max_grad_norm=, or change it in a hook of "
+                    "was changed between backward() and step(), where it is no mean "
+                    "yet: clip that with max_grad_norm=, or change it in a hook of "
                     "optimizer.register_step_pre_hook, which runs once an update"
                 )
             if record.overwritten and num_accumulated:
@@ -220,8 +219,7 @@ class StepGradients:
         if needs_backward and not found:
             raise ValueError(
                 "step() without backward(): no gradient has changed since the last "
-                "step(). Call loss.backward() before every step(). A minibatch that "
-                "shall add nothing needs gradients of zero: "
+                "step(). Call loss.backward() before every step(); to add nothing, "
                 "(0 * sum(p.sum() for p in model.parameters())).backward(). If you "
                 "did, the model has other parameters than the optimizer by now, as "
                 "after load_state_dict(..., assign=True): build the optimizer later"

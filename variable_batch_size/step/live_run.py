@@ -134,9 +134,8 @@ class LiveRun:
         if self._num_same == _MOST_MEETINGS:
             raise ReplicaError(
                 f"{len(members)} members have met {_MOST_MEETINGS + 1} times at the "
-                "same place, with nobody lost: a collective fails in the same way "
-                "every time, such as one that members call with different tensors. "
-                "The warnings before this say which"
+                "same place, with nobody lost: a collective fails every time, such as "
+                "one with different tensors. The warnings before this say which"
             )
 
     def _equalise(self, marks: list[tuple[int, ...]]) -> None:

@@ -210,10 +210,9 @@ class Scaling:
             if steps and steps != {history}:
                 raise ValueError(
                     f"rule {self._rule.name!r}: parameters of group {index} have made "
-                    f"{sorted(steps)} updates and the group {history}, so their "
-                    "averages need different bias corrections, which one group cannot "
-                    "have: put parameters that begin to train later into a group of "
-                    "their own"
+                    f"{sorted(steps)} updates and the group {history}, which need "
+                    "different bias corrections: put parameters that begin to train "
+                    "later into a group of their own"
                 )
         self._trained = trained
 

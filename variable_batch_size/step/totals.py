@@ -108,8 +108,7 @@ class StepTotals:
                 f"{padding} of the {len(self._places)} samples of this minibatch are "
                 "padding, and nobody has asked for optimizer.sample_weights, which "
                 "leave them out: call (losses * optimizer.sample_weights).sum()"
-                ".backward() with the loss of every sample (reduction='none' in "
-                "torch's losses)"
+                ".backward(), with losses of reduction='none'"
             )
 
     def add(self, weight: torch.Tensor) -> None:

@@ -198,9 +198,8 @@ class UpdateLoop:
         if num_yielded < number:
             raise ValueError(
                 f"step() was called for minibatch number {number}, and the sampler has "
-                f"yielded {num_yielded}: the data come from somewhere else, so batches "
-                "would not be those of the trace. Build the loader with "
-                "DataLoader(dataset, batch_sampler=sampler), or iterate the sampler"
+                f"yielded {num_yielded}: the data come from somewhere else. Build the "
+                "loader by DataLoader(dataset, batch_sampler=sampler), or iterate that"
             )
         if begun is not None and begun is self._left_pass:
             raise ValueError(
@@ -212,9 +211,8 @@ class UpdateLoop:
             raise ValueError(
                 f"a new loop over the sampler began after {position.step} of the "
                 f"{position.plan.num_steps} steps of epoch {position.plan.epoch}, and "
-                "deals them again: go on with the epoch's one iterator, or call "
-                "set_epoch on sampler and optimizer before the new loop. To look at a "
-                "batch, take another DataLoader, with a sampler of its own"
+                "deals them again: continue the epoch's iterator, or call set_epoch on "
+                "sampler and optimizer. To look at a batch, take another sampler"
             )
         self._pass = begun
         if position.step == position.plan.start_step:
@@ -284,10 +282,9 @@ class UpdateLoop:
             return
         raise ReplicaError(
             "the learning rate or another hyperparameter changed "
-            f"{where} of epoch {position.plan.epoch}. There {why}, so replicas would "
-            "use different values: call optimizer.attach(scheduler) once in place of "
-            "scheduler.step() in the loop, or change it between epochs, before "
-            "optimizer.set_epoch",
+            f"{where} of epoch {position.plan.epoch}. There {why}: call "
+            "optimizer.attach(scheduler) once in place of scheduler.step() in the "
+            "loop, or change it between epochs, before optimizer.set_epoch",
             context.replica.rank,
         )
 

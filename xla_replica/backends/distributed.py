@@ -58,8 +58,7 @@ def check_served(device: torch.device) -> None:
             f"the process group {process_group()} sums tensors on "
             f"{' and '.join(sorted(served))}, but this process computes on "
             f"{device.type}: call torch.distributed.init_process_group() without a "
-            "backend, which takes the one for the accelerator, or leave joining to "
-            "xla_replica.launch. To leave an accelerator unused, join 'cpu:gloo'"
+            "backend. To leave an accelerator unused, join 'cpu:gloo'"
         )
 
 
@@ -235,10 +234,9 @@ class DistributedReplica(Replica):
                 return
             raise TypeError(
                 "these are the parameters of a DistributedDataParallel model, which "
-                "sums their gradients in every backward pass. Replicas run different "
-                "numbers of those, so they would wait for each other or abort. Train "
-                "the bare module, model.module in place of model: gradients are summed "
-                "once per step without the wrapper"
+                "sums their gradients in every backward pass, of which replicas run "
+                "different numbers. Train the bare module, model.module in place of "
+                "model: gradients are summed once per step without the wrapper"
             )
 
     @contextlib.contextmanager

@@ -95,9 +95,8 @@ class Place:
             if not traits(view).is_lazy and view.data_ptr() != self.part.data_ptr():
                 raise ValueError(
                     f"the gradient of a parameter of shape {tuple(view.shape)} was "
-                    "given other memory, as model.to(...) and model.half() do, and "
-                    "would not be summed over replicas: call them before the optimizer "
-                    "is built"
+                    "given other memory, as model.to(...) and model.half() do: call "
+                    "them before the optimizer is built"
                 )
             if factor is not None:
                 self.part.mul_(factor)

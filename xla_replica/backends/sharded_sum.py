@@ -153,10 +153,9 @@ class ShardedParameters:
         raise TypeError(
             f"a parameter of shape {tuple(parameter.shape)} is a DTensor with "
             f"placements {parameter.placements} on {mesh}, and this job has "
-            f"{self._num_replicas} replicas. Every replica gets other samples, so "
-            "parameters may be whole on each of them or sharded among all of them: "
-            "call torch.distributed.fsdp.fully_shard on the model, with a mesh of one "
-            "dimension, or of two (replicas of shards), that covers all processes. "
+            f"{self._num_replicas} replicas: call torch.distributed.fsdp.fully_shard "
+            "on the model, with a mesh of one dimension, or of two (replicas of "
+            "shards), that covers all processes. "
             "Tensor and pipeline parallelism are not supported"
         )
 

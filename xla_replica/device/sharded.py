@@ -29,7 +29,6 @@ def refuse_sharded(
         raise TypeError(
             f"{user}: {', '.join(map(repr, found[:3]))}"
             f"{f' and {len(found) - 3} more' if len(found) > 3 else ''} are DTensors, "
-            "sharded as by FSDP2's fully_shard: a process holds a part of each, and "
-            "samples' gradients are those of whole parameters. Keep the model whole on "
-            f"every process{remedy}"
+            "sharded as by FSDP2's fully_shard, and samples' gradients are those of "
+            f"whole parameters. Keep the model whole on every process{remedy}"
         )

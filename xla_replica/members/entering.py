@@ -36,9 +36,8 @@ def as_member(replica: Replica) -> Replica:
     joined = sorted(name for name in os.environ if name.startswith("MEGASCALE_"))
     if joined:
         raise ReplicaError(
-            f"{', '.join(joined)} join this slice with others in one runtime, which "
-            "ends with the first of them, and LIVE_LIGHTHOUSE makes it a member of a "
-            "live run, which goes on without the others: unset one or the other",
+            f"{', '.join(joined)} join this slice with others in one runtime, and "
+            "LIVE_LIGHTHOUSE makes it a member of a live run: unset one or the other",
             replica.rank,
         )
     options = _options()

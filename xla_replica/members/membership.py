@@ -188,9 +188,8 @@ class Membership:
             raise Superseded(
                 "this member was not heard of for more than "
                 f"{self._heartbeat_seconds:g} s (it was stopped, or the network was "
-                f"down), and the others of generation {last.number} are not there: "
-                "they may have gone on. Start it again; it joins them, or continues "
-                "the newest checkpoint"
+                f"down), and the others of generation {last.number} are not there. "
+                "Start it again; it joins them, or continues the newest checkpoint"
             )
 
     def _ask(self, offer: Offer, give_up: float) -> dict[str, Offer]:
