@@ -47,8 +47,6 @@ setup(
         "xla-tpu": [TORCH_XLA.replace("==", "[tpu]=="), TORCH_OF_XLA],
         # A TPU VM with TorchTPU, which brings libtpu itself.
         "torchtpu": ["torch_tpu>=0.2", "torch>=2.11"],
-        # Balancing on a CPU: without it, a few times slower.
-        "grab": ["numba"],
         # Replicas that run a function of a notebook.
         "notebook": ["cloudpickle"],
         # Pictures: vbs plot --out.
@@ -70,7 +68,6 @@ setup(
             "torchvision",
             "scikit-learn",
             "matplotlib",
-            "numba",
             "tensorboard",
         ],
         "test": [
@@ -83,7 +80,6 @@ setup(
             "scikit-learn",
             "matplotlib",
             "mypy>=2.4,<2.5",  # what is strict is another thing in the next one
-            "numba",
             "plotly>=6",
             "pyarrow",
             "expecttest",  # torch's own tests, whose optimizers we run, import it

@@ -22,6 +22,7 @@ from grab_xla.balancing.decisions import (
     squared_norms,
     without_nan,
 )
+from grab_xla.balancing.row_by_row import balance_rows
 from grab_xla.balancing.rows import Rows
 from xla_replica import traits, where_finite
 from xla_replica.common.arguments import check_integer, check_number
@@ -68,17 +69,14 @@ class Centred(Balancer):
             rows, centre = self.centred(state, tile)
             is_tile = decide.tile_size is not None and isinstance(rows, Tensor)
             on_host = is_tile and traits(rows).is_host
-            is_compiled = on_host and decide.is_compiled
             # A tile on a CPU is small, so differences are formed: with them float32
             # loses no digits where the mean is larger than they are.
-            is_formed = weights is not None or (on_host and not is_compiled)
+            is_formed = weights is not None or (on_host and not decide.row_by_row)
             if centre is not None and is_formed:
                 rows, centre = rows - centre, None
             if weights is not None:
                 rows = rows * weights.unsqueeze(1)
-            if is_compiled:
-                from grab_xla.balancing.compiled_rows import balance_rows
-
+            if on_host and decide.row_by_row:
                 how = thresholds, self.depth, decide.tie
                 placements = balance_rows(rows, centre, sums, *how)
                 seen = (placements != 0).to(sums.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing.decisions import Decisions, add_, mark_nonfinite
 from grab_xla.balancing.reordering import reorder_interleaved
+from grab_xla.balancing.row_by_row import balance_rows
 from grab_xla.balancing.rows import Rows, UnformedRows
 from xla_replica import where_finite
 from xla_replica.common.arguments import check_integer
@@ -140,9 +141,7 @@ class PairBalance(BlockBalancer):
             differences = Differences(rows, self.num_workers)
         else:
             first, second = _partners(rows, self.num_workers)
-            if decide.is_compiled:
-                from grab_xla.balancing.compiled_rows import balance_rows
-
+            if decide.row_by_row:
                 return balance_rows(first, second, sums, thresholds_PN, 0, decide.tie)
             differences = mark_nonfinite(first - second, first, second)
         parts = []

@@ -52,7 +52,7 @@ class Decisions:
         sum_: Adds partial inner products over the shards of the columns, in place;
             None: one shard holds all columns, so they are whole.
         tile_size: How many rows' inner products are formed at once; None means all.
-        is_compiled: Whether rows are balanced by a compiled loop.
+        row_by_row: Whether rows are balanced one after the other; see `balance_rows`.
     """
 
     tie: str = "negative"
@@ -60,7 +60,7 @@ class Decisions:
     weights_R: Tensor | None = None
     sum_: Callable[[list[Tensor]], None] | None = None
     tile_size: int | None = None
-    is_compiled: bool = False
+    row_by_row: bool = False
 
     def tiles(self, rows_RD: Rows, *others: Tensor | None) -> Iterator[list[Any]]:
         """Yields tiles of rows and, of each of the others, its part for these rows.

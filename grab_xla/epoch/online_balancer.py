@@ -19,7 +19,6 @@ from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.gradients.row_copies import interleaved
 from xla_replica import full_matmul_precision, traits
 from xla_replica.common.arguments import check_choice, check_integer, check_number
-from xla_replica.common.compiling import has_numba
 
 # Sums over an epoch need this precision.
 DTYPES = (torch.float32, torch.float64)
@@ -67,7 +66,7 @@ class OnlineBalancer:
         if walk_constant is not None:
             check_number("prob_balance_c", walk_constant, above=0)
         on_host = traits(columns.device).is_host and not columns.shards
-        is_compiled = on_host and tile_size is None and has_numba()
+        row_by_row = on_host and tile_size is None
         # Replicas exchange a step at once, and a program would hold every piece.
         whole = columns.joins_updates or self._replica.is_lazy
         self.piece_size = None if whole else ordering.piece_size
@@ -80,7 +79,7 @@ class OnlineBalancer:
             tie,
             sum_=columns.all_reduce_ if columns.shards else None,
             tile_size=tile_size,
-            is_compiled=is_compiled,
+            row_by_row=row_by_row,
         )
         self.state = ordering.init(columns.num_own, columns.dtype, columns.device)
         # Zeros become data, or the first epoch would begin with a different program.

@@ -10,9 +10,9 @@ from support.grab_xla import ordering
 from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
 
 from grab_xla import BALANCE_TYPES, GraBSampler, random_projections
+from grab_xla.balancing import row_by_row
 from grab_xla.gradients import samples as matrix
 from tools.peak_memory import peak_memory
-from xla_replica.common.compiling import has_numba
 
 SHAPES = {"weight": (100, 100), "bias": (100,), "other": (9000,)}
 PARAMETERS = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -126,6 +126,7 @@ def test_pieces_change_nothing(name, options, tile_size, monkeypatch):
     options = {**options, "tile_size": tile_size}
     whole = epochs_in_pieces(name, monkeypatch, 10**6, **options)
     for numbers in (1, 4 * ordering.NUM_PARAMETERS):
+        monkeypatch.setattr(row_by_row, "_PIECE", 4)
         pieces = epochs_in_pieces(name, monkeypatch, numbers, **options)
         rounding = {} if name in INVARIANT else {"rtol": 1e-12, "atol": 1e-12}
         for key, value in whole[1].items():
@@ -164,9 +165,9 @@ def test_a_state_has_the_vectors_that_its_type_says(name):
     assert most == BALANCE_TYPES[kind.name](**options).num_vectors
 
 
-@pytest.mark.skipif(not has_numba(), reason="torch's operations form differences")
-def test_a_group_takes_one_row_more_than_training():
+def test_a_group_takes_one_row_more_than_training(monkeypatch):
     """No gradient is copied for ``.grad`` because the balance keeps it, too."""
+    monkeypatch.setattr(row_by_row, "_PIECE", 2**10)  # of a model that is as small
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
     x, parameters = torch.randn(4, 300), dict(model.named_parameters())
     sampler = GraBSampler(range(40), parameters, fidelity="group", group_size=4)
