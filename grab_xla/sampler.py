@@ -224,16 +224,6 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             ordering, self._columns, self._metrics, tie, tile_size, walk_constant
         )
         self._uses_gradients = ordering.needs_gradients or self._metrics.on
-        # Factors stand for gradients that are balanced as they are, where they are;
-        # replicas exchange columns, and metrics are of columns.
-        keeps_gradients = self.fidelity == "exact" and self._matrix.keeps_gradients
-        keeps_gradients &= self._weights.name == "equal"
-        is_alone = not (self._columns.joins_updates or self._metrics.on)
-        self._takes_factors = (keeps_gradients and is_alone) and all(
-            torch.promote_types(p.dtype, torch.float32) == dtype
-            and p.device.type == self.device.type
-            for p in trainable_params.values()
-        )
         if self._uses_gradients:
             xla_replica.refuse_sharded(
                 trainable_params, "GraBSampler", ", or take an order such as 'rr'"

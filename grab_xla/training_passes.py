@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grab_xla.balancing.rows import FactoredRows
 from grab_xla.gradients.groups import add_gradient, group_gradients, parameters_of
 from grab_xla.gradients.samples import sample_gradients
 from per_sample_grad import Capture
@@ -82,7 +81,7 @@ class TrainingPasses:
                 ``reduction`` is not allowed.
         """
         check_choice("reduction", reduction, ("mean", "sum"))
-        is_group, ordering = self._group_size > 1, self._orders.ordering
+        is_group = self._group_size > 1
         if is_group:
             self._check_group(losses)
         elif losses.dim() != 1:
@@ -103,17 +102,11 @@ class TrainingPasses:
                 "sampler.record(model):`, once for every backward()"
             )
         self._recorded = None
-        rows: Mapping[str, Tensor] | Tensor | FactoredRows
+        rows: Mapping[str, Tensor] | Tensor
         if isinstance(recorded, Capture):
-            state = self._balancer.state
-            factored = self._takes_factors and ordering.takes_factored(
-                state, len(losses)
-            )
-            balances = ordering if factored else None
             rows = sample_gradients(
-                recorded, losses, reduction, self._matrix.shapes, self.projection,
-                balances, from_samples,
-            )  # fmt: skip
+                recorded, losses, reduction, self.projection, from_samples
+            )
         else:
             dtype = self._balancer.columns.dtype
             rows = group_gradients(recorded, losses, reduction, dtype)
@@ -134,7 +127,7 @@ class TrainingPasses:
 
     def _place(
         self,
-        rows: Mapping[str, Tensor] | Tensor | FactoredRows,
+        rows: Mapping[str, Tensor] | Tensor,
         num_rows: int,
         indices: Sequence[int] | Tensor | None,
     ) -> None:
@@ -144,9 +137,6 @@ class TrainingPasses:
         if not progress.claim(num_rows, indices):
             return
         with self._timer("sorter_step"), torch.no_grad():
-            if isinstance(rows, FactoredRows):
-                balancer.place([rows])
-                return
             pieces = self._matrix.pieces(rows, balancer.piece_size)
             if progress.waits or self._replica.num_replicas > 1:
                 [piece] = pieces

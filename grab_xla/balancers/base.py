@@ -52,15 +52,6 @@ class Ordering:
     num_draws: ClassVar[int] = 1
     fills: ClassVar[Mapping[str, float]] = {}
 
-    @property
-    def num_vectors(self) -> int:
-        """How many vectors the state holds between steps, at most.
-
-        A vector has a number for every (projected) parameter.
-        """
-        state = self.init(0, torch.float32, torch.device("cpu"))
-        return sum(len(value) for value in state.values() if value.dim() == 2)
-
     def num_pending(self, state: State) -> int:
         """Returns the number of samples that wait for a partner."""
         return 0
@@ -120,22 +111,14 @@ class Ordering:
         """
         return state
 
-    def balance(self, state: State, rows_RD: Any, decide: Decisions) -> Balanced:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         """Balances the next R samples of the order, with gradients ``(R, columns)``.
 
         Returns the new state, and ``(P,)`` placements: those of samples that waited for
         a partner, then those of these samples, except the ones that wait now. It may
-        change tensors of the state in place. Rows are a tensor, unless `takes_factored`
-        allows others.
+        change tensors of the state in place.
         """
         return state, torch.zeros(0, dtype=self.placement_dtype, device=rows_RD.device)
-
-    def takes_factored(self, state: State, num_rows: int) -> bool:
-        """Returns whether `balance` takes so many rows as `UnformedRows`.
-
-        That is, whether it only needs their inner products and weighted sums.
-        """
-        return False
 
     def with_second_moment(self, state: State, second_moment: Tensor) -> State:
         """Returns the state that divides gradients by this ``(columns,)`` moment.

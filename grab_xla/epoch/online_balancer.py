@@ -13,7 +13,6 @@ from torch import Tensor
 
 from grab_xla.balancers import Ordering
 from grab_xla.balancing.decisions import TIES, Decisions
-from grab_xla.balancing.rows import Rows
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.gradients.row_copies import interleaved
@@ -194,7 +193,7 @@ class OnlineBalancer:
                 "before optimizer.step()"
             )
 
-    def place(self, pieces: Iterable[Rows]) -> None:
+    def place(self, pieces: Iterable[Tensor]) -> None:
         """Balances a step, given this replica's columns of its samples.
 
         ``pieces`` are ``(R, columns)`` at a time; see ``piece_size``. They are iterated
@@ -206,7 +205,7 @@ class OnlineBalancer:
                 self._place_piece(rows)
                 del rows  # before the next ones are formed
 
-    def _place_piece(self, rows_RD: Rows) -> None:
+    def _place_piece(self, rows_RD: Tensor) -> None:
         ordering, device = self._ordering, self.columns.device
         first, last = self.num_seen, self.num_seen + len(rows_RD)
         num_waiting = ordering.num_pending(self.state)
@@ -218,7 +217,7 @@ class OnlineBalancer:
             drawn = self._uniforms[first - num_waiting : last]
             thresholds = (self._walk_constant * (1 - 2 * drawn)).to(device)
             decide = dataclasses.replace(decide, thresholds_RN=thresholds)
-        if self._metrics.on and isinstance(rows_RD, Tensor):
+        if self._metrics.on:
             self._metrics.observe(rows_RD, weights)
         self.state, placements = ordering.balance(self.state, rows_RD, decide)
         num_decided = num_waiting + len(rows_RD) - ordering.num_pending(self.state)

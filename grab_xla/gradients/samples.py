@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from grab_xla.balancers import Ordering
-from grab_xla.balancing.decisions import without_nan
-from grab_xla.balancing.rows import FactoredRows, flat
 from grab_xla.gradients.groups import of_another_model
 from grab_xla.gradients.row_copies import flattened
 from grab_xla.random_projections import Projection as FormedProjection
@@ -20,15 +16,6 @@ from per_sample_grad import Capture, Factors, Projection
 from xla_replica import traits, where_finite
 from xla_replica.common.arguments import check_type
 
-# Forming gradients takes less time where a layer is applied to many positions of a
-# sample, as convolutions are, whose factors are not that much smaller. A layer that is
-# applied once to a sample is above this, unless it has few outputs.
-LEAST_COMPRESSION = 8
-# How many numbers of formed gradients, for each vector of the balance, take as long to
-# form and balance as products of their factors do; measured on a CPU.
-LEAST_SPARED = 2**20
-# So many numbers take too much memory, whatever time factors take: 64 MiB in float32.
-MOST_FORMED = 2**24
 # How many numbers are formed at once: 4 and 64 MiB in float32. Smaller pieces would
 # take notable time in calls.
 PIECE_ON_HOST, PIECE_ON_DEVICE = 2**20, 2**24
@@ -38,81 +25,49 @@ def sample_gradients(
     capture: Capture,
     losses: Tensor,
     reduction: Literal["mean", "sum"],
-    shapes: Mapping[str, tuple[int, ...]],
     projection: Projection | None = None,
-    ordering: Ordering | None = None,
     from_samples: bool = False,
-) -> dict[str, Tensor] | Tensor | FactoredRows:
+) -> dict[str, Tensor]:
     """Runs the backward pass of the mean loss, or of the sum.
 
     Args:
         capture: The recorded forward pass.
         losses: ``(B,)``.
         reduction: ``"mean"`` or ``"sum"``.
-        shapes: Those of the parameters, in the sequence of the columns.
         projection: Gradients are projected by this.
-        ordering: What balances rows that are known by their factors; None if all rows
-            must be formed.
         from_samples: ``.grad`` gets the mean, or the sum, of gradients of samples, if
             these are not projected.
 
     Returns:
-        What is balanced of every sample: ``(B, ...)`` by name, ``(B, columns)`` for all
-        parameters together, or rows that are not formed.
+        What is balanced of every sample, ``(B, ...)`` by name.
 
     Raises:
         RuntimeError: The losses do not depend on the parameters.
         PerSampleError: As for `Capture.backward`.
     """
-    found: dict[str, Tensor] | Tensor
-    factored: list[Factors] = []
-    sums: dict[str, Tensor] = {}
-    from_samples = from_samples and projection is None and len(losses) > 0
+    later: list[Factors] = []
 
     def rows(factors: Factors) -> dict[str, Tensor]:
-        if ordering is not None and factors.compression >= LEAST_COMPRESSION:
-            factored.append(factors)
+        # What is formed at the end is not in memory together with activations.
+        if factors.compression > 1:
+            later.append(factors)
             return {}
-        formed = factors.materialize()
-        if from_samples:
-            for name, gradients in formed.items():
-                sums[name] = getattr(gradients, reduction)(0)
-        return formed
+        return factors.materialize()
 
     if projection is not None:
         found = capture.project(losses, projection, accumulate=reduction)
     else:
+        from_samples = from_samples and len(losses) > 0
         accumulate = None if from_samples else reduction
         found = capture.stream(losses, rows, accumulate=accumulate)
-    if from_samples:
-        weight = 1 / len(losses) if reduction == "mean" else 1.0
-        for each in factored:
-            sums |= each.weighted_sum(torch.full_like(losses, weight))
-        capture.add_gradients(sums)
+        while later:
+            found |= later.pop().materialize()
+        if from_samples:
+            sums = {name: getattr(each, reduction)(0) for name, each in found.items()}
+            capture.add_gradients(sums)
     if capture.unused == capture.params.keys():
         raise of_another_model()
-    if ordering is None or isinstance(found, Tensor):
-        return found
-    if factored and not _are_worth_it(factored, len(losses), ordering, shapes):
-        while factored:
-            found |= factored.pop().materialize()
-    if not factored:
-        return found
-    finite = {name: without_nan(flat(rows)) for name, rows in found.items()}
-    return FactoredRows(shapes, factored, finite)
-
-
-def _are_worth_it(
-    factored: list[Factors],
-    num_samples: int,
-    ordering: Ordering,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> bool:
-    """Returns whether balancing factors takes less than forming the gradients."""
-    spared = sum(math.prod(s) for each in factored for s in each.shapes.values())
-    least = min(LEAST_SPARED * ordering.num_vectors, MOST_FORMED)
-    enough = num_samples * spared >= least
-    return 2 * spared > sum(map(math.prod, shapes.values())) and enough
+    return found
 
 
 class GradientMatrix:
@@ -131,7 +86,6 @@ class GradientMatrix:
 
     Attributes:
         shapes: As they were given.
-        keeps_gradients: Whether rows are the gradients themselves.
     """
 
     def __init__(
@@ -147,7 +101,6 @@ class GradientMatrix:
         self._projection, self._normalize = projection, normalize
         self._dtype, self._device, self._remark = dtype, device, remark
         self._projects = bool(projection.tables)
-        self.keeps_gradients = not (normalize or self._projects)
 
     def pieces(
         self, grads: Mapping[str, Tensor] | Tensor, multiple: int | None

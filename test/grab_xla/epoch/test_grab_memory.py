@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import warnings
 
 import pytest
 import torch
+from support.documents import read
 from support.grab_xla import ordering
 from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
 
@@ -150,7 +153,13 @@ def test_projecting_in_pieces_changes_rounding_only(name, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_state_has_the_vectors_that_its_type_says(name):
+def test_a_state_has_the_vectors_that_the_pages_table_says(name):
+    rows = re.findall(r"^\| (`.+?) \|.*?\| `([^`]+)`[^`|]*\|[^|]*\|$",
+                      read("docs/grab_xla.md"), re.MULTILINE)  # fmt: skip
+    told = {
+        type_: held for types, held in rows for type_ in re.findall("`(.*?)`", types)
+    }
+    assert told.keys() == BALANCE_TYPES.keys()
     sampler = KINDS[name].sampler(**({"tile_size": 3} if name in BALANCING else {}))
     most = 0
     for epoch in range(2):
@@ -162,7 +171,8 @@ def test_a_state_has_the_vectors_that_its_type_says(name):
             most = max(most, sum(len(value) for value in state if value.dim() == 2))
     kind = KINDS[name]
     options = {"orders": order} if kind.name == "fixed" else kind.options
-    assert most == BALANCE_TYPES[kind.name](**options).num_vectors
+    ordering_of = BALANCE_TYPES[kind.name](**options)
+    assert most == eval(told[kind.name], dataclasses.asdict(ordering_of))
 
 
 def test_a_group_takes_one_row_more_than_training(monkeypatch):

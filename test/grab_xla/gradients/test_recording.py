@@ -6,7 +6,6 @@ import copy
 import functools
 import math
 import warnings
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,9 +17,6 @@ from torch import nn
 import grab_xla
 import per_sample_grad as psg
 from grab_xla import GraBSampler
-from grab_xla.balancing.rows import FactoredRows
-from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.gradients import samples as gradients_of_samples
 
 N, BATCH, EPOCHS, VOCABULARY = 24, 4, 3, 11
 
@@ -125,7 +121,7 @@ def trained(name: str, balance: str, how: str, **options) -> tuple[list, nn.Modu
 @functools.cache
 def formed(name: str, balance: str) -> tuple[list, nn.Module]:
     """Returns what `trained` does with gradients that are formed."""
-    return trained(name, balance, "formed", **(FACTORED | FORMED)[balance])
+    return trained(name, balance, "formed", **TYPES[balance])
 
 
 def projected(projection: psg.Projection, name: str, gradients: torch.Tensor):
@@ -142,33 +138,10 @@ def assert_same_training(one: tuple, other: tuple) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.fixture
-def placed(monkeypatch) -> list[FactoredRows]:
-    """What was balanced without being formed."""
-    found, original = [], OnlineBalancer.place
-
-    def place(self, pieces):
-        found.extend(rows for rows in pieces if isinstance(rows, FactoredRows))
-        original(self, pieces)
-
-    monkeypatch.setattr(OnlineBalancer, "place", place)
-    return found
-
-
-@pytest.fixture
-def factored(placed, monkeypatch) -> list[FactoredRows]:
-    """The same, where factors are kept of all layers."""
-    monkeypatch.setattr(gradients_of_samples, "LEAST_COMPRESSION", 0)
-    monkeypatch.setattr(gradients_of_samples, "LEAST_SPARED", 0)
-    return placed
-
-
-FACTORED = {
+TYPES = {
     "mean": {},
     "pair": {},
     "recursive": {"depth": 2},
-}
-FORMED = {
     "recursive-pair": {"batch_size": BATCH},
     "batch": {},
     "batch-uncentred": {},
@@ -176,23 +149,15 @@ FORMED = {
 }
 
 
-@pytest.mark.parametrize("forms", [True, False])
-@pytest.mark.parametrize("balance", FACTORED | FORMED)
+@pytest.mark.parametrize("balance", TYPES)
 @pytest.mark.parametrize("name", MODELS)
-def test_exact_orders_are_those_of_formed_gradients(name, balance, forms, request):
-    factored = [] if forms else request.getfixturevalue("factored")
-    recorded = trained(name, balance, "recorded", **(FACTORED | FORMED)[balance])
-    forms |= balance in FORMED
-    steps = [] if forms else [BATCH] * (N // BATCH * EPOCHS)
-    assert [len(rows) for rows in factored] == steps
+def test_exact_orders_are_those_of_formed_gradients(name, balance):
+    recorded = trained(name, balance, "recorded", **TYPES[balance])
     assert_same_training(recorded, formed(name, balance))
 
 
-@pytest.mark.parametrize("forms", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_samples_may_make_those_of_the_model(name, forms, request):
-    if not forms:
-        request.getfixturevalue("factored")
+def test_gradients_of_samples_may_make_those_of_the_model(name):
     recorded = trained(name, "mean", "from samples")
     orders, model = formed(name, "mean")
     assert recorded[0] == orders
@@ -209,82 +174,20 @@ def weights(epoch: int) -> np.ndarray:
     [
         ("pair", {"num_workers": 2}),
         ("pair", {"prob_balance": True, "num_workers": 2}),
-        ("recursive", {"prob_balance": True, "tie": "positive"}),
-        ("mean", {"backwards": True}),
-    ],
-)
-def test_sequences_workers_and_drawn_signs_are_those_of_formed_gradients(
-    balance, options, factored
-):
-    recorded = trained("mlp", balance, "recorded", **options)
-    assert len(factored) == N // BATCH * EPOCHS
-    assert_same_training(recorded, trained("mlp", balance, "formed", **options))
-
-
-@pytest.mark.parametrize(
-    ("balance", "options"),
-    [
         ("pair", {"num_workers": 4}),  # pairs over two steps
+        ("recursive", {"prob_balance": True, "tie": "positive"}),
         ("recursive-pair", {"batch_size": 2}),  # two blocks in a step
+        ("mean", {"backwards": True}),
         *((name, {"weights": weights}) for name in ("mean", "pair", "batch")),
         ("sign", {}),
         ("adamean", {}),
         ("mean", {"normalize_grads": True}),
-        ("mean", {"random_projection": "kron", "pi_eps": 0.9}),
         ("mean", {"record_norm": True}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:random_projection")
-def test_what_factors_do_not_tell_is_formed(balance, options, factored):
+def test_options_balance_what_they_balance_of_formed_gradients(balance, options):
     recorded = trained("mlp", balance, "recorded", **options)
-    assert factored == []
     assert_same_training(recorded, trained("mlp", balance, "formed", **options))
-
-
-@pytest.mark.parametrize(("width", "is_formed"), [(160, True), (4000, False)])
-def test_wide_layers_that_are_applied_once_are_not_formed(width, is_formed, placed):
-    """The other layer holds as many factors as its gradient has numbers."""
-    model = nn.Sequential(nn.Linear(250, width), nn.Tanh(), nn.Linear(width, 1))
-    grab = sampler(model)
-    list(grab)
-    with grab.record(model):
-        losses = model(torch.randn(BATCH, 250)).sum(1)
-    grab.backward(losses)
-    assert grab.num_seen == BATCH
-    assert bool(placed) != is_formed
-    for rows in placed:
-        assert [set(each.shapes) for each in rows.factors] == [{"0.weight"}]
-        # Small gradients wait for others, and are formed.
-        assert set(rows.formed) == {"0.bias", "2.weight", "2.bias"}
-
-
-@pytest.mark.parametrize("balance", FACTORED)
-@pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
-def test_a_sample_that_is_not_finite_is_left_out_of_factors(balance, factored):
-    grab, other = (
-        sampler(mlp(), balance_type=balance, dtype=torch.float32, **FACTORED[balance])
-        for _ in range(2)
-    )
-    model = mlp()
-    for each in (grab, other):
-        list(each)
-    for batch in torch.tensor(grab.order).split(BATCH):
-        x = torch.randn(BATCH, 6)
-        x[1] = math.nan
-        gradients = psg.per_sample_grads(
-            model, lambda model, x: model(x).sum(1), (x,), check="never"
-        )
-        other.step(gradients, indices=batch)
-        with grab.record(model, check="never"):
-            losses = model(x).sum(1)
-        grab.backward(losses, indices=batch)
-        model.zero_grad()
-    assert len(factored) == N // BATCH
-    mine, theirs = (each.state_dict()["engine"] for each in (grab, other))
-    assert torch.equal(mine["codes"], theirs["codes"])
-    for name, value in mine["state"].items():
-        assert torch.isfinite(value).all()
-        torch.testing.assert_close(value, theirs["state"][name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("balance", ["mean", "pair"])
@@ -415,26 +318,20 @@ def test_an_order_that_needs_no_gradients_forms_none(options):
 def elastic(rank: int, ways: list[str]) -> list[tuple[list, list, list]]:
     """Trains elastically in several ways.
 
-    ``"factored"`` is exact and keeps factors wherever it can: on one replica. ``"from
-    samples"`` is exact and makes ``.grad`` from the gradients of samples.
+    ``"from samples"`` is exact and makes ``.grad`` from the gradients of samples.
     """
     found = []
     for how in ways:
         options = {"fidelity": "projected" if how == "projected" else "exact"}
         options |= {"projection_size": 40, "from_samples": how == "from samples"}
-        names = ("LEAST_SPARED", "LEAST_COMPRESSION") if how == "factored" else ()
-        limits = {"MOST_FORMED": 2**24, **dict.fromkeys(names, 0)}
-        with mock.patch.multiple(gradients_of_samples, **limits):
-            data = samples("mlp")
-            found.append(training.elastic(training.mlp(), data, EPOCHS, **options))
+        data = samples("mlp")
+        found.append(training.elastic(training.mlp(), data, EPOCHS, **options))
     return found
 
 
 @pytest.mark.parametrize("backend", training.BACKENDS)
 def test_under_a_trace_replicas_order_as_one_does(backend):
     ways = ["exact", "from samples", "projected"]
-    if backend.num_replicas == 1:  # several exchange columns, which are formed
-        ways.append("factored")
     for orders in training.assert_same_runs(elastic, ways, backend=backend):
         assert len({tuple(order) for order in orders}) == EPOCHS
 
