@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -25,7 +24,7 @@ from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
 from grab_xla.gradients.samples import GradientMatrix
-from grab_xla.random_projections import projection
+from grab_xla.random_projections import size_of
 from grab_xla.training_passes import TrainingPasses
 from per_sample_grad import Projection
 from xla_replica.common.arguments import check_type
@@ -35,12 +34,6 @@ from xla_replica.common.names import unwrapped
 # The version of `GraBSampler.state_dict`.
 VERSION = 1
 _PARAMETERS = "the checksum of the parameters' names, shapes and sequence"
-# What ends the error about gradients of wrong shapes where projections are balanced.
-_PROJECTED = (
-    ". With fidelity='projected', the default above 2^20 parameters, projections are "
-    "balanced, which backward() makes: pass fidelity='exact' to give gradients to "
-    "step()"
-)
 
 
 class GraBSampler(TrainingPasses, Sampler[int]):
@@ -85,8 +78,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             sampler says which (``CustomSampler.update_weights``). Or a function from
             the number of an epoch to ``(num_samples,)`` numbers, by position in its
             order, equal on all replicas.
-        random_projection, pi_eps, kron_order: Balance fewer numbers; see ``kind``,
-            ``eps`` and ``order`` of `projection`.
+        random_projection, pi_eps, kron_order: grab-sampler's way to ask for projections
+            of a size: ``"jl"``, ``"jl_sparse"`` or ``"kron"``; see
+            `random_projections.size_of`.
         normalize_grads: Whether to divide every (projected) gradient by its norm.
         prob_balance: Whether to draw signs by the self-balancing walk with the constant
             ``prob_balance_c`` instead of taking the better one.
@@ -111,8 +105,8 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         ReplicaError: Replicas have different first orders.
 
     Attributes:
-        projection: The map of ``fidelity="projected"``, for `Factors.project`; else
-            None.
+        projection: The map of gradients where projections are balanced, for
+            `Factors.project`; else None.
     """
 
     _rides = False  # whether exact sums balance, and not `after_update`
@@ -173,37 +167,31 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
         shapes = {name: tuple(p.shape) for name, p in trainable_params.items()}
         given = repr([(unwrapped(name), shape) for name, shape in shapes.items()])
-        self.projection: Projection | None = None
-        if self.fidelity == "projected":
-            self.projection = Projection(shapes, projection_size, seed=seed)
-            kept = self.projection.kept.items()
-            shapes = {name: (math.prod(sides),) for name, sides in kept}
         self._group_size = fidelities.samples_together(
             self.fidelity, group_size, self.num_samples, ordering
         )
         self._num_groups = self.num_samples // self._group_size
         ordering.check_fits(self._num_groups)
         self._weights = SampleWeights(weights, self.num_samples)
-        fewer = projection(
-            kind, sum(map(math.prod, shapes.values())), self._num_groups,
-            pi_eps, kron_order, seed, dtype, self.device,
-        )  # fmt: skip
-        remark = "" if self.projection is None else _PROJECTED
+        size = size_of(kind, shapes, self._num_groups, pi_eps, kron_order)
+        if size is None and self.fidelity == "projected":
+            size = projection_size
+        self.projection: Projection | None = None
+        if size is not None:
+            self.projection = Projection(shapes, size, seed=seed)
         self._matrix = GradientMatrix(
-            shapes, fewer, normalize_grads, dtype, self.device, remark
+            shapes, self.projection, normalize_grads, dtype, self.device
         )
-        num_columns = fewer.num_outputs
         walk_constant = prob_balance_c if prob_balance else None
-        drawn, weighting = (kind, pi_eps, kron_order, seed), self._weights.name
+        weighting = self._weights.name
         # What a saved state must agree with.
         self._identity: dict[str, Any] = {
             "version": VERSION,
             "balance_type": self.balance_type,
             "options": repr(ordering),
             "num_samples": self.num_samples,
-            "num_columns": num_columns,
+            "num_columns": self._matrix.num_columns,
             "settings": {
-                "random_projection": drawn if fewer.tables else kind,
                 "normalize_grads": normalize_grads,
                 "tie": tie,
                 "prob_balance": walk_constant,
@@ -214,7 +202,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             },
         }
         self._columns = Columns(
-            self._replica, num_columns, scheme, self.device, dtype, exact
+            self._replica, self._matrix.num_columns, scheme, self.device, dtype, exact
         )
         herding = "running" if stale_mean_herding else "exact"
         self._metrics = EpochMetrics(

@@ -39,8 +39,7 @@ class TrainingPasses:
         """
         if not self._uses_gradients:
             return contextlib.nullcontext()
-        of = self._matrix if self.projection is None else self.projection
-        parameters = parameters_of(model, of.shapes)
+        parameters = parameters_of(model, self._matrix.shapes)
         if self.fidelity == "group":
             self._recorded, self._is_recorded = parameters, True
             return contextlib.nullcontext()
@@ -108,8 +107,8 @@ class TrainingPasses:
                 recorded, losses, reduction, self.projection, from_samples
             )
         else:
-            dtype = self._balancer.columns.dtype
-            rows = group_gradients(recorded, losses, reduction, dtype)
+            dtype, projects = self._columns.dtype, self.projection is not None
+            rows = group_gradients(recorded, losses, reduction, dtype, projects)
         self._reduction = reduction
         self._place(rows, num_rows, indices)
 
@@ -158,10 +157,10 @@ class TrainingPasses:
         update; see `after_update`.
 
         Args:
-            per_sample_grads: ``(B, *shape)`` for every parameter; with
-                ``fidelity="projected"`` their projections, and with ``"group"`` the
-                mean gradients of B groups. A constant factor does not change the order;
-                a factor that differs between batches does.
+            per_sample_grads: ``(B, *shape)`` for every parameter, or, where projections
+                are balanced, what `projection` makes of them; with
+                ``fidelity="group"`` the mean gradients of B groups. A constant factor
+                does not change the order; a factor that differs between batches does.
             batch: False for one sample, or group, without a batch axis.
             indices: ``(B,)``, the samples of these gradients, to be compared with the
                 order. Keep them on the CPU, because reading them is a transfer.
