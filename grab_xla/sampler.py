@@ -25,6 +25,7 @@ from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
 from grab_xla.gradients.samples import GradientMatrix
 from grab_xla.random_projections import size_of
+from grab_xla.sorter import Sorter
 from grab_xla.training_passes import TrainingPasses
 from per_sample_grad import Projection
 from xla_replica.common.arguments import check_type
@@ -89,9 +90,10 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         tile_size: How many rows' inner products are formed at once; any number gives
             the same signs. The default depends on the backend.
         dtype: The dtype of the balance state; gradients are converted.
-        record_norm: Whether to keep the norms that `grad_norms` returns.
-        record_herding: Whether to keep what `herding` and `avg_grad_error` return; see
-            `EpochMetrics` for this and the next option.
+        record_norm: Whether to keep the norms that `sorter.grad_norms` returns.
+        record_herding: Whether to keep what `sorter.herding` and
+            `sorter.avg_grad_error` return; see `EpochMetrics` for this and the next
+            option.
         stale_mean_herding: Whether herding is centred by the mean of the previous
             epoch, in O(d) memory, instead of keeping all gradients of an epoch.
         cuda_herding: Accepted for code that passes it; gradients are kept where they
@@ -349,47 +351,6 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         if self._rides:
             exact.riders.append(self._progress)
 
-    def update_v(self, second_moment: Tensor) -> None:
-        """Gives 'adamean' the ``(d,)`` second moment that gradients are divided by.
-
-        Raises:
-            TypeError: The balance type does not scale gradients.
-            ValueError: It does not have a number for every (projected) parameter.
-        """
-        self._balancer.update_second_moment(second_moment)
-
-    def compute_order(
-        self,
-        model: torch.nn.Module,
-        params: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        loss_fn: Callable[[Any, Tensor], Tensor],
-    ) -> None:
-        """Computes the next epoch's order of 'ntk-eigen' at these parameters.
-
-        `grab_xla.contrib.ntk.per_sample_gradients` describes the arguments.
-
-        Raises:
-            TypeError: The balance type computes no order.
-        """
-        ordering = self._orders.ordering
-        self._orders.give(ordering.order_at(model, params, buffers, loss_fn))
-
-    @property
-    def grad_norms(self) -> list[float]:
-        """The gradients' norms in the order visited, if ``record_norm``."""
-        return self._metrics.norms()
-
-    @property
-    def herding(self) -> float:
-        """The largest infinity norm of a prefix sum so far, if ``record_herding``."""
-        return self._metrics.herding()[0]
-
-    @property
-    def avg_grad_error(self) -> float:
-        """The largest 2-norm of a prefix sum so far, if ``record_herding``."""
-        return self._metrics.herding()[1]
-
     def scalars(self) -> dict[str, float]:
         """Returns the metrics of the current epoch for TensorBoard; reads the device.
 
@@ -398,9 +359,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         return self._metrics.scalars()
 
     @property
-    def sorter(self) -> GraBSampler:
-        """This sampler: grab-sampler has some of its attributes in another object."""
-        return self
+    def sorter(self) -> Sorter:
+        """Measurements of the current epoch, and the balance type's own methods."""
+        return Sorter(self._orders, self._balancer, self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that the next orders depend on, without a number of replicas.

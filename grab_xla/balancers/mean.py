@@ -187,7 +187,7 @@ class SignBalance(MeanBalance):
 class AdaMeanBalance(MeanBalance):
     """Mean balance of gradients divided by the root of their second moment.
 
-    That is what `GraBSampler.update_v` received, such as Adam's; one if it was not
+    That is what ``sampler.sorter.update_v`` received, such as Adam's; one if it was not
     called.
 
     Attributes:
@@ -195,6 +195,7 @@ class AdaMeanBalance(MeanBalance):
     """
 
     fills: ClassVar[Mapping[str, float]] = {"scale": 1.0}
+    state_methods = ("update_v",)
 
     eps: float = 1e-8
 
@@ -214,12 +215,12 @@ class AdaMeanBalance(MeanBalance):
         sums = torch.cat([state["sums"][:-1], off_by])
         return super().begin_epoch({**state, "sums": sums})
 
-    def with_second_moment(self, state: State, second_moment: Tensor) -> State:
+    def update_v(self, state: State, second_moment: Tensor) -> State:
         """Returns the state with this epoch's deviations in the new unit.
 
         Where a second moment is negative or not finite, the scale does not change.
         """
-        scale = second_moment.reshape(1, -1).sqrt() + self.eps
+        scale = second_moment.sqrt() + self.eps
         scale = torch.where(where_finite(scale), scale, state["scale"])
         rescaled = state["sums"][-1:] * (state["scale"] / scale)
         sums = torch.cat([state["sums"][:-1], rescaled])

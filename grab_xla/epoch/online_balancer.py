@@ -242,20 +242,24 @@ class OnlineBalancer:
         self._placements = placements
         return fetched
 
-    def update_second_moment(self, second_moment: Tensor) -> None:
-        """See `GraBSampler.update_v`."""
-        value = second_moment.detach().reshape(1, -1)
+    def change_state(self, method: str, vector: Tensor) -> None:
+        """Replaces the state by what a method of the ordering makes of it and a vector.
+
+        Raises:
+            ValueError: It does not have a number for every (projected) parameter.
+        """
+        value = vector.detach().reshape(1, -1)
         value = value.to(self.columns.device, self.columns.dtype)
         if value.shape[1] != self.columns.num_columns:
             raise ValueError(
-                f"update_v: got {value.shape[1]} numbers, but gradients have "
+                f"{method}: got {value.shape[1]} numbers, but gradients have "
                 f"{self.columns.num_columns}"
             )
         # The replica's columns are part of this program, so it must not be the program
         # of a collective, of a step before it or after it, which all replicas share.
         self._replica.sync()
         own = self.columns.own(value)
-        self.state = self._ordering.with_second_moment(self.state, own)
+        self.state = getattr(self._ordering, method)(self.state, own)
         self._replica.sync()
 
     def state_dict(self) -> dict[str, Any]:
