@@ -6,6 +6,7 @@ with all of its nodes, of which a row passes few.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -51,51 +52,43 @@ def balance_rows(
     rows = zip(minuends.numpy(), itertools.cycle(others), itertools.cycle(limits))
     with np.errstate(all="ignore"):
         for x, y, row_limits in rows:
-            pieces = _difference(x, y, parts)
-            is_finite = math.isfinite(_dot(pieces(), pieces()))
-            placements.append(
-                _down_a_tree(pieces, totals, row_limits, tie) if is_finite else 0
-            )
+            difference = _difference(x, y, parts)
+            placements.append(_down_a_tree(difference, totals, row_limits, tie))
     return torch.tensor(placements, dtype=torch.int32)
+
+
+Pieces = Iterable[np.ndarray]
 
 
 def _difference(
     x: np.ndarray, y: np.ndarray | None, parts: Sequence[slice]
-) -> Callable[[], Iterable[np.ndarray]]:
+) -> Callable[[], Pieces]:
     """Returns what yields the pieces of x - y."""
     if y is not None and len(parts) > 1:
         return lambda: (x[part] - y[part] for part in parts)
     z = x if y is None else x - y
-    formed = [z[part] for part in parts]
-    return lambda: formed
+    return functools.partial(iter, [z[part] for part in parts])
 
 
 def _down_a_tree(
-    difference: Callable[[], Iterable[np.ndarray]],
-    totals: Sequence[Sequence[np.ndarray]],
+    difference: Callable[[], Pieces],
+    totals: Sequence[Pieces],
     limits: Sequence[float],
     tie: str,
 ) -> int:
     """Returns the placement of a row, and adds it to the accumulators it passes."""
+    if not math.isfinite(sum(map(np.dot, difference(), difference()), 0.0)):
+        return 0
     node = placement = 0
     for level, limit in enumerate(limits):
-        product = _dot(difference(), totals[node])
+        product = sum(map(np.dot, difference(), totals[node]), 0.0)
         positive = product < limit or (tie == "positive" and product == limit)
-        _add_(totals[node], difference(), np.add if positive else np.subtract)
+        for total, piece in zip(totals[node], difference()):
+            (np.add if positive else np.subtract)(total, piece, out=total)
         leaf = node - 2**level + 2
         placement = leaf if positive else -leaf
         node = 2 * node + (1 if positive else 2)
     if len(totals) == 2 ** len(limits):
-        _add_(totals[-1], difference(), np.add)
+        for total, piece in zip(totals[-1], difference()):
+            np.add(total, piece, out=total)
     return placement
-
-
-def _dot(x: Iterable[np.ndarray], y: Iterable[np.ndarray]) -> float:
-    return sum(float(a @ b) for a, b in zip(x, y))
-
-
-def _add_(
-    total: Iterable[np.ndarray], pieces: Iterable[np.ndarray], operation: np.ufunc
-) -> None:
-    for own, piece in zip(total, pieces):
-        operation(own, piece, out=own)

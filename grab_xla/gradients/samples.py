@@ -29,7 +29,7 @@ def sample_gradients(
     reduction: Literal["mean", "sum"],
     projection: Projection | None = None,
     from_samples: bool = False,
-) -> dict[str, Tensor]:
+) -> Mapping[str, Tensor] | Tensor:
     """Runs the backward pass of the mean loss, or of the sum.
 
     Args:
@@ -41,34 +41,45 @@ def sample_gradients(
             these are not projected.
 
     Returns:
-        What is balanced of every sample, ``(B, ...)`` by name.
+        What is balanced of every sample: gradients, ``(B, ...)`` by name, or ``(B,
+        columns)``, projections of all parameters.
 
     Raises:
         RuntimeError: The losses do not depend on the parameters.
         PerSampleError: As for `Capture.backward`.
     """
+    rows: Mapping[str, Tensor] | Tensor
+    if projection is None:
+        rows = _formed(capture, losses, reduction, from_samples and len(losses) > 0)
+    else:
+        rows = capture.project(losses, projection, accumulate=reduction)
+    if capture.unused == capture.params.keys():
+        raise of_another_model()
+    return rows
+
+
+def _formed(
+    capture: Capture,
+    losses: Tensor,
+    reduction: Literal["mean", "sum"],
+    from_samples: bool,
+) -> dict[str, Tensor]:
     later: list[Factors] = []
 
-    def rows(factors: Factors) -> dict[str, Tensor]:
+    def form(factors: Factors) -> dict[str, Tensor]:
         # What is formed at the end is not in memory together with activations.
         if factors.compression > 1:
             later.append(factors)
             return {}
         return factors.materialize()
 
-    if projection is not None:
-        found = capture.project(losses, projection, accumulate=reduction)
-    else:
-        from_samples = from_samples and len(losses) > 0
-        accumulate = None if from_samples else reduction
-        found = capture.stream(losses, rows, accumulate=accumulate)
-        while later:
-            found |= later.pop().materialize()
-        if from_samples:
-            sums = {name: getattr(each, reduction)(0) for name, each in found.items()}
-            capture.add_gradients(sums)
-    if capture.unused == capture.params.keys():
-        raise of_another_model()
+    accumulate = None if from_samples else reduction
+    found = capture.stream(losses, form, accumulate=accumulate)
+    while later:
+        found |= later.pop().materialize()
+    if from_samples:
+        sums = {name: getattr(each, reduction)(0) for name, each in found.items()}
+        capture.add_gradients(sums)
     return found
 
 
@@ -138,7 +149,7 @@ class GradientMatrix:
             pieces = list(zip(*(value.split(size) for value in values)))
         form = self._projected_rows if projects else self._rows
         if len(pieces) > 1 and not projects:
-            return _Formed(form, pieces)
+            return _Pieces(form, pieces)
         rows = [form(columns) for columns in pieces]
         return [rows[0] if len(rows) == 1 else torch.cat(rows)]
 
@@ -198,7 +209,7 @@ class GradientMatrix:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Formed:
+class _Pieces:
     """Rows that are formed piece by piece, anew each time they are iterated over."""
 
     form: Callable[[Sequence[Tensor]], Tensor]
