@@ -53,8 +53,6 @@ setup(
         "xla-tpu": [TORCH_XLA.replace("==", "[tpu]=="), TORCH_OF_XLA],
         # A TPU VM with TorchTPU, which brings libtpu itself.
         "torchtpu": ["torch_tpu>=0.2", "torch>=2.11"],
-        # Balancing on a CPU: without it, a few times slower.
-        "grab": ["numba"],
         # Pictures: vbs plot.
         "plot": ["matplotlib"],
         # PoolScores.to_frame().to_parquet, BlockDataset.from_parquet.
@@ -72,7 +70,6 @@ setup(
             "torchvision",
             "scikit-learn",
             "matplotlib",
-            "numba",
             "tensorboard",
         ],
         "test": [
@@ -84,7 +81,6 @@ setup(
             "scikit-learn",
             "matplotlib",
             "mypy>=2.4,<2.5",  # what is strict is another thing in the next one
-            "numba",
             "pyarrow",
             "expecttest",  # torch's own tests, whose optimizers we run, import it
             "torchft>=0.2,<0.3",

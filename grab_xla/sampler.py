@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -25,7 +24,8 @@ from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
 from grab_xla.gradients.samples import GradientMatrix
-from grab_xla.random_projections import projection
+from grab_xla.random_projections import size_of
+from grab_xla.sorter import Sorter
 from grab_xla.training_passes import TrainingPasses
 from per_sample_grad import Projection
 from xla_replica.common.arguments import check_type
@@ -35,12 +35,6 @@ from xla_replica.common.names import unwrapped
 # The version of `GraBSampler.state_dict`.
 VERSION = 2
 _PARAMETERS = "the checksum of the parameters' names, shapes and sequence"
-# What ends the error about gradients of wrong shapes where projections are balanced.
-_PROJECTED = (
-    ". With fidelity='projected', the default above 2^20 parameters, projections are "
-    "balanced, which backward() makes: pass fidelity='exact' to give gradients to "
-    "step()"
-)
 
 
 class GraBSampler(TrainingPasses, Sampler[int]):
@@ -85,8 +79,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             sampler says which (``CustomSampler.update_weights``). Or a function from
             the number of an epoch to ``(num_samples,)`` numbers, by position in its
             order, equal on all replicas.
-        random_projection, pi_eps, kron_order: Balance fewer numbers; see ``kind``,
-            ``eps`` and ``order`` of `projection`.
+        random_projection, pi_eps, kron_order: grab-sampler's way to ask for projections
+            of a size: ``"jl"``, ``"jl_sparse"`` or ``"kron"``; see
+            `random_projections.size_of`.
         normalize_grads: Whether to divide every (projected) gradient by its norm.
         prob_balance: Whether to draw signs by the self-balancing walk with the constant
             ``prob_balance_c`` instead of taking the better one.
@@ -95,9 +90,10 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         tile_size: How many rows' inner products are formed at once; any number gives
             the same signs. The default depends on the backend.
         dtype: The dtype of the balance state; gradients are converted.
-        record_norm: Whether to keep the norms that `grad_norms` returns.
-        record_herding: Whether to keep what `herding` and `avg_grad_error` return; see
-            `EpochMetrics` for this and the next option.
+        record_norm: Whether to keep the norms that `sorter.grad_norms` returns.
+        record_herding: Whether to keep what `sorter.herding` and
+            `sorter.avg_grad_error` return; see `EpochMetrics` for this and the next
+            option.
         stale_mean_herding: Whether herding is centred by the mean of the previous
             epoch, in O(d) memory, instead of keeping all gradients of an epoch.
         cuda_herding: Accepted for code that passes it; gradients are kept where they
@@ -111,8 +107,8 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         ReplicaError: Replicas have different first orders.
 
     Attributes:
-        projection: The map of ``fidelity="projected"``, for `Factors.project`; else
-            None.
+        projection: The map of gradients where projections are balanced, for
+            `Factors.project`; else None.
     """
 
     _rides = False  # whether exact sums balance, and not `after_update`
@@ -173,37 +169,31 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
         shapes = {name: tuple(p.shape) for name, p in trainable_params.items()}
         given = repr([(unwrapped(name), shape) for name, shape in shapes.items()])
-        self.projection: Projection | None = None
-        if self.fidelity == "projected":
-            self.projection = Projection(shapes, projection_size, seed=seed)
-            kept = self.projection.kept.items()
-            shapes = {name: (math.prod(sides),) for name, sides in kept}
         self._group_size = fidelities.samples_together(
             self.fidelity, group_size, self.num_samples, ordering
         )
         self._num_groups = self.num_samples // self._group_size
         ordering.check_fits(self._num_groups)
         self._weights = SampleWeights(weights, self.num_samples)
-        fewer = projection(
-            kind, sum(map(math.prod, shapes.values())), self._num_groups,
-            pi_eps, kron_order, seed, dtype, self.device,
-        )  # fmt: skip
-        remark = "" if self.projection is None else _PROJECTED
+        size = size_of(kind, shapes, self._num_groups, pi_eps, kron_order)
+        if size is None and self.fidelity == "projected":
+            size = projection_size
+        self.projection: Projection | None = None
+        if size is not None:
+            self.projection = Projection(shapes, size, seed=seed)
         self._matrix = GradientMatrix(
-            shapes, fewer, normalize_grads, dtype, self.device, remark
+            shapes, self.projection, normalize_grads, dtype, self.device
         )
-        num_columns = fewer.num_outputs
         walk_constant = prob_balance_c if prob_balance else None
-        drawn, weighting = (kind, pi_eps, kron_order, seed), self._weights.name
+        weighting = self._weights.name
         # What a saved state must agree with.
         self._identity: dict[str, Any] = {
             "version": VERSION,
             "balance_type": self.balance_type,
             "options": repr(ordering),
             "num_samples": self.num_samples,
-            "num_columns": num_columns,
+            "num_columns": self._matrix.num_columns,
             "settings": {
-                "random_projection": drawn if fewer.tables else kind,
                 "normalize_grads": normalize_grads,
                 "tie": tie,
                 "prob_balance": walk_constant,
@@ -214,7 +204,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             },
         }
         self._columns = Columns(
-            self._replica, num_columns, scheme, self.device, dtype, exact
+            self._replica, self._matrix.num_columns, scheme, self.device, dtype, exact
         )
         herding = "running" if stale_mean_herding else "exact"
         self._metrics = EpochMetrics(
@@ -224,16 +214,6 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             ordering, self._columns, self._metrics, tie, tile_size, walk_constant
         )
         self._uses_gradients = ordering.needs_gradients or self._metrics.on
-        # Factors stand for gradients that are balanced as they are, where they are;
-        # replicas exchange columns, and metrics are of columns.
-        keeps_gradients = self.fidelity == "exact" and self._matrix.keeps_gradients
-        keeps_gradients &= self._weights.name == "equal"
-        is_alone = not (self._columns.joins_updates or self._metrics.on)
-        self._takes_factors = (keeps_gradients and is_alone) and all(
-            torch.promote_types(p.dtype, torch.float32) == dtype
-            and p.device.type == self.device.type
-            for p in trainable_params.values()
-        )
         if self._uses_gradients:
             xla_replica.refuse_sharded(
                 trainable_params, "GraBSampler", ", or take an order such as 'rr'"
@@ -371,47 +351,6 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         if self._rides:
             exact.riders.append(self._progress)
 
-    def update_v(self, second_moment: Tensor) -> None:
-        """Gives 'adamean' the ``(d,)`` second moment that gradients are divided by.
-
-        Raises:
-            TypeError: The balance type does not scale gradients.
-            ValueError: It does not have a number for every (projected) parameter.
-        """
-        self._balancer.update_second_moment(second_moment)
-
-    def compute_order(
-        self,
-        model: torch.nn.Module,
-        params: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        loss_fn: Callable[[Any, Tensor], Tensor],
-    ) -> None:
-        """Computes the next epoch's order of 'ntk-eigen' at these parameters.
-
-        `grab_xla.contrib.ntk.per_sample_gradients` describes the arguments.
-
-        Raises:
-            TypeError: The balance type computes no order.
-        """
-        ordering = self._orders.ordering
-        self._orders.give(ordering.order_at(model, params, buffers, loss_fn))
-
-    @property
-    def grad_norms(self) -> list[float]:
-        """The gradients' norms in the order visited, if ``record_norm``."""
-        return self._metrics.norms()
-
-    @property
-    def herding(self) -> float:
-        """The largest infinity norm of a prefix sum so far, if ``record_herding``."""
-        return self._metrics.herding()[0]
-
-    @property
-    def avg_grad_error(self) -> float:
-        """The largest 2-norm of a prefix sum so far, if ``record_herding``."""
-        return self._metrics.herding()[1]
-
     def scalars(self) -> dict[str, float]:
         """Returns the metrics of the current epoch for TensorBoard; reads the device.
 
@@ -420,9 +359,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         return self._metrics.scalars()
 
     @property
-    def sorter(self) -> GraBSampler:
-        """This sampler: grab-sampler has some of its attributes in another object."""
-        return self
+    def sorter(self) -> Sorter:
+        """Measurements of the current epoch, and the balance type's own methods."""
+        return Sorter(self._orders, self._balancer, self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that the next orders depend on, without a number of replicas.

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grab_xla.balancing.rows import FactoredRows
 from grab_xla.gradients.groups import add_gradient, group_gradients, parameters_of
 from grab_xla.gradients.samples import sample_gradients
 from per_sample_grad import Capture, CoverageError
@@ -40,8 +39,7 @@ class TrainingPasses:
         """
         if not self._uses_gradients:
             return contextlib.nullcontext()
-        of = self._matrix if self.projection is None else self.projection
-        parameters = parameters_of(model, of.shapes)
+        parameters = parameters_of(model, self._matrix.shapes)
         if self.fidelity == "group":
             self._recorded, self._is_recorded = parameters, True
             return contextlib.nullcontext()
@@ -82,7 +80,7 @@ class TrainingPasses:
                 ``reduction`` is not allowed.
         """
         check_choice("reduction", reduction, ("mean", "sum"))
-        is_group, ordering = self._group_size > 1, self._orders.ordering
+        is_group = self._group_size > 1
         if is_group:
             self._check_group(losses)
         elif losses.dim() != 1:
@@ -103,18 +101,12 @@ class TrainingPasses:
                 "sampler.record(model):`, once for every backward()"
             )
         self._recorded = None
-        rows: Mapping[str, Tensor] | Tensor | FactoredRows
+        rows: Mapping[str, Tensor] | Tensor
         if isinstance(recorded, Capture):
-            state = self._balancer.state
-            factored = self._takes_factors and ordering.takes_factored(
-                state, len(losses)
-            )
-            balances = ordering if factored else None
             try:
                 rows = sample_gradients(
-                    recorded, losses, reduction, self._matrix.shapes, self.projection,
-                    balances, from_samples,
-                )  # fmt: skip
+                    recorded, losses, reduction, self.projection, from_samples
+                )
             except CoverageError as error:
                 raise CoverageError(
                     f"{error}. Give such options to sampler.record(), or balance "
@@ -122,8 +114,8 @@ class TrainingPasses:
                     'fidelity="group")'
                 ) from error
         else:
-            dtype = self._balancer.columns.dtype
-            rows = group_gradients(recorded, losses, reduction, dtype)
+            dtype, projects = self._columns.dtype, self.projection is not None
+            rows = group_gradients(recorded, losses, reduction, dtype, projects)
         self._reduction = reduction
         self._place(rows, num_rows, indices)
 
@@ -141,7 +133,7 @@ class TrainingPasses:
 
     def _place(
         self,
-        rows: Mapping[str, Tensor] | Tensor | FactoredRows,
+        rows: Mapping[str, Tensor] | Tensor,
         num_rows: int,
         indices: Sequence[int] | Tensor | None,
     ) -> None:
@@ -151,9 +143,6 @@ class TrainingPasses:
         if not progress.claim(num_rows, indices):
             return
         with self._timer("sorter_step"), torch.no_grad():
-            if isinstance(rows, FactoredRows):
-                balancer.place([rows])
-                return
             pieces = self._matrix.pieces(rows, balancer.piece_size)
             if progress.waits or self._replica.num_replicas > 1:
                 [piece] = pieces
@@ -175,10 +164,10 @@ class TrainingPasses:
         update; see `after_update`.
 
         Args:
-            per_sample_grads: ``(B, *shape)`` for every parameter; with
-                ``fidelity="projected"`` their projections, and with ``"group"`` the
-                mean gradients of B groups. A constant factor does not change the order;
-                a factor that differs between batches does.
+            per_sample_grads: ``(B, *shape)`` for every parameter, or, where projections
+                are balanced, what `projection` makes of them; with
+                ``fidelity="group"`` the mean gradients of B groups. A constant factor
+                does not change the order; a factor that differs between batches does.
             batch: False for one sample, or group, without a batch axis.
             indices: ``(B,)``, the samples of these gradients, to be compared with the
                 order. Keep them on the CPU, because reading them is a transfer.

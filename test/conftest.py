@@ -38,7 +38,7 @@ from xla_replica.starting import child_process
 # packages: most of a second in each of hundreds of processes. The server may have no
 # thread, so Arrow's allocator, which pandas loads, must not start one.
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
-child_process._IMPORTED += ["hypothesis", "numba", "pandas", "pytest"]
+child_process._IMPORTED += ["hypothesis", "pandas", "pytest"]
 
 # Files that take more than about 20 s begin first, the longest one before the others:
 # one that begins last keeps one worker busy, and the others wait.

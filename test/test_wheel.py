@@ -26,15 +26,6 @@ PACKAGES = [
     "grab_xla", "per_sample_grad", "rigl_xla", "variable_batch_size", "xla_replica",
 ]  # fmt: skip
 IMPORT_ALL = "\n".join(f"import {name}" for name in PACKAGES)
-ORDER = """
-import torch, grab_xla
-from xla_replica.common.compiling import has_numba
-assert has_numba()
-sampler = grab_xla.GraBSampler(range(4), {"w": torch.zeros(1)}, "mean")
-first = list(sampler)
-sampler.step({"w": torch.randn(4, 1)})
-assert sorted(sampler) == sorted(first)
-"""
 DRAW = """
 import pathlib, torch, xla_replica, variable_batch_size as vbs
 from variable_batch_size.command_line import main
@@ -84,14 +75,13 @@ with xla_replica.lighthouse() as address:
 # What each extra is for, as a script.
 USES = {
     "torchtpu": "from importlib.metadata import version\nversion('torch_tpu')",
-    "grab": ORDER,
     "plot": DRAW,
     "parquet": READ_PARQUET,
     "transformers": "from variable_batch_size.integrations.hugging_face import *",
     "lightning": "from variable_batch_size.integrations.lightning import *",
     "ray": "from ray.train import ScalingConfig\nScalingConfig(num_workers=(1, 8))",
     "live": MEMBER,
-    "examples": "import matplotlib, numba, sklearn, torchvision",
+    "examples": "import matplotlib, sklearn, torchvision",
     "test": f"""
 import pytest, sys
 sys.exit(pytest.main(["--collect-only", "-qq", "--rootdir={ROOT}", {str(ROOT)!r}]))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-LIBRARIES = ("torch", "torch_xla", "numpy", "numba", "scikit-learn")
+LIBRARIES = ("torch", "torch_xla", "numpy", "scikit-learn")
 ROOT = Path(__file__).resolve().parents[1]
 GOALS = {"at_most": "at most", "at_least": "at least"}  # and how they are read
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -43,6 +43,9 @@ class Ordering:
             balancing; may be a property.
         fills: What tensors of the state, by name, hold in columns that fill up a
             replica's share. Default: 0.
+        order_methods, state_methods: The names of methods that `GraBSampler.sorter`
+            hands on: those that return the next epoch's order, and those that return a
+            new state of a state and a vector, ``(1, columns)``.
     """
 
     needs_gradients: ClassVar[bool] = False
@@ -51,15 +54,8 @@ class Ordering:
     piece_size: ClassVar[int | None] = None
     num_draws: ClassVar[int] = 1
     fills: ClassVar[Mapping[str, float]] = {}
-
-    @property
-    def num_vectors(self) -> int:
-        """How many vectors the state holds between steps, at most.
-
-        A vector has a number for every (projected) parameter.
-        """
-        state = self.init(0, torch.float32, torch.device("cpu"))
-        return sum(len(value) for value in state.values() if value.dim() == 2)
+    order_methods: ClassVar[Collection[str]] = ()
+    state_methods: ClassVar[Collection[str]] = ()
 
     def num_pending(self, state: State) -> int:
         """Returns the number of samples that wait for a partner."""
@@ -120,44 +116,14 @@ class Ordering:
         """
         return state
 
-    def balance(self, state: State, rows_RD: Any, decide: Decisions) -> Balanced:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         """Balances the next R samples of the order, with gradients ``(R, columns)``.
 
         Returns the new state, and ``(P,)`` placements: those of samples that waited for
         a partner, then those of these samples, except the ones that wait now. It may
-        change tensors of the state in place. Rows are a tensor, unless `takes_factored`
-        allows others.
+        change tensors of the state in place.
         """
         return state, torch.zeros(0, dtype=self.placement_dtype, device=rows_RD.device)
-
-    def takes_factored(self, state: State, num_rows: int) -> bool:
-        """Returns whether `balance` takes so many rows as `UnformedRows`.
-
-        That is, whether it only needs their inner products and weighted sums.
-        """
-        return False
-
-    def with_second_moment(self, state: State, second_moment: Tensor) -> State:
-        """Returns the state that divides gradients by this ``(columns,)`` moment.
-
-        Raises:
-            TypeError: The balance type does not scale gradients.
-        """
-        raise TypeError(f"update_v: {type(self).__name__} does not scale gradients")
-
-    def order_at(
-        self,
-        model: torch.nn.Module,
-        params: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        loss_fn: Callable[[Any, Tensor], Tensor],
-    ) -> np.ndarray:
-        """Returns the order at these parameters; see `GraBSampler.compute_order`.
-
-        Raises:
-            TypeError: The balance type computes no order.
-        """
-        raise TypeError(f"compute_order: {type(self).__name__} computes no order")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

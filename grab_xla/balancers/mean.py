@@ -17,12 +17,11 @@ from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing.decisions import (
     SMALLEST,
     Decisions,
-    add_,
     mark_nonfinite,
     squared_norms,
     without_nan,
 )
-from grab_xla.balancing.rows import Rows
+from grab_xla.balancing.row_by_row import balance_rows
 from xla_replica import traits, where_finite
 from xla_replica.common.arguments import check_integer, check_number
 
@@ -48,37 +47,27 @@ class Centred(Balancer):
             state[name].zero_()
         return state
 
-    def takes_factored(self, state: State, num_rows: int) -> bool:
-        own = type(self)
-        return (own.balance, own.centred, own.begin_step) == (
-            Centred.balance, Centred.centred, Balancer.begin_step,
-        )  # fmt: skip
-
-    def centred(self, state: State, rows_RD: Any) -> tuple[Any, Tensor | None]:
+    def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns rows and a centre, ``(1, columns)``; the difference is balanced.
 
         The centre is None if rows have been centred.
         """
         return rows_RD, state["mean"]
 
-    def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         sums, count, parts = state["sums"], state["count"], []
         others = decide.thresholds_RN, decide.weights_R
         for tile, thresholds, weights in decide.tiles(rows_RD, *others):
             rows, centre = self.centred(state, tile)
-            is_tile = decide.tile_size is not None and isinstance(rows, Tensor)
-            on_host = is_tile and traits(rows).is_host
-            is_compiled = on_host and decide.is_compiled
+            on_host = decide.tile_size is not None and traits(rows).is_host
             # A tile on a CPU is small, so differences are formed: with them float32
             # loses no digits where the mean is larger than they are.
-            is_formed = weights is not None or (on_host and not is_compiled)
+            is_formed = weights is not None or (on_host and not decide.row_by_row)
             if centre is not None and is_formed:
                 rows, centre = rows - centre, None
             if weights is not None:
                 rows = rows * weights.unsqueeze(1)
-            if is_compiled:
-                from grab_xla.balancing.compiled_rows import balance_rows
-
+            if decide.row_by_row:
                 how = thresholds, self.depth, decide.tie
                 placements = balance_rows(rows, centre, sums, *how)
                 seen = (placements != 0).to(sums.dtype)
@@ -90,7 +79,7 @@ class Centred(Balancer):
                 signs, placements = self.walk(*walk)
                 seen = finite.to(sums.dtype)
                 factors = torch.cat([signs, seen.unsqueeze(1)], dim=1).T
-                add_(sums, factors, rows)
+                sums.addmm_(factors, rows)
                 if centre is not None:
                     sums.addcmul_(factors.sum(1, keepdim=True), centre, value=-1)
             count = count + (seen if weights is None else seen * weights).sum()
@@ -198,7 +187,7 @@ class SignBalance(MeanBalance):
 class AdaMeanBalance(MeanBalance):
     """Mean balance of gradients divided by the root of their second moment.
 
-    That is what `GraBSampler.update_v` received, such as Adam's; one if it was not
+    That is what ``sampler.sorter.update_v`` received, such as Adam's; one if it was not
     called.
 
     Attributes:
@@ -206,6 +195,7 @@ class AdaMeanBalance(MeanBalance):
     """
 
     fills: ClassVar[Mapping[str, float]] = {"scale": 1.0}
+    state_methods = ("update_v",)
 
     eps: float = 1e-8
 
@@ -225,12 +215,12 @@ class AdaMeanBalance(MeanBalance):
         sums = torch.cat([state["sums"][:-1], off_by])
         return super().begin_epoch({**state, "sums": sums})
 
-    def with_second_moment(self, state: State, second_moment: Tensor) -> State:
+    def update_v(self, state: State, second_moment: Tensor) -> State:
         """Returns the state with this epoch's deviations in the new unit.
 
         Where a second moment is negative or not finite, the scale does not change.
         """
-        scale = second_moment.reshape(1, -1).sqrt() + self.eps
+        scale = second_moment.sqrt() + self.eps
         scale = torch.where(where_finite(scale), scale, state["scale"])
         rescaled = state["sums"][-1:] * (state["scale"] / scale)
         sums = torch.cat([state["sums"][:-1], rescaled])

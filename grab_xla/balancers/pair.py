@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
-from grab_xla.balancing.decisions import Decisions, add_, mark_nonfinite
+from grab_xla.balancing.decisions import Decisions, mark_nonfinite
 from grab_xla.balancing.reordering import reorder_interleaved
-from grab_xla.balancing.rows import Rows, UnformedRows
+from grab_xla.balancing.row_by_row import balance_rows
 from xla_replica import where_finite
 from xla_replica.common.arguments import check_integer
 
@@ -41,7 +40,9 @@ class BlockBalancer(Balancer):
     def num_sums(self) -> int: ...
 
     @abc.abstractmethod
-    def balance_blocks(self, sums: Tensor, rows_RD: Any, decide: Decisions) -> Tensor:
+    def balance_blocks(
+        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
+    ) -> Tensor:
         """Returns the placements of whole blocks, and adds to ``sums`` in place."""
 
     def check_fits(self, num_samples: int) -> None:
@@ -56,10 +57,6 @@ class BlockBalancer(Balancer):
     def piece_size(self) -> int | None:  # type: ignore[override]
         return self.block_size
 
-    @property
-    def num_vectors(self) -> int:
-        return self.num_sums + self.block_size - 1
-
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
         sums = torch.zeros(self.num_sums, num_columns, dtype=dtype, device=device)
         return {"sums": sums, "pending": sums.new_zeros(0, num_columns)}
@@ -72,10 +69,7 @@ class BlockBalancer(Balancer):
         # No sample waits. Not a slice: its program would depend on how many waited.
         return {"sums": sums, "pending": sums.new_zeros(0, sums.shape[1])}
 
-    def balance(self, state: State, rows_RD: Rows, decide: Decisions) -> Balanced:
-        if isinstance(rows_RD, UnformedRows):  # whole blocks
-            placements = self.balance_blocks(state["sums"], rows_RD, decide)
-            return state, placements.to(self.placement_dtype)
+    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         rows = rows_RD
         if decide.weights_R is not None:
             rows = rows * decide.weights_R.unsqueeze(1)
@@ -118,71 +112,26 @@ class PairBalance(BlockBalancer):
     def num_sums(self) -> int:
         return 1
 
-    def takes_factored(self, state: State, num_rows: int) -> bool:
-        own = type(self).balance_blocks is PairBalance.balance_blocks
-        is_whole = self.num_pending(state) == 0 and num_rows % self.block_size == 0
-        return own and is_whole
-
-    def balance_blocks(self, sums: Tensor, rows_RD: Rows, decide: Decisions) -> Tensor:
-        thresholds = decide.thresholds_RN
-        if thresholds is not None:
-            # That of the partner, which came last.
-            thresholds = _partners(thresholds[: len(rows_RD)], self.num_workers)[1]
-        signs = self._signs(sums, rows_RD, thresholds, decide)
-        return _of_both(signs, -signs, self.num_workers)
-
-    def _signs(
-        self, sums: Tensor, rows: Rows, thresholds_PN: Tensor | None, decide: Decisions
+    def balance_blocks(
+        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
     ) -> Tensor:
-        """Returns the signs of the pairs, ``(P,)``, and adds the pairs to ``sums``."""
-        differences: Rows
-        if isinstance(rows, UnformedRows):
-            differences = Differences(rows, self.num_workers)
+        first, second = _partners(rows_RD, self.num_workers)
+        limits = decide.thresholds_RN
+        if limits is not None:
+            # That of the partner, which came last.
+            limits = _partners(limits[: len(rows_RD)], self.num_workers)[1]
+        if decide.row_by_row:
+            signs = balance_rows(first, second, sums, limits, 0, decide.tie)
         else:
-            first, second = _partners(rows, self.num_workers)
-            if decide.is_compiled:
-                from grab_xla.balancing.compiled_rows import balance_rows
-
-                return balance_rows(first, second, sums, thresholds_PN, 0, decide.tie)
             differences = mark_nonfinite(first - second, first, second)
-        parts = []
-        for vectors, limits in decide.tiles(differences, thresholds_PN):
-            gram, products = decide.gram(vectors, sums)
-            finite = where_finite(torch.diagonal(gram))
-            limits = None if limits is None else limits[:, 0]
-            signs = decide.signs(products[:, 0], gram, finite, limits)
-            add_(sums, signs.unsqueeze(0), vectors)
-            parts.append(signs)
-        return torch.cat(parts)
+            signs = _signs(sums, differences, limits, decide)
+        by_worker = signs.view(-1, 1, self.num_workers)
+        return torch.cat([by_worker, -by_worker], dim=1).flatten()
 
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
     ) -> np.ndarray:
         return reorder_interleaved(order, placements, self.num_workers)
-
-
-@dataclasses.dataclass(frozen=True)
-class Differences(UnformedRows):
-    """Differences of the partners of whole pairs, of rows that are not formed."""
-
-    rows: UnformedRows
-    num_workers: int
-
-    def __len__(self) -> int:
-        return len(self.rows) // 2
-
-    def gram(self) -> Tensor:
-        first, second = _partners(self.rows.gram(), self.num_workers)
-        first, second = _partners((first - second).T, self.num_workers)
-        return first - second
-
-    def __matmul__(self, vectors_DV: Tensor) -> Tensor:
-        first, second = _partners(self.rows @ vectors_DV, self.num_workers)
-        return first - second
-
-    def add_(self, sums_VD: Tensor, weights_VR: Tensor) -> None:
-        weights = weights_VR.T
-        self.rows.add_(sums_VD, _of_both(weights, -weights, self.num_workers).T)
 
 
 def _partners(rows_RN: Tensor, num_workers: int) -> tuple[Tensor, Tensor]:
@@ -193,7 +142,16 @@ def _partners(rows_RN: Tensor, num_workers: int) -> tuple[Tensor, Tensor]:
     return blocks[:, 0].flatten(0, 1), blocks[:, 1].flatten(0, 1)
 
 
-def _of_both(first: Tensor, second: Tensor, num_workers: int) -> Tensor:
-    """Returns what `_partners` takes apart."""
-    both = [each.unflatten(0, (-1, 1, num_workers)) for each in (first, second)]
-    return torch.cat(both, dim=1).flatten(0, 2)
+def _signs(
+    sums: Tensor, rows_RD: Tensor, limits_RN: Tensor | None, decide: Decisions
+) -> Tensor:
+    """Returns the signs of rows, ``(R,)``, and adds them to ``sums`` with these."""
+    parts = []
+    for rows, limits in decide.tiles(rows_RD, limits_RN):
+        gram, products = decide.gram(rows, sums)
+        finite = where_finite(torch.diagonal(gram))
+        limits = None if limits is None else limits[:, 0]
+        signs = decide.signs(products[:, 0], gram, finite, limits)
+        sums.addmm_(signs.unsqueeze(0), rows)
+        parts.append(signs)
+    return torch.cat(parts)

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grab_xla.balancing.rows import Rows, UnformedRows
 from xla_replica import comparable, lazy_operation, traits
 
 TIES = ("negative", "positive")
@@ -52,7 +51,7 @@ class Decisions:
         sum_: Adds partial inner products over the shards of the columns, in place;
             None: one shard holds all columns, so they are whole.
         tile_size: How many rows' inner products are formed at once; None means all.
-        is_compiled: Whether rows are balanced by a compiled loop.
+        row_by_row: Whether rows are balanced one after the other; see `balance_rows`.
     """
 
     tie: str = "negative"
@@ -60,19 +59,15 @@ class Decisions:
     weights_R: Tensor | None = None
     sum_: Callable[[list[Tensor]], None] | None = None
     tile_size: int | None = None
-    is_compiled: bool = False
+    row_by_row: bool = False
 
-    def tiles(self, rows_RD: Rows, *others: Tensor | None) -> Iterator[list[Any]]:
-        """Yields tiles of rows and, of each of the others, its part for these rows.
-
-        Rows that are not one matrix are one tile.
-        """
-        num_rows = max(len(rows_RD), 1)
-        size = num_rows if isinstance(rows_RD, UnformedRows) else self.tile_size
-        for start in range(0, num_rows, size or num_rows):
-            own = slice(start, start + (size or num_rows))
-            tile = rows_RD if isinstance(rows_RD, UnformedRows) else rows_RD[own]
-            yield [tile, *(each if each is None else each[own] for each in others)]
+    def tiles(self, *of_rows: Tensor | None) -> Iterator[list[Any]]:
+        """Yields tiles of rows and, of each of the others, its part for these rows."""
+        num_rows = max(len(of_rows[0]), 1)  # type: ignore[arg-type]
+        size = self.tile_size or num_rows
+        for start in range(0, num_rows, size):
+            own = slice(start, start + size)
+            yield [each if each is None else each[own] for each in of_rows]
 
     def whole(self, partial: Tensor) -> Tensor:
         """Returns partial inner products summed over the shards of the columns."""
@@ -81,7 +76,7 @@ class Decisions:
         return partial
 
     def gram(
-        self, rows_RD: Rows, vectors_VD: Tensor, centre_1D: Tensor | None = None
+        self, rows_RD: Tensor, vectors_VD: Tensor, centre_1D: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns inner products of rows, ``(R, R)``, and with vectors, ``(R, V)``.
 
@@ -89,8 +84,7 @@ class Decisions:
         takes one sum over the shards. A row that is not finite affects its own row and
         column of the first and its own row of the second, nothing else.
         """
-        gram = rows_RD @ rows_RD.T if isinstance(rows_RD, Tensor) else rows_RD.gram()
-        parts = [gram, rows_RD @ vectors_VD.T]
+        parts = [rows_RD @ rows_RD.T, rows_RD @ vectors_VD.T]
         if centre_1D is not None:
             # Products are joined rather than vectors, of which a tree has many.
             parts[1] = torch.cat([parts[1], rows_RD @ centre_1D.T], 1)
@@ -184,23 +178,12 @@ def squared_norms(rows_RD: Tensor) -> Tensor:
     return torch.square(torch.linalg.vector_norm(rows_RD, dim=1))
 
 
-def add_(sums_VD: Tensor, weights_VR: Tensor, rows_RD: Rows) -> None:
-    """Adds weighted sums of rows in place."""
-    if isinstance(rows_RD, UnformedRows):
-        rows_RD.add_(sums_VD, weights_VR)
-    else:
-        sums_VD.addmm_(weights_VR, rows_RD)
-
-
-def without_nan(rows_RD: Any) -> Any:
+def without_nan(rows_RD: Tensor) -> Tensor:
     """Returns the rows with a huge number in place of what is not finite.
 
     Its square overflows, so the norm of the row shows it; but its product with a weight
-    of 0 is 0, so leaving the row out takes no other pass through all rows. Rows that
-    are not formed stay as they are, because they are left out without that.
+    of 0 is 0, so leaving the row out takes no other pass through all rows.
     """
-    if isinstance(rows_RD, UnformedRows):
-        return rows_RD
     # On a CPU a look costs little.
     if traits(rows_RD).is_host and math.isfinite(float(rows_RD.sum())):
         return rows_RD

@@ -1,5 +1,8 @@
 """The empirical neural tangent kernel of a model's loss, and orders from it.
 
+Nothing else in `grab_xla` knows these balance types: they are in `BALANCE_TYPES` as
+those of your own file would be.
+
 The kernel of n samples is K = F F^T, where row i of F, the features, is the gradient of
 sample i's loss. It takes O(n^2 d) time and holds n d numbers, and orders take O(n^3) in
 float64 on the host: use them before a run or between epochs, for a few thousand
@@ -67,11 +70,10 @@ def per_sample_gradients(
         TypeError: A sample is not a pair.
         PerSampleError: The gradients would be wrong; see `per_sample_grad.capture`.
     """
-    if not params:
-        raise ValueError("params is empty: there is no gradient to compute")
-    device, num_samples = next(iter(params.values())).device, len(dataset)  # type: ignore[arg-type]
-    if not num_samples:
-        raise ValueError("the dataset is empty: there is no gradient to compute")
+    num_samples = len(dataset)  # type: ignore[arg-type]
+    if not params or not num_samples:
+        raise ValueError("params or the dataset is empty: there is no gradient")
+    device = next(iter(params.values())).device
     copied = copy.deepcopy(model).to(dtype)
     own = dict(copied.named_buffers(remove_duplicate=False))
     own |= dict(copied.named_parameters(remove_duplicate=False))
@@ -98,9 +100,8 @@ def per_sample_gradients(
             each[filled].to(device, dtype if each.is_floating_point() else each.dtype)
             for each in (x, y)
         )
-        gradients = per_sample_grads(
-            copied, losses, (x, y), params=list(params), fallback="loop"
-        )
+        options: dict[str, Any] = {"params": list(params), "fallback": "loop"}
+        gradients = per_sample_grads(copied, losses, (x, y), **options)
         rows.append(torch.cat([gradients[n].flatten(1) for n in params], dim=1))
         if xla_replica.traits(device).is_lazy:
             xla_replica.current().sync()  # Otherwise all batches are one program.
@@ -118,39 +119,25 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
     return parts[0], parts[1]
 
 
-def empirical_ntk(
-    model: torch.nn.Module,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    loss_fn: LossFn,
-    dataset: Dataset[Any],
-    batch_size: int = 128,
-    dtype: torch.dtype = torch.float32,
-    centered: bool = True,
-) -> Tensor:
+def empirical_ntk(*given: Any, centered: bool = True, **named: Any) -> Tensor:
     """Returns the kernel of a model's per-sample gradients, symmetric, ``(n, n)``.
 
     Args:
-        model, params, buffers, loss_fn, dataset, batch_size, dtype: See
-            `per_sample_gradients`, also for errors.
+        *given, **named: See `per_sample_gradients`, also for errors.
         centered: Whether to subtract the mean gradient first, which makes the constant
             vector an eigenvector of eigenvalue zero.
 
     Raises:
         ValueError: A gradient is not finite (the message names the samples).
     """
-    features = per_sample_gradients(
-        model, params, buffers, loss_fn, dataset, batch_size, dtype
-    )
+    features = per_sample_gradients(*given, **named)
     _check_finite(features, "gradients")
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    kernel = torch.zeros(len(features), len(features), dtype=wide)
-    kernel = kernel.to(features.device)
+    wide = torch.promote_types(features.dtype, torch.float32)
+    kernel = torch.zeros(len(features), len(features), dtype=wide).to(features.device)
     for chunk in features.split(CHUNK, dim=1):
         chunk = chunk.to(wide)
-        if centered:
-            chunk = chunk - chunk.mean(0)
-        kernel = kernel + chunk @ chunk.T
+        rows = chunk - chunk.mean(0) if centered else chunk
+        kernel = kernel + rows @ rows.T
     return (kernel + kernel.T) / 2  # The product may not be symmetric to the last bit.
 
 
@@ -236,9 +223,7 @@ def eigen_order(
         warnings.warn(
             f"the order by the {'largest' if largest else 'smallest'} eigenvalue's "
             f"eigenvector is rounding noise: its entries differ by {spread:.1e}, and "
-            f"the eigenvalue, {nearest[0]:.3g}, by {gap:.1e} from the next. The "
-            "smallest eigenvector of a centred kernel, or of more samples than "
-            "parameters, is not worth sorting by: use the largest, or another kernel",
+            f"the eigenvalue by {gap:.1e} from the next. Use the largest one",
             stacklevel=2,
         )
     rounded = np.round(vector, 12)  # Entries that differ by rounding become equal.
@@ -285,14 +270,11 @@ class _KernelOrder(Ordering):
     kernel_dtype: torch.dtype = torch.float32
     centered_feature_map: bool = True
 
-    def __post_init__(self) -> None:
-        check_integer("batch_size", self.batch_size, 1)
-
-    def kernel(self, *model_and_loss: Any) -> Tensor:
+    def kernel(self, *given: Any, **named: Any) -> Tensor:
         """Returns ``(n, n)`` for a model, its params and buffers, and a loss."""
-        options = (self.batch_size, self.kernel_dtype, self.centered_feature_map)
-        given: Any = (*model_and_loss, self.dataset, *options)
-        return empirical_ntk(*given)
+        named |= {"dataset": self.dataset, "batch_size": self.batch_size}
+        named |= {"dtype": self.kernel_dtype, "centered": self.centered_feature_map}
+        return empirical_ntk(*given, **named)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,18 +287,18 @@ class NTKEigen(_KernelOrder):
         abs_eig: Whether to sort by magnitude.
     """
 
+    order_methods = ("compute_order",)
+
     largest_eig: bool = False
     descending_eig: bool = True
     abs_eig: bool = False
 
-    def order_at(
-        self,
-        model: torch.nn.Module,
-        params: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        loss_fn: LossFn,
-    ) -> np.ndarray:
-        kernel = self.kernel(model, params, buffers, loss_fn)
+    def compute_order(self, *given: Any, **named: Any) -> np.ndarray:
+        """Returns the order for (model, params, buffers, loss_fn).
+
+        `per_sample_gradients` describes them.
+        """
+        kernel = self.kernel(*given, **named)
         return eigen_order(kernel, self.largest_eig, self.descending_eig, self.abs_eig)
 
 
@@ -329,15 +311,17 @@ class _AtConstruction:
     buffers: Mapping[str, Tensor] = dataclasses.field(repr=False)
     loss_fn: LossFn = dataclasses.field(repr=False)
 
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self.model, self.params, self.buffers, self.loss_fn
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NTKFixedEigen(_AtConstruction, NTKEigen):
     """The order of `NTKEigen` at the first parameters, in every epoch."""
 
-    def first_order(
-        self, num_samples: int, shuffled: bool, generator: torch.Generator
-    ) -> np.ndarray:
-        return self.order_at(self.model, self.params, self.buffers, self.loss_fn)
+    def first_order(self, *of: Any) -> np.ndarray:
+        return self.compute_order(*self.given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -350,12 +334,9 @@ class NTKFixedBalance(_AtConstruction, _KernelOrder):
 
     num_rounds: int = 16
 
-    def first_order(
-        self, num_samples: int, shuffled: bool, generator: torch.Generator
-    ) -> np.ndarray:
-        start = super().first_order(num_samples, shuffled, generator)
-        kernel = self.kernel(self.model, self.params, self.buffers, self.loss_fn)
-        return ntk_fixed_order(kernel, self.num_rounds, start)
+    def first_order(self, *of: Any) -> np.ndarray:
+        start = super().first_order(*of)
+        return ntk_fixed_order(self.kernel(*self.given), self.num_rounds, start)
 
 
 BALANCE_TYPES["ntk-fixed"] = NTKFixedBalance

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from grab_xla.balancers import Ordering
 from grab_xla.balancing.decisions import TIES, Decisions
-from grab_xla.balancing.rows import Rows
 from grab_xla.epoch.columns import Columns
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.gradients.row_copies import interleaved
 from xla_replica import full_matmul_precision, traits
 from xla_replica.common.arguments import check_choice, check_integer, check_number
-from xla_replica.common.compiling import has_numba
 
 # Sums over an epoch need this precision.
 DTYPES = (torch.float32, torch.float64)
@@ -67,7 +65,7 @@ class OnlineBalancer:
         if walk_constant is not None:
             check_number("prob_balance_c", walk_constant, above=0)
         on_host = traits(columns.device).is_host and not columns.shards
-        is_compiled = on_host and tile_size is None and has_numba()
+        row_by_row = on_host and tile_size is None
         # Replicas exchange a step at once, and a program would hold every piece.
         whole = columns.joins_updates or self._replica.is_lazy
         self.piece_size = None if whole else ordering.piece_size
@@ -80,7 +78,7 @@ class OnlineBalancer:
             tie,
             sum_=columns.all_reduce_ if columns.shards else None,
             tile_size=tile_size,
-            is_compiled=is_compiled,
+            row_by_row=row_by_row,
         )
         self.state = ordering.init(columns.num_own, columns.dtype, columns.device)
         # Zeros become data, or the first epoch would begin with a different program.
@@ -195,7 +193,7 @@ class OnlineBalancer:
                 "before optimizer.step()"
             )
 
-    def place(self, pieces: Iterable[Rows]) -> None:
+    def place(self, pieces: Iterable[Tensor]) -> None:
         """Balances a step, given this replica's columns of its samples.
 
         ``pieces`` are ``(R, columns)`` at a time; see ``piece_size``. They are iterated
@@ -207,7 +205,7 @@ class OnlineBalancer:
                 self._place_piece(rows)
                 del rows  # before the next ones are formed
 
-    def _place_piece(self, rows_RD: Rows) -> None:
+    def _place_piece(self, rows_RD: Tensor) -> None:
         ordering, device = self._ordering, self.columns.device
         first, last = self.num_seen, self.num_seen + len(rows_RD)
         num_waiting = ordering.num_pending(self.state)
@@ -219,7 +217,7 @@ class OnlineBalancer:
             drawn = self._uniforms[first - num_waiting : last]
             thresholds = (self._walk_constant * (1 - 2 * drawn)).to(device)
             decide = dataclasses.replace(decide, thresholds_RN=thresholds)
-        if self._metrics.on and isinstance(rows_RD, Tensor):
+        if self._metrics.on:
             self._metrics.observe(rows_RD, weights)
         self.state, placements = ordering.balance(self.state, rows_RD, decide)
         num_decided = num_waiting + len(rows_RD) - ordering.num_pending(self.state)
@@ -244,20 +242,24 @@ class OnlineBalancer:
         self._placements = placements
         return fetched
 
-    def update_second_moment(self, second_moment: Tensor) -> None:
-        """See `GraBSampler.update_v`."""
-        value = second_moment.detach().reshape(1, -1)
+    def change_state(self, method: str, vector: Tensor) -> None:
+        """Replaces the state by what a method of the ordering makes of it and a vector.
+
+        Raises:
+            ValueError: It does not have a number for every (projected) parameter.
+        """
+        value = vector.detach().reshape(1, -1)
         value = value.to(self.columns.device, self.columns.dtype)
         if value.shape[1] != self.columns.num_columns:
             raise ValueError(
-                f"update_v: got {value.shape[1]} numbers, but gradients have "
+                f"{method}: got {value.shape[1]} numbers, but gradients have "
                 f"{self.columns.num_columns}"
             )
         # The replica's columns are part of this program, so it must not be the program
         # of a collective, of a step before it or after it, which all replicas share.
         self._replica.sync()
         own = self.columns.own(value)
-        self.state = self._ordering.with_second_moment(self.state, own)
+        self.state = getattr(self._ordering, method)(self.state, own)
         self._replica.sync()
 
     def state_dict(self) -> dict[str, Any]:

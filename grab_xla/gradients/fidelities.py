@@ -38,13 +38,19 @@ def chosen(
         )
     if not parameters:
         raise ValueError("trainable_params is empty: there is nothing to balance")
+    is_projected = random_projection != "none"
     if fidelity is not None:
         check_choice("fidelity", fidelity, FIDELITIES)
+        if fidelity == "exact" and is_projected:
+            raise ValueError(
+                "fidelity='exact' balances gradients, and random_projection="
+                f"{random_projection!r} projections of them: leave out one of the two"
+            )
         return fidelity
+    if is_projected:
+        return "projected"
     is_small = sum(value.numel() for value in parameters.values()) <= EXACT_UP_TO
-    is_projected = random_projection != "none"
-    exact = is_small or is_projected or not ordering.needs_gradients
-    return "exact" if exact else "projected"
+    return "exact" if is_small or not ordering.needs_gradients else "projected"
 
 
 def samples_together(

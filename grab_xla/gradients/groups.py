@@ -49,10 +49,12 @@ def group_gradients(
     losses: Tensor,
     reduction: str,
     dtype: torch.dtype,
+    by_name: bool,
 ) -> Tensor | dict[str, Tensor]:
     """Returns what the backward pass of a group adds to ``.grad``: ``(1, columns)``.
 
-    On a lazy device by name, ``(1, *shape)``, because parts of a row are copies there.
+    Or by name, ``(1, *shape)``, as always on a lazy device, where parts of a row are
+    copies.
     Gradients are taken from hooks, before they are added. So what other groups have
     left in ``.grad``, and sums over replicas in the same backward pass, do not matter.
     The hooks are there during the pass alone.
@@ -63,7 +65,7 @@ def group_gradients(
     shapes = [p.shape for p in parameters.values()]
     like: dict[str, Any] = {"dtype": dtype, "device": losses.device}
     row = None
-    if traits(losses).is_lazy:
+    if by_name or traits(losses).is_lazy:
         totals = [torch.zeros(1, *shape, **like) for shape in shapes]
     else:
         row = torch.zeros(1, sum(map(math.prod, shapes)), **like)

@@ -10,144 +10,115 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grab_xla.balancers import Ordering
-from grab_xla.balancing.decisions import without_nan
-from grab_xla.balancing.rows import FactoredRows, flat
 from grab_xla.gradients.groups import of_another_model
 from grab_xla.gradients.row_copies import flattened
-from grab_xla.random_projections import Projection as FormedProjection
-from per_sample_grad import Capture, Factors, Projection
-from xla_replica import traits, where_finite
+from per_sample_grad import Capture, Dense, Factors, Projection
+from xla_replica import full_matmul_precision, traits, where_finite
 from xla_replica.common.arguments import check_type
 
-# Forming gradients takes less time where a layer is applied to many positions of a
-# sample, as convolutions are, whose factors are not that much smaller. A layer that is
-# applied once to a sample is above this, unless it has few outputs.
-LEAST_COMPRESSION = 8
-# How many numbers of formed gradients, for each vector of the balance, take as long to
-# form and balance as products of their factors do; measured on a CPU.
-LEAST_SPARED = 2**20
-# So many numbers take too much memory, whatever time factors take: 64 MiB in float32.
-MOST_FORMED = 2**24
 # How many numbers are formed at once: 4 and 64 MiB in float32. Smaller pieces would
 # take notable time in calls.
 PIECE_ON_HOST, PIECE_ON_DEVICE = 2**20, 2**24
+# The bytes of temporary tensors of a projection of such a piece.
+_BUDGET = 4 * PIECE_ON_DEVICE
 
 
 def sample_gradients(
     capture: Capture,
     losses: Tensor,
     reduction: Literal["mean", "sum"],
-    shapes: Mapping[str, tuple[int, ...]],
     projection: Projection | None = None,
-    ordering: Ordering | None = None,
     from_samples: bool = False,
-) -> dict[str, Tensor] | Tensor | FactoredRows:
+) -> Mapping[str, Tensor] | Tensor:
     """Runs the backward pass of the mean loss, or of the sum.
 
     Args:
         capture: The recorded forward pass.
         losses: ``(B,)``.
         reduction: ``"mean"`` or ``"sum"``.
-        shapes: Those of the parameters, in the sequence of the columns.
         projection: Gradients are projected by this.
-        ordering: What balances rows that are known by their factors; None if all rows
-            must be formed.
         from_samples: ``.grad`` gets the mean, or the sum, of gradients of samples, if
             these are not projected.
 
     Returns:
-        What is balanced of every sample: ``(B, ...)`` by name, ``(B, columns)`` for all
-        parameters together, or rows that are not formed.
+        What is balanced of every sample: gradients, ``(B, ...)`` by name, or ``(B,
+        columns)``, projections of all parameters.
 
     Raises:
         RuntimeError: The losses do not depend on the parameters.
         PerSampleError: As for `Capture.backward`.
     """
-    found: dict[str, Tensor] | Tensor
-    factored: list[Factors] = []
-    sums: dict[str, Tensor] = {}
-    from_samples = from_samples and projection is None and len(losses) > 0
-
-    def rows(factors: Factors) -> dict[str, Tensor]:
-        if ordering is not None and factors.compression >= LEAST_COMPRESSION:
-            factored.append(factors)
-            return {}
-        formed = factors.materialize()
-        if from_samples:
-            for name, gradients in formed.items():
-                sums[name] = getattr(gradients, reduction)(0)
-        return formed
-
-    if projection is not None:
-        found = capture.project(losses, projection, accumulate=reduction)
+    rows: Mapping[str, Tensor] | Tensor
+    if projection is None:
+        rows = _formed(capture, losses, reduction, from_samples and len(losses) > 0)
     else:
-        accumulate = None if from_samples else reduction
-        found = capture.stream(losses, rows, accumulate=accumulate)
-    if from_samples:
-        weight = 1 / len(losses) if reduction == "mean" else 1.0
-        for each in factored:
-            sums |= each.weighted_sum(torch.full_like(losses, weight))
-        capture.add_gradients(sums)
+        rows = capture.project(losses, projection, accumulate=reduction)
     if capture.unused == capture.params.keys():
         raise of_another_model()
-    if ordering is None or isinstance(found, Tensor):
-        return found
-    if factored and not _are_worth_it(factored, len(losses), ordering, shapes):
-        while factored:
-            found |= factored.pop().materialize()
-    if not factored:
-        return found
-    finite = {name: without_nan(flat(rows)) for name, rows in found.items()}
-    return FactoredRows(shapes, factored, finite)
+    return rows
 
 
-def _are_worth_it(
-    factored: list[Factors],
-    num_samples: int,
-    ordering: Ordering,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> bool:
-    """Returns whether balancing factors takes less than forming the gradients."""
-    spared = sum(math.prod(s) for each in factored for s in each.shapes.values())
-    least = min(LEAST_SPARED * ordering.num_vectors, MOST_FORMED)
-    enough = num_samples * spared >= least
-    return 2 * spared > sum(map(math.prod, shapes.values())) and enough
+def _formed(
+    capture: Capture,
+    losses: Tensor,
+    reduction: Literal["mean", "sum"],
+    from_samples: bool,
+) -> dict[str, Tensor]:
+    later: list[Factors] = []
+
+    def form(factors: Factors) -> dict[str, Tensor]:
+        # What is formed at the end is not in memory together with activations.
+        if factors.compression > 1:
+            later.append(factors)
+            return {}
+        return factors.materialize()
+
+    accumulate = None if from_samples else reduction
+    found = capture.stream(losses, form, accumulate=accumulate)
+    while later:
+        found |= later.pop().materialize()
+    if from_samples:
+        sums = {name: getattr(each, reduction)(0) for name, each in found.items()}
+        capture.add_gradients(sums)
+    return found
 
 
 class GradientMatrix:
     """Turns the gradients of a step into rows ``(B, K)``, parameter after parameter.
 
-    Rows are gradients or random projections of them, or either of norm one. A whole
-    copy of the gradients is made only where the balance needs it.
+    Rows are gradients or projections of them, or either of norm one. A whole copy of
+    the gradients is made only where the balance needs it.
 
     Args:
         shapes: Those of gradients, by name, in the sequence of the columns.
-        projection: The projection, which may be that of ``kind="none"``.
+        projection: Projects gradients; None: they are balanced as they are.
         normalize: Whether rows are divided by their norms.
         dtype: The dtype of the rows.
         device: The device of the rows.
-        remark: Ends the error about wrong shapes.
 
     Attributes:
         shapes: As they were given.
-        keeps_gradients: Whether rows are the gradients themselves.
+        num_columns: K.
     """
 
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        projection: FormedProjection,
+        projection: Projection | None,
         normalize: bool,
         dtype: torch.dtype,
         device: torch.device,
-        remark: str = "",
     ) -> None:
         self.shapes = shapes
         self._projection, self._normalize = projection, normalize
-        self._dtype, self._device, self._remark = dtype, device, remark
-        self._projects = bool(projection.tables)
-        self.keeps_gradients = not (normalize or self._projects)
+        self._dtype, self._device = dtype, device
+        self._num_inputs = self.num_columns = sum(map(math.prod, shapes.values()))
+        # The shapes of projections that are given.
+        self._projected: dict[str, tuple[int, ...]] = {}
+        if projection is not None:
+            self.num_columns = projection.size
+            kept = projection.kept.items()
+            self._projected = {name: (math.prod(sides),) for name, sides in kept}
 
     def pieces(
         self, grads: Mapping[str, Tensor] | Tensor, multiple: int | None
@@ -156,46 +127,55 @@ class GradientMatrix:
 
         All come at once where gradients are one matrix, and on a lazy backend, where
         every piece would be a part of the program. A projection is small, but what is
-        formed on the way to it is not; so it is formed in pieces and comes at once.
+        formed on the way to it may not be; so it is formed in pieces and comes at once.
         What comes at once is formed once; several pieces are formed every time.
 
         Args:
-            grads: ``(B, columns)``, or ``(B, *shape)`` for every parameter.
+            grads: ``(B, columns)`` of all parameters, or for every parameter
+                ``(B, *shape)`` or its projections.
             multiple: A piece has a multiple of so many rows, but for the last one. None
                 means all rows.
         """
         if isinstance(grads, Tensor):
-            values = [grads]
-        else:
-            values = [grads[name].detach() for name in self.shapes]
+            return [self._rows([grads])]
+        values = [grads[name].detach() for name in self.shapes]
+        kind, projects = traits(self._device), self._projection is not None
+        if projects:
+            multiple = 1
         pieces: list[Sequence[Tensor]] = [values]
-        kind, copies = traits(self._device), 1
-        if self._projects:
-            multiple, copies = 1, 4
-        is_whole = multiple is None or kind.is_lazy or isinstance(grads, Tensor)
-        if not is_whole:
+        if multiple is not None and not kind.is_lazy:
             numbers = PIECE_ON_HOST if kind.is_host else PIECE_ON_DEVICE
-            row = copies * multiple * self._projection.num_inputs
-            size = max(1, numbers // row) * multiple
+            size = max(1, numbers // (multiple * self._num_inputs)) * multiple
             pieces = list(zip(*(value.split(size) for value in values)))
-        if len(pieces) > 1 and not self._projects:
-            return _Formed(self._rows, pieces)
-        parts = [self._rows(columns) for columns in pieces]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return [rows]
+        form = self._projected_rows if projects else self._rows
+        if len(pieces) > 1 and not projects:
+            return _Pieces(form, pieces)
+        rows = [form(columns) for columns in pieces]
+        return [rows[0] if len(rows) == 1 else torch.cat(rows)]
+
+    def _projected_rows(self, gradients: Sequence[Tensor]) -> Tensor:
+        named = zip(self.shapes, gradients)
+        return self._rows([self._projections(name, each) for name, each in named])
 
     def _rows(self, gradients: Sequence[Tensor]) -> Tensor:
         """Returns the rows of some samples, given their gradients by parameter."""
-        is_lazy = traits(self._device).is_lazy
-        columns = []
+        is_lazy, columns = traits(self._device).is_lazy, []
         for each in gradients:
             flat = flattened(each) if is_lazy else each.unsqueeze(1).flatten(1)
             columns.append(flat.to(device=self._device, dtype=self._dtype))
-        if self._projects:
-            rows = self._projection(*columns)
-        else:
-            rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+        rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
         return normalized(rows) if self._normalize else rows
+
+    def _projections(self, name: str, gradients: Tensor) -> Tensor:
+        """Returns projections of one parameter's gradients, unless they are these."""
+        assert self._projection is not None
+        if gradients.shape[1:] == self._projected[name]:
+            return gradients
+        shape = self.shapes[name] or (1,)
+        values = gradients.to(device=self._device, dtype=self._dtype)
+        values = values.reshape(len(values), *shape)
+        with full_matmul_precision(self._device):
+            return self._projection.of(name, [Dense(values)], _BUDGET)
 
     def count(self, grads: Mapping[str, Tensor], batched: bool) -> int:
         """Returns how many samples these are the gradients of, after checking them."""
@@ -211,11 +191,13 @@ class GradientMatrix:
         sizes = set()
         for name, shape in self.shapes.items():
             received = tuple(grads[name].shape)
-            if received[batched:] != shape or len(received) != len(shape) + batched:
+            allowed_shapes = shape, self._projected.get(name, shape)
+            is_batch = len(received) >= batched
+            if not is_batch or received[batched:] not in allowed_shapes:
                 wanted = f"(B, {str(shape)[1:]}" if batched else str(shape)
                 raise ValueError(
                     f"step(): the gradient of {name!r} has shape {received}; a "
-                    f"parameter of shape {shape} needs {wanted}{self._remark}"
+                    f"parameter of shape {shape} needs {wanted}"
                 )
             sizes.add(received[0] if batched else 1)
         if len(sizes) > 1:
@@ -227,7 +209,7 @@ class GradientMatrix:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Formed:
+class _Pieces:
     """Rows that are formed piece by piece, anew each time they are iterated over."""
 
     form: Callable[[Sequence[Tensor]], Tensor]

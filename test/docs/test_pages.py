@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -17,7 +16,7 @@ import per_sample_grad as psg
 import rigl_xla
 import variable_batch_size as vbs
 import xla_replica
-from grab_xla import BALANCE_TYPES, GraBSampler
+from grab_xla import GraBSampler
 
 PAGES = pytest.mark.parametrize(
     "page", pages(), ids=lambda page: str(page.relative_to(ROOT))
@@ -121,23 +120,6 @@ def test_a_gain_is_told_with_its_cost(page):
     assert "same cost" not in text
     assert re.search(r"8 to 76 times.*?(an epoch|ordered step)", text, re.IGNORECASE)
     assert "#what-an-epoch-costs" in text
-
-
-def test_balance_types_hold_the_vectors_that_their_table_says():
-    rows = re.findall(r"^\| (`.+?) \|.*?\| `([^`]+)`[^`|]*\|[^|]*\|$",
-                      read("docs/grab_xla.md"), re.MULTILINE)  # fmt: skip
-    told = {name: held for names, held in rows for name in re.findall("`(.*?)`", names)}
-    assert told.keys() == BALANCE_TYPES.keys()
-    for name, held in told.items():
-        fields = dataclasses.fields(BALANCE_TYPES[name])
-        options = {
-            field.name: 32 if field.name == "batch_size" else None
-            for field in fields
-            if field.default is dataclasses.MISSING
-        }
-        balance_type = BALANCE_TYPES[name](**options)
-        values = {field.name: getattr(balance_type, field.name) for field in fields}
-        assert eval(held, values) == balance_type.num_vectors, name
 
 
 def test_headings_become_anchors_as_on_github(tmp_path):

@@ -29,8 +29,8 @@ def test_instruments_begin_anew_in_a_restored_sampler(stale_mean_herding):
         rest = list(restored)
         assert len(rest) == N - 8
         ordering.take_steps(restored, 0, rest, N)
-        assert len(restored.grad_norms) == N - 8
-        assert np.isfinite(restored.herding)
+        assert len(restored.sorter.grad_norms) == N - 8
+        assert np.isfinite(restored.sorter.herding)
 
 
 @pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
@@ -40,7 +40,7 @@ def test_what_is_not_finite_is_not_herded():
         rows = ordering.gradients(0, N)[list(sampler)]
         rows[3] = np.nan
         sampler.step(ordering.as_dict(rows))
-        assert np.isfinite(sampler.herding)
+        assert np.isfinite(sampler.sorter.herding)
         assert sampler.scalars().keys() == {"herding", "avg_grad_error"}
 
 
@@ -51,8 +51,8 @@ def test_a_bad_second_moment_changes_nothing():
     bad[0], bad[1], bad[2] = np.nan, -1.0, np.inf
     for each in (sampler, other):
         list(each)
-        each.update_v(good)
-    sampler.update_v(bad)
+        each.sorter.update_v(good)
+    sampler.sorter.update_v(bad)
     for epoch in range(3):
         for each in (sampler, other):
             ordering.take_steps(each, epoch, each.order, N)

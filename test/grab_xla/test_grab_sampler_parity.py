@@ -7,6 +7,7 @@ import torch
 from support.grab_xla.ordering import gradients
 from support.reference import not_compared
 
+import per_sample_grad
 from grab_xla import GraBSampler
 from tools.references import grab_sampler
 
@@ -86,15 +87,27 @@ def test_recursive_pairs_are_equal(package, size, normalize_grads):
     assert_same_orders(theirs, mine, 96, size)
 
 
+SIZES = {"jl": 111, "kron": 121}
+
+
 @pytest.mark.parametrize("balance_type", ["mean", "pair", "recursive"])
-@pytest.mark.parametrize("kind", ["jl", "kron"])
+@pytest.mark.parametrize("kind", SIZES)
 def test_projected_orders_are_equal(package, balance_type, kind):
-    """Both get the same projection, since each package draws its own."""
-    with pytest.warns(UserWarning, match="reduces nothing"):
-        mine = ours(90, balance_type, random_projection=kind, pi_eps=0.9)
-    theirs = theirs_of(package, 90, balance_type, random_projection=kind, pi_eps=0.9)
-    assert theirs.sorter.PI.dd == mine._matrix._projection.num_outputs
-    theirs.sorter.PI.project = mine._matrix._projection
+    """Both get the same projection, since each package draws its own.
+
+    Ours keeps the 40 numbers that there are, and theirs is filled up with zeros.
+    """
+    options = {"random_projection": kind, "pi_eps": 0.9}
+    with pytest.warns(UserWarning, match=f"makes {SIZES[kind]} numbers of 40"):
+        mine = ours(90, balance_type, **options)
+    theirs = theirs_of(package, 90, balance_type, **options)
+    assert theirs.sorter.PI.dd == SIZES[kind]
+
+    def project(rows: torch.Tensor) -> torch.Tensor:
+        found = mine.projection.of("w", [per_sample_grad.Dense(rows)], 2**20)
+        return torch.nn.functional.pad(found, (0, SIZES[kind] - D))
+
+    theirs.sorter.PI.project = project
     assert_same_orders(theirs, mine, 90, 7)
 
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from support.xla_replica.replicas import needs_xla
 from torch import nn
 
 import xla_replica
-from grab_xla.gradients import samples
 from tools.tpu import cases
 from tools.tpu.program_checks import CASE_MARK, products, programs_by_case
 
@@ -37,16 +35,12 @@ RUNS = {
         fidelity: lambda fidelity=fidelity: cases.ordered("mean", fidelity, WORK)
         for fidelity in ("exact", "projected", "group")
     },
-    # A model of this size forms all gradients otherwise.
-    "factored": mock.patch.multiple(samples, LEAST_SPARED=0, LEAST_COMPRESSION=2)(
-        lambda: cases.ordered("mean", "exact", WORK)
-    ),
     "norms": lambda: cases.per_sample("norms", WORK),
 }
 
 
-def run_all(rank: int, names: list[str]) -> None:
-    for name in names:
+def run_all(rank: int) -> None:
+    for name in RUNS:
         xla_replica.current().sync()
         cases.write_mark(CASE_MARK + name)
         RUNS[name]()
@@ -60,9 +54,7 @@ def test_only_the_balance_is_above_the_precision_of_training(
     log = tmp_path / "log"
     monkeypatch.setenv("XLA_SAVE_TENSORS_FILE", str(log))
     monkeypatch.setenv("XLA_SAVE_TENSORS_FMT", "hlo")
-    # Several replicas form all gradients.
-    names = [name for name in RUNS if num_replicas == 1 or name != "factored"]
-    xla_replica.launch(run_all, (names,), num_replicas, "xla")
+    xla_replica.launch(run_all, (), num_replicas, "xla")
     last_steps = programs_by_case(Path(f"{log}.0").read_text(), last_step=True)
     found = {
         name: Counter(each for program in programs for each in products(program))

@@ -258,8 +258,7 @@ def main(file: Path, names: list[str]) -> None:
 
     Each has a process of its own, which need not import torch again.
     """
-    for name in ("numba", "torch._dynamo"):  # which others import when needed
-        importlib.import_module(name)
+    importlib.import_module("torch._dynamo")  # which others import when needed
     exec(IMPORTS, {})
     raised, fork = {}, multiprocessing.get_context("fork")
     for block in [block for block in all_blocks() if block.name in names]:

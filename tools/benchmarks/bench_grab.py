@@ -135,7 +135,8 @@ def measure_memory(folder: Path) -> list[dict[str, Any]]:
         for balance_type, options in SAMPLERS:
             given_to = (range(2 * BATCH), parameters, balance_type, "cpu")
             samplers = {"grab-sampler": package.GraBSampler(*given_to, **options)}
-            mine = grab_xla.GraBSampler(*given_to, fidelity="exact", **options)
+            fidelity = "projected" if "random_projection" in options else "exact"
+            mine = grab_xla.GraBSampler(*given_to, fidelity=fidelity, **options)
             samplers["grab_xla"] = mine
             peaks = {way: peak_of_step(each, grads) for way, each in samplers.items()}
             cells.append({"type": balance_type, "options": options, **peaks})

@@ -45,7 +45,7 @@ LIMITS = {
     "minibatch": (7, 25, 43, 29, 48),
     "update": (10, 46, 64, 18, 12),
     "norms": (18, 80, 222, 134, 440),
-    "grab": (27, 116, 330, 325, 1700),  # varies a little from run to run
+    "grab": (27, 115, 330, 300, 1650),  # varies a little from run to run
     "order": (8, 32, 39, 53, 5480),
 }
 

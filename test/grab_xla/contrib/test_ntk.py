@@ -108,9 +108,8 @@ def test_the_kernel_is_that_of_autograd(centered, chunk, monkeypatch):
     if centered:
         features = features - features.mean(0)
     expected = torch.tensor([[float(a @ b) for b in features] for a in features])
-    kernel = empirical_ntk(
-        model, *state(model), cross_entropy, dataset(), 8, F64, centered
-    )
+    given = (model, *state(model), cross_entropy, dataset(), 8, F64)
+    kernel = empirical_ntk(*given, centered=centered)
     assert torch.equal(kernel, kernel.T)
     torch.testing.assert_close(kernel, expected.double(), rtol=1e-6, atol=1e-7)
 
@@ -127,7 +126,7 @@ def test_what_is_not_finite_is_refused_by_name(bad):
 @pytest.mark.parametrize(
     ("items", "error", "message"),
     [
-        ([], ValueError, "the dataset is empty"),
+        ([], ValueError, "or the dataset is empty"),
         ([torch.ones(2, 3)], TypeError, r"pairs \(input, target\).*\['Tensor'\]"),
         ([{"x": torch.ones(2, 3)}], TypeError, r"collate to \['dict'\]"),
         ([(torch.ones(2, 3), "cat")], TypeError, r"collate to \['Tensor', '\w+'\]"),

@@ -36,10 +36,10 @@ def train(sampler, first: int, last: int, steps: int | None = None) -> list[list
         moment = torch.arange(1.0, 14.0) + epoch
         scaled = sampler.balance_type == "adamean"
         if scaled and epoch % 2:  # while the last epoch's last step is pending
-            sampler.update_v(moment)
+            sampler.sorter.update_v(moment)
         order = list(sampler)
         if scaled and epoch % 2 == 0:
-            sampler.update_v(moment)
+            sampler.sorter.update_v(moment)
         ordering.take_steps(sampler, epoch, order, own_batch, cut)
         orders.append(sampler.order.tolist())
     return orders

@@ -84,9 +84,9 @@ def test_herding_is_that_of_weighted_gradients(stale):
         if not stale:
             deviations = weights[:, None] * (rows - centre.mean)
         prefixes = deviations.cumsum(0)
-        assert sampler.herding == pytest.approx(np.abs(prefixes).max())
+        assert sampler.sorter.herding == pytest.approx(np.abs(prefixes).max())
         longest = np.linalg.norm(prefixes, axis=1).max()
-        assert sampler.avg_grad_error == pytest.approx(longest)
+        assert sampler.sorter.avg_grad_error == pytest.approx(longest)
 
 
 def test_equal_weights_of_any_size_change_no_order():

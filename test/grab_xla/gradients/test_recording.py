@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import warnings
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,9 +16,6 @@ from torch import nn
 import grab_xla
 import per_sample_grad as psg
 from grab_xla import GraBSampler
-from grab_xla.balancing.rows import FactoredRows
-from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.gradients import samples as gradients_of_samples
 
 N, BATCH, EPOCHS, VOCABULARY = 24, 4, 3, 11
 
@@ -93,11 +88,6 @@ def trained(name: str, balance: str, how: str, **options) -> tuple[list, nn.Modu
         params = dict(reversed(params.items()))
     grab = GraBSampler(range(N), params, balance, dtype=torch.float64, **options)
     captured = options_of(name, model)
-    if how == "projected by hand":
-        projection = psg.Projection(params, options.pop("projection_size"), seed=42)
-        shapes = {n: torch.empty(math.prod(k)) for n, k in projection.kept.items()}
-        options.pop("fidelity")
-        grab = GraBSampler(range(N), shapes, balance, dtype=torch.float64, **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     orders = []
     for _ in range(EPOCHS):
@@ -115,7 +105,9 @@ def trained(name: str, balance: str, how: str, **options) -> tuple[list, nn.Modu
                     model, losses_of, (x[batch], y[batch]), **captured
                 )
                 if how == "projected by hand":
-                    grads = {n: projected(projection, n, g) for n, g in grads.items()}
+                    grads = {
+                        n: projected(grab.projection, n, g) for n, g in grads.items()
+                    }
                 grab.step(grads, indices=batch)
                 losses_of(model, x[batch], y[batch]).mean().backward()
             optimizer.step()
@@ -125,7 +117,7 @@ def trained(name: str, balance: str, how: str, **options) -> tuple[list, nn.Modu
 @functools.cache
 def formed(name: str, balance: str) -> tuple[list, nn.Module]:
     """Returns what `trained` does with gradients that are formed."""
-    return trained(name, balance, "formed", **(FACTORED | FORMED)[balance])
+    return trained(name, balance, "formed", **TYPES[balance])
 
 
 def projected(projection: psg.Projection, name: str, gradients: torch.Tensor):
@@ -142,33 +134,10 @@ def assert_same_training(one: tuple, other: tuple) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.fixture
-def placed(monkeypatch) -> list[FactoredRows]:
-    """What was balanced without being formed."""
-    found, original = [], OnlineBalancer.place
-
-    def place(self, pieces):
-        found.extend(rows for rows in pieces if isinstance(rows, FactoredRows))
-        original(self, pieces)
-
-    monkeypatch.setattr(OnlineBalancer, "place", place)
-    return found
-
-
-@pytest.fixture
-def factored(placed, monkeypatch) -> list[FactoredRows]:
-    """The same, where factors are kept of all layers."""
-    monkeypatch.setattr(gradients_of_samples, "LEAST_COMPRESSION", 0)
-    monkeypatch.setattr(gradients_of_samples, "LEAST_SPARED", 0)
-    return placed
-
-
-FACTORED = {
+TYPES = {
     "mean": {},
     "pair": {},
     "recursive": {"depth": 2},
-}
-FORMED = {
     "recursive-pair": {"batch_size": BATCH},
     "batch": {},
     "batch-uncentred": {},
@@ -176,23 +145,15 @@ FORMED = {
 }
 
 
-@pytest.mark.parametrize("forms", [True, False])
-@pytest.mark.parametrize("balance", FACTORED | FORMED)
+@pytest.mark.parametrize("balance", TYPES)
 @pytest.mark.parametrize("name", MODELS)
-def test_exact_orders_are_those_of_formed_gradients(name, balance, forms, request):
-    factored = [] if forms else request.getfixturevalue("factored")
-    recorded = trained(name, balance, "recorded", **(FACTORED | FORMED)[balance])
-    forms |= balance in FORMED
-    steps = [] if forms else [BATCH] * (N // BATCH * EPOCHS)
-    assert [len(rows) for rows in factored] == steps
+def test_exact_orders_are_those_of_formed_gradients(name, balance):
+    recorded = trained(name, balance, "recorded", **TYPES[balance])
     assert_same_training(recorded, formed(name, balance))
 
 
-@pytest.mark.parametrize("forms", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_samples_may_make_those_of_the_model(name, forms, request):
-    if not forms:
-        request.getfixturevalue("factored")
+def test_gradients_of_samples_may_make_those_of_the_model(name):
     recorded = trained(name, "mean", "from samples")
     orders, model = formed(name, "mean")
     assert recorded[0] == orders
@@ -209,92 +170,38 @@ def weights(epoch: int) -> np.ndarray:
     [
         ("pair", {"num_workers": 2}),
         ("pair", {"prob_balance": True, "num_workers": 2}),
+        ("pair", {"num_workers": 4}),  # pairs over two steps
         ("recursive", {"prob_balance": True, "tie": "positive"}),
+        ("recursive-pair", {"batch_size": 2}),  # two blocks in a step
         ("mean", {"backwards": True}),
+        *((name, {"weights": weights}) for name in ("mean", "pair", "batch")),
+        ("sign", {}),
+        ("adamean", {}),
+        ("mean", {"normalize_grads": True}),
+        ("mean", {"record_norm": True}),
     ],
 )
-def test_sequences_workers_and_drawn_signs_are_those_of_formed_gradients(
-    balance, options, factored
-):
+def test_options_balance_what_they_balance_of_formed_gradients(balance, options):
     recorded = trained("mlp", balance, "recorded", **options)
-    assert len(factored) == N // BATCH * EPOCHS
     assert_same_training(recorded, trained("mlp", balance, "formed", **options))
 
 
 @pytest.mark.parametrize(
     ("balance", "options"),
     [
-        ("pair", {"num_workers": 4}),  # pairs over two steps
-        ("recursive-pair", {"batch_size": 2}),  # two blocks in a step
-        *((name, {"weights": weights}) for name in ("mean", "pair", "batch")),
-        ("sign", {}),
-        ("adamean", {}),
-        ("mean", {"normalize_grads": True}),
-        ("mean", {"random_projection": "kron", "pi_eps": 0.9}),
-        ("mean", {"record_norm": True}),
+        ("mean", {"fidelity": "projected", "projection_size": 60}),
+        ("pair", {"fidelity": "projected", "projection_size": 60}),
+        ("mean", {"random_projection": "jl", "pi_eps": 0.9}),
+        ("recursive", {"random_projection": "kron", "pi_eps": 0.9}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:random_projection")
-def test_what_factors_do_not_tell_is_formed(balance, options, factored):
-    recorded = trained("mlp", balance, "recorded", **options)
-    assert factored == []
-    assert_same_training(recorded, trained("mlp", balance, "formed", **options))
-
-
-@pytest.mark.parametrize(("width", "is_formed"), [(160, True), (4000, False)])
-def test_wide_layers_that_are_applied_once_are_not_formed(width, is_formed, placed):
-    """The other layer holds as many factors as its gradient has numbers."""
-    model = nn.Sequential(nn.Linear(250, width), nn.Tanh(), nn.Linear(width, 1))
-    grab = sampler(model)
-    list(grab)
-    with grab.record(model):
-        losses = model(torch.randn(BATCH, 250)).sum(1)
-    grab.backward(losses)
-    assert grab.num_seen == BATCH
-    assert bool(placed) != is_formed
-    for rows in placed:
-        assert [set(each.shapes) for each in rows.factors] == [{"0.weight"}]
-        # Small gradients wait for others, and are formed.
-        assert set(rows.formed) == {"0.bias", "2.weight", "2.bias"}
-
-
-@pytest.mark.parametrize("balance", FACTORED)
-@pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
-def test_a_sample_that_is_not_finite_is_left_out_of_factors(balance, factored):
-    grab, other = (
-        sampler(mlp(), balance_type=balance, dtype=torch.float32, **FACTORED[balance])
-        for _ in range(2)
-    )
-    model = mlp()
-    for each in (grab, other):
-        list(each)
-    for batch in torch.tensor(grab.order).split(BATCH):
-        x = torch.randn(BATCH, 6)
-        x[1] = math.nan
-        gradients = psg.per_sample_grads(
-            model, lambda model, x: model(x).sum(1), (x,), check="never"
-        )
-        other.step(gradients, indices=batch)
-        with grab.record(model, check="never"):
-            losses = model(x).sum(1)
-        grab.backward(losses, indices=batch)
-        model.zero_grad()
-    assert len(factored) == N // BATCH
-    mine, theirs = (each.state_dict()["engine"] for each in (grab, other))
-    assert torch.equal(mine["codes"], theirs["codes"])
-    for name, value in mine["state"].items():
-        assert torch.isfinite(value).all()
-        torch.testing.assert_close(value, theirs["state"][name], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("balance", ["mean", "pair"])
 @pytest.mark.parametrize("name", MODELS)
-def test_projected_orders_are_those_of_projected_gradients(name, balance):
-    options = {"fidelity": "projected", "projection_size": 60}
+def test_factors_and_whole_gradients_have_the_same_projected_order(
+    name, balance, options
+):
     recorded = trained(name, balance, "recorded", **options)
-    assert_same_training(
-        recorded, trained(name, balance, "projected by hand", **options)
-    )
+    for how in ("formed", "projected by hand"):
+        assert_same_training(recorded, trained(name, balance, how, **options))
     assert recorded[0] != formed(name, balance)[0]
 
 
@@ -344,13 +251,14 @@ def test_what_is_balanced_has_the_size_of_the_projection():
     assert sampler(model).projection is None
 
 
+@pytest.mark.filterwarnings("ignore:random_projection")
 @pytest.mark.parametrize(
     ("size", "options", "fidelity"),
     [
         (2**20, {}, "exact"),
         (2**20 + 1, {}, "projected"),
         (2**20 + 1, {"fidelity": "exact"}, "exact"),
-        (2**20 + 1, {"random_projection": "kron", "pi_eps": 0.9}, "exact"),
+        (8, {"random_projection": "kron", "pi_eps": 0.9}, "projected"),
         (2**20 + 1, {"balance_type": "rr"}, "exact"),
         (8, {"fidelity": "projected"}, "projected"),
     ],
@@ -362,8 +270,6 @@ def test_the_size_of_the_model_chooses_the_fidelity(size, options, fidelity):
     same.load_state_dict(grab.state_dict())
     list(grab)
     if grab.projection is not None and size > 8:
-        with pytest.raises(ValueError, match="pass fidelity='exact' to give gradients"):
-            grab.step({"weight": torch.zeros(2, size)})
         other = GraBSampler(range(N), {"weight": torch.zeros(size)}, fidelity="exact")
         with pytest.raises(ValueError, match="the state of another sampler"):
             other.load_state_dict(grab.state_dict())
@@ -415,26 +321,20 @@ def test_an_order_that_needs_no_gradients_forms_none(options):
 def elastic(rank: int, ways: list[str]) -> list[tuple[list, list, list]]:
     """Trains elastically in several ways.
 
-    ``"factored"`` is exact and keeps factors wherever it can: on one replica. ``"from
-    samples"`` is exact and makes ``.grad`` from the gradients of samples.
+    ``"from samples"`` is exact and makes ``.grad`` from the gradients of samples.
     """
     found = []
     for how in ways:
         options = {"fidelity": "projected" if how == "projected" else "exact"}
         options |= {"projection_size": 40, "from_samples": how == "from samples"}
-        names = ("LEAST_SPARED", "LEAST_COMPRESSION") if how == "factored" else ()
-        limits = {"MOST_FORMED": 2**24, **dict.fromkeys(names, 0)}
-        with mock.patch.multiple(gradients_of_samples, **limits):
-            data = samples("mlp")
-            found.append(training.elastic(training.mlp(), data, EPOCHS, **options))
+        data = samples("mlp")
+        found.append(training.elastic(training.mlp(), data, EPOCHS, **options))
     return found
 
 
 @pytest.mark.parametrize("backend", training.BACKENDS)
 def test_under_a_trace_replicas_order_as_one_does(backend):
     ways = ["exact", "from samples", "projected"]
-    if backend.num_replicas == 1:  # several exchange columns, which are formed
-        ways.append("factored")
     for orders in training.assert_same_runs(elastic, ways, backend=backend):
         assert len({tuple(order) for order in orders}) == EPOCHS
 
