@@ -455,17 +455,13 @@ class GraBSampler(TrainingPasses, Sampler[int]):
                 f"load_state_dict: the state has no {', '.join(missing)}; pass what "
                 "GraBSampler.state_dict() returned"
             )
-        # Earlier states do not have every setting.
-        settings = dict(own["settings"])
-        saved = {_PARAMETERS: settings[_PARAMETERS], **state["settings"]}
-        projection = self.projection
-        if projection is not None and saved.get("projection"):
-            projection = projection.saved_as(saved["projection"])
-            settings["projection"] = repr(projection)
-        theirs = {**{name: state[name] for name in own}, "settings": None, **saved}
+        saved = {name: state[name] for name in own} | state["settings"]
         error = "load_state_dict: the state of another sampler"
-        check_same(theirs, {**own, "settings": None, **settings}, error)
-        self.projection, own["settings"] = projection, settings
+        check_same(
+            {**saved, "settings": None},
+            {**own, **own["settings"], "settings": None},
+            error,
+        )
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
         self._balancer.draw(self._num_groups, self._orders.generator)

@@ -17,7 +17,6 @@ more variance than a projection of the whole gradient to as many numbers.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
@@ -45,10 +44,6 @@ from xla_replica.common.names import unwrapped
 # Counts changes after which the same names, shapes, size and seed are another map. It
 # is kept with projections on a disk.
 VERSION = 3
-# That of maps that are drawn from names from which a wrapper's prefix was taken.
-UNWRAPPED_VERSION = 4
-# What comes before a digest of these names; earlier states do not have it.
-_NAMES = ", names "
 
 
 class Projection:
@@ -95,47 +90,22 @@ class Projection:
                 f"size must be at least {len(self.shapes)}, a number for each "
                 f"parameter, got {size}"
             )
-        self._choose_names(as_before=False)
+        # The names that each parameter's signs are drawn from.
+        self._drawn_from = {name: unwrapped(name) for name in self.shapes}
+        if len(set(self._drawn_from.values())) < len(self.shapes):
+            self._drawn_from = {name: name for name in self.shapes}
+        self._folds: dict[tuple[object, ...], Folds] = {}
         self.kept = _kept(self.shapes, size)
         self.size = sum(map(math.prod, self.kept.values()))
 
-    def _choose_names(self, as_before: bool) -> None:
-        """Decides which names each parameter's signs are drawn from."""
-        self._as_before = as_before
-        self._drawn_from = {name: unwrapped(name) for name in self.shapes}
-        if as_before or len(set(self._drawn_from.values())) < len(self.shapes):
-            self._drawn_from = {name: name for name in self.shapes}
-        self._folds: dict[tuple[object, ...], Folds] = {}
-
     def __repr__(self) -> str:
         total = sum(map(math.prod, self.shapes.values()))
-        text = (
-            f"Projection of {total} numbers of {len(self.shapes)} parameters to "
-            f"{self.size}, seed {self.seed}, map {VERSION}"
-        )
-        if self._as_before:
-            return text
         shapes = [(self._drawn_from[n], shape) for n, shape in self.shapes.items()]
-        return f"{text}{_NAMES}{zlib.crc32(repr(shapes).encode()):08x}"
-
-    def as_before(self, as_before: bool = True) -> Projection:
-        """Returns the map of earlier states, in which a wrapper's prefix counts."""
-        other = copy.copy(self)
-        other._choose_names(as_before)
-        return other
-
-    def saved_as(self, text: str) -> Projection:
-        """Returns the map as it was when its state, in which it is ``text``, was saved.
-
-        Whether it is the same map at all, the caller sees by comparing ``repr``.
-        """
-        return self.as_before(_NAMES not in text)
-
-    @property
-    def version(self) -> int:
-        """A number that differs where an earlier version made another map."""
-        is_same = all(name == drawn for name, drawn in self._drawn_from.items())
-        return VERSION if is_same else UNWRAPPED_VERSION
+        return (
+            f"Projection of {total} numbers of {len(self.shapes)} parameters to "
+            f"{self.size}, seed {self.seed}, map {VERSION}, names "
+            f"{zlib.crc32(repr(shapes).encode()):08x}"
+        )
 
     def of(self, name: str, uses: Sequence[Contribution], budget: int) -> torch.Tensor:
         """Returns the projections of one parameter's gradients, ``(B, k1 k2)``.
