@@ -24,13 +24,6 @@ from per_sample_grad.functional import (
 )
 from per_sample_grad.layers.registry import Call, register_rule
 from per_sample_grad.losses import token_cross_entropy
-from per_sample_grad.pool.gradient_index import (
-    GradientIndex,
-    Preconditioner,
-    SearchResult,
-    open_index,
-)
-from per_sample_grad.pool.indexing import index_pool
 from per_sample_grad.pool.scoring import PoolScores, score_pool
 
 __all__ = [
@@ -41,23 +34,18 @@ __all__ = [
     "CoverageError",
     "Dense",
     "Factors",
-    "GradientIndex",
     "Lookup",
     "Outer",
     "ParameterCoverage",
     "PerSampleError",
     "Plan",
     "PoolScores",
-    "Preconditioner",
     "Projection",
     "Refusal",
-    "SearchResult",
     "Windows",
     "capture",
     "coverage",
     "cross_gram",
-    "index_pool",
-    "open_index",
     "per_sample_factors",
     "per_sample_grad_dot",
     "per_sample_grad_norms",

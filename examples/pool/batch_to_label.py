@@ -29,9 +29,17 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import per_sample_grad as psg
-from examples.pool.digits import chosen, digits, logits_of, parser, table, trained
+from examples.pool.digits import (
+    chosen,
+    digits,
+    logits_of,
+    parser,
+    rows_of,
+    table,
+    trained,
+)
 
-LAST_LAYER = ["2.weight", "2.bias"]
+LAST_LAYER = "2."
 
 
 def spread_out(rows: np.ndarray, count: int, rng: np.random.Generator) -> list[int]:
@@ -45,14 +53,13 @@ def spread_out(rows: np.ndarray, count: int, rng: np.random.Generator) -> list[i
 
 
 def badge(model: nn.Module, pool: Subset, count: int, seed: int) -> list[int]:
-    index = psg.index_pool(
-        model, pool, size=512, labels="pseudo", params=LAST_LAYER, progress=False
-    )
-    return spread_out(index[:].astype(float), count, np.random.default_rng(seed))
+    rows = rows_of(model, pool, size=512, layer=LAST_LAYER, labels="pseudo")
+    return spread_out(rows.astype(float), count, np.random.default_rng(seed))
 
 
 def longest(model: nn.Module, pool: Subset, count: int, seed: int) -> list[int]:
-    options = {"labels": "pseudo", "params": LAST_LAYER, "progress": False}
+    params = [n for n, _ in model.named_parameters() if n.startswith(LAST_LAYER)]
+    options = {"labels": "pseudo", "params": params, "progress": False}
     return psg.score_pool(model, pool, **options).top(count).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits, and many small networks trained at once."""
+"""Scikit-learn's handwritten digits, small networks trained at once, and their rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
+import per_sample_grad as psg
 import xla_replica
 
 CLASSES = 10
@@ -99,6 +100,24 @@ def trained(
     for number, model in enumerate(models):
         model.load_state_dict({n: p[number].detach() for n, p in params.items()})
     return [model.to(xla_replica.current().device) for model in models]
+
+
+def rows_of(
+    model: nn.Module, pool: Dataset, size: int = 1024, layer: str = "", **options: str
+) -> np.ndarray:
+    """Returns every sample's gradient in a layer, projected, ``(n, k)``."""
+    params = {n: p for n, p in model.named_parameters() if n.startswith(layer)}
+    projection = psg.Projection(params, size)
+    return psg.score_pool(
+        model, pool, score=projection, params=[*params], progress=False, **options
+    ).scores
+
+
+def preconditioned(rows: np.ndarray, pool: np.ndarray) -> np.ndarray:
+    """Returns ``H⁻¹ r`` of every row; H is the damped mean of the pool's ``p pᵀ``."""
+    matrix = pool.T.astype(float) @ pool / len(pool)
+    damping = 0.1 * np.trace(matrix) / len(matrix)
+    return np.linalg.solve(matrix + damping * np.eye(len(matrix)), rows.T).T
 
 
 def chosen(count: int, *rows: Iterable[int]) -> torch.Tensor:

@@ -36,18 +36,24 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
-import per_sample_grad as psg
-from examples.pool.digits import chosen, digits, losses_of, parser, table, trained
+from examples.pool.digits import (
+    chosen,
+    digits,
+    losses_of,
+    parser,
+    preconditioned,
+    rows_of,
+    table,
+    trained,
+)
 
 
 def influences(
     model: nn.Module, train: TensorDataset, queries: TensorDataset, seed: int
 ) -> dict[str, np.ndarray]:
     """Returns how much each way says that samples lower queries' losses, ``(Q, n)``."""
-    options = {"size": 1024, "progress": False}
-    index = psg.index_pool(model, train, **options)
-    asked = psg.index_pool(model, queries, **options)
-    preconditioned = index.preconditioner(damping=0.1)(asked[:])
+    rows, asked = rows_of(model, train), rows_of(model, queries)
+    products = asked @ rows.T
     with torch.no_grad():
         features, others = (
             nn.functional.normalize(model[:2].cpu()(data.tensors[0]))
@@ -55,17 +61,10 @@ def influences(
         )
     similar = (others @ features.T).numpy()
     same = (queries.tensors[1].unsqueeze(1) == train.tensors[1]).numpy()
-
-    def dense(by: str, rows: np.ndarray | psg.GradientIndex) -> np.ndarray:
-        found = index.search(rows, top=len(index), by=by)
-        values = np.empty_like(found.values)
-        np.put_along_axis(values, found.indices, found.values, 1)
-        return values
-
     return {
-        "index, preconditioned": dense("inner_product", preconditioned),
-        "index, inner product": dense("inner_product", asked),
-        "index, cosine": dense("cosine", asked),
+        "gradients, preconditioned": preconditioned(asked, rows) @ rows.T,
+        "gradients, inner product": products,
+        "gradients, cosine": products / np.linalg.norm(rows, axis=1),
         "similar features of its class": np.where(same, similar + 1, 0),
         "similar features": similar,
         "random": np.random.default_rng(seed).normal(size=similar.shape),

@@ -29,7 +29,16 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import per_sample_grad as psg
-from examples.pool.digits import CLASSES, count, digits, parser, table, trained
+from examples.pool.digits import (
+    CLASSES,
+    count,
+    digits,
+    parser,
+    preconditioned,
+    rows_of,
+    table,
+    trained,
+)
 
 
 def area_under_curve(values: np.ndarray, wrong: np.ndarray) -> float:
@@ -43,11 +52,11 @@ def area_under_curve(values: np.ndarray, wrong: np.ndarray) -> float:
 def scores(train: TensorDataset, seed: int, steps: int) -> dict[str, np.ndarray]:
     """Returns how suspicious each way finds every sample, ``(n,)``."""
     (model,) = trained(torch.ones(1, len(train)), train, seed, steps)
-    index = psg.index_pool(model, train, size=1024, progress=False)
+    rows = rows_of(model, train)
     loss = psg.score_pool(model, train, score="loss", progress=False)
     return {
-        "self-influence, preconditioned": index.self_influence(index.preconditioner()),
-        "self-influence": index.self_influence(),
+        "self-influence, preconditioned": (rows * preconditioned(rows, rows)).sum(1),
+        "self-influence": (rows * rows).sum(1),
         "loss": loss.scores,
         "random": np.random.default_rng(seed).normal(size=len(train)),
     }

@@ -31,8 +31,15 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
-import per_sample_grad as psg
-from examples.pool.digits import chosen, digits, logits_of, parser, table, trained
+from examples.pool.digits import (
+    chosen,
+    digits,
+    logits_of,
+    parser,
+    rows_of,
+    table,
+    trained,
+)
 
 
 def turned(data: TensorDataset, which: torch.Tensor | None = None) -> TensorDataset:
@@ -48,13 +55,11 @@ def taken(
     model: nn.Module, pool: TensorDataset, target: TensorDataset, budget: int, seed: int
 ) -> dict[str, np.ndarray]:
     """Returns which samples of the pool each way takes, ``(budget,)``."""
-    options = {"size": 1024, "progress": False}
-    index = psg.index_pool(model, pool, **options)
-    found = index.search(
-        psg.index_pool(model, target, **options), top=len(pool), by="cosine"
+    rows, wanted = (
+        each / np.linalg.norm(each, axis=1, keepdims=True)
+        for each in (rows_of(model, pool), rows_of(model, target))
     )
-    gradients = np.empty_like(found.values)
-    np.put_along_axis(gradients, found.indices, found.values, 1)
+    gradients = wanted @ rows.T
     with torch.no_grad():
         own, others = (
             nn.functional.normalize(model[:2].cpu()(data.tensors[0]))

@@ -1,24 +1,22 @@
 """What computes a value, written down: source text, versions, tensors and attributes.
 
 A description maps the path of every part, such as ``loss.label_smoothing``, to a short
-text that another process writes too. Code of installed packages is described by its
-name and the package's version; other code by its source text without comments, and by
-its defaults, closures and the globals whose names it loads.
+text that another process writes too. Code of Python and of installed packages is
+described by its name and version; other functions by their source text without comments
+and by the globals, defaults, attributes and closure that they load; classes and modules
+by what they have; other objects by what pickle saves of them. All else is an error.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import copyreg
 import dis
 import functools
 import hashlib
-import importlib.metadata
 import inspect
 import os
 import sys
-import textwrap
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,19 +27,24 @@ from torch import nn
 
 from xla_replica import Replica
 
-_PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, range)
-_PLAIN += (type(...), torch.dtype, torch.layout, torch.memory_format)
-_CODE = (types.FunctionType, types.ModuleType, types.BuiltinFunctionType, type)
-_LONG_TEXT = 80
-# A list, object or function of more parts than that is one line of a description.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(...))
+_PLAIN += (torch.dtype, torch.layout, torch.memory_format)
+# What pickle does not save, or only by name.
+_MADE_OF = {types.MethodType: ("__self__", "__func__"), property: ("fget", "fset")}
+_MADE_OF |= dict.fromkeys((classmethod, staticmethod), ("__func__",))
+_MADE_OF |= {functools.cached_property: ("func",)}
+_MADE_OF |= {functools.partial: ("func", "args", "keywords")}
+# What pickle saves of an object, by names that no attribute has.
+_SAVED = ("(make)", "(arguments)", "(state)", "(items)", "(pairs)", "(restore)")
+# What has more parts than that, and is no module, is one line of a description.
 _MANY_PARTS = 256
-_OWN_PACKAGES = ("per_sample_grad", "xla_replica")
-_HOOKS = [name for name in vars(nn.Module()) if name.endswith("ward_hooks")]
-_HOOKS += ["_forward_pre_hooks", "_backward_pre_hooks"]
 # Attributes that compute nothing: those of every module, Lightning's trainer, and what
 # transformers notes in objects, such as which warnings were shown.
 _NOT_VALUES = {*vars(nn.Module()), "_trainer", "_fabric", "_original_object_hash"}
 _NOT_VALUES |= {"deprecation_warnings", "warnings_issued"}
+_HOOKS = ("ward_hooks", "ward_pre_hooks")
+_PYTHON = Path(os.__file__).parent
+_parsed = functools.lru_cache(16)(ast.parse)
 
 
 def fingerprint(values: Mapping[str, Any], tag: str | None = None) -> dict[str, str]:
@@ -62,7 +65,7 @@ def fingerprint(values: Mapping[str, Any], tag: str | None = None) -> dict[str, 
     found = {"version of torch": str(torch.__version__)}
     seen: dict[int, tuple[str, Any]] = {}  # with the values, so that ids stay theirs
     for name, value in values.items():
-        _describe(name, value, tag, found, seen)
+        found |= _described(name, value, tag, seen)
     return found
 
 
@@ -76,157 +79,145 @@ def digest(data: Any) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _describe(path: str, value: Any, tag: str | None, found: Any, seen: Any) -> None:
-    """Adds the texts of a value and of its parts to ``found``."""
+def _described(path: str, value: Any, tag: str | None, seen: Any) -> dict[str, str]:
+    """Returns the texts of a value and of its parts."""
     if id(value) in seen:  # a circle, or a module in two places
-        found[path] = f"see {seen[id(value)][0]}"
-        return
+        return {path: f"see {seen[id(value)][0]}"}
     try:
         text, parts = _read(value)
     except Exception as error:
         if tag is None:
             raise TypeError(
-                f"{path} is a {type(value).__module__}.{type(value).__qualname__}, of "
-                "which nobody can tell whether it computes the same in another run "
-                f"({error}). Pass tag=, a text of your own that stands for it: change "
-                "the text whenever this value changes"
+                f"{path} is a {type(value).__module__}.{type(value).__qualname__}, "
+                f"which cannot be compared with another run's ({error}). Pass tag=, a "
+                "text of your own that stands for it: change it whenever this changes"
             ) from error
         text, parts = f"a {type(value).__qualname__}", {}
     # Whether two tuples of a program are one object is up to Python.
     if parts and not isinstance(value, tuple):
         seen[id(value)] = path, value
-    if len(text) > _LONG_TEXT:
-        text = f"{text[: _LONG_TEXT // 2]}... {digest(text)}"
-    inner = {path: text}
+    found = {path: text if len(text) <= 80 else f"{text[:40]}... {digest(text)}"}
     for name, part in parts.items():
-        _describe(path + name, part, tag, inner, seen)
-    if len(inner) > _MANY_PARTS and not isinstance(value, nn.Module):
-        inner = {path: f"{len(inner)} parts {digest(repr(inner))}"}
-    found.update(inner)
+        found |= _described(f"{path}{name}", part, tag, seen)
+    if len(found) > _MANY_PARTS and not isinstance(value, nn.Module):
+        found = {path: f"{len(found)} parts {digest(repr(found))}"}
+    return found
 
 
 def _read(value: Any) -> tuple[str, dict[str, Any]]:
     """Returns a text that tells a value from others of its kind, and its parts."""
-    kind = type(value).__qualname__
-    is_annotation = type(value).__module__ == "typing"  # such as a TypeVar of a class
-    if isinstance(value, _PLAIN) or is_annotation:
-        return repr(value), {}
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        host = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return f"{value.dtype} {tuple(value.shape)} {digest(host.numpy())}", {}
+    kind = type(value)
+    parts: dict[str, Any] = {}
+    if kind in _PLAIN or kind.__module__ == "typing":  # such as a TypeVar of a class
+        return repr(value), parts
     if isinstance(value, torch.device | Replica):
-        return getattr(value, "type", "replica"), {}  # which one is up to the run
-    if isinstance(value, set | frozenset):
-        value = sorted(value, key=repr)
-    if type(value) in (list, tuple):
-        return f"{kind} of {len(value)}", {f"[{n}]": x for n, x in enumerate(value)}
-    if type(value) is dict and all(isinstance(key, _PLAIN) for key in value):
-        parts = {f"[{key!r}]": item for key, item in value.items()}
-        return f"dict of {', '.join(parts)}", parts
-    if isinstance(value, functools.partial):
-        return kind, {f".{n}": getattr(value, n) for n in ("func", "args", "keywords")}
-    if isinstance(value, types.MethodType):
-        return kind, {".__self__": value.__self__, ".__func__": value.__func__}
-    if isinstance(value, _CODE):
+        return getattr(value, "type", "replica"), parts  # which one is up to the run
+    if isinstance(value, torch.Tensor):
+        bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{value.dtype} {tuple(value.shape)} {digest(bits.numpy())}", parts
+    if kind in (set, frozenset, list, tuple):
+        items = sorted(value, key=repr) if kind in (set, frozenset) else value
+        parts = {f"[{number}]": item for number, item in enumerate(items)}
+        return f"{kind.__name__} of {len(value)}", parts
+    if kind is dict and all(type(key) in _PLAIN for key in value):
+        return f"dict of {[*value]}", {f"[{key!r}]": value[key] for key in value}
+    if isinstance(value, types.FunctionType | type | types.ModuleType):
         return _read_code(value)
-    return kind, _parts_of(value)
+    if kind in _MADE_OF:
+        parts = {name: getattr(value, name) for name in _MADE_OF[kind]}
+    elif isinstance(value, nn.Module):
+        own = vars(value)
+        parts = {"__class__": kind, "forward": kind.forward}
+        parts |= {name: own[name] for name in sorted(own.keys() - _NOT_VALUES)}
+        hooks = [name for name in own if name.endswith(_HOOKS) and own[name]]
+        parts |= {name: [*own[name].values()] for name in hooks}
+        parts |= value._parameters | value._buffers | value._modules
+    else:
+        reduce = copyreg.dispatch_table.get(kind)
+        saved: Any = reduce(value) if reduce else value.__reduce_ex__(4)
+        if isinstance(saved, str):  # the name of a global
+            name = _installed(str(value.__module__), saved)
+            return name or saved, parts if name else {".wrapped": value.__wrapped__}
+        parts = {n: part for n, part in zip(_SAVED, saved) if part is not None}
+        parts["__class__"] = kind
+        if isinstance(state := parts.get("(state)"), dict):
+            del parts["(state)"]
+            parts |= {name: state[name] for name in sorted(state.keys() - _NOT_VALUES)}
+    return kind.__qualname__, {f".{name}": part for name, part in parts.items()}
 
 
 def _read_code(value: Any) -> tuple[str, dict[str, Any]]:
     """Reads a function, class or module: name and version, or source and variables."""
-    module = str(getattr(value, "__module__", value.__name__))
-    name = getattr(value, "__qualname__", "")
-    version = _version(module.partition(".")[0])
-    if version is not None and "<locals>" not in name:
-        return f"{module}.{name} {version}".replace(". ", " ").rstrip(), {}
-    if isinstance(value, type):
-        return f"class {name}", _parts_of_class(value)
-    text = textwrap.dedent(inspect.getsource(value))
-    with contextlib.suppress(SyntaxError):  # a lambda's line may be half a call
-        text = ast.unparse(ast.parse(text))  # which has no comments
-    if name.endswith("<lambda>") and text.count("lambda") > 1:  # which of its line?
-        code = value.__code__
-        text += f"{code.co_code.hex()} {code.co_names} {_plain(code.co_consts)}"
-    return f"source {digest(text)}", _variables(value)
+    name, is_function = getattr(value, "__qualname__", ""), inspect.isfunction(value)
+    module = getattr(value, "__module__", value.__name__)
+    if is_function:  # what wraps another function has the other's name and module
+        name = "<wrapper>" if value.__closure__ else name
+        module = value.__globals__.get("__name__")
+    installed = _installed(str(module), name)
+    if installed:
+        return installed, {}
+    if is_function:
+        return f"source {digest(_source(value.__code__))}", _variables(value)
+    if not isinstance(value, type):
+        raise TypeError("a module of your own: import what is used of it by name")
+    parts: dict[str, Any] = {".__bases__": value.__bases__}
+    for name, part in vars(value).items():
+        is_slot = name == "_abc_impl" or inspect.ismemberdescriptor(part)
+        if not is_slot and not (name.startswith("__") and _is_of_python(part)):
+            parts[f".{name}"] = part
+    return f"class {value.__qualname__}", parts
+
+
+def _is_of_python(special: Any) -> bool:
+    """Whether Python made a special part of a class: a note, or code without a file."""
+    code = getattr(getattr(special, "__func__", special), "__code__", None)
+    return not callable(special) or getattr(code, "co_filename", "") == "<string>"
 
 
 @functools.cache
-def _version(package: str) -> str | None:
-    """Returns the version of an installed package; None: its code has none.
-
-    That of this project is empty: what computes other numbers has another format.
-    """
-    if package in _OWN_PACKAGES:
-        return ""
-    path = Path(getattr(sys.modules.get(package), "__file__", None) or os.__file__)
-    if {"site-packages", "dist-packages"} & set(path.parts):
-        names = importlib.metadata.packages_distributions().get(package, ())
-        return " ".join(map(importlib.metadata.version, names)) or None
-    is_python = path.is_relative_to(Path(os.__file__).parent)
-    is_python = is_python and package in sys.stdlib_module_names
-    return "of Python {}.{}".format(*sys.version_info) if is_python else None
+def _installed(module: str, name: str) -> str | None:
+    """Returns the name and version of what Python or a package has; None: others do."""
+    package, version = module.partition(".")[0], None
+    file = Path(getattr(sys.modules.get(package), "__file__", None) or os.__file__)
+    if package in ("per_sample_grad", "xla_replica"):
+        version = ""  # what computes other numbers has another format
+    elif {"site-packages", "dist-packages"} & set(file.parts):
+        version = getattr(sys.modules[package], "__version__", None)
+    elif package in sys.stdlib_module_names and file.is_relative_to(_PYTHON):
+        version = "of Python {}.{}".format(*sys.version_info)
+    return None if version is None or "<" in name else f"{module}.{name} {version}"
 
 
-def _variables(function: Any) -> dict[str, Any]:
-    """Returns the defaults, closure and globals that a function computes with."""
-    if not inspect.isfunction(function):
-        return {}
-    known, names = function.__globals__, sorted(_globals_of(function.__code__))
-    found = {name: known[name] for name in names if name in known}
+def _source(code: types.CodeType) -> str:
+    """Returns the source text of a function, without comments."""
+    named = (ast.FunctionDef, ast.AsyncFunctionDef)  # maybe under another name
+    kinds = (ast.Lambda,) if code.co_name == "<lambda>" else named
+    found = []
+    for node in ast.walk(_parsed("".join(inspect.findsource(code)[0]))):
+        if isinstance(node, kinds):
+            parts = [node, *getattr(node, "decorator_list", ())]
+            if code.co_firstlineno == min(part.lineno for part in parts):
+                found.append(node)
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} functions of its kind begin in its line")
+    return ast.unparse(found[0])
+
+
+def _variables(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the globals, defaults, attributes and closure that a function may use."""
+    known = function.__globals__
+    names = sorted(_globals_of(function.__code__) & known.keys())
+    found = {name: known[name] for name in names}
+    for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+        found[name] = getattr(function, name) or None
     found |= inspect.getclosurevars(function).nonlocals
-    for name in ("__defaults__", "__kwdefaults__"):
-        if getattr(function, name):
-            found[name] = getattr(function, name)
-    return {f".{name}": value for name, value in found.items()}
-
-
-def _plain(constants: tuple[Any, ...]) -> str:
-    """Returns constants in words, equal in every process, without inner code."""
-    return repr(
-        [
-            sorted(map(repr, each)) if isinstance(each, frozenset) else each
-            for each in constants
-            if not inspect.iscode(each)
-        ]
-    )
+    return {f".{name}": value for name, value in found.items() if value is not None}
 
 
 def _globals_of(code: types.CodeType) -> set[str]:
-    """Returns the names of the globals that a function and functions in it load."""
+    """Returns the names of globals in a function, and in what is defined in it."""
     inner = [_globals_of(part) for part in code.co_consts if inspect.iscode(part)]
-    loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
-    return {load.argval for load in loads}.union(*inner)
-
-
-def _parts_of_class(value: type) -> dict[str, Any]:
-    """Returns a class's bases, functions and values, without those Python adds."""
-    parts: dict[str, Any] = {".__bases__": value.__bases__}
-    for name, part in vars(value).items():
-        for inner in ("fget", "func", "__func__"):  # of properties and class methods
-            part = getattr(part, inner, part)
-        is_special = name.startswith("__") or name == "_abc_impl"
-        if inspect.isfunction(part):  # a dataclass has special ones without a file
-            is_special = is_special and part.__code__.co_filename == "<string>"
-        if not (is_special or inspect.isdatadescriptor(part)):
-            parts[f".{name}"] = part
-    return parts
-
-
-def _parts_of(value: Any) -> dict[str, Any]:
-    """Returns what pickle and copy make an object of; of a module, how it computes."""
-    if isinstance(value, nn.Module):
-        own, kind = vars(value), type(value)
-        state = {name: own[name] for name in sorted(own.keys() - _NOT_VALUES)}
-        state |= {name: list(own[name].values()) for name in _HOOKS if own[name]}
-        state |= value._parameters | value._buffers | value._modules
-        parts = {".__class__": kind, ".forward": kind.forward}
-        return parts | {f".{name}": part for name, part in state.items()}
-    reduce = copyreg.dispatch_table.get(type(value))
-    reduced: Any = reduce(value) if reduce else value.__reduce_ex__(4)
-    if isinstance(reduced, str):  # the name of a global
-        return {".__wrapped__": value.__wrapped__}
-    make, arguments, state, *more = [*reduced, None]
-    state = state if isinstance(state, dict) else {"__getstate__": state}
-    parts = {f".{name}": state[name] for name in sorted(state.keys() - _NOT_VALUES)}
-    parts[".items"] = [list(items) for items in more if items]
-    return {".__class__": type(value), ".__new__": (make, *arguments), **parts}
+    codes = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    return {n for what, n in codes if "GLOBAL" in what or what == "LOAD_NAME"}.union(
+        *inner
+    )

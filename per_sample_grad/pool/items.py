@@ -38,7 +38,7 @@ def pool_digest(dataset: Any, tag: str | None) -> str:
     Raises TypeError if its items are others every time, unless ``tag`` stands for them.
     """
     found = hashlib.sha256()
-    _add(dataset, found)
+    _add(dataset, found, tag)
     indices = compared_items(len(dataset))
     with torch.random.fork_rng(devices=[]):  # so that scoring draws the same numbers
         first, second = (
@@ -58,7 +58,7 @@ def pool_digest(dataset: Any, tag: str | None) -> str:
     return found.hexdigest()[:16]
 
 
-def _add(value: Any, found: Any) -> None:
+def _add(value: Any, found: Any, tag: str | None) -> None:
     """Adds what a dataset, or an attribute of one, holds, as far as that is cheap."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -71,7 +71,7 @@ def _add(value: Any, found: Any) -> None:
     elif isinstance(value, range):
         found.update(repr(value).encode())
     elif kind in (list, tuple):
-        _add_sequence(value, found)
+        _add_sequence(value, found, tag)
     elif isinstance(getattr(value, "_fingerprint", None), str):  # of datasets
         found.update(value._fingerprint.encode())
     elif isinstance(value, Dataset):
@@ -82,12 +82,12 @@ def _add(value: Any, found: Any) -> None:
             is_note = is_note and all(isinstance(each, _PLAIN) for each in part)
             if not (name.startswith("_") or is_note):
                 found.update(name.encode())
-                _add(part, found)
+                _add(part, found, tag)
     elif callable(value):
-        found.update(repr(fingerprint({"function": value}, tag="")).encode())
+        found.update(repr(fingerprint({"pool": value}, tag)).encode())
 
 
-def _add_sequence(values: Sequence[Any], found: Any) -> None:
+def _add_sequence(values: Sequence[Any], found: Any, tag: str | None) -> None:
     """Adds the parts of a list; of paths, with the files' sizes and times."""
     paths = [each[0] if type(each) is tuple and each else each for each in values]
     if paths and isinstance(paths[0], str | os.PathLike) and os.path.isfile(paths[0]):
@@ -97,7 +97,7 @@ def _add_sequence(values: Sequence[Any], found: Any) -> None:
         if isinstance(each, _PLAIN):
             found.update(repr(each).encode())
         else:
-            _add(each, found)
+            _add(each, found, tag)
 
 
 def _add_file(path: str, found: Any) -> None:

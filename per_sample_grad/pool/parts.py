@@ -17,49 +17,25 @@ import functools
 import hashlib
 import io
 import json
-import os
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from xla_replica.common.arguments import check_type
 from xla_replica.common.differences import differences
 from xla_replica.common.files import UNFINISHED, rename, unfinished_name, write_whole
 
 DESCRIPTION = "pool.json"
-# Counts changes after which earlier folders cannot be continued; those whose indices
-# can still be opened.
-FORMAT, OPENED = 5, (3, 4, 5)
+# Counts changes after which earlier folders cannot be continued.
+FORMAT = 6
 _DAMAGED = ".damaged"
-# How many differences, or samples, a message has.
+# How many differences a message has.
 _FEW = 5
 _ANOTHER = "Give another folder, or delete this one."
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-
-
-@dataclasses.dataclass(frozen=True)
-class Contents:
-    """What parts hold, in the words of messages.
-
-    Attributes:
-        what: The numbers.
-        computed: What is done to samples.
-        function: Who does it.
-        key: A name that only their descriptions have.
-    """
-
-    what: str
-    computed: str
-    function: str
-    key: str
-
-
-SCORED = Contents("scores", "scored", "score_pool", "score")
-INDEXED = Contents("projections", "projected", "index_pool", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +50,6 @@ class Parts:
     size: int
     folder: Path | None
     description: dict[str, Any]
-    contents: Contents
 
     def __len__(self) -> int:
         return -(-self.count // self.size)
@@ -108,7 +83,7 @@ class Parts:
         aside = rename(path, path.with_suffix(_DAMAGED))
         warnings.warn(
             f"{path} is damaged: its content is not what was written; it is now "
-            f"{aside.name}, and its samples are {self.contents.computed} again",
+            f"{aside.name}, and its samples are scored again",
             stacklevel=5,
         )
 
@@ -146,18 +121,26 @@ class Parts:
         if not path.exists():
             self._write(path, [self._text])
         # Read it also if it has just been written: maybe by another replica or job.
-        saved = read_description(self.folder, self.contents, (FORMAT,), _ANOTHER)
+        try:
+            saved = json.loads(path.read_bytes())
+        except (ValueError, RecursionError, IsADirectoryError) as error:
+            raise ValueError(f"{path} is damaged ({error}). {_ANOTHER}") from error
         own = json.loads(self._text)
-        found = listed_differences(saved, own, [*{**own, **saved}])
-        if found:
+        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             raise ValueError(
-                f"{self.folder} holds {self.contents.what} of something else: {found}. "
-                f"{_ANOTHER}"
+                f"{self.folder} was written by another version of per_sample_grad, "
+                f"whose folders are not of format {FORMAT}. {_ANOTHER}"
+            )
+        found = differences(saved, own, {name: name for name in {**own, **saved}})
+        if found:
+            more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
+            raise ValueError(
+                f"{self.folder} holds scores of something else: "
+                f"{'; '.join(found[:_FEW])}{more}. {_ANOTHER}"
             )
 
     @functools.cached_property
     def _text(self) -> bytes:
-        # An opened folder's own format replaces this one.
         own = {"format": FORMAT, "count": self.count, "part_size": self.size}
         return json.dumps({**own, **self.description}, indent=1).encode()
 
@@ -173,45 +156,13 @@ class Parts:
             raise OSError(
                 error.errno,
                 f"{error.strerror}. The parts that are finished are kept: call "
-                f"{self.contents.function} again with the same folder as soon as it "
-                "can be written",
+                "score_pool again with the same folder as soon as it can be written",
                 str(path),
             ) from error
 
     def _path(self, number: int) -> Path:
         assert self.folder is not None
         return self.folder / f"part-{number:08d}.npy"
-
-
-def read_description(
-    folder: Path, contents: Contents, formats: Sequence[int], remedy: str
-) -> dict[str, Any]:
-    """Returns what a folder says that its parts are.
-
-    Raises:
-        ValueError: It is damaged, of another format, or has other numbers than
-            ``contents`` names; the message ends with ``remedy``.
-    """
-    path = folder / DESCRIPTION
-    try:
-        saved = json.loads(path.read_bytes())
-    except (ValueError, RecursionError, IsADirectoryError) as error:
-        raise ValueError(f"{path} is damaged ({error}). {remedy}") from error
-    if not isinstance(saved, dict) or saved.get("format") not in formats:
-        received = saved.get("format") if isinstance(saved, dict) else None
-        raise ValueError(
-            f"{folder} was written by another version of per_sample_grad: its format "
-            f"is {received!r}, and this version reads format {FORMAT}, which describes "
-            f"code and pools in another way. {remedy}"
-        )
-    if contents.key not in saved:
-        others = [c for c in (SCORED, INDEXED) if c.key in saved]
-        found = f"{others[0].what} of {others[0].function}" if others else "other parts"
-        raise ValueError(
-            f"{folder} holds {found}, not the {contents.what} of {contents.function}. "
-            f"{remedy}"
-        )
-    return saved
 
 
 def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
@@ -229,27 +180,3 @@ def deal(kept: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
     read = np.flatnonzero(somewhere & (kept.argmax(axis=0) == rank))
     missing = np.flatnonzero(~somewhere)
     return read.tolist(), missing[rank :: len(kept)].tolist()
-
-
-def check_folder(folder: object) -> Path:
-    """Returns a folder's path; raises TypeError if it is none."""
-    return Path(check_type("folder", folder, str | os.PathLike, "the path of a folder"))
-
-
-def listed_differences(
-    saved: Mapping[str, Any], own: Mapping[str, Any], names: Iterable[str]
-) -> str:
-    """Returns how two descriptions differ under these names, the first few of them."""
-    found = differences(saved, own, {name: name for name in names})
-    more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
-    return "; ".join(found[:_FEW]) + more
-
-
-def listed(numbers: Sequence[int] | np.ndarray) -> str:
-    """Returns the first few numbers in words.
-
-    >>> listed(range(7))
-    '0, 1, 2, 3, 4, ...'
-    """
-    shown = ", ".join(str(number) for number in numbers[:_FEW])
-    return f"{shown}, ..." if len(numbers) > _FEW else shown

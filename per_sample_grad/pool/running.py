@@ -1,17 +1,12 @@
-"""One pass over a pool: rows of numbers for all samples, computed and kept in parts.
-
-`score_pool` and `index_pool` are two uses of it: a row is a number or a projection.
-"""
+"""One pass over a pool: scores of all samples, computed and kept in parts."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
-import functools
-import inspect
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,18 +17,14 @@ from torch import nn
 from tqdm import tqdm
 
 import xla_replica
-from per_sample_grad.engine.capturing import capture
 from per_sample_grad.engine.settings import selected
-from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Given, Interval, noted
 from per_sample_grad.pool.fingerprint import fingerprint
 from per_sample_grad.pool.items import pool_digest
-from per_sample_grad.pool.parts import DESCRIPTION, Contents, Parts, check_folder, deal
-from per_sample_grad.pool.scores import LABELS, Passes, Scorer
+from per_sample_grad.pool.parts import DESCRIPTION, Parts, deal
+from per_sample_grad.pool.scores import LABELS, Passes, Score, Scorer
 from xla_replica.common.arguments import check_flag, check_integer, check_type
 from xla_replica.common.files import locked
-
-BLOCK_SIZE = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,67 +32,54 @@ class PoolRun:
     """What is computed for every sample of a pool; call it on every replica.
 
     Attributes:
-        contents: What the numbers are, in words.
         models: By the names that messages have for them.
         source: The pool's blocks.
-        values: Maps a scorer, inputs and targets to rows, ``(block_size, *width)``.
-        width: The shape of one sample's numbers.
-        settings: Values for JSON that the numbers depend on besides those here.
-        functions: What else computes them, by name.
-        of_parameters: Whether they depend on which parameters are selected.
+        score: What each sample gets.
+        name: The name of the score.
+        function: What computes it besides, to be described.
         labels: Which targets a block has.
         passes: What a scorer does.
         folder, part_size, tag, progress: Arguments of `score_pool`.
-        check: Is given the first index and the numbers, on the host, of a part that
-            was computed, before it is kept.
     """
 
-    contents: Contents
     models: dict[str, nn.Module]
     source: BlockSource
-    values: kinds.Values
-    width: tuple[int, ...] = ()
-    settings: dict[str, Any]
-    functions: dict[str, Any] = dataclasses.field(default_factory=dict)
-    of_parameters: bool
+    score: Score
+    name: str
+    function: Any
     labels: str
     passes: Passes
     folder: str | os.PathLike[str] | None
     part_size: int
     tag: str | None
     progress: bool
-    check: Callable[[int, np.ndarray], object] | None = None
 
     def __post_init__(self) -> None:
         check_flag("progress", self.progress)
         check_integer("part_size", self.part_size, least=1)
-        if self.folder is not None:
-            check_folder(self.folder)
+        kinds = str | os.PathLike | None
+        check_type("folder", self.folder, kinds, "the path of a folder")
         check_type("tag", self.tag, str | None, "a text or None")
         for model in self.models.values():
             xla_replica.current().check_device(model.parameters())
 
-    @functools.cached_property
-    def description(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, Any]:
         """Returns all that the numbers depend on, as names and values for JSON."""
         replica, passes = xla_replica.current(), self.passes
         replica.sync()  # one program for all weights that are not computed yet
-        # Without a folder nothing is continued, so that what cannot be described need
-        # not be.
-        tag = self.tag or "" if self.folder is None else self.tag
         found = {
-            **self.settings,
+            "score": self.name,
             "labels": self.labels,
             "autocast": str(passes.autocast),
             "last_layer": passes.last_layer,
             "block_size": self.source.block_size,
             "device": replica.device.type,
             "tag": self.tag,
-            "pool": pool_digest(self.source.dataset, tag),
+            "pool": pool_digest(self.source.dataset, self.tag),
         }
         computing = {
             **self.models,
-            **self.functions,
+            "score function": self.function,
             "loss": passes.loss,
             "split": self.source.split,
             "forward": passes.forward,
@@ -113,19 +91,23 @@ class PoolRun:
                 if option not in ("params", "check")
             },
         }
-        if self.of_parameters:
+        if self.score.of_parameters:
             params = passes.options.get("params")
             chosen = [selected(one, params) for one in self.models.values()]
             computing["params"] = [
                 str({name: tuple(param.shape) for name, param in params.items()})
                 for params in chosen
             ]
-        return found | fingerprint(computing, tag)
+        return found | fingerprint(computing, self.tag)
 
     def collected(self) -> np.ndarray:
-        """Returns all replicas' numbers, ``(n, *width)`` float32."""
-        numbers = np.zeros((len(self.source), *self.width), dtype=np.float32)
-        self.fill(numbers)
+        """Returns all replicas' scores, ``(n, *width)`` float32.
+
+        Raises:
+            ValueError: The folder has parts of something else.
+        """
+        numbers = np.zeros((len(self.source), *self.score.width), dtype=np.float32)
+        self._fill(numbers)
         replica = xla_replica.current()
         if replica.num_replicas == 1 or not numbers.size:
             return numbers
@@ -135,26 +117,22 @@ class PoolRun:
         replica.all_reduce_([total])
         return replica.fetch([total])[0].numpy().view(np.float32)
 
-    def fill(self, numbers: np.ndarray | None = None) -> Parts:
-        """Computes what the folder lacks, and returns its parts.
+    def _fill(self, numbers: np.ndarray) -> None:
+        """Writes what this replica reads or computes to ``numbers``, ``(n, *width)``.
 
-        It returns as soon as all replicas have kept theirs. ``numbers`` gets what this
-        replica reads or computes, ``(n, *width)``.
-
-        Raises:
-            ValueError: The folder has parts of something else.
+        It returns as soon as all replicas have kept their parts in the folder.
         """
         replica, count = xla_replica.current(), len(self.source)
         folder = None if self.folder is None else Path(self.folder)
-        description = {} if folder is None else self.description
+        description = {} if folder is None else self._description()
         if replica.num_replicas > 1:
             replica.sync()
             _check_weights(replica, self.models, description)
         part_size = self.source.rounded_up(self.part_size)
-        parts = Parts(count, part_size, folder, description, self.contents)
+        parts = Parts(count, part_size, folder, description)
         parts.describe()
         if not count:
-            return parts
+            return
         kept = np.stack(replica.all_gather_object(parts.kept()))
         found = kept.any(axis=0)
         is_filled = folder is None or found.all()
@@ -164,14 +142,13 @@ class PoolRun:
                 if not parts.is_intact(number):
                     parts.set_aside(number)
                     to_compute.append(number)
-                elif numbers is not None:
+                else:
                     numbers[slice(*parts.interval(number))] = parts.mapped(number)
             intervals = [parts.interval(n) for n in np.flatnonzero(found).tolist()]
             num_found = sum(stop - start for start, stop in intervals)
             self._compute(parts, to_compute, num_found, numbers)
             if folder is not None:
                 replica.barrier()
-        return parts
 
     @contextlib.contextmanager
     def _locked(self, parts: Parts, folder: Path) -> Iterator[None]:
@@ -186,9 +163,8 @@ class PoolRun:
             if not all(replica.all_gather_object(is_free)):
                 raise OSError(
                     errno.EBUSY,
-                    f"{self.contents.function} is at work for this folder in "
-                    "another process; wait until that has ended, or give another "
-                    "folder",
+                    "score_pool is at work for this folder in another process; wait "
+                    "until that has ended, or give another folder",
                     str(folder),
                 )
             for path in left:
@@ -200,7 +176,7 @@ class PoolRun:
         parts: Parts,
         to_compute: Sequence[int],
         num_found: int,
-        numbers: np.ndarray | None,
+        numbers: np.ndarray,
     ) -> None:
         """Computes parts, and keeps each while the next one is computed."""
         replica, size = xla_replica.current(), self.source.block_size
@@ -229,10 +205,7 @@ class PoolRun:
                     found = replica.fetch(found)
                 rows = np.concatenate([block.numpy() for block in found])
                 rows = rows[: stop - start]
-                if self.check is not None:
-                    self.check(start, rows)
-                if numbers is not None:
-                    numbers[start:stop] = rows
+                numbers[start:stop] = rows
                 if writing is not None:
                     writing.result()
                 if parts.folder is not None:
@@ -265,25 +238,14 @@ class PoolRun:
         replica, each = xla_replica.current(), []
         for scorer in scorers:
             scorer.given = given if self.labels == "given" else None
-            with noted(f"while {given} of the pool were {self.contents.computed}"):
-                found = LABELS[self.labels](self.values, scorer, inputs, targets)
+            with noted(f"while {given} of the pool were scored"):
+                values = self.score.values
+                found = LABELS[self.labels](values, scorer, inputs, targets)
                 each.append(found.detach().float())
             replica.sync()
         mean = each[0] if len(each) == 1 else sum(each[1:], each[0]) / len(each)
         replica.sync()
         return mean
-
-
-def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Raises TypeError for an option that neither the function nor `capture` has."""
-    own = inspect.signature(function).parameters
-    allowed = {**own, **inspect.signature(capture).parameters}
-    unknown = ", ".join(sorted(options.keys() - allowed.keys()))
-    if unknown:
-        known = ", ".join(sorted(allowed.keys() - {"model", "loader", "options"}))
-        raise TypeError(
-            f"{function.__name__}: unknown option {unknown}; allowed are {known}"
-        )
 
 
 def _check_weights(

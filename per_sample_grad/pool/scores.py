@@ -20,6 +20,7 @@ from torch import nn
 
 from per_sample_grad.engine.capturing import Capture, capture
 from per_sample_grad.factors.factors import Factors
+from per_sample_grad.factors.projection import Projection
 from per_sample_grad.pool.blocks import Given
 from xla_replica import Replica
 from xla_replica.common.arguments import check_type
@@ -254,12 +255,14 @@ class Score:
         of_parameters: Whether scores depend on which parameters are selected.
         takes_params: Whether the caller may select them with ``params=``.
         labels: The labels that the score always has; None: the caller chooses.
+        width: The shape of one sample's score: nothing, or that of a row.
     """
 
     values: Values
     of_parameters: bool = False
     takes_params: bool = True
     labels: str | None = None
+    width: tuple[int, ...] = ()
 
 
 def loss(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
@@ -310,6 +313,24 @@ def of_factors(function: Callable[[Factors], torch.Tensor]) -> Score:
         return scorer.answers(inputs, targets, answer)
 
     return Score(values, of_parameters=True)
+
+
+def of_projection(projection: Projection) -> Score:
+    """Returns the score that is the projection of every sample's gradient, a row."""
+
+    def answer(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
+        found = recorded.project(losses, projection)
+        if found.shape[1] != projection.size:
+            raise ValueError(
+                "score= is a projection of parameters that are not selected: build it "
+                "of those alone that are trainable and that params= selects"
+            )
+        return found
+
+    def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+        return scorer.answers(inputs, targets, answer)
+
+    return Score(values, of_parameters=True, width=(projection.size,))
 
 
 SCORES: dict[str, Score] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,24 +13,26 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from per_sample_grad.engine.capturing import capture
+from per_sample_grad.engine.settings import listed
 from per_sample_grad.factors.factors import Factors
+from per_sample_grad.factors.projection import Projection
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Split, split_batch
-from per_sample_grad.pool.parts import SCORED, listed
-from per_sample_grad.pool.running import BLOCK_SIZE, PoolRun, check_options
+from per_sample_grad.pool.running import PoolRun
 from per_sample_grad.pool.scores import LABELS, SCORES, Passes, Score
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 from xla_replica.common.later import pd
 
-PART_SIZE = 4096
+BLOCK_SIZE, PART_SIZE = 64, 4096
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PoolScores:
-    """One score per sample of a pool.
+    """One score per sample of a pool, or one row of a projection.
 
     Attributes:
-        scores: ``(n,)`` float32; ``scores[i]`` is that of ``dataset[i]``.
+        scores: ``(n,)`` or ``(n, k)`` float32; ``scores[i]`` is that of ``dataset[i]``.
         name: The name of the score.
     """
 
@@ -56,15 +59,20 @@ class PoolScores:
             skip_nan: Whether to leave out samples whose score is NaN.
 
         Raises:
-            ValueError: There are not k samples, or a score is NaN.
+            ValueError: There are not k samples, a score is NaN, or scores are rows.
         """
         check_flag("top: skip_nan", skip_nan)
+        if self.scores.ndim > 1:
+            raise ValueError(
+                "top: rows of a projection have no rank; sort what you compute of "
+                "them, such as their inner products with a query, scores.scores @ query"
+            )
         missing = np.flatnonzero(np.isnan(self.scores))
         if len(missing) and not skip_nan:
             raise ValueError(
                 f"top: {len(missing)} of {len(self)} scores are NaN, which has no rank "
-                f"(samples {listed(missing)}): the model's output or loss is not "
-                "finite there. Repair that, or leave these samples out with "
+                f"(samples {listed([*map(str, missing)])}): the model's output or loss "
+                "is not finite there. Repair that, or leave these samples out with "
                 "top(k, skip_nan=True)"
             )
         check_integer("top: k", k, least=0, most=len(self) - len(missing))
@@ -84,7 +92,7 @@ def score_pool(
     model: nn.Module | Sequence[nn.Module],
     loader: DataLoader[Any] | Dataset[Any],
     *,
-    score: str | Callable[[Factors], torch.Tensor] = "grad_norm",
+    score: str | Callable[[Factors], torch.Tensor] | Projection = "grad_norm",
     labels: str = "given",
     loss: kinds.Loss = kinds.cross_entropy,
     split: Split = split_batch,
@@ -105,7 +113,7 @@ def score_pool(
     last sample fill the last block. A sample's score is the same, bit for bit, for any
     batch size, part size and number of replicas: on one kind of device with one version
     of torch and one number of threads, and where the model's operations are
-    deterministic. Memory grows by one number per sample. Models are on the replica's
+    deterministic. Memory grows by one score per sample. Models are on the replica's
     device; they are in evaluation mode during the call, and in their own after it.
 
     Args:
@@ -118,10 +126,12 @@ def score_pool(
             expected labels; ``"last_layer_grad_norm"``; ``"el2n"``; ``"loss"``. Or a
             function that maps the `Factors` of a block of B = ``block_size`` samples to
             a tensor ``(B,)``, such as ``lambda factors: factors.dot(direction)``; it
-            gives the samples of its block alone, in their order.
+            gives the samples of its block alone, in their order. Or a `Projection` of
+            the selected parameters: the score is then a row, every sample's gradient
+            as `Capture.project` projects it.
         labels: ``"given"`` in the pool; ``"pseudo"``: the model's most probable;
             ``"expected"``: averaged over all classes by the model's probabilities,
-            one pass per class.
+            one pass per class, which a projection cannot be.
         loss: Maps logits and targets to ``(B,)``.
         split: Maps a collated block to inputs and targets, or None for these. By
             default a tensor is inputs alone, a pair is ``(inputs, targets)``, and a
@@ -157,19 +167,17 @@ def score_pool(
         OSError: A part cannot be written; those before it are kept.
         ReplicaError: Replicas have different weights.
     """
-    check_options(score_pool, options)
+    _check_options(options)
     row, name = _row(score, options)
-    labels = row.labels or check_choice("labels", labels, LABELS)
-    function = score if callable(score) else row.values
+    # By the model's own probabilities the mean gradient of a cross entropy is zero.
+    allowed = ("given", "pseudo") if row.width else LABELS
     run = PoolRun(
-        contents=SCORED,
         models=_models(model),
         source=BlockSource(loader, batch_size, block_size, split),
-        values=row.values,
-        settings={"score": name},
-        functions={"score function": function},
-        of_parameters=row.of_parameters,
-        labels=labels,
+        score=row,
+        name=name,
+        function=score if callable(score) else str(score),
+        labels=row.labels or check_choice("labels", labels, allowed),
         passes=Passes(loss, forward, autocast, options, last_layer),
         folder=folder,
         part_size=part_size,
@@ -179,13 +187,26 @@ def score_pool(
     return PoolScores(run.collected(), name)
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    """Raises TypeError for an option that neither `score_pool` nor `capture` has."""
+    own = inspect.signature(score_pool).parameters
+    allowed = {**own, **inspect.signature(capture).parameters}
+    unknown = ", ".join(sorted(options.keys() - allowed.keys()))
+    if unknown:
+        known = ", ".join(sorted(allowed.keys() - {"model", "loader", "options"}))
+        raise TypeError(f"score_pool: unknown option {unknown}; allowed are {known}")
+
+
 def _row(
-    score: str | Callable[[Factors], torch.Tensor], options: dict[str, Any]
+    score: str | Callable[[Factors], torch.Tensor] | Projection, options: dict[str, Any]
 ) -> tuple[Score, str]:
     """Returns a score and its name."""
+    if isinstance(score, Projection):
+        return kinds.of_projection(score), "projection"
     if callable(score):
         return kinds.of_factors(score), getattr(score, "__name__", type(score).__name__)
-    row = SCORES[check_choice("score", score, SCORES, "a function of Factors")]
+    others = "a function of Factors or a Projection"
+    row = SCORES[check_choice("score", score, SCORES, others)]
     if not row.takes_params and options.get("params") is not None:
         raise ValueError(
             f"params= is not allowed with score={score!r}, which selects the "

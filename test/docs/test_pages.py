@@ -38,7 +38,6 @@ VARIABLES: dict[str, tuple[type, ...]] = {
     "replica": (xla_replica.Replica,),
     "recorded": (psg.Capture,),
     "factors": (psg.Factors,),
-    "index": (psg.GradientIndex,),
     "scores": (psg.PoolScores,),
     "pruner": (rigl_xla.RigLScheduler,),
 }

@@ -1,4 +1,4 @@
-"""The examples with an index of a pool: small runs, and what removal changes."""
+"""The examples with the rows of a pool: small runs, and what removal changes."""
 
 from __future__ import annotations
 
@@ -61,19 +61,20 @@ def test_the_area_under_the_curve_counts_pairs():
 
 
 @pytest.mark.slow
-def test_removing_the_samples_that_the_index_names_changes_the_loss_more():
+def test_removing_the_samples_that_the_gradients_name_changes_the_loss_more():
     options = argparse.Namespace(train=300, queries=10, halves=20, remove=10)
     found = [influence.measure(seed, options) for seed in range(5)]
     changes, scores = (
         {name: np.array([each[name][at] for each in found]) for name in found[0]}
         for at in (1, 0)
     )
-    more = changes["index, preconditioned"] - changes["random"]
+    more = changes["gradients, preconditioned"] - changes["random"]
     assert more.mean() > 3 * more.std(ddof=1) / len(more) ** 0.5, more
     assert (
-        changes["index, preconditioned"].mean() > changes["index, inner product"].mean()
+        changes["gradients, preconditioned"].mean()
+        > changes["gradients, inner product"].mean()
     )
-    assert scores["index, preconditioned"].mean() > 0.3
+    assert scores["gradients, preconditioned"].mean() > 0.3
     assert abs(scores["random"].mean()) < 0.2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from support.documents import block
@@ -42,17 +43,18 @@ def test_a_capture_and_a_stream():
     torch.testing.assert_close(names["gram"], factors.gram())
 
 
-def test_scoring_and_indexing_a_pool(tmp_path, monkeypatch):
+def test_scoring_and_projecting_a_pool(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"psg": psg, "model": dense_model(), "dataset": Vectors(COUNT)}
     exec(block(POOLS, "python", "scores.to_csv"), names)
     assert len(names["scores"]) == COUNT
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == COUNT + 1
-    names |= {"dataset": Vectors(30), "few": Vectors(3)}
-    exec(block(POOLS, "python", "psg.index_pool"), names)
-    assert names["found"].indices[:, 0].tolist() == [0, 1, 2]
-    assert len(names["again"]) == 30
-    assert (tmp_path / "projections.npy").exists()
+    names |= {"dataset": Vectors(30), "few": Vectors(3), "np": np}
+    exec(block(POOLS, "python", "score=projection"), names)
+    assert names["influential"].shape == (3, 5)
+    assert (tmp_path / "rows" / "part-00000000.npy").exists()
+    exec(block(POOLS, "python", "np.linalg.solve"), names)
+    assert names["influences"].shape == (3, 30)
     x, y = torch.utils.data.default_collate([Vectors(COUNT)[i] for i in range(5)])
     names |= {"torch": torch, "x": x, "y": y, "dataset": Vectors(5)}
     names["loss_fn"] = lambda m, x, y: F.cross_entropy(m(x), y, reduction="none")

@@ -106,7 +106,6 @@ RUNS = {
     "bench_checkpoint": Run(
         "Checkpoints", "xla", None, "--device xla --rounds 16 --num-replicas 1 2"
     ),
-    "bench_index": Run("An index of gradients", "outside", None, "--sizes 4096"),
     "counts": Run(
         "Counts, which a test holds to these limits", "torch", "", "", "count_calls"
     ),

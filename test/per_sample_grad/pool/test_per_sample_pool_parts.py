@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.pool import COUNT, Pool, by_hand, make_model
+from support.per_sample_grad.pool import COUNT, Pool, by_hand, make_model, scores
 from support.xla_replica.replicas import TORCHTPU, Backend, needs_xla, row
 from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 import per_sample_grad as psg
 import xla_replica
@@ -26,22 +27,23 @@ from xla_replica.common import files
 
 
 def test_a_run_that_failed_continues_where_it_was(tmp_path, capsys):
-    model, bar = make_model(), capsys.readouterr
-    options = {"block_size": 4, "part_size": 8, "folder": tmp_path}
+    options, bar = (
+        {"part_size": 8, "folder": tmp_path, "progress": True},
+        capsys.readouterr,
+    )
     with pytest.raises(OSError, match="disk"):
-        psg.score_pool(model, Pool(fail_at=18), **options)
+        scores(pool=Pool(fail_at=18), **options)
     assert f"16/{COUNT}" in bar().err
     pool = Pool()
-    found = psg.score_pool(model, pool, **options)
+    found = scores(pool=pool, **options)
     shown = bar().err
     assert f"16/{COUNT}" in shown
     assert f"{COUNT}/{COUNT}" in shown
     identity = {*compared_items(COUNT)}
     assert set(pool.asked) == set(range(16, COUNT)) | identity
-    whole = psg.score_pool(model, Pool(), block_size=4, progress=False)
-    np.testing.assert_array_equal(found.scores, whole.scores)
+    np.testing.assert_array_equal(found, scores())
     nothing = Pool()
-    psg.score_pool(model, nothing, **options)
+    scores(pool=nothing, **options)
     assert set(nothing.asked) == identity
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -58,6 +60,10 @@ def other_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
 
 
+def other_function(*arguments):
+    return arguments[0].norms() if len(arguments) == 1 else arguments[0](arguments[1])
+
+
 def frozen() -> nn.Module:
     model = make_model()
     model[0].requires_grad_(False)
@@ -68,6 +74,15 @@ ANOTHER = {
     r"params\[0\] was": {"params": ["5.weight"]},
     r" params\[0\] was": {"model": frozen()},
     " loss was": {"loss": other_loss},
+    " score function was": {"score": other_function},
+    " forward was": {"forward": other_function},
+    " split was": {"split": lambda batch: (batch[0], batch[1])},
+    " collate was": {
+        "loader": DataLoader(Pool(), collate_fn=lambda b: default_collate(b))
+    },
+    "score function was .*Projection of 79 numbers .*seed 1": {
+        "score": psg.Projection(dict(make_model().named_parameters()), 20, seed=1)
+    },
     " options": {"fallback": "loop"},
     " pool was": {"loader": Shifted()},
     r" model\.6": {"model": make_model().requires_grad_(False).append(nn.Linear(4, 4))},
@@ -81,23 +96,30 @@ ANOTHER = {
 
 @pytest.mark.parametrize("told", ANOTHER)
 def test_another_jobs_parts_are_an_error(tmp_path, told):
-    job = {"model": make_model(), "loader": Pool(), "batch_size": 4}
-    job |= {"folder": tmp_path, "progress": False}
+    job = {"model": make_model(), "loader": Pool(), "folder": tmp_path}
     psg.score_pool(**job)
     with pytest.raises(ValueError, match=told):
         psg.score_pool(**{**job, **ANOTHER[told]})
 
 
-def test_the_parts_of_an_earlier_version_are_an_error(tmp_path):
-    options = {"folder": tmp_path, "progress": False}
-    for text, told in [
-        ('{"score": "grad_norm", "count": 23}', "another version of .* format is None"),
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"score": "grad_norm", "count": 23}', "are not of format 6. Give another fo"),
+        (
+            '{"score": "loss", "format": 5}',
+            "by another version of per_sample_grad, who",
+        ),
+        ("[]", "another version of per_sample_grad"),
         ("[" * 200_000, r"pool\.json is damaged .*Give another"),
-        ('{"format": 2,', r"pool\.json is damaged .*Give another"),
-    ]:
-        (tmp_path / "pool.json").write_text(text)
-        with pytest.raises(ValueError, match=told):
-            psg.score_pool(make_model(), Pool(), **options)
+        ('{"format": 6,', r"pool\.json is damaged .*Give another"),
+    ],
+    ids=["none", "earlier", "list", "deep", "half"],
+)
+def test_a_folder_of_another_format_is_an_error(text, told, tmp_path):
+    (tmp_path / "pool.json").write_text(text)
+    with pytest.raises(ValueError, match=told):
+        scores(folder=tmp_path)
 
 
 class FullDisk:
@@ -130,19 +152,19 @@ def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room
             return files.write_whole(unfinished, write, path)
         return files.write_whole(unfinished, lambda f: write(FullDisk(f, room)), path)
 
-    options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
+    options = {"part_size": 8, "folder": tmp_path}
     with monkeypatch.context() as patched:
         patched.setattr(parts, "write_whole", filled)
         with pytest.raises(
             OSError, match="The parts that are finished are kept"
         ) as full:
-            psg.score_pool(make_model(), Pool(), **options)
+            scores(**options)
     assert full.value.errno == errno.ENOSPC
     assert full.value.filename == str(tmp_path / "part-00000001.npy")
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"pool.json", "part-00000000.npy"}
     pool = Pool()
-    psg.score_pool(make_model(), pool, **options)
+    scores(pool=pool, **options)
     assert set(pool.asked) == set(range(8, COUNT)) | {*compared_items(COUNT)}
 
 
@@ -160,10 +182,8 @@ def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
         write(self, number, rows)
 
     monkeypatch.setattr(Parts, "write", late)
-    options = {"block_size": 4, "part_size": 8, "folder": tmp_path, "progress": False}
-    found = psg.score_pool(make_model(), Watched(), **options)
-    alone = psg.score_pool(make_model(), Pool(), **options | {"folder": None})
-    np.testing.assert_array_equal(found.scores, alone.scores)
+    options = {"part_size": 8, "folder": tmp_path}
+    np.testing.assert_array_equal(scores(pool=Watched(), **options), scores())
 
 
 @contextlib.contextmanager
@@ -180,22 +200,22 @@ def held(path):
 
 
 def test_a_folder_is_for_one_run_at_a_time(tmp_path):
-    options = {"part_size": 8, "block_size": 4, "folder": tmp_path, "progress": False}
-    whole = psg.score_pool(make_model(), Pool(), **options).scores
+    options = {"part_size": 8, "folder": tmp_path}
+    whole = scores(**options)
     part, left = tmp_path / "part-00000001.npy", tmp_path / "part-00000001.npy.0.tmp"
     with held(tmp_path / "pool.json") as other:
         # Nothing is missing, so nobody writes.
-        again = psg.score_pool(make_model(), Pool(), **options).scores
+        again = scores(**options)
         np.testing.assert_array_equal(again, whole)
         part.unlink()
         left.write_bytes(b"what the other process writes")
         with pytest.raises(OSError, match="score_pool is at work for this") as busy:
-            psg.score_pool(make_model(), Pool(), **options)
+            scores(**options)
         assert (busy.value.errno, busy.value.filename) == (errno.EBUSY, str(tmp_path))
         assert left.exists()
         other.kill()  # which leaves no lock
         other.wait()
-        again = psg.score_pool(make_model(), Pool(), **options).scores
+        again = scores(**options)
     np.testing.assert_array_equal(again, whole)
     assert not left.exists()
 
@@ -218,12 +238,11 @@ class Drawn(Pool):
 
 
 def test_a_pool_that_is_drawn_at_random_continues_too(tmp_path):
-    options = {"batch_size": 4, "folder": tmp_path, "progress": False}
     with pytest.raises(TypeError, match="others every time that they are read"):
-        psg.score_pool(make_model(), Drawn(), **options)
-    first = psg.score_pool(make_model(), Drawn(), tag="noise of one", **options)
-    again = psg.score_pool(make_model(), Drawn(), tag="noise of one", **options)
-    np.testing.assert_array_equal(first.scores, again.scores)
+        scores(pool=Drawn(), folder=tmp_path)
+    first = scores(pool=Drawn(), tag="noise of one", folder=tmp_path)
+    again = scores(pool=Drawn(), tag="noise of one", folder=tmp_path)
+    np.testing.assert_array_equal(first, again)
 
 
 class Files(torch.utils.data.Dataset):
@@ -247,7 +266,7 @@ def tensors(change=lambda x, y: None):
     x = torch.randn(400, 4, generator=generator)
     y = torch.arange(400) % 3
     change(x, y)
-    return torch.utils.data.TensorDataset(x, y)
+    return TensorDataset(x, y)
 
 
 def correct_labels(x, y):
@@ -263,14 +282,13 @@ def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
     (tmp_path / "files").mkdir()
     for number in range(400):
         (tmp_path / f"files/{number:03}.txt").write_text(str(number / 400))
-    subset = torch.utils.data.Subset
     kept = [i for i in range(400) if i != 7]
     pools = {
         "tensors": tensors(),
         "corrected": tensors(correct_labels),
         "order": tensors(other_order),
-        "subset": subset(tensors(), kept),
-        "other subset": subset(tensors(), [*kept[:6], kept[7], kept[6], *kept[8:]]),
+        "subset": Subset(tensors(), kept),
+        "other subset": Subset(tensors(), [*kept[:6], kept[7], kept[6], *kept[8:]]),
         "list": [(row, int(label)) for row, label in tensors()],
         "corrected list": [(row, int(label)) for row, label in tensors(correct_labels)],
         "files": Files(tmp_path / "files"),
@@ -282,6 +300,11 @@ def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
     assert again == [digests["tensors"], digests["files"]]
     (tmp_path / "files/007.txt").write_text("0.5")
     assert pool_digest(Files(tmp_path / "files"), None) != digests["files"]
+    lock, folder = threading.Lock(), tmp_path / "files"
+    unknown = Files(folder, lambda x: x if lock else None)
+    with pytest.raises(TypeError, match=r"^pool\.lock is a .*Pass tag="):
+        pool_digest(unknown, None)
+    assert pool_digest(unknown, "a lock") != digests["files"]
 
 
 def scored(rank: int, folder: str | None) -> np.ndarray:
@@ -289,8 +312,7 @@ def scored(rank: int, folder: str | None) -> np.ndarray:
     replica = xla_replica.current()
     with replica.seeded(0):  # threads share a generator
         model = make_model().to(replica.device)
-    options = {"block_size": 4, "part_size": 4, "progress": False}
-    return psg.score_pool(model, Pool(), folder=folder, **options).scores
+    return scores(model, part_size=4, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -318,11 +340,9 @@ def counted(rank: int) -> list[tuple[int, int, dict[str, int]]]:
     model = make_model().to(replica.device)
     found = []
     for labels in ("given", "expected"):
-        options = {"labels": labels, "block_size": 4, "part_size": 8}
-        options |= {"progress": False}
-        psg.score_pool(model, Pool(16), **options)
+        scores(model, Pool(16), labels=labels, part_size=8)
         with xla_replica.count() as counts:
-            psg.score_pool(model, Pool(), **options)
+            scores(model, labels=labels, part_size=8)
         found.append((counts.compilations, counts.transfers, counts.fallbacks))
     return found
 

@@ -7,12 +7,15 @@ kinds of layers.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, default_collate
+
+import per_sample_grad as psg
 
 CLASSES, WIDTH, BLOCK = 4, 67, 8
 COUNT = 23  # samples of a small pool
@@ -55,6 +58,14 @@ def dense_model(seed: int = 0) -> nn.Module:
         return nn.Sequential(
             nn.Linear(WIDTH, 33), nn.LayerNorm(33), nn.Tanh(), nn.Linear(33, CLASSES)
         )
+
+
+def scores(model: Any = None, pool: Any = None, **options: Any) -> np.ndarray:
+    """Returns the scores of a pool; by default of `Pool`, by `make_model`."""
+    model = make_model() if model is None else model
+    pool = Pool() if pool is None else pool
+    options = {"block_size": 4, "progress": False, **options}
+    return psg.score_pool(model, pool, **options).scores
 
 
 def assert_same_bits(found: np.ndarray, truth: np.ndarray) -> None:
