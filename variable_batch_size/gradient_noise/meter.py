@@ -16,7 +16,6 @@ import torch
 
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.norm_noise import NormLayerNoise
 from variable_batch_size.gradient_noise.progress import Progress
 from variable_batch_size.gradient_noise.readings import Measurements, Reading
 from variable_batch_size.gradient_noise.squares import GradientSquares
@@ -28,7 +27,7 @@ Groups = list[dict[str, Any]]
 logger = logging.getLogger(__name__)
 # After so many steps without a finite square somebody is told.
 _MOST_UNKNOWN = 3
-_STATE = ("averages", "norm layers", "whole", "fraction", "batch_size", "base")
+_STATE = ("averages", "whole", "fraction", "batch_size", "base")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +81,6 @@ class NoiseMeter:
         dtype: The dtype of all statistics: float64 where a parameter has it, else
             float32.
         weighted: Whether minibatches have weights.
-        estimator: Whose numbers were asked for last: those of a step's
-            ``'minibatches'``, of ``'norm layers'``, also with ``', factor unknown'``,
-            or ``'nothing'``.
 
     Raises:
         TypeError: An option needs minibatches that all count the same.
@@ -124,40 +120,9 @@ class NoiseMeter:
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
-        self._norm_layers = NormLayerNoise(self.dtype, replica, is_exact)
         self._progress = Progress(self.dtype, replica)
-        self.estimator = "nothing"
         self._uploaded: dict[str, torch.Tensor] = {}
         self.watch(groups)
-
-    def use_norm_layers(self, model: torch.nn.Module) -> None:
-        """Estimates noise from the weights of a model's normalisation layers.
-
-        Their gradients are known for every sample, out of the ordinary backward pass
-        (Gray et al. 2024, arXiv:2411.00999), so a step of a single minibatch has a
-        noise scale too. It is multiplied by the factor between these weights' noise
-        scale and that of all parameters, which is measured in every step of several
-        minibatches; `Measurements.norm_factor` tells it. All parameter groups then have
-        the overall gain.
-
-        Call it on every replica, before training. The first dimension of the layers'
-        inputs must be that of the samples, and the loss a mean over the samples.
-
-        Raises:
-            ValueError, TypeError: See `norm_layers_of`; or minibatches have weights,
-                parameters are sharded, or ``compat`` is set.
-        """
-        parameters = self._gradients.parameters
-        if self.weighted or self.options.compat:
-            raise TypeError(
-                "use_norm_layers needs reduction='mean', and not compat='reference'"
-            )
-        if self._replica.is_sharded(parameters):
-            raise TypeError(
-                "use_norm_layers needs whole parameters: those of this model are "
-                "sharded (FSDP2)"
-            )
-        self._norm_layers.use(model, parameters, self.minibatch_size or 0)
 
     # --- while training -------------------------------------------------------------
 
@@ -181,12 +146,10 @@ class NoiseMeter:
         """
         unused = num_minibatches == 1 and not self.weighted
         self._gradients.paused = unused and not self._replica.is_lazy
-        self._norm_layers.prepare_step(num_minibatches)
 
     def drop_discarded(self) -> None:
         """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
         self._gradients.drop_discarded()
-        self._norm_layers.drop_discarded()
 
     def end_minibatch(self, weight: torch.Tensor | None = None) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -195,7 +158,6 @@ class NoiseMeter:
             weight: ``(1,)``, if minibatches have weights. One of weight zero tells
                 nothing of the noise.
         """
-        self._norm_layers.end_minibatch()
         self._unseen |= self._gradients.paused
         squares = self._gradients.take()
         if squares is None:
@@ -219,7 +181,7 @@ class NoiseMeter:
             return [self._squares.total, self._count]
         if self._unseen and num_minibatches != 1:  # another epoch than was prepared for
             self._squares.spoil()
-        return [self._squares.total, *self._norm_layers.to_sum()]
+        return [self._squares.total]
 
     def update(self, total: Any = None) -> torch.Tensor:
         """Takes in the step whose averaged gradients are in ``.grad``.
@@ -231,8 +193,7 @@ class NoiseMeter:
         Returns:
             ``(G,)``: what multiplies the learning rate of each parameter group.
         """
-        causal = self.options.causal
-        before = self._statistics() if causal else self._averages
+        before = self._averages
         if self.weighted:
             self._weigh(total)
         if not self._gradients.paused:
@@ -243,8 +204,7 @@ class NoiseMeter:
             self._averages = estimators.average(
                 self._averages, new, self._uploaded["weight"]
             )
-        self._norm_layers.update(self._uploaded, self._uploaded["weight"])
-        statistics = before if causal else self._statistics()
+        statistics = before if self.options.causal else self._averages
         ratio, base = self._uploaded["ratio"], self._uploaded["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
         known = None if self.weighted else self._batch_size / self._base
@@ -260,9 +220,7 @@ class NoiseMeter:
         self._gradients.discard()
         self._unseen = False
         with torch.no_grad():
-            torch._foreach_zero_(
-                [self._squares.total, self._count, *self._norm_layers.clear()]
-            )
+            torch._foreach_zero_([self._squares.total, self._count])
 
     # --- what can be asked ----------------------------------------------------------
 
@@ -298,9 +256,9 @@ class NoiseMeter:
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
-        num_groups, whole = self._num_groups, not self.options.per_group
-        gains = self._read().gains(batch_size, num_groups, whole)
-        return tuple(gain * self._lr_factor for gain in gains)
+        gains = self._read().gains(batch_size, self.options.per_group)
+        factors = [gain * self._lr_factor for gain in gains]
+        return tuple(factors if self.options.per_group else factors * self._num_groups)
 
     def noise_scale(self) -> float:
         """Returns tr Sigma / |G|^2, in samples; NaN where nothing is known."""
@@ -312,7 +270,7 @@ class NoiseMeter:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
-        tensors = [self._averages, self._norm_layers.state(), *self._progress.tensors]
+        tensors = [self._averages, *self._progress.tensors]
         if isinstance(self._batch_size, torch.Tensor):
             tensors.append(self._batch_size)
         fetched = self._replica.fetch(tensors)
@@ -327,8 +285,7 @@ class NoiseMeter:
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        # Earlier states may lack "norm layers", and may have "differences".
-        if (state.keys() | {"norm layers"}) - {"differences"} != set(_STATE):
+        if state.keys() != set(_STATE):
             raise ValueError(
                 f"this is not a state of a NoiseMeter: it has {sorted(state)}, "
                 f"expected are {sorted(_STATE)}"
@@ -351,8 +308,6 @@ class NoiseMeter:
         self.check_state(state)
         device = self._replica.device
         self._averages = state["averages"].to(self.dtype).to(device)
-        if "norm layers" in state:
-            self._norm_layers.load_state(state["norm layers"])
         self._batch_size = state["batch_size"].item()
         self._progress.load(state["whole"], state["fraction"])
         self._replica.sync()
@@ -378,7 +333,6 @@ class NoiseMeter:
                 ),
                 "ratio": batch_size / self._base,
                 "weight": estimators.weight_of(num_minibatches, time_constant),
-                **self._norm_layers.numbers(batch_size, num_minibatches, time_constant),
             }
         self._uploaded = {
             name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
@@ -396,24 +350,11 @@ class NoiseMeter:
         weight = -torch.expm1(-self._count / numbers["time constant"])
         numbers["weight"] = torch.where(self._count > 1, weight, weight * 0)
 
-    def _statistics(self) -> torch.Tensor:
-        """Returns the best statistics on the device: ``(3, G)``, or ``(3, 1)``."""
-        if self._norm_layers.in_use:
-            return self._norm_layers.statistics(self._averages)
-        return self._averages
-
     def _read(self) -> Reading:
         """Reads the device."""
         state = self.state_dict()
-        whole, layers = (state[name].double() for name in _STATE[:2])
-        reading = Reading(
-            whole,
-            layers if self._norm_layers.in_use else None,
-            batch_size=state["batch_size"].item(),
-            base=self._base,
-        )
-        self.estimator = reading.estimator
-        if self._num_measured >= _MOST_UNKNOWN and not whole[2].any():
+        averages = state["averages"].double()
+        if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
             logger.warning(
                 "the gradient noise of %d steps is unknown, because squares of their "
@@ -421,7 +362,7 @@ class NoiseMeter:
                 "%.0e. Scale the loss, or train in float64; gains are 1 until then",
                 _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
             )  # fmt: skip
-        return reading
+        return Reading(averages, state["batch_size"].item(), self._base)
 
     def _add_groups(self, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""

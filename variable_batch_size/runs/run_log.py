@@ -37,7 +37,7 @@ class Sink(Protocol):
 # What lines are known by, and numbers that are told anyway.
 _OWN = {
     "step", "event", "time", "epoch", "batch_size", "samples", "seconds",
-    "idle_seconds", "weight", "loss", "noise_estimator", *Measurements._fields,
+    "idle_seconds", "weight", "loss", *Measurements._fields,
 }  # fmt: skip
 # What sinks have as an axis of their own, or get as rates.
 _OF_FILES = ("step", "time", "seconds", "idle_seconds")
@@ -340,7 +340,6 @@ class RunLog:
         noise = self._optimizer.noise
         if noise and self._replica.is_primary:
             line |= noise.measure()._asdict()
-            line["noise_estimator"] = noise.estimator
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
         if not (lines and self._replica.is_primary):
