@@ -26,7 +26,7 @@ from xla_replica.common.differences import check_same
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the state
+VERSION = 2  # of the state
 OrderProvider = Callable[[int], Sequence[int]] | Iterable[int] | LazyOrder
 
 
@@ -366,9 +366,8 @@ class CustomSampler(Sampler[list[int]]):
         self._changes = [[*change] for change in state.get("changes", [])]
         self._dealt = -1
         self._restored = cursor
-        # At step 0 no order is fixed, and a state between two epochs that an earlier
-        # version saved has the digest of the one before.
-        is_of_epoch = cursor.step > 0 and not allow_changes and bool(state.get("order"))
+        # At step 0 no order is fixed.
+        is_of_epoch = cursor.step > 0 and not allow_changes and bool(state["order"])
         self._order_digests = {cursor.epoch: state["order"]} if is_of_epoch else {}
         self.plan = self.plan_of(cursor.epoch)
         return cursor
@@ -422,8 +421,7 @@ class CustomSampler(Sampler[list[int]]):
             "minibatch_size": schedule.minibatch_size,
             "seed": self.seed if shuffled else None,
             "order": "shuffled" if shuffled else given,
-            # Absent from the states of runs without it, also of earlier versions.
-            **({"pad_minibatches": True} if schedule.pad_minibatches else {}),
+            "pad_minibatches": schedule.pad_minibatches,
         }
 
     def __len__(self) -> int:

@@ -135,7 +135,7 @@ class Attached:
         Raises ValueError where a saved run had more schedulers.
         """
         if self._waiting and not self._may_lack:
-            kinds = [state.get("kind", "a scheduler") for state in self._waiting]
+            kinds = [state["kind"] for state in self._waiting]
             raise ValueError(
                 f"the run that was loaded had {', '.join(kinds)} attached, which this "
                 "one lacks, so its learning rate would stay as it was saved: attach "
@@ -267,7 +267,7 @@ class AttachedScheduler:
         """Raises ValueError if the state is of another kind or unit of scheduler."""
         kind = type(self.scheduler).__name__
         own = f"a {kind} in {self._unit} by {self._every}"
-        saved = f"a {state.get('kind', kind)} in {state['unit']} by {state['every']}"
+        saved = f"a {state['kind']} in {state['unit']} by {state['every']}"
         if saved != own:
             raise ValueError(
                 f"the saved scheduler was {saved}, and the one attached in its place "
@@ -277,8 +277,7 @@ class AttachedScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` returned; see `check_state`."""
         self.check_state(state)
-        if "scheduler" in state:
-            self.scheduler.load_state_dict(state["scheduler"])
+        self.scheduler.load_state_dict(state["scheduler"])
         self._done, self._ticks = state["done"], int(state["ticks"])
         self._begin = state["begin"]
 

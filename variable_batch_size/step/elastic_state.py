@@ -56,7 +56,7 @@ class ElasticState:
                 "state['param_groups'] alone"
             )
         if "sampler" in state and not allow_changes:  # another run may have others
-            saved = state.get("settings", {})  # of an earlier version: nothing
+            saved = state["settings"]
             check_same(
                 saved,
                 self._lasting,

@@ -306,8 +306,6 @@ def test_other_settings_are_refused_on_resuming(what):
         allowed.load_state_dict(saved, allow_changes=True)
         assert allowed.get_lr() == (0.1, 0.1)
         wrapped(first, second).load_state_dict(saved, place=False)
-    del saved["elastic"]["settings"]  # of an earlier version
-    wrapped(first, second).load_state_dict(saved)
 
 
 def test_a_scheduler_that_is_missing_or_another_is_noticed(tmp_path):
