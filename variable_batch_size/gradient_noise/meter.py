@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.gradient_noise import estimators
 from variable_batch_size.gradient_noise.progress import Progress
-from variable_batch_size.gradient_noise.readings import Measurements, Reading
 from variable_batch_size.gradient_noise.squares import GradientSquares
 from xla_replica import Replica
 from xla_replica.backends.small_sum import SmallSum
@@ -58,6 +57,27 @@ class NoiseOptions:
     def __post_init__(self) -> None:
         check_number("time_constant", self.time_constant, above=0)
         check_choice("compat", self.compat, (None, "reference"))
+
+
+class Measurements(NamedTuple):
+    """What is known of the gradients of all parameter groups together.
+
+    Attributes:
+        gain: Steps at the reference batch size that one of the last batch size is
+            worth, by what is known now.
+        noise_scale: tr Sigma / |G|^2, in samples.
+        efficiency: Progress per sample, against the reference batch size.
+        progress: Steps at the reference batch size that training is worth so far.
+        variance: tr Sigma of one sample.
+        square: |G|^2.
+    """
+
+    gain: float
+    noise_scale: float
+    efficiency: float
+    progress: float
+    variance: float
+    square: float
 
 
 class NoiseMeter:
@@ -248,17 +268,29 @@ class NoiseMeter:
 
     def measure(self) -> Measurements:
         """Returns everything at once, with a single read of the device."""
-        return self._read().measure(self.last_read_progress)
+        averages = self._read()
+        overall = estimators.overall(estimators.unbiased(averages))
+        variance, square = overall[:2, 0].tolist()
+        return Measurements(
+            gain=self._gains(estimators.overall(averages))[0],
+            noise_scale=estimators.noise_scale(variance, square),
+            efficiency=self._efficiency(averages),
+            progress=self.last_read_progress,
+            variance=variance,
+            square=square,
+        )
 
     def gain(self, batch_size: float | None = None) -> float:
         """Returns the overall gain of a batch size; default: the last update's."""
-        return self._read().gains(batch_size)[0]
+        return self._gains(estimators.overall(self._read()), batch_size)[0]
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
-        gains = self._read().gains(batch_size, self.options.per_group)
-        factors = [gain * self._lr_factor for gain in gains]
-        return tuple(factors if self.options.per_group else factors * self._num_groups)
+        averages = self._read()
+        if not self.options.per_group:
+            averages = estimators.overall(averages).expand(-1, self._num_groups)
+        gains = self._gains(averages, batch_size)
+        return tuple(gain * self._lr_factor for gain in gains)
 
     def noise_scale(self) -> float:
         """Returns tr Sigma / |G|^2, in samples; NaN where nothing is known."""
@@ -266,7 +298,7 @@ class NoiseMeter:
 
     def efficiency(self, batch_size: float | None = None) -> float:
         """Returns progress per sample over the reference's; NaN if unknown."""
-        return self._read().efficiency(batch_size)
+        return self._efficiency(self._read(), batch_size)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
@@ -350,10 +382,32 @@ class NoiseMeter:
         weight = -torch.expm1(-self._count / numbers["time constant"])
         numbers["weight"] = torch.where(self._count > 1, weight, weight * 0)
 
-    def _read(self) -> Reading:
-        """Reads the device."""
-        state = self.state_dict()
-        averages = state["averages"].double()
+    def _gains(
+        self, averages: torch.Tensor, batch_size: float | None = None
+    ) -> list[float]:
+        """Returns the gain of each group; by averages that have been read."""
+        kappa = torch.tensor([self._ratio(batch_size)], dtype=averages.dtype)
+        gains: list[float] = estimators.gain(averages, kappa, self._base).tolist()
+        return gains
+
+    def _efficiency(
+        self, averages: torch.Tensor, batch_size: float | None = None
+    ) -> float:
+        overall = estimators.overall(averages)
+        if not (overall[:2] > 0).any():
+            return math.nan
+        gain = self._gains(overall, batch_size)[0]
+        return estimators.efficiency(gain, self._ratio(batch_size))
+
+    def _ratio(self, batch_size: float | None) -> float:
+        batch_size = self._batch_size if batch_size is None else batch_size
+        if not batch_size > 0:
+            raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
+        return batch_size / self._base
+
+    def _read(self) -> torch.Tensor:
+        """Returns the averages, on the CPU in float64; reads the device."""
+        averages = self.state_dict()["averages"].double()
         if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
             logger.warning(
@@ -362,7 +416,7 @@ class NoiseMeter:
                 "%.0e. Scale the loss, or train in float64; gains are 1 until then",
                 _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
             )  # fmt: skip
-        return Reading(averages, state["batch_size"].item(), self._base)
+        return averages
 
     def _add_groups(self, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""

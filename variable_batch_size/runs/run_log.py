@@ -14,7 +14,7 @@ import torch
 
 from variable_batch_size.data.schedule import Cursor
 from variable_batch_size.device_scalars import dtype_for
-from variable_batch_size.gradient_noise.readings import Measurements
+from variable_batch_size.gradient_noise.meter import Measurements
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.step.attached import Update
 from xla_replica.common.arguments import check_integer, check_type
