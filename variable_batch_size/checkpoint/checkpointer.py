@@ -455,24 +455,23 @@ class Checkpointer:
                 found = files.newest_whole(self.folder, kind)
             except files.CheckpointError as all_damaged:
                 problem = str(all_damaged)
-        own = found and found[0]._replace(path=Path(found[0].path.name)), problem
-        chosen, problem = self.replica.all_gather_object(own)[0]
+        own = found and found[0].path.name, problem
+        name, problem = self.replica.all_gather_object(own)[0]
         if problem is not None:
             raise files.CheckpointError(problem)
+        chosen = files.saved_file(self.folder / name) if name else None
         if chosen is None:
             return None
-        path = self.folder / chosen.path
-        state = found and found[1]
-        if state is None:  # not replica 0
+        if found is None:  # not replica 0
             with contextlib.suppress(files.CheckpointError, FileNotFoundError):
-                state = chosen._replace(path=path).read()
-        num_missing = self.replica.all_gather_object(state is None).count(True)
-        if num_missing:
+                found = chosen, chosen.read()
+        num_missing = self.replica.all_gather_object(found is None).count(True)
+        if found is None or num_missing:
             raise files.CheckpointError(
-                f"{num_missing} replicas cannot read {path}, which replica 0 has "
-                "chosen: all hosts must share the folder"
+                f"{num_missing} replicas cannot read {chosen.path}, which replica 0 "
+                "has chosen: all hosts must share the folder"
             )
-        return path, state
+        return chosen.path, found[1]
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ one that has changed does not fit its name, and no index can be lost or contradi
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import pickle
@@ -118,14 +117,17 @@ class SavedFile(NamedTuple):
         return state
 
 
+def saved_file(path: Path) -> SavedFile | None:
+    """Returns the checkpoint that a path names, unread; None if it names none."""
+    match = _NAME.fullmatch(path.name)
+    return SavedFile(path, int(match[2]), match[3]) if match else None
+
+
 def saved_files(folder: Path, kind: str = "update") -> list[SavedFile]:
     """Returns the files of a kind, 'update' or 'best', the newest first, unread."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for path in folder.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match and match[1] == kind:
-                found.append(SavedFile(path, int(match[2]), match[3]))
+    paths = [*folder.iterdir()] if folder.exists() else []
+    named = [path for path in paths if path.name.startswith(f"{kind}-")]
+    found = [file for path in named if (file := saved_file(path))]
     return sorted(found, key=lambda f: (f.num_updates, _modified(f.path)), reverse=True)
 
 
