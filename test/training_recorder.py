@@ -90,7 +90,7 @@ class Recorder:
         """Writes the lines since the last logging step to TensorBoard."""
         assert self._writer is not None
         for line in lines:
-            for name in line.keys() - {*AXES, "noise_estimator"}:
+            for name in line.keys() - set(AXES):
                 folder = "test" if name == "accuracy" else "train"
                 self._writer.add_scalar(f"{folder}/{name}", line[name], line["step"])
             if "loss" in line:  # all numbers of one step

@@ -20,8 +20,11 @@ from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import EpochPlan, Schedule, TraceExhausted
 from variable_batch_size.data.seeded_dataset import SeededDataset
-from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
-from variable_batch_size.gradient_noise.readings import Measurements
+from variable_batch_size.gradient_noise.meter import (
+    Measurements,
+    NoiseMeter,
+    NoiseOptions,
+)
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rule_optimizers import (
     AdamHalfLifeRuleOptimizer,

@@ -165,7 +165,6 @@ for x, y in DataLoader(dataset, batch_sampler=sampler):
     "wandb.init": f"optimizer.attach(log){TRAINING}mlflow.log_metrics.assert_called()",
     "BatchSizeController(": TRAINING,
     "= LinearRuleOptimizer(sgd": TRAINING,
-    "use_norm_layers": TRAINING,
     "IndexShuffle(": "assert len({i for batch in sampler for i in batch}) > 200",
     "p.grad).abs()": "assert abs(pruner.report().sparsity - 0.9) < 1e-3",
     "rule.update": "assert abs(scaled.lr - 2e-3) < 1e-9",

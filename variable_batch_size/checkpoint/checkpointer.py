@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import operator
 import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 
 import xla_replica
@@ -31,14 +34,11 @@ from xla_replica.common.arguments import (
     check_type,
 )
 from xla_replica.common.differences import check_same
-from xla_replica.common.trees import leaves, without_numpy
+from xla_replica.common.trees import leaves, map_tensors, without_numpy
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
-# How old a network file system's listing of a folder may be; NFS keeps it for a minute.
-STALE_SECONDS = 90.0
-_LOOK_SECONDS = 1.0
+VERSION = 2
 
 
 class Restored(NamedTuple):
@@ -139,18 +139,7 @@ class Checkpointer:
         check_number("look_every_seconds", look_every_seconds, above=0)
         check_choice("best", best, ("max", "min", None))
         self._settings = dict(settings or {})
-        for name, value in self._settings.items():
-            for leaf in leaves(value):
-                if type(leaf) not in (str, int, float, bool, type(None)):
-                    raise TypeError(
-                        f"settings[{name!r}] has {leaf!r}, a {type(leaf).__name__}; "
-                        "settings may be texts, numbers, None, lists and dicts of these"
-                    )
-                if leaf != leaf:
-                    raise ValueError(
-                        f"settings[{name!r}] has NaN, which is equal to nothing: the "
-                        "run could not be resumed"
-                    )
+        _check_settings(self._settings)
         self.folder = Path(folder)
         self.replica: Replica = optimizer.replica
         self.num_updates = 0
@@ -186,8 +175,7 @@ class Checkpointer:
         # After what may find that another member is lost, so that it can run again.
         self.num_updates, self._begun = num_updates, None
         if self._optimizer.asked_to_stop(due, self._look_every):
-            written = self._save()
-            written = self._writer.wait() or written
+            written = self._save() or self._writer.wait()
             # In it, so that no replica leaves while replica 0 writes.
             request = save_and_stop.agreed_request(self.replica)
             for log in self._logs():
@@ -234,9 +222,8 @@ class Checkpointer:
         now = self._optimizer.sampler.cursor  # step 0 may be that of a chosen epoch
         if self._begun is not None and now.step > 0 and now != self._begun:
             raise ValueError(
-                "save: the optimizer has made updates that this Checkpointer was not "
-                "told of: call optimizer.attach(checkpointer) before training. Without "
-                "it, nothing is saved within an epoch and no signal stops the run"
+                "save: the optimizer has made updates that this Checkpointer has not "
+                "seen: call optimizer.attach(checkpointer) before training"
             )
         is_best, before = False, self.best_metric
         if metric is not None:
@@ -246,7 +233,7 @@ class Checkpointer:
                     "to know what is better"
                 )
             is_better = operator.gt if self._best == "max" else operator.lt
-            if not abs(metric) < float("inf"):
+            if not math.isfinite(metric):
                 logger.warning("save: metric %r is not finite and never best", metric)
             elif before is None or is_better(metric, before):
                 is_best, self.best_metric = True, float(metric)
@@ -282,25 +269,21 @@ class Checkpointer:
                     # The order is that of the epoch that has ended.
                     cursor |= {"epoch": cursor["epoch"] + 1, "step": 0, "order": None}
         self.replica.sync()  # the sums in the state, on every replica alike
-        beside = self._writer.asynchronous
+        name = self.folder / f"update-{self.num_updates:08d}"
         state, write_shards = shards.split(
-            self.folder, self.num_updates, state, self.replica, beside
+            name, state, self.replica, self._writer.asynchronous
         )
         self._times.saved(self.num_updates)
         if self.replica.is_primary:
-            state = self.replica.to_host(state)
-            if beside:
-                state = detached(state)
+            state = detached(self.replica.to_host(state))
 
         def write() -> Path | None:
-            parts = write_shards() if write_shards else {}
+            parts = write_shards()
             if not self.replica.is_primary:
                 return None
-            return self._write({**state, **parts}, is_best, since)
+            return self._write(state | parts, is_best, since)
 
-        path = None
-        if write_shards or self.replica.is_primary:
-            path = self._writer.start(write)
+        path = self._writer.start(write)
         # On XLA every program that runs advances them, also the one that saves.
         self.replica.set_rng_state(random_numbers)
         return path
@@ -324,57 +307,58 @@ class Checkpointer:
 
     def _write(self, state: dict[str, Any], is_best: bool, since: float) -> Path:
         num_updates = state["num_updates"]  # the run may have made more meanwhile
-        self._check_newest(num_updates)
-        path = files.write(self.folder, num_updates, state)
         kinds = {type(leaf) for leaf in leaves(state)}
         if not kinds <= self._proven:
-            try:
-                files.parse(path, mapped=True)
-            except files.CheckpointError as error:
-                path.unlink()
-                parts = {"optimizer": state["optimizer"], **state["parts"]}
-                refused = [n for n, part in parts.items() if not files.is_plain(part)]
-                raise TypeError(
-                    f"the state of {' and '.join(refused) or 'a part'} has values that "
-                    "torch.load(weights_only=True) refuses; states may hold tensors, "
-                    f"numbers, texts, lists and dicts: {error}"
-                ) from error
+            parts = {"optimizer": state["optimizer"], **state["parts"]}
+            for name, part in parts.items():
+                files.check_loadable(f"the state of {name}", part)
             self._proven |= kinds
+        damaged = self._damaged_later()
+        path = files.write(self.folder, num_updates, state)
         if is_best:
             files.copy_as_best(path)
-        files.tidy(self.folder, self._keep)
+        files.tidy(self.folder, self._keep, damaged)
         megabytes, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
         logger.info(f"saved {path}: {megabytes:.1f} MB in {seconds:.2f} s")
         return path
 
     def _check_folder(self) -> None:
         """Raises now what would be raised by the first save, perhaps much later."""
-        if not self._has_looked:
-            self._check_newest(-1)
+        self._damaged_later()
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK):
             raise PermissionError(
                 errno.EACCES, "checkpoints cannot be written", str(self.folder)
             )
 
-    def _check_newest(self, most: int) -> None:
-        """Raises CheckpointError if the folder has a run with more updates."""
-        newest = files.saved_files(self.folder)[:1]
-        if newest and newest[0].num_updates > most:
+    def _damaged_later(self) -> list[files.SavedFile]:
+        """Returns files of more updates, which loading has passed over.
+
+        Raises CheckpointError if one of them is whole: it is another run's.
+        """
+        most = self.num_updates if self._has_looked else -1
+        saved = files.saved_files(self.folder)
+        later = [file for file in saved if file.num_updates > most]
+        for file in later:
+            try:
+                file.read_whole()
+            except (files.CheckpointError, FileNotFoundError):
+                continue
             raise files.CheckpointError(
-                f"{newest[0].path} has {newest[0].num_updates} updates, and this run "
-                f"has {self.num_updates}: call load() before training, or give the run "
+                f"{file.path} has {file.num_updates} updates, and this run has "
+                f"{self.num_updates}: call load() before training, or give the run "
                 "another folder"
             )
+        return later
 
     def load(
         self, *, allow_changes: bool = False, best: bool = False
     ) -> Restored | None:
         """Resumes the newest checkpoint that is not damaged. Collective.
 
-        Returns None if there is none. Damaged ones are renamed, with a warning. In a
-        live run this is where a member joins, and blocks until it may: one that others
-        have begun is received from them, and no file is read.
+        Returns None if there is none. Damaged ones are passed over, with a warning. In
+        a live run this is where a member joins, and blocks until it may: one that
+        others have begun is received from them, and no file is read.
 
         Args:
             allow_changes: Also resume a run with other settings, trace, dataset length,
@@ -383,8 +367,8 @@ class Checkpointer:
             best: Load the best checkpoint instead, to evaluate it, not to train on.
 
         Raises:
-            CheckpointError: All are damaged, or hosts have seen different newest ones
-                for a minute and a half: on a network a listing may be a minute old.
+            CheckpointError: All are damaged, or a host does not see the one that
+                replica 0 has chosen.
             ValueError: It is of another run; all differences are listed.
         """
         check_flag("allow_changes", allow_changes)
@@ -405,7 +389,7 @@ class Checkpointer:
                 self._load(found[0].path, found[1], allow_changes)
 
         def change(generation: int) -> None:
-            self._times.look_again()
+            self._times.look_from(self.num_updates)
             for log in self._logs():
                 log.change_members(generation)
 
@@ -429,10 +413,12 @@ class Checkpointer:
 
     def _load(self, path: Path, state: dict[str, Any], allow_changes: bool) -> Restored:
         """Takes a checkpoint's state, or another member's, see `_snapshot`."""
-        version = state.get("version") if isinstance(state, dict) else None
+        version = state.get("version")
         if version != VERSION:
             raise ValueError(
-                f"{path} has version {version!r}, and this library reads {VERSION}"
+                f"{path} is of format {version!r}, and this library reads {VERSION}: "
+                "finish the run with the version that began it, or give it another "
+                "folder"
             )
         other_run = f"{path} is of another run"
         if not allow_changes:
@@ -445,7 +431,7 @@ class Checkpointer:
         state = shards.fill(self.folder, state, self.replica, trained)
         # First what may refuse the state, before anything is changed. One after the
         # other is copied: this needs memory for the largest of them, not for all.
-        copied = files.own_tensors
+        copied = partial(map_tensors, function=torch.clone)
         self._optimizer.load_state_dict(
             copied(state["optimizer"]), allow_changes=allow_changes
         )
@@ -462,61 +448,48 @@ class Checkpointer:
         return Restored(path, self.num_updates, epoch, self.best_metric)
 
     def _choose(self, kind: str) -> tuple[Path, Any] | None:
-        """Returns the same checkpoint and its state on every replica, if any."""
-        own_files = self._see_the_same(kind)
+        """Returns the checkpoint that replica 0 has chosen and its state, if any."""
         found, problem = None, None
         if self.replica.is_primary:
             try:
                 found = files.newest_whole(self.folder, kind)
             except files.CheckpointError as all_damaged:
                 problem = str(all_damaged)
-        own = (found[0].digest if found else None, problem)
-        digest, problem = self.replica.all_gather_object(own)[0]
+        own = found and found[0].path.name, problem
+        name, problem = self.replica.all_gather_object(own)[0]
         if problem is not None:
             raise files.CheckpointError(problem)
-        if digest is None:
+        chosen = files.saved_file(self.folder / name) if name else None
+        if chosen is None:
             return None
         if found is None:  # not replica 0
-            for file in own_files:
-                if file.digest == digest:
-                    with contextlib.suppress(files.CheckpointError, FileNotFoundError):
-                        found = file, file.read()
+            with contextlib.suppress(files.CheckpointError, FileNotFoundError):
+                found = chosen, chosen.read()
         num_missing = self.replica.all_gather_object(found is None).count(True)
         if found is None or num_missing:
             raise files.CheckpointError(
-                f"{num_missing} replicas cannot read the checkpoint that replica 0 has "
-                f"chosen in {self.folder}: all hosts must share the folder"
+                f"{num_missing} replicas cannot read {chosen.path}, which replica 0 "
+                "has chosen: all hosts must share the folder"
             )
-        return found[0].path, found[1]
+        return chosen.path, found[1]
 
-    def _see_the_same(self, kind: str) -> list[files.SavedFile]:
-        """Returns the files that this host sees when all see the same newest one.
 
-        On a network a host may see a folder as it was some seconds ago, and would
-        resume an earlier checkpoint, or none.
-        """
-        give_up = time.monotonic() + STALE_SECONDS
-        while True:
-            own = files.saved_files(self.folder, kind)
-            mine = own[0].path.name if own else "no checkpoint"
-            seen = self.replica.all_gather_object((mine, time.monotonic() > give_up))
-            names, is_late = [name for name, _ in seen], seen[0][1]
-            others = [rank for rank, name in enumerate(names) if name != names[0]]
-            if not others:
-                return own
-            if is_late:
-                raise files.CheckpointError(
-                    f"for {STALE_SECONDS:g} s replica 0 has seen {names[0]} as the "
-                    f"newest in {self.folder}, and replica {others[0]} "
-                    f"{names[others[0]]}: all hosts must share the folder"
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises unless a run with these settings could be resumed."""
+    for name, value in settings.items():
+        for leaf in leaves(value):
+            is_plain = type(leaf) in (str, int, float, bool, type(None))
+            if not is_plain or leaf != leaf:
+                raise (ValueError if is_plain else TypeError)(
+                    f"settings[{name!r}] has {leaf!r}, a {type(leaf).__name__}; "
+                    "settings may be texts, numbers other than NaN, None, lists and "
+                    "dicts of these"
                 )
-            time.sleep(_LOOK_SECONDS)
 
 
 def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
     """Raises unless a checkpoint of these would hold all that is trained, once."""
-    what = "Checkpointer: optimizer"
-    check_type(what, optimizer, ElasticOptimizer, "an elastic wrapper")
+    check_type("optimizer", optimizer, ElasticOptimizer, "an elastic wrapper")
     saved: set[nn.Parameter] = set()
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -541,7 +514,7 @@ def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
     has_state = hasattr(order, "state_dict") and hasattr(order, "load_state_dict")
     if has_state and not any(part is order for part in parts.values()):
         raise ValueError(
-            f"Checkpointer: the sampler's order= has a state, which would begin anew "
+            "Checkpointer: the sampler's order= has a state, which would begin anew "
             f"where the run is resumed: pass order={order!r}, or by another name"
         )
     trained = [p for group in optimizer.param_groups for p in group["params"]]

@@ -7,19 +7,16 @@ one that has changed does not fit its name, and no index can be lost or contradi
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
 import io
 import logging
-import os
 import pickle
 import re
+import secrets
 import shutil
-import socket
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,7 +24,7 @@ import torch
 
 from variable_batch_size.checkpoint import shards
 from xla_replica.common.differences import check_same
-from xla_replica.common.files import rename, sha256, write_whole
+from xla_replica.common.files import sha256, write_whole
 from xla_replica.common.trees import map_tensors, without_numpy
 
 logger = logging.getLogger(__name__)
@@ -36,7 +33,6 @@ _DIGITS = 32  # of the SHA-256 in a name
 _NAME = re.compile(rf"(update|best)-(\d{{8,}})-([0-9a-f]{{{_DIGITS}}})\.pt")
 _UNFINISHED = ".unfinished"
 _ABANDONED_SECONDS = 3600.0  # after so long without a write
-_DAMAGED = "damaged-"
 
 
 class CheckpointError(RuntimeError):
@@ -56,9 +52,8 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
             to resume it.
     """
     path = Path(path)
-    unfinished = path.with_suffix(_UNFINISHED)
-    state = without_numpy(state)
-    write_whole(unfinished, lambda file: torch.save(state, file), path)
+    write = partial(torch.save, without_numpy(state))
+    write_whole(path.with_suffix(_UNFINISHED), write, path)
 
 
 def read_checkpoint(
@@ -76,10 +71,9 @@ def read_checkpoint(
         CheckpointError: It is damaged, or holds more than tensors and plain values.
         OSError: The file cannot be read.
     """
-    path = Path(path)
     try:
-        _check_regular(path)
-        state: dict[str, Any] = parse(path)
+        _check_regular(Path(path))
+        state: dict[str, Any] = parse(Path(path))
     except CheckpointError as damage:
         raise CheckpointError(f"{path} cannot be loaded: {damage}") from damage
     if settings is not None:
@@ -101,8 +95,8 @@ class SavedFile(NamedTuple):
         """Returns the state in the file, on the CPU, in the file's own memory pages.
 
         The processes of a host share these, and none needs memory of its own. Copy
-        what is to outlive the file (`own_tensors`): where another host deletes a file
-        on a network, pages that have not been read are lost, and using them is fatal.
+        what is to outlive the file: where another host deletes a file on a network,
+        pages that have not been read are lost, and using them is fatal.
 
         Raises CheckpointError, which says how, if the file is damaged. Other errors,
         such as that of a server that does not answer, are not damage.
@@ -112,16 +106,54 @@ class SavedFile(NamedTuple):
             raise CheckpointError("its content is not what was written")
         return parse(self.path, mapped=True)
 
+    def read_whole(self) -> Any:
+        """Returns the state; raises CheckpointError if its shards are damaged, too."""
+        state = self.read()
+        parts = state.get("shards", {"sha256": {}})
+        for name, digest in parts["sha256"].items():
+            path = self.path.parent / parts["folder"] / name
+            if not path.exists() or sha256(path) != digest:
+                raise CheckpointError(f"{path} is missing or has changed")
+        return state
+
+
+def saved_file(path: Path) -> SavedFile | None:
+    """Returns the checkpoint that a path names, unread; None if it names none."""
+    match = _NAME.fullmatch(path.name)
+    return SavedFile(path, int(match[2]), match[3]) if match else None
+
 
 def saved_files(folder: Path, kind: str = "update") -> list[SavedFile]:
     """Returns the files of a kind, 'update' or 'best', the newest first, unread."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for path in folder.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match and match[1] == kind:
-                found.append(SavedFile(path, int(match[2]), match[3]))
+    paths = [*folder.iterdir()] if folder.exists() else []
+    named = [path for path in paths if path.name.startswith(f"{kind}-")]
+    found = [file for path in named if (file := saved_file(path))]
     return sorted(found, key=lambda f: (f.num_updates, _modified(f.path)), reverse=True)
+
+
+def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, Any] | None:
+    """Returns the newest checkpoint that is not damaged, if any, and its state.
+
+    Raises CheckpointError if there are some and all are damaged.
+    """
+    num_damaged = 0
+    for file in saved_files(folder, kind):
+        try:
+            return file, file.read_whole()
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        except CheckpointError as damage:
+            num_damaged += 1
+            logger.warning(
+                f"checkpoint {file.path} is damaged: {damage}; the one before it is "
+                "used"
+            )
+    if num_damaged:
+        raise CheckpointError(
+            f"all {num_damaged} checkpoints in {folder} are damaged: move them away to "
+            "begin anew, or put a copy there"
+        )
+    return None
 
 
 def write(folder: Path, num_updates: int, state: Any) -> Path:
@@ -129,15 +161,16 @@ def write(folder: Path, num_updates: int, state: Any) -> Path:
 
     Raises OSError, with the path, if it cannot be written.
     """
-    writer = f"{socket.gethostname()}-{os.getpid()}"  # a run may outlive its successor
     name = f"update-{num_updates:08d}"
 
-    def content(file: BinaryIO) -> Path:
-        hashed: Any = _Hashed(file)
-        torch.save(state, hashed)
-        return folder / f"{name}-{hashed.sha256.hexdigest()[:_DIGITS]}.pt"
+    # A run may outlive its successor.
+    unfinished = folder / f"{name}-{secrets.token_hex(4)}{_UNFINISHED}"
 
-    unfinished = folder / f"{name}-{writer}{_UNFINISHED}"
+    def content(file: BinaryIO) -> Path:
+        torch.save(state, file)
+        file.flush()
+        return folder / f"{name}-{sha256(unfinished)[:_DIGITS]}.pt"
+
     try:
         return write_whole(unfinished, content)
     except RuntimeError as error:
@@ -152,84 +185,47 @@ def write(folder: Path, num_updates: int, state: Any) -> Path:
 def copy_as_best(path: Path) -> Path:
     """Makes a written checkpoint the best one, in place of the earlier best."""
     best = path.with_name(path.name.replace("update-", "best-", 1))
-    unfinished = best.with_suffix(_UNFINISHED)
-
-    unfinished.unlink(missing_ok=True)
-    try:
-        os.link(path, unfinished)
-    except OSError:  # this file system has no hard links
-        with path.open("rb") as source:
-            copy = functools.partial(shutil.copyfileobj, source)
-            write_whole(unfinished, copy, best)
-    else:
-        rename(unfinished, best)
-    for other in saved_files(path.parent, "best"):
-        if other.path != best and other.path.is_file():
-            other.path.unlink(missing_ok=True)
+    with path.open("rb") as source:
+        copy = partial(shutil.copyfileobj, source)
+        write_whole(best.with_suffix(_UNFINISHED), copy, best)
+    _delete(file for file in saved_files(path.parent, "best") if file.path != best)
     return best
 
 
-def tidy(folder: Path, keep: int) -> None:
-    """Deletes abandoned unfinished files, and all but the newest ``keep`` others."""
+def tidy(folder: Path, keep: int, damaged: Iterable[SavedFile] = ()) -> None:
+    """Deletes abandoned unfinished files, damaged ones, and the oldest ones.
+
+    The newest ``keep`` are left.
+    """
     for unfinished in folder.glob(f"*{_UNFINISHED}"):
         age = time.time() - _modified(unfinished) / 1e9
         if age > _ABANDONED_SECONDS and unfinished.is_file():
             unfinished.unlink(missing_ok=True)
-    regular = [file for file in saved_files(folder) if file.path.is_file()]
-    for old in regular[keep:]:
-        old.path.unlink(missing_ok=True)
+    _delete(damaged)
+    _delete([file for file in saved_files(folder) if file.path.is_file()][keep:])
     left = [*saved_files(folder), *saved_files(folder, "best")]
     if left:
         shards.tidy(folder, [file.num_updates for file in left])
 
 
-def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, Any] | None:
-    """Returns the newest checkpoint that is not damaged, if any, and its state.
-
-    Damaged ones are renamed, so that they no longer count. Raises CheckpointError if
-    all are damaged, those of earlier calls included.
-    """
-    for file in saved_files(folder, kind):
-        try:
-            state = file.read()
-            how = shards.damage(folder, state)
-            if how is None:
-                return file, state
-        except FileNotFoundError:  # deleted meanwhile
-            continue
-        except CheckpointError as damage:
-            how = str(damage)
-        aside = file.path.with_name(f"{_DAMAGED}{file.path.name}")
-        with contextlib.suppress(FileNotFoundError):
-            rename(file.path, aside)
-        logger.warning(
-            f"checkpoint {file.path} is damaged: {how}; it is now {aside.name}, and "
-            "the one before it is used"
-        )
-    num_damaged = len(list(folder.glob(f"{_DAMAGED}{kind}-*")))
-    if num_damaged:
-        raise CheckpointError(
-            f"all {num_damaged} checkpoints in {folder} are damaged; they are called "
-            f"{_DAMAGED}* now. Move them away to begin anew, or put a copy there"
-        )
-    return None
+def _delete(files: Iterable[SavedFile]) -> None:
+    for file in files:
+        if file.path.is_file():  # not a folder or a pipe of that name
+            file.path.unlink(missing_ok=True)
 
 
-def own_tensors(state: Any) -> Any:
-    """Returns a state of `SavedFile.read` with its tensors in memory of their own."""
-    return map_tensors(state, torch.clone)
-
-
-def is_plain(state: Any) -> bool:
-    """Returns whether `parse` lets pass what a state holds beside its tensors."""
-    buffer = io.BytesIO()
-    torch.save(map_tensors(state, lambda tensor: None), buffer)
+def check_loadable(what: str, state: Any) -> None:
+    """Raises TypeError if a state has values that `parse` would not let pass."""
+    buffer, usual = io.BytesIO(), (torch.Tensor, torch.nn.Parameter)
+    torch.save(map_tensors(state, lambda t: None if type(t) in usual else t), buffer)
     buffer.seek(0)
     try:
         parse(buffer)
-    except CheckpointError:
-        return False
-    return True
+    except CheckpointError as error:
+        raise TypeError(
+            f"{what} has values that torch.load(weights_only=True) refuses; states may "
+            f"hold tensors, numbers, texts, lists and dicts: {error}"
+        ) from error
 
 
 def parse(path: Path | BinaryIO, mapped: bool = False) -> Any:
@@ -265,21 +261,6 @@ def _check_regular(path: Path) -> None:
     """Raises CheckpointError unless a path is a file that can be read to its end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError("it is a folder, a pipe or a device, not a regular file")
-
-
-class _Hashed:
-    """A file that hashes what is written to it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def _modified(path: Path) -> int:

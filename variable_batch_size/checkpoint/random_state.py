@@ -15,11 +15,10 @@ from xla_replica import Replica
 def saved(replica: Replica, own: torch.Tensor) -> dict[str, Any]:
     """Returns what the generators of replica 0 and of all devices hold. Collective."""
     _, keys, *rest = np.random.get_state()
-    version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "numpy": [torch.from_numpy(keys.astype(np.int64)), *rest],
-        "python": [version, list(internal), gauss],
+        "python": random.getstate(),
         # (num_replicas, length) uint8
         "devices": torch.stack(
             [own] if replica.is_live else replica.all_gather_object(own)
@@ -36,8 +35,7 @@ def restore(state: dict[str, Any], replica: Replica) -> None:
     if replica.is_primary:  # other processes may have been seeded by rank
         keys, *rest = state["numpy"]
         np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
-        version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
+        random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
     devices = state["devices"]
     same_kind = devices.shape[1] == len(replica.rng_state())

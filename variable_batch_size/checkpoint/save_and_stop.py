@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 class SaveTimes:
     """Says after which updates to save; see `Checkpointer` for the arguments.
 
-    Minutes are those of replica 0's clock, and it tells the others only after a few
-    updates, planned ahead: between these nothing is sent or read.
+    Minutes are those of replica 0's clock, which tells the others at updates that are
+    an eighth further from the last save each time: between these nothing is sent or
+    read.
     """
 
     def __init__(
@@ -32,40 +33,29 @@ class SaveTimes:
             check_integer("every_updates", every_updates, least=1)
         if every_minutes is not None:
             check_number("every_minutes", every_minutes, above=0)
-        self._replica = replica
+        self._replica, self._clock = replica, clock
         self.every = every_updates, every_minutes
-        self._seconds = None if every_minutes is None else 60 * every_minutes
-        self._clock = clock
         self.saved(0)
 
     def saved(self, num_updates: int) -> None:
         """Notes that a checkpoint of so many updates was saved or loaded just now."""
-        self._since, self._updates_then = self._clock(), num_updates
-        self._next_look = num_updates + 1
+        self._since = self._clock()
+        self.look_from(num_updates)
 
-    def look_again(self) -> None:
-        """Looks after the next update, as other replicas then do."""
-        self._next_look = 0
+    def look_from(self, num_updates: int) -> None:
+        """Looks after the next update, and then more and more seldom."""
+        self._first, self._next_look = num_updates, num_updates + 1
 
     def due(self, num_updates: int) -> bool:
-        """Returns whether to save after an update; collective where the clock is read.
-
-        The next look comes after half of the updates that fit into the remaining time,
-        and at most twice as many as there have been since the last save: updates may
-        become slower, and the first ones compile.
-        """
-        every, _ = self.every
-        by_updates = every is not None and num_updates % every == 0
-        if self._seconds is None or num_updates < self._next_look:
-            return by_updates
-        wait, elapsed = 0, self._clock() - self._since
-        if elapsed < self._seconds:
-            made = num_updates - self._updates_then
-            to_come = (self._seconds - elapsed) / max(elapsed, 1e-9) * made
-            wait = max(1, int(min(to_come / 2, 2 * made)))
-        wait = self._replica.all_gather_object(wait)[0]
-        self._next_look = num_updates + max(wait, 1)
-        return wait == 0 or by_updates
+        """Returns whether to save after an update; collective where it looks."""
+        updates, minutes = self.every
+        is_due = updates is not None and num_updates % updates == 0
+        if minutes is None or num_updates < self._next_look:
+            return is_due
+        is_late = self._clock() - self._since >= 60 * minutes
+        is_late = self._replica.all_gather_object(is_late)[0]
+        self._next_look = num_updates + 1 + (num_updates - self._first) // 8
+        return is_due or is_late
 
 
 def listen(signals: Sequence[str | int] = ("SIGTERM", "SIGINT")) -> None:

@@ -16,46 +16,44 @@ from typing import Any
 import torch
 
 from xla_replica import Replica
-from xla_replica.common.files import sha256, sync_folder
+from xla_replica.common.files import sync_folder
 from xla_replica.common.trees import map_tensors, named_tensors
 
 SUFFIX = ".shards"
 
 
 def split(
-    folder: Path,
-    num_updates: int,
+    name: Path,
     state: dict[str, Any],
     replica: Replica,
     beside_training: bool,
-) -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     """Returns the state without its sharded tensors, and what writes them. Collective.
 
     Args:
-        folder: The folder of the checkpoint.
-        num_updates: Which one.
+        name: How the path of the checkpoint begins.
         state: Of any tensors.
         replica: The replica.
         beside_training: They are written in a thread of every replica.
 
     Returns:
-        The state, and a function that every replica calls; None if there is nothing
-        to write. It returns what the checkpoint's file adds to the state, and raises
-        OSError on every replica if writing failed on one of them.
+        The state, and a function that every replica calls. It returns what the
+        checkpoint's file adds to the state, and raises OSError on every replica if
+        writing failed on one of them.
     """
     found = {n: t for n, t in _named(state) if replica.is_sharded([t])}
     if not found:
-        return state, None
-    name = f"update-{num_updates:08d}-{secrets.token_hex(8)}{SUFFIX}"
-    name = replica.all_gather_object(name)[0]
-    write = replica.write_shards(folder / name, found, beside_training)
+        return state, dict
+    token = replica.all_gather_object(secrets.token_hex(8))[0]
+    folder = name.with_name(f"{name.name}-{token}{SUFFIX}")
+    write = replica.write_shards(folder, found, beside_training)
 
     def write_and_sync() -> dict[str, Any]:
         digests = write()
         if replica.is_primary:
-            sync_folder(folder / name)
             sync_folder(folder)
-        return {"shards": {"folder": name, "sha256": digests}}
+            sync_folder(folder.parent)
+        return {"shards": {"folder": folder.name, "sha256": digests}}
 
     def hollow(tensor: torch.Tensor) -> torch.Tensor:
         if not replica.is_sharded([tensor]):
@@ -87,21 +85,6 @@ def fill(
     path = folder / state["shards"]["folder"]
     found = iter(replica.read_shards(path, wanted, parameters).values())
     return map_tensors(state, lambda t: next(found) if t.is_meta else t)
-
-
-def damage(folder: Path, state: Any) -> str | None:
-    """Returns how the shards of a checkpoint differ from what was written, if so."""
-    shards = state.get("shards") if isinstance(state, dict) else None
-    if shards is None:
-        return None
-    path = folder / shards["folder"]
-    for name, digest in shards["sha256"].items():
-        try:
-            if sha256(path / name) != digest:
-                return f"the content of {shards['folder']}/{name} has changed"
-        except FileNotFoundError:
-            return f"{shards['folder']}/{name} is missing"
-    return None
 
 
 def tidy(folder: Path, kept: Iterable[int]) -> None:

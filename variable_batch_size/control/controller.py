@@ -161,7 +161,6 @@ class BatchSizeController:
             step_time=fit_step_time(*fitted) if fitted else None,
             minibatch_size=schedule.minibatch_size,
             num_replicas=self._replica.num_replicas,
-            noise_estimator=noise.estimator if noise else None,
         )
         available = self._most
         if self._available is not None:
@@ -182,7 +181,6 @@ class BatchSizeController:
                     before=seen.batch_size,
                     first_step=first,
                     noise_scale=seen.noise_scale,
-                    noise_estimator=seen.noise_estimator,
                     wanted=wanted,
                     available=most,
                 )

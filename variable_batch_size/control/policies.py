@@ -22,8 +22,6 @@ class Observation(NamedTuple):
             until there was time to measure.
         minibatch_size: In samples.
         num_replicas: How many share a step.
-        noise_estimator: Whose number the noise scale is; see `NoiseMeter`. None where
-            it is not measured.
     """
 
     step: int
@@ -32,7 +30,6 @@ class Observation(NamedTuple):
     step_time: StepTime | None
     minibatch_size: int
     num_replicas: int
-    noise_estimator: str | None = "minibatches"
 
 
 Policy = Callable[[Observation], float]

@@ -2,7 +2,6 @@
 
 from variable_batch_size.gradient_noise.estimators import (
     average,
-    best,
     coefficients,
     efficiency,
     estimate,
@@ -17,7 +16,6 @@ from variable_batch_size.gradient_noise.estimators import (
 
 __all__ = [
     "average",
-    "best",
     "coefficients",
     "efficiency",
     "estimate",

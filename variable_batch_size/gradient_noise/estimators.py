@@ -140,11 +140,6 @@ def overall(statistics: Tensor) -> Tensor:
     return unbiased(statistics).sum(1, keepdim=True)
 
 
-def best(averages: Tensor, fallback: Tensor) -> Tensor:
-    """Returns the averages where something is known, else the fallback: ``(3, G)``."""
-    return torch.where(averages[2] > 0, averages, fallback)
-
-
 def gain(
     statistics: Tensor, batch_ratio: Tensor, ref_batchsize: float | Tensor
 ) -> Tensor:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.norm_noise import NormLayerNoise
 from variable_batch_size.gradient_noise.progress import Progress
-from variable_batch_size.gradient_noise.readings import Measurements, Reading
 from variable_batch_size.gradient_noise.squares import GradientSquares
 from xla_replica import Replica
 from xla_replica.backends.small_sum import SmallSum
@@ -28,7 +26,7 @@ Groups = list[dict[str, Any]]
 logger = logging.getLogger(__name__)
 # After so many steps without a finite square somebody is told.
 _MOST_UNKNOWN = 3
-_STATE = ("averages", "norm layers", "whole", "fraction", "batch_size", "base")
+_STATE = ("averages", "whole", "fraction", "batch_size", "base")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +59,27 @@ class NoiseOptions:
         check_choice("compat", self.compat, (None, "reference"))
 
 
+class Measurements(NamedTuple):
+    """What is known of the gradients of all parameter groups together.
+
+    Attributes:
+        gain: Steps at the reference batch size that one of the last batch size is
+            worth, by what is known now.
+        noise_scale: tr Sigma / |G|^2, in samples.
+        efficiency: Progress per sample, against the reference batch size.
+        progress: Steps at the reference batch size that training is worth so far.
+        variance: tr Sigma of one sample.
+        square: |G|^2.
+    """
+
+    gain: float
+    noise_scale: float
+    efficiency: float
+    progress: float
+    variance: float
+    square: float
+
+
 class NoiseMeter:
     """Statistics of the gradients of one optimizer, on the device.
 
@@ -82,9 +101,6 @@ class NoiseMeter:
         dtype: The dtype of all statistics: float64 where a parameter has it, else
             float32.
         weighted: Whether minibatches have weights.
-        estimator: Whose numbers were asked for last: those of a step's
-            ``'minibatches'``, of ``'norm layers'``, also with ``', factor unknown'``,
-            or ``'nothing'``.
 
     Raises:
         TypeError: An option needs minibatches that all count the same.
@@ -124,40 +140,9 @@ class NoiseMeter:
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
-        self._norm_layers = NormLayerNoise(self.dtype, replica, is_exact)
         self._progress = Progress(self.dtype, replica)
-        self.estimator = "nothing"
         self._uploaded: dict[str, torch.Tensor] = {}
         self.watch(groups)
-
-    def use_norm_layers(self, model: torch.nn.Module) -> None:
-        """Estimates noise from the weights of a model's normalisation layers.
-
-        Their gradients are known for every sample, out of the ordinary backward pass
-        (Gray et al. 2024, arXiv:2411.00999), so a step of a single minibatch has a
-        noise scale too. It is multiplied by the factor between these weights' noise
-        scale and that of all parameters, which is measured in every step of several
-        minibatches; `Measurements.norm_factor` tells it. All parameter groups then have
-        the overall gain.
-
-        Call it on every replica, before training. The first dimension of the layers'
-        inputs must be that of the samples, and the loss a mean over the samples.
-
-        Raises:
-            ValueError, TypeError: See `norm_layers_of`; or minibatches have weights,
-                parameters are sharded, or ``compat`` is set.
-        """
-        parameters = self._gradients.parameters
-        if self.weighted or self.options.compat:
-            raise TypeError(
-                "use_norm_layers needs reduction='mean', and not compat='reference'"
-            )
-        if self._replica.is_sharded(parameters):
-            raise TypeError(
-                "use_norm_layers needs whole parameters: those of this model are "
-                "sharded (FSDP2)"
-            )
-        self._norm_layers.use(model, parameters, self.minibatch_size or 0)
 
     # --- while training -------------------------------------------------------------
 
@@ -181,12 +166,10 @@ class NoiseMeter:
         """
         unused = num_minibatches == 1 and not self.weighted
         self._gradients.paused = unused and not self._replica.is_lazy
-        self._norm_layers.prepare_step(num_minibatches)
 
     def drop_discarded(self) -> None:
         """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
         self._gradients.drop_discarded()
-        self._norm_layers.drop_discarded()
 
     def end_minibatch(self, weight: torch.Tensor | None = None) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -195,7 +178,6 @@ class NoiseMeter:
             weight: ``(1,)``, if minibatches have weights. One of weight zero tells
                 nothing of the noise.
         """
-        self._norm_layers.end_minibatch()
         self._unseen |= self._gradients.paused
         squares = self._gradients.take()
         if squares is None:
@@ -219,7 +201,7 @@ class NoiseMeter:
             return [self._squares.total, self._count]
         if self._unseen and num_minibatches != 1:  # another epoch than was prepared for
             self._squares.spoil()
-        return [self._squares.total, *self._norm_layers.to_sum()]
+        return [self._squares.total]
 
     def update(self, total: Any = None) -> torch.Tensor:
         """Takes in the step whose averaged gradients are in ``.grad``.
@@ -231,8 +213,7 @@ class NoiseMeter:
         Returns:
             ``(G,)``: what multiplies the learning rate of each parameter group.
         """
-        causal = self.options.causal
-        before = self._statistics() if causal else self._averages
+        before = self._averages
         if self.weighted:
             self._weigh(total)
         if not self._gradients.paused:
@@ -243,8 +224,7 @@ class NoiseMeter:
             self._averages = estimators.average(
                 self._averages, new, self._uploaded["weight"]
             )
-        self._norm_layers.update(self._uploaded, self._uploaded["weight"])
-        statistics = before if causal else self._statistics()
+        statistics = before if self.options.causal else self._averages
         ratio, base = self._uploaded["ratio"], self._uploaded["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
         known = None if self.weighted else self._batch_size / self._base
@@ -260,9 +240,7 @@ class NoiseMeter:
         self._gradients.discard()
         self._unseen = False
         with torch.no_grad():
-            torch._foreach_zero_(
-                [self._squares.total, self._count, *self._norm_layers.clear()]
-            )
+            torch._foreach_zero_([self._squares.total, self._count])
 
     # --- what can be asked ----------------------------------------------------------
 
@@ -290,16 +268,28 @@ class NoiseMeter:
 
     def measure(self) -> Measurements:
         """Returns everything at once, with a single read of the device."""
-        return self._read().measure(self.last_read_progress)
+        averages = self._read()
+        overall = estimators.overall(estimators.unbiased(averages))
+        variance, square = overall[:2, 0].tolist()
+        return Measurements(
+            gain=self._gains(estimators.overall(averages))[0],
+            noise_scale=estimators.noise_scale(variance, square),
+            efficiency=self._efficiency(averages),
+            progress=self.last_read_progress,
+            variance=variance,
+            square=square,
+        )
 
     def gain(self, batch_size: float | None = None) -> float:
         """Returns the overall gain of a batch size; default: the last update's."""
-        return self._read().gains(batch_size)[0]
+        return self._gains(estimators.overall(self._read()), batch_size)[0]
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
-        num_groups, whole = self._num_groups, not self.options.per_group
-        gains = self._read().gains(batch_size, num_groups, whole)
+        averages = self._read()
+        if not self.options.per_group:
+            averages = estimators.overall(averages).expand(-1, self._num_groups)
+        gains = self._gains(averages, batch_size)
         return tuple(gain * self._lr_factor for gain in gains)
 
     def noise_scale(self) -> float:
@@ -308,11 +298,11 @@ class NoiseMeter:
 
     def efficiency(self, batch_size: float | None = None) -> float:
         """Returns progress per sample over the reference's; NaN if unknown."""
-        return self._read().efficiency(batch_size)
+        return self._efficiency(self._read(), batch_size)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
-        tensors = [self._averages, self._norm_layers.state(), *self._progress.tensors]
+        tensors = [self._averages, *self._progress.tensors]
         if isinstance(self._batch_size, torch.Tensor):
             tensors.append(self._batch_size)
         fetched = self._replica.fetch(tensors)
@@ -327,8 +317,7 @@ class NoiseMeter:
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        # Earlier states may lack "norm layers", and may have "differences".
-        if (state.keys() | {"norm layers"}) - {"differences"} != set(_STATE):
+        if state.keys() != set(_STATE):
             raise ValueError(
                 f"this is not a state of a NoiseMeter: it has {sorted(state)}, "
                 f"expected are {sorted(_STATE)}"
@@ -351,8 +340,6 @@ class NoiseMeter:
         self.check_state(state)
         device = self._replica.device
         self._averages = state["averages"].to(self.dtype).to(device)
-        if "norm layers" in state:
-            self._norm_layers.load_state(state["norm layers"])
         self._batch_size = state["batch_size"].item()
         self._progress.load(state["whole"], state["fraction"])
         self._replica.sync()
@@ -378,7 +365,6 @@ class NoiseMeter:
                 ),
                 "ratio": batch_size / self._base,
                 "weight": estimators.weight_of(num_minibatches, time_constant),
-                **self._norm_layers.numbers(batch_size, num_minibatches, time_constant),
             }
         self._uploaded = {
             name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
@@ -396,24 +382,33 @@ class NoiseMeter:
         weight = -torch.expm1(-self._count / numbers["time constant"])
         numbers["weight"] = torch.where(self._count > 1, weight, weight * 0)
 
-    def _statistics(self) -> torch.Tensor:
-        """Returns the best statistics on the device: ``(3, G)``, or ``(3, 1)``."""
-        if self._norm_layers.in_use:
-            return self._norm_layers.statistics(self._averages)
-        return self._averages
+    def _gains(
+        self, averages: torch.Tensor, batch_size: float | None = None
+    ) -> list[float]:
+        """Returns the gain of each group; by averages that have been read."""
+        kappa = torch.tensor([self._ratio(batch_size)], dtype=averages.dtype)
+        gains: list[float] = estimators.gain(averages, kappa, self._base).tolist()
+        return gains
 
-    def _read(self) -> Reading:
-        """Reads the device."""
-        state = self.state_dict()
-        whole, layers = (state[name].double() for name in _STATE[:2])
-        reading = Reading(
-            whole,
-            layers if self._norm_layers.in_use else None,
-            batch_size=state["batch_size"].item(),
-            base=self._base,
-        )
-        self.estimator = reading.estimator
-        if self._num_measured >= _MOST_UNKNOWN and not whole[2].any():
+    def _efficiency(
+        self, averages: torch.Tensor, batch_size: float | None = None
+    ) -> float:
+        overall = estimators.overall(averages)
+        if not (overall[:2] > 0).any():
+            return math.nan
+        gain = self._gains(overall, batch_size)[0]
+        return estimators.efficiency(gain, self._ratio(batch_size))
+
+    def _ratio(self, batch_size: float | None) -> float:
+        batch_size = self._batch_size if batch_size is None else batch_size
+        if not batch_size > 0:
+            raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
+        return batch_size / self._base
+
+    def _read(self) -> torch.Tensor:
+        """Returns the averages, on the CPU in float64; reads the device."""
+        averages = self.state_dict()["averages"].double()
+        if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
             logger.warning(
                 "the gradient noise of %d steps is unknown, because squares of their "
@@ -421,7 +416,7 @@ class NoiseMeter:
                 "%.0e. Scale the loss, or train in float64; gains are 1 until then",
                 _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
             )  # fmt: skip
-        return reading
+        return averages
 
     def _add_groups(self, num_new: int) -> None:
         """Makes room for new parameter groups, of which nothing is known."""

@@ -14,7 +14,7 @@ import torch
 
 from variable_batch_size.data.schedule import Cursor
 from variable_batch_size.device_scalars import dtype_for
-from variable_batch_size.gradient_noise.readings import Measurements
+from variable_batch_size.gradient_noise.meter import Measurements
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.step.attached import Update
 from xla_replica.common.arguments import check_integer, check_type
@@ -37,7 +37,7 @@ class Sink(Protocol):
 # What lines are known by, and numbers that are told anyway.
 _OWN = {
     "step", "event", "time", "epoch", "batch_size", "samples", "seconds",
-    "idle_seconds", "weight", "loss", "noise_estimator", *Measurements._fields,
+    "idle_seconds", "weight", "loss", *Measurements._fields,
 }  # fmt: skip
 # What sinks have as an axis of their own, or get as rates.
 _OF_FILES = ("step", "time", "seconds", "idle_seconds")
@@ -340,7 +340,6 @@ class RunLog:
         noise = self._optimizer.noise
         if noise and self._replica.is_primary:
             line |= noise.measure()._asdict()
-            line["noise_estimator"] = noise.estimator
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
         if not (lines and self._replica.is_primary):

@@ -55,8 +55,6 @@ def log_line(update: Update, noise: NoiseMeter | None, replica: Replica) -> str:
     line += f"learning rate {lrs}"
     for name, value in (noise.measure()._asdict() if noise else {}).items():
         line += f", {name.replace('_', ' ')} {value:.6g}"
-    if noise:
-        line += f", by {noise.estimator}"
     return line
 
 

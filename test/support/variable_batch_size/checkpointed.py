@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,6 +21,17 @@ from support.variable_batch_size.resuming import loss_of
 CASE = Case(
     (4, 36, 8, 4, 12, 32, 20, 4), epochs=3, exact=True, optimizer="sgd-heavy-ball"
 )
+
+
+@contextlib.contextmanager
+def full_disk(room: int = 0) -> Iterator[None]:
+    """Lets this process write files of so many bytes, and no larger ones."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class Order:

@@ -123,15 +123,19 @@ def test_updates_read_only_where_all_look_and_compile_nothing(backend, tmp_path)
         assert [each[::2] for each in found[False]][1:] == [(0, 0), (0, 0)]
 
 
-def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path, caplog):
-    training = Training(tmp_path)
-    training.train()
+def test_a_damaged_checkpoint_is_passed_over_and_then_replaced(
+    undisturbed, tmp_path, caplog
+):
+    """One file is kept, and it is not the damaged one, whose updates come again."""
+    Training(tmp_path).train()
     newest, before = files.saved_files(tmp_path)[:2]
     newest.path.write_bytes(newest.path.read_bytes()[:-100])
-    weights, _updates, restored = train(0, tmp_path)
+    weights, _updates, restored = train(0, tmp_path, every_updates=1, keep=1)
     assert restored == before.num_updates
     assert "damaged" in caplog.text
     assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
+    [last] = files.saved_files(tmp_path)
+    last.read_whole()
 
 
 def test_changes_can_be_allowed(tmp_path):
@@ -216,22 +220,25 @@ def saved(training: Training, num_updates: int, metric=None) -> None:
     training.checkpointer.save(metric)
 
 
-def test_the_best_one_is_kept(tmp_path, caplog):
-    training = Training(tmp_path, keep=2, best="max")
+@pytest.mark.parametrize(("best", "sign"), [("max", 1), ("min", -1)])
+def test_the_best_one_is_kept_and_can_be_loaded(best, sign, tmp_path, caplog):
+    training = Training(tmp_path, keep=2, best=best)
     for number, metric in enumerate((50.0, 90.0, 70.0, float("nan"), 90.0), start=1):
-        saved(training, number, metric)
+        saved(training, number, sign * metric)
     assert "not finite" in caplog.text
     assert [f.num_updates for f in files.saved_files(tmp_path)] == [5, 4]
-    (best,) = files.saved_files(tmp_path, "best")
-    assert best.num_updates == 2
-    again = Training(tmp_path, keep=2, best="max")
-    assert again.checkpointer.load().best == 90.0
-    saved(again, 6, 89.0)
-    assert files.saved_files(tmp_path, "best") == [best]
-    saved(again, 7, 91.0)
+    (kept,) = files.saved_files(tmp_path, "best")
+    assert kept.num_updates == 2
+    again = Training(tmp_path, keep=2, best=best)
+    assert again.checkpointer.load().best == sign * 90.0
+    saved(again, 6, sign * 89.0)
+    assert files.saved_files(tmp_path, "best") == [kept]
+    saved(again, 7, sign * 91.0)
     assert files.saved_files(tmp_path, "best")[0].num_updates == 7
     assert len(list(tmp_path.iterdir())) == 3
+    saved(again, 8)
     assert again.checkpointer.load(best=True).num_updates == 7
+    assert again.checkpointer.load().num_updates == 8
 
 
 def several_modules(rank: int, folder: Path) -> list[torch.Tensor]:
@@ -287,13 +294,3 @@ def test_nothing_of_the_file_is_used_after_loading(tmp_path):
     restored = Training(tmp_path, parts={"keeper": keeper}).checkpointer.load()
     assert restored.path.name not in Path("/proc/self/maps").read_text()
     assert keeper.kept is not Keeper.kept
-
-
-@pytest.mark.parametrize(("best", "expected"), [("max", 2), ("min", 1)])
-def test_the_best_one_can_be_loaded(best, expected, tmp_path):
-    training = Training(tmp_path, best=best)
-    for number, metric in enumerate((1.0, 3.0, 2.0), start=1):
-        saved(training, number, metric)
-    again = Training(tmp_path, best=best).checkpointer
-    assert again.load(best=True).num_updates == expected
-    assert again.load().num_updates == 3

@@ -158,12 +158,11 @@ def test_damaged_shards_make_the_checkpoint_before_count(stopped, tmp_path, capl
     content[len(content) // 2] ^= 1
     parts[1].write_bytes(content)
     assert files.newest_whole(folder)[0].path == before.path
-    assert f"the content of {name}/{parts[1].name} has changed" in caplog.text
+    assert f"{name}/{parts[1].name} is missing or has changed" in caplog.text
     parts = next(iter(folder.glob(f"update-{before.num_updates:08d}-*.shards")))
     next(iter(parts.glob("*.distcp"))).unlink()
     with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
         files.newest_whole(folder)
-    assert "is missing" in caplog.text
 
 
 class Hostile:

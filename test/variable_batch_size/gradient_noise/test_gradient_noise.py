@@ -159,10 +159,3 @@ def test_groups_add_up_and_unknown_ones_count_for_nothing():
     averages = torch.tensor([[2.0, 3.0, 0.0], [4.0, 1.0, 0.0], [0.5, 0.25, 0.0]])
     assert gradient_noise.unbiased(averages)[0].tolist() == [4.0, 12.0, 0.0]
     assert gradient_noise.overall(averages)[:2].tolist() == [[16.0], [12.0]]
-
-
-def test_a_fallback_serves_where_nothing_is_known():
-    averages = torch.tensor([[2.0, 0.0], [4.0, 0.0], [0.5, 0.0]])
-    fallback = torch.tensor([[7.0, 7.0], [8.0, 8.0], [1.0, 1.0]])
-    best = gradient_noise.best(averages, fallback)
-    assert best.tolist() == [[2.0, 7.0], [4.0, 8.0], [0.5, 1.0]]

@@ -127,7 +127,7 @@ def test_sinks_get_the_numbers_of_logging_steps_and_the_rates_between(adascale):
     first = 0
     for step, values in sent:
         window, row = table.iloc[first : step + 1], table.iloc[step]
-        of_files = ["step", "time", "seconds", "idle_seconds", "noise_estimator"]
+        of_files = ["step", "time", "seconds", "idle_seconds"]
         expected = row.drop([*of_files, "accuracy"])
         expected = expected.dropna().to_dict()  # the first has no noise scale
         seconds = window["seconds"].sum()
