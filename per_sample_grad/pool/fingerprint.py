@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -115,6 +116,9 @@ def _read(value: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(value, torch.Tensor):
         bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{value.dtype} {tuple(value.shape)} {digest(bits.numpy())}", parts
+    if kind is np.ndarray and not value.dtype.hasobject:
+        bits = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return f"{value.dtype} {value.shape} {digest(bits)}", parts
     if kind in (set, frozenset, list, tuple):
         items = sorted(value, key=repr) if kind in (set, frozenset) else value
         parts = {f"[{number}]": item for number, item in enumerate(items)}
@@ -150,10 +154,14 @@ def _read_code(value: Any) -> tuple[str, dict[str, Any]]:
     """Reads a function, class or module: name and version, or source and variables."""
     name, is_function = getattr(value, "__qualname__", ""), inspect.isfunction(value)
     module = getattr(value, "__module__", value.__name__)
-    if is_function:  # what wraps another function has the other's name and module
-        name = "<wrapper>" if value.__closure__ else name
-        module = value.__globals__.get("__name__")
     installed = _installed(str(module), name)
+    if is_function:  # what wraps another function has the other's name and module
+        found = sys.modules.get(str(module))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        is_own = getattr(found, "__func__", found) is value
+        is_own = is_own and _installed(str(value.__globals__.get("__name__")), "")
+        installed = installed if is_own else None
     if installed:
         return installed, {}
     if is_function:

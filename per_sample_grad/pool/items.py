@@ -61,15 +61,8 @@ def pool_digest(dataset: Any, tag: str | None) -> str:
 def _add(value: Any, found: Any, tag: str | None) -> None:
     """Adds what a dataset, or an attribute of one, holds, as far as that is cheap."""
     kind = type(value)
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy() if value.layout is torch.strided else None
     if isinstance(value, np.memmap):
         _add_file(str(value.filename), found)
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        found.update(f"{value.dtype} {value.shape}".encode())
-        found.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-    elif isinstance(value, range):
-        found.update(repr(value).encode())
     elif kind in (list, tuple):
         _add_sequence(value, found, tag)
     elif isinstance(getattr(value, "_fingerprint", None), str):  # of datasets
@@ -83,7 +76,7 @@ def _add(value: Any, found: Any, tag: str | None) -> None:
             if not (name.startswith("_") or is_note):
                 found.update(name.encode())
                 _add(part, found, tag)
-    elif callable(value):
+    elif isinstance(value, torch.Tensor | np.ndarray | range) or callable(value):
         found.update(repr(fingerprint({"pool": value}, tag)).encode())
 
 

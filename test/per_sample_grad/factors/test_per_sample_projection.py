@@ -11,6 +11,7 @@ from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 
 import per_sample_grad as psg
+from per_sample_grad.factors import projection as projections
 from per_sample_grad.factors.forms import Dense, Outer
 
 WIDE = 2**30
@@ -100,6 +101,18 @@ def test_the_map_depends_on_seed_name_and_nothing_else():
     assert torch.equal(of("w"), of("w", seed=0))
     assert not torch.equal(of("w"), of("w", seed=1))
     assert not torch.equal(of("w"), of("v"))
+
+
+def test_the_projection_is_the_map_of_its_version():
+    """Another map needs another `VERSION`: rows of earlier runs would be mixed."""
+    shapes = {"w": (40, 30), "deep": (16, 8, 3, 3), "bias": (40,)}
+    projection, found = psg.Projection(shapes, 200, seed=5), []
+    for name, shape in shapes.items():
+        numbers = torch.arange(math.prod(shape), dtype=torch.float64) ** 2 % 19
+        found += projection.of(name, [Dense(numbers.reshape(1, *shape))], WIDE)
+    rows = torch.cat(found)
+    told = [projections.VERSION, len(rows), *map(int, rows[:: len(rows) // 6])]
+    assert told[:6] == [3, 180, -11, -9, -26, -16]
 
 
 def test_what_wraps_a_model_changes_nothing_of_the_map():

@@ -127,7 +127,7 @@ JOBS = {
     "closure": (closure, ".factor"),
     "wrapper": (with_the_name_of_another, ".factor"),
     "decorated": (by_decorated, ".__dict__['__wrapped__'].scaled.FACTOR"),
-    "array": (lambda v: closure(np.array([v])), ".factor.(state)[4]"),
+    "array": (lambda v: closure(np.array([v])), ".factor"),
     "global": (by_global, ".scaled.FACTOR"),
     "default": (by_default, ".__kwdefaults__['scale']"),
     "attribute": (by_attribute, ".__dict__['factor']"),
