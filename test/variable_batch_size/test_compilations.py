@@ -1,21 +1,33 @@
-"""After warm-up no change compiles a graph or reads the device back."""
+"""After warm-up no change compiles a graph, by XLA or torch, or reads the device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.variable_batch_size.elastic import Case, Training
+from support.compiled import GraphCounter, needs_cxx
+from support.variable_batch_size.elastic import (
+    OPTIMIZERS,
+    Case,
+    Training,
+    assert_as_one_large_batch,
+    elastic_run,
+    loss_of,
+)
+from support.variable_batch_size.wrapping import CPU, make
 from support.xla_replica.replicas import (
     HAS_XLA,
     TORCHTPU,
     XLA_BACKENDS,
     Backend,
+    needs_xla,
     on_xla,
 )
 from torch import nn
 
+import variable_batch_size as vbs
 import xla_replica
+from variable_batch_size.device_scalars import DeviceScalars, TensorScalars
 
 # The learning rates that this makes, lr = 1/4 at ref 16: among them exactly 1.0, which
 # a compiled program would hold as a constant, and 0.5, the momentum. Three replicas of
@@ -24,7 +36,7 @@ BATCH_SIZES = [4 * n for n in (1, 2, 3, 4, 5, 7, 8, 11, 16)]
 SAMPLES = sum(BATCH_SIZES)
 
 
-def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x), y)
 
 
@@ -36,10 +48,10 @@ def counted_epochs(
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         inputs, targets = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
     case = Case(BATCH_SIZES, 3, optimizer, rule, 0.25, max_grad_norm=1.0)
-    training = Training(case, loss_of, made=(model, inputs, targets))
+    training = Training(case, cross_entropy, made=(model, inputs, targets))
     if backend:
         called = torch.compile(model, backend=backend)
-        training.loss = lambda _, x, y: loss_of(called, x, y)
+        training.loss = lambda _, x, y: cross_entropy(called, x, y)
     counts = [training.counted_epoch(epoch) for epoch in range(2)]
     training.optimizer.set_lr((0.0,))  # what a warm-up begins with
     return [*counts, training.counted_epoch(2)]
@@ -57,9 +69,7 @@ RUNS = [
 ]
 
 
-def all_counted_epochs(
-    rank: int,
-) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:
+def all_counted_epochs(rank: int) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:
     runs = [run for run in RUNS if HAS_XLA or "openxla" not in run]
     return {run: counted_epochs(rank, *run) for run in runs}
 
@@ -75,9 +85,8 @@ def test_steady_state_compiles_and_transfers_nothing(counts, run):
     for replica in counts:
         if run not in replica:
             pytest.skip("its compiler is torch_xla's")
-        first, second, third = replica[run]
-        assert second == (0, 0, 0)
-        assert third == (0, 0, 0)
+        first, *later = replica[run]
+        assert later == [(0, 0, 0)] * 2
         assert first[1:] == (0, 0)
 
 
@@ -96,7 +105,7 @@ def test_deferred_operations_compile_as_little(backend):
 def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
     trace = [4 * (1 + n % num_batch_sizes) for n in range(32)]
     made = nn.Linear(6, 3), torch.ones(2048, 6), torch.zeros(2048, dtype=torch.int64)
-    training = Training(Case(trace), loss_of, {"on_end": "stop"}, made)
+    training = Training(Case(trace), cross_entropy, {"on_end": "stop"}, made)
     return training.counted_epoch(0)[0]
 
 
@@ -105,12 +114,6 @@ def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
 def test_three_graphs_for_any_number_of_batch_sizes(backend, num_batch_sizes):
     """They are the minibatch, the update, and the update that creates momentum."""
     assert set(backend.run(graphs_of_first_epoch, num_batch_sizes)) == {3}
-
-
-def test_the_first_epoch_is_worth_counting():
-    """Its batch sizes make replicas idle, and one learning rate exactly one."""
-    assert min(BATCH_SIZES) < 4 * 3
-    assert {0.5, 1.0} <= {0.25 * size / 16 for size in BATCH_SIZES}
 
 
 def a_fetch_and_numbers_in_a_graph(rank: int) -> tuple[int, int, int]:
@@ -131,3 +134,144 @@ def a_fetch_and_numbers_in_a_graph(rank: int) -> tuple[int, int, int]:
 @on_xla
 def test_the_counter_sees_transfers_and_compilations():
     assert Backend("xla", 1).run(a_fetch_and_numbers_in_a_graph) == [(1, 1, 3)]
+
+
+# --- by torch.compile: minibatches have one size, so that two graphs serve all ------
+
+# From one minibatch of 4, with which all replicas but one are idle, to sixteen. The
+# first step makes replicas run compiled functions while others still compile them.
+TRACE = (40, 8, 12, 32, 64, 4, 20, 4)
+CASES = {
+    "exact": Case((32, 4, 64, 4, 8), optimizer="sgd-heavy-ball", lr=2**-3, exact=True),
+    "clipped": Case(
+        TRACE, epochs=3, optimizer="adamw", rule="root", lr=2**-8, max_grad_norm=0.05
+    ),
+}
+
+
+def compiled_runs(rank: int, backend: str) -> dict[str, tuple[list, int]]:
+    """Returns the weights of every case, and how many graphs were compiled for it."""
+    runs = {}
+    for name, case in CASES.items():
+        counter = GraphCounter(backend)
+        found = elastic_run(rank, case, torch.compile(loss_of, backend=counter))
+        runs[name] = found["weights"], counter.num_graphs
+    return runs
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("aot_eager", Backend("cpu", 2)),
+        pytest.param(
+            ("inductor", Backend("cpu", 2)), marks=[needs_cxx, pytest.mark.slow]
+        ),
+        pytest.param(
+            ("openxla", Backend("xla", 3)), marks=[needs_xla, pytest.mark.xla]
+        ),
+    ],
+    ids=lambda each: each[0],
+)
+def runs(request):
+    backend, replicas = request.param
+    yield replicas.run(compiled_runs, backend)
+    torch.compiler.reset()  # what a single replica has compiled in this process
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_graphs_and_the_weights_of_a_large_batch_run(runs, name):
+    for run in runs:
+        weights, num_graphs = run[name]
+        assert num_graphs == 2  # forward and backward
+        assert_as_one_large_batch(CASES[name], weights)
+
+
+def test_a_compiled_loop_body_is_refused():
+    """Its hooks would be compiled too, and step() at every step."""
+    model, _, wrapper = make(trace=[256], cls=vbs.ConstantOptimizer)
+
+    def body() -> int:
+        model(torch.ones(2, 2)).sum().backward()
+        return wrapper.step()
+
+    compiled = torch.compile(body, backend="aot_eager")
+    wrapper.set_epoch(0)
+    with pytest.raises(TypeError, match=r"compile the forward pass alone"):
+        compiled()
+    torch.compiler.reset()
+    model.zero_grad()
+    assert [body() for _ in range(3)] == [0, 0, 0]
+
+
+def test_a_compiled_step_of_the_inner_optimizer_is_refused():
+    def compiled(parameters, lr: float) -> torch.optim.Optimizer:
+        inner = torch.optim.SGD(parameters, lr)
+        inner.step = torch.compile(inner.step, backend="aot_eager")
+        return inner
+
+    with pytest.raises(TypeError, match=r"every learning rate.* compile the model"):
+        make(inner=compiled)
+
+
+# --- numbers are uploaded once; optimizers take them as tensors, unread -------------
+
+
+def test_numbers_are_uploaded_once_and_never_shared_between_uses():
+    """A tensor that two uses share would make another graph."""
+    scalars = DeviceScalars(CPU, capacity=3)
+    first = scalars.get("lr", 0.5)
+    assert first.shape == (1,)
+    assert scalars.get("lr", 0.5) is first
+    assert scalars.get("divisor", 0.5) is not first
+    assert scalars.get("lr", 0.5, torch.float64).dtype == torch.float64
+    scalars.get("lr", 0.25)
+    assert scalars.get("lr", 0.5) is not first  # the oldest made room
+
+
+def steps(name: str, as_tensor: bool) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    parameters = [torch.nn.Parameter(random(3, 4)), torch.nn.Parameter(random(5))]
+    optimizer = OPTIMIZERS[name](parameters, 0.1)
+    for lr in (0.1, 1.0, 0.0, 0.3, 0.5):
+        for parameter in parameters:
+            parameter.grad = random(*parameter.shape)
+        group = optimizer.param_groups[0]
+        if as_tensor:
+            group["lr"] = torch.tensor([lr], dtype=torch.float64)
+            group["foreach"] = False
+            with NoReads(), TensorScalars():  # the last entered sees a call first
+                optimizer.step()
+        else:
+            group["lr"] = lr
+            optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+class NoReads(torch.overrides.TorchFunctionMode):
+    """Fails on anything that reads a learning rate back to Python."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for name in ("alpha", "value"):
+            scalar = kwargs.get(name)
+            assert not isinstance(scalar, torch.Tensor), f"{func} would read {name}"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_steps_the_same(name):
+    for tensor, number in zip(steps(name, True), steps(name, False)):
+        torch.testing.assert_close(tensor, number, rtol=1e-13, atol=1e-13)
+
+
+def test_without_it_torch_reads_the_learning_rate():
+    """What the module is for: this must keep failing, or it can be deleted."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([parameter], torch.tensor(0.1), foreach=False)
+    with pytest.raises(AssertionError, match="would read"), NoReads():
+        optimizer.step()

@@ -21,17 +21,14 @@ TRACE = [8, 16, 4, 12, 32, 8, 4, 24]
 
 
 def parts(trace=TRACE, **options):
-    """Returns a model with BatchNorm, its optimizer, a scheduler and a loader."""
     replica = xla_replica.current()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 3, generator=generator)
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(x, x.sum(1, keepdim=True))
     with replica.seeded(0):
         model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     model.to(replica.device)
-    sampler = vbs.CustomSampler(
-        dataset, trace, minibatch_size=4, **{"on_end": "cycle"} | options
-    )
+    options = {"minibatch_size": 4, "on_end": "cycle"} | options
+    sampler = vbs.CustomSampler(dataset, trace, **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.5)
     optimizer = vbs.LinearRuleOptimizer(optimizer, sampler, ref_batchsize=8)
     loader = DataLoader(dataset, batch_sampler=sampler)
@@ -44,15 +41,19 @@ def result(model) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return replica.fetch([*model.parameters()]), replica.fetch([*model.buffers()])
 
 
+def train(model, optimizer, minibatches) -> None:
+    for x, y in minibatches:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
 def by_hand(rank: int):
     model, sampler, optimizer, scheduler, loader = parts()
     optimizer.attach(scheduler)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
-        for x, y in xla_replica.current().loader(loader):
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, xla_replica.current().loader(loader))
         optimizer.average_buffers(model)
     return result(model)
 
@@ -109,27 +110,23 @@ def test_it_is_the_loop_by_hand_and_resumes_where_it_was_killed(backend, tmp_pat
 
 
 def trained(optimizer, loader, num_epochs, model, **options):
-    """Trains; returns the numbers of the epochs."""
-    numbers = []
     for epoch in vbs.epochs(optimizer, loader, num_epochs, model=model, **options):
-        numbers.append(epoch.number)
-        for x, y in epoch:
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-    return numbers
+        train(model, optimizer, epoch)
+        yield epoch
 
 
 def test_the_end_of_a_trace_and_a_complete_run_are_said(tmp_path, caplog):
     model, sampler, optimizer, _, loader = parts(on_end="stop")
     folder = tmp_path / "run"
     with caplog.at_level(logging.WARNING):
-        assert trained(optimizer, loader, 5, model, checkpoint=folder) == [0, 1, 2]
+        epochs = trained(optimizer, loader, 5, model, checkpoint=folder)
+        assert [epoch.number for epoch in epochs] == [0, 1, 2]
     assert "ends after 8 steps, in epoch 2, and so does training" in caplog.text
     assert sampler.num_updates(5) == 8
     caplog.clear()
     model, _, optimizer, _, loader = parts(on_end="stop")
     with caplog.at_level(logging.WARNING):
-        assert trained(optimizer, loader, 3, model, checkpoint=folder) == []
+        assert [*trained(optimizer, loader, 3, model, checkpoint=folder)] == []
     assert "the run is complete: all 3 epochs were trained" in caplog.text
 
 
@@ -137,7 +134,7 @@ def test_the_samplers_order_is_told_of_updates_and_saved(tmp_path):
     orders = [Order(64), Order(64)]
     for order, num_epochs in zip(orders, (2, 3)):
         model, _, optimizer, _, loader = parts(order=order)
-        trained(optimizer, loader, num_epochs, model, checkpoint=tmp_path / "run")
+        [*trained(optimizer, loader, num_epochs, model, checkpoint=tmp_path / "run")]
     assert orders[0].told == optimizer.sampler.num_updates(2)
     assert orders[1].told == optimizer.sampler.num_updates(3)
 
@@ -146,11 +143,8 @@ def test_a_scheduler_that_needs_a_metric_is_saved_and_stepped_by_hand(tmp_path):
     for num_epochs in (1, 3):  # a run of one epoch, and what resumes it
         model, _, optimizer, _, loader = parts()
         plateau = ReduceLROnPlateau(optimizer, patience=1)
-        run = {"model": model, "checkpoint": tmp_path, "plateau": plateau}
-        for epoch in vbs.epochs(optimizer, loader, num_epochs, **run):
-            for x, y in epoch:
-                nn.functional.mse_loss(model(x), y).backward()
-                optimizer.step()
+        run = {"checkpoint": tmp_path, "plateau": plateau}
+        for _ in trained(optimizer, loader, num_epochs, model, **run):
             plateau.step(3.0)
     assert optimizer.get_lr() == pytest.approx((0.005,))
 
@@ -159,10 +153,7 @@ def test_the_best_checkpoint_is_kept_by_the_metric(tmp_path):
     model, _, optimizer, _, loader = parts()
     checkpointer = vbs.Checkpointer(tmp_path, optimizer, best="max", model=model)
     metrics = [0.5, 0.9, 0.7]
-    for epoch in vbs.epochs(optimizer, loader, 3, model=model, checkpoint=checkpointer):
-        for x, y in epoch:
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+    for epoch in trained(optimizer, loader, 3, model, checkpoint=checkpointer):
         epoch.metric = metrics[epoch.number]
     assert checkpointer.best_metric == 0.9
 

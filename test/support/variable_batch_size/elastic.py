@@ -249,7 +249,6 @@ def elastic_run(
         "returned": returned,
         "updates": [(u.epoch, u.step, u.batch_size, u.lr) for u in training.updates],
         "num_idle": sum(u.idle for u in training.updates),
-        "samples": [row for *_, rows in training.samples for row in rows],
     }
 
 
@@ -301,3 +300,10 @@ def large_batch_run(
         optimizer.step()
         updates.append((epoch, step, len(rows), now))
     return [p.detach() for p in model.parameters()], updates
+
+
+def assert_as_one_large_batch(case: Case, weights: list[torch.Tensor]) -> None:
+    """Asserts that these are `large_batch_run`'s: bit for bit if the case is exact."""
+    tolerance = 0 if case.exact else 1e-6
+    for weight, expected in zip(weights, large_batch_run(case)[0], strict=True):
+        torch.testing.assert_close(weight, expected, atol=tolerance, rtol=tolerance)

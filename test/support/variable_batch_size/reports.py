@@ -1,4 +1,4 @@
-"""A replica that counts transfers, and a log's writer."""
+"""A replica that counts transfers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,3 @@ class CountingReplica(LocalReplica):
     def fetch(self, tensors):
         self.num_fetches += 1
         return super().fetch(tensors)
-
-
-class Writer:
-    """Keeps scalars as TensorBoard does: (step, value) by tag."""
-
-    def __init__(self) -> None:
-        self.scalars: dict[str, list[tuple[int, float]]] = {}
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars.setdefault(tag, []).append((step, value))

@@ -121,12 +121,11 @@ def train(rank: int, is_followed: bool, options) -> None:
         assert run(one, batches, redone) == expected(one, redone)
 
 
-@pytest.mark.parametrize("is_persistent", [False, True])
-def test_torchs_loader(is_persistent):
+def test_torchs_loader():
     train(0, False, {})
-    train(0, True, {})
     workers = {"num_workers": 2, "prefetch_factor": 3}
-    train(0, True, workers | {"persistent_workers": is_persistent})
+    for options in ({}, workers, workers | {"persistent_workers": True}):
+        train(0, True, options)
 
 
 @pytest.mark.parametrize("backend", [row("xla", 2)])

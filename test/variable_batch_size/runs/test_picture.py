@@ -34,8 +34,8 @@ def write_log(path: Path, resumed_at: tuple[int, ...] = (), **columns) -> Path:
 
 
 @pytest.fixture
-def drawn(monkeypatch):
-    """The panels of each picture that is written, by their labels."""
+def draw(tmp_path, monkeypatch):
+    """Draws a run or several; returns the panels, by their labels."""
     found: list[dict] = []
     save = figure.Figure.savefig
 
@@ -43,8 +43,15 @@ def drawn(monkeypatch):
         found.append({axis.get_ylabel(): axis for axis in self.axes})
         save(self, *arguments, **options)
 
+    def drawn(runs, name="a.png", x="updates"):
+        if isinstance(runs, Path):
+            runs = vbs.read_run(runs)
+        runs = runs if isinstance(runs, dict) else {"a": runs}
+        vbs.draw_runs(runs, tmp_path / name, x)
+        return found.pop()
+
     monkeypatch.setattr(figure.Figure, "savefig", keep)
-    return found
+    return drawn
 
 
 def lines(axis) -> list[np.ndarray]:
@@ -54,7 +61,7 @@ def lines(axis) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("x", ["updates", "samples", "hours"])
-def test_an_update_is_from_where_it_begins_to_where_it_ends(x, tmp_path, drawn):
+def test_an_update_is_from_where_it_begins_to_where_it_ends(x, tmp_path, draw):
     """Also after a resumption; hours do not count the pause, nor what was lost."""
     sizes = [32 * (1 + step % 3) for step in range(UPDATES)]
     ends = [*itertools.accumulate(sizes)]
@@ -62,8 +69,7 @@ def test_an_update_is_from_where_it_begins_to_where_it_ends(x, tmp_path, drawn):
         tmp_path / "run.jsonl", (10, 20), batch_size=sizes, samples=ends,
         loss=[1 / (1 + step) if step % 2 else None for step in range(UPDATES)],
     )  # fmt: skip
-    vbs.draw_runs({"a": vbs.read_run(log)}, tmp_path / "a.png", x)
-    [panels] = drawn
+    panels = draw(log, x=x)
     edges = {"updates": range(UPDATES + 1), "samples": [0, *ends]}
     edges["hours"] = np.arange(UPDATES + 1) / 3600
     edges = np.array(edges[x])
@@ -79,23 +85,18 @@ def test_an_update_is_from_where_it_begins_to_where_it_ends(x, tmp_path, drawn):
     points = points[~np.isnan(points[:, 1])]
     assert points[:, 0] == pytest.approx(edges[2::2])
     [points] = lines(panels["replicas"])
-    kept = points[~np.isnan(points[:, 1]), 1]
-    assert kept.tolist() == [4] * 10 + [3] * 10 + [2] * 20
+    assert points[~np.isnan(points[:, 1]), 1].tolist() == [4] * 10 + [3] * 10 + [2] * 20
     marks = [line for line in panels["loss"].lines if len(line.get_xdata()) == 2]
     assert [line.get_xdata()[0] for line in marks] == pytest.approx(edges[[10, 20]])
 
 
-def test_where_it_was_resumed_before_an_earlier_resumption_only_the_last_counts(
-    tmp_path, drawn
-):
-    log = write_log(tmp_path / "run.jsonl", (20, 10))
-    vbs.draw_runs({"a": vbs.read_run(log)}, tmp_path / "a.png")
-    [points] = lines(drawn[0]["replicas"])
+def test_of_resumptions_at_falling_steps_only_the_last_counts(tmp_path, draw):
+    [points] = lines(draw(write_log(tmp_path / "run.jsonl", (20, 10)))["replicas"])
     assert points[np.isnan(points[:, 1]), 0].tolist() == [0, 10]
     assert points[~np.isnan(points[:, 1]), 1].tolist() == [4] * 10 + [2] * 30
 
 
-def test_members_that_come_and_go_are_steps(tmp_path, drawn):
+def test_members_that_come_and_go_are_steps(tmp_path, draw):
     """A live run's log begins with the member that writes it, alone."""
     file = vbs.RunFile(tmp_path / "run.jsonl", num_replicas=1)
     file.begin(0)
@@ -103,35 +104,29 @@ def test_members_that_come_and_go_are_steps(tmp_path, drawn):
         if step % 4 == 0:
             file.event("members", step, num_replicas=(3, 2, 4)[step // 4])
         file.write({"step": step, "loss": 1.0})
-    vbs.draw_runs({"live": vbs.read_run(file.path)}, tmp_path / "a.png")
-    [panels] = drawn
+    panels = draw(file.path)
     assert list(panels) == ["loss", "replicas"]  # those of which there are numbers
     [points] = lines(panels["replicas"])
     assert points[1:, 1].tolist() == [3] * 4 + [2] * 4 + [4] * 4
 
 
-def test_axes_are_logarithmic_where_that_is_legible(tmp_path, drawn):
+def test_axes_are_logarithmic_where_that_is_legible(tmp_path, draw):
     doubling = [64 * 2 ** (step // 8) for step in range(UPDATES)]
     decaying = [0.1 * (1 - step / UPDATES) ** 4 for step in range(UPDATES)]
-    log = write_log(
-        tmp_path / "run.jsonl", batch_size=doubling, lr=decaying, loss=decaying
-    )
-    vbs.draw_runs({"a": vbs.read_run(log)}, tmp_path / "a.png")
-    scales = [axis.get_yscale() for axis in drawn[0].values()]
+    columns = {"batch_size": doubling, "lr": decaying, "loss": decaying}
+    panels = draw(write_log(tmp_path / "run.jsonl", **columns))
+    scales = [axis.get_yscale() for axis in panels.values()]
     assert scales == ["log", "linear", "log", "linear"]
-    assert drawn[0]["learning rate"].get_ylim()[0] == 0
+    assert panels["learning rate"].get_ylim()[0] == 0
 
 
-def test_many_losses_are_thin_below_their_mean_and_long_runs_are_thinned(
-    tmp_path, drawn
-):
+def test_many_losses_are_thin_below_their_mean_and_are_thinned_out(tmp_path, draw):
     random = np.random.default_rng(0)
     table = vbs.read_run(write_log(tmp_path / "run.jsonl")).updates
     table = table.loc[np.arange(20_000) % UPDATES].reset_index(drop=True)
     table["step"] = np.arange(20_000)
     table["loss"] = 3 + random.normal(0, 0.5, 20_000)
-    vbs.draw_runs({"a": vbs.Run(tmp_path, table, [])}, tmp_path / "a.png")
-    thin, mean = lines(drawn[0]["loss"])
+    thin, mean = lines(draw(vbs.Run(tmp_path, table, []))["loss"])
     assert 3000 < len(thin) == len(mean) < 5000
     assert mean[-1, 0] == 20_000
     assert np.nanstd(thin[:, 1]) == pytest.approx(0.5, rel=0.1)
@@ -139,25 +134,21 @@ def test_many_losses_are_thin_below_their_mean_and_long_runs_are_thinned(
     assert np.nanmean(mean[:, 1]) == pytest.approx(3, abs=0.05)
 
 
-def test_runs_differ_in_colour_and_in_style_and_are_named(tmp_path, drawn):
+def test_runs_differ_in_colour_and_in_style_and_are_named(tmp_path, draw):
     """At 1200 pixels; every line has points in the picture."""
-    logs = {
-        f"runs/{number}": vbs.read_run(
-            write_log(tmp_path / str(number), lr=[0.1 * (1 + number)] * UPDATES)
-        )
-        for number in range(6)
-    }
+    logs = {}
+    for number in range(6):
+        log = write_log(tmp_path / str(number), lr=[0.1 * (1 + number)] * UPDATES)
+        logs[f"runs/{number}"] = vbs.read_run(log)
     for ending in ("png", "pdf", "svg"):
-        vbs.draw_runs(logs, tmp_path / f"a.{ending}")
+        panels = draw(logs, f"a.{ending}")
         assert (tmp_path / f"a.{ending}").stat().st_size > 5000
     text = (tmp_path / "a.svg").read_text()
     for name in (*logs, "learning rate", "replicas", "updates"):
         assert f"<!-- {name} -->" in text
     assert "resumed" not in text
-    looks = {
-        (line.get_color(), str(line._dash_pattern))
-        for line in drawn[0]["learning rate"].lines
-    }
+    drawn = panels["learning rate"].lines
+    looks = {(line.get_color(), str(line._dash_pattern)) for line in drawn}
     assert len(looks) == len(dict(looks)) == len({dash for _, dash in looks}) == 6
     pixels = np.round(image.imread(tmp_path / "a.png")[:, :, :3] * 255).astype(int)
     assert pixels.shape[1] == 1200
@@ -180,6 +171,5 @@ def test_it_needs_no_display_and_matplotlib_only_when_it_draws(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.endswith(
-        "error: a picture needs matplotlib: pip install 'elastic-xla[plot]'\n"
-    )
+    told = "error: a picture needs matplotlib: pip install 'elastic-xla[plot]'\n"
+    assert done.stderr.endswith(told)

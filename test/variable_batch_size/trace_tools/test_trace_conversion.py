@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from variable_batch_size.trace_tools import (
@@ -54,9 +54,8 @@ def by_the_second(
         else:
             needed = duration(policy(count), count)
             seconds = per_second[now : now + needed]
-            kept = next(
-                (n for n, there in enumerate(seconds) if there < count), len(seconds)
-            )
+            fewer = [n for n, there in enumerate(seconds) if there < count]
+            kept = fewer[0] if fewer else len(seconds)
             idle += sum(seconds[:kept]) - kept * count
             if kept == needed:
                 steps.append((now, policy(count), count))
@@ -76,7 +75,6 @@ LOGS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(LOGS, st.integers(2, 9), st.integers(0, 5))
 @example(availability([0, 3, 4, 5, 6, 20], [2, 3, 2, 3, 2, 0]), 9, 0)
 def test_steps_are_those_of_a_run_second_by_second(found, duration, restart):
@@ -103,7 +101,6 @@ def test_steps_are_those_of_a_run_second_by_second(found, duration, restart):
     assert total == result.device_seconds == found.device_seconds
 
 
-@settings(deadline=None)
 @given(LOGS, st.floats(0.05, 7), st.floats(0, 3))
 def test_device_seconds_are_conserved_at_any_duration(found, duration, restart):
     policy = POLICIES["proportional"](samples_per_device=8)
@@ -111,8 +108,7 @@ def test_device_seconds_are_conserved_at_any_duration(found, duration, restart):
         result = convert(found, policy, lambda size, devices: duration, restart)
     except TraceError:
         return
-    starts = result.steps["start_seconds"].to_numpy()
-    devices = result.steps["devices"].to_numpy()
+    starts, devices = (result.steps[c].to_numpy() for c in ("start_seconds", "devices"))
     slack = 1e-6
     assert (np.diff(starts) >= duration - slack).all()
     assert starts[-1] + duration <= found.seconds + slack
@@ -140,27 +136,17 @@ def test_policies_keep_their_bounds(devices, per_device, first, second):
     assert POLICIES["fixed"](batch_size=most)(devices) == most
 
 
-def log_of_a_cloud(num_rows: int = 215, num_paused: int = 6) -> str:
-    """A log in the form of those that are published: an index, Unix times, devices."""
-    random = np.random.default_rng(0)
-    counts = np.clip(56 + random.integers(-9, 8, num_rows).cumsum(), 1, 96)
-    counts[0], counts[-num_paused:] = 56, 0
-    rows = [
-        f"{row},{1652434464.406314 + 63 * row},{count}"
-        for row, count in enumerate(counts)
-    ]
-    return "\n".join([",Time,GPUs", *rows])
-
-
 def test_a_log_of_a_cloud_becomes_a_step_per_row():
-    found = read_availability(log(log_of_a_cloud()))
+    """In the form of those that are published: an index, Unix times, devices."""
+    counts = np.clip(56 + np.random.default_rng(0).integers(-9, 8, 215).cumsum(), 1, 96)
+    counts[0], counts[-6:] = 56, 0
+    rows = [f"{n},{1652434464.406314 + 63 * n},{m}" for n, m in enumerate(counts)]
+    found = read_availability(log("\n".join([",Time,GPUs", *rows])))
     table = convert_rows(found, POLICIES["proportional"](samples_per_device=32))
     assert len(table) == 209
     assert table["batchsize"][0] == 1792
     assert (table["batchsize"] == 32 * table["devices"]).all()
-    assert table["start_seconds"].tolist() == pytest.approx(
-        [63 * n for n in range(209)]
-    )
+    assert table["start_seconds"].tolist() == pytest.approx([*range(0, 63 * 209, 63)])
     assert len(Trace(table)) == 209
     assert not Trace(table).endless
 
@@ -180,11 +166,8 @@ BAD_LOGS = {
     "two devices": ("Time,GPUs,TPU_cores\n1,4,4\n", "found ['GPUs', 'TPU_cores']"),
     "empty": ("Time,GPUs\n", "no rows after the header"),
     "same time": ("Time,GPUs\n1,4\n\n1,4\n", "line 4, Time: 1 must be later"),
-    "earlier": ("Time,GPUs\n1,4\n0.5,4\n", "line 3, Time: 0.5 must be later"),
     "milliseconds": ("Time,GPUs\n1652434464406,4\n", "seconds, not milliseconds"),
     "text": ("Time,GPUs\n1,4\n2,many\n", "line 3, GPUs: 'many' is not a finite number"),
-    "blank": ("Time,GPUs\n1,4\n2,\n", "line 3, GPUs: '' is not a finite number"),
-    "nan": ("Time,GPUs\nnan,4\n", "line 2, Time: 'nan' is not a finite number"),
     "negative": ("Time,GPUs\n1,4\n2,-1\n", "line 3, GPUs: -1 must be >= 0; 0 means"),
     "fraction": ("Time,GPUs\n1,1.5\n", "line 2, GPUs: 1.5 is not an integer"),
     "nothing": ("Time,GPUs\n1,0\n2,0\n", "no row has a device"),
@@ -205,19 +188,3 @@ def test_the_last_row_may_have_a_length():
     for seconds, expected in ((0, [2, 2]), (15, [2, 2, 3, 3, 3])):
         steps = convert(found.longer(seconds), policy, lambda size, devices: 5.0).steps
         assert steps["devices"].tolist() == expected
-    with pytest.raises(ValueError, match="last_row_seconds must be"):
-        found.longer(-1)
-
-
-def test_what_a_policy_or_a_step_time_may_not_be():
-    found = availability([0, 10], [2, 0])
-    with pytest.raises(TraceError, match="element 0, batchsize: 0 must be > 0"):
-        convert_rows(found, lambda devices: 0)
-    with pytest.raises(ValueError, match=r"seconds of a step must be .* > 0, got 0.0"):
-        convert(found, lambda devices: 8, lambda size, devices: 0)
-    with pytest.raises(TraceError, match=r"^0 steps are completed in the 10 seconds"):
-        convert(found, lambda devices: 8, lambda size, devices: 11)
-    with pytest.raises(TraceError, match=r"^10000000000 steps are completed"):
-        convert(found, lambda devices: 8, lambda size, devices: 1e-9)
-    with pytest.raises(ValueError, match="most must be an integer >= 8, got 7"):
-        POLICIES["capped"](samples_per_device=1, least=8, most=7)

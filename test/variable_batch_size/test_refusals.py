@@ -1,0 +1,208 @@
+"""What each function of the package refuses, and what it says of the remedy."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.variable_batch_size.wrapping import CPU, make
+from torch import nn
+from torch.optim import SGD, AdamW, SparseAdam
+from torch.utils.data import ChainDataset
+
+import variable_batch_size as vbs
+from variable_batch_size import trace_tools as tools
+from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.trace_tools import convert_rows, simulate
+from variable_batch_size.trace_tools import families as made
+from variable_batch_size.trace_tools.step_time import fit_step_time
+from xla_replica import LocalReplica
+
+NAN, ONES = float("nan"), torch.ones(3)
+LOG = tools.Availability(np.array([0.0, 10.0]), np.array([2, 0]))
+SCHEDULE = Schedule(vbs.Trace([16, 32]), 48, 8)
+simulated = partial(simulate, SCHEDULE)
+lost = partial(tools.time_lost, simulated())
+converted = partial(tools.convert, LOG, lambda devices: 8)
+blocks = partial(vbs.BlockDataset, len)
+constant = partial(made.make, "constant", steps=2)
+stream = partial(vbs.BlockDataset.from_stream, iter)
+seeded = vbs.SeededDataset
+momentum = partial(make, cls=vbs.LinearRuleMomentumOptimizer)
+
+
+def dealt(**options: Any) -> vbs.CustomSampler:
+    common = {"trace": 64, "dataset_size": 256, "num_replicas": 1, "rank": 0}
+    return vbs.CustomSampler(**common | options)
+
+
+def planned(trace: Any, *arguments: Any) -> Schedule:
+    return Schedule(vbs.Trace(trace), *arguments)
+
+
+def wrapped(inner: Any = SGD, *arguments: Any, **options: Any) -> vbs.ElasticOptimizer:
+    """Returns a wrapper of an optimizer, or of one of this class and arguments."""
+    if isinstance(inner, type):
+        inner = inner([nn.Parameter(torch.ones(1))], *(arguments or (0.1,)))
+    common = {"sampler": make()[1], "ref_batchsize": 32, "replica": CPU}
+    return vbs.ElasticOptimizer(inner, **common | options)
+
+
+def controlled(noise: bool = True, trace: Any = 16, **limits: Any) -> Any:
+    sampler = dealt(trace=trace, minibatch_size=4)
+    limits = {"least": 4, "most": 64} | limits
+    return vbs.BatchSizeController(wrapped(sampler=sampler, noise=noise), **limits)
+
+
+def log(**options: Any) -> vbs.RunLog:
+    return vbs.RunLog(None, wrapped(), **options)
+
+
+def of_decay(saved: float, own: float) -> None:
+    state = momentum(weight_decay=saved)[2].state_dict()
+    momentum(weight_decay=own)[2].load_state_dict(state)
+
+
+OF_TYPES = [
+    (lambda: vbs.BlockDataset([1], [1]), "read_block must be a func"),
+    (lambda: blocks([1.5]), "block_sizes must be a seq"),
+    (lambda: blocks([]), "block_sizes must be a seq"),
+    (lambda: blocks([9], in_order=1), "in_order must be True or False"),
+    (lambda: blocks([9]).shuffled(seed=None), "seed must be an int"),
+    (lambda: vbs.IndexShuffle(1.5), "seed must be an integer, got"),
+    (lambda: seeded(ChainDataset([]), 1), "ChainDataset has no numbered samples"),
+    (lambda: seeded({1, 2}, 1), "pass a map-style dataset"),
+    (lambda: seeded([1], 0.5), "seed must be an integer"),
+    (lambda: seeded([1], 1).set_epoch("2"), "epoch must be an integer >= 0, got '2'"),
+    (lambda: dealt(order=vbs.IndexShuffle), "order=IndexShuffle is a class: give"),
+    (lambda: dealt(order=iter(range(256))), "order= is an iterator"),
+    (lambda: dealt(dataset_size=None), "either dataset= or dataset_size="),
+    (lambda: dealt(dataset=range(256)), "either dataset= or dataset_size="),
+    (lambda: dealt(dataset_size=256.0), "dataset_size must be an integer"),
+    (lambda: dealt(dataset=256, dataset_size=None), "has no length"),
+    (lambda: dealt(trace=None), "needs trace="),
+    (lambda: constant(batch_size=8, seed=1), "unexpected keyword"),
+    (lambda: wrapped(ref_batchsize=None), "rule 'linear' needs ref_batchsize="),
+    (lambda: wrapped(log_steps=2.5), "log_steps must be an int"),
+    (lambda: wrapped(overlap="no"), "overlap must be True or False"),
+    (lambda: wrapped(decay_per_sample="no"), "decay_per_sample must be True or"),
+    (lambda: wrapped(momentum_correction=1), "momentum_correction must be True or"),
+    (lambda: wrapped(clip=1), "clip"),
+    (lambda: wrapped(sampler=[1]), "must be a CustomSampler"),
+    (lambda: wrapped(replica="cpu"), "replica must be an xla_replica"),
+    (lambda: wrapped(3), "must be a torch.optim.Opt"),
+    (lambda: wrapped(torch.optim.LBFGS), "LBFGS evaluates the loss inside"),
+    (lambda: wrapped(SparseAdam), "SparseAdam takes sparse gradients alone"),
+    (lambda: wrapped(torch.optim.Optimizer, {}), "group .* has no 'lr'"),
+    (lambda: wrapped(AdamW, rule="linear-momentum"),
+     "which only SGD turns into a scaled step"),
+    (lambda: wrapped(SGD, torch.tensor(0.1)), "be a number, not a tensor"),
+    (lambda: wrapped(make()[2], rule="root"),
+     "a LinearRuleOptimizer, which is a wrapper"),
+    (lambda: make(cls=vbs.AdaScaleOptimizer, noise=vbs.NoiseOptions()),
+     "time_constant=, not noise=, got NoiseOptions"),
+    (lambda: wrapped().step(lambda: None), r"call loss.backward\(\) before step\(\)"),
+    (lambda: copy.deepcopy(wrapped()), r"save optimizer.state_dict\(\) instead"),
+    (lambda: controlled(available=64), "available must be a function, got 64"),
+    (lambda: controlled(noise=False), "build the optimizer with noise=True"),
+    (lambda: log(sinks=["wandb"]), "sinks must be functions that take log"),
+    (lambda: log().add(0.5), r"add: loss must be a tensor.*got 0\.5"),
+    (lambda: log().write(accuracy=ONES), "write: accuracy must be a number, got"),
+]  # fmt: skip
+OF_TRACES = [
+    (lambda: planned([40], 256, 32), r"minibatch_size=32; .* 32 or 64\. With pad_mini"),
+    (lambda: planned([8], 256, 32), "multiple of minibatch_size=32; nearest is 32"),
+    (lambda: planned([512], 256, 32),
+     "exceeds epoch capacity: 256 samples hold 8 mini"),
+    (lambda: planned([288], 287, 32), "exceeds epoch capacity"),
+    (lambda: convert_rows(LOG, lambda _: 0), "element 0, batchsize: 0 must be > 0"),
+    (lambda: converted(lambda *_: 11), "^0 steps are completed in the 10 seconds"),
+    (lambda: converted(lambda *_: 1e-9), "^10000000000 steps are completed"),
+    (lambda: constant(batch_size=0), "batchsize: 0 must be > 0"),
+]  # fmt: skip
+OF_VALUES = [
+    (lambda: blocks([0, 0]), "not all 0"),
+    (lambda: vbs.BlockShuffle([3, -1]), "must be >= 0"),
+    (lambda: vbs.BlockShuffle([3], 0), "window must be an int"),
+    (lambda: stream(0), "num_samples must"),
+    (lambda: stream(9, 0), "block_size mu"),
+    (lambda: dealt(rank=1), "rank must be an integer >= 0 and <= 0, got 1"),
+    (lambda: dealt(num_replicas=0), "num_replicas must be an integer >= 1"),
+    (lambda: dealt(seed=2**70), "seed must be an integer >= .* got 11805916207"),
+    (lambda: planned([32], 31, 32), "31 samples, fewer than one minibatch"),
+    (lambda: planned([32], 256, 0), "minibatch_size must be an integer >= 1, got 0"),
+    (lambda: planned([32], 256, 32, "loop"), "on_end must be one of 'stop', .* 'loop'"),
+    (lambda: SCHEDULE.plan(-1, 1), "epoch must be an integer >= 0, got -1"),
+    (lambda: vbs.Trace([64], tokens_per_sample=0), "tokens_per_sample must be"),
+    (lambda: fit_step_time([], []), "arrays of one length above 0, got shapes"),
+    (lambda: fit_step_time([1.0], [1, 2]), "arrays of one length above 0, got shapes"),
+    (lambda: fit_step_time(1.0, 1), "arrays of one length above 0, got shapes"),
+    (lambda: fit_step_time([NAN], [1]), "seconds must be finite and >= 0"),
+    (lambda: fit_step_time([-1.0], [1]), "seconds must be finite and >= 0"),
+    (lambda: fit_step_time([1.0], [0]), "num_substeps must be finite and >= 1"),
+    (lambda: fit_step_time([1.0], [1], 0), "num_updates must be finite and >= 1"),
+    (lambda: simulated(rule="linear"), "rule 'linear' needs ref_batchsize, got None"),
+    (lambda: simulated(noise_scale=9.0), "noise_scale needs ref_batchsize, got None"),
+    (lambda: simulated(rule="adascale", ref_batchsize=8),
+     "measures the gradients: pass noi"),
+    (lambda: simulated(rule="adam-root", ref_batchsize=1), "adam-root"),
+    (lambda: simulated(rule="cubic"), "rule='cubic' is unknown"),
+    (lambda: simulated(devices=0), "devices must be an integer >= 1, got 0"),
+    (lambda: simulated(devices=np.array([1])), "for each of the 2 rows of the list"),
+    (lambda: simulated(lr=-0.1), "lr must be a finite number >= 0, got -0.1"),
+    (lambda: simulated(0), "num_epochs must be an integer >= 1, got 0"),
+    (lambda: simulate(planned(16, 48, 8)), "has no end with on_end='hold': num_epochs"),
+    (lambda: lost(-1.0), "losses_per_hour must"),
+    (lambda: lost(2.0), r"losses_per_hour=2\.0 needs a step time"),
+    (lambda: LOG.longer(-1), "last_row_seconds must be"),
+    (lambda: converted(lambda *_: 0), r"seconds of a step must be .* > 0, got 0.0"),
+    (lambda: tools.POLICIES["capped"](samples_per_device=1, least=8, most=7),
+     "most must be an integer >= 8, got 7"),
+    (lambda: made.make("ramps"), "family must be one of 'constant', 'ramp'"),
+    (lambda: made.make("thresholds", rows="768", total=9),
+     "rows must be like '0:768 250B:1536'"),
+    (lambda: made.make("critical-batch", first=8, most=64, total_samples=4000),
+     "either curve or coefficient"),
+    (lambda: wrapped(rule="lars"), "rule='lars' is unknown"),
+    (lambda: wrapped(ref_batchsize=0), "ref_batchsize must .* > 0, got 0"),
+    (lambda: wrapped(max_grad_norm=0.0), "max_grad_norm must"),
+    (lambda: wrapped(replica=LocalReplica("meta")), "is on cpu, but this is repl"),
+    (lambda: wrapped(sampler=dealt(num_replicas=4, rank=1)),
+     "deals to replica 1 of 4, but this is repl"),
+    (lambda: wrapped(SGD, 0.1, NAN), "momentum must be a number, got nan"),
+    (lambda: wrapped(SGD, 0.1, 0, 0, NAN), "weight_decay must .*, got nan"),
+    (lambda: wrapped(SGD, NAN), "reference learning rate must .*got nan"),
+    (lambda: wrapped(SGD, float("inf")), "reference learning rate must .*got inf"),
+    (lambda: wrapped().set_lr((0.1, 0.2)), "one learning rate for each of 1 parameter"),
+    (lambda: wrapped().set_lr(0.1), "needs a tuple with one .* got 0.1"),
+    (lambda: momentum(weight_decay=-1), "weight_decay must be a finite number >= 0"),
+    (lambda: of_decay(0.5, own=0.25), r"weight_decay was 0\.5 and is 0\.25"),
+    (lambda: controlled(most=2), "most must be an integer >= 4, got 2"),
+    (lambda: controlled(factor=1), "factor must be a finite number > 1, got 1"),
+    (lambda: controlled(policy="x"), "policy must be one of 'noise-scale', 'g"),
+    (lambda: controlled(trace=[16, 8]), "constant trace, or on_end='hold'"),
+    (lambda: controlled(least=5, most=7), "multiples of the minibatch size, 4"),
+    (lambda: controlled(most=10**6), "most: steps of 1000000 .*exceeds epoch"),
+    (lambda: log(log_steps=0), "log_steps must be an integer >= 1, got 0"),
+    (lambda: log().add(ONES), r"got a tensor of shape \(3,"),
+    (lambda: log().write(accuracy=1.0), "there has been no update"),
+    (lambda: log().write(step=3), "step= is what the log itself"),
+    (lambda: log().write(lr_1=3), "lr_1= is what the log itself"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [
+        *((TypeError, *row) for row in OF_TYPES),
+        *((vbs.TraceError, *row) for row in OF_TRACES),
+        *((ValueError, *row) for row in OF_VALUES),
+    ],
+)
+def test_what_is_refused_is_told_with_the_remedy(error, call, message):
+    with pytest.raises(error, match=message):
+        call()
