@@ -188,9 +188,9 @@ def test_a_gradient_changed_before_step_is_an_error(change, substep, freezes):
     ("value", "place"),
     [
         (torch.ones(()), ()),
-        (torch.ones(9, 4).T, (2, 5)),
-        (torch.ones(4, 3, 5, 6).to(memory_format=torch.channels_last), (2, 1, 0, 1)),
-        (torch.ones(3, 40, dtype=torch.bfloat16)[:, ::2], (1, 17)),
+        (torch.ones(9, 4).T, (2, 7)),
+        (torch.ones(4, 3, 5, 6).to(memory_format=torch.channels_last), (2, 1, 2, 5)),
+        (torch.ones(3, 40, dtype=torch.bfloat16)[:, ::2], (1, 7)),
     ],
     ids=["a number", "transposed", "channels last", "every other bfloat16"],
 )
