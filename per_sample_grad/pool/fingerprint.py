@@ -28,18 +28,8 @@ from torch import nn
 
 from xla_replica import Replica
 
-_PLAIN: tuple[type, ...] = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    type(...),
-)
-_PLAIN += (torch.dtype, torch.layout, torch.memory_format)
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN += (range, type(...), torch.dtype, torch.layout, torch.memory_format)
 # What pickle does not save, or only by name.
 _MADE_OF: dict[type, tuple[str, ...]] = {types.MethodType: ("__self__", "__func__")}
 _MADE_OF |= {property: ("fget", "fset")}
