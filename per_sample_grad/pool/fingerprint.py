@@ -28,10 +28,11 @@ from torch import nn
 
 from xla_replica import Replica
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(...))
-_PLAIN += (torch.dtype, torch.layout, torch.memory_format)
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN += (range, type(...), torch.dtype, torch.layout, torch.memory_format)
 # What pickle does not save, or only by name.
-_MADE_OF = {types.MethodType: ("__self__", "__func__"), property: ("fget", "fset")}
+_MADE_OF: dict[type, tuple[str, ...]] = {types.MethodType: ("__self__", "__func__")}
+_MADE_OF |= {property: ("fget", "fset")}
 _MADE_OF |= dict.fromkeys((classmethod, staticmethod), ("__func__",))
 _MADE_OF |= {functools.cached_property: ("func",)}
 _MADE_OF |= {functools.partial: ("func", "args", "keywords")}
@@ -114,7 +115,7 @@ def _read(value: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(value, torch.device | Replica):
         return getattr(value, "type", "replica"), parts  # which one is up to the run
     if isinstance(value, torch.Tensor):
-        bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        bits: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{value.dtype} {tuple(value.shape)} {digest(bits.numpy())}", parts
     if kind is np.ndarray and not value.dtype.hasobject:
         bits = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
@@ -156,11 +157,11 @@ def _read_code(value: Any) -> tuple[str, dict[str, Any]]:
     module = getattr(value, "__module__", value.__name__)
     installed = _installed(str(module), name)
     if is_function:  # what wraps another function has the other's name and module
-        found = sys.modules.get(str(module))
+        found: Any = sys.modules.get(str(module))
         for part in name.split("."):
             found = getattr(found, part, None)
-        is_own = getattr(found, "__func__", found) is value
-        is_own = is_own and _installed(str(value.__globals__.get("__name__")), "")
+        of_code = _installed(str(value.__globals__.get("__name__")), "")
+        is_own = of_code is not None and getattr(found, "__func__", found) is value
         installed = installed if is_own else None
     if installed:
         return installed, {}

@@ -57,8 +57,8 @@ class PoolRun:
     def __post_init__(self) -> None:
         check_flag("progress", self.progress)
         check_integer("part_size", self.part_size, least=1)
-        kinds = str | os.PathLike | None
-        check_type("folder", self.folder, kinds, "the path of a folder")
+        paths = (str, os.PathLike, type(None))
+        check_type("folder", self.folder, paths, "the path of a folder")
         check_type("tag", self.tag, str | None, "a text or None")
         for model in self.models.values():
             xla_replica.current().check_device(model.parameters())
