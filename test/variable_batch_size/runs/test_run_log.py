@@ -406,7 +406,7 @@ def test_with_token_weights_the_loss_is_a_mean_over_tokens(tmp_path):
         (lambda t: vbs.RunLog(None, t.optimizer, log_steps=0), ValueError,
          "log_steps must be an integer >= 1, got 0"),
         (lambda t: vbs.RunLog(None, t.optimizer, sinks=["wandb"]), TypeError,
-         "sinks must be functions that take log"),
+         "a sink, such as .*, must be a function, got"),
         (lambda t: t.log.add(0.5), TypeError, r"add: loss must be a tensor.*got 0\.5"),
         (lambda t: t.log.add(torch.ones(3)), ValueError, r"got a tensor of shape \(3,"),
         (lambda t: t.log.write(accuracy=1.0), ValueError, "there has been no update"),
