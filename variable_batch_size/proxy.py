@@ -86,8 +86,7 @@ class OptimizerProxy(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled, because it is bound "
-            "to a running replica: save optimizer.state_dict() instead"
+            "a running wrapper cannot be copied: save optimizer.state_dict() instead"
         )
 
     def _patch_step_function(self) -> None:

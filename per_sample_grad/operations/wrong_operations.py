@@ -100,6 +100,5 @@ def refuse_wrong_operations(names: Collection[str]) -> None:
     ]
     if found:
         raise PerSampleError(
-            "the losses depend on operations whose gradient is wrong on this device, "
-            f"in ordinary training too:{''.join(found)}"
+            f"this device computes wrong gradients of these operations:{''.join(found)}"
         )

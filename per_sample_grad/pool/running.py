@@ -163,8 +163,7 @@ class PoolRun:
             if not all(replica.all_gather_object(is_free)):
                 raise OSError(
                     errno.EBUSY,
-                    "score_pool is at work for this folder in another process; wait "
-                    "until that has ended, or give another folder",
+                    "score_pool is at work for this folder in another process; wait",
                     str(folder),
                 )
             for path in left:

@@ -86,8 +86,8 @@ class BatchSizeController:
         sizes = -(-least // unit) * unit, most // unit * unit
         if sizes[0] > sizes[1]:
             raise ValueError(
-                f"least={least} and most={most}: batch sizes are multiples of the "
-                f"minibatch size, {unit}, and none of these is within the limits"
+                f"no multiples of the minibatch size, {unit}, from least={least} to "
+                f"most={most}"
             )
         self._every = check_integer("every", every, least=1)
         self._factor = check_number("factor", factor, above=1)
@@ -101,8 +101,7 @@ class BatchSizeController:
         on_end = optimizer.sampler.schedule.on_end
         if on_end != "hold":
             raise ValueError(
-                "BatchSizeController needs a sampler whose last batch size is held: a "
-                f"constant trace, or on_end='hold'; got on_end={on_end!r}"
+                f"the sampler needs a constant trace, or on_end='hold', got {on_end!r}"
             )
         for name, size in zip(("least", "most"), sizes):
             try:

@@ -96,8 +96,7 @@ def traits(where: torch.device | torch.Tensor) -> DeviceTraits:
     kind = getattr(device, "type", None)
     if not isinstance(kind, str):
         raise TypeError(
-            f"traits are those of a torch.device or a tensor, got {where!r}; for a "
-            "name give torch.device(name)"
+            f"traits must be those of a torch.device or a tensor, got {where!r}"
         )
     return _TRAITS.get(kind, DeviceTraits())
 

@@ -36,8 +36,7 @@ def as_member(replica: Replica) -> Replica:
     joined = sorted(name for name in os.environ if name.startswith("MEGASCALE_"))
     if joined:
         raise ReplicaError(
-            f"{', '.join(joined)} join this slice with others in one runtime, and "
-            "LIVE_LIGHTHOUSE makes it a member of a live run: unset one or the other",
+            f"{', '.join(joined)} and LIVE_LIGHTHOUSE exclude each other: unset one",
             replica.rank,
         )
     options = _options()
