@@ -59,9 +59,9 @@ setup(
         "parquet": ["pyarrow"],
         # variable_batch_size.integrations.hugging_face;
         # examples/ordering/causal_language_model.py --model gpt-neox.
-        "transformers": ["accelerate>=1.15,<1.16", "transformers>=5.23,<5.24"],
+        "transformers": ["accelerate>=1.15,<2", "transformers>=5.23,<6"],
         # variable_batch_size.integrations.lightning
-        "lightning": ["lightning>=2.6,<2.7"],
+        "lightning": ["lightning>=2.6,<3"],
         # examples/launch/ray_train.py
         "ray": ["ray[train]>=2.60"],
         # Members that come and go (LIVE_LIGHTHOUSE): its lighthouse tells who lives.

@@ -1,24 +1,28 @@
 """Steps of a trace in the shapes in which trainers know their own.
 
-An optimizer that steps once for every batch; and, for Hugging Face's trainer, a sampler
-and a dataset of batches that are lists of minibatches. Nothing here needs a library.
+What a trainer takes for a batch is a whole step of the trace: the list of the
+minibatches that this replica has in it, which may be empty. A trainer's loop then runs
+once per update on every replica. Nothing here needs a library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optimizer import ElasticOptimizer
 
 
-class StepOptimizer(ElasticOptimizer):
-    """Makes one update when a trainer calls `step`, on every process.
+class Minibatches(list[Any]):
+    """This replica's minibatches of one step: what callbacks get as the batch."""
 
-    Trainers run callbacks between the last backward pass and that call.
+
+class StepOptimizer(ElasticOptimizer):
+    """Makes one update whenever a trainer counts one, on every process.
 
     Attributes:
         weight: Of the minibatch under way, with ``reduction='sum'``.
@@ -30,55 +34,69 @@ class StepOptimizer(ElasticOptimizer):
 
     weight: Any = None
 
-    def accumulate(self) -> None:
-        """Ends a minibatch that is not the step's last one on this process."""
+    def end_minibatch(self) -> None:
+        """Ends a minibatch; the step's last one on this process makes the update."""
         super().step(weight=self.weight)
 
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, weight: None = None
-    ) -> Any:
-        """Makes the update of the step under way, after what ``closure`` runs of it.
+    def step(self, closure: Any = None, *, weight: None = None) -> Any:
+        """Makes an update; ``closure`` runs its minibatches, and leaves the last open.
 
-        Returns what that returns.
+        Returns what that returns. Does nothing without one: Hugging Face's trainer
+        calls it after ``training_step``, which has made the update.
         """
-        result = closure() if closure else None
-        if self.is_idle:
-            self.join_step()
-        else:
-            super().step(weight=self.weight)
+        if closure is None:
+            return None
+        result = closure()
+        (self.join_step if self.is_idle else self.end_minibatch)()
         return result
 
 
-class StepSampler(Sampler[list[list[int]]]):
-    """Yields, for every step of the epoch, this process's minibatches of it.
+class Steps:
+    """Yields the `Minibatches` of every step of an epoch that is left.
 
-    Each item is a list of lists of dataset indices; empty where the process is idle,
-    and for steps that a resumed run has done: the trainer skips so many items.
+    Attributes:
+        loader: What ``DataLoader(..., batch_sampler=sampler)`` has returned.
+        batches: Its sampler.
     """
 
-    def __init__(self, sampler: CustomSampler) -> None:
-        self.sampler = sampler
+    loader: DataLoader[Any]
+    batches: CustomSampler
 
-    def __iter__(self) -> Iterator[list[list[int]]]:
-        plan = self.sampler.plan
-        minibatches = iter(self.sampler)
-        for step, number in enumerate(plan.num_substeps(self.sampler.rank).tolist()):
-            number = number if step >= plan.start_step else 0
-            yield [next(minibatches) for _ in range(number)]
+    def begin(self, epoch: int, optimizer: Any, num_updates: int) -> None:
+        """Begins an epoch, also of a dataset that wants to know, as SeededDataset.
 
-    def __len__(self) -> int:
-        return self.sampler.plan.num_steps
+        Raises ValueError unless the trainer has counted as many updates as are done.
+        """
+        sampler, cursor = self.batches, self.batches.cursor
+        done = sampler.schedule.steps(cursor.epoch).start + cursor.step
+        sampler.set_epoch(epoch)
+        plan = sampler.plan
+        if not done == num_updates == plan.first_step + plan.start_step:
+            raise ValueError(
+                f"the trainer begins epoch {epoch} after {num_updates} updates, and "
+                f"the sampler is at step {cursor.step} of epoch {cursor.epoch}, after "
+                f"{done}: resume from a checkpoint that the elastic trainer saved with "
+                "its optimizer; to train once more, build sampler and trainer anew"
+            )
+        optimizer.set_epoch(epoch)
+        dataset: Any = self.loader.dataset
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Minibatches]:
+        plan, source = self.batches.plan, iter(self.loader)
+        for num in plan.num_substeps(self.batches.rank)[plan.start_step :].tolist():
+            text = "change_batch_size within an epoch: replay the decided trace"
+            refuse(text, self.batches.plan is not plan)
+            yield Minibatches(itertools.islice(source, num))
 
 
-class Minibatches(Dataset[Any]):
-    """A dataset of minibatches; an index is the list of a minibatch's samples."""
+def refuse(option: str, is_set: Any) -> None:
+    """Raises ValueError if an option of a trainer is set that a trace cannot carry.
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset = dataset
-        self.collate = collate
-
-    def __getitem__(self, samples: list[int]) -> Any:
-        many = getattr(self.dataset, "__getitems__", None)
-        return self.collate(
-            many(samples) if many else [self.dataset[sample] for sample in samples]
-        )
+    Args:
+        option: Its name, and what to do instead.
+        is_set: Whether it is set.
+    """
+    if is_set:
+        raise ValueError(f"not supported under a trace: {option}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -13,38 +12,71 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support.variable_batch_size.elastic import OPTIMIZERS, batches, make
+from support.variable_batch_size.elastic import (
+    OPTIMIZERS,
+    Case,
+    batches,
+    large_batch_run,
+    make,
+    sampler_of,
+)
 from support.variable_batch_size.lightning_runs import (
-    CASE,
-    DECAY,
-    MILESTONES,
     ElasticStrategy,
-    Module,
-    Samples,
     Small,
     lightning,
-    loader_of,
-    sampler_of,
     small_fit,
     trainer_of,
 )
 from support.variable_batch_size.resuming import loss_of
 from support.xla_replica.replicas import Backend
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 import xla_replica
+from examples.lightning import digits
 from xla_replica import ReplicaError
 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
+
+# Two epochs of different numbers of steps, of 1 to 9 minibatches: some replicas are
+# idle in some steps, the first and the last of an epoch among them.
+CASE = Case((4, 36, 8, 4, 12, 32, 20, 4, 48, 40, 4), 2, "sgd-heavy-ball", exact=True)
+DECAY = 0.5
+STEPS = [*batches(CASE)]
+LENGTHS = [[epoch for epoch, _ in STEPS].count(epoch) for epoch in range(CASE.epochs)]
+
+
+class Module(lightning.LightningModule):
+    """What a user writes; it keeps step, loss and samples of every minibatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, _, _ = make(CASE)
+        self.told: list[tuple[int, float, list[int]]] = []
+
+    def training_step(self, batch, batch_idx):
+        numbers, x, y = batch
+        loss = loss_of(self.model, x, y)
+        self.told.append((self.trainer.global_step, loss.item(), numbers.tolist()))
+        self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        _, x, y = batch
+        self.log("val", ((self.model(x)[:, 0] - y) ** 2).mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = OPTIMIZERS[CASE.optimizer](self.parameters(), CASE.lr)
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)
+        return [optimizer], [{"scheduler": decay, "interval": "step"}]
 
 
 class Seen(lightning.Callback):
     """Keeps what callbacks are told, and kills the process after an update."""
 
     def __init__(self, kill_after: int | None) -> None:
-        self.steps: list[tuple[int, int, int, float]] = []
-        self.validated: list[int] = []
-        self.num_batches: list[int] = []
+        self.steps, self.validated, self.num_batches = [], [], []
         self._kill_after = kill_after
 
     def on_train_epoch_start(self, trainer, module):
@@ -52,7 +84,7 @@ class Seen(lightning.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         lr = trainer.optimizers[0].param_groups[0]["lr"]
-        self.steps.append((trainer.global_step, batch_idx, len(batch), lr))
+        self.steps.append((trainer.global_step, batch_idx, lr, len(batch)))
         if trainer.global_step == self._kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -61,81 +93,39 @@ class Seen(lightning.Callback):
 
 
 def fit(
-    rank: int, folder: Path, kill_after: int | None = None, ckpt: str | None = None
+    rank: int,
+    folder: Path,
+    ckpt: Path | None = None,
+    kill_after: int | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Trains with all of Lightning's extras, as a user writes it."""
     torch.set_num_threads(1)
-    sampler = sampler_of()
-    strategy = ElasticStrategy(sampler, CASE.rule, CASE.ref_batchsize, noise=True)
-    path = folder / f"minibatches-{os.getpid()}.jsonl"
-
-    def told(*line: Any) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    module, seen = Module(told), Seen(kill_after)
-    saves = lightning.callbacks.ModelCheckpoint(
-        folder, "{step}", every_n_train_steps=5, save_top_k=-1
-    )
-    trainer = trainer_of(
-        strategy,
-        logger=lightning.loggers.CSVLogger(folder, name="log", version=""),
-        callbacks=[seen, saves],
-        enable_checkpointing=True,
-        val_check_interval=3,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=1,
-        log_every_n_steps=2,
-    )
-    validation = torch.utils.data.DataLoader(Samples(), batch_size=64)
-    trainer.fit(module, loader_of(sampler), validation, ckpt_path=ckpt)
+    _, x, y = make(CASE)
+    data = torch.utils.data.TensorDataset(torch.arange(len(x)), x, y)
+    sampler, module, seen = sampler_of(CASE, data), Module(), Seen(kill_after)
+    kinds = ("{step}", "every_n_train_steps", 5), ("{epoch}", "every_n_epochs", 1)
+    options_of = {"save_top_k": -1, "save_on_train_epoch_end": True}
+    saves = [
+        lightning.callbacks.ModelCheckpoint(folder, name, **options_of, **{every: num})
+        for name, every, num in kinds
+    ]
+    defaults = {
+        "logger": lightning.loggers.CSVLogger(folder, name="log", version=""),
+        "callbacks": [seen, *saves], "enable_checkpointing": True,
+        "val_check_interval": 3, "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 1, "log_every_n_steps": 2,
+    }  # fmt: skip
+    strategy = {"rule": CASE.rule, "ref_batchsize": CASE.ref_batchsize, "noise": True}
+    trainer = trainer_of(sampler, strategy, **defaults | options)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=rank % 2)
+    trainer.fit(module, loader, DataLoader(data, batch_size=64), ckpt_path=ckpt)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {
-        "weights": [p.detach() for p in module.parameters()],
-        "global_step": trainer.global_step,
-        "epoch": trainer.current_epoch,
-        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
-        "steps": seen.steps,
-        "validated": seen.validated,
-        "num_batches": seen.num_batches,
-    }
-
-
-def minibatches(folder: Path) -> list[tuple[int, float, list[int]]]:
-    """Returns step, loss and samples of all minibatches of all processes and runs."""
-    paths = folder.glob("minibatches-*.jsonl")
-    lines = [line for path in paths for line in path.read_text().splitlines()]
-    return [json.loads(line) for line in lines]
-
-
-def global_batches(folder: Path) -> dict[int, list[int]]:
-    """Returns the sorted samples of every step, of all processes and runs."""
-    steps: dict[int, list[int]] = {}
-    for step, _, samples in minibatches(folder):
-        steps.setdefault(step, []).extend(samples)
-    return {step: sorted(samples) for step, samples in steps.items()}
-
-
-@functools.cache
-def oracle() -> dict[str, Any]:
-    """Trains in plain torch with whole batches; what a run must have seen."""
-    model, inputs, targets = make(CASE)
-    optimizer = OPTIMIZERS[CASE.optimizer](model.parameters(), CASE.lr)
-    lr, samples, lrs, epochs = CASE.lr, [], [], []
-    for step, (epoch, rows) in enumerate(batches(CASE)):
-        lr = lr * DECAY if step in MILESTONES else lr
-        optimizer.param_groups[0]["lr"] = lr * len(rows) / CASE.ref_batchsize
-        optimizer.zero_grad()
-        # The sum of the minibatches' means is exact; it is divided once.
-        num = len(rows) // CASE.minibatch_size
-        (num * loss_of(model, inputs[rows], targets[rows])).backward()
-        for parameter in model.parameters():
-            parameter.grad /= num
-        optimizer.step()
-        samples.append(sorted(rows.tolist()))
-        lrs.append(lr)
-        epochs.append(epoch)
-    weights = [p.detach() for p in model.parameters()]
-    return {"weights": weights, "samples": samples, "lrs": lrs, "epochs": epochs}
+        "weights": [p.detach() for p in module.parameters()], "metrics": metrics,
+        "end": (trainer.global_step, trainer.current_epoch), "told": module.told,
+        **vars(seen),
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -145,113 +135,85 @@ def undisturbed(tmp_path_factory):
     return folder, Backend("cpu", 3).run(fit, folder)
 
 
-def test_it_is_large_batch_training(undisturbed):
-    folder, outcomes = undisturbed
-    expected = oracle()
-    for outcome in outcomes:
-        assert all(map(torch.equal, outcome["weights"], expected["weights"]))
-    assert global_batches(folder) == dict(enumerate(expected["samples"]))
+def check_end(outcome, reference, first: int) -> None:
+    """Fails unless a run has ended, to the bit, as another one, from a step on."""
+    pairs = zip(outcome["weights"], reference["weights"], strict=True)
+    assert all(torch.equal(ours, expected) for ours, expected in pairs)
+    assert outcome["end"] == reference["end"]
+    ours, expected = outcome["steps"], reference["steps"][first:]
+    assert [step[:3] for step in ours] == [step[:3] for step in expected]
 
 
-def test_lightning_counts_updates_on_every_replica(undisturbed):
-    _, outcomes = undisturbed
-    expected = oracle()
-    num_updates = len(expected["lrs"])
-    lengths = [expected["epochs"].count(epoch) for epoch in range(CASE.epochs)]
-    assert len(set(lengths)) > 1
-    sizes = [len(samples) // CASE.minibatch_size for samples in expected["samples"]]
+def test_it_is_large_batch_training_that_counts_updates_on_every_replica(undisturbed):
+    weights, updates = large_batch_run(CASE, loss_of, None, DECAY)
+    outcomes, steps = undisturbed[1], [[] for _ in updates]
+    for step, _, samples in [each for outcome in outcomes for each in outcome["told"]]:
+        steps[step] += samples
+    assert [*map(sorted, steps)] == [sorted(rows.tolist()) for _, rows in STEPS]
+    assert len(set(LENGTHS)) > 1
     for rank, outcome in enumerate(outcomes):
-        assert outcome["global_step"] == num_updates
-        assert outcome["epoch"] == CASE.epochs
-        assert outcome["num_batches"] == lengths
-        steps, indices, nums, lrs = zip(*outcome["steps"])
-        assert [*steps] == [*range(1, num_updates + 1)]
-        assert [*indices] == [i for length in lengths for i in range(length)]
-        assert [*nums] == [math.ceil((size - rank) / 3) for size in sizes]
+        for ours, expected in zip(outcome["weights"], weights, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+        check_end(outcome, outcomes[0], 0)
+        assert outcome["end"] == (len(updates), CASE.epochs)
+        assert outcome["num_batches"] == LENGTHS
+        counted, indices, lrs, nums = zip(*outcome["steps"])
+        assert [*counted] == [*range(1, len(STEPS) + 1)]
+        assert [*indices] == [i for length in LENGTHS for i in range(length)]
+        assert [*nums] == [math.ceil((len(r) // 4 - rank) / 3) for _, r in STEPS]
         # Callbacks run after the scheduler: the rates are those of the next update.
-        assert [*lrs[:-1]] == expected["lrs"][1:]
-        sanity, *validated = outcome["validated"]
-        assert (sanity, validated) == (0, [*range(3, num_updates + 1, 3)])
+        assert [*lrs] == [CASE.lr * DECAY**step for step in counted]
+        assert outcome["validated"] == [0, *range(3, len(STEPS) + 1, 3)]
         assert outcome["metrics"] == outcomes[0]["metrics"]
-    assert outcomes[1]["steps"][0][2] == 0  # idle in the first step
+    assert outcomes[1]["steps"][0][3] == 0  # idle in the first step
 
 
 def test_the_trainers_logger_has_its_own_and_our_numbers(undisturbed):
-    folder, _ = undisturbed
+    folder, outcomes = undisturbed
+    _, updates = large_batch_run(CASE, loss_of, None, DECAY)
     table = pd.read_csv(folder / "log" / "metrics.csv").set_index("step")
-    sizes = [len(samples) for samples in oracle()["samples"]]
-    ours = table["elastic/batch_size"].dropna()
-    assert ours.to_dict() == {step: sizes[step] for step in range(0, len(sizes), 2)}
-    lrs = table["elastic/lr"].dropna().to_dict()
-    assert lrs == {
-        step: oracle()["lrs"][step] * sizes[step] / CASE.ref_batchsize for step in lrs
-    }
-    losses = table["elastic/loss"].dropna()
-    assert [*losses.index] == [*ours.index]
-    told = minibatches(folder)
-    for step, loss in losses.items():
-        window = [value for at, value, _ in told if step - 2 < at <= step]
-        assert loss == pytest.approx(sum(window) / len(window))
-    # Lightning's own mean over replicas, of the minibatches of the last epoch.
-    first = oracle()["epochs"].index(CASE.epochs - 1)
-    window = [value for step, value, _ in told if step >= first]
-    assert table["train"].dropna().iloc[-1] == pytest.approx(sum(window) / len(window))
-    rates = table["elastic/samples_per_second"].dropna()
-    assert len(rates) == len(ours)
-    assert (rates > 0).all()
+    told = [each[:2] for outcome in outcomes for each in outcome["told"]]
+    logged = table[table["elastic/batch_size"].notna()]
+    assert [*logged.index] == [*range(0, len(updates), 2)]
+    for step, row in logged.iterrows():
+        _, _, size, (lr,) = updates[step]
+        window = [loss for at, loss in told if step - 2 < at <= step]
+        expected = size, lr, sum(window) / len(window)
+        names = ("elastic/batch_size", "elastic/lr", "elastic/loss")
+        assert [row[name] for name in names] == pytest.approx(expected)
+        assert row["elastic/samples_per_second"] > 0
     assert table["elastic/noise_scale"].notna().any()
-    assert table["val"].notna().sum() == len(sizes) // 3
-    assert table["train"].notna().sum() == CASE.epochs
+    # Lightning's own mean over replicas, of the minibatches of the last epoch.
+    window = [loss for step, loss in told if step >= LENGTHS[0]]
+    assert table["train"].dropna().iloc[-1] == pytest.approx(sum(window) / len(window))
+    assert table["val"].notna().sum() == len(updates) // 3
 
 
 def test_killed_and_resumed_on_other_numbers_of_processes(tmp_path, undisturbed):
     """Two processes, then three, then one; the last checkpoints are of steps 5, 10."""
-    expected, (_, reference) = oracle(), undisturbed
+    folder, reference = undisturbed
     with pytest.raises(ReplicaError):
-        Backend("cpu", 2).run(fit, tmp_path, 7)
-    first = tmp_path / "step=5.ckpt"
+        Backend("cpu", 2).run(fit, tmp_path, None, 7)
     with pytest.raises(ReplicaError):
-        Backend("cpu", 3).run(fit, tmp_path, 11, str(first))
-    second = tmp_path / "step=10.ckpt"
-    [outcome] = Backend("cpu", 1).run(fit, tmp_path, None, str(second))
-    assert all(map(torch.equal, outcome["weights"], expected["weights"]))
-    assert outcome["global_step"] == len(expected["lrs"])
-    assert outcome["epoch"] == CASE.epochs
-    steps = zip(outcome["steps"], reference[0]["steps"][10:], strict=True)
-    assert all((*one[:2], one[3]) == (*other[:2], other[3]) for one, other in steps)
-    # A step that was run twice had the same samples both times.
-    for step, samples in global_batches(tmp_path).items():
-        once = expected["samples"][step]
-        assert samples in (once, sorted(2 * once)), step
-    assert len(global_batches(tmp_path)) == len(expected["samples"])
+        Backend("cpu", 3).run(fit, tmp_path, tmp_path / "step=5.ckpt", 11)
+    outcome = fit(0, tmp_path, tmp_path / "step=10.ckpt")
+    check_end(outcome, reference[0], 10)
+    # The state does not know the replicas, and loads as weights do.
+    paths = folder / "step=5.ckpt", tmp_path / "step=5.ckpt"
+    own, other = (torch.load(path, weights_only=True) for path in paths)
+    assert json.dumps(own["loops"]) == json.dumps(other["loops"])
+    places = [s["optimizer_states"][0]["elastic"]["sampler"] for s in (own, other)]
+    assert places[0] == places[1]
+    assert (places[0]["epoch"], own["global_step"]) == (0, 5)
 
 
-def test_the_state_is_small_safe_and_does_not_know_the_replicas(undisturbed, tmp_path):
-    folder, _ = undisturbed
-    checkpoint = torch.load(folder / "step=5.ckpt", weights_only=True)
-    place = checkpoint["optimizer_states"][0]["elastic"]["sampler"]
-    assert (place["epoch"], checkpoint["global_step"]) == (0, 5)
-    Backend("cpu", 1).run(fit, tmp_path)
-    alone = torch.load(tmp_path / "step=5.ckpt", weights_only=True)
-    assert alone["optimizer_states"][0]["elastic"]["sampler"] == place
-    assert json.dumps(alone["loops"]) == json.dumps(checkpoint["loops"])
-
-
-def test_it_takes_a_checkpoint_at_the_end_of_an_epoch(tmp_path):
-    expected = oracle()
-    saves = {"save_top_k": -1, "every_n_epochs": 1}
-    for ckpt, num in ((None, 1), (str(tmp_path / "epoch=0.ckpt"), CASE.epochs)):
-        sampler, module = sampler_of(), Module()
-        callback = lightning.callbacks.ModelCheckpoint(tmp_path, "{epoch}", **saves)
-        trainer = trainer_of(
-            ElasticStrategy(sampler, CASE.rule, CASE.ref_batchsize),
-            callbacks=[callback], enable_checkpointing=True,
-        )  # fmt: skip
-        trainer.fit_loop.max_epochs = num
-        trainer.fit(module, loader_of(sampler, num_workers=1), ckpt_path=ckpt)
-    weights = [p.detach() for p in module.parameters()]
-    assert all(map(torch.equal, weights, expected["weights"]))
-    assert trainer.global_step == len(expected["lrs"])
+@pytest.mark.parametrize(
+    ("ended", "name"), [({"max_epochs": 1}, "epoch=0"), ({"max_steps": 5}, "step=5")]
+)
+def test_a_run_that_has_ended_goes_on(tmp_path, undisturbed, ended, name):
+    first = fit(0, tmp_path, **ended)["end"][0]
+    assert first == ended.get("max_steps", LENGTHS[0])
+    check_end(fit(0, tmp_path, tmp_path / f"{name}.ckpt"), undisturbed[1][0], first)
 
 
 # --- other promises -----------------------------------------------------------------
@@ -266,69 +228,50 @@ class Weighted(Small):
 
 
 def test_token_weights_are_returned_beside_the_loss():
-    module = Weighted()
-    trainer = small_fit(module, options={"reduction": "sum"})
+    trainer = small_fit(module := Weighted(), strategy={"reduction": "sum"})
     # Every token has gradient 1, so every update takes off 1, whatever the lengths.
     assert (trainer.global_step, module.weight.item()) == (3, -3.0)
     with pytest.raises(TypeError, match="needs reduction='sum'"):
         small_fit(Weighted())
 
 
-def test_the_trace_ends_the_training():
-    trainer = small_fit(Small(), (4, 12, 8), max_epochs=-1)
+def test_the_trace_ends_the_training_and_gradients_are_clipped_once_a_step():
+    trainer = small_fit(Small(), max_epochs=-1)
     assert (trainer.global_step, trainer.current_epoch) == (3, 1)
-    trainer = small_fit(Small(), (4, 12, 8), max_steps=2)
-    assert trainer.global_step == 2
+    assert small_fit(Small(), max_steps=2).global_step == 2
     assert small_fit(Small(), fast_dev_run=True).global_step == 1
-
-
-def test_gradients_are_clipped_once_a_step():
-    module = Small()
-    small_fit(module, (24,), options={"max_grad_norm": 0.5})
+    small_fit(module := Small(), (24,), strategy={"max_grad_norm": 0.5})
     assert module.weight.item() == pytest.approx(-0.5)
 
 
-def test_mixed_precision_in_bfloat16():
-    class Mixed(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch, batch_idx):
-            outputs = self.linear(batch.float()[:, None])
-            assert outputs.dtype == torch.bfloat16
-            return outputs.float().mean()
-
-    small_fit(Mixed(), precision="bf16-mixed")
-
-
-class Wrapped(Small):
-    """Wraps a part of itself as users of several processes do."""
-
-    def configure_optimizers(self):
-        self.inner = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
-        return torch.optim.SGD([self.weight, *self.inner.parameters()], 1.0)
-
-
-def test_a_run_that_max_steps_has_ended_goes_on(tmp_path):
-    for max_steps, ckpt in ((5, None), (10, tmp_path / "step=5.ckpt")):
-        sampler, module = sampler_of(), Module()
-        saves = lightning.callbacks.ModelCheckpoint(
-            tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1
+class Mixed(Small):
+    def training_step(self, batch, batch_idx):
+        outputs = torch.nn.functional.linear(
+            batch.float()[:, None], self.weight[None, None]
         )
-        trainer = trainer_of(
-            ElasticStrategy(sampler, CASE.rule, CASE.ref_batchsize),
-            callbacks=[saves], enable_checkpointing=True, max_steps=max_steps,
-        )  # fmt: skip
-        trainer.fit(module, loader_of(sampler), ckpt_path=ckpt)
-        trainer.save_checkpoint(tmp_path / "after.ckpt")
-    assert trainer.global_step == 10
-    whole, sampler = Module(), sampler_of()
-    trainer = trainer_of(
-        ElasticStrategy(sampler, CASE.rule, CASE.ref_batchsize), max_steps=10
+        assert outputs.dtype == torch.bfloat16
+        return outputs.float().mean()
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        assert len(batch) == 4  # of one minibatch
+        return batch
+
+
+def test_mixed_precision_in_bfloat16_and_hooks_of_minibatches():
+    assert small_fit(Mixed(), precision="bf16-mixed").global_step == 3
+
+
+def test_asked_to_stop_it_saves_by_lightnings_own_callback(tmp_path):
+    kinds = lightning.callbacks
+    saves = kinds.ModelCheckpoint(tmp_path, "{step}", save_on_exception=True)
+    stops = kinds.LambdaCallback(
+        on_train_batch_end=lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     )
-    trainer.fit(whole, loader_of(sampler))
-    assert all(map(torch.equal, module.parameters(), whole.parameters()))
+    with pytest.raises(lightning.utilities.exceptions.SIGTERMException):
+        small_fit(Small(), callbacks=[stops, saves], enable_checkpointing=True)
+    small_fit(module := Small(), ckpt=tmp_path / "step=1.ckpt")
+    small_fit(whole := Small())
+    assert torch.equal(module.weight, whole.weight)
 
 
 class Normalised(Small):
@@ -339,23 +282,10 @@ class Normalised(Small):
         self.norm = torch.nn.BatchNorm1d(1, momentum=None)
 
     def training_step(self, batch, batch_idx):
-        return (self.weight * self.norm(batch.double()[:, None].float())).mean()
+        return (self.weight * self.norm(batch.float()[:, None])).mean()
 
     def validation_step(self, batch, batch_idx):
         self.seen = self.norm.running_mean.item()
-
-
-class Meets(Small):
-    """Calls a collective in a step, or for an epoch in which one has no minibatch."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__()
-        self.how = how
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, sync_dist=True, batch_size=4, **self.how)
-        return loss
 
 
 class Stops(lightning.Callback):
@@ -365,45 +295,141 @@ class Stops(lightning.Callback):
         strategy = trainer.strategy
         mine = trainer.global_rank == 1 and batch_idx == 1
         trainer.should_stop = strategy.reduce_boolean_decision(mine, all=False)
-        ranks = strategy.all_gather(torch.tensor(float(trainer.global_rank)))
-        assert ranks.tolist() == [0.0, 1.0]
+        own = torch.tensor(float(trainer.global_rank))
+        assert strategy.all_gather(own).tolist() == [0.0, 1.0]
         assert strategy.broadcast(f"of {trainer.global_rank}", 1) == "of 1"
         for name, value in {"mean": 0.5, "sum": 1.0, "max": 1.0, "min": 0.0}.items():
-            own = torch.tensor(float(trainer.global_rank))
             assert strategy.reduce(own, reduce_op=name).item() == value
 
 
-def on_two(rank: int) -> dict[str, Any]:
+class Sharded(Small):
+    def configure_model(self):
+        self.inner = fully_shard(torch.nn.Linear(2, 2))
+
+
+def on_two(rank: int, folder: Path) -> dict[str, Any]:
     """Returns what several small runs on two processes have seen or said."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
     module = Normalised()
-    sampler = vbs.CustomSampler(range(24), [4, 12, 8], minibatch_size=4, verbose=False)
-    loader = torch.utils.data.DataLoader(range(24), batch_sampler=sampler)
-    validation = torch.utils.data.DataLoader(range(4), batch_size=4)
-    trainer = trainer_of(ElasticStrategy(sampler, "constant"))
-    trainer.fit(module, loader, validation)
-    found["mean"] = module.seen
+    trainer = small_fit(module, validation=DataLoader(range(4), batch_size=4))
+    trainer.save_checkpoint(folder / "saved.ckpt")
+    found = {"mean": module.seen}
     found["stopped"] = small_fit(Small(), callbacks=[Stops()]).global_step
-    for name, module, trace in (
-        ("within", Meets(on_step=True), (8, 12)),
-        ("starved", Meets(on_step=False, on_epoch=True), (4, 4)),
-        ("wrapped", Wrapped(), (8, 12)),
+    found["said"] = ""
+    for module, trace in (
+        (Small(on_step=True), (8, 12)),
+        (Small(on_step=False, on_epoch=True), (4, 4)),
+        (Sharded(), (8, 12)),
     ):
-        # A process alone in such a run would wait for the other; both fail or neither.
-        try:
+        try:  # one that has no minibatch in the epoch does not fail
             small_fit(module, trace)
-        except (ValueError, TypeError) as error:
-            found[name] = str(error)
+        except ValueError as error:
+            found["said"] += str(error)
         xla_replica.current().barrier()
     return found
 
 
-def test_two_processes_meet_between_updates_alone():
-    first, second = Backend("cpu", 2).run(on_two)
-    # 24 samples are seen once: their mean is 11.5, on both.
+def test_two_processes_meet_between_updates_alone(tmp_path):
+    first, second = Backend("cpu", 2).run(on_two, tmp_path)
+    # 24 samples are seen once: their mean is 11.5, on both, and in the checkpoint.
     assert first["mean"] == second["mean"] == pytest.approx(11.5)
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]
+    assert saved["norm.running_mean"].item() == pytest.approx(11.5)
     assert first["stopped"] == second["stopped"] == 2
-    assert "replicas run different numbers of minibatches" in first["within"]
-    assert "some replica has no minibatch" in first["starved"]
-    assert "DistributedDataParallel" in first["wrapped"]
+    assert "collectives within training_step" in first["said"]
+    assert "some replica has no minibatch" in first["said"]
+    assert "fully_shard: write a loop" in first["said"]
+
+
+# --- what a trace cannot carry -------------------------------------------------------
+
+
+class Hooked(Small):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+class Manual(Small):
+    automatic_optimization = False
+
+
+class Skips(Small):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+def change(trainer, *_: Any) -> None:
+    trainer.strategy.sampler.plan = trainer.strategy.sampler.plan_of(0)
+
+
+CHANGES = lightning.callbacks.LambdaCallback(on_train_batch_end=change)
+ACCUMULATES = lightning.callbacks.GradientAccumulationScheduler({0: 2})
+SCALED = lightning.plugins.MixedPrecision(
+    "16-mixed", "cpu", torch.amp.GradScaler("cpu")
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "says"),
+    [
+        (Small, {"accumulate_grad_batches": 2}, "the trace says"),
+        (Small, {"callbacks": [ACCUMULATES]}, "the trace says"),
+        (Small, {"gradient_clip_val": 1.0}, "pass max_grad_norm="),
+        (Small, {"plugins": [SCALED]}, "use bf16-mixed"),
+        (Manual, {}, "return a loss"),
+        (Small, {"sync_batchnorm": True}, "statistics"),
+        (Hooked, {}, "use on_after_batch_transfer"),
+        (Small, {"devices": 2}, "with torchrun"),
+        (Skips, {}, r"0 \* loss"),
+        (Small, {"callbacks": [CHANGES]}, "replay the decided trace"),
+    ],
+)
+def test_what_a_trace_cannot_carry_is_refused(module, options, says):
+    with pytest.raises(ValueError, match=f"not supported under a trace.*{says}"):
+        small_fit(module(), **options)
+
+
+def test_another_loader_and_replicas_on_xla_are_refused(monkeypatch):
+    sampler = vbs.CustomSampler(range(8), [4, 4], minibatch_size=4, verbose=False)
+    trainer = trainer_of(sampler, {"rule": "constant"})
+    with pytest.raises(ValueError, match="batch_sampler=sampler"):
+        trainer.fit(Small(), DataLoader(range(8), batch_size=4))
+    monkeypatch.setattr(xla_replica, "current", type("Lazy", (), {"is_lazy": True}))
+    with pytest.raises(ValueError, match="write a loop"):
+        ElasticStrategy(sampler)
+
+
+@pytest.mark.parametrize("every", [2, None])  # within an epoch, and at its end
+def test_a_checkpoint_of_another_strategy_is_refused(tmp_path, every):
+    kinds = lightning.callbacks.ModelCheckpoint
+    saves = kinds(tmp_path, "plain", every_n_train_steps=every)
+    plain = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[saves],
+    )  # fmt: skip
+    plain.fit(Small(), DataLoader(range(24), batch_size=8))
+    with pytest.raises(ValueError, match="that the elastic trainer saved"):
+        small_fit(Small(), [8] * 6, ckpt=tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match="begins epoch 1 after 2 updates"):
+        small_fit(Small(), [8] * 6, limit_train_batches=2)
+
+
+# --- the example ----------------------------------------------------------------------
+
+
+def run_example(rank: int, arguments: list[str]) -> pd.DataFrame:
+    torch.set_num_threads(1)
+    return digits.train(rank, digits.parse(arguments))
+
+
+def test_the_example_goes_on_with_another_number_of_processes(tmp_path):
+    common = ["--no-progress", "--save-every", "4", "--logdir"]
+    whole = digits.main([*common, str(tmp_path / "whole"), "--epochs", "3"])
+    folder = str(tmp_path / "resumed")
+    first = digits.main([*common, folder, "--epochs", "3", "--stop-after", "9"])
+    assert first["updates"].sum() == 9
+    table, _ = Backend("cpu", 2).run(run_example, [*common, folder, "--epochs", "3"])
+    columns = ["epoch", "updates", "smallest batch", "largest", "learning rate"]
+    assert table[columns].equals(whole[columns])
+    assert table["accuracy (%)"].iloc[-1] > 80
+    assert digits.main([*common, folder, "--epochs", "3"]).equals(table)

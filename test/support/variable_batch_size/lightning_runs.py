@@ -9,9 +9,6 @@ import torch
 
 import variable_batch_size as vbs
 from support.outside import package
-from support.variable_batch_size import elastic
-from support.variable_batch_size.elastic import OPTIMIZERS, Case, make
-from support.variable_batch_size.resuming import loss_of
 from tools.outside import models
 
 if importlib.util.find_spec("lightning"):
@@ -19,91 +16,41 @@ if importlib.util.find_spec("lightning"):
 lightning = package("lightning.pytorch")
 from variable_batch_size.integrations.lightning import ElasticStrategy  # noqa: E402
 
-# Two epochs of different numbers of steps, of 1 to 9 minibatches: some replicas are
-# idle in some steps, the first and the last of an epoch among them.
-CASE = Case((4, 36, 8, 4, 12, 32, 20, 4, 48, 40, 4), 2, "sgd-heavy-ball", exact=True)
-DECAY = 2**-3
-MILESTONES = (4, 9)
-
-
-class Samples(torch.utils.data.Dataset):
-    """Samples that say which they are."""
-
-    def __init__(self, case: Case = CASE) -> None:
-        _, self.inputs, self.targets = make(case)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, number: int):
-        return number, self.inputs[number], self.targets[number]
-
-
-class Module(lightning.LightningModule):
-    """What a user writes; ``told`` is called with the samples of every minibatch."""
-
-    def __init__(self, told=lambda *_: None) -> None:
-        super().__init__()
-        self.model, _, _ = make(CASE)
-        self.told = told
-
-    def training_step(self, batch, batch_idx):
-        numbers, x, y = batch
-        loss = loss_of(self.model, x, y)
-        self.told(self.trainer.global_step, loss.item(), numbers.tolist())
-        self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        _, x, y = batch
-        self.log("val", ((self.model(x)[:, 0] - y) ** 2).mean(), sync_dist=True)
-
-    def configure_optimizers(self):
-        optimizer = OPTIMIZERS[CASE.optimizer](self.parameters(), CASE.lr)
-        decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, MILESTONES, DECAY)
-        return [optimizer], [{"scheduler": decay, "interval": "step"}]
-
-
-def loader_of(sampler: vbs.CustomSampler, **options: Any):
-    return torch.utils.data.DataLoader(Samples(), batch_sampler=sampler, **options)
-
-
-def sampler_of() -> vbs.CustomSampler:
-    return elastic.sampler_of(CASE, Samples())
-
-
-def trainer_of(strategy: ElasticStrategy, **options: Any):
-    defaults = {"logger": False, "enable_checkpointing": False}
-    options = {"max_epochs": CASE.epochs, **defaults, **options}
-    return lightning.Trainer(
-        strategy=strategy, accelerator="cpu", enable_progress_bar=False,
-        enable_model_summary=False, **options,
-    )  # fmt: skip
-
 
 class Small(lightning.LightningModule):
-    """One weight, whose gradients are chosen; ``options`` go to the trainer."""
+    """One weight, whose gradients are chosen."""
 
-    def __init__(self) -> None:
+    def __init__(self, **how: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.how = how  # loss, as training_step logs it
 
     def training_step(self, batch, batch_idx):
-        return self.weight * batch.float().mean()
+        loss = self.weight * batch.float().mean()
+        if self.how:
+            self.log("loss", loss, sync_dist=True, **self.how)
+        return loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 1.0)
 
 
+def trainer_of(sampler: vbs.CustomSampler, strategy: Any = (), **options: Any) -> Any:
+    """Returns a trainer; ``strategy`` has arguments of the strategy."""
+    defaults = {"logger": False, "enable_checkpointing": False, "max_epochs": 2}
+    return lightning.Trainer(
+        strategy=ElasticStrategy(sampler, **dict(strategy)), accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False, **defaults | options,
+    )  # fmt: skip
+
+
 def small_fit(
-    module, trace=(4, 12, 8), num_samples: int = 24, options: Any = None, **trainer: Any
+    module, trace=(4, 12, 8), validation: Any = None, ckpt: Any = None, **options: Any
 ) -> Any:
     """Returns the trainer after the one epoch of the trace; minibatches of four."""
-    sampler = vbs.CustomSampler(
-        range(num_samples), list(trace), minibatch_size=4, verbose=False
-    )
-    strategy = ElasticStrategy(sampler, "constant", **(options or {}))
-    loader = torch.utils.data.DataLoader(range(num_samples), batch_sampler=sampler)
-    result = trainer_of(strategy, **trainer)
-    result.fit(module, loader)
-    return result
+    sampler = vbs.CustomSampler(range(24), [*trace], minibatch_size=4, verbose=False)
+    loader = torch.utils.data.DataLoader(range(24), batch_sampler=sampler)
+    strategy = {"rule": "constant", **options.pop("strategy", {})}
+    trainer = trainer_of(sampler, strategy, **options)
+    trainer.fit(module, loader, validation, ckpt_path=ckpt)
+    return trainer
