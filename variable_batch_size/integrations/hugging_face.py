@@ -85,6 +85,8 @@ class ElasticTrainer(Trainer):
         TraceError: The trace is bad or does not fit the dataset.
     """
 
+    optimizer: Any
+
     def __init__(
         self,
         model: Any = None,
@@ -190,9 +192,9 @@ class ElasticTrainer(Trainer):
         """
         wrapper = nn.parallel.DistributedDataParallel
         refuse(f"{wrapper}: install accelerate 1.15", isinstance(model, wrapper))
-        own, loss = type(self).compute_loss, 0.0
+        own, loss, weight = type(self).compute_loss, 0.0, 0
         # Shadows the method, which a subclass may have overridden and returns a mean.
-        self.compute_loss = lambda *given, **named: own(self, *given, **named) * weight
+        self.__dict__["compute_loss"] = lambda *a, **b: own(self, *a, **b) * weight
         try:
             for minibatch in inputs:
                 _, num = self.get_batch_samples(iter([minibatch]), 1, self.args.device)
@@ -203,7 +205,7 @@ class ElasticTrainer(Trainer):
                 self.optimizer.weight = weight
                 self.optimizer.end_minibatch()
         finally:
-            del self.compute_loss
+            del self.__dict__["compute_loss"]
         if not inputs:
             self.optimizer.join_step()
         total = torch.as_tensor(self._update.weight)

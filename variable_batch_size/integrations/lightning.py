@@ -256,7 +256,7 @@ def _sink_of(logger: Any) -> Callable[..., None]:
     )
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def _loss_of(output: Any) -> Any:
     """Returns the loss of a minibatch from what ``training_step`` has returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     remedy = "return the minibatch's loss, or 0 * loss to skip it"
