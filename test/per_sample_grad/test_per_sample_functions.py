@@ -15,29 +15,27 @@ from support.per_sample_grad.gradient_oracle import (
     fold,
     oracle,
 )
-from support.per_sample_grad.layer_cases import CASES
-from support.per_sample_grad.refused_models import BY_OPERATIONS, UNSEEN, time_first
+from support.per_sample_grad.refused_models import BY_NAME
 from torch import nn
 
 import per_sample_grad as psg
 from xla_replica import DeviceTraits
 from xla_replica.device import device_traits
 
-BY_NAME = {case.name: case for case in (*CASES, *BY_OPERATIONS, *UNSEEN)}
+
+def report_of(name: str) -> psg.Coverage:
+    model, inputs = BY_NAME[name].make(torch.float32)
+    return psg.coverage(model, fold, inputs)
 
 
 def test_coverage_names_what_is_missing_and_what_is_wrong():
-    model, inputs = BY_NAME["functional-use"].make(torch.float32)
-    report = psg.coverage(model, fold, inputs)
+    report = report_of("functional-use")
     assert report.complete
     assert "coverage is complete" in str(report)
-    assert report.parameters["inner.weight"].error < 1e-5
-    assert report.parameters["inner.weight"].uses == (
-        "Linear 'inner'",
-        "Mm in Linear 'inner'",
-    )
-    model, inputs = BY_NAME["turned"].make(torch.float32)
-    report = psg.coverage(model, fold, inputs)
+    found = report.parameters["inner.weight"]
+    assert found.error < 1e-5
+    assert found.uses == ("Linear 'inner'", "Mm in Linear 'inner'")
+    report = report_of("turned")
     assert not report.complete
     found = report.parameters["angle"]
     assert found.problems == (
@@ -47,7 +45,7 @@ def test_coverage_names_what_is_missing_and_what_is_wrong():
     assert found.correct  # the loop's answer
     assert not report.parameters["inner.bias"].problems
     assert "needs a fallback" in str(report)
-    report = psg.coverage(time_first(), fold, (torch.randn(3, 3, 3),))
+    report = report_of("coupled-square")
     assert not report.complete
     assert not report.parameters["inner.weight"].correct
     assert "WRONG" in str(report)
@@ -61,13 +59,14 @@ def factors_of(positions: int, width: int, samples: int = 4, **options) -> psg.F
 
 def test_the_plan_follows_the_shapes():
     short, long = factors_of(2, 64), factors_of(64, 8)
-    assert short.plan("norms").choices["weight"].form == "factored"
-    assert long.plan("norms").choices["weight"].form == "materialized"
-    assert long.plan("norms").choices["bias"].form == "dense"
     # With several positions, many samples' Gram matrix is cheaper from gradients.
     many = factors_of(16, 32, samples=64)
-    assert many.plan("norms").choices["weight"].form == "factored"
-    assert many.plan("gram").choices["weight"].form == "materialized"
+    for factors, quantity, form in (
+        (short, "norms", "factored"), (long, "norms", "materialized"),
+        (many, "norms", "factored"), (many, "gram", "materialized"),
+    ):  # fmt: skip
+        assert factors.plan(quantity).choices["weight"].form == form
+    assert long.plan("norms").choices["bias"].form == "dense"
     assert "Mflop" in str(many.plan("gram"))
     with pytest.raises(ValueError, match="one of 'norms', 'gram', got"):
         short.plan("sum")
@@ -78,18 +77,15 @@ def test_the_plan_follows_the_shapes():
 def test_the_plan_takes_and_shows_the_lowest_cost(entries, quantity):
     """More operations may take less time, where fewer numbers are written."""
     model, ids = nn.Embedding(entries, 8), torch.randint(0, entries, (32, 5))
-    found = {
-        method: psg.per_sample_factors(model, fold, (ids,), method=method).plan(
-            quantity
-        )
+    plan, *forms = (
+        psg.per_sample_factors(model, fold, (ids,), method=method).plan(quantity)
         for method in ("auto", "factored", "materialized")
-    }
-    chosen = {method: plan.choices["weight"] for method, plan in found.items()}
-    forms = chosen["factored"], chosen["materialized"]
-    assert chosen["auto"] == min(forms, key=lambda choice: choice.cost)
-    for choice in forms:
-        assert choice.cost > choice.flops
-    assert f"like {chosen['auto'].cost / 1e6:.3f}" in str(found["auto"])
+    )
+    choices = [form.choices["weight"] for form in forms]
+    chosen = plan.choices["weight"]
+    assert chosen == min(choices, key=lambda choice: choice.cost)
+    assert all(choice.cost > choice.flops for choice in choices)
+    assert f"like {chosen.cost / 1e6:.3f}" in str(plan)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -97,14 +93,11 @@ def test_the_plan_takes_and_shows_the_lowest_cost(entries, quantity):
 def test_token_cross_entropy_is_each_samples_own(reduction, weighted):
     logits, targets = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5))
     targets[1, 2:] = -100
-    weight = torch.rand(7) if weighted else None
-    found = psg.token_cross_entropy(
-        logits, targets, reduction=reduction, weight=weight, label_smoothing=0.1
-    )
-    expected = [
-        F.cross_entropy(x, y, reduction=reduction, weight=weight, label_smoothing=0.1)
-        for x, y in zip(logits, targets)
-    ]
+    options = {"reduction": reduction, "label_smoothing": 0.1}
+    if weighted:
+        options["weight"] = torch.rand(7)
+    found = psg.token_cross_entropy(logits, targets, **options)
+    expected = [F.cross_entropy(x, y, **options) for x, y in zip(logits, targets)]
     torch.testing.assert_close(found, torch.stack(expected))
 
 
@@ -122,19 +115,17 @@ def test_a_sample_without_tokens_has_no_loss():
 
 
 def test_one_shot_functions_agree_with_the_loop():
-    case = BY_NAME["cnn"]
-    model, inputs = case.make(torch.float64)
-    truth = oracle(case, model, inputs)
-    grads = flat(truth)
-    call = (model, fold, inputs)
+    model, inputs = BY_NAME["cnn"].make(torch.float64)
+    truth = oracle(BY_NAME["cnn"], model, inputs)
+    grads, call = flat(truth), (model, fold, inputs)
     assert error(flat(psg.per_sample_grads(*call)), grads) <= 1e-10
     assert error(psg.per_sample_grad_norms(*call), grads.norm(dim=1)) <= 1e-10
     assert error(psg.per_sample_gram(*call), grads @ grads.T) <= 1e-10
     vectors = {name: values[0] for name, values in truth.items()}
     assert error(psg.per_sample_grad_dot(*call, vectors), grads @ grads[0]) <= 1e-10
     weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    found = psg.weighted_grad(*call, weights)
-    assert error(flat({n: v[None] for n, v in found.items()}), weights @ grads) <= 1e-10
+    found = [g[None] for g in psg.weighted_grad(*call, weights).values()]
+    assert error(flat(found), weights @ grads) <= 1e-10
 
 
 def test_cross_gram_of_batches_of_different_sizes():
@@ -146,9 +137,8 @@ def test_cross_gram_of_batches_of_different_sizes():
     expected = flat(oracle(case, model, inputs)) @ flat(oracle(case, model, others)).T
     assert error(psg.cross_gram(a, b), expected) <= 1e-10
     assert error(psg.cross_gram(b, a), expected.T) <= 1e-10
-    other = psg.per_sample_factors(nn.Linear(4, 2), fold, (torch.randn(2, 4),))
     with pytest.raises(ValueError, match="different parameters"):
-        psg.cross_gram(a, other)
+        psg.cross_gram(a, factors_of(2, 4))
 
 
 def test_vectors_and_weights_are_checked():

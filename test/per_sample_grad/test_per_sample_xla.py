@@ -11,6 +11,7 @@ from support.per_sample_grad.gradient_oracle import (
     BATCH,
     HALF,
     Case,
+    captured,
     deviations,
     error,
     flat,
@@ -18,7 +19,7 @@ from support.per_sample_grad.gradient_oracle import (
     oracle,
 )
 from support.per_sample_grad.layer_cases import CASES, Apply
-from support.per_sample_grad.refused_models import BY_OPERATIONS, COUPLED, UNSEEN
+from support.per_sample_grad.refused_models import BY_NAME
 from support.xla_replica.replicas import COMPILED, HAS_XLA, IS_COMPILED
 from torch import nn
 from torch.nn.modules import rnn
@@ -46,13 +47,12 @@ LONG = 900.0
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
     """Returns the model on the device, with the ties that ``.to`` breaks."""
     first: dict[int, str] = {}
-    ties = []
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if id(param) in first:
-            ties.append((name, first[id(param)]))
-        first.setdefault(id(param), name)
+    names = {
+        name: first.setdefault(id(param), name)
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
     model = model.to(device)
-    for name, origin in ties:
+    for name, origin in names.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, model.get_parameter(origin))
     return model
@@ -62,16 +62,15 @@ def compared(rank: int, names: list[str]) -> list[str]:
     """Returns what went wrong with the cases of these names."""
     replica = xla_replica.current()
     wrong = []
-    for case in [case for case in (*CASES, *BY_OPERATIONS) if case.name in names]:
+    for case in map(BY_NAME.__getitem__, names):
         model, inputs = case.make(torch.float32)
         truth = oracle(case, model, inputs)  # before `.to` unties what is tied
         moved(model, replica.device)
         # TorchTPU has a kernel for attention, which only TPUs run.
         math_alone = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with xla_replica.count() as counts, math_alone:
-            factors = psg.per_sample_factors(
-                model, case.loss, replica.send(inputs), **case.options
-            )
+            call = (model, case.loss, replica.send(inputs))
+            factors = psg.per_sample_factors(*call, **case.options)
             replica.wait()
             try:
                 agree(factors, truth, 2e-5, replica.to_host)
@@ -96,11 +95,8 @@ def padded(tensors: tuple[torch.Tensor, ...], size: int) -> tuple[torch.Tensor, 
 
 
 def all_answers(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    with psg.capture(model) as recorded:
-        losses = fold(model, *inputs)
-    factors = recorded.backward(losses)
-    weights = torch.ones(len(losses), device=losses.device)
-    direction = factors.weighted_sum(weights)
+    factors = psg.per_sample_factors(model, fold, inputs)
+    direction = factors.weighted_sum(torch.ones_like(factors.losses))
     return [factors.norms(), factors.gram(), factors.dot(direction)]
 
 
@@ -111,10 +107,9 @@ def streamed_norms(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor
 def counted(rank: int, name: str) -> list[list[tuple[int, int, dict[str, int]]]]:
     """Counts a first step's compilations, transfers and fallbacks, and 21 steps'."""
     replica = xla_replica.current()
-    (case,) = [case for case in CASES if case.name == name]
-    truth, last = case.make(torch.float32, 3)
+    truth, last = BY_NAME[name].make(torch.float32, 3)
     model = copy.deepcopy(truth).to(replica.device)
-    draws = [case.make(torch.float32, 4, seed)[1] for seed in range(20)]
+    draws = [BY_NAME[name].make(torch.float32, 4, seed)[1] for seed in range(20)]
     found = []
     for answer in (all_answers, streamed_norms):
 
@@ -184,8 +179,7 @@ def check_accumulation(replica: xla_replica.Replica) -> None:
     for _ in range(3):
         there.zero_grad(set_to_none=False)
         with xla_replica.count(replica) as count:
-            with psg.capture(there) as recorded:
-                losses = fold(there, *replica.send(inputs))
+            recorded, losses = captured(there, fold, *replica.send(inputs))
             factors = recorded.backward(losses, accumulate="mean")
             found = [factors.norms(), *(p.grad for p in there.parameters())]
             found = replica.fetch(found)
@@ -198,33 +192,30 @@ def check_accumulation(replica: xla_replica.Replica) -> None:
 def other_things(rank: int) -> None:
     """Checks reports, refusals, half precision and projections of tiny models."""
     replica = xla_replica.current()
-    cases = {case.name: case for case in (*CASES, *BY_OPERATIONS, *UNSEEN, *COUPLED)}
 
-    def made(name: str, dtype: torch.dtype = torch.float32):
-        model, inputs = cases[name].make(dtype)
+    def made(case: Case, dtype: torch.dtype = torch.float32):
+        model, inputs = case.make(dtype)
         return model, inputs, moved(copy.deepcopy(model), replica.device)
 
+    def off(case: Case, dtype: torch.dtype = torch.float32, **options) -> float:
+        model, inputs, there = made(case, dtype)
+        truth = flat(oracle(case, model, inputs)).norm(dim=1)
+        norms = psg.per_sample_grad_norms(there, fold, replica.send(inputs), **options)
+        return error(replica.fetch([norms])[0], truth)
+
     for name, error_type in (
-        ("turned", psg.CoverageError),
-        ("time-first-square", psg.CouplingError),
+        ("turned", psg.CoverageError), ("coupled-square", psg.CouplingError),
         ("batch-mean", psg.CouplingError),
-    ):
-        _, inputs, model = made(name)
+    ):  # fmt: skip
+        _, inputs, model = made(BY_NAME[name])
         with pytest.raises(error_type):
             psg.per_sample_grad_norms(model, fold, replica.send(inputs))
-    cases["recurrent"] = Case(
-        "",
-        lambda: Apply(
-            lambda m, x: m.inner(x)[0], inner=rnn.LSTM(3, 2, batch_first=True)
-        ),
-        (2, 3),
-    )
-    model, inputs, there = made("recurrent")
-    truth = flat(oracle(cases["recurrent"], model, inputs)).norm(dim=1)
-    options = {"fallback": "loop"}
-    norms = psg.per_sample_grad_norms(there, fold, replica.send(inputs), **options)
-    assert error(replica.fetch([norms])[0], truth) <= 2e-5
-    model, inputs, there = made("linear-3d")
+    recurrent = Case("", lambda: Apply(lambda m, x: m.inner(x)[0], inner=rnn.LSTM(
+        3, 2, batch_first=True)), (2, 3))  # fmt: skip
+    assert off(recurrent, fallback="loop") <= 2e-5
+    for dtype, tolerance in HALF.items():
+        assert off(BY_NAME["linear-3d"], dtype) <= tolerance, dtype
+    model, inputs, there = made(BY_NAME["linear-3d"])
     (x,), same = replica.send(inputs), torch.arange(BATCH)
     psg.per_sample_grad_norms(there, reordered, (x, *replica.send((same,))))
     with pytest.raises(psg.CouplingError):
@@ -242,11 +233,6 @@ def other_things(rank: int) -> None:
     for name, values in zip(projected, replica.fetch([*projected.values()])):
         assert error(values, own[name].double()) <= 2e-5, name
     check_accumulation(replica)
-    for dtype, tolerance in HALF.items():
-        model, inputs, there = made("linear-3d", dtype)
-        truth = flat(oracle(cases["linear-3d"], model, inputs)).norm(dim=1)
-        norms = psg.per_sample_grad_norms(there, fold, replica.send(inputs))
-        assert error(replica.fetch([norms])[0], truth) <= tolerance, dtype
 
 
 def test_reports_refusals_half_precision_and_projections():
@@ -269,14 +255,10 @@ def cancelling(rank: int) -> list[tuple[float, float, int]]:
     for x in draws:
         truth = flat(oracle(Case("", None, (), loss=deviations), wide, (x,)))
         with xla_replica.count() as counts:
-            with psg.capture(model) as recorded:
-                losses = deviations(model, replica.send((x,))[0])
+            recorded, losses = captured(model, deviations, *replica.send((x,)))
             answers = replica.fetch(recorded.stream(losses, answer))
-        off = [
-            error(answers[0], truth.square().sum(1)),
-            error(answers[1], truth @ truth.T),
-        ]
-        found.append((*off, counts.compilations))
+        truths = (truth.square().sum(1), truth @ truth.T)
+        found.append((*map(error, answers, truths), counts.compilations))
     return found
 
 

@@ -1,4 +1,4 @@
-"""One backward pass gives ``.grad`` and the factors of every sample's gradient."""
+"""One pass gives ``.grad`` and every sample's gradient, also of no samples."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 from support.per_sample_grad.agreement import answers, assert_same_grads
-from support.per_sample_grad.gradient_oracle import error, flat, fold, oracle
+from support.per_sample_grad.gradient_oracle import captured, error, flat, fold, oracle
 from support.per_sample_grad.layer_cases import CASES
-from support.per_sample_grad.refused_models import Turned
+from support.per_sample_grad.refused_models import BY_NAME, Turned
 from torch import nn
 
 import per_sample_grad as psg
@@ -22,15 +22,13 @@ import xla_replica
 def test_grad_is_that_of_an_ordinary_pass_to_the_bit(case, accumulate):
     model, inputs = case.make(torch.float64)
     plain = copy.deepcopy(model)
-    reduce = torch.mean if accumulate == "mean" else torch.sum
     for _ in range(2):  # the second pass adds to the first
-        reduce(case.loss(plain, *inputs)).backward()
-        with psg.capture(model, **case.options) as recorded:
-            losses = case.loss(model, *inputs)
+        getattr(case.loss(plain, *inputs), accumulate)().backward()
+        recorded, losses = captured(model, case.loss, *inputs, **case.options)
         factors = recorded.backward(losses, accumulate=accumulate)
     assert_same_grads(model, plain)
-    truth = oracle(case, model, inputs)
-    assert error(flat(factors.materialize()), flat(truth)) <= 1e-10
+    truth = flat(oracle(case, model, inputs))
+    assert error(flat(factors.materialize()), truth) <= 1e-10
 
 
 def network() -> nn.Module:
@@ -45,8 +43,7 @@ def assert_accumulates(
     (scale * fold(plain, x).mean()).backward()
     for _ in range(2):
         model.zero_grad()
-        with psg.capture(model, scale=scale, **options) as recorded:
-            losses = fold(model, x)
+        recorded, losses = captured(model, fold, x, scale=scale, **options)
         recorded.stream(losses, lambda f: f.norms(squared=True), accumulate="mean")
         assert_same_grads(model, plain)
 
@@ -64,8 +61,7 @@ def test_streams_and_fallbacks_accumulate_once(fallback):
 def test_a_frozen_parameter_stays_without_a_gradient():
     model, x = network(), torch.randn(4, 5)
     model[0].weight.requires_grad_(False)
-    with psg.capture(model, ["2.weight"]) as recorded:
-        losses = fold(model, x)
+    recorded, losses = captured(model, fold, x, params=["2.weight"])
     factors = recorded.backward(losses, accumulate="mean")
     assert model[0].weight.grad is None
     assert model[0].bias.grad is not None  # it is trained, although not captured
@@ -77,8 +73,7 @@ def test_hooks_of_the_ordinary_pass_run():
     hook = xla_replica.AccumulationHook(lambda gradient: gradient * 0)
     model[0].weight.register_hook(hook)
     model[2].bias.register_post_accumulate_grad_hook(lambda p: ran.append(p.shape))
-    with psg.capture(model) as recorded:
-        losses = fold(model, x)
+    recorded, losses = captured(model, fold, x)
     norms = recorded.backward(losses, accumulate="mean").norms_by_parameter()
     assert (model[0].weight.grad == 0).all()
     assert (norms["0.weight"] > 0).all()
@@ -94,8 +89,7 @@ def test_every_answer_is_that_of_the_samples_own_losses():
     vectors = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     weights = torch.arange(12.0).double().view(2, 6)
     for options, accumulate in (({}, None), ({"scale": 8.0}, "mean")):
-        with psg.capture(model, **options) as recorded:
-            losses = fold(model, x)
+        recorded, losses = captured(model, fold, x, **options)
         factors = recorded.backward(losses, accumulate=accumulate)
         (bias,) = factors.contributions("3.bias")
         projected = factors.project(psg.Projection(vectors, 20))
@@ -105,8 +99,84 @@ def test_every_answer_is_that_of_the_samples_own_losses():
     torch.testing.assert_close(crossed, found[0][0]["gram"])
 
 
-def test_an_unknown_reduction_is_refused():
-    with psg.capture(nn.Linear(2, 1)) as recorded:
-        losses = fold(recorded.model, torch.ones(1, 2))
-    with pytest.raises(ValueError, match="accumulate must be one of 'mean', 'sum'"):
-        recorded.backward(losses, accumulate="max")
+# --- batches of no samples ---------------------------------------------------------
+
+NAMES = [
+    "linear-3d", "cnn", "tied-embedding-head", "batch-norm-2d", "transformer",
+    "unused-part",
+]  # fmt: skip
+
+
+def made(name: str, dtype: torch.dtype, batch: int = 0) -> tuple:
+    model, inputs = BY_NAME[name].make(dtype, 2)
+    return model, tuple(x[:batch] for x in inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_are_of_no_samples(name, dtype):
+    model, inputs = made(name, dtype)
+    params = dict(model.named_parameters())
+    wide = torch.promote_types(dtype, torch.float32)
+    found = psg.per_sample_factors(model, fold, inputs)
+    assert len(found) == 0
+    vectors = {n: torch.randn(3, *p.shape, dtype=dtype) for n, p in params.items()}
+    projected = found.project(psg.Projection(params, 16))
+    for answer, shape in (
+        (found.norms(), (0,)),
+        (found.norms(squared=True), (0,)),
+        (found.gram(), (0, 0)),
+        (found.dot(vectors), (0, 3)),
+        (found.dot({n: v[0] for n, v in vectors.items()}), (0,)),
+        *((g, (0, *params[n].shape)) for n, g in found.materialize().items()),
+        *((g, (0,)) for g in found.norms_by_parameter().values()),
+        *((g, (0, *g.shape[1:])) for g in projected.values()),
+    ):
+        assert (answer.shape, answer.dtype) == (shape, wide)
+    sums = found.weighted_sum(torch.ones(0))
+    assert all(sums[name].shape == param.shape for name, param in params.items())
+    assert not any(g.any() for g in sums.values())
+    other = psg.per_sample_factors(model, fold, made(name, dtype, 2)[1])
+    assert found.cross_gram(other).shape == (0, 2)
+    assert psg.cross_gram(other, found).shape == (2, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_for_one_call(name):
+    model, inputs = made(name, torch.float32)
+    assert psg.per_sample_grad_norms(model, fold, inputs).shape == (0,)
+    assert psg.per_sample_gram(model, fold, inputs).shape == (0, 0)
+    found = psg.per_sample_grads(model, fold, inputs, fallback="loop")
+    shapes = {n: (0, *p.shape) for n, p in model.named_parameters()}
+    assert {n: tuple(g.shape) for n, g in found.items()} == shapes
+
+
+@pytest.mark.parametrize("accumulate", [None, "mean", "sum"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_plain_autograd(name, accumulate):
+    model, inputs = made(name, torch.float32)
+    plain = copy.deepcopy(model)
+    if accumulate is not None:
+        getattr(fold(plain, *inputs), accumulate)().backward()
+    recorded, losses = captured(model, fold, *inputs)
+    recorded.backward(losses, accumulate=accumulate)
+    assert not recorded.compared
+    assert_same_grads(model, plain)
+
+
+def test_the_next_batch_is_compared_as_ever():
+    model = network()
+    for batch, compared in ((0, False), (5, True), (0, False), (5, False)):
+        recorded, losses = captured(model, fold, torch.randn(batch, 5))
+        recorded.stream(losses, lambda factors: factors.norms(squared=True))
+        assert recorded.compared == compared
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "el2n"}, {"labels": "expected"}])
+def test_an_empty_pool_has_no_scores(options, tmp_path):
+    pool = torch.utils.data.TensorDataset(torch.randn(0, 4), torch.zeros(0).long())
+    model = nn.Linear(4, 3)
+    for folder in (None, tmp_path / "scores", tmp_path / "scores"):
+        scores = psg.score_pool(model, pool, folder=folder, **options)
+        assert len(scores) == 0
+        assert len(scores.top(0)) == 0

@@ -1,4 +1,4 @@
-"""What no rule accounts for is an error that says why, or exact by a loop."""
+"""What would be wrong is an error that says why, or exact by a loop."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.per_sample_grad.agreement import agree, assert_same_grads
+from support.per_sample_grad.agreement import agree, agree_with_loop, assert_same_grads
 from support.per_sample_grad.gradient_oracle import (
     Case,
+    captured,
     error,
     flat,
     fold,
@@ -18,9 +19,9 @@ from support.per_sample_grad.gradient_oracle import (
 )
 from support.per_sample_grad.layer_cases import Apply, WithParameter
 from support.per_sample_grad.refused_models import (
-    BY_OPERATIONS,
+    BY_NAME,
+    COUPLED,
     UNSEEN,
-    DeepPositions,
     Doubling,
     turned,
 )
@@ -30,8 +31,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import per_sample_grad as psg
 from per_sample_grad.layers import registry
-
-BY_NAME = {case.name: case for case in (*BY_OPERATIONS, *UNSEEN)}
 
 
 def exponents(function: Callable, *shape: int) -> Callable[[], nn.Module]:
@@ -59,21 +58,18 @@ ROWS = [(case, 3) for case in UNSEEN]
 ROWS += [(case, batch) for case in FUNCTIONS for batch in (1, 4)]
 
 
-@pytest.mark.parametrize(
-    ("case", "batch"), ROWS, ids=[f"{case.name}-{batch}" for case, batch in ROWS]
-)
+@pytest.mark.parametrize(("case", "batch"), ROWS, ids=str)
 def test_what_no_rule_accounts_for_is_an_error_or_exact_by_the_loop(case, batch):
     model, inputs = case.make(torch.float64, batch)
     expected = psg.CouplingError if "square" in case.name else psg.CoverageError
-    call = (model, case.loss, inputs)
     with pytest.raises(expected):
-        psg.per_sample_factors(*call, **case.options)
+        psg.per_sample_factors(model, case.loss, inputs, **case.options)
     options = {"fallback": "loop", **case.options}
-    truth = oracle(case, model, inputs)
     for _ in range(2):
-        agree(psg.per_sample_factors(*call, **options), truth, 1e-10)
-    norms = psg.per_sample_grad_norms(*call, **options)  # in a stream
-    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
+        agree_with_loop(case, model, inputs, **options)
+    # In a stream.
+    norms = psg.per_sample_grad_norms(model, case.loss, inputs, **options)
+    assert error(norms, flat(oracle(case, model, inputs)).norm(dim=1)) <= 1e-10
 
 
 # torch_xla puts another GRU in place of `nn.GRU`, which needs an XLA device.
@@ -107,9 +103,8 @@ def test_recurrent_layers_are_refused_or_exact_by_the_loop(kind):
     def make() -> nn.Module:
         inner = RECURRENT[kind]()
         width = (inner.proj_size or 4) * (1 + inner.bidirectional)
-        return Apply(
-            all_outputs, before=nn.Linear(3, 3), inner=inner, after=nn.Linear(width, 2)
-        )
+        around = {"before": nn.Linear(3, 3), "after": nn.Linear(width, 2)}
+        return Apply(all_outputs, inner=inner, **around)
 
     case = Case(kind, make, lambda batch: (
         torch.randn(batch, 5, 3), torch.tensor([2, 5, 1])))  # fmt: skip
@@ -123,28 +118,22 @@ def test_recurrent_layers_are_refused_or_exact_by_the_loop(kind):
         fold(plain, *inputs).mean().backward()
         for _ in range(2):
             model.zero_grad()
-            with psg.capture(model, fallback="loop") as recorded:
-                losses = fold(model, *inputs)
+            recorded, losses = captured(model, fold, *inputs, fallback="loop")
             factors = recorded.backward(losses, accumulate="mean")
             agree(factors, truth, tolerance)
             assert_same_grads(model, plain)
 
 
-def test_the_withdrawn_fallback_names_what_to_pass():
-    with pytest.raises(ValueError, match='was withdrawn: pass fallback="loop"'):
-        psg.capture(nn.Linear(2, 1), fallback="batched")
-
-
 @pytest.mark.parametrize("rows", [3, 6])
 def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows):
     """As many positions as samples, or a multiple, look like rows of samples."""
-    model, inputs = BY_NAME["deep-positions-square"].make(torch.float64)
-    model.embed, inputs = nn.Embedding(rows, 3).double(), (torch.randn(3, rows, 3),)
-    inputs = (inputs[0].double(),)
-    truth = oracle(Case("", DeepPositions, ()), model, inputs)
+    case = BY_NAME["deep-positions-square"]
+    model, _ = case.make(torch.float64)
+    model.embed = nn.Embedding(rows, 3).double()
+    inputs = (torch.randn(3, rows, 3).double(),)
+    truth = oracle(case, model, inputs)
     for repeated in (False, True):
-        with psg.capture(model, fallback="loop") as recorded:
-            losses = fold(model, *inputs)
+        recorded, losses = captured(model, fold, *inputs, fallback="loop")
         for name, values in recorded.backward(losses).materialize().items():
             assert error(values, truth[name]) <= 1e-10
         assert recorded.compared == (not repeated)
@@ -169,24 +158,16 @@ def test_errors_say_why_there_is_no_rule_and_recommend_what_is_cheapest_first():
         ("patched-forward", "the forward method of this Linear was replaced"),
         ("pruned", "the weight of this Linear is not a parameter, but a tensor"),
         ("weight-norm", "no rule is registered for"),
-        ("subclass", "for Doubling, and as a Linear it may compute something else"),
+        ("wrong-rule", "for Doubling, and as a Linear it may compute something else"),
     ],
 )
 def test_modules_that_look_like_known_ones_have_no_rule(name, reason):
-    subclass = Case("subclass", lambda: nn.Sequential(Doubling(3, 2)), (3,))
-    model, _ = {**BY_NAME, "subclass": subclass}[name].make(torch.float32)
+    model, _ = BY_NAME[name].make(torch.float32)
     assert reason in registry.why_no_rule(model[0])
 
 
-class Scale(nn.Module):
+class Scale(WithParameter):
     """A module whose parameter is a single number without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.factor * x
 
 
 @pytest.mark.parametrize("way", ["rule", "loop"])
@@ -196,10 +177,166 @@ def test_a_parameter_without_dimensions(way):
 
         @psg.register_rule(Scale)
         def scale(call: psg.Call, grad: torch.Tensor) -> dict[str, psg.Dense]:
-            return {"factor": psg.Dense((grad * call.input).flatten(1).sum(1))}
+            return {"p": psg.Dense((grad * call.input).flatten(1).sum(1))}
 
-    case = Case("", lambda: nn.Sequential(nn.Linear(3, 4), Scale()), (5, 3))
-    model, inputs = case.make(torch.float64)
-    truth = oracle(case, model, inputs)
-    options = {} if way == "rule" else {"fallback": way}
-    agree(psg.per_sample_factors(model, fold, inputs, **options), truth, 1e-10)
+    case = Case("", lambda: nn.Sequential(
+        nn.Linear(3, 4), Scale(lambda m, x: m.p * x)), (5, 3))  # fmt: skip
+    fallback = "error" if way == "rule" else way
+    agree_with_loop(case, *case.make(torch.float64), fallback=fallback)
+
+
+@pytest.mark.parametrize("case", COUPLED, ids=lambda case: case.name)
+@pytest.mark.parametrize("batch", [2, 3, 12])
+@rules_kept()
+def test_what_is_attributed_wrongly_is_an_error(case, batch):
+    psg.register_rule(Doubling)(psg.layers.linear.linear)
+    if case.name.endswith("square"):
+        batch = 3
+    model, inputs = case.make(torch.float32, batch=batch)
+    with pytest.raises(psg.CouplingError, match="off by"):
+        psg.per_sample_factors(model, case.loss, inputs)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False).eval()],
+    ids=["training", "no-running-statistics"],
+)
+def test_batch_statistics_are_refused_before_anything_happens(norm):
+    model = nn.Sequential(nn.Linear(3, 3), norm)
+    with pytest.raises(psg.CouplingError, match="Freeze the statistics"):
+        captured(model, lambda m: pytest.fail("not reached"))
+    assert not model[0]._forward_hooks
+
+
+def test_an_input_changed_in_place_is_an_error():
+    x = torch.randn(4, 3)
+    recorded, losses = captured(nn.Linear(3, 2), fold, x)
+    x.add_(1)
+    with pytest.raises(psg.PerSampleError, match="changed in place"):
+        recorded.backward(losses)
+
+
+def linear(answer="backward", *args, loss=fold, accumulate=None, **options) -> None:
+    """Asks a capture of a Linear with these options for an answer."""
+    recorded, losses = captured(nn.Linear(3, 2), loss, torch.randn(4, 3), **options)
+    getattr(recorded, answer)(losses, *args, accumulate=accumulate)
+
+
+LAYERS = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+WRAPPED = torch.compile(LAYERS, backend="eager")
+MANY = nn.ModuleList(nn.Linear(1, 1) for _ in range(9))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "told"),
+    [
+        (lambda: linear(loss=lambda m, x: m(x).sum()), ValueError, "reduction"),
+        (lambda: linear(loss=lambda m, x: m(x)), ValueError, "one number per sample"),
+        (lambda: linear(loss=lambda m, x: m(x).sum(1).detach()), ValueError,
+         "no graph"),
+        (lambda: linear(loss=lambda m, x: m(x).sum(1).long()), ValueError,
+         "dtype torch.int64"),
+        *((lambda option=option: linear(**{option: "no"}), ValueError,
+           f"{option} must be one of .*, got 'no'")
+          for option in ("fallback", "check", "method")),
+        (lambda: linear(fallback="batched"), ValueError,
+         'was withdrawn: pass fallback="loop"'),
+        (lambda: linear(scale=0.0), ValueError, r"scale must be .* > 0, got 0\.0"),
+        (lambda: linear(accumulate="max"), ValueError,
+         "accumulate must be one of 'mean', 'sum'"),
+        (lambda: linear("stream", lambda factors: "no number"), TypeError,
+         "tuples, lists and dicts"),
+        (lambda: psg.capture(LAYERS, ["2.weight"]), ValueError,
+         r"allowed are 0\.weight"),
+        (lambda: psg.capture(WRAPPED, ["1.weight"]), ValueError,
+         r"of a wrapper, such as .*torch\.compile"),
+        (lambda: psg.capture(LAYERS, [name for name, _ in WRAPPED.named_parameters()]),
+         ValueError, "of a wrapper"),
+        (lambda: psg.capture(MANY, ["9.weight"]), ValueError, r"5\.bias and 6 more$"),
+        (lambda: psg.capture(nn.Linear(2, 1, dtype=torch.complex64)), ValueError,
+         "weight, bias are complex, and every sample"),
+        (lambda: psg.per_sample_factors(
+            nn.Embedding(5, 3, scale_grad_by_freq=True), fold,
+            (torch.ones(3, 4).long(),)), psg.CoverageError,
+         "counts over the whole batch"),
+        (lambda: psg.coverage(nn.Linear(3, 2), fold, (torch.randn(0, 3),)), ValueError,
+         "has no samples; give one"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_told(call, error, told):
+    with pytest.raises(error, match=told):
+        call()
+
+
+def test_only_some_parameters():
+    for params, names in (
+        (["1.weight"], ["1.weight"]),
+        (lambda name, _: name.endswith("bias"), ["0.bias", "1.bias"]),
+    ):
+        call = (LAYERS, fold, (torch.randn(5, 3),))
+        assert list(psg.per_sample_factors(*call, params=params).shapes) == names
+
+
+N, Q, P = 5, 3, 2
+LEFT, RIGHT = torch.zeros(N, 1, 4, P), torch.zeros(N, 1, 4, Q)
+# From what a rule of a Linear returns for its weight to what the message says of it.
+WRONG: dict[str, tuple[object, str]] = {
+    "tensor": (torch.zeros(N, P, Q), "a Tensor"),
+    "tensors": ([torch.zeros(N, P, Q)], "a Tensor"),
+    "none": (None, "a NoneType"),
+    "dense-of-the-batch": (psg.Dense(torch.zeros(P, Q)), r"the Dense of \(2, 3\)"),
+    "dense-flat": (psg.Dense(torch.zeros(N, P * Q)), r"the Dense of \(5, 6\)"),
+    "dense-of-others": (psg.Dense(torch.zeros(4, P, Q)), r"the Dense of \(4, 2, 3\)"),
+    "outer-without-groups": (psg.Outer(LEFT[:, 0], RIGHT[:, 0]),
+                             r"the Outer of \(5, 4, 2\) and \(5, 4, 3\)"),
+    "outer-exchanged": (psg.Outer(RIGHT, LEFT), "the Outer of"),
+    "outer-positions": (psg.Outer(LEFT, RIGHT[:, :, 1:]), "the Outer of"),
+    "outer-of-others": (psg.Outer(LEFT[1:], RIGHT[1:]), "the Outer of"),
+    "lookup": (psg.Lookup(torch.zeros(N, dtype=torch.long), torch.zeros(N, Q)),
+               r"the Lookup of \(5,\) and \(5, 3\)"),
+    "lookup-of-others": (psg.Lookup(
+        torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, 1, Q)), "the Lookup of"),
+    "second-of-two": ([psg.Outer(LEFT, RIGHT), psg.Dense(LEFT)], "the Dense of"),
+}  # fmt: skip
+
+
+def norms(rule: Callable, **options: object) -> torch.Tensor:
+    psg.register_rule(nn.Linear)(rule)
+    model = nn.Sequential(nn.Linear(Q, P, bias=False))
+    return psg.per_sample_grad_norms(model, fold, (torch.ones(N, Q),), **options)
+
+
+@rules_kept()
+@pytest.mark.parametrize("fallback", ["error", "loop"])
+@pytest.mark.parametrize("name", WRONG)
+def test_an_answer_of_the_wrong_kind_or_shape_names_the_rule(name, fallback):
+    returned, message = WRONG[name]
+
+    def wrong_linear(call: psg.Call, grad: torch.Tensor) -> dict[str, object]:
+        return {"weight": returned}
+
+    with pytest.raises(psg.PerSampleError, match=message) as caught:
+        norms(wrong_linear, fallback=fallback)
+    for told in (
+        "Linear '0'", "wrong_linear", "'weight' of shape (2, 3)", "must return a dict",
+    ):  # fmt: skip
+        assert told in str(caught.value)
+
+
+@rules_kept()
+def test_a_rule_must_return_a_dict():
+    with pytest.raises(psg.PerSampleError, match=r"rule of Linear '0'.* a Dense"):
+        norms(lambda call, grad: psg.Dense(torch.zeros(N, P, Q)))
+
+
+@rules_kept()
+def test_several_contributions_are_added():
+    def halves(call: psg.Call, grad: torch.Tensor) -> dict[str, object]:
+        outer = psg.Outer(grad[:, None, None] / 2, call.input[:, None, None])
+        return {"weight": (outer, outer)}
+
+    call = nn.Sequential(nn.Linear(Q, P, bias=False)), fold, (torch.randn(N, Q),)
+    expected = psg.per_sample_grad_norms(*call)
+    psg.register_rule(nn.Linear)(halves)
+    torch.testing.assert_close(psg.per_sample_grad_norms(*call), expected)

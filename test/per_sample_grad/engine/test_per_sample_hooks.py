@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample_grad.gradient_oracle import fold
+from support.per_sample_grad.gradient_oracle import captured, fold, loop
 from support.per_sample_grad.layer_cases import Apply
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,9 +16,8 @@ from per_sample_grad.engine import graph
 def test_gradient_hooks_on_parameters_are_refused():
     """They change the summed gradient; what that means for a sample is unknown."""
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    with psg.capture(model) as recorded:
-        losses = model(x).square().sum(1)
-        handle = model.weight.register_hook(lambda grad: 2 * grad)
+    recorded, losses = captured(model, fold, x)
+    handle = model.weight.register_hook(lambda grad: 2 * grad)
     with pytest.raises(psg.PerSampleError, match="weight have gradient hooks"):
         recorded.backward(losses)
     with pytest.raises(psg.PerSampleError, match="weight have gradient hooks"):
@@ -28,27 +27,24 @@ def test_gradient_hooks_on_parameters_are_refused():
     # Hooks that see `.grad` do not run, because it does not change.
     ran = []
     model.weight.register_post_accumulate_grad_hook(ran.append)
-    with psg.capture(model) as recorded:
-        losses = model(x).square().sum(1)
-    recorded.backward(losses)
+    psg.per_sample_factors(model, fold, (x,))
     assert not ran
 
 
 def test_reentrant_checkpoints_hide_parameters():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
-    with psg.capture(model) as recorded:
-        hidden = model[0](torch.randn(3, 3))
-        losses = checkpoint(model[1], hidden, use_reentrant=True).sum(1)
+
+    def losses_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model[1], model[0](x), use_reentrant=True).sum(1)
+
     with pytest.raises(psg.CoverageError, match="use_reentrant=False"):
-        recorded.backward(losses)
+        psg.per_sample_factors(model, losses_of, (torch.randn(3, 3),))
 
 
-@pytest.fixture
-def compiled_nothing():
-    """Forgets what is compiled, before and after."""
+def network() -> nn.Module:
+    """Returns a small model, while nothing is compiled."""
     torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def in_place(model: nn.Module) -> nn.Module:
@@ -66,19 +62,15 @@ COMPILED = {
     ),
 }
 
-
 from_dynamo = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
 @from_dynamo
 @pytest.mark.parametrize("kind", COMPILED)
 @pytest.mark.parametrize("called_before", [False, True])
-def test_compiled_models_run_as_written_in_captures(
-    kind, called_before, compiled_nothing
-):
+def test_compiled_models_run_as_written_in_captures(kind, called_before):
     """What was compiled before calls no hooks; and it is compiled again afterwards."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    inputs = (torch.randn(5, 3),)
+    model, inputs = network(), (torch.randn(5, 3),)
     truth = psg.per_sample_grad_norms(model, fold, inputs)
     compiled = COMPILED[kind](model)
     if called_before:
@@ -93,16 +85,14 @@ def test_compiled_models_run_as_written_in_captures(
 
 @from_dynamo
 @pytest.mark.parametrize("called_before", [False, True])
-def test_compiled_functions_are_exact_or_an_error(called_before, compiled_nothing):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    x = torch.randn(5, 3)
+def test_compiled_functions_are_exact_or_an_error(called_before):
+    model, x = network(), torch.randn(5, 3)
     truth = psg.per_sample_grad_norms(model, fold, (x,))
     function = torch.compile(lambda x: fold(model, x), backend="aot_eager")
     if called_before:
         function(x)
     for _ in range(2):
-        with psg.capture(model) as recorded:
-            losses = function(x)
+        recorded, losses = captured(model, lambda _: function(x))
         if called_before:
             with pytest.raises(psg.CoverageError, match="not a compiled function"):
                 recorded.backward(losses)
@@ -119,15 +109,13 @@ class Traced(torch.Tensor):
 
 def test_what_is_traced_is_refused_and_what_is_transformed_is_right():
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    with (
-        pytest.raises(psg.CoverageError, match="a Traced: hooks cannot record"),
-        psg.capture(model),
-    ):
-        model(x.as_subclass(Traced))
-    with psg.capture(model) as recorded:
-        losses = torch.func.vmap(model)(x).sum(1)
-    truth = psg.per_sample_grad_norms(model, lambda m, x: m(x).sum(1), (x,))
-    torch.testing.assert_close(recorded.backward(losses).norms(), truth)
+    with pytest.raises(psg.CoverageError, match="a Traced: hooks cannot record"):
+        captured(model, fold, x.as_subclass(Traced))
+    factors = psg.per_sample_factors(
+        model, lambda m, x: fold(torch.func.vmap(m), x), (x,)
+    )
+    truth = psg.per_sample_grad_norms(model, fold, (x,))
+    torch.testing.assert_close(factors.norms(), truth)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +131,9 @@ def test_a_call_with_other_tensors_is_not_a_layers_own(layer, inputs):
         with psg.capture(layer, fallback="loop") as recorded:
             out = torch.func.functional_call(layer, given, (x,) * inputs)
             losses = (out[0] if inputs == 3 else out).square().sum((1, 2))
-        rows = [torch.autograd.grad(loss, [*own.values()], retain_graph=True)
-                for loss in losses]  # fmt: skip
+        truth = loop(losses, own.values())
         found = recorded.backward(losses).materialize()
-        torch.testing.assert_close([*found.values()], [*map(torch.stack, zip(*rows))])
+        torch.testing.assert_close([*found.values()], truth)
 
 
 def test_hooks_leave_no_trace():
@@ -157,8 +144,7 @@ def test_hooks_leave_no_trace():
     psg.per_sample_factors(model, fold, (torch.randn(4, 2, 4),))
     with pytest.raises(RuntimeError, match="weight"), psg.capture(model):
         model(torch.randn(4, 9, 4))  # fails in the middle of the block
-    with psg.capture(model) as recorded:
-        losses = fold(model, torch.randn(4, 2, 4))
+    recorded, losses = captured(model, fold, torch.randn(4, 2, 4))
     with pytest.raises(ZeroDivisionError):  # and in the middle of the backward pass
         recorded.stream(losses, lambda factors: 1 / 0, retain_graph=True)
     torch.autograd.grad(losses.sum(), list(model.parameters()))  # asks no rule again
@@ -166,11 +152,8 @@ def test_hooks_leave_no_trace():
     for name, module in model.named_modules():
         assert set(vars(module)) == before[name]
         for value in vars(module).values():
-            if isinstance(value, dict):
-                assert not any(
-                    callable(item) and not isinstance(item, nn.Module)
-                    for item in value.values()
-                )
+            for item in value.values() if isinstance(value, dict) else ():
+                assert isinstance(item, nn.Module) or not callable(item)
     assert model[0].weight.grad is None
     assert torch.equal(model[2].weight.grad, torch.ones_like(model[2].weight))
     assert all(not param._backward_hooks for param in model.parameters())

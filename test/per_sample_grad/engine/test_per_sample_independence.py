@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.gradient_oracle import rules_kept
+from support.per_sample_grad.gradient_oracle import captured, flat, loop, rules_kept
+from support.per_sample_grad.layer_cases import WithParameter
 from torch import nn
 
 import per_sample_grad as psg
@@ -36,29 +37,25 @@ class Hidden(nn.Module):
         return self.last(between(torch.tanh(self.first(x))))
 
 
-def truth(losses: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """Returns norms from a loop of autograd."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    rows = [
-        torch.autograd.grad(
-            loss, params, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        for loss in losses
-    ]
-    return torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows])
+def made(build: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+    """Returns a model in float64, and samples for it."""
+    torch.manual_seed(0)
+    return build().double(), torch.randn(B, 4, dtype=torch.float64)
+
+
+def squared(m: nn.Module, *inputs: object) -> torch.Tensor:
+    return m(*inputs).square().sum(1)
 
 
 def outcome(
     model: nn.Module, losses_of: Losses, batch: tuple, **options: object
 ) -> tuple[str, bool]:
     """Returns "right" or the error's name, and whether the pass was compared."""
-    expected = truth(losses_of(model, *batch), model)
+    expected = flat(loop(losses_of(model, *batch), model.parameters())).norm(dim=1)
     try:
-        with psg.capture(model, **options) as recorded:
-            losses = losses_of(model, *batch)
+        recorded, losses = captured(model, losses_of, *batch, **options)
         found = [recorded.norms(losses)]
-        with psg.capture(model, **options) as recorded:
-            losses = losses_of(model, *batch)
+        recorded, losses = captured(model, losses_of, *batch, **options)
         found.append(recorded.backward(losses).norms())
     except psg.PerSampleError as error:
         return type(error).__name__, True
@@ -67,8 +64,16 @@ def outcome(
     return "right", recorded.compared
 
 
-def mask(rows: torch.Tensor) -> torch.Tensor:
+def chosen(rows: torch.Tensor) -> torch.Tensor:
     return torch.zeros(B, WIDTH, dtype=torch.bool).index_fill(0, rows, True)
+
+
+def whole(rows: torch.Tensor) -> torch.Tensor:
+    return rows[:, None].expand(-1, WIDTH)
+
+
+def often(rows: torch.Tensor) -> torch.Tensor:
+    return torch.bincount(rows, minlength=B)
 
 
 def sampled_along(h: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -91,24 +96,20 @@ BY_DATA: dict[str, Callable] = {
     "index-list": lambda h, i: torch.stack([h[int(row)] for row in i]),
     "index_select": lambda h, i: h.index_select(0, i),
     "index_copy": lambda h, i: torch.zeros_like(h).index_copy(0, i, h),
-    "gather": lambda h, i: h.gather(0, i[:, None].expand(-1, WIDTH)),
-    "scatter": lambda h, i: torch.zeros_like(h).scatter(
-        0, i[:, None].expand(-1, WIDTH), h
-    ),
+    "gather": lambda h, i: h.gather(0, whole(i)),
+    "scatter": lambda h, i: torch.zeros_like(h).scatter(0, whole(i), h),
     "take": lambda h, i: h.take(i[:, None] * WIDTH + POSITIONS),
     "vector": lambda h, i: h + h.sum(1)[i][:, None],
-    "masked_scatter": lambda h, i: torch.zeros_like(h).masked_scatter(mask(i), h),
-    "masked_select": lambda h, i: h + h.masked_select(mask(i))[:WIDTH],
+    "masked_scatter": lambda h, i: torch.zeros_like(h).masked_scatter(chosen(i), h),
+    "masked_select": lambda h, i: h + h.masked_select(chosen(i))[:WIDTH],
     "scatter_reduce": lambda h, i: torch.zeros_like(h).scatter_reduce(
-        0, i[:, None].expand(-1, WIDTH), h, "sum"
+        0, whole(i), h, "sum"
     ),
     "index_reduce": lambda h, i: torch.ones_like(h).index_reduce(0, i, h, "prod"),
     "segment_reduce": lambda h, i: torch.segment_reduce(
-        h, "sum", lengths=torch.bincount(i, minlength=B), axis=0
+        h, "sum", lengths=often(i), axis=0
     ),
-    "repeat_interleave": lambda h, i: h.repeat_interleave(
-        torch.bincount(i, minlength=B), 0
-    ),
+    "repeat_interleave": lambda h, i: h.repeat_interleave(often(i), 0),
     "take_along_dim": lambda h, i: h + h.take_along_dim(i[:, None], 0),
     "embedding": lambda h, i: F.embedding(i, h),
     "embedding_bag": lambda h, i: F.embedding_bag(i, h, REGULAR),
@@ -122,14 +123,11 @@ BY_DATA: dict[str, Callable] = {
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", BY_DATA)
 def test_rows_that_data_choose(name):
-    torch.manual_seed(0)
-    model, x = Hidden().double(), torch.randn(B, 4, dtype=torch.float64)
-
-    def losses_of(m: nn.Module, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        return m(x, lambda h: BY_DATA[name](h, order)).square().sum(1)
-
-    seen = [outcome(model, losses_of, (x, each)) for each in (REGULAR, REGULAR,
-            PERMUTED, UNEVEN, REGULAR)]  # fmt: skip
+    model, x = made(Hidden)
+    seen = [
+        outcome(model, squared, (x, lambda h, order=order: BY_DATA[name](h, order)))
+        for order in (REGULAR, REGULAR, PERMUTED, UNEVEN, REGULAR)
+    ]
     assert all(was_compared for _, was_compared in seen)
     assert "CouplingError" in {found for found, _ in seen}
 
@@ -153,17 +151,10 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("fallback", ["error", "loop"])
 def test_experts_that_are_routed_evenly_and_then_unevenly(fallback):
-    torch.manual_seed(0)
-    model, x = Experts().double(), torch.randn(B, 4, dtype=torch.float64)
-    routes = [torch.zeros(B).long(), REGULAR % 2, PERMUTED % 2, UNEVEN % 2,
-              torch.tensor([0, 0, 0, 0, 0, 1])]  # fmt: skip
-    for route in routes:
-        outcome(
-            model,
-            lambda m, x, route: m(x, route).square().sum(1),
-            (x, route),
-            fallback=fallback,
-        )
+    model, x = made(Experts)
+    last = torch.tensor([0, 0, 0, 0, 0, 1])
+    for route in (0 * REGULAR, REGULAR % 2, PERMUTED % 2, UNEVEN % 2, last):
+        outcome(model, squared, (x, route), fallback=fallback)
 
 
 def contrastive(m: nn.Module, x: torch.Tensor, weight: float) -> torch.Tensor:
@@ -179,33 +170,33 @@ def gated(mix: Callable[[torch.Tensor], torch.Tensor]) -> Losses:
     return losses_of
 
 
+def attended(h: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    return F.scaled_dot_product_attention(h, h, h, mask)
+
+
 BEHIND_ZERO: dict[str, Losses] = {
     "contrastive": contrastive,
     "mean": gated(lambda h: h - h.mean(0)),
     "softmax": gated(lambda h: torch.softmax(h, 0)),
     "differences": gated(lambda h: (h[:, None] - h[None]).square().sum(1)),
-    "attention": gated(
-        lambda h: F.scaled_dot_product_attention(*[h[None, None]] * 3)[0, 0]
-    ),
+    "attention": gated(lambda h: attended(h[None, None])[0, 0]),
     "batch-norm": gated(lambda h: F.batch_norm(h, None, None, training=True)),
     "roll": gated(lambda h: h.roll(1, 0)),
     "flip": gated(lambda h: h.flip(0)),
     "cumsum": gated(lambda h: h.cumsum(0)),
     "neighbours": gated(lambda h: F.pad(h, (0, 0, 1, -1))),
-    "convolution": gated(
-        lambda h: F.conv1d(h.t()[None], h.new_ones(WIDTH, 1, 3), padding=1,
-                           groups=WIDTH)[0].t()
-    ),
+    "convolution": gated(lambda h: F.conv1d(
+        h.t()[None], h.new_ones(WIDTH, 1, 3), padding=1, groups=WIDTH)[0].t()),
     "shuffled": gated(lambda h: h.view(2, 3, WIDTH).transpose(0, 1).reshape(B, WIDTH)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BEHIND_ZERO)
 def test_what_a_coefficient_of_zero_hides(name):
-    torch.manual_seed(0)
-    model, x = Hidden().double(), torch.randn(B, 4, dtype=torch.float64)
-    seen = [outcome(model, BEHIND_ZERO[name], (x, size)) for size in (0.0, 0.0, 1e-4,
-            0.5)]  # fmt: skip
+    model, x = made(Hidden)
+    seen = [
+        outcome(model, BEHIND_ZERO[name], (x, size)) for size in (0.0, 0.0, 1e-4, 0.5)
+    ]
     assert [found for found, _ in seen[:2]] == ["right", "right"] or name != "mean"
     assert seen[3][0] == "CouplingError"
 
@@ -240,8 +231,7 @@ EDITED: dict[str, Callable] = {
 
 @pytest.mark.parametrize("name", EDITED)
 def test_backward_functions_that_edit_their_gradient(name):
-    torch.manual_seed(0)
-    model = Hidden().double()
+    model, _ = made(Hidden)
     for _ in range(4):
         x = torch.randn(B, 4, dtype=torch.float64)
         outcome(model, lambda m, x: EDITED[name](m, x).square().sum(1), (x,))
@@ -250,20 +240,21 @@ def test_backward_functions_that_edit_their_gradient(name):
 @pytest.mark.parametrize("answer", ["backward", "norms"])
 def test_a_gradient_that_is_edited_while_it_waits_is_refused(answer):
     """A hook gets the very gradient that a layer has got before."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for edits in (False, False, True):
-        with psg.capture(model) as recorded:
-            h = model[0](torch.randn(B, 4))
-            beside = h * 1
-            if edits:
-                beside.register_hook(lambda grad: grad.mul_(0.5))
-            losses = (model[1](h) + beside).square().sum(1)
-        if not edits:
-            getattr(recorded, answer)(losses)
-            continue
-        with pytest.raises(psg.PerSampleError, match="changed in place after it had"):
-            getattr(recorded, answer)(losses)
+
+    def losses_of(m: nn.Module, edits: bool) -> torch.Tensor:
+        h = m[0](torch.randn(B, 4))
+        beside = h * 1
+        if edits:
+            beside.register_hook(lambda grad: grad.mul_(0.5))
+        return (m[1](h) + beside).square().sum(1)
+
+    for _ in range(2):
+        recorded, losses = captured(model, losses_of, False)
+        getattr(recorded, answer)(losses)
+    recorded, losses = captured(model, losses_of, True)
+    with pytest.raises(psg.PerSampleError, match="changed in place after it had"):
+        getattr(recorded, answer)(losses)
 
 
 WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -277,16 +268,12 @@ WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_leaf_in_two_inputs_of_one_operation(name):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Module()).double()
-    model[1].weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+    def multiplied(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(m.first(x)) @ WEIGHTS[name](m.p)
 
-    def losses_of(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return (torch.tanh(m[0](x)) @ WEIGHTS[name](m[1].weight)).square().sum(1)
-
-    for _ in range(2):
-        x = torch.randn(B, 4, dtype=torch.float64)
-        assert outcome(model, losses_of, (x,))[0] == "right"
+    model, x = made(lambda: WithParameter(multiplied, 4, 4, first=nn.Linear(4, 4)))
+    for given in (x, x.sin()):
+        assert outcome(model, squared, (given,))[0] == "right"
 
 
 # --- what is known, and what is not -----------------------------------------------
@@ -312,56 +299,40 @@ mixed.register_autograd(
 )
 
 
-class Mixing(nn.Module):
+class Mixing(WithParameter):
     """A module with a rule of its own, which cannot see that samples meet."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: torch.Tensor, size: float) -> torch.Tensor:
-        return mixed(x * self.weight, size)
+        super().__init__(lambda m, x, size: mixed(x * m.p, size), 4)
 
 
 def of_mixing(call: psg.Call, grad: torch.Tensor) -> dict[str, psg.Dense]:
-    return {"weight": psg.Dense(grad * call.input)}
+    return {"p": psg.Dense(grad * call.input)}
 
 
 @rules_kept()
 @pytest.mark.parametrize("is_module", [False, True])
 def test_an_operation_from_outside_is_compared_every_time(is_module):
-    torch.manual_seed(0)
     psg.register_rule(Mixing)(of_mixing)
-    model = Mixing().double() if is_module else Hidden().double()
-
-    def losses_of(m: nn.Module, x: torch.Tensor, size: float) -> torch.Tensor:
-        if is_module:
-            return m(x, size).square().sum(1)
-        return m(x, lambda h: mixed(h, size)).square().sum(1)
-
-    x = torch.randn(B, 4, dtype=torch.float64)
-    seen = [outcome(model, losses_of, (x, size)) for size in (0.0, 0.0, 0.5, 0.0)]
-    assert seen == [("right", True), ("right", True), ("CouplingError", True),
-                    ("right", True)]  # fmt: skip
+    model, x = made(Mixing if is_module else Hidden)
+    for size in (0.0, 0.0, 0.5, 0.0):
+        given = size if is_module else lambda h, size=size: mixed(h, size)
+        expected = "CouplingError" if size else "right"
+        assert outcome(model, squared, (x, given)) == (expected, True)
 
 
 TARGET = torch.tensor([1, 0, 3, 3, 2, 0])
 USUAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pointwise": lambda h: torch.log1p(h.exp()) * torch.sigmoid(h) - h.clamp(min=0),
-    "attention": lambda h: F.scaled_dot_product_attention(
-        *h.view(B, 2, 3, 1).repeat(1, 1, 1, 3).chunk(3, 3)
-    ).flatten(1),
-    "masked": lambda h: F.scaled_dot_product_attention(
-        *[h.view(B, 1, 3, 2)] * 3, h.view(B, 2, 3)[:, None, :1].sin()
-    ).flatten(1),
+    "attention": lambda h: attended(h.view(B, 2, 3, 1)).flatten(1),
+    "masked": lambda h: attended(
+        h.view(B, 1, 3, 2), h.view(B, 2, 3)[:, None, :1].sin()).flatten(1),
     "filled": lambda h: h.index_fill(1, TARGET[:3], h.new_ones(())),
     "scattered": lambda h: h.scatter(1, TARGET[:, None], 2.0),
     "folded": lambda h: F.fold(
-        h.view(B, 1, WIDTH).expand(-1, 4, -1), (3, 4), 2
-    ).flatten(1),
-    "heads": lambda h: (
-        torch.softmax(h.view(B, 3, 2) @ h.view(B, 2, 3), -1) @ h.view(B, 3, 2)
-    ).reshape(B, WIDTH),
+        h.view(B, 1, WIDTH).expand(-1, 4, -1), (3, 4), 2).flatten(1),
+    "heads": lambda h: (torch.softmax(
+        h.view(B, 3, 2) @ h.view(B, 2, 3), -1) @ h.view(B, 3, 2)).reshape(B, WIDTH),
     "time-major": lambda h: h.view(B, 3, 2).transpose(0, 1).cumsum(0).transpose(0, 1)
     .reshape(B, WIDTH),
     "convolution": lambda h: F.conv1d(h[:, None], h.new_ones(2, 1, 3)).flatten(1),
@@ -387,16 +358,17 @@ USUAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", USUAL)
 def test_usual_operations_are_compared_once(name):
-    torch.manual_seed(0)
-    model = Hidden().double()
-    compared = []
-    for _ in range(3):
-        with psg.capture(model) as recorded:
-            h = torch.tanh(model.first(torch.randn(B, 4, dtype=torch.float64)))
-            losses = USUAL[name](h).square().sum(1) + model.last(h).square().sum(1)
+    model, _ = made(Hidden)
+
+    def losses_of(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(m.first(x))
+        return USUAL[name](h).square().sum(1) + m.last(h).square().sum(1)
+
+    for compared in (True, False, False):
+        x = torch.randn(B, 4, dtype=torch.float64)
+        recorded, losses = captured(model, losses_of, x)
         recorded.norms(losses)
-        compared.append(recorded.compared)
-    assert compared == [True, False, False]
+        assert recorded.compared == compared
 
 
 # --- drawn models -----------------------------------------------------------------
@@ -432,11 +404,12 @@ def test_drawn_models_agree_with_a_loop_whatever_the_indices(first):
             return h.square().sum(1)
 
         for kind in ("regular", "drawn", "drawn"):
-            indices = [
-                REGULAR if kind == "regular" else rng.choice((torch.randperm(B),
-                torch.randint(B, (B,)).sort().values))
+            draws = [
+                (torch.randperm(B), torch.randint(B, (B,)).sort().values)
                 for _ in pieces
-            ]  # fmt: skip
+            ]
+            regular = kind == "regular"
+            indices = [REGULAR if regular else rng.choice(draw) for draw in draws]
             x = torch.randn(B, WIDTH, dtype=torch.float64)
             seen.append(outcome(model, losses_of, (x, indices))[0])
     assert seen.count("right") > len(seen) / 3

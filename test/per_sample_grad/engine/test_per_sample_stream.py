@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.per_sample_grad.gradient_oracle import (
-    Case,
+    captured,
     error,
     flat,
     fold,
-    oracle,
+    loop,
     rules_kept,
 )
-from support.per_sample_grad.layer_cases import CASES, Apply
+from support.per_sample_grad.layer_cases import CASES, Apply, sequential, twice
+from support.per_sample_grad.refused_models import BY_NAME
 from torch import nn
 
 import per_sample_grad as psg
@@ -44,8 +45,7 @@ def test_every_answer_is_that_of_the_factors(case):
 
     found = []
     for streamed in (True, False):
-        with psg.capture(model, **case.options) as recorded:
-            losses = case.loss(model, *inputs)
+        recorded, losses = captured(model, case.loss, *inputs, **case.options)
         if streamed:
             found.append(recorded.stream(losses, answers))
         else:
@@ -53,10 +53,7 @@ def test_every_answer_is_that_of_the_factors(case):
     torch.testing.assert_close(*found)
 
 
-def deep_mlp() -> nn.Module:
-    return nn.Sequential(
-        *(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh()))
-    )
+deep_mlp = sequential(*[lambda: nn.Linear(64, 64), nn.Tanh] * 6)
 
 
 def deep_cnn() -> nn.Module:
@@ -71,10 +68,7 @@ def deep_cnn() -> nn.Module:
 DEEP = {
     "tokens": (deep_mlp, (32, 128, 64)),
     "images": (deep_cnn, (16, 3, 24, 24)),
-    "flat": (
-        lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))),
-        (64, 512),
-    ),
+    "flat": (sequential(*[lambda: nn.Linear(512, 512)] * 4), (64, 512)),
 }
 
 
@@ -126,10 +120,7 @@ def test_a_plan_says_what_temporaries_take(name, method):
         "conv-fast": (lambda: nn.Conv2d(16, 8, 3, padding=1), (8, 16, 8, 8)),
         "linear": (lambda: nn.Linear(64, 96), (8, 48, 64)),
         "embedding": (lambda: nn.Embedding(50, 64), (16, 48)),
-        "twice": (
-            lambda: Apply(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(64, 64)),
-            (12, 48, 64),
-        ),
+        "twice": (twice(lambda: nn.Linear(64, 64)), (12, 48, 64)),
     }[name]
     model = build()
     x = torch.randint(0, 50, shape) if name == "embedding" else torch.randn(shape)
@@ -149,15 +140,12 @@ def test_a_plan_says_what_temporaries_take(name, method):
         assert peak_memory(answer) <= 1.5 * budget + 2**14
 
 
-class Gate(nn.Module):
+class Gate(Apply):
     """A module whose second input takes no gradient, although it has a graph."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * torch.sigmoid(y.detach())
+def gated(m: Gate, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return m.inner(x) * torch.sigmoid(y.detach())
 
 
 @rules_kept()
@@ -168,20 +156,15 @@ def test_an_input_that_takes_no_gradient_hides_no_call():
     def gate(call: psg.Call, grad: torch.Tensor):
         x, y = call.args
         left = grad * torch.sigmoid(y)
-        return {
-            "inner.weight": psg.Outer(left[:, None, None], x[:, None, None]),
-            "inner.bias": psg.Dense(left),
-        }
+        outer = psg.Outer(left[:, None, None], x[:, None, None])
+        return {"inner.weight": outer, "inner.bias": psg.Dense(left)}
 
-    case = Case(
-        "gated",
-        lambda: Apply(lambda m, x: m.gate(x, m.below(x)), gate=Gate(),
-                      below=nn.Linear(3, 3)), (3,),
-    )  # fmt: skip
-    model, inputs = case.make(torch.float64)
-    truth = oracle(case, model, inputs)
-    norms = psg.per_sample_grad_norms(model, fold, inputs)
-    assert error(norms, flat(truth).norm(dim=1)) <= 1e-10
+    parts = {"gate": Gate(gated, inner=nn.Linear(3, 3)), "below": nn.Linear(3, 3)}
+    model = Apply(lambda m, x: m.gate(x, m.below(x)), **parts).double()
+    x = torch.randn(3, 3, dtype=torch.float64)
+    norms = psg.per_sample_grad_norms(model, fold, (x,))
+    truth = flat(loop(fold(model, x), model.parameters())).norm(dim=1)
+    assert error(norms, truth) <= 1e-10
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -190,53 +173,41 @@ def test_nothing_is_kept_by_a_cycle(streamed):
     model, x = nn.Sequential(nn.Conv1d(3, 4, 3), nn.Flatten()), torch.randn(4, 3, 9)
 
     def step() -> None:
-        with psg.capture(model) as recorded:
-            losses = squares(model, x)
+        recorded, losses = captured(model, squares, x)
         if streamed:
             recorded.stream(losses, lambda factors: factors.gram())
         else:
             recorded.backward(losses).gram()
 
+    def alive() -> int:
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
     step()
     gc.collect()
     gc.disable()
     try:
-        before = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+        before = alive()
         step()
-        after = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+        assert alive() <= before
     finally:
         gc.enable()
-    assert after <= before
-
-
-def test_answers_have_one_form():
-    model, x = deep_mlp(), torch.randn(4, 64)
-    with psg.capture(model) as recorded:
-        losses = squares(model, x)
-    with pytest.raises(TypeError, match="tuples, lists and dicts"):
-        recorded.stream(losses, lambda factors: "no number")
 
 
 def test_a_convolution_is_unfolded_when_it_is_asked():
     model = nn.Conv2d(4, 8, 5, padding=2)
     x = torch.randn(8, 4, 20, 20)
-    with psg.capture(model, ["weight"], check="never") as recorded:
-        losses = squares(model, x)
-    factors = None
-
-    def backward() -> None:
-        nonlocal factors
-        factors = recorded.backward(losses)
-
+    options = {"params": ["weight"], "check": "never"}
+    recorded, losses = captured(model, squares, x, **options)
+    factors: list[psg.Factors] = []
     unfolded = 25 * x.numel() * 4
-    assert peak_memory(backward) < unfolded / 4
-    (windows,) = factors.contributions("weight")
+    peak = peak_memory(lambda: factors.append(recorded.backward(losses)))
+    assert peak < unfolded / 4
+    (windows,) = factors[0].contributions("weight")
     assert isinstance(windows, psg.Windows)
     expected = F.unfold(x, 5, padding=2).transpose(1, 2)
     torch.testing.assert_close(windows.outer(0, 8).right[:, 0], expected)
-    torch.testing.assert_close(
-        windows.outer(2, 4, 25, 75).right[:, 0], expected[2:4, :, 25:75]
-    )
+    part = windows.outer(2, 4, 25, 75).right[:, 0]
+    torch.testing.assert_close(part, expected[2:4, :, 25:75])
 
 
 ANSWERS = {
@@ -252,18 +223,15 @@ ANSWERS = {
 @pytest.mark.parametrize("answer", ANSWERS)
 @pytest.mark.parametrize("fallback", ["error", "loop"])
 def test_a_capture_names_what_the_losses_do_not_depend_on(answer, fallback):
-    (case,) = [case for case in CASES if case.name == "unused-part"]
-    model, inputs = case.make(torch.float64)
+    model, inputs = BY_NAME["unused-part"].make(torch.float64)
     # The first one is compared, and takes what rules return.
     for _ in range(2):
-        with psg.capture(model, fallback=fallback) as recorded:
-            losses = case.loss(model, *inputs)
+        recorded, losses = captured(model, fold, *inputs, fallback=fallback)
         assert not recorded.unused
         ANSWERS[answer](recorded, losses)
         assert recorded.unused == {"unused.weight", "unused.bias"}
     # Small gradients wait until the pass has ended, and are used.
     model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(), nn.LayerNorm(2))
-    with psg.capture(model, fallback=fallback) as recorded:
-        losses = model(torch.ones(4, 3)).square().sum(1)
+    recorded, losses = captured(model, squares, torch.ones(4, 3), fallback=fallback)
     ANSWERS[answer](recorded, losses)
     assert not recorded.unused

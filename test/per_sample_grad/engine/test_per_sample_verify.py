@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample_grad.gradient_oracle import fold, rules_kept
+from support.per_sample_grad.gradient_oracle import (
+    captured,
+    flat,
+    fold,
+    loop,
+    rules_kept,
+)
 from support.per_sample_grad.layer_cases import Apply
 from support.per_sample_grad.refused_models import raw
 from torch import nn
@@ -15,6 +21,18 @@ from per_sample_grad.layers.registry import RULES
 
 def squares(out: torch.Tensor) -> torch.Tensor:
     return out.flatten(1).square().sum(1)
+
+
+def far_from_one(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return squares(m(x) - 1)
+
+
+def attention() -> nn.Module:
+    return nn.MultiheadAttention(4, 2, batch_first=True)
+
+
+def attended(m: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return squares(m(x, x, x, attn_mask=mask, need_weights=False)[0])
 
 
 @pytest.mark.parametrize("lowest", [-torch.inf, -1e9])
@@ -28,20 +46,16 @@ def test_a_mask_hides_no_wrong_rule(lowest):
         return found
 
     psg.register_rule(nn.MultiheadAttention)(wrong)
-    model, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(3, 5, 4)
     mask = torch.full((5, 5), lowest).triu(1)
-    with psg.capture(model) as recorded:
-        losses = squares(model(x, x, x, attn_mask=mask, need_weights=False)[0])
     with pytest.raises(psg.CouplingError, match=r"out_proj\.bias: off by 0\.0"):
-        recorded.backward(losses)
+        psg.per_sample_factors(attention(), attended, (torch.randn(3, 5, 4), mask))
 
 
 def test_a_bias_that_cancels_is_no_error():
     """The bias is the only parameter, so that the whole gradient is rounding."""
     model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(4, 4))
-    with psg.capture(model, ["0.bias"]) as recorded:
-        losses = squares(torch.sin(model(torch.randn(3, 2, 9))))
-    assert recorded.backward(losses).norms().max() < 1e-3
+    call = (model, fold, (torch.randn(3, 2, 9),))
+    assert psg.per_sample_factors(*call, params=["0.bias"]).norms().max() < 1e-3
 
 
 def test_a_head_of_zeros_proves_nothing_of_what_is_below():
@@ -53,24 +67,20 @@ def test_a_head_of_zeros_proves_nothing_of_what_is_below():
 
     model = Apply(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 2))
     nn.init.zeros_(model.head.weight)
-    x = torch.randn(6, 3)
+    call = (model, far_from_one, (torch.randn(6, 3),))
     for _ in range(2):
-        with psg.capture(model, ["body.weight", "body.bias"]) as recorded:
-            losses = squares(model(x) - 1)
-        assert recorded.backward(losses).norms().max() == 0
+        below = psg.per_sample_factors(*call, params=["body.weight", "body.bias"])
+        assert below.norms().max() == 0
     nn.init.ones_(model.head.weight)
-    with psg.capture(model) as recorded:
-        losses = squares(model(x) - 1)
     with pytest.raises(psg.CouplingError, match=r"body\.weight"):
-        recorded.backward(losses)
+        psg.per_sample_factors(*call)
 
 
 def comparisons(model: nn.Module, steps: list) -> list[bool]:
     """Returns whether each of these captures was compared."""
     found = []
     for step in steps:
-        with psg.capture(model) as recorded:
-            losses = step(model)
+        recorded, losses = captured(model, step)
         recorded.backward(losses)
         found.append(recorded.compared)
     return found
@@ -98,7 +108,7 @@ def test_a_zero_that_is_learnt_is_compared_as_soon_as_it_is_none():
     x = torch.randn(4, 3)
 
     def step(m: nn.Module) -> torch.Tensor:
-        return squares(m(x) - 1)
+        return far_from_one(m, x)
 
     def later(m: nn.Module) -> torch.Tensor:
         nn.init.ones_(m[1].weight)
@@ -113,58 +123,40 @@ def test_a_zero_that_is_learnt_is_compared_as_soon_as_it_is_none():
     [
         (lambda out: out - out.mean(1, True), lambda out: out - out.mean(0, True)),
         (lambda out: out - out.mean(-1, True), lambda out: out - out.mean(-2, True)),
-        (
-            lambda out: out * out.unbind(1)[0][:, None],
-            lambda out: out * out.unbind()[0],
-        ),
+        (lambda out: (out.T * out.unbind(1)[0]).T, lambda out: out * out.unbind()[0]),
         (lambda out: out[:, :1] * out, lambda out: out[:1] * out),
     ],
     ids=["mean", "mean-from-the-end", "unbind", "slice"],
 )
 def test_a_dimension_is_structure(own, other):
     model, x = nn.Linear(4, 4), torch.randn(4, 4)
-    for form in (own, other):
-        with psg.capture(model) as recorded:
-            losses = squares(form(model(x)))
-        if form is own:
-            recorded.backward(losses)
+    psg.per_sample_factors(model, lambda m, x: squares(own(m(x))), (x,))
     with pytest.raises(psg.CouplingError):
-        recorded.backward(losses)
+        psg.per_sample_factors(model, lambda m, x: squares(other(m(x))), (x,))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_so_are_activations_wherever_their_batch_is(dim):
-    model = Apply(
-        lambda m, x, order: m.b(m.a(x)[order] if dim == 0 else m.a(x)[:, order]),
-        a=nn.Linear(4, 4),
-        b=nn.Linear(4, 2),
-    )
-    x = torch.randn(5, 5, 4)
-    same = torch.arange(5)
-    for order in (same, same.roll(1)):
-        with psg.capture(model, batch_dim=dim) as recorded:
-            losses = model(x, order).transpose(0, dim).square().sum((1, 2))
-        if order is same:
-            recorded.backward(losses)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    x, same = torch.randn(5, 5, 4), torch.arange(5)
+
+    def losses_of(m: nn.Module, order: torch.Tensor) -> torch.Tensor:
+        return squares(m[1](m[0](x).index_select(dim, order)).transpose(0, dim))
+
+    psg.per_sample_factors(model, losses_of, (same,), batch_dim=dim)
     with pytest.raises(psg.CouplingError):
-        recorded.backward(losses)
+        psg.per_sample_factors(model, losses_of, (same.roll(1),), batch_dim=dim)
 
 
 @rules_kept()
 def test_an_answer_that_is_not_finite_is_wrong():
     def rule(call: psg.Call, grad: torch.Tensor):
-        weight = grad[:, None, None] * torch.nan
-        return {
-            "weight": psg.Outer(weight, call.input[:, None, None]),
-            "bias": psg.Dense(grad),
-        }
+        weight = psg.Outer(grad[:, None, None] * torch.nan, call.input[:, None, None])
+        return {"weight": weight, "bias": psg.Dense(grad)}
 
     psg.register_rule(nn.Linear)(rule)
-    model = nn.Linear(4, 2)
-    with psg.capture(model) as recorded:
-        losses = squares(model(torch.randn(3, 4)))
     with pytest.raises(psg.CouplingError, match="weight: off by inf"):
-        recorded.backward(losses)
+        psg.per_sample_factors(nn.Linear(4, 2), fold, (torch.randn(3, 4),))
 
 
 def test_what_is_not_finite_is_not_compared_and_told_until_there_is_a_proof():
@@ -172,9 +164,8 @@ def test_what_is_not_finite_is_not_compared_and_told_until_there_is_a_proof():
     for bad in (torch.nan, torch.inf):
         given = x.clone()
         given[1, 2] = bad
-        with pytest.warns(
-            UserWarning, match="weight, bias are not finite, so the answ"
-        ):
+        told = "weight, bias are not finite, so the answ"
+        with pytest.warns(UserWarning, match=told):
             assert comparisons(model, [lambda m, x=given: squares(m(x))]) == [False]
     steps = [lambda m: squares(m(x)), lambda m: squares(m(given))]
     assert comparisons(model, steps) == [True, False]
@@ -182,28 +173,22 @@ def test_what_is_not_finite_is_not_compared_and_told_until_there_is_a_proof():
 
 @pytest.mark.parametrize("check", ["always", "never"])
 def test_queries_without_keys_take_no_gradient(check):
-    model, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(3, 5, 4)
-    mask = torch.zeros(5, 5, dtype=torch.bool)
+    model, mask = attention(), torch.zeros(5, 5, dtype=torch.bool)
     mask[1] = True
     mask[3, 2:] = True
-    with psg.capture(model, check=check) as recorded:
-        out, _ = model(x, x, x, attn_mask=mask, need_weights=False)
-        losses = squares(out)
+    inputs = torch.randn(3, 5, 4), mask
+    recorded, losses = captured(model, attended, *inputs, check=check)
     found = recorded.backward(losses, retain_graph=True)
-    params = list(model.parameters())
-    for i, norm in enumerate(found.norms()):
-        grads = torch.autograd.grad(losses[i], params, retain_graph=True)
-        expected = torch.cat([grad.flatten() for grad in grads]).norm()
-        torch.testing.assert_close(norm, expected)
+    truth = flat(loop(losses, model.parameters())).norm(dim=1)
+    torch.testing.assert_close(found.norms(), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_default_epsilon_is_torchs_own(dtype):
     """The inputs are so small that the epsilon matters."""
     model, x = nn.RMSNorm(64, dtype=dtype), (1e-3 * torch.randn(3, 64)).to(dtype)
-    with psg.capture(model, check="never") as recorded:
-        losses = model(x).float().sum(1)
-    found = recorded.backward(losses).materialize()["weight"]
+    call = (model, lambda m, x: m(x).float().sum(1), (x,))
+    found = psg.per_sample_grads(*call, check="never")["weight"]
     expected = nn.functional.rms_norm(x.float(), (64,))
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
 
@@ -229,13 +214,12 @@ class Hiding(torch.autograd.Function):
 @pytest.mark.parametrize("inner", [nn.Linear(3, 4), raw()], ids=["rule", "no-rule"])
 def test_functions_that_hide_modules_are_an_error(inner):
     model = Apply(lambda m, x: Hiding.apply(m.b, m.a(x)), a=nn.Linear(3, 3), b=inner)
-    for options in ({}, {"fallback": "loop"}):
+    call = (model, fold, (torch.randn(5, 3),))
+    for fallback in ("error", "loop"):
         with pytest.raises(psg.CoverageError, match="Function HidingBackward"):
-            psg.per_sample_factors(model, fold, (torch.randn(5, 3),), **options)
+            psg.per_sample_factors(*call, fallback=fallback)
     assert all(param.grad is None for param in model.parameters())
-    psg.per_sample_factors(
-        model, fold, (torch.randn(5, 3),), params=lambda name, _: name.startswith("a")
-    )
+    psg.per_sample_factors(*call, params=["a.weight", "a.bias"])
 
 
 def test_a_function_beside_a_pass_without_gradients_is_none():
@@ -248,25 +232,23 @@ def test_a_function_beside_a_pass_without_gradients_is_none():
         def backward(ctx, grad):
             return 2 * grad
 
-    model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    with psg.capture(model) as recorded:
+    def losses_of(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            target = model(x + 1)
-        losses = (Double.apply(model(x)) - target).square().sum(1)
-    assert recorded.backward(losses).norms().min() > 0
+            target = m(x + 1)
+        return squares(Double.apply(m(x)) - target)
+
+    call = (nn.Linear(3, 2), losses_of, (torch.randn(4, 3),))
+    assert psg.per_sample_factors(*call).norms().min() > 0
 
 
 def test_backward_once_and_after_a_forward_pass():
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     with pytest.raises(RuntimeError, match="nothing was recorded"):
         psg.capture(model).backward(model(x).sum(1))
-    before = model(x).sum(1)
-    with psg.capture(model) as recorded:
-        pass
+    recorded, before = captured(model, lambda m, before: before, model(x).sum(1))
     with pytest.raises(psg.CoverageError, match="run before it"):
         recorded.backward(before)
-    with psg.capture(model) as recorded:
-        losses = model(x).sum(1)
+    recorded, losses = captured(model, fold, x)
     recorded.backward(losses, retain_graph=True)
     with pytest.raises(RuntimeError, match="had its backward pass"):
         recorded.backward(losses)
@@ -300,9 +282,9 @@ def test_float64_models_that_compute_in_float32_are_compared_as_such(way):
     if way == "rule":
         psg.register_rule(SingleRMSNorm)(single_rms_norm)
     model = nn.Sequential(nn.Linear(8, 8), SingleRMSNorm(8), nn.Linear(8, 3)).double()
-    with psg.capture(model, fallback="error" if way == "rule" else way) as recorded:
-        losses = squares(model(torch.randn(4, 6, 8).double()))
-    assert recorded.backward(losses).norms().dtype == torch.float64
+    call = (model, fold, (torch.randn(4, 6, 8).double(),))
+    factors = psg.per_sample_factors(*call, fallback=way if way == "loop" else "error")
+    assert factors.norms().dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -315,17 +297,11 @@ def test_couplings_are_told_from_rounding_down_to_the_documented_size(
 ):
     torch.manual_seed(0)
     model, x = nn.Linear(4, 2).to(dtype), torch.randn(6, 4).to(dtype)
-    for size in (hidden, told):
-        with psg.capture(model, check="always") as recorded:
-            losses = squares(model(x))
-            losses = losses + size * losses.mean()
-        if size == hidden:
-            recorded.backward(losses)
+
+    def coupled(m: nn.Module, size: float) -> torch.Tensor:
+        losses = squares(m(x))
+        return losses + size * losses.mean()
+
+    psg.per_sample_factors(model, coupled, (hidden,), check="always")
     with pytest.raises(psg.CouplingError):
-        recorded.backward(losses)
-
-
-def test_complex_parameters_are_refused_by_name():
-    model = nn.Linear(2, 1, dtype=torch.complex64)
-    with pytest.raises(ValueError, match="weight, bias are complex, and every sample"):
-        psg.capture(model)
+        psg.per_sample_factors(model, coupled, (told,), check="always")

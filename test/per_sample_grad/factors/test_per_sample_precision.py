@@ -8,7 +8,16 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.gradient_oracle import HALF, Case, error, flat, oracle
+from support.per_sample_grad.agreement import assert_same_grads
+from support.per_sample_grad.gradient_oracle import (
+    HALF,
+    Case,
+    captured,
+    error,
+    flat,
+    loop,
+    oracle,
+)
 from support.per_sample_grad.layer_cases import CASES, Apply
 from support.xla_replica.replicas import on_gpu
 from torch import nn
@@ -22,18 +31,11 @@ STACKED = Case("stacked", lambda: nn.Sequential(
 
 
 def test_autocast():
-    case = Case(
-        "autocast",
-        lambda: nn.Sequential(
-            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
-        ),
-        (6,),
-    )
-    model, inputs = case.make(torch.float32)
-    truth = flat(oracle(case, model, inputs))
+    model, inputs = STACKED.make(torch.float32)
+    truth = flat(oracle(STACKED, model, inputs))
     for _ in range(2):  # first with the comparison, then without
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            factors = psg.per_sample_factors(model, case.loss, inputs)
+            factors = psg.per_sample_factors(model, STACKED.loss, inputs)
             assert error(factors.norms(), truth.norm(dim=1)) <= 2e-2
         assert error(factors.gram(), truth @ truth.T) <= 4e-2
 
@@ -76,7 +78,6 @@ def test_a_pass_that_accumulates_under_autocast(build, draw, left_out, accumulat
     model, x, y = build(), draw(), torch.tensor([0, 3, 1, 4])
     plain = copy.deepcopy(model)
     names = [name for name, _ in model.named_parameters() if name not in left_out]
-    reduce = torch.mean if accumulate == "mean" else torch.sum
 
     def losses_of(model: nn.Module) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -85,17 +86,13 @@ def test_a_pass_that_accumulates_under_autocast(build, draw, left_out, accumulat
 
     for _ in range(2):  # first with the comparison, then without
         plain.zero_grad()
-        reduce(losses_of(plain)).backward()
+        getattr(losses_of(plain), accumulate)().backward()
         model.zero_grad()
-        with psg.capture(model, names) as recorded:
-            losses = losses_of(model)
-        params = list(recorded.params.values())
-        rows = [torch.autograd.grad(each, params, retain_graph=True) for each in losses]
-        truth = {name: torch.stack(g) for name, g in zip(names, zip(*rows))}
+        recorded, losses = captured(model, losses_of, params=names)
+        truth = dict(zip(names, loop(losses, recorded.params.values())))
         factors = recorded.backward(losses, accumulate=accumulate)
-        for one, other in zip(model.parameters(), plain.parameters()):
-            assert one.grad.dtype == torch.float32
-            assert torch.equal(one.grad, other.grad)
+        assert_same_grads(model, plain)
+        assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
         wide = flat(truth).double()
         assert error(flat(factors.materialize()), wide) <= 2**-8
         assert error(factors.gram(), wide @ wide.T) <= 2**-7
@@ -121,17 +118,14 @@ def test_float16_that_underflows_is_told_and_can_be_scaled(size):
 
     wide = copy.deepcopy(model).float()
     truth = psg.per_sample_grad_norms(wide, losses_of, (x.float(),)).double()
-    if size < 1e-6:
-        with pytest.raises(psg.PerSampleError, match=r"are lost: .*scale="):
-            psg.per_sample_grad_norms(model, losses_of, (x,))
-    else:
-        with pytest.warns(UserWarning, match=r"digits are lost.*scale="):
-            psg.per_sample_grad_norms(model, losses_of, (x,))
+    told = pytest.raises(psg.PerSampleError, match=r"are lost: .*scale=")
+    if size > 1e-6:
+        told = pytest.warns(UserWarning, match=r"digits are lost.*scale=")
+    with told:
+        psg.per_sample_grad_norms(model, losses_of, (x,))
     for _ in range(2):
         found = psg.per_sample_grad_norms(model, losses_of, (x,), scale=2.0**20)
         assert error(found, truth) <= 5e-3
-    with pytest.raises(ValueError, match=r"scale must be .* > 0, got 0\.0"):
-        psg.capture(model, scale=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -160,17 +154,19 @@ def test_only_where_all_gradients_of_outputs_are_in_bfloat16_fewer_bits_do(monke
     monkeypatch.setattr(forms, "full_matmul_precision", noted)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False))
 
-    def factors(enabled: bool, params: list[str]) -> psg.Factors:
-        with psg.capture(model, params, check="never") as recorded:
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                hidden = model[0](torch.randn(2, 4))
-            with torch.autocast("cpu", torch.bfloat16):
-                losses = model[1](hidden).sum(1)
-        return recorded.backward(losses)
+    def losses_of(model: nn.Module, enabled: bool) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            hidden = model[0](torch.randn(2, 4))
+        with torch.autocast("cpu", torch.bfloat16):
+            return model[1](hidden).sum(1)
 
-    first, second = "0.weight", "1.weight"
-    narrow, mixed = factors(True, [first, second]), factors(False, [first, second])
-    for found in (narrow, mixed, factors(False, [second]), factors(False, [first])):
+    def factors(enabled: bool, *params: str) -> psg.Factors:
+        options = {"params": params, "check": "never"}
+        return psg.per_sample_factors(model, losses_of, (enabled,), **options)
+
+    both = first, second = "0.weight", "1.weight"
+    narrow, mixed = factors(True, *both), factors(False, *both)
+    for found in (narrow, mixed, factors(False, second), factors(False, first)):
         found.norms()
     assert asked == [True, False, True, False]
     asked.clear()

@@ -15,6 +15,7 @@ from support.per_sample_grad.gradient_oracle import (
     HALF,
     Case,
     Gradients,
+    captured,
     error,
     flat,
     oracle,
@@ -33,10 +34,12 @@ from per_sample_grad.layers.patches import Unfolding, padded
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 
 
+Inputs = tuple[torch.Tensor, ...]
+
+
 def examples(number: int) -> hypothesis.settings:
-    return hypothesis.settings(
-        max_examples=number, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    checks = list(HealthCheck)
+    return hypothesis.settings(max_examples=number, suppress_health_check=checks)
 
 
 def drawn(
@@ -51,9 +54,6 @@ def drawn(
         **more,
     )
     return lambda check: examples(number)(strategies(check))
-
-
-NUMBERS = [20, pytest.param(200, marks=pytest.mark.slow)]
 
 
 def strided(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -72,9 +72,7 @@ def strided(x: torch.Tensor, layout: str) -> torch.Tensor:
 LAYOUTS = ["contiguous", "reversed", "sliced", "shifted"]
 
 
-def lost(
-    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
-) -> float:
+def lost(case: Case, model: nn.Module, inputs: Inputs, truth: Gradients) -> float:
     """Returns the loop's own error in this dtype, where a parameter's terms cancel."""
     dtype = next(model.parameters()).dtype
     rows, size = oracle(case, model, inputs, dtype), flat(truth).norm()
@@ -83,21 +81,13 @@ def lost(
 
 def lost_by_products(factors: psg.Factors, truth: Gradients) -> float:
     """Returns what answers from products may be off by, where positions cancel."""
-    terms = [
-        algebra.squared_norms_and_terms(uses, len(factors))[1]
-        for uses in factors.merged.values()
-        if uses
-    ]
+    merged = filter(None, factors.merged.values())
+    terms = [algebra.squared_norms_and_terms(u, len(factors))[1] for u in merged]
     rounding = plan.ROUNDINGS * sum(torch.finfo(t.dtype).eps * t.sum() for t in terms)
     return float(rounding / flat(truth).square().sum().clamp(min=1e-30))
 
 
-def wrong_by_itself(
-    case: Case,
-    model: nn.Module,
-    inputs: tuple[torch.Tensor, ...],
-    laid_out: tuple[torch.Tensor, ...],
-) -> bool:
+def wrong_by_itself(case: Case, model: nn.Module, *layouts: Inputs) -> bool:
     """Returns whether autograd's gradient depends on the memory layout.
 
     That of BatchNorm in evaluation mode does, in torch 2.9 and 2.13: inputs of shape
@@ -107,7 +97,7 @@ def wrong_by_itself(
     params = [param for param in model.parameters() if param.requires_grad]
     one, other = (
         torch.autograd.grad(case.loss(model, *x).sum(), params, materialize_grads=True)
-        for x in (inputs, laid_out)
+        for x in layouts
     )
     # A gradient that cancels to nothing is rounding, whatever the layout.
     floor = 1e-3 * torch.stack([a.norm() for a in one]).norm()
@@ -135,31 +125,25 @@ def test_every_answer_equals_the_loop(case, dtype, budget):
 def test_every_parameter_may_be_the_only_one(case):
     model, inputs = case.make(torch.float64)
     for name, truth in oracle(case, model, inputs).items():
-        found = psg.per_sample_factors(
-            model, case.loss, inputs, params=[name], **case.options
-        )
+        options = {"params": [name], **case.options}
+        found = psg.per_sample_factors(model, case.loss, inputs, **options)
         assert error(found.materialize()[name], truth) <= 1e-10, name
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_layers_equal_the_loop(kind, number):
-    @drawn(
-        number,
-        kind,
-        TOLERANCES,
-        budget=st.sampled_from([1, 1000, 2**28]),
-        layout=st.sampled_from(LAYOUTS),
-        seed=st.integers(0, 3),
-    )
+    budgets, layouts = st.sampled_from([1, 1000, 2**28]), st.sampled_from(LAYOUTS)
+    more = {"budget": budgets, "layout": layouts, "seed": st.integers(0, 3)}
+
+    @drawn(number, kind, TOLERANCES, **more)
     def check(case, batch, dtype, method, budget, layout, seed):
         model, inputs = case.make(dtype, batch, seed)
         truth = oracle(case, model, inputs)
         tolerance = max(TOLERANCES[dtype], 2 * lost(case, model, inputs, truth))
         laid_out = tuple(strided(x, layout) for x in inputs)
         options = {"method": method, "budget": budget, **case.options}
-        with psg.capture(model, **options) as recorded:
-            losses = case.loss(model, *laid_out)
+        recorded, losses = captured(model, case.loss, *laid_out, **options)
         if wrong_by_itself(case, model, inputs, laid_out):
             with pytest.raises(psg.CouplingError):
                 recorded.backward(losses)
@@ -172,9 +156,7 @@ def test_drawn_layers_equal_the_loop(kind, number):
     check()
 
 
-def error_of_sum(
-    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], truth: Gradients
-) -> float:
+def error_of_sum(case: Case, model: nn.Module, inputs: Inputs, truth: Gradients):
     """Returns the error of autograd's sum, whose terms may cancel."""
     losses = case.loss(model, *inputs)
     weights = comparison._weights(losses, all_differ=False)
@@ -197,16 +179,12 @@ def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
         lost = error(flat(oracle(case, model, inputs, dtype)), grads)
         allowed = max(HALF[dtype], 2 * lost)
 
-        def factors_of(**options) -> psg.Factors:
-            return psg.per_sample_factors(
-                model, case.loss, inputs, method=method, **options
-            )
-
+        call, options = (model, case.loss, inputs), {"method": method, **case.options}
         try:
-            factors = factors_of(**case.options)
+            factors = psg.per_sample_factors(*call, **options)
         except psg.CouplingError:  # then autograd is wrong
             assert error_of_sum(case, model, inputs, truth) > comparison._HALF_TOLERANCE
-            factors = factors_of(**case.options, check="never")
+            factors = psg.per_sample_factors(*call, **options, check="never")
         norms = factors.norms()
         assert norms.dtype == torch.float32
         assert torch.isfinite(norms).all()

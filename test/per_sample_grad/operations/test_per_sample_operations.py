@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.agreement import agree, assert_same_grads
+from support.per_sample_grad.agreement import agree_with_loop, assert_same_grads
 from support.per_sample_grad.gradient_oracle import (
     Case,
+    captured,
     error,
     flat,
     fold,
     oracle,
     rules_kept,
 )
-from support.per_sample_grad.layer_cases import Apply, WithParameter
-from support.per_sample_grad.refused_models import (
-    BY_OPERATIONS,
-    DeepPositions,
-    Positions,
-)
+from support.per_sample_grad.layer_cases import Apply, WithParameter, tokens
+from support.per_sample_grad.refused_models import BY_NAME, BY_OPERATIONS, Positions
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -53,18 +49,6 @@ class Scaled(nn.Embedding):
         return 3 * super().forward(index + 1)
 
 
-class Transposed(nn.Module):
-    """A Linear with its weight transposed, as GPT-2's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.randn(s)) for s in ((3, 4), (4,)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
-        return found.view(*x.shape[:-1], 4)
-
-
 class Standardised(nn.Conv2d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         w = self.weight
@@ -72,14 +56,9 @@ class Standardised(nn.Conv2d):
         return F.conv2d(x, w, self.bias, self.stride, self.padding)
 
 
-class Activated(nn.BatchNorm2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(super().forward(x))
-
-
-class Groups(nn.GroupNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(super().forward(x))
+def activated(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns the kind of layer with an activation behind it."""
+    return type("Own", (kind,), {"forward": lambda m, x: F.silu(kind.forward(m, x))})
 
 
 class Raw(WithParameter):
@@ -90,6 +69,8 @@ class Raw(WithParameter):
         self.register_buffer("places", torch.linspace(-1, 1, 14).view(7, 2))
         relative = torch.arange(4)[:, None] - torch.arange(4) + 3
         self.register_buffer("relative", relative.flatten())
+        self.register_buffer("column", torch.linspace(1, 2, 5)[:, None])
+        self.register_buffer("mask", torch.eye(5, 4))
 
 
 def windowed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -100,14 +81,6 @@ def windowed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (scores.softmax(-1) @ x).unflatten(0, (-1, 2))
 
 
-def ids(*shape: int):
-    def make(batch: int) -> tuple[torch.Tensor, ...]:
-        generator = torch.Generator().manual_seed(0)
-        return (torch.randint(4, (batch, *shape), generator=generator),)
-
-    return make
-
-
 def weighted_bag(m: nn.Module, index: torch.Tensor) -> torch.Tensor:
     return m.a(index, per_sample_weights=((1.0 + index) / 3).to(m.a.weight))
 
@@ -116,6 +89,42 @@ def after_linear(module: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), module)
 
 
+def frozen(layer: nn.Module, number: int) -> nn.Module:
+    """Returns a layer with weight norm, of which one parameter is not trained."""
+    getattr(layer.parametrizations.weight, f"original{number}").requires_grad_(False)
+    return layer
+
+
+def case_of(name, function, *shape: int, of=(5, 3), batch_dim=None, **layers) -> Case:
+    """A parameter of this shape beside layers; two numbers are those of a Linear."""
+
+    def build() -> nn.Module:
+        made = {
+            key: nn.Linear(*each) if isinstance(each, tuple) else each()
+            for key, each in layers.items()
+        }
+        return Raw(function, *shape, **made)
+
+    return Case(name, build, of, {} if batch_dim is None else {"batch_dim": batch_dim})
+
+
+def pointwise(name: str, function, *shape: int, of=(3,)) -> Case:
+    """A pointwise operation between two layers."""
+    return case_of(
+        name, lambda m, x: m.b(function(torch.sigmoid(m.a(x)), m.p.abs())),
+        *shape, of=of, a=(3, 4), b=(4, 2),
+    )  # fmt: skip
+
+
+def of_weight(name: str, function, *shape: int, of=(5, 3)) -> Case:
+    """A weight that is computed from a parameter."""
+    return case_of(
+        name, lambda m, x: F.linear(m.a(x), function(m, m.p)), *(shape or (5, 4)),
+        of=of, a=(3, 4), b=(2, 4), c=(5, 2),
+    )  # fmt: skip
+
+
+TIME_FIRST = {"": 1, "a": 0}
 CASES = [
     *(case for case in BY_OPERATIONS if case.name != "pruned"),  # not to be copied
     Case("rms-norm", lambda: after_linear(Norm()), (5, 3)),
@@ -124,149 +133,139 @@ CASES = [
     Case("rms-norm-2d", lambda: after_linear(Norm()), (3,)),
     Case("channels-first", lambda: nn.Sequential(
         nn.Conv2d(2, 3, 1), OfChannels(3)), (2, 4, 4)),
-    Case("scaled-embedding", lambda: Scaled(6, 3), ids(5)),
-    Case("scaled-padding", lambda: Scaled(6, 3, padding_idx=2), ids(5)),
-    Case("transposed", lambda: nn.Sequential(Transposed(), nn.Tanh()), (5, 3)),
+    Case("scaled-embedding", lambda: Scaled(6, 3), tokens(5, 4)),
+    Case("scaled-padding", lambda: Scaled(6, 3, padding_idx=2), tokens(5, 4)),
+    case_of("transposed", lambda m, x: torch.addmm(  # as GPT-2's layers
+        m.a.bias, x.view(-1, 3), m.p).view(-1, 5, 4).tanh(), 3, 4, a=(3, 4)),
     Case("standardised", lambda: nn.Sequential(
         Standardised(2, 4, 3, 2, 1), nn.Tanh(), Standardised(4, 3, 1)), (2, 5, 5)),
-    Case("standardised-by-batch-norm", lambda: Raw(
-        lambda m, x: F.conv2d(x, F.batch_norm(
-            m.a.weight.view(1, 4, -1), None, None, m.p * 0.3, None, True
-        ).view_as(m.a.weight), m.a.bias), 4, a=nn.Conv2d(2, 4, 3)), (2, 5, 5)),
+    case_of("standardised-by-batch-norm", lambda m, x: F.conv2d(x, F.batch_norm(
+        m.a.weight.view(1, 4, -1), None, None, m.p * 0.3, None, True
+    ).view_as(m.a.weight), m.a.bias), 4, of=(2, 5, 5), a=lambda: nn.Conv2d(2, 4, 3)),
     Case("synchronised-batch-norm", lambda: nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.SyncBatchNorm(3)), (2, 5, 5)),
-    Case("bag", lambda: nn.EmbeddingBag(6, 3, mode="sum"), ids(5)),
-    Case("bag-mean", lambda: nn.EmbeddingBag(6, 3, padding_idx=2), ids(5)),
+    Case("bag", lambda: nn.EmbeddingBag(6, 3, mode="sum"), tokens(5, 4)),
+    Case("bag-mean", lambda: nn.EmbeddingBag(6, 3, padding_idx=2), tokens(5, 4)),
     Case("bag-weighted", lambda: Apply(
-        weighted_bag, a=nn.EmbeddingBag(6, 3, mode="sum")),
-        lambda batch: ids(5)(batch)),
+        weighted_bag, a=nn.EmbeddingBag(6, 3, mode="sum")), tokens(5, 4)),
     Case("bags-joined", lambda: Apply(
         lambda m, index: m.a(index.flatten(), torch.arange(len(index)) * 5),
-        a=nn.EmbeddingBag(6, 3, padding_idx=2)), ids(5)),
+        a=nn.EmbeddingBag(6, 3, padding_idx=2)), tokens(5, 4)),
     Case("batch-norm", lambda: nn.Sequential(
-        nn.Conv2d(2, 3, 3), Activated(3)), (2, 5, 5)),
+        nn.Conv2d(2, 3, 3), activated(nn.BatchNorm2d)(3)), (2, 5, 5)),
     Case("group-norm", lambda: nn.Sequential(
-        nn.Conv2d(2, 4, 3), Groups(2, 4)), (2, 5, 5)),
-    Case("layer-scale", lambda: Raw(
-        lambda m, x: x + m.p * torch.tanh(m.a(x)), 3, a=nn.Linear(3, 3)), (5, 3)),
-    Case("layer-scale-of-channels", lambda: Raw(
-        lambda m, x: m.a(x) * m.p, 3, 1, 1, a=nn.Conv2d(2, 3, 1)), (2, 4, 4)),
-    Case("class-token", lambda: Raw(
-        lambda m, x: m.a(torch.cat([m.p.expand(len(x), -1, -1), x], 1)),
-        1, 1, 3, a=nn.Linear(3, 2)), (5, 3)),
-    Case("repeated", lambda: Raw(
-        lambda m, x: m.a(torch.cat([m.p.repeat(len(x), 3, 1), x], 1)),
-        2, 3, a=nn.Linear(3, 2)), (5, 3)),
-    Case("token-and-places", lambda: Raw(
-        lambda m, x: m.a(torch.cat([(m.p[:, :1] + m.p[:, 1:2]).expand(
-            len(x), -1, -1), x + m.p[:, 1:]], 1)), 1, 6, 3, a=nn.Linear(3, 2)), (5, 3)),
-    Case("difference", lambda: Raw(
-        lambda m, x: torch.sub(m.a(x), m.p, alpha=3), 5, 2, a=nn.Linear(3, 2)), (5, 3)),
-    Case("quotients", lambda: Raw(
-        lambda m, x: m.a(x) / (2 + m.p.square()) + m.p / (2 + x.square()), 3,
-        a=nn.Linear(3, 3)), (5, 3)),
-    Case("mask-token", lambda: Raw(
-        lambda m, x: m.a(torch.where(x[..., :1] > 0, m.p, x)), 3,
-        a=nn.Linear(3, 2)), (5, 3)),
-    Case("windows", lambda: Raw(windowed, 7, 1, a=nn.Linear(3, 3)), (8, 3)),
-    Case("one-row-of-places", lambda: Raw(
-        lambda m, x: m.a(x) + m.b(torch.arange(5)[None]), 3,
-        a=Norm(), b=nn.Embedding(7, 3)), (5, 3)),
-    Case("places-by-a-network", lambda: Raw(
-        lambda m, x: m.a(x) + m.b(m.places) * m.p, 3,
-        a=nn.Linear(3, 3), b=nn.Sequential(nn.Linear(2, 4), nn.Tanh(),
-                                           nn.Linear(4, 3))), (7, 3)),
-    Case("low-rank", lambda: Raw(
-        lambda m, x: F.linear(x, m.a.weight + m.b.weight @ m.p, m.a.bias), 2, 3,
-        a=nn.Linear(3, 4), b=nn.Linear(2, 4, bias=False)), (5, 3)),
-    Case("one-plus", lambda: Raw(
-        lambda m, x: (x @ m.a.weight.T + m.p.exp()) @ m.a.weight, 4,
-        a=nn.Linear(3, 4, bias=False)), (3,)),
-    Case("einsum", lambda: Raw(
-        lambda m, x: torch.einsum("bti,ino->btno", m.a(x), m.p), 4, 2, 3,
-        a=nn.Linear(3, 4)), (5, 3)),
-    Case("einsum-of-inputs", lambda: Raw(
-        lambda m, x: torch.einsum("bti,oni->bton", x, m.p), 4, 2, 3), (5, 3)),
-    Case("einsum-over-two", lambda: Raw(
-        lambda m, x: torch.einsum("btno,hno->bth", m.a(x).unflatten(2, (2, 2)), m.p),
-        3, 2, 2, a=nn.Linear(3, 4)), (5, 3)),
-    Case("einsum-by-head", lambda: Raw(
-        lambda m, x: torch.einsum("btno,sno->btns", m.a(x).unflatten(2, (2, 2)), m.p),
-        3, 2, 2, a=nn.Linear(3, 4)), (5, 3)),
-    Case("einsum-time-first", lambda: Raw(
-        lambda m, x: torch.einsum("tbi,ino->tbno", m.a(x).transpose(0, 1), m.p)
-        .transpose(0, 1), 4, 2, 3, a=nn.Linear(3, 4)), (5, 3),
-        {"batch_dim": {"": 1, "a": 0}}),
-    Case("matmul-time-first", lambda: Raw(
-        lambda m, x: (m.a(x).transpose(0, 1) @ m.p).transpose(0, 1), 4, 3,
-        a=nn.Linear(3, 4)), (5, 3), {"batch_dim": {"": 1, "a": 0}}),
-    Case("vector", lambda: Raw(
-        lambda m, x: (m.a(x) @ m.p)[:, None], 4, a=nn.Linear(3, 4)), (3,)),
-    Case("vector-of-places", lambda: Raw(
-        lambda m, x: F.linear(m.a(x), 3 * m.p), 4, a=nn.Linear(3, 4)), (5, 3)),
-    Case("vector-of-the-input", lambda: Raw(
-        lambda m, x: m.a(torch.tanh(x @ m.p)), 3, a=nn.Linear(5, 2)), (5, 3)),
-    Case("vector-time-first", lambda: Raw(
-        lambda m, x: (m.a(x).transpose(0, 1) @ m.p).transpose(0, 1), 4,
-        a=nn.Linear(3, 4)), (5, 3), {"batch_dim": {"": 1, "a": 0}}),
-    Case("weight-and-bias", lambda: Raw(
-        lambda m, x: F.linear(m.a(x), m.p, m.p[:, 0]), 5, 4, a=nn.Linear(3, 4)),
-        (5, 3)),
-    Case("linear", lambda: Raw(
-        lambda m, x: F.linear(m.a(x), m.p), 5, 4, a=nn.Linear(3, 4)), (5, 3)),
-    Case("linear-of-vectors", lambda: Raw(
-        lambda m, x: F.linear(m.a(x), m.p), 5, 4, a=nn.Linear(3, 4)), (3,)),
-    Case("batched-product", lambda: Raw(
-        lambda m, x: torch.bmm(m.a(x).transpose(0, 1), m.p).transpose(0, 1), 5, 4, 3,
-        a=nn.Linear(3, 4)), (5, 3), {"batch_dim": {"": 1, "a": 0}}),
-    Case("in-the-middle", lambda: Raw(
-        lambda m, x: F.linear(m.a(x), m.p.transpose(0, 1).flatten(1)), 2, 5, 2,
-        a=nn.Linear(3, 4)), (5, 3)),
-    Case("copies-for-samples", lambda: Raw(
-        lambda m, x: torch.bmm(
-            m.a(x).unflatten(2, (2, 2)).transpose(1, 2).flatten(0, 1),
-            m.b(m.p).repeat(len(x), 1, 1).transpose(1, 2)).unflatten(0, (-1, 2)),
-        2, 7, 3, a=nn.Linear(3, 4), b=nn.Linear(3, 2)), (5, 3),
-        {"batch_dim": {"": 0, "b": None}}),
-    Case("copies-of-a-table", lambda: Raw(
-        lambda m, x: m.a(x) + m.p.repeat(2, 1), 3, 4, a=nn.Linear(3, 4)), (6, 3)),
-    Case("same-for-all", lambda: Raw(
-        lambda m, x: m.a(x) * m.b(torch.arange(6)), 1,
-        a=nn.Linear(3, 3), b=nn.Embedding(6, 3)), (6, 3),
-        {"batch_dim": {"b": None}}),
+        nn.Conv2d(2, 4, 3), activated(nn.GroupNorm)(2, 4)), (2, 5, 5)),
+    case_of("layer-scale", lambda m, x: x + m.p * torch.tanh(m.a(x)), 3, a=(3, 3)),
+    case_of("layer-scale-of-channels", lambda m, x: m.a(x) * m.p, 3, 1, 1,
+            of=(2, 4, 4), a=lambda: nn.Conv2d(2, 3, 1)),
+    case_of("class-token", lambda m, x: m.a(
+        torch.cat([m.p.expand(len(x), -1, -1), x], 1)), 1, 1, 3, a=(3, 2)),
+    case_of("repeated", lambda m, x: m.a(
+        torch.cat([m.p.repeat(len(x), 3, 1), x], 1)), 2, 3, a=(3, 2)),
+    case_of("token-and-places", lambda m, x: m.a(torch.cat([
+        (m.p[:, :1] + m.p[:, 1:2]).expand(len(x), -1, -1), x + m.p[:, 1:]], 1)),
+        1, 6, 3, a=(3, 2)),
+    case_of("difference", lambda m, x: torch.sub(m.a(x), m.p, alpha=3), 5, 2, a=(3, 2)),
+    case_of("quotients", lambda m, x: m.a(x) / (2 + m.p.square())
+            + m.p / (2 + x.square()), 3, a=(3, 3)),
+    case_of("mask-token", lambda m, x: m.a(torch.where(x[..., :1] > 0, m.p, x)), 3,
+            a=(3, 2)),
+    case_of("windows", windowed, 7, 1, of=(8, 3), a=(3, 3)),
+    case_of("one-row-of-places", lambda m, x: m.a(x) + m.b(torch.arange(5)[None]), 3,
+            a=Norm, b=lambda: nn.Embedding(7, 3)),
+    case_of("places-by-a-network", lambda m, x: m.a(x) + m.b(m.places) * m.p, 3,
+            of=(7, 3), a=(3, 3), b=lambda: nn.Sequential(
+                nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))),
+    case_of("low-rank", lambda m, x: F.linear(
+        x, m.a.weight + m.b.weight @ m.p, m.a.bias), 2, 3, a=(3, 4), b=(2, 4, False)),
+    case_of("one-plus", lambda m, x: (x @ m.a.weight.T + m.p.exp()) @ m.a.weight, 4,
+            of=(3,), a=(3, 4, False)),
+    case_of("einsum", lambda m, x: torch.einsum("bti,ino->btno", m.a(x), m.p), 4, 2, 3,
+            a=(3, 4)),
+    case_of("einsum-of-inputs", lambda m, x: torch.einsum("bti,oni->bton", x, m.p),
+            4, 2, 3),
+    case_of("einsum-over-two", lambda m, x: torch.einsum(
+        "btno,hno->bth", m.a(x).unflatten(2, (2, 2)), m.p), 3, 2, 2, a=(3, 4)),
+    case_of("einsum-by-head", lambda m, x: torch.einsum(
+        "btno,sno->btns", m.a(x).unflatten(2, (2, 2)), m.p), 3, 2, 2, a=(3, 4)),
+    case_of("einsum-time-first", lambda m, x: torch.einsum(
+        "tbi,ino->tbno", m.a(x).transpose(0, 1), m.p).transpose(0, 1), 4, 2, 3,
+        batch_dim=TIME_FIRST, a=(3, 4)),
+    case_of("matmul-time-first", lambda m, x: (
+        m.a(x).transpose(0, 1) @ m.p).transpose(0, 1), 4, 3,
+        batch_dim=TIME_FIRST, a=(3, 4)),
+    case_of("vector", lambda m, x: (m.a(x) @ m.p)[:, None], 4, of=(3,), a=(3, 4)),
+    case_of("vector-of-places", lambda m, x: F.linear(m.a(x), 3 * m.p), 4, a=(3, 4)),
+    case_of("vector-of-the-input", lambda m, x: m.a(torch.tanh(x @ m.p)), 3, a=(5, 2)),
+    case_of("vector-time-first", lambda m, x: (
+        m.a(x).transpose(0, 1) @ m.p).transpose(0, 1), 4,
+        batch_dim=TIME_FIRST, a=(3, 4)),
+    case_of("weight-and-bias", lambda m, x: F.linear(m.a(x), m.p, m.p[:, 0]), 5, 4,
+            a=(3, 4)),
+    case_of("linear", lambda m, x: F.linear(m.a(x), m.p), 5, 4, a=(3, 4)),
+    case_of("linear-of-vectors", lambda m, x: F.linear(m.a(x), m.p), 5, 4, of=(3,),
+            a=(3, 4)),
+    case_of("batched-product", lambda m, x: torch.bmm(
+        m.a(x).transpose(0, 1), m.p).transpose(0, 1), 5, 4, 3,
+        batch_dim=TIME_FIRST, a=(3, 4)),
+    case_of("in-the-middle", lambda m, x: F.linear(
+        m.a(x), m.p.transpose(0, 1).flatten(1)), 2, 5, 2, a=(3, 4)),
+    case_of("copies-for-samples", lambda m, x: torch.bmm(
+        m.a(x).unflatten(2, (2, 2)).transpose(1, 2).flatten(0, 1),
+        m.b(m.p).repeat(len(x), 1, 1).transpose(1, 2)).unflatten(0, (-1, 2)),
+        2, 7, 3, batch_dim={"": 0, "b": None}, a=(3, 4), b=(3, 2)),
+    case_of("copies-of-a-table", lambda m, x: m.a(x) + m.p.repeat(2, 1), 3, 4,
+            of=(6, 3), a=(3, 4)),
+    case_of("same-for-all", lambda m, x: m.a(x) * m.b(torch.arange(6)), 1, of=(6, 3),
+            batch_dim={"b": None}, a=(3, 3), b=lambda: nn.Embedding(6, 3)),
+    # Autograd's own formulas have a row for each sample.
+    pointwise("power-of-places", lambda x, p: x**p, 5, 1, of=(5, 3)),
+    pointwise("power-of-samples", lambda x, p: p**x, 4),
+    case_of("power-of-constants", lambda m, x: m.a(x.square() ** m.p), 3, a=(3, 2)),
+    pointwise("angle", lambda x, p: torch.atan2(p, x)),
+    pointwise("of-what-is-computed", lambda x, p: x ** (3 * p[:4] - p[4:]).exp() + x,
+              8),
+    pointwise("maximum", torch.maximum, 4),
+    pointwise("clamped", lambda x, p: x.clamp(min=p - 0.5, max=p), 4),
+    pointwise("between", lambda x, p: torch.lerp(x, p[0], p[1]), 2, 4, of=(5, 3)),
+    pointwise("slopes", lambda x, p: F.prelu(x.flatten(0, 1) - 0.5, p).view(x.shape),
+              4, of=(5, 3)),
+    pointwise("powers", lambda x, p: x**p + (2 * x) ** p.square(), 4),
+    pointwise("power-and-product", lambda x, p: x**p + x * p, 4),
+    case_of("power-time-first", lambda m, x: (
+        m.a(x).square().transpose(0, 1) ** m.p).transpose(0, 1), 4,
+        batch_dim=TIME_FIRST, a=(3, 4)),
+    pointwise("power-folded", lambda x, p: (x.flatten(0, 1) ** p).unflatten(
+        0, (len(x), -1)), 4, of=(5, 3)),
+    of_weight("times-a-number", lambda m, p: 3 * p / 2),
+    of_weight("product", lambda m, p: p @ m.b.weight.T, 5, 2),
+    of_weight("product-turned", lambda m, p: (m.c.weight.T @ p) * 2, 2, 4),
+    of_weight("low-rank-and-frozen", lambda m, p: m.mask + 0.5 * (p @ m.b.weight.T),
+              5, 2),
+    of_weight("sum-of-two", lambda m, p: p - 2 * (m.c.weight.T @ m.b.weight.T)),
+    of_weight("masked-by-columns", lambda m, p: p * m.mask / m.column),
+    of_weight("used-twice", lambda m, p: p + p * m.column - p.sin()),
+    of_weight("again-and-again", lambda m, p: functools.reduce(
+        lambda w, _: w + w, range(8), p)),
+    of_weight("sums", lambda m, p: p * p.sum(1, keepdim=True) + p.sum()),
+    of_weight("spectral", lambda m, p: p / torch.dot(m.mask[:, 2], p @ m.mask[2])),
+    of_weight("of-one-vector", lambda m, p: torch.outer(p, p)[:, :4] * 2, 5, of=(3,)),
+    case_of("table", lambda m, index: F.embedding(index, torch.sigmoid(m.p)), 4, 3,
+            of=tokens(5, 4)),
+    case_of("unit-filters", lambda m, x: F.conv1d(
+        x, m.p / m.p.norm(dim=(1, 2), keepdim=True)), 6, 5, 2),
+    case_of("masked-groups", lambda m, x: F.conv1d(x, m.p * m.places[0], groups=2),
+            6, 2, 2, of=(4, 3)),
+    *(Case(f"weight-norm-{name}", lambda change=change: nn.Sequential(
+        nn.Linear(3, 4), change(parametrizations.weight_norm(nn.Linear(4, 5)))), shape)
+      for name, change, shape in (
+          ("on-positions", lambda layer: layer, (6, 3)),
+          ("without-gain", lambda layer: frozen(layer, 0), (3,)),
+          ("without-direction", lambda layer: frozen(layer, 1), (3,)))),
+    Case("spectral-norm", lambda: nn.Sequential(
+        parametrizations.spectral_norm(nn.Linear(3, 5)).eval()), (3,)),
 ]  # fmt: skip
-
-
-def pointwise(function, *shape: int):
-    """Returns what makes a model with a pointwise operation between two modules."""
-    return lambda: Raw(
-        lambda m, x: m.b(function(torch.sigmoid(m.a(x)), m.p.abs())),
-        *shape, a=nn.Linear(3, 4), b=nn.Linear(4, 2),
-    )  # fmt: skip
-
-
-# Autograd's own formulas have a row for each sample.
-CASES += [
-    Case("power-of-places", pointwise(lambda x, p: x**p, 5, 1), (5, 3)),
-    Case("power-of-samples", pointwise(lambda x, p: p**x, 4), (3,)),
-    Case("power-of-constants", lambda: Raw(
-        lambda m, x: m.a(x.square() ** m.p), 3, a=nn.Linear(3, 2)), (5, 3)),
-    Case("angle", pointwise(lambda x, p: torch.atan2(p, x)), (3,)),
-    Case("of-what-is-computed", pointwise(
-        lambda x, p: x ** (3 * p[:4] - p[4:]).exp() + x, 8), (3,)),
-    Case("maximum", pointwise(torch.maximum, 4), (3,)),
-    Case("clamped", pointwise(lambda x, p: x.clamp(min=p - 0.5, max=p), 4), (3,)),
-    Case("between", pointwise(lambda x, p: torch.lerp(x, p[0], p[1]), 2, 4), (5, 3)),
-    Case("slopes", pointwise(lambda x, p: F.prelu(x.flatten(0, 1) - 0.5, p)
-                             .view(x.shape), 4), (5, 3)),
-    Case("powers", pointwise(lambda x, p: x**p + (2 * x) ** p.square(), 4), (3,)),
-    Case("power-and-product", pointwise(lambda x, p: x**p + x * p, 4), (3,)),
-    Case("power-time-first", lambda: Raw(
-        lambda m, x: (m.a(x).square().transpose(0, 1) ** m.p).transpose(0, 1), 4,
-        a=nn.Linear(3, 4)), (5, 3), {"batch_dim": {"": 1, "a": 0}}),
-    Case("power-folded", pointwise(lambda x, p: (x.flatten(0, 1) ** p).unflatten(
-        0, (len(x), -1)), 4), (5, 3)),
-]  # fmt: skip
+OWN = {case.name: case for case in CASES}
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4])
@@ -278,70 +277,10 @@ def test_operations_account_for_parameters(case, batch):
         with pytest.raises(psg.PerSampleError, match="is the input of a module"):
             psg.per_sample_factors(model, fold, inputs, **case.options)
         return
-    truth = oracle(case, model, inputs)
     compared = psg.per_sample_factors(model, fold, inputs, **case.options)
-    assert error(flat(compared.materialize()), flat(truth)) <= 1e-10
-    proven = psg.per_sample_factors(model, fold, inputs, **case.options)
-    agree(proven, truth, 1e-10)
-
-
-def frozen(layer: nn.Module, number: int) -> nn.Module:
-    """Returns a layer with weight norm, of which one parameter is not trained."""
-    own = layer.parametrizations.weight
-    getattr(own, f"original{number}").requires_grad_(False)
-    return layer
-
-
-def of_weight(function, *shape: int) -> Callable[[], nn.Module]:
-    """Returns what makes a model with a weight that is computed from a parameter."""
-
-    def make() -> nn.Module:
-        model = Raw(
-            lambda m, x: F.linear(m.a(x), function(m, m.p)), *(shape or (5, 4)),
-            a=nn.Linear(3, 4), b=nn.Linear(2, 4), c=nn.Linear(5, 2),
-        )  # fmt: skip
-        model.register_buffer("column", torch.linspace(1, 2, 5)[:, None])
-        model.register_buffer("mask", torch.eye(5, 4))
-        return model
-
-    return make
-
-
-CASES += [
-    Case("times-a-number", of_weight(lambda m, p: 3 * p / 2), (5, 3)),
-    Case("product", of_weight(lambda m, p: p @ m.b.weight.T, 5, 2), (5, 3)),
-    Case("product-turned", of_weight(lambda m, p: (m.c.weight.T @ p) * 2, 2, 4),
-         (5, 3)),
-    Case("low-rank-and-frozen", of_weight(
-        lambda m, p: m.mask + 0.5 * (p @ m.b.weight.T), 5, 2), (5, 3)),
-    Case("sum-of-two", of_weight(lambda m, p: p - 2 * (m.c.weight.T @ m.b.weight.T)),
-         (5, 3)),
-    Case("masked", of_weight(lambda m, p: p * m.mask / m.column), (5, 3)),
-    Case("used-twice", of_weight(lambda m, p: p + p * m.column - p.sin()), (5, 3)),
-    Case("again-and-again", of_weight(
-        lambda m, p: functools.reduce(lambda w, _: w + w, range(8), p)), (5, 3)),
-    Case("sums", of_weight(
-        lambda m, p: p * p.sum(1, keepdim=True) + p.sum()), (5, 3)),
-    Case("spectral", of_weight(
-        lambda m, p: p / torch.dot(m.mask[:, 2], p @ m.mask[2])), (5, 3)),
-    Case("of-one-vector", of_weight(
-        lambda m, p: torch.outer(p, p)[:, :4] * 2, 5), (3,)),
-    Case("table", lambda: Raw(
-        lambda m, index: F.embedding(index, torch.sigmoid(m.p)), 4, 3), ids(5)),
-    Case("unit-filters", lambda: Raw(
-        lambda m, x: F.conv1d(x, m.p / m.p.norm(dim=(1, 2), keepdim=True)),
-        6, 5, 2), (5, 3)),
-    Case("masked-groups", lambda: Raw(
-        lambda m, x: F.conv1d(x, m.p * m.places[0], groups=2), 6, 2, 2), (4, 3)),
-    *(Case(f"weight-norm-{name}", lambda change=change: nn.Sequential(
-        nn.Linear(3, 4), change(parametrizations.weight_norm(nn.Linear(4, 5)))), shape)
-      for name, change, shape in (
-          ("on-positions", lambda layer: layer, (6, 3)),
-          ("without-gain", lambda layer: frozen(layer, 0), (3,)),
-          ("without-direction", lambda layer: frozen(layer, 1), (3,)))),
-    Case("spectral-norm", lambda: nn.Sequential(
-        parametrizations.spectral_norm(nn.Linear(3, 5)).eval()), (3,)),
-]  # fmt: skip
+    truth = flat(oracle(case, model, inputs))
+    assert error(flat(compared.materialize()), truth) <= 1e-10
+    agree_with_loop(case, model, inputs)  # after a proof
 
 
 PRODUCTS = [c for c in CASES if c.name.split("-")[0] in ("einsum", "linear", "matmul")]
@@ -353,62 +292,57 @@ def test_no_gradient_of_a_matrix_is_formed(case):
     model, inputs = case.make(torch.float64)
     factors = psg.per_sample_factors(model, fold, inputs, **case.options)
     forms = [type(use) for use in factors.contributions("p")]
-    assert (psg.Outer in forms) == (
-        case.name not in ("einsum-by-head", "einsum-of-inputs")
-    )
+    without = ("einsum-by-head", "einsum-of-inputs")
+    assert (psg.Outer in forms) == (case.name not in without)
 
 
 @pytest.mark.parametrize("name", ["rms-norm-plus-one", "cube", "power-and-product"])
 def test_a_stream_and_accumulated_gradients(name):
-    case = next(case for case in CASES if case.name == name)
-    model, inputs = case.make(torch.float64)
-    norms = flat(oracle(case, model, inputs)).norm(dim=1)
+    model, inputs = OWN[name].make(torch.float64)
+    norms = flat(oracle(OWN[name], model, inputs)).norm(dim=1)
     plain = copy.deepcopy(model)
     fold(plain, *inputs).mean().backward()
-    with psg.capture(model) as recorded:
-        losses = fold(model, *inputs)
-    squares = recorded.stream(
-        losses, lambda f: f.norms(squared=True), accumulate="mean"
-    )
-    assert error(squares.sqrt(), norms) <= 1e-10
+    recorded, losses = captured(model, fold, *inputs)
+    squared = functools.partial(psg.Factors.norms, squared=True)
+    found = recorded.stream(losses, squared, accumulate="mean")
+    assert error(found.sqrt(), norms) <= 1e-10
     assert_same_grads(model, plain)
     assert error(psg.per_sample_grad_norms(model, fold, inputs), norms) <= 1e-10
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    "case",
     [
-        (Case("", pointwise(torch.copysign, 4), (3,)), "CopysignBackward0 mixes it"),
-        (Case("", pointwise(lambda x, p: x.masked_fill(x > 0.5, p)), (3,)),
-         "MaskedFillBackward1 mixes it"),
+        pointwise("Copysign", torch.copysign, 4),
+        pointwise("MaskedFill", lambda x, p: x.masked_fill(x > 0.5, p)),
     ],
-    ids=["copysign", "masked_fill"],
-)  # fmt: skip
-def test_a_formula_that_sums_over_samples_itself_is_not_taken(case, told):
+    ids=lambda case: case.name,
+)
+def test_a_formula_that_sums_over_samples_itself_is_not_taken(case):
     """Of some operations torch sums before the engine would."""
     model, inputs = case.make(torch.float64)
-    with pytest.raises(psg.CoverageError, match=told):
+    with pytest.raises(psg.CoverageError, match=rf"{case.name}Backward[01] mixes it"):
         psg.per_sample_factors(model, fold, inputs)
-    factors = psg.per_sample_factors(model, fold, inputs, fallback="loop")
-    agree(factors, oracle(case, model, inputs), 1e-10)
+    agree_with_loop(case, model, inputs, fallback="loop")
 
 
 def test_a_formula_that_mixes_samples_is_not_believed():
     """The mean of the batch is beside the parameter, with a row for each sample."""
-    case = Case("", pointwise(lambda x, p: (x + x.mean(0)) ** p, 4), (3,))
+    case = pointwise("", lambda x, p: (x + x.mean(0)) ** p, 4)
     model, inputs = case.make(torch.float64)
     with pytest.raises(psg.CouplingError):
         psg.per_sample_factors(model, fold, inputs)
 
 
 def test_a_vector_of_other_values_than_a_buffer_may_be_samples():
-    model = of_weight(lambda m, p: p / (p @ m.copy).sum())()
+    case = of_weight("", lambda m, p: p / (p @ m.copy).sum(), of=(3,))
+    model, inputs = case.make(torch.float32)
     model.register_buffer("vector", torch.ones(4))
-    model.copy, x = model.vector.clone(), torch.randn(3, 3)
-    psg.per_sample_factors(model, fold, (x,))
+    model.copy = model.vector.clone()
+    psg.per_sample_factors(model, fold, inputs)
     model.copy = 2 * model.vector
     with pytest.raises(psg.CoverageError, match="may be samples"):
-        psg.per_sample_factors(model, fold, (x,))
+        psg.per_sample_factors(model, fold, inputs)
 
 
 FILTERS = {
@@ -434,15 +368,14 @@ def test_parameters_meet_complex_numbers(name):
     model = WithParameter(filtered, 2, 2, 2).double()
     x = torch.randn(3, 8, 2, dtype=torch.float64)
     for given in (x + x.flip(1).roll(1, 1), x):
-        truth = oracle(Case("", WithParameter, ()), model, (given,))
-        agree(psg.per_sample_factors(model, fold, (given,)), truth, 1e-10)
+        agree_with_loop(Case("", nn.Module, ()), model, (given,))
 
 
 def test_weights_that_autocast_casts():
-    model, inputs = Case("", lambda: after_linear(Norm()), (5, 3)).make(torch.float32)
-    truth = flat(oracle(Case("", lambda: model, ()), model, inputs)).norm(dim=1)
-    with psg.capture(model) as recorded, torch.autocast("cpu", dtype=torch.bfloat16):
-        losses = fold(model, *inputs)
+    model, inputs = OWN["rms-norm"].make(torch.float32)
+    truth = flat(oracle(OWN["rms-norm"], model, inputs)).norm(dim=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        recorded, losses = captured(model, fold, *inputs)
     assert error(recorded.backward(losses).norms(), truth) <= 2e-2
 
 
@@ -450,25 +383,23 @@ def checkpointed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(m, x, use_reentrant=False).flatten(1).sum(1)
 
 
+CHECKPOINTED = Case("", nn.Module, (), loss=checkpointed)
+
+
 def test_what_a_checkpoint_keeps_is_not_read_twice():
     model = after_linear(Norm()).double()
     x = torch.randn(4, 5, 3).double()
-
-    truth = flat(oracle(Case("", lambda: model, (), loss=checkpointed), model, (x,)))
     with pytest.raises(psg.CoverageError, match="saved is kept by hooks"):
         psg.per_sample_grad_norms(model, checkpointed, (x,))
-    norms = psg.per_sample_grad_norms(model, checkpointed, (x,), fallback="loop")
-    assert error(norms, truth.norm(dim=1)) <= 1e-10
+    agree_with_loop(CHECKPOINTED, model, (x,), fallback="loop")
 
 
 def test_operations_are_not_believed_before_a_comparison():
-    case = next(case for case in CASES if case.name == "rms-norm")
-    model, inputs = case.make(torch.float64)
+    model, inputs = OWN["rms-norm"].make(torch.float64)
     with pytest.raises(psg.CoverageError, match='only believed without check="never"'):
         psg.per_sample_grads(model, fold, inputs, check="never")
-    truth = oracle(case, model, inputs)
-    agree(psg.per_sample_factors(model, fold, inputs), truth, 1e-10)
-    agree(psg.per_sample_factors(model, fold, inputs, check="never"), truth, 1e-10)
+    for check in ("first", "never"):
+        agree_with_loop(OWN["rms-norm"], model, inputs, check=check)
 
 
 class Thin(nn.Linear):
@@ -479,12 +410,10 @@ class Thin(nn.Linear):
 def test_one_line_says_that_a_class_computes_what_its_base_does():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Thin(4, 2)).double()
     x = torch.randn(4, 5, 3).double()
-
     with pytest.raises(psg.CoverageError, match=r"register_rule\(Thin, like=Linear\)"):
         psg.per_sample_grad_norms(model, checkpointed, (x,))
     psg.register_rule(Thin, like=nn.Linear)
-    truth = oracle(Case("", lambda: model, (), loss=checkpointed), model, (x,))
-    agree(psg.per_sample_factors(model, checkpointed, (x,)), truth, 1e-10)
+    agree_with_loop(CHECKPOINTED, model, (x,))
     for wrong, error_type in ((nn.Tanh, ValueError), (nn.Conv1d, TypeError)):
         with pytest.raises(error_type, match="register_rule"):
             psg.register_rule(Thin, like=wrong)
@@ -495,59 +424,48 @@ def test_a_class_may_compute_what_an_instance_norm_does():
     own = type("Own", (nn.InstanceNorm1d,), {})
     psg.register_rule(own, like=nn.InstanceNorm1d)
     case = Case("", lambda: nn.Sequential(own(2, affine=True)), (2, 5))
-    model, inputs = case.make(torch.float64)
-    truth = oracle(case, model, inputs)
-    agree(psg.per_sample_factors(model, fold, inputs), truth, 1e-10)
+    agree_with_loop(case, *case.make(torch.float64))
 
 
 COUPLED = [
-    ("a-module-of-the-mean", lambda: Apply(
-        lambda m, x: m.a(x) + m.b(m.a(x).mean(0, keepdim=True)),
-        a=nn.Linear(3, 4), b=nn.Linear(4, 4))),
-    ("a-module-of-the-inputs'-mean", lambda: Apply(
-        lambda m, x: m.a(x) + m.b(x.mean(0, keepdim=True)),
-        a=nn.Linear(3, 4), b=nn.Linear(3, 4))),
-    ("a-parameter-times-the-mean", lambda: Raw(
-        lambda m, x: m.a(x) + m.p * m.a(x).mean(0, keepdim=True), 4,
-        a=nn.Linear(3, 4))),
-    ("a-parameter-times-the-first", lambda: Raw(
-        lambda m, x: x @ m.p + (x @ m.p)[:1], 3, 4)),
-    ("a-parameter-times-the-inputs'-mean", lambda: Raw(
-        lambda m, x: m.a(x) + m.p * x.mean(0, keepdim=True), 3, a=nn.Linear(3, 3))),
-    ("a-product-with-the-inputs'-mean", lambda: Raw(
-        lambda m, x: m.a(x) + x.mean(0, keepdim=True) @ m.p, 3, 3,
-        a=nn.Linear(3, 3))),
-    ("a-vector-times-the-mean", lambda: Raw(
-        lambda m, x: m.a(x) + ((m.a(x) + m.a(x).mean(0)) @ m.p)[:, None], 3,
-        a=nn.Linear(3, 3))),
-    ("a-product-with-the-sum", lambda: Raw(
-        lambda m, x: m.a(x) + torch.einsum("bi,ij->j", m.a(x), m.p), 3, 3,
-        a=nn.Linear(3, 3))),
-    ("rows-by-samples'-indices", lambda: Raw(
-        lambda m, x: m.a(x) + m.p[x.argmax(1)].mean(0, True), 3, 4,
-        a=nn.Linear(3, 4))),
-    ("a-norm-of-the-first", lambda: Raw(
-        lambda m, x: x + m.a((x * m.p)[:1]), 3, a=Norm())),
+    case_of("a-module-of-the-mean", lambda m, x: m.a(x) + m.b(
+        m.a(x).mean(0, keepdim=True)), of=(3,), a=(3, 4), b=(4, 4)),
+    case_of("a-module-of-the-inputs'-mean", lambda m, x: m.a(x) + m.b(
+        x.mean(0, keepdim=True)), of=(3,), a=(3, 4), b=(3, 4)),
+    case_of("a-parameter-times-the-mean", lambda m, x: m.a(x) + m.p * m.a(x).mean(
+        0, keepdim=True), 4, of=(3,), a=(3, 4)),
+    case_of("a-parameter-times-the-first", lambda m, x: x @ m.p + (x @ m.p)[:1], 3, 4,
+            of=(3,)),
+    case_of("a-parameter-times-the-inputs'-mean", lambda m, x: m.a(x) + m.p * x.mean(
+        0, keepdim=True), 3, of=(3,), a=(3, 3)),
+    case_of("a-product-with-the-inputs'-mean", lambda m, x: m.a(x) + x.mean(
+        0, keepdim=True) @ m.p, 3, 3, of=(3,), a=(3, 3)),
+    case_of("a-vector-times-the-mean", lambda m, x: m.a(x) + (
+        (m.a(x) + m.a(x).mean(0)) @ m.p)[:, None], 3, of=(3,), a=(3, 3)),
+    case_of("a-product-with-the-sum", lambda m, x: m.a(x) + torch.einsum(
+        "bi,ij->j", m.a(x), m.p), 3, 3, of=(3,), a=(3, 3)),
+    case_of("rows-by-samples'-indices", lambda m, x: m.a(x) + m.p[x.argmax(1)].mean(
+        0, True), 3, 4, of=(3,), a=(3, 4)),
+    case_of("a-norm-of-the-first", lambda m, x: x + m.a((x * m.p)[:1]), 3, of=(3,),
+            a=Norm),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("batch", [2, 4, 6])
-@pytest.mark.parametrize(("name", "build"), COUPLED, ids=[n for n, _ in COUPLED])
-def test_samples_that_meet_below_are_an_error(name, build, batch):
+@pytest.mark.parametrize("case", COUPLED, ids=lambda case: case.name)
+def test_samples_that_meet_below_are_an_error(case, batch):
     """What goes down from there adds up to autograd's gradient, coupled or not."""
-    model, inputs = Case(name, build, (3,)).make(torch.float64, batch)
+    model, inputs = case.make(torch.float64, batch)
     with pytest.raises(psg.PerSampleError):
         psg.per_sample_grad_norms(model, fold, inputs)
 
 
 def test_the_remedy_for_a_table_of_as_many_rows_as_samples_is_named():
-    model, inputs = Case("", DeepPositions, (3, 3)).make(torch.float64)
+    case = BY_NAME["deep-positions-square"]
+    model, inputs = case.make(torch.float64)
     with pytest.raises(psg.CouplingError, match="None for a module that returns the"):
         psg.per_sample_grad_norms(model, fold, inputs)
-    truth = oracle(Case("", DeepPositions, ()), model, inputs)
-    same = {"embed": None, "deep": None}
-    factors = psg.per_sample_factors(model, fold, inputs, batch_dim=same)
-    agree(factors, truth, 1e-10)
+    agree_with_loop(case, model, inputs, batch_dim={"embed": None, "deep": None})
 
 
 def biased(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -577,6 +495,5 @@ TABLES = [
 @pytest.mark.parametrize("case", TABLES, ids=lambda case: case.name)
 def test_a_table_of_as_many_rows_as_samples_is_seen_where_it_meets_them(case, batch):
     model, inputs = case.make(torch.float64, batch)
-    truth = oracle(case, model, inputs)
     for _ in range(2):
-        agree(psg.per_sample_factors(model, fold, inputs), truth, 1e-10)
+        agree_with_loop(case, model, inputs)

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.layer_cases import Apply
+from support.per_sample_grad.layer_cases import Apply, WithParameter
 from support.per_sample_grad.pool import (
     CLASSES,
     COUNT,
@@ -41,12 +41,8 @@ def test_scores_equal_the_loop(score, labels):
 
 
 def test_expected_gradient_length_needs_no_labels():
-    inputs = [Pool()[i][0] for i in range(COUNT)]
     expected = by_hand(make_model(), "grad_norm", "expected")
-    np.testing.assert_allclose(scores(pool=inputs, score="egl"), expected, rtol=1e-4)
-    for pool in (inputs, [(x,) for x in inputs]):
-        with pytest.raises(ValueError, match="have no targets; give pairs"):
-            scores(pool=pool)
+    np.testing.assert_allclose(scores(pool=INPUTS, score="egl"), expected, rtol=1e-4)
 
 
 def test_several_models_are_averaged():
@@ -57,27 +53,29 @@ def test_several_models_are_averaged():
 
 def test_the_last_layer_is_not_guessed():
     """The model's last parameter belongs to no module with a rule."""
-    score = {"score": "last_layer_grad_norm"}
-    model = Apply(lambda m, x: m.body(x.flatten(1)) @ m.head, body=nn.Linear(12, 5))
-    model.head = nn.Parameter(torch.randn(5, CLASSES))
-    with pytest.raises(ValueError, match=r"accounts for head.*last_layer="):
-        scores(model, **score)
-    scores(model, last_layer="body", **score)
-    with pytest.raises(ValueError, match="name the layer with last_layer="):
-        scores(params=["5.weight"], **score)
-
-
-@pytest.mark.parametrize("score", ["loss", "grad_norm"])
-@pytest.mark.parametrize("labels", ["given", "expected"])
-def test_a_mean_over_the_batch_is_refused(score, labels):
-    with pytest.raises(ValueError, match=r"shape \(\) for a block of 4"):
-        scores(score=score, labels=labels, loss=F.cross_entropy)
+    function, body = (lambda m, x: m.body(x.flatten(1)) @ m.p), nn.Linear(12, 5)
+    model = WithParameter(function, 5, CLASSES, body=body)
+    options = {"model": model, "score": "last_layer_grad_norm"}
+    with pytest.raises(ValueError, match=r"accounts for p.*last_layer="):
+        scores(**options)
+    scores(last_layer="body", **options)
 
 
 def test_mixed_precision_stays_close():
     truth = by_hand(make_model(), "grad_norm", "given")
     found = scores(autocast=torch.bfloat16)
     assert np.linalg.norm(found - truth) <= 2e-2 * np.linalg.norm(truth)
+
+
+INPUTS = [Pool()[i][0] for i in range(COUNT)]
+
+
+def projection_of(model: nn.Module, size: int = 60, seed: int = 3) -> psg.Projection:
+    return psg.Projection(dict(model.named_parameters()), size, seed=seed)
+
+
+NO_VECTOR = r"score= returned a Tensor of shape {} for factors of 4 samples; return a"
+OWN_ROWS = {"score": projection_of(make_model())}
 
 
 @pytest.mark.parametrize(
@@ -95,12 +93,27 @@ def test_mixed_precision_stays_close():
         ({"autocast": "bf16"}, TypeError, "autocast must be a torch.dtype, .*'bf16'"),
         ({"pool": DataLoader(Pool(), batch_size=None)}, ValueError, "does not collate"),
         ({"pool": iter(())}, TypeError, "no length"),
-        *(
-            ({"model": wrong}, TypeError, r"model must be a torch\.nn\.Module or a")
-            for wrong in (lambda x: x, nn.Linear, {}, [nn.Identity(), None], [])
-        ),
+        *(({"model": wrong}, TypeError, r"model must be a torch\.nn\.Module or a")
+          for wrong in (lambda x: x, nn.Linear, {}, [nn.Identity(), None], [])),
         ({"model": nn.Linear(3, 2, device="meta"), "pool": [(torch.ones(3), 0)]},
          ValueError, r"on meta.*move the model with model\.to"),
+        *(({"pool": pool}, ValueError, "have no targets; give pairs")
+          for pool in (INPUTS, [(x,) for x in INPUTS])),
+        ({"params": ["5.weight"], "score": "last_layer_grad_norm"}, ValueError,
+         "name the layer with last_layer="),
+        *(({"loss": F.cross_entropy, "score": score, "labels": labels}, ValueError,
+           r"shape \(\) for a block of 4")
+          for score in ("loss", "grad_norm") for labels in ("given", "expected")),
+        ({"score": lambda f: f.norms().sum()}, ValueError, NO_VECTOR.format(r"\(\)")),
+        ({"score": lambda f: f.gram()}, ValueError, NO_VECTOR.format(r"\(4, 4\)")),
+        ({"score": lambda f: f.norms().tolist()}, ValueError,
+         "score= returned a list for factors of 4 samples; return a"),
+        ({"params": ["0.weight"], **OWN_ROWS}, ValueError,
+         "of parameters that are not selected"),
+        ({"model": dense_model(), "pool": Vectors(), **OWN_ROWS}, ValueError,
+         r"0\.weight of shape .* is made for \(3, 2, 3\)"),
+        ({"labels": "expected", **OWN_ROWS}, ValueError,
+         "labels must be one of 'given', 'pseudo'"),
     ],
 )  # fmt: skip
 def test_arguments_are_checked(options, error, told):
@@ -118,9 +131,7 @@ def test_an_unknown_option_is_told_with_those_that_are_known():
 
 def labelled(index: int, label: object) -> list:
     """Returns a pool with one label of its own."""
-    pool = [Pool()[i] for i in range(COUNT)]
-    pool[index] = pool[index][0], label
-    return pool
+    return [(x, label if i == index else i % CLASSES) for i, x in enumerate(INPUTS)]
 
 
 PLAIN_LOSSES = {
@@ -203,23 +214,6 @@ def test_a_function_of_factors_is_a_score(labels):
     assert (bias < found.scores).all()
 
 
-@pytest.mark.parametrize(
-    ("score", "told"),
-    [
-        (lambda f: f.norms().sum(), r"a Tensor of shape \(\) for factors of 4"),
-        (lambda f: f.gram(), r"a Tensor of shape \(4, 4\) for factors of 4"),
-        (lambda f: f.norms().tolist(), "a list for factors of 4"),
-    ],
-)
-def test_what_a_function_of_factors_returns_is_checked(score, told):
-    with pytest.raises(ValueError, match=rf"score= returned {told} samples; return a"):
-        scores(score=score)
-
-
-def projection_of(model: nn.Module, size: int = 60, seed: int = 3) -> psg.Projection:
-    return psg.Projection(dict(model.named_parameters()), size, seed=seed)
-
-
 def projected(model: nn.Module, labels: str = "given") -> np.ndarray:
     """Returns the projections of all gradients, which are formed in float64."""
     model = model.double()
@@ -260,24 +254,11 @@ def test_a_row_is_the_projection_of_a_samples_gradient(make, labels, tmp_path):
 
 def test_a_projection_with_room_for_all_keeps_the_gradients():
     model = dense_model()
-    rows = scores(model, Vectors(), score=projection_of(model, 10**6))
-    assert rows.shape == (COUNT, sum(p.numel() for p in model.parameters()))
-    norms = np.linalg.norm(rows, axis=1)
+    options = {"score": projection_of(model, 10**6), "progress": False}
+    rows = psg.score_pool(model, Vectors(), **options)
+    assert rows.scores.shape == (COUNT, sum(p.numel() for p in model.parameters()))
+    norms = np.linalg.norm(rows.scores, axis=1)
     np.testing.assert_allclose(norms, scores(model, Vectors()), rtol=1e-4)
-
-
-def test_what_a_projection_cannot_be_is_an_error():
-    model = dense_model()
-    score = {"score": projection_of(model)}
-    with pytest.raises(ValueError, match="of parameters that are not selected"):
-        scores(model, Vectors(), params=["0.weight"], **score)
-    with pytest.raises(
-        ValueError, match=r"0\.weight of shape .* is made for \(3, 2, 3\)"
-    ):
-        scores(model, Vectors(), score=projection_of(make_model()))
-    with pytest.raises(ValueError, match="labels must be one of 'given', 'pseudo'"):
-        scores(model, Vectors(), labels="expected", **score)
-    rows = psg.score_pool(model, Vectors(), progress=False, **score)
     with pytest.raises(ValueError, match="rows of a projection have no rank; sort"):
         rows.top(3)
 

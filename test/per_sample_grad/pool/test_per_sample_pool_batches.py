@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from support.per_sample_grad.gradient_oracle import captured, flat, loop
 from support.per_sample_grad.pool import (
     Vectors,
     assert_same_bits,
@@ -15,7 +16,7 @@ from support.per_sample_grad.pool import (
     scores,
 )
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import per_sample_grad as psg
 
@@ -52,57 +53,40 @@ def halves(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"left": x[:30], "right": x[30:]}
 
 
-@pytest.fixture
-def truth() -> np.ndarray:
-    return scores(dense_model(), Vectors(COUNT))
+def labelled(x: torch.Tensor, y: int) -> dict:
+    return {**halves(x), "labels": y}
 
 
-@pytest.mark.parametrize("key", ["labels", "label"])
-@pytest.mark.parametrize("wrap", [Output, lambda x: {"logits": x}, lambda x: x])
-def test_dicts_are_keywords_and_labels(key, wrap, truth):
-    pool = mapped(lambda x, y: {**halves(x), key: y})
-    assert_same_bits(scores(Keyworded(wrap), pool), truth)
+OWN = {  # a dict that is split and given to the model by the user's functions
+    "split": lambda batch: (batch["x"], batch["class"]),
+    "forward": lambda model, inputs: model(inputs["deep"]),
+}
 
 
-@pytest.mark.parametrize("score", ["last_layer_grad_norm", "el2n", "loss", "egl"])
-def test_every_score_takes_dicts(score):
-    pool = mapped(lambda x, y: {**halves(x), "labels": y})
-    expected = scores(dense_model(), Vectors(COUNT), score=score)
-    assert_same_bits(scores(Keyworded(), pool, score=score), expected)
+@pytest.mark.parametrize(
+    ("model", "item", "options"),
+    [
+        *((Keyworded(wrap), item, {})
+          for wrap in (Output, lambda x: {"logits": x}, lambda x: x)
+          for item in (labelled, lambda x, y: {**halves(x), "label": y})),
+        *((Keyworded(), labelled, {"score": score})
+          for score in ("last_layer_grad_norm", "el2n", "loss", "egl")),
+        (Keyworded(), lambda x, y: halves(x), {"labels": "pseudo"}),
+        (dense_model(), Pair, {}), (dense_model(), lambda x, y: [x, y], {}),
+        (Keyworded(), lambda x, y: (halves(x), y), {}),
+        (Keyworded(), lambda x, y: (tuple(halves(x).values()), y), {}),  # by position
+        (dense_model(),
+         lambda x, y: {"id": "a sample", "x": {"deep": x}, "class": y, "no": 0}, OWN),
+    ],
+)  # fmt: skip
+def test_batches_of_every_kind_have_the_same_bits(model, item, options):
+    given = {name: each for name, each in options.items() if name not in OWN}
+    expected = scores(dense_model(), Vectors(COUNT), **given)
+    pool = DataLoader(mapped(item), batch_size=5)
+    assert_same_bits(scores(model, pool, **options), expected)
 
 
-def test_dicts_without_labels_have_pseudo_labels():
-    expected = scores(dense_model(), Vectors(COUNT), labels="pseudo")
-    pool = mapped(lambda x, y: halves(x))
-    assert_same_bits(scores(Keyworded(), pool, labels="pseudo"), expected)
-    with pytest.raises(ValueError, match="have no targets; give pairs"):
-        scores(Keyworded(), pool)
-
-
-def test_pairs_of_any_kind(truth):
-    model = dense_model()
-    assert_same_bits(scores(model, mapped(Pair)), truth)
-    assert_same_bits(scores(model, mapped(lambda x, y: [x, y])), truth)
-    nested = mapped(lambda x, y: (halves(x), y))
-    assert_same_bits(scores(Keyworded(), nested), truth)
-    tuples = mapped(lambda x, y: (tuple(halves(x).values()), y))  # by position
-    assert_same_bits(scores(Keyworded(), tuples), truth)
-
-
-def test_split_and_forward_are_the_users(truth):
-    pool = mapped(
-        lambda x, y: {"id": "a sample", "x": {"deep": x}, "class": y, "no": 0}
-    )
-    found = scores(
-        dense_model(),
-        DataLoader(pool, batch_size=5),
-        split=lambda batch: (batch["x"], batch["class"]),
-        forward=lambda model, inputs: model(inputs["deep"]),
-    )
-    assert_same_bits(found, truth)
-
-
-def test_targets_of_any_structure_reach_the_loss(truth):
+def test_targets_of_any_structure_reach_the_loss():
     pool = mapped(lambda x, y: (x, {"class": y, "weight": torch.tensor(2.0)}))
 
     def weighted(logits, targets):
@@ -110,6 +94,7 @@ def test_targets_of_any_structure_reach_the_loss(truth):
         return losses * targets["weight"]
 
     found = scores(dense_model(), pool, loss=weighted)
+    truth = scores(dense_model(), Vectors(COUNT))
     np.testing.assert_allclose(found, 2 * truth, rtol=1e-5)
     columns = mapped(lambda x, y: (x, torch.tensor([y])))
     for wrong in (pool, columns, mapped(lambda x, y: (x, float(y)))):
@@ -128,9 +113,8 @@ def test_targets_may_be_wider_than_the_model():
     narrow = mapped(lambda x, y: (x, torch.tensor(float(y))))
     found = scores(model, pool, loss=squared)
     np.testing.assert_allclose(found, scores(model, narrow, loss=squared), rtol=1e-5)
-    x, y = torch.utils.data.default_collate([pool[i] for i in range(3)])
-    with psg.capture(model) as recorded:
-        losses = squared(model(x), y)
+    x, y = default_collate([pool[i] for i in range(3)])
+    recorded, losses = captured(model, lambda m, x, y: squared(m(x), y), x, y)
     factors = recorded.backward(losses)
     assert losses.dtype == torch.float64
     assert factors.gram().dtype == torch.float32
@@ -138,47 +122,42 @@ def test_targets_may_be_wider_than_the_model():
     torch.testing.assert_close(factors.dot(sums), factors.gram().sum(1))
 
 
+class Batch:
+    """A batch that nothing is known of."""
+
+    def __init__(self, samples: list) -> None:
+        self.x = torch.stack([x for x, _ in samples])
+
+
+OF_A_KIND = DataLoader(Vectors(COUNT), batch_size=4, collate_fn=Batch)
+
+
 @pytest.mark.parametrize(
-    ("item", "error", "match"),
+    ("pool", "options", "error", "match"),
     [
-        (lambda x, y: (x, y, y), ValueError, "has 3 items; understood are a tensor"),
-        (lambda x, y: "text", ValueError, "has 4 items; understood are"),
-        (lambda x, y: {"label": y}, ValueError, "a dict of 'label', and it is not"),
-        (
-            lambda x, y: {"x": x, "label": y, "labels": y},
-            ValueError,
-            "dict of 'x', 'label', 'labels', and it is not",
-        ),
-        (lambda x, y: ("text", y), TypeError, "keyword|missing|positional"),
+        (mapped(lambda x, y: (x, y, y)), {}, ValueError,
+         "has 3 items; understood are a tensor"),
+        (mapped(lambda x, y: "text"), {}, ValueError, "has 4 items; understood are"),
+        (mapped(lambda x, y: {"label": y}), {}, ValueError,
+         "a dict of 'label', and it is not"),
+        (mapped(lambda x, y: {"x": x, "label": y, "labels": y}), {}, ValueError,
+         "dict of 'x', 'label', 'labels', and it is not"),
+        (mapped(lambda x, y: ("text", y)), {}, TypeError, "keyword|missing|positional"),
+        (mapped(lambda x, y: halves(x)), {}, ValueError, "have no targets; give pairs"),
+        (OF_A_KIND, {}, TypeError, r"batch of the pool is a Batch; .* split="),
+        (OF_A_KIND, {"split": lambda batch: (batch, None), "labels": "pseudo"},
+         TypeError, r"the inputs are a Batch; .* forward="),
+        (Vectors(COUNT), {"split": lambda batch: batch[0]}, TypeError,
+         "split= returned a Tensor; return a pair"),
+        (Vectors(COUNT), {"split": lambda batch: [1, 2, 3]}, TypeError,
+         "split= returned a list of 3; return a pair"),
+        (mapped(labelled), {"model": Keyworded(lambda x: [x])}, TypeError,
+         r"gave a list without \.logits.*forward="),
     ],
-    ids=["three", "texts", "no-inputs", "two-targets", "text-inputs"],
-)
-def test_what_is_not_understood_is_an_error(item, error, match):
+)  # fmt: skip
+def test_what_is_not_understood_is_an_error(pool, options, error, match):
     with pytest.raises(error, match=match):
-        scores(dense_model(), mapped(item))
-
-
-def test_a_batch_of_an_unknown_type_is_an_error():
-    class Batch:
-        def __init__(self, samples) -> None:
-            self.x = torch.stack([x for x, _ in samples])
-
-    pool = DataLoader(Vectors(COUNT), batch_size=4, collate_fn=Batch)
-    with pytest.raises(TypeError, match=r"batch of the pool is a Batch; .* split="):
-        scores(dense_model(), pool)
-    inputs_of_a_kind = {"split": lambda batch: (batch, None), "labels": "pseudo"}
-    with pytest.raises(TypeError, match=r"the inputs are a Batch; .* forward="):
-        scores(dense_model(), pool, **inputs_of_a_kind)
-
-
-def test_what_split_and_forward_return_is_checked():
-    with pytest.raises(TypeError, match="split= returned a Tensor; return a pair"):
-        scores(dense_model(), Vectors(COUNT), split=lambda batch: batch[0])
-    with pytest.raises(TypeError, match="split= returned a list of 3; return a pair"):
-        scores(dense_model(), Vectors(COUNT), split=lambda batch: [1, 2, 3])
-    model = Keyworded(lambda x: [x])
-    with pytest.raises(TypeError, match=r"gave a list without \.logits.*forward="):
-        scores(model, mapped(lambda x, y: {**halves(x), "labels": y}))
+        scores(**{"model": dense_model(), "pool": pool, **options})
 
 
 def test_tokens_with_their_own_loss():
@@ -194,11 +173,9 @@ def test_tokens_with_their_own_loss():
     def next_token(logits, labels):
         return psg.token_cross_entropy(logits[:, :-1], labels[:, 1:])
 
-    found = scores(
-        model, pool, loss=next_token, forward=lambda m, batch: m(batch["input_ids"])
-    )
-    for item, score in zip(pool, found):
-        loss = next_token(model(item["input_ids"][None]), item["labels"][None])
-        grads = torch.autograd.grad(loss.sum(), list(model.parameters()))
-        norm = torch.cat([grad.flatten() for grad in grads]).norm()
-        np.testing.assert_allclose(score, norm, rtol=1e-4, atol=1e-7)
+    options = {"loss": next_token, "forward": lambda m, batch: m(batch["input_ids"])}
+    found = scores(model, pool, **options)
+    batch = default_collate(pool)
+    losses = next_token(model(batch["input_ids"]), batch["labels"])
+    norms = flat(loop(losses, model.parameters())).norm(dim=1)
+    np.testing.assert_allclose(found, norms, rtol=1e-4, atol=1e-7)

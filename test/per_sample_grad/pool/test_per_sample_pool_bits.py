@@ -88,19 +88,17 @@ def test_blocks_are_collated_whatever_the_batches():
 
 
 def announce(path: Path, number: int) -> None:
-    """Writes a line for a loading process that starts."""
-    with open(path, "a") as file:
-        file.write(f"{number}\n")
+    """Leaves a file for a loading process that starts, which must be the first."""
+    (path / str(number)).touch(exist_ok=False)
 
 
 def test_loading_processes_change_no_bit_and_start_once_for_all_parts(tmp_path):
-    started, model = tmp_path / "started", dense_model()
+    start, model = functools.partial(announce, tmp_path), dense_model()
     loader = DataLoader(
-        Vectors(COUNT), num_workers=2, batch_size=16,
-        worker_init_fn=functools.partial(announce, started),
-    )  # fmt: skip
+        Vectors(COUNT), batch_size=16, num_workers=2, worker_init_fn=start
+    )
     assert_same_bits(scored(model, loader, part_size=BLOCK), scored(model))
-    assert sorted(started.read_text()) == ["\n", "\n", "0", "1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 class Certain(nn.Module):
@@ -150,19 +148,13 @@ def test_the_compared_block_is_computed_again():
     """Otherwise the comparison would be part of its program, and of no other's."""
     model, calls = dense_model(), []
     model.register_forward_hook(lambda *_: calls.append(None))
-    counts = []
-    for pool in (Vectors(BLOCK), Vectors(BLOCK), Vectors(3 * BLOCK)):
-        calls.clear()
-        scored(model, pool)
-        counts.append(len(calls))
-    assert counts == [2, 1, 3]
-    calls.clear()
     # Other parameters are compared again, once.
-    scored(model, Vectors(2 * BLOCK), last_layer="0", score="last_layer_grad_norm")
-    assert len(calls) == 3
-
-
-OPTIONS = {"block_size": BLOCK, "part_size": BLOCK, "progress": False}
+    other = {"last_layer": "0", "score": "last_layer_grad_norm"}
+    rows = (1, {}, 2), (1, {}, 1), (3, {}, 3), (2, other, 3)
+    for num_blocks, options, num_calls in rows:
+        calls.clear()
+        scored(model, Vectors(num_blocks * BLOCK), **options)
+        assert len(calls) == num_calls
 
 
 def models_of(rank: int, kind: str) -> list[nn.Module]:
@@ -173,9 +165,9 @@ def models_of(rank: int, kind: str) -> list[nn.Module]:
         models = [dense_model(), nn.Sequential(dense_model(), nn.BatchNorm1d(4))]
     if last and kind == "weight":
         models[1][0][3].bias.data[2] += 1e-7
-    if last and kind == "buffer":
+    elif last and kind == "buffer":
         models[1][1].running_mean += 1
-    if last and kind == "name":
+    elif last:
         models[1].append(nn.Linear(4, 4, bias=False))
     models[1].first = [models[1][0]]  # which a description has under this name
     return [model.to(replica.device) for model in models]
@@ -184,7 +176,7 @@ def models_of(rank: int, kind: str) -> list[nn.Module]:
 def told(models: object, folder: str | None) -> str:
     """Returns the error that scoring with these models is."""
     with pytest.raises(ReplicaError) as error:
-        psg.score_pool(models, Vectors(41), folder=folder, **OPTIONS)
+        scored(models, folder=folder, part_size=BLOCK)
     return str(error.value)
 
 
@@ -201,8 +193,7 @@ def refused_and_repaired(rank: int, folder: str) -> tuple[list[str], list[np.nda
     replica.broadcast_([*model.parameters(), *model.buffers()])
     replica.barrier()  # so that emulated replicas, which are threads, draw together
     models = model, dense_model(0).to(replica.device)
-    scored = [psg.score_pool(each, Vectors(41), **OPTIONS).scores for each in models]
-    return found, scored
+    return found, [scored(each, part_size=BLOCK) for each in models]
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import subprocess
 import sys
 import threading
-from typing import Any, BinaryIO
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from support.per_sample_grad.pool import COUNT, Pool, by_hand, make_model, scores
+from support.variable_batch_size.checkpointed import full_disk
 from support.xla_replica.replicas import TORCHTPU, Backend, needs_xla, row
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
@@ -27,10 +30,8 @@ from xla_replica.common import files
 
 
 def test_a_run_that_failed_continues_where_it_was(tmp_path, capsys):
-    options, bar = (
-        {"part_size": 8, "folder": tmp_path, "progress": True},
-        capsys.readouterr,
-    )
+    options = {"part_size": 8, "folder": tmp_path, "progress": True}
+    bar = capsys.readouterr
     with pytest.raises(OSError, match="disk"):
         scores(pool=Pool(fail_at=18), **options)
     assert f"16/{COUNT}" in bar().err
@@ -48,16 +49,16 @@ def test_a_run_that_failed_continues_where_it_was(tmp_path, capsys):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-class Shifted(Pool):
-    """Another pool of the same length."""
+class Changed(Pool):
+    """Another pool of the same length, of which a function changes the inputs."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.change = change
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         inputs, target = super().__getitem__(index)
-        return inputs + 1, target
-
-
-def other_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+        return self.change(inputs), target
 
 
 def other_function(*arguments):
@@ -73,7 +74,7 @@ def frozen() -> nn.Module:
 ANOTHER = {
     r"params\[0\] was": {"params": ["5.weight"]},
     r" params\[0\] was": {"model": frozen()},
-    " loss was": {"loss": other_loss},
+    " loss was": {"loss": lambda logits, targets: logits.sum(1)},
     " score function was": {"score": other_function},
     " forward was": {"forward": other_function},
     " split was": {"split": lambda batch: (batch[0], batch[1])},
@@ -84,7 +85,7 @@ ANOTHER = {
         "score": psg.Projection(dict(make_model().named_parameters()), 20, seed=1)
     },
     " options": {"fallback": "loop"},
-    " pool was": {"loader": Shifted()},
+    " pool was": {"loader": Changed(lambda x: x + 1)},
     r" model\.6": {"model": make_model().requires_grad_(False).append(nn.Linear(4, 4))},
     r"else: model\.0\.weight was": {"model": make_model(1)},
     r"; and \d+ more\. Give another folder": {"model": nn.Sequential(make_model())},
@@ -106,10 +107,7 @@ def test_another_jobs_parts_are_an_error(tmp_path, told):
     ("text", "told"),
     [
         ('{"score": "grad_norm", "count": 23}', "are not of format 6. Give another fo"),
-        (
-            '{"score": "loss", "format": 5}',
-            "by another version of per_sample_grad, who",
-        ),
+        ('{"score": "loss", "format": 5}', "another version of per_sample_grad, who"),
         ("[]", "another version of per_sample_grad"),
         ("[" * 200_000, r"pool\.json is damaged .*Give another"),
         ('{"format": 6,', r"pool\.json is damaged .*Give another"),
@@ -122,44 +120,23 @@ def test_a_folder_of_another_format_is_an_error(text, told, tmp_path):
         scores(folder=tmp_path)
 
 
-class FullDisk:
-    """A file on a disk that has room for some bytes only."""
-
-    def __init__(self, file: BinaryIO, room: int) -> None:
-        self.file, self.room = file, room
-
-    def write(self, data: bytes | memoryview) -> int:
-        if len(data) > self.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self.room -= len(data)
-        return self.file.write(data)
-
-    def writelines(self, pieces: list[bytes | memoryview]) -> None:
-        for piece in pieces:
-            self.write(piece)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-
 @pytest.mark.parametrize("room", [0, 10, 130, 8 * 4 + 130])
 def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room):
     opened = []
 
-    def filled(unfinished, write, path):
-        opened.append(unfinished)
-        if len(opened) < 3:  # the description and a part
-            return files.write_whole(unfinished, write, path)
-        return files.write_whole(unfinished, lambda f: write(FullDisk(f, room)), path)
+    def filled(*arguments):
+        opened.append(arguments)
+        third = len(opened) == 3  # after the description and a part
+        with full_disk(room) if third else contextlib.nullcontext():
+            return files.write_whole(*arguments)
 
     options = {"part_size": 8, "folder": tmp_path}
     with monkeypatch.context() as patched:
         patched.setattr(parts, "write_whole", filled)
-        with pytest.raises(
-            OSError, match="The parts that are finished are kept"
-        ) as full:
+        told = "The parts that are finished are kept"
+        with pytest.raises(OSError, match=told) as full:
             scores(**options)
-    assert full.value.errno == errno.ENOSPC
+    assert full.value.errno == errno.EFBIG
     assert full.value.filename == str(tmp_path / "part-00000001.npy")
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"pool.json", "part-00000000.npy"}
@@ -229,52 +206,38 @@ def found_busy(rank: int, folder: str) -> str:
     return ""
 
 
-class Drawn(Pool):
-    """A pool that is augmented at random."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        inputs, target = super().__getitem__(index)
-        return inputs + torch.randn(inputs.shape), target
-
-
 def test_a_pool_that_is_drawn_at_random_continues_too(tmp_path):
+    drawn = Changed(lambda x: x + torch.randn(x.shape))
     with pytest.raises(TypeError, match="others every time that they are read"):
-        scores(pool=Drawn(), folder=tmp_path)
-    first = scores(pool=Drawn(), tag="noise of one", folder=tmp_path)
-    again = scores(pool=Drawn(), tag="noise of one", folder=tmp_path)
+        scores(pool=drawn, folder=tmp_path)
+    first = scores(pool=drawn, tag="noise of one", folder=tmp_path)
+    again = scores(pool=drawn, tag="noise of one", folder=tmp_path)
     np.testing.assert_array_equal(first, again)
 
 
-class Files(torch.utils.data.Dataset):
+class Files(Changed):
     """A pool of files, whose samples are what is in them, changed by a function."""
 
-    def __init__(self, folder, transform=None) -> None:
+    def __init__(self, folder: Path, change=None) -> None:
+        super().__init__(change)
         self.paths = [str(path) for path in sorted(folder.glob("*.txt"))]
-        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        with open(self.paths[index]) as file:
-            x = torch.full((4,), float(file.read()))
-        return (x if self.transform is None else self.transform(x)), index % 2
+        x = torch.full((4,), float(Path(self.paths[index]).read_text()))
+        return (x if self.change is None else self.change(x)), index % 2
 
 
-def tensors(change=lambda x, y: None):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(400, 4, generator=generator)
+def tensors(corrected: bool = False, exchanged: bool = False) -> TensorDataset:
+    x = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
     y = torch.arange(400) % 3
-    change(x, y)
+    if corrected:
+        y[[7, 100, 333]] = 1 - y[[7, 100, 333]].clamp(max=1)
+    if exchanged:
+        x[[3, 5]] = x[[5, 3]]
     return TensorDataset(x, y)
-
-
-def correct_labels(x, y):
-    y[[7, 100, 333]] = 1 - y[[7, 100, 333]].clamp(max=1)
-
-
-def other_order(x, y):
-    x[[3, 5]] = x[[5, 3]]
 
 
 def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
@@ -285,12 +248,12 @@ def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
     kept = [i for i in range(400) if i != 7]
     pools = {
         "tensors": tensors(),
-        "corrected": tensors(correct_labels),
-        "order": tensors(other_order),
+        "corrected": tensors(corrected=True),
+        "order": tensors(exchanged=True),
         "subset": Subset(tensors(), kept),
         "other subset": Subset(tensors(), [*kept[:6], kept[7], kept[6], *kept[8:]]),
         "list": [(row, int(label)) for row, label in tensors()],
-        "corrected list": [(row, int(label)) for row, label in tensors(correct_labels)],
+        "corrected list": [(row, int(y)) for row, y in tensors(corrected=True)],
         "files": Files(tmp_path / "files"),
         "transformed": Files(tmp_path / "files", lambda x: x + (x == 7 / 400)),
     }
@@ -320,9 +283,8 @@ def scored(rank: int, folder: str | None) -> np.ndarray:
 )
 def test_replicas_continue_where_another_number_stopped(backend, tmp_path):
     alone = Backend(backend.device, 1).run(scored, None)[0]
-    np.testing.assert_allclose(
-        alone, by_hand(make_model(), "grad_norm", "given"), rtol=1e-4
-    )
+    truth = by_hand(make_model(), "grad_norm", "given")
+    np.testing.assert_allclose(alone, truth, rtol=1e-4)
     for found in backend.run(scored, str(tmp_path)):
         np.testing.assert_array_equal(found, alone)
     # All are told of a folder that is in use; and one replica goes on with it.
@@ -351,3 +313,35 @@ def counted(rank: int) -> list[tuple[int, int, dict[str, int]]]:
 @pytest.mark.xla
 def test_a_short_last_batch_compiles_nothing_and_a_part_takes_one_transfer():
     assert Backend("xla", 1).run(counted) == [[(0, 3, {}), (0, 3, {})]]
+
+
+class Counting(Pool):
+    """A pool that counts the live tensors whenever a part begins."""
+
+    def __init__(self) -> None:
+        super().__init__(10 * 32)
+        self.alive: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index % 32 == 0:
+            gc.collect()
+            kinds = Counter(map(type, gc.get_objects()))
+            tensors = (n for kind, n in kinds.items() if issubclass(kind, torch.Tensor))
+            self.alive.append(sum(tensors))
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    "score",
+    ["el2n", *(pytest.param(s, marks=pytest.mark.slow) for s in ("grad_norm", "egl"))],
+)
+def test_no_tensor_outlives_its_part(score, tmp_path):
+    pool = Counting()
+    gc.collect()
+    gc.freeze()  # what is alive now would take long to count
+    try:
+        scores(pool=pool, score=score, block_size=8, part_size=32, folder=tmp_path)
+    finally:
+        gc.unfreeze()
+    counts = pool.alive[-8:]  # without the first parts' and the description's
+    assert len(set(counts)) == 1, counts

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import per_sample_grad as psg
-from support.per_sample_grad.gradient_oracle import error, flat
+from support.per_sample_grad.gradient_oracle import Case, error, flat, oracle
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 METHODS = ["auto", "factored", "materialized"]
@@ -20,14 +20,12 @@ def answers(
     factors: psg.Factors, weights: torch.Tensor, vectors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Returns every answer, by name; ``weights`` are ``(2, B)``."""
-    sums = factors.weighted_sum(weights)
+    sums, shapes = factors.weighted_sum(weights), factors.shapes
     # Views of one matrix, as the state of an optimizer may have.
-    sizes = [math.prod(shape) for shape in factors.shapes.values()]
+    sizes = [math.prod(shape) for shape in shapes.values()]
     matrix = weights.new_ones(2, sum(sizes), dtype=next(iter(sums.values())).dtype)
-    totals = {
-        name: part.view(2, *factors.shapes[name])
-        for name, part in zip(factors.shapes, matrix.split(sizes, 1))
-    }
+    parts = zip(shapes.items(), matrix.split(sizes, 1))
+    totals = {name: part.view(2, *shape) for (name, shape), part in parts}
     factors.add_weighted_sum_(totals, weights)
     return {
         "gradients": factors.materialize(),
@@ -96,6 +94,15 @@ def agree(
     assert error(found["cross gram"], gram) <= tolerance
     lowest = torch.linalg.eigvalsh(K.cpu().double())[0]
     assert lowest >= -10 * tolerance * float(gram.norm())
+
+
+def agree_with_loop(
+    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], **options: object
+) -> None:
+    """Checks all answers in float64, found with these options beside the case's."""
+    options = {**case.options, **options}
+    factors = psg.per_sample_factors(model, case.loss, inputs, **options)
+    agree(factors, oracle(case, model, inputs), 1e-10)
 
 
 def assert_same_grads(one: nn.Module, other: nn.Module) -> None:

@@ -10,10 +10,6 @@ from torch import nn
 from support.per_sample_grad.gradient_oracle import Case
 from support.per_sample_grad.layer_cases import Apply
 
-CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
-TRANSPOSED = [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
-INSTANCE_NORMS = [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]
-BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
 MODES = ["zeros", "reflect", "replicate", "circular"]
 
 
@@ -21,10 +17,10 @@ def sizes(draw, rank: int, low: int, high: int) -> tuple[int, ...]:
     return tuple(draw(st.integers(low, high)) for _ in range(rank))
 
 
-def layer(kind: type[nn.Module], shape: tuple[int, ...], *args, **options) -> Case:
+def layer(kind: str, shape: tuple[int, ...], *args, **options) -> Case:
     """Returns a layer of these arguments, which its name tells."""
-    name = f"{kind.__name__}{args} {options} of {shape}"
-    return Case(name, lambda: kind(*args, **options), shape)
+    name = f"{kind}{args} {options} of {shape}"
+    return Case(name, lambda: getattr(nn, kind)(*args, **options), shape)
 
 
 @st.composite
@@ -46,8 +42,8 @@ def convolutions(draw) -> Case:
         "stride": stride, "padding": padding, "dilation": dilation, "groups": groups,
         "padding_mode": mode, "bias": draw(st.booleans()),
     }  # fmt: skip
-    kind, shape = CONVOLUTIONS[rank - 1], (channels[0], *size)
-    return layer(kind, shape, *channels, kernel, **options)
+    shape = (channels[0], *size)
+    return layer(f"Conv{rank}d", shape, *channels, kernel, **options)
 
 
 @st.composite
@@ -67,15 +63,15 @@ def transposed(draw) -> Case:
         "stride": stride, "padding": padding, "output_padding": more,
         "dilation": dilation, "groups": groups, "bias": draw(st.booleans()),
     }  # fmt: skip
-    kind, shape = TRANSPOSED[rank - 1], (channels[0], *size)
-    return layer(kind, shape, *channels, kernel, **options)
+    shape = (channels[0], *size)
+    return layer(f"ConvTranspose{rank}d", shape, *channels, kernel, **options)
 
 
 @st.composite
 def linears(draw) -> Case:
     shape = sizes(draw, draw(st.integers(1, 4)), 1, 4)
     width, bias = draw(st.integers(1, 4)), draw(st.booleans())
-    return layer(nn.Linear, shape, shape[-1], width, bias=bias)
+    return layer("Linear", shape, shape[-1], width, bias=bias)
 
 
 @st.composite
@@ -95,7 +91,7 @@ def layer_norms(draw) -> Case:
     outer = sizes(draw, draw(st.integers(0, 2)), 1, 3)
     shape = (*sizes(draw, draw(st.integers(0, 1)), 1, 3), draw(st.integers(2, 5)))
     bias, eps = draw(st.booleans()), draw(st.sampled_from([1e-5, 1e-3]))
-    return layer(nn.LayerNorm, (*outer, *shape), shape, eps=eps, bias=bias)
+    return layer("LayerNorm", (*outer, *shape), shape, eps=eps, bias=bias)
 
 
 @st.composite
@@ -103,7 +99,7 @@ def rms_norms(draw) -> Case:
     outer = sizes(draw, draw(st.integers(0, 2)), 1, 3)
     shape = sizes(draw, draw(st.integers(1, 2)), 1, 4)
     eps = draw(st.sampled_from([None, 1e-5, 1e-2]))
-    return layer(nn.RMSNorm, (*outer, *shape), shape, eps=eps)
+    return layer("RMSNorm", (*outer, *shape), shape, eps=eps)
 
 
 @st.composite
@@ -113,7 +109,7 @@ def group_norms(draw) -> Case:
     # A single number minus its mean is zero; torch refuses groups of one number.
     assume(each * torch.Size(space).numel() > 1)
     channels = groups * each
-    return layer(nn.GroupNorm, (channels, *space), groups, channels)
+    return layer("GroupNorm", (channels, *space), groups, channels)
 
 
 @st.composite
@@ -122,7 +118,7 @@ def instance_norms(draw) -> Case:
     running, space = draw(st.booleans()), sizes(draw, rank, 1, 4)
     assume(running or torch.Size(space).numel() > 1)
     options = {"affine": True, "track_running_stats": running}
-    return layer(INSTANCE_NORMS[rank - 1], (channels, *space), channels, **options)
+    return layer(f"InstanceNorm{rank}d", (channels, *space), channels, **options)
 
 
 @st.composite
@@ -131,7 +127,7 @@ def batch_norms(draw) -> Case:
     rank, channels = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     least = 0 if rank == 1 else rank
     space = sizes(draw, draw(st.integers(least, rank)), 1, 4)
-    kind = draw(st.sampled_from([BATCH_NORMS[rank - 1], nn.SyncBatchNorm]))
+    kind = draw(st.sampled_from([f"BatchNorm{rank}d", "SyncBatchNorm"]))
     return layer(kind, (channels, *space), channels)
 
 
@@ -139,7 +135,7 @@ def batch_norms(draw) -> Case:
 def prelus(draw) -> Case:
     channels, each = draw(st.integers(1, 4)), draw(st.booleans())
     space = sizes(draw, draw(st.integers(0, 3)), 1, 3)
-    return layer(nn.PReLU, (channels, *space), channels if each else 1)
+    return layer("PReLU", (channels, *space), channels if each else 1)
 
 
 @st.composite
@@ -149,10 +145,7 @@ def bilinears(draw) -> Case:
     return Case(
         f"bilinear {first} x {second} to {width} in {inner}, bias={bias}",
         lambda: nn.Bilinear(first, second, width, bias=bias),
-        lambda batch: (
-            torch.randn(batch, *inner, first),
-            torch.randn(batch, *inner, second),
-        ),
+        lambda batch: tuple(torch.randn(batch, *inner, n) for n in (first, second)),
     )
 
 
@@ -174,35 +167,20 @@ def attentions(draw) -> Case:
         out = m.inner(query, key, value, attn_mask=mask, need_weights=weights)[0]
         return out if first else out.transpose(0, 1)
 
+    options = {"bias": bias, "kdim": kdim, "vdim": vdim, "batch_first": first}
+    shapes = (length, size), (keys, kdim or size), (keys, vdim or size)
     return Case(
-        f"attention, {heads} heads of {width}, {length} to {keys}, {kdim=} {vdim=} "
-        f"{bias=} batch_first={first} {weights=} {causal=}",
-        lambda: Apply(
-            attend,
-            inner=nn.MultiheadAttention(
-                size, heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=first
-            ),
-        ),
-        lambda batch: (
-            torch.randn(batch, length, size),
-            torch.randn(batch, keys, kdim or size),
-            torch.randn(batch, keys, vdim or size),
-        ),
+        f"attention, {heads} of {width}, {shapes=} {options} {weights=} {causal=}",
+        lambda: Apply(attend, inner=nn.MultiheadAttention(size, heads, **options)),
+        lambda batch: tuple(torch.randn(batch, *shape) for shape in shapes),
         {"batch_dim": 0 if first else 1},
     )
 
 
 KINDS = {
-    "attention": attentions(),
-    "batch-norm": batch_norms(),
-    "bilinear": bilinears(),
-    "convolution": convolutions(),
-    "embedding": embeddings(),
-    "group-norm": group_norms(),
-    "instance-norm": instance_norms(),
-    "layer-norm": layer_norms(),
-    "linear": linears(),
-    "prelu": prelus(),
-    "rms-norm": rms_norms(),
-    "transposed": transposed(),
-}
+    "attention": attentions(), "batch-norm": batch_norms(), "bilinear": bilinears(),
+    "convolution": convolutions(), "embedding": embeddings(),
+    "group-norm": group_norms(), "instance-norm": instance_norms(),
+    "layer-norm": layer_norms(), "linear": linears(), "prelu": prelus(),
+    "rms-norm": rms_norms(), "transposed": transposed(),
+}  # fmt: skip

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
+import per_sample_grad as psg
 from per_sample_grad.layers.registry import RULES
 
 BATCH = 3
@@ -34,6 +35,23 @@ def fold(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     out = model(*inputs).flatten(1)
     coefficients = torch.cos(torch.arange(out.shape[1], device=out.device))
     return (torch.sin(0.7 * out) * coefficients.to(out.dtype)).sum(1)
+
+
+def captured(
+    model: nn.Module, loss: Callable[..., torch.Tensor], *inputs: object, **options
+) -> tuple[psg.Capture, torch.Tensor]:
+    """Returns a capture of a forward pass, and its losses."""
+    with psg.capture(model, **options) as recorded:
+        losses = loss(model, *inputs)
+    return recorded, losses
+
+
+def loop(losses: torch.Tensor, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns each parameter's gradients, ``(B, *shape)``, of losses with a graph."""
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    params = list(params)
+    rows = [torch.autograd.grad(loss, params, **options) for loss in losses]
+    return [torch.stack(column) for column in zip(*rows)]
 
 
 def deviations(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -61,6 +79,9 @@ class Case:
     options: dict[str, object] = dataclasses.field(default_factory=dict)
     loss: Callable[..., torch.Tensor] = fold
 
+    def __str__(self) -> str:
+        return self.name
+
     def make(
         self, dtype: torch.dtype, batch: int = BATCH, seed: int = 0
     ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -74,10 +95,8 @@ class Case:
                 for name, buffer in model.named_buffers():
                     if "running" in name:
                         buffer.copy_(0.5 + torch.rand(buffer.shape))
-            if callable(self.shape):
-                inputs = self.shape(batch)
-            else:
-                inputs = (torch.randn(batch, *self.shape),)
+            given = self.shape
+            inputs = given(batch) if callable(given) else (torch.randn(batch, *given),)
         inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
         return model.to(dtype), inputs
 
@@ -109,9 +128,10 @@ def oracle(
     }
 
 
-def flat(gradients: Gradients) -> torch.Tensor:
+def flat(gradients: Gradients | list[torch.Tensor]) -> torch.Tensor:
     """Returns all gradients as one matrix, ``(B, D)``."""
-    return torch.cat([g.reshape(len(g), -1) for g in gradients.values()], 1)
+    parts = gradients.values() if isinstance(gradients, dict) else gradients
+    return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
 
 
 def error(

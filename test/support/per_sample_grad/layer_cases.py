@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -49,19 +50,15 @@ def linear(rank: int, bias: bool = True) -> Case:
     return Case(name, lambda: nn.Linear(3, 2, bias=bias), shape)
 
 
-def conv(name: str, size: tuple[int, ...], *args: object, **kwargs: object) -> Case:
-    kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(size)]
-    return Case(
-        f"conv{len(size)}d-{name}", lambda: kind(*args, **kwargs), (args[0], *size)
-    )
+def conv(
+    name: str, size: tuple[int, ...], *args: object, prefix: str = "conv", **kwargs
+) -> Case:
+    kind = getattr(nn, {"conv": "Conv"}.get(prefix, "ConvTranspose") + f"{len(size)}d")
+    name, shape = f"{prefix}{len(size)}d-{name}", (args[0], *size)
+    return Case(name, lambda: kind(*args, **kwargs), shape)
 
 
-def transposed(name: str, size: tuple[int, ...], *args: object, **kw: object) -> Case:
-    kinds = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-    kind = kinds[len(size)]
-    return Case(
-        f"transposed{len(size)}d-{name}", lambda: kind(*args, **kw), (args[0], *size)
-    )
+transposed = functools.partial(conv, prefix="transposed")
 
 
 def tied() -> nn.Module:
@@ -89,22 +86,11 @@ def shared_convolution() -> nn.Module:
     return model
 
 
-def transformer_block() -> nn.Module:
-    def attend(m: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        x = m.embed(ids)
-        q, k, v = m.qkv(m.norm(x)).chunk(3, -1)
-        x = x + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return m.head(m.norm2(x))
-
-    return Apply(
-        attend,
-        embed=nn.Embedding(11, 4, padding_idx=0),
-        norm=nn.LayerNorm(4),
-        qkv=nn.Linear(4, 12),
-        out=nn.Linear(4, 4),
-        norm2=nn.RMSNorm(4),
-        head=nn.Linear(4, 11),
-    )
+def transformer_block(m: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    x = m.embed(ids)
+    q, k, v = m.qkv(m.norm(x)).chunk(3, -1)
+    x = x + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    return m.head(m.norm2(x))
 
 
 def weight_is_bias() -> nn.Module:
@@ -113,21 +99,11 @@ def weight_is_bias() -> nn.Module:
     return norm
 
 
-def frozen_first() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    model[0].requires_grad_(False)
-    return model
-
-
 def hooked() -> nn.Module:
     """Returns a layer whose outputs another hook changes."""
     model = nn.Sequential(nn.Linear(3, 2))
     model[0].register_forward_hook(lambda module, args, out: 3 * out)
     return model
-
-
-def partly_unused() -> nn.Module:
-    return Apply(lambda m, x: m.used(x), used=nn.Linear(3, 2), unused=nn.Linear(3, 2))
 
 
 LAYERS = [
@@ -179,26 +155,22 @@ def attention() -> nn.Module:
         padded = (torch.arange(length, device=x.device) > length - 2).expand(len(x), -1)
         padding = torch.where(padded, -torch.inf, 0.0).to(x.dtype)
         causal = torch.where(causal, -torch.inf, 0.0).to(x.dtype)
-        out, _ = m.inner(
-            x, x, x, attn_mask=causal, key_padding_mask=padding, need_weights=False
-        )
-        return out
+        masks = {"attn_mask": causal, "key_padding_mask": padding}
+        return m.inner(x, x, x, need_weights=False, **masks)[0]
 
     return Apply(attend, inner=nn.MultiheadAttention(4, 2, batch_first=True))
 
 
-def cross_attention() -> nn.Module:
-    def attend(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x, y = x.transpose(0, 1), y.transpose(0, 1)
-        return m.inner(x, key=y, value=torch.tanh(y))[0].transpose(0, 1)
-
-    return Apply(attend, inner=nn.MultiheadAttention(4, 2))
+def cross(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x, y = x.transpose(0, 1), y.transpose(0, 1)
+    return m.inner(x, key=y, value=torch.tanh(y))[0].transpose(0, 1)
 
 
 TRAPS = [
     Case("attention", attention, (5, 4)),
-    Case("attention-cross", cross_attention, lambda batch: (
-        torch.randn(batch, 5, 4), torch.randn(batch, 3, 4)), {"batch_dim": 1}),
+    Case("attention-cross", lambda: Apply(cross, inner=nn.MultiheadAttention(4, 2)),
+         lambda batch: (torch.randn(batch, 5, 4), torch.randn(batch, 3, 4)),
+         {"batch_dim": 1}),
     Case("encoder-layer", lambda: nn.TransformerEncoderLayer(
         4, 2, 8, batch_first=True), (5, 4)),
     Case("encoder-layer-time-first", lambda: Apply(
@@ -237,13 +209,18 @@ TRAPS = [
         a=nn.Linear(3, 4), b=nn.Linear(3, 2), c=nn.Linear(4, 2), d=nn.Linear(2, 2)),
         (3,)),
     Case("weight-that-is-the-bias", weight_is_bias, (4, 5)),
-    Case("frozen-part", frozen_first, (3,)),
+    Case("frozen-part", lambda: nn.Sequential(
+        nn.Linear(3, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 2)), (3,)),
     Case("hooked", hooked, (3,)),
     Case("checkpointed", lambda: Apply(
         lambda m, x: checkpoint(m.b, torch.tanh(m.a(x)), use_reentrant=False),
         a=nn.Linear(3, 4), b=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))), (3,)),
-    Case("unused-part", partly_unused, (3,)),
-    Case("transformer", transformer_block, tokens(5, 11)),
+    Case("unused-part", lambda: Apply(
+        lambda m, x: m.used(x), used=nn.Linear(3, 2), unused=nn.Linear(3, 2)), (3,)),
+    Case("transformer", lambda: Apply(
+        transformer_block, embed=nn.Embedding(11, 4, padding_idx=0),
+        norm=nn.LayerNorm(4), qkv=nn.Linear(4, 12), out=nn.Linear(4, 4),
+        norm2=nn.RMSNorm(4), head=nn.Linear(4, 11)), tokens(5, 11)),
     Case("cnn", sequential(
         lambda: nn.Conv2d(2, 4, 3, padding=1), lambda: nn.GroupNorm(2, 4),
         nn.ReLU, lambda: nn.MaxPool2d(2), lambda: nn.Conv2d(4, 4, 3, groups=4),

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 import per_sample_grad as psg
+from support.per_sample_grad.gradient_oracle import flat, loop
 
 CLASSES, WIDTH, BLOCK = 4, 67, 8
 COUNT = 23  # samples of a small pool
@@ -55,9 +56,8 @@ def dense_model(seed: int = 0) -> nn.Module:
     """Returns a classifier of `Vectors`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Linear(WIDTH, 33), nn.LayerNorm(33), nn.Tanh(), nn.Linear(33, CLASSES)
-        )
+        first, last = nn.Linear(WIDTH, 33), nn.Linear(33, CLASSES)
+    return nn.Sequential(first, nn.LayerNorm(33), nn.Tanh(), last)
 
 
 def scores(model: Any = None, pool: Any = None, **options: Any) -> np.ndarray:
@@ -98,10 +98,7 @@ def by_hand(model: nn.Module, score: str, labels: str) -> np.ndarray:
         if score == "el2n":
             return (chances - F.one_hot(targets, CLASSES)).norm(dim=1)
         own = model[5] if score == "last_layer_grad_norm" else model
-        params = list(own.parameters())
-        rows = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
-        grads = [torch.cat([grad.flatten() for grad in row]) for row in rows]
-        return torch.stack(grads).norm(dim=1)
+        return flat(loop(losses, own.parameters())).norm(dim=1)
 
     if labels == "expected":
         of_classes = [scores(torch.full_like(y, number)) for number in range(CLASSES)]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from support.per_sample_grad.gradient_oracle import Case
-from support.per_sample_grad.layer_cases import Apply, WithParameter
+from support.per_sample_grad.layer_cases import CASES, Apply, WithParameter
 
 
 def raw() -> nn.Module:
@@ -25,9 +25,10 @@ class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.inner = nn.Embedding(5, 3), nn.Linear(3, 2)
+        self.deep = nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = self.embed(torch.arange(x.shape[1], device=x.device))
+        places = self.deep(self.embed(torch.arange(x.shape[1], device=x.device)))
         return self.inner(torch.tanh(x + places))
 
 
@@ -37,19 +38,6 @@ class DeepPositions(Positions):
     def __init__(self) -> None:
         super().__init__()
         self.deep = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = self.deep(self.embed(torch.arange(x.shape[1], device=x.device)))
-        return self.inner(torch.tanh(x + places))
-
-
-def functional(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Uses a module once, and its weight once more directly."""
-    return nn.functional.linear(torch.tanh(m.inner(x)), m.inner.weight)
-
-
-def weight_norm() -> nn.Module:
-    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))
 
 
 class Masked(nn.Module):
@@ -70,37 +58,11 @@ def pruned() -> nn.Module:
     return model
 
 
-def weight_as_input() -> nn.Module:
-    return Apply(
-        lambda m, x: m.inner(x) @ m.inner(m.outer.weight).T,
-        inner=nn.Linear(3, 4),
-        outer=nn.Linear(3, 2, bias=False),
-    )
-
-
 def patched() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 2))
     double = types.MethodType(lambda m, x: 2 * nn.Linear.forward(m, x), model[0])
     model[0].forward = double
     return model
-
-
-class Powered(torch.autograd.Function):
-    """A power, in a function that modes do not see."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-        return x**exponent
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, exponent, output = ctx.saved_tensors
-        at_exponent = (grad * output * x.log()).sum_to_size(exponent.shape)
-        return grad * exponent * x ** (exponent - 1), at_exponent
 
 
 def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
@@ -131,14 +93,19 @@ BY_OPERATIONS = [
     Case("cube", Cube, (3,)),
     Case("cube-on-positions", Cube, (5, 3)),
     Case("raw-parameter", raw, (3,)),
-    Case("functional-use", lambda: Apply(functional, inner=nn.Linear(3, 3)), (3,)),
+    Case("functional-use", lambda: Apply(
+        lambda m, x: nn.functional.linear(torch.tanh(m.inner(x)), m.inner.weight),
+        inner=nn.Linear(3, 3)), (3,)),
     Case("positions", Positions, (5, 3)),
-    Case("weight-norm", weight_norm, (3,)),
+    Case("weight-norm", lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(3, 2))), (3,)),
     Case("pruned", pruned, (3,)),
     Case("masked", lambda: nn.Sequential(Masked(), nn.Tanh(), nn.Linear(4, 2)), (3,)),
-    Case("weight-as-input", weight_as_input, (3,)),
+    Case("weight-as-input", lambda: Apply(
+        lambda m, x: m.inner(x) @ m.inner(m.outer.weight).T,
+        inner=nn.Linear(3, 4), outer=nn.Linear(3, 2, bias=False)), (3,)),
     Case("patched-forward", patched, (3,)),
-]
+]  # fmt: skip
 
 UNSEEN = [
     Case("turned", Turned, (3,)),
@@ -150,21 +117,6 @@ UNSEEN = [
 ]  # fmt: skip
 
 
-def time_first() -> nn.Module:
-    return Apply(
-        lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1), inner=nn.Linear(3, 4)
-    )
-
-
-def mixing() -> nn.Module:
-    """Returns a model in which every sample sees the batch's mean."""
-    return Apply(
-        lambda m, x: m.b(m.a(x) - m.a(x).mean(0, keepdim=True)),
-        a=nn.Linear(3, 4),
-        b=nn.Linear(4, 2),
-    )
-
-
 class Doubling(nn.Linear):
     """A Linear that the rule of Linear is wrong for."""
 
@@ -173,10 +125,16 @@ class Doubling(nn.Linear):
 
 
 COUPLED = [
-    Case("time-first-square", time_first, (3, 3)),
-    Case("batch-mean", mixing, (3,)),
+    Case("coupled-square", lambda: Apply(
+        lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1),
+        inner=nn.Linear(3, 4)), (3, 3)),
+    Case("batch-mean", lambda: Apply(
+        lambda m, x: m.b(m.a(x) - m.a(x).mean(0, keepdim=True)),
+        a=nn.Linear(3, 4), b=nn.Linear(4, 2)), (3,)),
     Case("wrong-rule", lambda: nn.Sequential(Doubling(3, 2)), (3,)),
     Case("swapped-fold", lambda: Apply(
         lambda m, x: m.inner(x.transpose(0, 1).flatten(0, 1))
         .unflatten(0, (-1, len(x))).transpose(0, 1), inner=nn.Linear(3, 2)), (4, 3)),
 ]  # fmt: skip
+
+BY_NAME = {case.name: case for case in (*CASES, *BY_OPERATIONS, *UNSEEN, *COUPLED)}

@@ -1,10 +1,17 @@
-"""Operations whose gradient is wrong on XLA are known, and corrected or refused."""
+"""What tables say of operations is true of torch's own samples for them.
+
+Of layouts: for every dimension of an output in turn, if the table says where the
+inputs have their samples then, another sample's numbers must not move this one's. Of
+operations whose gradient is wrong on XLA: they are known, and corrected or refused.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +19,7 @@ import torch.nn.functional as F
 from support.documents import read
 from support.per_sample_grad.gradient_oracle import Case, error, flat, fold, oracle
 from support.per_sample_grad.layer_cases import Apply
-from support.xla_replica.replicas import Backend, needs_xla
+from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone
 from torch import nn
 from torch.nn.modules import activation
 from torch.testing._internal.common_methods_invocations import op_db
@@ -20,15 +27,116 @@ from torch.testing._internal.opinfo.core import SampleInput
 
 import per_sample_grad as psg
 import xla_replica
+from per_sample_grad.operations import layouts
 from per_sample_grad.operations.wrong_operations import WRONG
 from xla_replica.common.trees import map_tensors, tensors_in
 
+# Whose samples are large, or of which nothing is known.
+SLOW = ("grid_sampler_3d", "max_unpool", "scaled_dot_product_attention")
+OPS = [
+    op for op in op_db
+    if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")
+    and not any(name in op.name for name in SLOW)
+]  # fmt: skip
+NUM_PARTS = 8
+
+
+def said(output: torch.Tensor, dim: int, num_samples: int) -> layouts.Layout | None:
+    node = output.grad_fn
+    shapes = tuple(
+        None if below is None else tuple(below._input_metadata[number].shape)
+        for below, number in node.next_functions
+    )
+    shape = tuple(output.shape)
+    query = layouts.LayoutQuery(node, shape, dim, shapes, num_samples, may_read=True)
+    return query.layout()
+
+
+def samples_of(
+    output: torch.Tensor, inputs: list, dim: int, num_samples: int
+) -> list[int | None]:
+    """Returns where leaves have their samples, through all nodes; None: unknown."""
+    stack, found = [(output.grad_fn, output, dim)], {}
+    while stack:
+        node, tensor, at = stack.pop()
+        if hasattr(node, "variable"):
+            found.setdefault(id(node.variable), set()).add(at)
+            continue
+        below = None if at is None else said(tensor, at, num_samples)
+        for i, (each, number) in enumerate(node.next_functions):
+            if each is None:
+                continue
+            shape = each._input_metadata[number].shape
+            inner = types.SimpleNamespace(grad_fn=each, shape=shape)
+            stack.append((each, inner, None if below is None else below[i]))
+    places = [found.get(id(each), {None}) for each in inputs]
+    return [each.pop() if len(each) == 1 else None for each in places]
+
+
+def moves_others(function: Callable, given: Any) -> tuple[list[str], int]:
+    """Returns where another sample moves one that it should not; and how much is known.
+
+    Samples are single rows, or a few consecutive ones.
+    """
+    wrong, number = [], 0
+    leaves = [x for x in tensors_in(given) if x.requires_grad]
+
+    def outputs(given: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return tensors_in(function(*given))
+
+    for place, output in enumerate(outputs(given)[:3]):
+        if output.grad_fn is None:
+            continue
+        for dim, rows in enumerate(output.shape):
+            for count in [n for n in range(2, rows + 1) if rows % n == 0][-2:]:
+                for leaf, at in zip(leaves, samples_of(output, leaves, dim, count)):
+                    if at is None:
+                        continue
+                    number += 1
+                    moved = leaf.detach().clone()
+                    moved.unflatten(at, (count, -1)).select(at, count - 1).mul_(0.9)
+                    changed = map_tensors(
+                        given, lambda x, of=leaf, to=moved: to if x is of else x
+                    )
+                    others = [
+                        each.detach().unflatten(dim, (count, -1))
+                        .narrow(dim, 0, count - 1)
+                        for each in (outputs(changed)[place], output)
+                    ]  # fmt: skip
+                    if not torch.allclose(*others, 1e-9, 1e-9, equal_nan=True):
+                        wrong.append(f"{dim} of {tuple(output.shape)}, {count=} {at=}")
+    return wrong, number
+
+
+@of_torch_alone
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_another_sample_moves_nothing(part):
+    total = 0
+    for op in OPS[part::NUM_PARTS]:
+        torch.manual_seed(0)
+        samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=True))
+        for sample in samples[:: -(-len(samples) // 10) or 1]:
+            wrong, number = moves_others(
+                lambda x, args, options, op=op: op.op(x, *args, **options),
+                (sample.input, sample.args, sample.kwargs),
+            )
+            assert not wrong, (op.name, sample.args, sample.kwargs)
+            total += number
+    assert total > 200
+
+
+def test_rows_are_names_of_nodes():
+    nodes = set(dir(torch._C._functions))
+    newer = {"AminmaxBackward0", "NarrowCopyBackward0"}  # than torch 2.9
+    assert not layouts.LAYOUTS.keys() - nodes - newer
+
+
+# --- operations that are wrong on XLA -----------------------------------------------
+
 BACKEND = Backend("xla", 1)
-FORMULAS = [
-    *(nn.ELU(alpha) for alpha in (1.0, 0.7)),
-    *(nn.CELU(alpha) for alpha in (1.0, 0.7)),
-    nn.SELU(),
-]
+FORMULAS = [nn.ELU(1.0), nn.ELU(0.7), nn.CELU(1.0), nn.CELU(0.7), nn.SELU()]
 
 
 def operations() -> Iterator[tuple[str, Callable[..., torch.Tensor], SampleInput]]:
@@ -118,29 +226,24 @@ def test_the_page_lists_them():
         assert f"| `{kind.__name__}` | {row.fault} | `{row.replacement}` |" in page
 
 
-def functional(name: str) -> nn.Module:
-    return Apply(lambda m, x: m.b(getattr(F, name)(m.a(x))), a=nn.Linear(6, 6),
-                 b=nn.Linear(6, 3))  # fmt: skip
+def between(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    layers = {"a": nn.Linear(6, 6), "b": nn.Linear(6, 3)}
+    return Apply(lambda m, x: m.b(function(m.a(x))), **layers)
 
 
 def capture_all(rank: int) -> None:
     """Captures models with these operations, in every form."""
     replica = xla_replica.current()
     for module in [*FORMULAS, nn.ELU(0.7, True), nn.CELU(0.7, True), nn.SELU(True)]:
-        case = Case(
-            str(module),
-            lambda module=module: nn.Sequential(
-                nn.Linear(6, 6), module, nn.Linear(6, 3)
-            ),
-            (5, 6),
-        )
+        case = Case("", lambda module=module: nn.Sequential(
+            nn.Linear(6, 6), module, nn.Linear(6, 3)), (5, 6))  # fmt: skip
         model, inputs = case.make(torch.float32)
         truth = flat(oracle(case, model, inputs)).norm(dim=1)
         model.to(replica.device)
         norms = psg.per_sample_grad_norms(model, fold, replica.send(inputs))
         assert error(replica.fetch([norms])[0], truth) <= 2e-5, module
     for kind, wrong in WRONG.items():
-        model = functional(kind.__name__.lower()).to(replica.device)
+        model = between(getattr(F, kind.__name__.lower())).to(replica.device)
         inputs = replica.send((torch.randn(3, 6),))
         for check in ("first", "never"):
             with pytest.raises(psg.PerSampleError, match=re.escape(wrong.replacement)):
