@@ -135,8 +135,8 @@ def test_the_samplers_order_is_told_of_updates_and_saved(tmp_path):
     for order, num_epochs in zip(orders, (2, 3)):
         model, _, optimizer, _, loader = parts(order=order)
         [*trained(optimizer, loader, num_epochs, model, checkpoint=tmp_path / "run")]
-    assert orders[0].told == optimizer.sampler.num_updates(2)
-    assert orders[1].told == optimizer.sampler.num_updates(3)
+    assert orders[0].value == optimizer.sampler.num_updates(2)
+    assert orders[1].value == optimizer.sampler.num_updates(3)
 
 
 def test_a_scheduler_that_needs_a_metric_is_saved_and_stepped_by_hand(tmp_path):

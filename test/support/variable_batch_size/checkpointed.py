@@ -6,6 +6,7 @@ import contextlib
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,23 +35,31 @@ def full_disk(room: int = 0) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-class Order:
+class Part:
+    """Something whose state is a value, which it goes on to use."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Order(Part):
     """An order that follows from how many updates it has been told of."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.told = size, 0
+        super().__init__(0)
+        self.size = size
 
     def __call__(self, epoch: int) -> torch.Tensor:
-        return torch.arange(self.size).roll(self.told)
+        return torch.arange(self.size).roll(self.value)
 
     def after_update(self, update: vbs.Update) -> None:
-        self.told += 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"told": self.told}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.told = state["told"]
+        self.value += 1
 
 
 class Training(elastic.Training):

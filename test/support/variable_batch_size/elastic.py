@@ -43,7 +43,7 @@ class Case:
 
     trace: tuple[int, ...]
     epochs: int = 1
-    optimizer: str = "sgd-momentum"
+    optimizer: Any = "sgd-momentum"  # one of OPTIMIZERS, or what makes another one
     rule: str = "linear"
     lr: float = 2**-4
     exact: bool = False
@@ -112,7 +112,8 @@ def optimizer_of(
 ) -> vbs.ElasticOptimizer:
     """Returns the elastic optimizer of a case; ``options`` go before the case's."""
     own = {"ref_batchsize": case.ref_batchsize, "max_grad_norm": case.max_grad_norm}
-    inner = OPTIMIZERS[case.optimizer](parameters, case.lr)
+    make = OPTIMIZERS.get(case.optimizer, case.optimizer)
+    inner = make(parameters, case.lr)
     return vbs.ElasticOptimizer(inner, sampler, case.rule, **own | options)
 
 
@@ -135,9 +136,8 @@ class Training:
     Args:
         case: The run.
         loss: From model, inputs and targets of a minibatch; default: `loss_of`.
-        sampler: Options of the sampler.
+        sampler: Options of the sampler; ``options`` are those of the optimizer.
         made: Model, inputs and targets; default: those of `make`.
-        **options: Options of the optimizer.
 
     Attributes:
         updates: What functions that are attached have seen.
@@ -272,14 +272,9 @@ def large_batch_run(
 ) -> tuple[list[torch.Tensor], list[tuple]]:
     """Runs the case in plain torch, with one forward and backward pass per step.
 
-    Args:
-        case: The run.
-        loss: As that of `Training`.
-        made: As that of `Training`.
-        decay: What learning rates are multiplied by after every step.
-
-    Returns:
-        The weights, and of every update epoch, step, batch size and learning rates.
+    ``loss`` and ``made`` are those of `Training`; learning rates are multiplied by
+    ``decay`` after every step. Returns the weights, and of every update epoch, step,
+    batch size and learning rates.
     """
     loss = loss or partial(loss_of, case)
     model, inputs, targets = made or make(case)

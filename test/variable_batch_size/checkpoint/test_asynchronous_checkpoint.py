@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
+import functools
 import logging
 import random
 import re
@@ -15,7 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
-from support.variable_batch_size.checkpointed import CASE, Training, full_disk, train
+from support.variable_batch_size.checkpointed import (
+    CASE,
+    Part,
+    Training,
+    full_disk,
+    train,
+)
 from support.xla_replica.replicas import TORCHTPU, row
 from torch import nn
 
@@ -46,34 +52,19 @@ class SlowDisk:
         return path
 
 
-class Seen:
-    """A part whose state is a container that it goes on to change."""
-
-    def __init__(self) -> None:
-        self.steps: set[int] = set()
-
-    def state_dict(self):
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state):
-        self.steps = state["steps"]
-
-
 def beside_the_training(rank: int, folder: Path):
     """Trains on while the first checkpoint is written, after update 4, until update 7.
 
     Returns what that file must hold; on replica 0, whether nothing was written then.
     """
-    seen, disk = Seen(), SlowDisk()
+    seen, disk = Part(set()), SlowDisk()
     training = Training(folder, ADAM, asynchronous=True, keep=9, parts={"seen": seen})
-    training.optimizer.attach(lambda update: seen.steps.add(update.step))
+    training.optimizer.attach(lambda update: seen.value.add(update.step))
     expected, unwritten = [], []
 
     def remember(update: vbs.Update) -> None:
         if update.step == 3:
-            state = {"model": training.model, "optimizer": training.optimizer.inner}
-            state = {name: part.state_dict() for name, part in state.items()}
-            expected.append(copy.deepcopy(training.replica.to_host(state)))
+            expected.append(training.state())
 
     def go_on(update: vbs.Update) -> None:
         if update.step == 6 and rank == 0:
@@ -104,7 +95,7 @@ def test_a_step_does_not_wait_and_the_state_does_not_change(backend, tmp_path):
     assert [file.num_updates for file in saved] == [24, 20, 16, 12, 8, 4]
     assert saved[0].path.name == newest
     state = saved[-1].read()
-    assert state["parts"]["seen"]["steps"] == {0, 1, 2, 3}
+    assert state["parts"]["seen"]["value"] == {0, 1, 2, 3}
     received = state["parts"]["model"], state["optimizer"]["state"]
     correct = expected["model"], expected["optimizer"]["state"]
     torch.testing.assert_close(received, correct, rtol=0, atol=0)
@@ -115,10 +106,8 @@ def counted(rank: int, folder: Path):
     """Returns compilations and transfers of epochs that end with a save."""
     found = {}
     for asynchronous in (False, True):
-        training = Training(
-            folder / str(asynchronous), ADAM, asynchronous=asynchronous,
-            every_updates=1000,
-        )  # fmt: skip
+        options = {"asynchronous": asynchronous, "every_updates": 1000}
+        training = Training(folder / str(asynchronous), ADAM, **options)
         training.optimizer.attach(training.checkpointer)
         found[asynchronous] = []
         for epoch in range(3):
@@ -157,15 +146,15 @@ def test_the_next_save_waits_before_it_copies_another_state(tmp_path, monkeypatc
     assert disk.events == ["copied", "writing", "written"] * 2
 
 
-LATER = {
-    "an update": lambda checkpointer: checkpointer(None),
-    "save": lambda checkpointer: checkpointer.save(),
-    "wait": lambda checkpointer: checkpointer.wait(),
-    "load": lambda checkpointer: checkpointer.load(),
-}
-
-
-@pytest.mark.parametrize("later", LATER)
+@pytest.mark.parametrize(
+    "later",
+    [
+        lambda checkpointer: checkpointer(None),  # an update
+        lambda checkpointer: checkpointer.save(),
+        lambda checkpointer: checkpointer.wait(),
+        lambda checkpointer: checkpointer.load(),
+    ],
+)
 def test_errors_of_the_writer_reach_the_loop_once(later, tmp_path, caplog):
     training = Training(tmp_path, asynchronous=True)
     checkpointer = training.checkpointer
@@ -175,15 +164,11 @@ def test_errors_of_the_writer_reach_the_loop_once(later, tmp_path, caplog):
     message = rf"File too large: '{tmp_path}/update-00000000-.*\.unfinished'"
     assert re.search(f"was not written: .*{message}", caplog.text)
     with pytest.raises(OSError, match=message):
-        LATER[later](checkpointer)
+        later(checkpointer)
     assert checkpointer.wait() is None
     checkpointer.num_updates = 0
     checkpointer.save()
     assert [checkpointer.wait()] == [f.path for f in files.saved_files(tmp_path)]
-
-
-def train_until_asked(rank: int, folder: Path) -> None:
-    train(rank, folder, 6, (rank,), asynchronous=True)
 
 
 def test_a_request_to_stop_waits_for_the_file(tmp_path, monkeypatch):
@@ -194,8 +179,9 @@ def test_a_request_to_stop_waits_for_the_file(tmp_path, monkeypatch):
         return write(*args)
 
     monkeypatch.setattr(files, "write", slowly)
+    asynchronously = functools.partial(train, asynchronous=True)
     with pytest.raises(xla_replica.Stopped):
-        xla_replica.launch(train_until_asked, (tmp_path,), 1, "cpu")
+        xla_replica.launch(asynchronously, (tmp_path, 6, (0,)), 1, "cpu")
     assert files.saved_files(tmp_path)[0].num_updates == 8
 
 
@@ -213,12 +199,8 @@ def announce(folder: str, log: Path) -> None:
     torch.save = hesitantly
     logging.basicConfig(filename=log, level=logging.INFO, format="%(message)s")
     endless = dataclasses.replace(CASE, epochs=10**9)
-    parts = {"ballast": nn.Linear(300, 300)}
-    training = Training(
-        Path(folder), endless, every_updates=1, asynchronous=True, parts=parts
-    )
-    training.checkpointer.load()
-    training.train()
+    options = {"asynchronous": True, "parts": {"ballast": nn.Linear(300, 300)}}
+    train(0, Path(folder), case=endless, every_updates=1, **options)
 
 
 def lines(log: Path, what: str) -> list[str]:
@@ -247,13 +229,9 @@ def test_killed_at_any_moment_the_newest_announced_one_is_whole(num_kills, tmp_p
             process.kill()
             process.join()
         if announced is not None:  # what was announced before is not lost
-            resumed = files._NAME.fullmatch(Path(lines(log, "resuming")[0]).name)
-            assert int(resumed[2]) >= announced.num_updates
-        [announced] = [
-            file
-            for file in files.saved_files(folder)
-            if str(file.path) == lines(log, "saved")[-1]
-        ]
+            resumed = files.saved_file(Path(lines(log, "resuming")[0]))
+            assert resumed.num_updates >= announced.num_updates
+        announced = files.saved_file(Path(lines(log, "saved")[-1]))
         announced.read()  # which raises unless it is whole
     if num_kills > 10:  # some were killed while they wrote
         assert list(folder.glob("*.unfinished"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from support.variable_batch_size.checkpointed import CASE, Training, train
+from support.variable_batch_size import elastic
+from support.variable_batch_size.checkpointed import CASE, Part, Training, train
 from support.variable_batch_size.elastic import Case
 from support.xla_replica.replicas import SEVERAL_REPLICAS, TORCHTPU, XLA_BACKENDS, row
 from torch import nn
@@ -16,10 +18,7 @@ from torch import nn
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint import files
-
-
-def train_case(rank: int, folder: Path, case: Case, ask_at: int):
-    return train(rank, folder, ask_at, (rank,), case=case)
+from variable_batch_size.checkpoint.save_and_stop import SaveTimes
 
 
 @pytest.fixture(scope="module")
@@ -29,38 +28,24 @@ def undisturbed(tmp_path_factory):
     return weights, updates
 
 
-def asked_at(name: str, backend, asked: tuple[int, ...], steps: Iterable[int]) -> list:
-    """Returns a row for every step at which these ranks are asked to stop."""
-    return [
-        pytest.param(*backend.values, asked, n, marks=backend.marks, id=f"{name}-{n}")
-        for n in steps
-    ]
-
-
+@pytest.mark.parametrize("ask_at", [0, 11])
 @pytest.mark.parametrize(
-    ("backend", "asked", "ask_at"),
-    [
-        *asked_at("local", row("cpu", 1), (0,), (0, 6, 11)),
-        *asked_at("gloo, one is asked", row("cpu", 3), (2,), (0, 6, 11)),
-        *asked_at("xla", row("xla", 3), (1,), (0, 6)),
-        *(each for one in TORCHTPU for each in asked_at("tpu", one, (0,), (0, 6))),
-    ],
+    "backend", [row("cpu", 1), row("cpu", 3), row("xla", 3), *TORCHTPU]
 )
 def test_replicas_stop_within_an_update_and_resume(
-    backend, asked, ask_at, undisturbed, tmp_path
+    backend, ask_at, undisturbed, tmp_path
 ):
-    """Replicas asked to stop in update ``ask_at`` make one more and save it."""
+    """Where the last one is asked in update ``ask_at``, all make one more and save."""
     with pytest.raises(xla_replica.Stopped) as stopped:
-        backend.run(train, tmp_path, ask_at, asked)
+        backend.run(train, tmp_path, ask_at, (backend.num_replicas - 1,))
     # Also if replica 0, which raises it, was not asked itself.
     assert (stopped.value.reason, stopped.value.code) == ("maintenance", 75)
-    newest = files.saved_files(tmp_path)[0]
-    assert newest.num_updates == ask_at + 2
+    assert files.saved_files(tmp_path)[0].num_updates == ask_at + 2
     # The run is resumed on one replica, without torch_xla.
     weights, updates, restored = xla_replica.launch(train, (tmp_path,), 1, "cpu")[0]
     assert restored == ask_at + 2
     assert updates == undisturbed[1][ask_at + 2 :]
-    assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
+    assert all(map(torch.equal, weights, undisturbed[0]))
 
 
 def test_minibatches_of_an_unfinished_step_are_run_again(undisturbed, tmp_path):
@@ -76,7 +61,7 @@ def test_minibatches_of_an_unfinished_step_are_run_again(undisturbed, tmp_path):
     again.checkpointer.load()
     weights = again.train()
     assert again.steps == undisturbed[1][2:]
-    assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
+    assert all(map(torch.equal, weights, undisturbed[0]))
 
 
 def dropped_out(rank: int, folder: Path) -> list[tuple[int, list[torch.Tensor]]]:
@@ -97,8 +82,7 @@ def test_random_numbers_are_resumed(backend, tmp_path):
     """On the same number of replicas; the last checkpoint is that of update 14."""
     for (begun, expected), (resumed, received) in backend.run(dropped_out, tmp_path):
         assert (begun, resumed) == (0, 14)
-        for pair in zip(received, expected):
-            torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(received, expected, rtol=1e-12, atol=1e-12)
 
 
 def counted(rank: int, folder: Path):
@@ -133,7 +117,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_then_replaced(
     weights, _updates, restored = train(0, tmp_path, every_updates=1, keep=1)
     assert restored == before.num_updates
     assert "damaged" in caplog.text
-    assert all(torch.equal(*pair) for pair in zip(weights, undisturbed[0]))
+    assert all(map(torch.equal, weights, undisturbed[0]))
     [last] = files.saved_files(tmp_path)
     last.read_whole()
 
@@ -141,8 +125,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_then_replaced(
 def test_changes_can_be_allowed(tmp_path):
     """A trace whose later steps have changed: the steps that are done stay done."""
     planned = Case(CASE.trace * 4, epochs=3, exact=True)
+    asked = functools.partial(train, case=planned)
     with pytest.raises(xla_replica.Stopped):
-        xla_replica.launch(train_case, (tmp_path, planned, 12), 1, "cpu")
+        xla_replica.launch(asked, (tmp_path, 12, (0,)), 1, "cpu")
     changed = Case((*planned.trace[:14], *[64] * 8), epochs=3, exact=True)
     with pytest.raises(ValueError, match=r"trace was '32 steps.*allow_changes"):
         Training(tmp_path, changed).checkpointer.load()
@@ -150,10 +135,8 @@ def test_changes_can_be_allowed(tmp_path):
     restored = other.checkpointer.load(allow_changes=True)
     assert restored.num_updates == 14
     other.train()
-    end = changed.epochs
-    assert other.steps == list(
-        range(14, other.sampler.schedule.plan(end, 1).first_step)
-    )
+    end = other.sampler.schedule.plan(changed.epochs, 1).first_step
+    assert other.steps == [*range(14, end)]
 
 
 def polled(rank: int, folder: Path) -> None:
@@ -179,37 +162,22 @@ def test_a_poll_can_ask_to_stop(tmp_path, caplog):
     assert files.saved_files(tmp_path)
 
 
-def epochs_of(training: Training, folder: Path) -> list[float]:
-    """Trains with the usual loop: a scheduler and a save at the end of each epoch."""
-    inner = training.optimizer.inner
-    by_epoch = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    checkpointer = vbs.Checkpointer(
-        folder, training.optimizer, model=training.model, by_epoch=by_epoch
-    )
-    checkpointer.load()
-    training.optimizer.attach(checkpointer)
-    rates = []
-    for epoch in range(training.sampler.epoch, CASE.epochs):
-        training.epoch(epoch)
-        by_epoch.step()
-        checkpointer.save()
-        rates.append(inner.param_groups[0]["lr"])
-        if epoch == 0 and folder.name == "parts":
-            break
-    return rates
-
-
 def test_what_ends_an_epoch_is_not_repeated(tmp_path):
-    def fresh() -> Training:
-        training = Training(tmp_path / "unused")
-        training.optimizer._loop.attached._callbacks.clear()
-        return training
-
-    whole = epochs_of(fresh(), tmp_path / "whole")
-    parts = tmp_path / "parts"
-    first = epochs_of(fresh(), parts)
-    parts.rename(tmp_path / "rest")
-    assert first + epochs_of(fresh(), tmp_path / "rest") == whole
+    """In the usual loop: a scheduler and a save at the end of each epoch."""
+    rates = []
+    for num_epochs in (1, 3):  # the second run continues the first
+        training = elastic.Training(CASE)
+        by_epoch = torch.optim.lr_scheduler.StepLR(training.optimizer.inner, 1, 0.5)
+        parts = {"model": training.model, "by_epoch": by_epoch}
+        checkpointer = vbs.Checkpointer(tmp_path, training.optimizer, **parts)
+        checkpointer.load()
+        training.optimizer.attach(checkpointer)
+        for epoch in range(training.sampler.epoch, num_epochs):
+            training.epoch(epoch)
+            by_epoch.step()
+            checkpointer.save()
+            rates += training.optimizer.get_lr()
+    assert rates == [CASE.lr / 2, CASE.lr / 4, CASE.lr / 8]
 
 
 # --- what is in a checkpoint, and which is the best one -------------------------------
@@ -273,24 +241,67 @@ def test_states_keep_their_kind(tmp_path):
     assert parts["milestones"]["milestones"] == {2: 2}
 
 
-class Keeper:
-    """A part that goes on to use the tensors that it has loaded."""
-
-    kept = torch.ones(1000)
-
-    def state_dict(self):
-        return {"kept": self.kept}
-
-    def load_state_dict(self, state):
-        self.kept = state["kept"]
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_nothing_of_the_file_is_used_after_loading(tmp_path):
     """Pages of a file that another host deletes are gone."""
-    keeper = Keeper()
-    training = Training(tmp_path, parts={"keeper": keeper})
-    training.train()
+    Training(tmp_path, parts={"keeper": Part(torch.ones(1000))}).train()
+    keeper = Part()
     restored = Training(tmp_path, parts={"keeper": keeper}).checkpointer.load()
     assert restored.path.name not in Path("/proc/self/maps").read_text()
-    assert keeper.kept is not Keeper.kept
+    assert keeper.value.sum() == 1000
+
+
+# --- minutes become updates, which are the same on every replica --------------------
+
+
+def saves(takes, num_updates, every_updates=None, every_minutes=None):
+    """Returns the updates to save after, with their times, and how often it looked."""
+    now, found, looks = 0.0, [], 0
+    replica = xla_replica.current()
+    times = SaveTimes(replica, every_updates, every_minutes, lambda: now)
+    for number in range(1, num_updates + 1):
+        now += takes(number)
+        looks += number >= times._next_look and every_minutes is not None
+        if times.due(number):
+            found.append((number, now))
+            times.saved(number)
+    return found, looks
+
+
+def test_updates_are_counted_from_the_beginning_of_training():
+    assert [number for number, _ in saves(lambda n: 1.0, 35, 10)[0]] == [10, 20, 30]
+    times = SaveTimes(xla_replica.current(), 10, None)
+    times.saved(14)  # a run that was resumed
+    assert [n for n in range(15, 45) if times.due(n)] == [20, 30, 40]
+
+
+@pytest.mark.parametrize(
+    "takes",
+    [
+        lambda number: 0.05,
+        lambda number: 30.0 if number < 3 else 0.05,  # the first ones compile
+        lambda number: 0.01 if number % 400 < 200 else 0.2,  # the batch size changes
+        lambda number: 100.0,  # an update takes longer than the interval
+    ],
+)
+def test_minutes_are_met_with_few_looks(takes):
+    found, looks = saves(takes, 20_000, every_minutes=1)
+    instants = [0.0, *(now for _, now in found)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(instants)]
+    longest = max(takes(number) for number in range(1, 1000))
+    assert found
+    assert all(60 <= gap <= 60 + max(20, longest) for gap in gaps)
+    assert looks <= 70 * (len(found) + 1)
+
+
+def on_replicas(rank: int) -> list:
+    # The clock of replica 1 runs three times as fast.
+    found, _ = saves(lambda number: 0.1 * (1 + 2 * (rank == 1)), 2000, None, 0.5)
+    return [number for number, _ in found]
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_replicas_save_after_the_same_updates_whatever_their_clocks_say(backend):
+    outcomes = backend.run(on_replicas)
+    assert outcomes[0]
+    assert all(outcome == outcomes[0] for outcome in outcomes)

@@ -132,24 +132,28 @@ class Hostile:
         return os.system, (f"touch {self._proof}",)
 
 
-def put_folder(path: Path, proof: Path) -> None:
+def put_folder(path: Path, proof: Path) -> Path:
     path.mkdir()
     (path / "kept").write_text("a file of somebody else")
+    return path
 
 
-def put_pipe(path: Path, proof: Path) -> None:
+def put_pipe(path: Path, proof: Path) -> Path:
     os.mkfifo(path)
+    return path
 
 
-def put_hostile_pickle(path: Path, proof: Path) -> None:
+def put_hostile_pickle(path: Path, proof: Path) -> Path:
     """Its name fits its content, as an attacker would see to."""
     content = io.BytesIO()
     torch.save({"version": 1, "model": Hostile(proof)}, content)
     digest = hashlib.sha256(content.getvalue()).hexdigest()[:32]
-    path.with_name(f"{path.name[:-35]}{digest}.pt").write_bytes(content.getvalue())
+    path = path.with_name(f"{path.name[:-35]}{digest}.pt")
+    path.write_bytes(content.getvalue())
+    return path
 
 
-@pytest.mark.parametrize(
+NO_CHECKPOINTS = pytest.mark.parametrize(
     ("put", "how"),
     [
         (put_folder, "a folder, a pipe or a device, not a regular file"),
@@ -157,6 +161,9 @@ def put_hostile_pickle(path: Path, proof: Path) -> None:
         (put_hostile_pickle, r"nothing is run, but it holds (posix|nt)\.system"),
     ],
 )
+
+
+@NO_CHECKPOINTS
 @pytest.mark.parametrize("kind", ["update", "best"])
 def test_what_is_not_a_checkpoint_is_passed_over_and_left(
     tmp_path, caplog, put, how, kind
@@ -164,8 +171,7 @@ def test_what_is_not_a_checkpoint_is_passed_over_and_left(
     """Opening the pipe would wait for a writer for ever."""
     before = files.copy_as_best(files.write(tmp_path, 1, state(1)))
     proof = tmp_path / "proof"
-    put(tmp_path / f"{kind}-00000002-{'0' * 32}.pt", proof)
-    [other] = tmp_path.glob(f"{kind}-00000002-*")
+    other = put(tmp_path / f"{kind}-00000002-{'0' * 32}.pt", proof)
     is_file = other.is_file()
     found = files.newest_whole(tmp_path, kind)
     assert found is not None
@@ -224,22 +230,16 @@ def test_a_disk_that_is_full_loses_nothing(tmp_path, room):
 STATE = {"settings": {"lr": 0.1, "seed": 1}, "weights": torch.arange(5.0)}
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_what_is_written_is_read_by_the_same_run(tmp_path):
     path = tmp_path / "new" / "run.pt"
-    for _ in range(2):  # the second replaces the first
-        vbs.write_checkpoint(path, STATE)
-    found = vbs.read_checkpoint(str(path), {"seed": 1, "lr": 0.1})
-    assert found["settings"] == STATE["settings"]
-    assert torch.equal(found["weights"], STATE["weights"])
-    assert os.listdir(path.parent) == ["run.pt"]
-
-
-def test_another_run_is_refused_with_all_differences(tmp_path):
-    path = tmp_path / "run.pt"
     vbs.write_checkpoint(path, {"step": np.int64(3)})
     assert vbs.read_checkpoint(path) == {"step": 3}
-    vbs.write_checkpoint(path, STATE)
-    assert vbs.read_checkpoint(path)["settings"] == STATE["settings"]
+    vbs.write_checkpoint(path, STATE)  # replaces it
+    assert os.listdir(path.parent) == ["run.pt"]
+    for settings in ({"seed": 1, "lr": 0.1}, None):
+        found = vbs.read_checkpoint(str(path), settings)
+        assert found["settings"] == STATE["settings"]
+        assert torch.equal(found["weights"], STATE["weights"])
     for settings, message in (
         ({}, r"lr was 0\.1 and is None; seed was 1 and is None"),
         ({"seed": 1, "lr": 0.2, "width": 3}, r"lr was 0\.1 and is 0\.2; width"),
@@ -257,16 +257,10 @@ def test_a_damaged_one_is_named(kept, tmp_path):
         vbs.read_checkpoint(path, STATE["settings"])
 
 
-@pytest.mark.parametrize("put", [put_folder, put_pipe])
-def test_a_single_checkpoint_that_is_not_a_file_is_not_opened(tmp_path, put):
-    put(tmp_path / "run.pt", tmp_path)
-    with pytest.raises(vbs.CheckpointError, match=r"run\.pt .* not a regular file"):
-        vbs.read_checkpoint(tmp_path / "run.pt")
-
-
-def test_a_hostile_single_checkpoint_is_refused_without_advice(tmp_path):
-    torch.save({"model": Hostile(tmp_path / "proof")}, tmp_path / "run.pt")
-    with pytest.raises(vbs.CheckpointError, match=r"it holds posix\.system") as error:
-        vbs.read_checkpoint(tmp_path / "run.pt")
+@NO_CHECKPOINTS
+def test_what_is_no_single_checkpoint_is_refused_without_advice(tmp_path, put, how):
+    path = put(tmp_path / f"run-{'0' * 32}.pt", tmp_path / "proof")
+    with pytest.raises(vbs.CheckpointError, match=rf"run-\w+\.pt .*{how}") as error:
+        vbs.read_checkpoint(path)
     assert "weights_only" not in "".join(traceback.format_exception(error.value))
     assert not (tmp_path / "proof").exists()

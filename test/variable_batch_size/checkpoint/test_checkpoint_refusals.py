@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.variable_batch_size.checkpointed import CASE, Order, Training
+from support.variable_batch_size import elastic
+from support.variable_batch_size.checkpointed import CASE, Order, Part, Training
 from support.variable_batch_size.elastic import Case
 from support.variable_batch_size.wrapping import one_weight
 from torch import nn
@@ -20,45 +21,27 @@ import xla_replica
 from variable_batch_size.checkpoint import checkpointer, files
 from variable_batch_size.step.totals import hyperparameters
 
-OTHER_RUNS = {
-    "trace": ({"case": Case((4, 36, 8), 3, exact=True)}, "trace was '8 step"),
-    "minibatch": (
-        {"case": Case(CASE.trace, exact=True, minibatch_size=2)},
-        "minibatch_size was 4 and is 2",
-    ),
-    "samples": (
-        {"case": Case(CASE.trace, exact=True, num_samples=160)},
-        "num_samples was 128 and is 160",
-    ),
-    "settings": ({"settings": {"width": 3}}, "width was None and is 3"),
-    "parts": (
-        {"parts": {"other": nn.Linear(1, 1)}},
-        r"parts was \['model', 'scheduler'\] and is \['model', 'other'",
-    ),
-}
 
-
-@pytest.mark.parametrize("what", OTHER_RUNS)
-def test_another_run_is_refused_and_nothing_is_touched(what, tmp_path):
-    options, message = OTHER_RUNS[what]
-    training = Training(tmp_path)
-    training.train()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"case": Case((4, 36, 8), 3, exact=True)}, "trace was '8 step"),
+        ({"case": Case(CASE.trace, exact=True, minibatch_size=2)},
+         "minibatch_size was 4 and is 2"),
+        ({"case": Case(CASE.trace, exact=True, num_samples=160)},
+         "num_samples was 128 and is 160"),
+        ({"settings": {"width": 3}}, "width was None and is 3"),
+        ({"parts": {"other": nn.Linear(1, 1)}},
+         r"parts was \['model', 'scheduler'\] and is \['model', 'other'"),
+    ],
+)  # fmt: skip
+def test_another_run_is_refused_and_nothing_is_touched(options, message, tmp_path):
+    Training(tmp_path).train()
     other = Training(tmp_path, **options)
     with pytest.raises(ValueError, match=message):
         other.checkpointer.load()
     assert other.sampler.state_dict()["step"] == 0
     assert not other.optimizer.inner.state
-
-
-class Part:
-    def __init__(self, value=None):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
@@ -106,7 +89,7 @@ def test_a_file_of_another_format_is_refused_by_its_version(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("wrong", "error", "message"),
     [
         ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
         ({"look_every_seconds": 0}, ValueError, "look_every_seconds must be a finite"),
@@ -114,33 +97,23 @@ def test_a_file_of_another_format_is_refused_by_its_version(tmp_path):
         ({"best": "highest"}, ValueError, "best must be one of 'max', 'min', None"),
         ({"parts": {"x": 3}}, TypeError, "x=3 is not an argument, and as a"),
         ({"every_updates": -1}, ValueError, "every_updates must be an integer >= 1"),
-        ({"every_updates": 2.5}, TypeError, "every_updates must be an integer"),
         ({"every_minutes": 0}, ValueError, "every_minutes must be a finite number > 0"),
-        ({"every_minutes": "10"}, TypeError, "every_minutes must be a finite number"),
         ({"stop_on": ["SIGNAL"]}, ValueError, "SIGNAL"),
         ({"stop_poll": "http"}, TypeError, "stop_poll"),
         ({"asynchronous": "no"}, TypeError, "asynchronous must be True or False, got"),
         ({"settings": {"data": Path("x")}}, TypeError, r"settings\['data'\]"),
         ({"settings": {"rate": math.nan}}, ValueError, "numbers other than NaN"),
         ({"folder": "gs://bucket/job"}, ValueError, "mount the bucket"),
-    ],
-)
-def test_bad_arguments_are_named(options, error, message, tmp_path):
-    with pytest.raises(error, match=message):
-        Training(**{"folder": tmp_path} | options)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
         (lambda c: c.load(allow_changes="no"), TypeError, "allow_changes must be True"),
         (lambda c: c.load(best="no"), TypeError, "best must be True or False, got 'no"),
         (lambda c: c.save(0.5), ValueError, "best='max' or 'min'"),
     ],
 )
-def test_bad_calls_are_named(call, error, message, tmp_path):
+def test_bad_arguments_and_calls_are_named(wrong, error, message, tmp_path):
+    options = {} if callable(wrong) else wrong
+    call = wrong if callable(wrong) else print  # which is not reached
     with pytest.raises(error, match=message):
-        call(Training(tmp_path).checkpointer)
+        call(Training(**{"folder": tmp_path} | options).checkpointer)
 
 
 def test_what_the_wrapper_saves_is_not_saved_twice(tmp_path):
@@ -186,9 +159,8 @@ def test_an_order_with_a_state_must_be_a_part(tmp_path):
 
 
 def sampler_of(order=None) -> vbs.CustomSampler:
-    return vbs.CustomSampler(
-        dataset_size=128, trace=16, minibatch_size=4, order=order, verbose=False
-    )
+    options = {"minibatch_size": 4, "order": order, "verbose": False}
+    return vbs.CustomSampler(dataset_size=128, trace=16, **options)
 
 
 def test_resuming_with_another_order_is_an_error():
@@ -242,19 +214,6 @@ def test_a_folder_that_cannot_be_written_to_is_told_at_the_first_update(
     assert training.steps == [0]
 
 
-# What may not change from one part of a run to the next, and what the error says.
-OTHER_SETTINGS = {
-    "learning rate": ({"lr": 0.3}, {}, "lr was 0.1 and is 0.3"),
-    "NumPy's": ({"lr": np.float32(0.5)}, {}, "lr was 0.1 and is 0.5"),
-    "other group": ({}, {"lr": 0.3}, "lr of parameter group 1 was 0.1 and is 0.3"),
-    "decay": ({"weight_decay": 0.1}, {}, "weight_decay was 0 and is 0.1"),
-    "optimizer": ({"kind": torch.optim.AdamW}, {}, "optimizer was 'SGD' and is 'AdamW"),
-    "reference": ({"ref_batchsize": 8}, {}, "ref_batchsize was 16 and is 8"),
-    "clipping": ({"max_grad_norm": 1.0}, {}, "max_grad_norm was None and is 1.0"),
-    "loss": ({"reduction": "sum"}, {}, "reduction was 'mean' and is 'sum'"),
-}
-
-
 def wrapped(first: dict, second: dict) -> vbs.ElasticOptimizer:
     """Returns a wrapper of two groups, with changed settings and hyperparameters."""
     first = {"kind": torch.optim.SGD, "ref_batchsize": 16} | first
@@ -268,16 +227,28 @@ def wrapped(first: dict, second: dict) -> vbs.ElasticOptimizer:
     return vbs.ElasticOptimizer(inner, sampler, "root", **options)
 
 
-@pytest.mark.parametrize("what", OTHER_SETTINGS)
-def test_other_settings_are_refused_on_resuming(what):
+# What may not change from one part of a run to the next, and what the error says.
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"lr": 0.3}, {}, "lr was 0.1 and is 0.3"),
+        ({"lr": np.float32(0.5)}, {}, "lr was 0.1 and is 0.5"),
+        ({}, {"lr": 0.3}, "lr of parameter group 1 was 0.1 and is 0.3"),
+        ({"weight_decay": 0.1}, {}, "weight_decay was 0 and is 0.1"),
+        ({"kind": torch.optim.AdamW}, {}, "optimizer was 'SGD' and is 'AdamW"),
+        ({"ref_batchsize": 8}, {}, "ref_batchsize was 16 and is 8"),
+        ({"max_grad_norm": 1.0}, {}, "max_grad_norm was None and is 1.0"),
+        ({"reduction": "sum"}, {}, "reduction was 'mean' and is 'sum'"),
+    ],
+)
+def test_other_settings_are_refused_on_resuming(first, second, message):
     """torch takes the saved hyperparameters silently in place of the script's."""
-    first, second, message = OTHER_SETTINGS[what]
     saved = copy.deepcopy(wrapped({}, {}).state_dict())
     with pytest.raises(ValueError, match=message):
         wrapped(first, second).load_state_dict(saved)
     wrapped({}, {}).load_state_dict(saved)
     wrapped({"fused": True}, {"foreach": True}).load_state_dict(saved)
-    if what != "optimizer":
+    if "kind" not in first:
         allowed = wrapped(first, second)
         allowed.load_state_dict(saved, allow_changes=True)
         assert allowed.get_lr() == (0.1, 0.1)
@@ -293,21 +264,19 @@ def test_an_earlier_format_is_refused_by_name():
         part["version"] = kept
 
 
-def test_a_scheduler_that_is_missing_or_another_is_noticed(tmp_path):
-    training = Training(tmp_path)
+def test_a_scheduler_that_is_missing_or_another_is_noticed():
+    training = elastic.Training(CASE)
+    training.optimizer.attach(CosineAnnealingLR(training.optimizer.inner, 30))
     training.epoch(0)
     saved = training.optimizer.state_dict()
-    for allow_changes in (False, True):
-        again = Training(tmp_path)
-        again.optimizer._loop.attached._callbacks.clear()
-        again.optimizer.load_state_dict(saved, allow_changes=allow_changes)
-        if allow_changes:
-            again.epoch(1)
-            continue
-        with pytest.raises(ValueError, match="had CosineAnnealingLR attached, which"):
-            again.epoch(1)
-    other = Training(tmp_path)
-    other.optimizer._loop.attached._callbacks.clear()
+    again = elastic.Training(CASE)
+    again.optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match="had CosineAnnealingLR attached, which"):
+        again.epoch(1)
+    again = elastic.Training(CASE)
+    again.optimizer.load_state_dict(saved, allow_changes=True)
+    again.epoch(1)
+    other = elastic.Training(CASE)
     other.optimizer.attach(ExponentialLR(other.optimizer, 0.5))
     with pytest.raises(ValueError, match=r"was a CosineAnnealingLR .* is a Expon"):
         other.optimizer.load_state_dict(saved)

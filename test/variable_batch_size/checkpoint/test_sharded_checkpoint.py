@@ -48,14 +48,12 @@ def resumed(
             every process waits to write what it has of the first checkpoint.
     """
     replica = xla_replica.current()
-    shape = (replica.num_replicas,) if replica.num_replicas > 1 else None
-    training = Training(RUN, shape)
+    training = Training(
+        RUN, (replica.num_replicas,) if replica.num_replicas > 1 else None
+    )
+    options = {"every_updates": 3, "asynchronous": asynchronous}
     checkpointer = vbs.Checkpointer(
-        folder,
-        training.optimizer,
-        every_updates=3,
-        asynchronous=asynchronous,
-        model=training.model,
+        folder, training.optimizer, model=training.model, **options
     )
     trained_on = threading.Event()
     write_parts = replica_module.write_parts

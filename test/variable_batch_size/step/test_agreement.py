@@ -30,26 +30,17 @@ here = threading.local()  # the rank of the replica that a thread is
 class ThreadReplica(xla_replica.Replica):
     """A replica in a thread, on the CPU, that behaves as one on another device.
 
-    Args:
-        replicas: All of them.
-        rank: Its rank.
-        device: The kind of device.
-        late: How many updates its device lags the host by.
+    Its device lags the host by ``late`` updates.
     """
+
+    is_host = has_streams = False
 
     def __init__(self, replicas: Replicas, rank: int, device: str, late: int) -> None:
         num_replicas = len(replicas.board)
         super().__init__(rank, num_replicas, torch.device("cpu"), "a thread")
-        self._replicas, self._kind, self._late = replicas, device, late
+        self.is_host, self.has_streams = device == "cpu", device == "cuda"
+        self._replicas, self._late = replicas, late
         self.num_updates = self.num_reads = 0
-
-    @property
-    def is_host(self) -> bool:
-        return self._kind == "cpu"
-
-    @property
-    def has_streams(self) -> bool:
-        return self._kind == "cuda"
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         board, meeting = self._replicas.board, self._replicas.meeting
@@ -99,8 +90,7 @@ class Replicas:
         monkeypatch.setattr(xla_replica, "stop_requested", self._request)
         late = late or (0,) * num_replicas
         self._replicas = [
-            ThreadReplica(self, rank, device, late[rank])
-            for rank in range(num_replicas)
+            ThreadReplica(self, rank, device, lag) for rank, lag in enumerate(late)
         ]
         self._pool = ThreadPoolExecutor(num_replicas)
         self._training = list(self._pool.map(self._build, self._replicas))

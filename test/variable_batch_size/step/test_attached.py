@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -22,8 +23,12 @@ NUM_SAMPLES = 100  # two epochs of the trace: 96 and, again, 96 + ...
 EVERY = {"updates": 2, "samples": 25, "epochs": 1, "iterations": 3.5}
 
 
-def train(rank: int, unit: str, every: float) -> dict[str, object]:
-    """Returns the reference learning rate of every update, 0.5 ** ticks, and more."""
+def train(rank: int, unit: str, every: float):
+    """Trains with the learning rate 0.5 ** ticks.
+
+    Returns:
+        The updates, the progress after each, and the learning rate after the last.
+    """
     weight, sampler, optimizer = wrapping.one_weight(
         TRACE, size=NUM_SAMPLES, minibatch_size=2, lr=1.0, sampler={"on_end": "cycle"},
         ref_batchsize=8, noise=unit == "iterations",
@@ -42,16 +47,10 @@ def train(rank: int, unit: str, every: float) -> dict[str, object]:
         for row in optimizer.replica.loader(batches):
             (weight * row).sum().backward()
             optimizer.step()
-    return {
-        "lrs": [update.lr[0] for update in updates],
-        "sizes": [update.batch_size for update in updates],
-        "ends": [update.ends_epoch for update in updates],
-        "progress": progress,
-        "last": optimizer.get_lr()[0],
-    }
+    return updates, progress, optimizer.get_lr()[0]
 
 
-def train_all(rank: int) -> dict[str, dict[str, object]]:
+def train_all(rank: int) -> dict[str, tuple]:
     return {unit: train(rank, unit, every) for unit, every in EVERY.items()}
 
 
@@ -63,22 +62,18 @@ def outcomes(request):
 @pytest.mark.parametrize("unit", EVERY)
 def test_the_scheduler_has_ticked_as_often_as_units_have_passed(outcomes, unit):
     for outcome in outcomes:
-        found = outcome[unit]
+        updates, progress, last = outcome[unit]
         count = {
-            "updates": [1] * len(found["sizes"]),
-            "samples": found["sizes"],
-            "epochs": found["ends"],
+            "updates": [1] * len(updates),
+            "samples": [update.batch_size for update in updates],
+            "epochs": [update.ends_epoch for update in updates],
         }
-        done, ticks = 0.0, [0]
-        for index in range(len(found["sizes"])):
-            if unit == "iterations":
-                done = found["progress"][index]
-            else:
-                done += count[unit][index]
-            ticks.append(math.floor(done / EVERY[unit]))
-        assert [*found["lrs"], found["last"]] == [0.5**tick for tick in ticks]
+        done = itertools.accumulate(count[unit]) if unit in count else progress
+        ticks = [0, *(math.floor(each / EVERY[unit]) for each in done)]
+        found = [*(update.lr[0] for update in updates), last]
+        assert found == [0.5**tick for tick in ticks]
         assert ticks[-1] >= 3
-        assert sum(found["ends"]) == 4
+        assert sum(count["epochs"]) == 4
 
 
 def make(noise: bool = True):
@@ -204,12 +199,9 @@ def test_states_wait_for_their_schedulers_and_know_them():
     [
         (StepLR, ("minutes",), ValueError, "'updates', .* 'iterations', got 'minutes'"),
         (StepLR, ("samples", 0), ValueError, "every must be a finite number > 0, got"),
-        (StepLR, ("samples", math.inf), ValueError, "every must be a finite number > "),
-        (StepLR, ("samples", "9"), TypeError, "every must be a finite number > 0, got"),
         (StepLR, ("iterations",), TypeError, "use AdaScaleOptimizer, or .* noise=True"),
         (lambda *_: print, ("samples", 10), TypeError, "are for LR schedulers"),
         (lambda *_: StepLR, (), TypeError, "neither an LR scheduler nor a function"),
-        (lambda *_: 3, (), TypeError, "neither an LR scheduler nor a function"),
         (lambda *_: StepLR(*_).step, (), TypeError, "is a method of an LR scheduler"),
         (lambda o, _: ReduceLROnPlateau(o), ("epochs",), TypeError, "needs a metric"),
     ],
@@ -233,9 +225,6 @@ def test_what_is_attached_twice_or_belongs_to_others_is_an_error():
         optimizer.attach(strange)
 
 
-# --- stepped by the user, or attached; on idle replicas -----------------------------
-
-
 @pytest.mark.parametrize("on_inner", [False, True])
 def test_a_scheduler_sees_the_reference_learning_rate(on_inner):
     model, sampler, wrapper = wrapping.make()
@@ -248,24 +237,6 @@ def test_a_scheduler_sees_the_reference_learning_rate(on_inner):
             scheduler.step()
     assert used == pytest.approx([0.2, 0.3 / 2, 0.3 / 4])
     assert scheduler.get_last_lr() == [*wrapper.get_lr()] == pytest.approx([0.1 / 8])
-
-
-def test_an_attached_scheduler_sees_every_update_on_an_idle_replica():
-    histories = []
-    for rank in (0, 1):
-        model, sampler, wrapper = wrapping.idle_replica(rank)
-        updates = []
-        wrapper.attach(updates.append)
-        wrapper.attach(lr_scheduler.LambdaLR(wrapper, lambda n: 1 / (n + 1)))
-        wrapper.set_epoch(0)
-        wrapping.run_epoch(model, sampler, wrapper)
-        histories.append([(u.epoch, u.step, u.batch_size, u.lr) for u in updates])
-        idle = [u.idle for u in updates]
-        assert idle == ([False] * 6, [True, False, True, True, False, True])[rank]
-    assert histories[0] == histories[1]
-    assert [lr for *_, (lr,) in histories[0]] == pytest.approx(
-        [0.1, 0.1, 0.1 / 3, 0.1 / 4, 0.2 / 5, 0.1 / 6]
-    )
 
 
 def step_by_hand(rank: int, replicas: int, trace, each: bool, lr=0.1) -> None:
@@ -323,13 +294,6 @@ def test_attaching_after_updates_were_joined_is_an_error():
             wrapper.attach(print)
 
 
-def test_attaching_between_epochs_is_allowed():
-    model, sampler, wrapper = wrapping.idle_replica()
-    wrapper.set_epoch(0)
-    wrapping.run_epoch(model, sampler, wrapper)
-    wrapper.attach(print)
-
-
 def test_attaching_where_a_replica_was_idle_all_epoch_warns(caplog):
     """It may be before or after the loop over the epoch, which runs nothing here."""
     _, _, wrapper = wrapping.make(trace=[32, 32], rank=1, replicas=2)
@@ -338,11 +302,15 @@ def test_attaching_where_a_replica_was_idle_all_epoch_warns(caplog):
     assert "Call attach before optimizer.set_epoch" in caplog.text
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_attaching_within_an_epoch_without_idle_replicas_is_allowed(replicas):
-    model, _, wrapper = wrapping.make(trace=64, replicas=replicas)
+def test_attaching_between_epochs_or_without_idle_replicas_is_allowed():
+    model, sampler, wrapper = wrapping.idle_replica()
     wrapper.set_epoch(0)
-    for _ in range(2 // replicas):
-        wrapping.backward(model)
-        wrapper.step()
+    wrapping.run_epoch(model, sampler, wrapper)
     wrapper.attach(print)
+    for replicas in (1, 2):
+        model, _, wrapper = wrapping.make(trace=64, replicas=replicas)
+        wrapper.set_epoch(0)
+        for _ in range(2 // replicas):
+            wrapping.backward(model)
+            wrapper.step()
+        wrapper.attach(print)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.variable_batch_size import elastic
-from support.variable_batch_size.elastic import OPTIMIZERS, batches, large_batch_run
 from support.variable_batch_size.elastic import Case as ElasticCase
+from support.variable_batch_size.elastic import batches, large_batch_run
 from support.variable_batch_size.resuming import resume_from_each
 from support.variable_batch_size.resuming import run as run_and_save
 from support.variable_batch_size.sharded import whole
@@ -58,9 +58,11 @@ class Training(elastic.Training):
     def __init__(self, case: Case, pad_minibatches: bool = True, **options) -> None:
         sampler = {"pad_minibatches": pad_minibatches}
         super().__init__(case, losses_of, sampler, reduction="sum", **options)
+        self.num_padding = 0
 
     def minibatch(self, x, y) -> int:
         assert len(x) == self.sampler.minibatch_size
+        self.num_padding += self.optimizer.is_padding
         losses = losses_of(self.model, x, y)
         (losses * self.optimizer.sample_weights).sum().backward()
         is_padded = self.sampler.schedule.pad_minibatches
@@ -107,9 +109,6 @@ def test_a_padded_run_equals_one_process_with_the_same_batches(outcomes, name):
         assert outcome[name]["count"] == (0, 0, 0)
 
 
-# --- the plan ------------------------------------------------------------------------
-
-
 @settings(deadline=None)  # a busy machine may be slow
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=12),
@@ -149,9 +148,6 @@ def test_every_sample_of_a_step_counts_once(sizes, num_samples, unit, num_replic
         )
 
 
-# --- resuming ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "backend", [row("cpu", 2, slow=HAS_XLA), row("xla", 3, slow=True)]
@@ -160,35 +156,22 @@ def test_it_is_resumed_after_any_update_on_other_replicas(backend, every):
     alone = run_and_save(0, LINEAR, build=Training)
     states, weights = alone["states"], alone["weights"]
     assert len(states) > 15
-    args = LINEAR, states[::every], Training
-    for ends in backend.run(resume_from_each, *args):
+    for ends in backend.run(resume_from_each, LINEAR, states[::every], Training):
         for end in ends:
             torch.testing.assert_close(end["weights"], weights, rtol=1e-12, atol=1e-12)
 
 
-# --- sharded models ------------------------------------------------------------------
-
-
 def sharded_run(rank: int, shards: bool) -> tuple[int, list[torch.Tensor]]:
     """Returns how many minibatches were padding all through, and the weights."""
-    training = Training(LINEAR)
-    model = training.model
+    made = elastic.make(LINEAR)
+    model = made[0]
     del model.scale
     model.scale = 1.0
     if shards:
         fully_shard(model)
-    inner = OPTIMIZERS["sgd-momentum"](model.parameters(), 2**-4)
-    optimizer = vbs.ElasticOptimizer(
-        inner, training.sampler, "linear", 16, reduction="sum"
-    )
-    training.optimizer, num_padding = optimizer, 0
-    for epoch in range(2):
-        training.sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for rows in training.sampler:
-            num_padding += optimizer.is_padding
-            training.minibatch(training.inputs[rows], training.targets[rows])
-    return num_padding, whole(model.parameters())
+    training = Training(LINEAR, made=made)
+    training.train()
+    return training.num_padding, whole(model.parameters())
 
 
 @pytest.mark.slow
@@ -199,9 +182,6 @@ def test_sharded_models_are_padded_by_samples_and_by_minibatches():
     ):
         assert (num_padding > 0) == (rank > 0)
         torch.testing.assert_close(received, weights, rtol=1e-12, atol=1e-12)
-
-
-# --- noise, multiples, refusals ------------------------------------------------------
 
 
 def test_noise_is_that_of_minibatches_weighted_by_their_samples():
@@ -248,9 +228,7 @@ def test_a_mean_over_the_minibatch_is_refused():
 
 def test_a_run_that_pads_is_not_one_that_does_not():
     case = dataclasses.replace(LINEAR, trace=(4, 8))
-    samplers = [Training(case, pad_minibatches=pad).sampler for pad in (False, True)]
-    states = [sampler.state_dict() for sampler in samplers]
-    training = Training(case)
-    training.sampler.load_state_dict(states[1])
+    plain, padded, other = (Training(case, pad).sampler for pad in (False, True, True))
+    other.load_state_dict(padded.state_dict())
     with pytest.raises(ValueError, match="pad_minibatches"):
-        training.sampler.load_state_dict(states[0])
+        other.load_state_dict(plain.state_dict())

@@ -140,35 +140,17 @@ def test_an_idle_replica_joins_with_its_kept_gradients():
     assert model.weight.grad is before
 
 
-# --- gradients that are changed inside the loop -------------------------------------
+CHANGES = {
+    "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+    "clamped": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.5),
+    "scaled": lambda model: model.weight.grad.mul_(0.5),
+    "replaced": lambda model: setattr(model.weight, "grad", model.weight.grad * 0.5),
+    # Which torch does not count.
+    "scaled data": lambda model: model.weight.grad.data.mul_(0.5),
+}
 
 
-def scaled_data(model) -> None:
-    model.weight.grad.data.mul_(0.5)  # torch does not count it
-
-
-def scaled_between(model) -> None:
-    model.weight.grad *= 0.5
-
-
-def replaced_between(model) -> None:
-    model.weight.grad = model.weight.grad * 0.5
-
-
-def clipped_between(model) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
-def clamped_between(model) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 0.5)
-
-
-CHANGES = [
-    clipped_between, clamped_between, scaled_between, replaced_between, scaled_data,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize(("substep", "freezes"), [(0, False), (1, False), (1, True)])
 def test_a_gradient_changed_before_step_is_an_error(change, substep, freezes):
     model, _, wrapper = make(trace=64)
@@ -197,8 +179,7 @@ def test_a_gradient_changed_before_step_is_an_error(change, substep, freezes):
 def test_a_change_of_one_number_is_seen_in_any_layout(value, place):
     """It is one of those in the middle; the gradient has the parameter's strides."""
     parameter, (_, sampler, _) = nn.Parameter(value), make(trace=64)
-    inner = SGD([parameter], 0.1)
-    wrapper = vbs.ConstantOptimizer(inner, sampler, replica=CPU)
+    wrapper = vbs.ConstantOptimizer(SGD([parameter], 0.1), sampler, replica=CPU)
     parameter.sum().backward()
     parameter.grad.data[place] = 0.5
     with pytest.raises(ValueError, match="was changed between backward"):
@@ -220,8 +201,7 @@ def test_an_accumulation_may_count_as_two_writes():
         parameter.register_post_accumulate_grad_hook(
             lambda parameter: torch.autograd.graph.increment_version(parameter.grad)
         )
-    inner = SGD(model.parameters(), 0.1)
-    wrapper = vbs.ConstantOptimizer(inner, sampler, replica=CPU)
+    wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
     assert run_epoch(model, sampler, wrapper) == [0, 0, 1] * 2
     sampler.set_epoch(1)
     backward(model)
@@ -301,7 +281,7 @@ def test_a_hook_does_not_travel_with_a_copy_of_the_model():
     copied = copy.deepcopy(model)
     assert pickle.loads(pickle.dumps(model)).weight.equal(copied.weight)
     backward(copied)
-    clipped_between(copied)
+    CHANGES["clipped"](copied)
     with pytest.raises(ValueError, match="without backward"):
         wrapper.step()
 
@@ -310,7 +290,8 @@ def changed_in_the_loop(rank: int) -> list[str]:
     """Returns what the wrapper says to a loop that clips, zeroes or forgets."""
     found = []
     for name in ("clip", "zero", "forget", "nothing"):
-        model = nn.Linear(2, 1).to(xla_replica.current().device)
+        replica = xla_replica.current()
+        model = nn.Linear(2, 1).to(replica.device)
         sampler = vbs.CustomSampler(range(48), 48, minibatch_size=8, verbose=False)
         wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler)
         try:
@@ -318,9 +299,7 @@ def changed_in_the_loop(rank: int) -> list[str]:
                 if name == "zero":
                     model.zero_grad(set_to_none=False)
                 if name != "forget":
-                    x = torch.full((8, 2), float(minibatch[0])).to(
-                        wrapper.replica.device
-                    )
+                    x = replica.send(torch.full((8, 2), float(minibatch[0])))
                     model(x).sum().backward()
                 if name == "clip":
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -338,9 +317,6 @@ def test_changes_in_the_loop_are_noticed_on_every_backend(backend):
         assert "remove model.zero_grad()" in zero
         assert "Call loss.backward()" in forget
         assert nothing == "no error"
-
-
-# --- how many kernels an update takes -----------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["constant", "linear", "adascale", "adam-root"])

@@ -44,9 +44,6 @@ def test_between_epochs_the_learning_rate_may_change():
         wrapper.set_lr((0.01,))
 
 
-# --- epochs -------------------------------------------------------------------------
-
-
 def test_epochs_follow_the_sampler():
     """A forgotten optimizer.set_epoch is harmless if no replica is idle at first."""
     model, sampler, wrapper = make(trace=128)
