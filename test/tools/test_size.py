@@ -42,8 +42,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 26_281
-TEST_LINES = 44_224
+CODE = 22_955
+TEST_LINES = 39_980
 
 
 def test_lines_are_counted():

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from support.documents import ROOT, read
 
-OWN = "test/docs/test_withdrawn.py"
+OWN = "test/test_withdrawn.py"
 FOLDERS = (
     "*.md", "docs", "examples", "test", "tools", "setup.py", "pyproject.toml",
     "Makefile", "grab_xla", "per_sample_grad", "rigl_xla", "variable_batch_size",
