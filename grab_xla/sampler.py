@@ -152,8 +152,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         del cuda_herding
         if not isinstance(data_source, Sized):
             raise TypeError(
-                f"data_source={data_source!r} has no length: an order needs a dataset "
-                "with __len__, not a stream, which brings its own order"
+                f"data_source is {data_source!r}, which has no length: an order needs "
+                "a dataset whose samples have numbers, such as a torch Dataset with "
+                "__len__; a stream (IterableDataset) brings its own order"
             )
         self.num_samples = len(data_source)
         if self.num_samples == 0:
@@ -304,7 +305,8 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         """
         if self._uses_gradients:
             raise TypeError(
-                f"count: balance_type={self.balance_type!r} or a metric needs step()"
+                f"count: balance_type={self.balance_type!r} or a metric needs "
+                "gradients: call step()"
             )
         self._progress.count(num_samples)
 
@@ -327,8 +329,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         expected = "mean" if getattr(update, "weight", None) is None else "sum"
         if self._reduction not in (None, expected):
             raise ValueError(
-                f"the optimizer's reduction is {expected!r}, not {self._reduction!r}: "
-                f"call sampler.backward(losses, reduction={expected!r})"
+                f"the optimizer's reduction is {expected!r}, but backward() left the "
+                f"gradient of the {self._reduction} of the losses in .grad: call "
+                f"sampler.backward(losses, reduction={expected!r})"
             )
         if not self._rides:
             self._progress.finish_update(update)
@@ -340,8 +343,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         """
         if self._uses_gradients and not self._columns.exact:
             raise ValueError(
-                "an optimizer with exact= may run a step again: pass GraBSampler(..., "
-                "exact=True, scheme='gather')"
+                "an optimizer with exact= may run a step again, whose gradients would "
+                "be balanced already: pass GraBSampler(..., exact=True, "
+                "scheme='gather')"
             )
         self._rides = self._columns.joins_updates
         if self._rides:
@@ -391,7 +395,10 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         others = self._orders.state_dict().keys() | {"given_for", "engine"}
         missing = sorted((own.keys() | others) - state.keys())
         if missing:
-            raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}")
+            raise ValueError(
+                f"load_state_dict: the state has no {', '.join(missing)}; pass what "
+                "GraBSampler.state_dict() returned"
+            )
         theirs = {name: state[name] for name in own}
         check_same(
             {**theirs, "settings": None, **theirs["settings"]},

@@ -109,7 +109,8 @@ class TrainingPasses:
                 )
             except CoverageError as error:
                 raise CoverageError(
-                    f"{error}. Balance groups of samples: GraBSampler(..., "
+                    f"{error}. Give such options to sampler.record(), or balance "
+                    "groups of samples, for any model: GraBSampler(..., "
                     'fidelity="group")'
                 ) from error
         else:
@@ -123,9 +124,11 @@ class TrainingPasses:
         group = self._progress.next_samples(1)
         if losses.dim() and len(group) and losses.shape != group.shape:
             raise ValueError(
-                f"backward() with losses of {tuple(losses.shape)} for a group of "
-                f"{len(group)}: pass group_size={self._group_size} as batch_size= to "
-                "the DataLoader, too"
+                f"backward() with losses of shape {tuple(losses.shape)}, but the "
+                f"next group has {len(group)} samples: with "
+                f"group_size={self._group_size} every backward pass is of one "
+                "group, so pass the same number as batch_size= to the DataLoader, "
+                "or as minibatch_size= to CustomSampler"
             )
 
     def _place(

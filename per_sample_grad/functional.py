@@ -155,8 +155,9 @@ def vectorized_grads(
     for name, tensor in (*params.items(), *enumerate(batch)):
         if xla_replica.traits(tensor).is_lazy:
             raise PerSampleError(
-                f"vectorized_grads: {name} is on {tensor.device}, where some "
-                "operations return zeros; use per_sample_grads, which runs there"
+                f"vectorized_grads: {name} is on {tensor.device}, where functional "
+                "transforms return zeros for some operations (kl_div, std, selu, ...); "
+                "use per_sample_grads, which runs there"
             )
     transformed = torch.func.vmap(
         torch.func.grad_and_value(loss_fn),

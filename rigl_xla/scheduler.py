@@ -464,7 +464,8 @@ class RigLScheduler:
         check_bound(layer.weight for layer in self._layers)
         if getattr(optimizer, "exact", None) is not self._exact:
             raise RuntimeError(
-                "the optimizer was wrapped, with another exact=: build the pruner later"
+                "the optimizer was wrapped, or wrapped again, after this pruner was "
+                "built, so that exact= is another one: build the pruner later"
             )
         if self._steps.collects:
             if self.replica.num_replicas > 1 and not self._exact:

@@ -103,7 +103,10 @@ def _check_parts(state: Mapping[str, Any]) -> None:
         known = {field.name for field in dataclasses.fields(kind)}
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise ValueError(f"{what} has {unknown}, which this release does not know")
+            raise ValueError(
+                f"{what} has {unknown}, which this release does not know; it is of a "
+                "newer one, or damaged"
+            )
 
 
 def _check_has(part: Mapping[str, Any], names: Sequence[str], of: str = "") -> None:
@@ -111,7 +114,8 @@ def _check_has(part: Mapping[str, Any], names: Sequence[str], of: str = "") -> N
     missing = [name for name in names if name not in part]
     if missing:
         raise ValueError(
-            f"state_dict lacks {missing}{of}; it must be what RigLScheduler gave, whole"
+            f"state_dict lacks {missing}{of}; it must be what "
+            "RigLScheduler.state_dict() gave, whole"
         )
 
 
@@ -165,7 +169,8 @@ def _resumed(options: Options, saved: Mapping[str, Any]) -> Options:
         # A distribution has done its work; a score has not.
         elif own[name] != value and name != "sparsity_distribution":
             raise ValueError(
-                f"state_dict was made with {name}= a {value}; give the same one again"
+                f"state_dict was made with {name}= a {value}, which it cannot hold; "
+                f"give the same {name}= again"
             )
     return dataclasses.replace(options, **values)
 
@@ -185,7 +190,8 @@ def _fit(
     more = [name for name in own if name not in known]
     if missing or more:
         raise ValueError(
-            f"state_dict has {missing} and lacks {more} of {own}; it must be the same "
+            f"state_dict has {missing}, which are not weights of this model that can "
+            f"be sparse, and lacks {more}, which are, of {own}; it must be the same "
             "model, with the same include=, exclude= and frozen weights"
         )
     return [
@@ -207,7 +213,8 @@ def _layer_of(
     shape = tuple(entry["shape"])
     if tuple(weight.parameter.shape) != shape:
         raise ValueError(
-            f"state_dict of another model: {weight.name!r} has shape {shape} there"
+            f"state_dict has a mask of shape {shape} for {weight.name!r}, which has "
+            f"shape {tuple(weight.parameter.shape)}; it is of another model"
         )
     mask = unpack(entry["mask"], shape)
     ever = unpack(entry["ever_active"], shape)

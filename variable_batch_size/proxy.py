@@ -86,7 +86,8 @@ class OptimizerProxy(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "a running wrapper cannot be copied: save optimizer.state_dict() instead"
+            f"{type(self).__name__} cannot be copied or pickled, because it is bound "
+            "to a running replica: save optimizer.state_dict() instead"
         )
 
     def _patch_step_function(self) -> None:

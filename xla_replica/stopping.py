@@ -124,8 +124,9 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
         if unheard and threading.current_thread() is not threading.main_thread():
             names = ", ".join(sorted(signal.Signals(n).name for n in unheard))
             raise RuntimeError(
-                f"catch_signals: only the main thread can begin to listen for {names}; "
-                "or call xla_replica.launch in the main thread (SIGTERM and SIGINT)"
+                f"catch_signals: nothing in this process listens for {names}, and only "
+                "its main thread could begin to. Replicas that are threads can catch "
+                "SIGTERM and SIGINT, if the main thread called xla_replica.launch"
             )
         _process.installed_late |= _install(unheard, _on_signal)
         _process.listened |= unheard
@@ -282,7 +283,8 @@ def _number(name: int | str) -> int:
             number = signal.Signals(check_integer("a signal's number", name))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"catch_signals: {name!r} is no signal; allowed are 'SIGTERM', 15, ..."
+            f"catch_signals: {name!r} is not a signal here; allowed are names such as "
+            "'SIGTERM' and their numbers"
         ) from error
     if number.name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"catch_signals: {number.name} cannot be caught")

@@ -49,8 +49,8 @@ class BlockBalancer(Balancer):
         if 1 < num_samples < self.block_size:
             raise ValueError(
                 f"{self} balances whole blocks of {self.block_size} samples (or "
-                f"groups), and there are only {num_samples}: use smaller blocks or "
-                "another balance_type"
+                f"groups), and there are only {num_samples}, so that the order would "
+                "never change: choose smaller blocks, or another balance_type"
             )
 
     @property

@@ -131,7 +131,7 @@ class RunningHerding:
             )
         if mean.shape != prefix.shape:
             raise ValueError(
-                f"mean must have shape (d,), {has}, got {tuple(mean.shape)}"
+                f"mean must have the shape (d,), {has}, got {tuple(mean.shape)}"
             )
         # One sum runs through all batches, so that the result does not depend on where
         # they end.
@@ -185,7 +185,9 @@ def herding(
         ValueError: A shape is wrong, or an order on the host is out of range.
     """
     if not vectors.is_floating_point():
-        raise TypeError(f"herding needs floating vectors, got {vectors.dtype}")
+        raise TypeError(
+            f"herding needs floating vectors, got {vectors.dtype}: convert them first"
+        )
     if vectors.ndim != 2 or 0 in vectors.shape:
         raise ValueError(
             "herding needs vectors of shape (n, d), both at least 1, got "
@@ -218,13 +220,14 @@ def _checked_order(order: Tensor | Sequence[int], num_vectors: int) -> Tensor:
         raise TypeError(f"order must hold integers, got {order.dtype}")
     if order.ndim != 1 or len(order) == 0:
         raise ValueError(
-            f"order must have shape (m,), m at least 1, got {tuple(order.shape)}"
+            f"order must have the shape (m,), m at least 1, got {tuple(order.shape)}"
         )
     # An order on a device is not read, which would be a transfer.
     if traits(order).is_host:
         lowest, highest = (int(index) for index in order.aminmax())
         if lowest < 0 or highest >= num_vectors:
             raise ValueError(
-                f"order must hold 0 to {num_vectors - 1}, got {lowest} to {highest}"
+                f"order must hold indices from 0 to {num_vectors - 1}, got {lowest} to "
+                f"{highest}"
             )
     return order.long()

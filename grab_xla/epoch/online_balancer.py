@@ -155,8 +155,9 @@ class OnlineBalancer:
         num_own = max(0, -(-(num_minibatches - rank) // num_replicas))
         if len(self._pending) != num_own:
             raise ValueError(
-                f"sampler.step() was called {len(self._pending)} times for {num_own} "
-                "minibatches: call it once for each, before optimizer.step()"
+                f"replica {rank} ran {num_own} minibatches of this update, but "
+                f"sampler.step() was called {len(self._pending)} times: call it "
+                "once per minibatch, before optimizer.step()"
             )
         own = list(self._pending)
         if num_own * num_replicas < num_minibatches:
@@ -186,9 +187,10 @@ class OnlineBalancer:
         self._pending = []
         if num_minibatches and not self._joins_updates:
             raise ValueError(
-                f"{num_minibatches} minibatches were not balanced: use "
-                "optimizer.attach(sampler.after_update), and sampler.step() before "
-                "optimizer.step()"
+                f"{num_minibatches} minibatches of gradients were never balanced: with "
+                "several replicas or exact=True, call "
+                "optimizer.attach(sampler.after_update) once, and sampler.step() "
+                "before optimizer.step()"
             )
 
     def place(self, pieces: Iterable[Tensor]) -> None:
@@ -221,8 +223,9 @@ class OnlineBalancer:
         num_decided = num_waiting + len(rows_RD) - ordering.num_pending(self.state)
         if ordering.needs_gradients and placements.shape != (num_decided,):
             raise ValueError(
-                f"{type(ordering).__name__}.balance must return {num_decided} "
-                f"placements, as num_pending counts, got {tuple(placements.shape)}"
+                f"{type(ordering).__name__}.balance returned placements of shape "
+                f"{tuple(placements.shape)} for {num_decided} samples: return one for "
+                "every sample, except those that num_pending counts"
             )
         if traits(placements).is_host:
             ordering.check_placements(placements.numpy())

@@ -120,7 +120,8 @@ class Progress(Rider):
         given_for = self.dealt_elsewhere
         if given_for is not None and epoch < given_for:
             raise ValueError(
-                f"the order of epoch {epoch} is gone: the current epoch is {given_for}"
+                f"the order of epoch {epoch} is gone: the current epoch is "
+                f"{given_for}, and orders follow from gradients"
             )
         # The elastic sampler knows its position: it asks for whole orders.
         if given_for is None or epoch > given_for:
@@ -184,7 +185,8 @@ class Progress(Rider):
         """
         if not self._orders.begun:
             raise ValueError(
-                "step() before the first epoch: iterate over the sampler first"
+                "step() before the first epoch: iterate over the sampler (or its "
+                "DataLoader) first"
             )
         expected = self.next_samples(num_groups)
         num_samples = num_groups * self._group_size
@@ -200,8 +202,10 @@ class Progress(Rider):
         if num_left < num_samples:
             raise ValueError(
                 f"step() with {num_samples} samples, but only {num_left} are left of "
-                "this epoch on this replica: evaluate in the middle of an epoch with a "
-                "DataLoader of its own"
+                "this epoch on this replica, or of those that its newest pass has "
+                "drawn. Every sample has one step: add up several losses of a batch, "
+                "and evaluate in the middle of an epoch with a DataLoader of its own. "
+                "iter(sampler) begins the next epoch"
             )
         if indices is not None:
             received = torch.as_tensor(indices).cpu().numpy().reshape(-1)
@@ -209,7 +213,9 @@ class Progress(Rider):
                 raise ValueError(
                     f"step(): indices are {received[:8].tolist()}..., but the next "
                     f"{num_samples} samples of the order are "
-                    f"{expected[:8].tolist()}...: step once per batch"
+                    f"{expected[:8].tolist()}...: call step() once per batch, in the "
+                    "order in which the loader gives them; a second pass over the "
+                    "loader begins the next epoch"
                 )
         self._num_stepped += num_samples
         if indices is None:
@@ -262,8 +268,10 @@ class Progress(Rider):
             )
         if self._uses_gradients and batch_size % minibatch_size:
             raise ValueError(
-                f"batch size {batch_size} is no multiple of minibatch size "
-                f"{minibatch_size}: leave out pad_minibatches=True"
+                f"the batch size {batch_size} is not a multiple of the minibatch size "
+                f"{minibatch_size}, so a minibatch was padded with samples that would "
+                "be balanced twice: leave out pad_minibatches=True where gradients "
+                "choose the order"
             )
         if self._balancer.columns.joins_updates:
             # An idle replica may come here before it asks for the epoch's order.

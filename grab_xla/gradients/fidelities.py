@@ -43,7 +43,8 @@ def chosen(
         check_choice("fidelity", fidelity, FIDELITIES)
         if fidelity == "exact" and is_projected:
             raise ValueError(
-                f"fidelity='exact' excludes random_projection={random_projection!r}"
+                "fidelity='exact' balances gradients, and random_projection="
+                f"{random_projection!r} projections of them: leave out one of the two"
             )
         return fidelity
     if is_projected:
@@ -64,7 +65,8 @@ def samples_together(
     if fidelity != "group":
         if group_size is not None:
             raise ValueError(
-                f"group_size={group_size} needs fidelity='group', got {fidelity!r}"
+                f"group_size={group_size} is an option of fidelity='group', and "
+                f"fidelity is {fidelity!r}"
             )
         return 1
     if group_size is None:
@@ -75,6 +77,7 @@ def samples_together(
     check_integer("group_size", group_size, 1, num_samples)
     if not ordering.is_permutation:
         raise ValueError(
-            f"fidelity='group' cannot be combined with {ordering}: it repeats samples"
+            f"fidelity='group' cannot be combined with {ordering}: its groups come "
+            "once an epoch, and this type draws samples with replacement"
         )
     return group_size

@@ -199,9 +199,10 @@ def _refuse_hidden(
     hidden = sorted(set(unrecorded) - seen - set(walk.outside))
     if hidden:
         raise CoverageError(
-            f"modules with {', '.join(hidden)} ran without gradients, perhaps in "
-            f"{walk.custom}: call them outside (use_reentrant=False), or leave them "
-            "out (params=)"
+            f"modules with {', '.join(hidden)} were called without gradients, perhaps "
+            f"in the torch.autograd.Function {walk.custom}, which hides them: call "
+            "these modules outside of it (for checkpoints: use_reentrant=False), or, "
+            "if the losses do not depend on them, leave them out (params=)"
         )
 
 

@@ -289,8 +289,9 @@ class BackwardPass:
                 continue
             if edges[number].node in reached:
                 raise PerSampleError(
-                    f"the backward pass never came to {call.owner}: this is a defect "
-                    "of per_sample_grad; please report it"
+                    f"the backward pass never came to {call.owner}, on which the "
+                    "losses depend: this is a defect of per_sample_grad; please report "
+                    "it"
                 )
             # A module may take no gradient of an input: then calls below have none.
             self._apply(number, None)
@@ -375,8 +376,9 @@ class BackwardPass:
             raise Refusal(call.why_no_rows(num_samples))
         if rows != num_samples and self.settings.check == "never":
             raise Refusal(
-                f"it was called with {rows} rows for {num_samples} samples, which only "
-                'a checked pass allows: do not pass check="never"'
+                f"it was called with {rows} rows for {num_samples} samples; that "
+                "each owns consecutive ones is only believed when checked: do not pass "
+                'check="never"'
             )
         return gradient
 

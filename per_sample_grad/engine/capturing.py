@@ -263,8 +263,9 @@ class Capture:
         if self._others_take_gradients or others:
             raise PerSampleError(
                 "add_gradients: "
-                f"{', '.join(others[:5]) or 'a tensor outside of the model'} would get "
-                "no gradient: select all parameters (params=), or pass accumulate="
+                f"{', '.join(others[:5]) or 'a tensor outside of the model'} takes a "
+                "gradient, too, and would get none: select every parameter that is "
+                "trained (params=), or let the backward pass add to .grad (accumulate=)"
             )
         self._others_take_gradients = None
         used = [name for name in self.params if name not in self.unused]
@@ -357,22 +358,26 @@ class Capture:
         if losses.dim() != 1 or not losses.dtype.is_floating_point:
             raise ValueError(
                 f"losses of shape {tuple(losses.shape)} and dtype {losses.dtype}: give "
-                'one number per sample, (B,), as by reduction="none", or see '
+                "one number per sample, shape (B,), for instance with "
+                'reduction="none"; for losses per token see '
                 "per_sample_grad.token_cross_entropy"
             )
         if not losses.requires_grad:
             raise ValueError(
-                "losses have no graph: compute them inside the capture, with gradients"
+                "losses have no graph: compute them inside the capture from the "
+                "model's output, with gradients enabled"
             )
         if self._answered:
             raise RuntimeError(
-                "this capture had its backward pass: ask the factors it returned, or "
-                "record the forward pass again with another capture"
+                "this capture had its backward pass, which used up what was recorded; "
+                "ask the factors it returned, or record the forward pass again with "
+                "another capture"
             )
         if not self._entered:
             raise RuntimeError(
-                "nothing was recorded: run the forward pass inside `with "
-                "capture(model) as recorded:`, then recorded.backward(losses)"
+                "nothing was recorded: run the forward pass inside "
+                "`with capture(model) as recorded:`, then call "
+                "recorded.backward(losses)"
             )
         refuse_hooked(self.params)
         backward_pass = BackwardPass(self._settings, losses, receive, **options)

@@ -273,11 +273,15 @@ def raise_if_wrong(found: Comparison) -> None:
         lines = "".join(f"\n  {n}: off by {e:.2g}" for n, e in found.wrong.items())
         raise CouplingError(
             "per-sample gradients do not add up to autograd's gradient (relative "
-            f"difference, allowed {found.tolerance:g}):{lines}\nEither samples "
-            "influence each other's losses (batch statistics, attention or losses "
-            "across the batch), or the batch is in another dimension (batch_dim=; None "
-            "for a module that returns the same for all samples). Leave these "
-            'parameters out (params=), or pass fallback="loop"'
+            f"difference, allowed {found.tolerance:g}):{lines}\nThe usual causes: "
+            "samples that influence each other's losses (batch statistics, losses that "
+            "compare samples, attention across the batch), a batch that is not in "
+            "dimension batch_dim of these modules, global forward hooks, a registered "
+            "rule that is wrong, a table of positions that has as many rows as the "
+            "batch or a multiple. Say where the batch is (batch_dim=; None for a "
+            "module that returns the same for all samples), make the samples "
+            "independent, leave these parameters out (params=), or pass "
+            'fallback="loop", which is exact for each loss as it is'
         )
     if unknown := found.unknown:
         warnings.warn(

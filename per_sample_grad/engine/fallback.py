@@ -41,8 +41,10 @@ def raise_uncovered(
     )
     remark = "" if called else _why_uncalled(losses)
     raise CoverageError(
-        f"no layer rule accounts for uses of these parameters:{lines}\n{remark}Call "
-        'register_rule, leave the parameters out (params=), or pass fallback="loop"'
+        "these parameters have uses that no layer rule accounts for:"
+        f"{lines}\n{remark}Register a rule for the module "
+        "(register_rule, the cheapest), leave the parameters out (params=), or pass "
+        'fallback="loop" (B backward passes of the batch)'
     )
 
 

@@ -121,8 +121,9 @@ def walk(
             name, functions = node.name(), node.next_functions
             if name in _OPAQUE:
                 raise CoverageError(
-                    "torch.utils.checkpoint hides the parameters it uses from the "
-                    "graph: pass use_reentrant=False"
+                    "torch.utils.checkpoint with use_reentrant=True hides the "
+                    "parameters it uses from the graph; pass use_reentrant=False, or "
+                    "do not checkpoint while capturing"
                 )
             if isinstance(node, _IN_PYTHON):
                 custom = name

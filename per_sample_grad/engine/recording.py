@@ -91,7 +91,8 @@ class RecordedCall(NamedTuple):
         if self.versions != tuple([tensor._version for tensor in tensors]):
             raise PerSampleError(
                 f"the input of {self.owner} was changed in place after the module had "
-                "used it: use an operation that is not in place"
+                "used it, so its gradient cannot be computed (an ordinary backward "
+                "pass fails likewise); use an operation that is not in place"
             )
 
 
@@ -212,8 +213,9 @@ def _refuse_traced(name: str, tensors: Sequence[torch.Tensor]) -> None:
     kinds = [kind.__name__ for kind in map(type, tensors) if kind not in _ORDINARY]
     if kinds:
         raise CoverageError(
-            f"module {name!r} was called with or returned a {kinds[0]}, of "
-            "scan_layers, torch.func or torch.jit: capture the model without it"
+            f"module {name!r} was called with or returned a {kinds[0]}: hooks cannot "
+            "record what is being traced (scan_layers, torch.func, torch.jit). Capture "
+            "the model without it"
         )
 
 

@@ -50,7 +50,10 @@ class Settings:
         if self.budget is not None:
             check_integer("budget", self.budget, least=1)
         if str(self.fallback) == "batched":
-            raise ValueError('fallback="batched" was withdrawn: pass fallback="loop"')
+            raise ValueError(
+                'fallback="batched" was withdrawn: pass fallback="loop", which gives '
+                "the same gradients by B backward passes"
+            )
         check_choice("fallback", self.fallback, get_args(Fallback))
         check_choice("check", self.check, get_args(Check))
         check_choice("method", self.method, METHODS)
@@ -66,8 +69,9 @@ class Settings:
         unknown = self.batch_dim.keys() - {"", *modules}
         if unknown:
             raise ValueError(
-                f"batch_dim names {', '.join(sorted(unknown))}, not in "
-                'model.named_modules(); "" stands for all others'
+                f"batch_dim names {', '.join(sorted(unknown))}, which are not modules "
+                'of the model; give names as model.named_modules() does, "" for all '
+                "others"
             )
 
 
@@ -101,12 +105,14 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
         chosen = {name: param for name, param in trained.items() if id(param) in asked}
     if not chosen:
         raise ValueError(
-            "no parameter is selected: none requires grad, or params= leaves none"
+            "no parameter is selected: the model has none that requires grad, or "
+            "params= leaves none"
         )
     if unreal := [name for name, param in chosen.items() if param.is_complex()]:
         raise ValueError(
-            f"params: {listed(unreal)} are complex: leave them out (params=), or use "
-            "real parameters with torch.view_as_complex"
+            f"params: {listed(unreal)} are complex, and every sample's gradient is of "
+            "real parameters: leave them out (params=), or keep real and imaginary "
+            "parts as parameters of their own (torch.view_as_complex)"
         )
     return chosen
 
@@ -131,6 +137,7 @@ def refuse_hooked(params: Mapping[str, nn.Parameter]) -> None:
     ]
     if hooked:
         raise PerSampleError(
-            f"{', '.join(hooked)} have gradient hooks (register_hook): remove them, "
-            "use register_post_accumulate_grad_hook, or leave them out (params=)"
+            f"{', '.join(hooked)} have gradient hooks (register_hook), which have no "
+            "meaning for a sample's gradient: remove them (handle.remove()), use "
+            "register_post_accumulate_grad_hook, or leave them out (params=)"
         )

@@ -156,8 +156,9 @@ class Factors:
         if self.shapes != other.shapes:
             differing = set(self.shapes.items()) ^ set(other.shapes.items())
             raise ValueError(
-                "cross_gram: captured for different parameters "
-                f"({', '.join(sorted({name for name, _ in differing}))})"
+                "cross_gram: the two batches were captured for different parameters "
+                f"({', '.join(sorted({name for name, _ in differing}))}); capture the "
+                "same model with the same params"
             )
         with self._precision(other):
             terms = [self._gram(name, other) for name in self.shapes]
@@ -346,7 +347,10 @@ def check_vectors(
     """Returns whether there are K vectors for every parameter, and not one."""
     differing = sorted(set(vectors) ^ set(shapes))
     if differing:
-        raise ValueError(f"dot: {', '.join(differing)} must be both given and captured")
+        raise ValueError(
+            f"dot: {', '.join(differing)} given or captured, but not both; give "
+            "one tensor for every captured parameter"
+        )
     single = all(vectors[name].shape == shape for name, shape in shapes.items())
     counts = {len(v) for v in vectors.values() if v.dim()}
     many = len(counts) == 1 and all(
@@ -355,7 +359,8 @@ def check_vectors(
     )
     if not single and not many:
         raise ValueError(
-            "dot: vectors must have the parameters' shapes, or all a K in front; got "
+            "dot: vectors must have the parameters' shapes, or all of them one "
+            "dimension of K in front; received "
             f"{ {name: tuple(v.shape) for name, v in vectors.items()} }"
         )
     return not single
@@ -370,6 +375,6 @@ def check_projected(
         if expected != shape:
             raise ValueError(
                 f"project: {name} of shape {shape} is captured, but the projection is "
-                f"made for {expected or 'others'}: build Projection(recorded.params, "
-                "size)"
+                f"made for {expected or 'other parameters'}: build it of "
+                "recorded.params, as in Projection(recorded.params, size)"
             )

@@ -58,9 +58,10 @@ def refuse_batch_statistics(model: nn.Module) -> None:
     ]
     if names:
         raise CouplingError(
-            "BatchNorm makes a sample's loss depend on the other samples in "
-            f"{', '.join(names)}. Freeze the statistics (eval(), "
-            "track_running_stats=True), or use GroupNorm or LayerNorm"
+            f"BatchNorm normalises by statistics of the batch in {', '.join(names)}: "
+            "a sample's loss then depends on the other samples, so that a sample has "
+            "no gradient of its own. Freeze the statistics (module.eval() on these "
+            "modules, with track_running_stats=True), or use GroupNorm or LayerNorm"
         )
 
 

@@ -49,7 +49,7 @@ class Call:
         value = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
         if not isinstance(value, torch.Tensor):
             raise Refusal(
-                f"its first argument is no tensor, but a {type(value).__name__}"
+                f"its first argument is a {type(value).__name__}, not a tensor"
             )
         return self.batch_first(value)
 
@@ -129,7 +129,8 @@ def register_rule(
     if like is not None:
         if like not in RULES:
             raise ValueError(
-                f"register_rule: like must be a type that has a rule, got {like!r}"
+                "register_rule: like must be a module type that has a rule, got "
+                f"{like!r}"
             )
         others = [each.__name__ for each in module_types if not issubclass(each, like)]
         if others:
@@ -328,5 +329,6 @@ def require_batched(inputs: torch.Tensor, num_dims: int) -> None:
     """Raises `Refusal` unless the input has this number of dimensions."""
     if inputs.dim() != num_dims:
         raise Refusal(
-            f"its input of shape {tuple(inputs.shape)} needs {num_dims} dimensions"
+            f"its input of shape {tuple(inputs.shape)} has {inputs.dim()} dimensions; "
+            f"with a batch dimension it has {num_dims}"
         )

@@ -100,5 +100,6 @@ def refuse_wrong_operations(names: Collection[str]) -> None:
     ]
     if found:
         raise PerSampleError(
-            f"this device computes wrong gradients of these operations:{''.join(found)}"
+            "the losses depend on operations whose gradient is wrong on this device, "
+            f"in ordinary training too:{''.join(found)}"
         )

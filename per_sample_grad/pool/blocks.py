@@ -95,7 +95,8 @@ class BlockSource:
         ):
             raise TypeError(
                 f"the pool: a {type(self.dataset).__name__} has no length and no "
-                "indices; give a dataset with __len__ and __getitem__"
+                "indices to report samples by; give a dataset with __len__ and "
+                "__getitem__"
             )
         if isinstance(loader, DataLoader) and loader.batch_sampler is None:
             raise ValueError(

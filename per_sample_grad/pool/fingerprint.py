@@ -90,8 +90,9 @@ def _described(path: str, value: Any, tag: str | None, seen: Any) -> dict[str, s
     except Exception as error:
         if tag is None:
             raise TypeError(
-                f"{path} is a {type(value).__module__}.{type(value).__qualname__} "
-                f"({error}). Pass tag=, a text that you change with it"
+                f"{path} is a {type(value).__module__}.{type(value).__qualname__}, "
+                f"which cannot be compared with another run's ({error}). Pass tag=, a "
+                "text of your own that stands for it: change it whenever this changes"
             ) from error
         text, parts = f"a {type(value).__qualname__}", {}
     # Whether two tuples of a program are one object is up to Python.

@@ -50,8 +50,10 @@ def pool_digest(dataset: Any, tag: str | None) -> str:
         found.update(first.encode())
     elif tag is None:
         raise TypeError(
-            "the items of the pool are others every time that they are read: seed them "
-            "by the sample, or pass tag=, a text that you change whenever they change"
+            "the items of the pool are others every time that they are read, so nobody "
+            "can tell whether another run has the same: leave random augmentation out, "
+            "seed it by the sample, or pass tag=, a text of your own that stands for "
+            "them: change the text whenever they change"
         )
     return found.hexdigest()[:16]
 

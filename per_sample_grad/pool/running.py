@@ -163,7 +163,8 @@ class PoolRun:
             if not all(replica.all_gather_object(is_free)):
                 raise OSError(
                     errno.EBUSY,
-                    "score_pool is at work for this folder in another process; wait",
+                    "score_pool is at work for this folder in another process; wait "
+                    "until that has ended, or give another folder",
                     str(folder),
                 )
             for path in left:

@@ -68,8 +68,9 @@ class Scorer:
             logits = self.passes.forward(self.model, inputs)
         if not isinstance(logits, torch.Tensor):
             raise TypeError(
-                f"the model gave a {type(logits).__name__}, not a tensor of logits: "
-                "pass forward=, a function from model and inputs to logits"
+                f"the model gave a {type(logits).__name__} without .logits, not a "
+                "tensor of logits; pass forward=, a function from model and inputs to "
+                "logits"
             )
         return logits
 
@@ -83,8 +84,9 @@ class Scorer:
             losses = self.passes.loss(logits, targets)
         if losses.shape != (self.block_size,):
             raise ValueError(
-                f"loss= gave shape {tuple(losses.shape)} for {self.block_size} "
-                'samples: give one number per sample, (B,), as by reduction="none"'
+                f"loss= gave shape {tuple(losses.shape)} for a block of "
+                f"{self.block_size} samples; give one number per sample, (B,), for "
+                'instance with reduction="none"'
             )
         return losses
 
@@ -125,8 +127,9 @@ class Scorer:
             return
         if kind is None or is_floating or shape != (self.block_size,):
             raise ValueError(
-                f"{what} needs ({self.block_size},) classes as integers, got a "
-                f"{type(labels).__name__} of {kind} {tuple(shape)} for {self.given}"
+                f"{what} needs targets of shape ({self.block_size},), classes as "
+                f"integers; received a {type(labels).__name__} of {kind} "
+                f"{tuple(shape)} for {self.given}"
             )
         classes = logits.shape[1]
         wrong = (labels < 0) | (labels >= classes)
@@ -185,7 +188,8 @@ class Scorer:
             names = last.params if last is not None and last.is_operation else ()
             unknown = ", ".join([*found.problems, *names]) or "the model"
             raise ValueError(
-                f"no rule accounts for {unknown}: name the last layer with last_layer="
+                f"no rule accounts for {unknown}, so which layer is the last is not "
+                "known; name the module with last_layer="
             )
         self.passes = dataclasses.replace(self.passes, last_layer=last.name)
         self.replica.sync()
@@ -230,8 +234,9 @@ def call_model(model: nn.Module, inputs: Any) -> torch.Tensor:
         out = model(*inputs)
     else:
         raise TypeError(
-            f"the inputs are a {type(inputs).__name__}; give a tensor, dict or tuple, "
-            "or pass forward=, a function from model and inputs to logits"
+            f"the inputs are a {type(inputs).__name__}; a tensor, a dict of keyword "
+            "arguments or a tuple of arguments can be given to the model; for "
+            "anything else pass forward=, a function from model and inputs to logits"
         )
     if isinstance(out, Mapping) and "logits" in out:
         return out["logits"]
@@ -299,7 +304,8 @@ def of_factors(function: Callable[[Factors], torch.Tensor]) -> Score:
             raise ValueError(
                 f"score= returned a {type(found).__name__}"
                 f"{'' if shape is None else f' of shape {tuple(shape)}'} for factors "
-                f"of {len(losses)} samples; return a tensor of one number per sample"
+                f"of {len(losses)} samples; return a tensor of one number per sample, "
+                "(B,), such as factors.norms()"
             )
         return found
 
@@ -316,7 +322,8 @@ def of_projection(projection: Projection) -> Score:
         found = recorded.project(losses, projection)
         if found.shape[1] != projection.size:
             raise ValueError(
-                "score= is a projection of parameters that are not selected by params="
+                "score= is a projection of parameters that are not selected: build it "
+                "of those alone that are trainable and that params= selects"
             )
         return found
 
@@ -344,7 +351,8 @@ def given(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch.Te
     if targets is None:
         raise ValueError(
             'labels="given", but the pool\'s batches have no targets; give pairs '
-            '(inputs, targets), split=, or labels="pseudo" or "expected"'
+            '(inputs, targets), a dict with "labels", split=, or labels="pseudo" (or, '
+            'to score it, "expected")'
         )
     return values(scorer, inputs, targets)
 

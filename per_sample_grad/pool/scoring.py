@@ -64,14 +64,16 @@ class PoolScores:
         check_flag("top: skip_nan", skip_nan)
         if self.scores.ndim > 1:
             raise ValueError(
-                "top: rows of a projection have no rank; sort scores.scores @ query"
+                "top: rows of a projection have no rank; sort what you compute of "
+                "them, such as their inner products with a query, scores.scores @ query"
             )
         missing = np.flatnonzero(np.isnan(self.scores))
         if len(missing) and not skip_nan:
             raise ValueError(
-                f"top: {len(missing)} of {len(self)} scores are NaN (samples "
-                f"{listed([*map(str, missing)])}): the model's output or loss is not "
-                "finite. To leave these samples out, top(k, skip_nan=True)"
+                f"top: {len(missing)} of {len(self)} scores are NaN, which has no rank "
+                f"(samples {listed([*map(str, missing)])}): the model's output or loss "
+                "is not finite there. Repair that, or leave these samples out with "
+                "top(k, skip_nan=True)"
             )
         check_integer("top: k", k, least=0, most=len(self) - len(missing))
         # NaN is sorted to the end.
@@ -207,8 +209,9 @@ def _row(
     row = SCORES[check_choice("score", score, SCORES, others)]
     if not row.takes_params and options.get("params") is not None:
         raise ValueError(
-            f"params= is not allowed with score={score!r}; name the layer with "
-            'last_layer=, or use score="grad_norm"'
+            f"params= is not allowed with score={score!r}, which selects the "
+            "parameters itself; name the layer with last_layer=, or use "
+            'score="grad_norm"'
         )
     return row, score
 

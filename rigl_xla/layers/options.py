@@ -86,7 +86,8 @@ class Options:
             check_choice("initial_masks", self.initial_masks, INITIAL_MASKS, otherwise)
         if self.method_in_use.gradual and self.initial_masks != "random":
             raise ValueError(
-                f"method={self.method!r} begins dense: leave out initial_masks="
+                f"method={self.method!r} begins dense and loses connections by its own "
+                "score; leave out initial_masks="
             )
         given = {} if self.sparsities is None else self.sparsities
         if not isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
@@ -162,8 +163,9 @@ class Options:
             check_scores(self.initial_masks, sparse)
         if self.is_sparse and not any(sparsities.values()):
             raise ValueError(
-                f"no weight is left to be sparse of {list(shapes)}: see dense_first, "
-                "sparsities=, and a linear model needs ignore_linear_layers=False"
+                f"no weight is left to be sparse: ignore_linear_layers, dense_first "
+                f"and sparsities= keep all of {list(shapes)} dense; a model of linear "
+                "layers needs ignore_linear_layers=False"
             )
         return weights, sparsities
 
@@ -178,7 +180,8 @@ class Options:
         pattern = n_of_m(structure)
         if self.method_in_use.gradual:
             raise ValueError(
-                f"method={self.method!r} cannot keep structure={structure!r}"
+                f"method={self.method!r} loses connections anywhere and cannot keep "
+                f"structure={structure!r}; use another method"
             )
         if pattern is None:
             return
@@ -189,6 +192,6 @@ class Options:
         if any(others):
             raise ValueError(
                 f"structure={structure!r} makes every layer {1 - density:g} sparse: "
-                "leave out dense_allocation=, sparsity_distribution= and sparsities= "
-                "but 0"
+                "leave out dense_allocation=, sparsity_distribution= and all "
+                "sparsities= but 0"
             )

@@ -93,7 +93,8 @@ def weights_of(
             continue
         if place in included and _is_normalised(place):
             raise ValueError(
-                f"{place.name!r} is normalised by weight_norm: leave it out of include="
+                f"{place.name!r} is what weight_norm makes a weight of, by a norm that "
+                "is zero where a whole row is inactive: leave it out of include="
             )
         other = owners.get(parameter)
         # A shared one is known by the module that multiplies by it, included or not.
@@ -179,7 +180,8 @@ def named(weights: list[Weight], pattern: str) -> list[str]:
     ]
     if not names:
         raise ValueError(
-            f"{pattern!r} does not match the name of any of {[w.name for w in weights]}"
+            f"{pattern!r} does not match the name of any weight that can be sparse; "
+            f"there are {[w.name for w in weights]}"
         )
     return names
 
@@ -275,7 +277,8 @@ def _selected(
         # A function may well select nothing.
         if not hits and isinstance(selector, (str, type)):
             raise ValueError(
-                f"include or exclude names {selector!r}, but the model has no such part"
+                f"include or exclude names {selector!r}, but the model has no such "
+                "parameter, nor such a module with parameters"
             )
         selected += hits
     return selected

@@ -53,7 +53,8 @@ def operations_of(
     tensors = [x for x in (*inputs, *named.values()) if isinstance(x, torch.Tensor)]
     if not tensors or tensors[0].dim() == 0 or not len(tensors[0]):
         raise ValueError(
-            "operations_of needs inputs; the first tensor of it counts samples"
+            "operations_of needs what the model is called with; the first tensor of it "
+            "counts samples along its first dimension, but there is none"
         )
     found = dict.fromkeys(names.values(), (0.0, 0.0))
     num_samples = len(tensors[0])
@@ -234,7 +235,8 @@ class Report:
         """
         if self._operations is None:
             raise ValueError(
-                "operations need report(rigl_xla.operations_of(model, inputs))"
+                "operations depend on how often a forward pass uses each weight; give "
+                "report(rigl_xla.operations_of(model, inputs))"
             )
         now = {name: layer.sparsity for name, layer in self.layers.items()}
         cost = cost_of(self._operations, now, *self._run)

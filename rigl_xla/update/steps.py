@@ -221,8 +221,10 @@ class TopologySteps:
             return
         call = "pruner()" if self.options.skip_step else "optimizer.step()"
         raise RuntimeError(
-            f"no backward pass has reached a sparse weight: keep .grad until {call} in "
-            f"step {self.number + 1}, or call pruner.apply_mask_to_gradients() before"
+            f"the topology update of step {self.number + 1} is due, but since the last "
+            "one no backward pass has reached a sparse weight, and no .grad is dense: "
+            f"have gradients in .grad, not masked, when {call} is called, or call "
+            "pruner.apply_mask_to_gradients() before; method='set' needs none"
         )
 
     def _prepare_next(self, replica: Replica, discard: bool) -> None:

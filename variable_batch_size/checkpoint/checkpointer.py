@@ -132,7 +132,8 @@ class Checkpointer:
         _check_parts(optimizer, parts)
         if "://" in str(folder):
             raise ValueError(
-                f"folder={str(folder)!r} is no path: mount the bucket and pass its path"
+                f"folder={str(folder)!r} is not a path: mount the bucket (gcsfuse, "
+                "s3fs) and pass the path of the mount"
             )
         check_integer("keep", keep, least=1)
         check_number("look_every_seconds", look_every_seconds, above=0)
@@ -221,13 +222,15 @@ class Checkpointer:
         now = self._optimizer.sampler.cursor  # step 0 may be that of a chosen epoch
         if self._begun is not None and now.step > 0 and now != self._begun:
             raise ValueError(
-                "save: updates were missed; call optimizer.attach(checkpointer) first"
+                "save: the optimizer has made updates that this Checkpointer has not "
+                "seen: call optimizer.attach(checkpointer) before training"
             )
         is_best, before = False, self.best_metric
         if metric is not None:
             if self._best is None:
                 raise ValueError(
-                    f"save(metric={metric!r}): Checkpointer needs best='max' or 'min'"
+                    f"save(metric={metric!r}): Checkpointer needs best='max' or 'min' "
+                    "to know what is better"
                 )
             is_better = operator.gt if self._best == "max" else operator.lt
             if not math.isfinite(metric):
@@ -342,8 +345,9 @@ class Checkpointer:
             except (files.CheckpointError, FileNotFoundError):
                 continue
             raise files.CheckpointError(
-                f"{file.path} has {file.num_updates} updates, and this run "
-                f"{self.num_updates}: call load() before training, or change the folder"
+                f"{file.path} has {file.num_updates} updates, and this run has "
+                f"{self.num_updates}: call load() before training, or give the run "
+                "another folder"
             )
         return later
 
@@ -413,7 +417,8 @@ class Checkpointer:
         if version != VERSION:
             raise ValueError(
                 f"{path} is of format {version!r}, and this library reads {VERSION}: "
-                "choose another folder, or the version that wrote it"
+                "finish the run with the version that began it, or give it another "
+                "folder"
             )
         other_run = f"{path} is of another run"
         if not allow_changes:
@@ -476,8 +481,9 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             is_plain = type(leaf) in (str, int, float, bool, type(None))
             if not is_plain or leaf != leaf:
                 raise (ValueError if is_plain else TypeError)(
-                    f"settings[{name!r}] has {leaf!r}; allowed are texts, numbers "
-                    "other than NaN, None, lists and dicts of these"
+                    f"settings[{name!r}] has {leaf!r}, a {type(leaf).__name__}; "
+                    "settings may be texts, numbers other than NaN, None, lists and "
+                    "dicts of these"
                 )
 
 
@@ -493,7 +499,8 @@ def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
             )
         if part is optimizer.inner or part is optimizer.sampler:
             raise ValueError(
-                f"Checkpointer: {name} is saved with the wrapper: leave it out"
+                f"Checkpointer: {name} is already saved with the wrapper's state: "
+                "leave it out"
             )
         told_by = getattr(part, "updates_of", optimizer)
         if not any(told_by is own for own in (optimizer, *parts.values())):

@@ -86,8 +86,8 @@ class BatchSizeController:
         sizes = -(-least // unit) * unit, most // unit * unit
         if sizes[0] > sizes[1]:
             raise ValueError(
-                f"no multiples of the minibatch size, {unit}, from least={least} to "
-                f"most={most}"
+                f"least={least} and most={most}: batch sizes are multiples of the "
+                f"minibatch size, {unit}, and none of these is within the limits"
             )
         self._every = check_integer("every", every, least=1)
         self._factor = check_number("factor", factor, above=1)
@@ -101,7 +101,8 @@ class BatchSizeController:
         on_end = optimizer.sampler.schedule.on_end
         if on_end != "hold":
             raise ValueError(
-                f"the sampler needs a constant trace, or on_end='hold', got {on_end!r}"
+                "BatchSizeController needs a sampler whose last batch size is held: a "
+                f"constant trace, or on_end='hold'; got on_end={on_end!r}"
             )
         for name, size in zip(("least", "most"), sizes):
             try:

@@ -215,17 +215,20 @@ class BlockDataset(Dataset[Any]):
         if isinstance(order, BlockShuffle):
             if min(order.window, num_blocks) > self._num_kept:
                 raise ValueError(
-                    "order= would read blocks again for nearly every sample: pass "
-                    f"order=dataset.shuffled(window={order.window}, "
-                    f"seed={order.seed}), called last"
+                    f"order= shuffles windows of {order.window} blocks, and the "
+                    f"dataset keeps {self._num_kept}, so that it would read blocks "
+                    "again for nearly every sample: pass order=dataset.shuffled("
+                    f"window={order.window}, seed={order.seed}), called last"
                 )
         elif (order is None or isinstance(order, IndexShuffle)) and (
             num_blocks > self._num_kept
         ):
             what = "the sampler's own shuffle" if order is None else order.name
             raise ValueError(
-                f"{what} would read one of {num_blocks} blocks for nearly every "
-                "sample: pass order=dataset.shuffled(window=8), which keeps 8 blocks"
+                f"the dataset reads samples in {num_blocks} blocks, and {what} would "
+                "read one for nearly every sample: pass "
+                "order=dataset.shuffled(window=8), which shuffles 8 blocks at a time "
+                f"and keeps them; window={len(self.block_sizes)} keeps all in memory"
             )
 
     def __len__(self) -> int:
@@ -255,7 +258,8 @@ class BlockDataset(Dataset[Any]):
         if len(block) != expected:
             raise ValueError(
                 f"block {number} has {len(block)} samples, and block_sizes says "
-                f"{expected} (of a stream: num_samples)"
+                f"{expected}: files and streams must not change while a run lasts, and "
+                "a stream must have num_samples samples"
             )
         self.num_blocks_read += 1
         while len(self._kept) >= self._num_kept:
@@ -297,7 +301,8 @@ class _RowGroups:
             from pyarrow.parquet import ParquetFile
         except ImportError as error:
             raise ImportError(
-                "BlockDataset.from_parquet needs pip install 'elastic-xla[parquet]'"
+                "BlockDataset.from_parquet needs pyarrow: pip install "
+                "'elastic-xla[parquet]'"
             ) from error
         return ParquetFile(path, metadata=footer)
 
@@ -335,8 +340,10 @@ class _StreamBlocks:
             parts = (itertools.islice(self._open_at(p), 16) for p in (0, position))
             if _are_equal(*map(list, parts)):
                 raise ValueError(
-                    f"open_at({position}) begins with the samples of open_at(0): "
-                    "return dataset.skip(at), or use BlockDataset(..., in_order=True)"
+                    f"open_at({position}) begins with the samples of open_at(0): it "
+                    "must return the samples from a position on, such as "
+                    "lambda at: dataset.skip(at). (Where samples do repeat, use "
+                    "BlockDataset(read_block, block_sizes, in_order=True))"
                 )
             self._seeks = True
         return self._open_at(position)

@@ -115,8 +115,10 @@ class Minibatches(Iterator[list[int]]):
         num_read = self._num_handed_out or self._num_asked
         if num_read > self._num_stepped:
             raise ValueError(
-                f"step() is at minibatch {self._num_stepped}, and the loop has read "
-                f"{num_read}: iterate replica.loader(loader); nothing may read ahead"
+                f"step() was called for minibatch {self._num_stepped}, and the loop "
+                f"has read {num_read}, which would be lost if the step were run again: "
+                "iterate replica.loader(loader), where loader.batch_sampler is the "
+                "sampler, and nothing may read ahead of that"
             )
 
     # --- for torchdata --------------------------------------------------------------
@@ -160,8 +162,10 @@ class Minibatches(Iterator[list[int]]):
         saved_on = (state["rank"], state["num_replicas"])
         if saved_on[0] != 0 and saved_on != (sampler.rank, sampler.num_replicas):
             raise ValueError(
-                f"the loader's state is of replica {saved_on[0]} of {saved_on[1]}, "
-                f"this is {sampler.rank} of {sampler.num_replicas}: load replica 0's"
+                f"the loader's state was saved by replica {saved_on[0]} of "
+                f"{saved_on[1]}, and this is replica {sampler.rank} of "
+                f"{sampler.num_replicas}: load the state of replica 0, which any "
+                "number of replicas can, or none: the optimizer's state has the place"
             )
         plan = sampler.plan_after(state)
         here = sampler.plan.first_step + sampler.plan.start_step
@@ -173,9 +177,11 @@ class Minibatches(Iterator[list[int]]):
             return
         if sampler.epoch != cursor.epoch or sampler.is_placed:
             raise ValueError(
-                f"the loader's state (epoch {cursor.epoch}, step {cursor.step}) is not "
-                "the sampler's: save it right after an update, leave it out, or call "
-                f"sampler.set_epoch({cursor.epoch})"
+                f"the loader's state is that after step {cursor.step} of epoch "
+                f"{cursor.epoch}, and the sampler is at step {sampler.plan.start_step} "
+                f"of epoch {sampler.epoch}: save it right after an update, with the "
+                "optimizer's, or leave it out; without an elastic optimizer, call "
+                f"sampler.set_epoch({cursor.epoch}) before you iterate the loader"
             )
         sampler.resume_at(state)
 
@@ -205,19 +211,22 @@ def check_loader(loader: Any, dataset_length: int | None) -> None:
     length = len(dataset) if hasattr(dataset, "__len__") else dataset_length
     if dataset_length not in (None, length):
         raise ValueError(
-            f"the loader's dataset has {length} samples, and CustomSampler's "
-            f"{dataset_length}: give both the same, or CustomSampler dataset_size="
+            f"the loader's dataset has {length} samples, and the one that "
+            f"CustomSampler was given has {dataset_length}: give both the same, or "
+            "CustomSampler dataset_size=, to train on the first so many samples"
         )
     if not getattr(loader, "num_workers", 0):
         return
     if not getattr(loader, "in_order", True):
         raise TypeError(
-            "minibatches of a loader with in_order=False would be counted in another "
-            "order: build it with in_order=True, the default"
+            "a loader with in_order=False hands out minibatches in the order in which "
+            "its workers end, so those of one step would be counted in another: build "
+            "it with in_order=True, the default"
         )
     every = getattr(loader, "snapshot_every_n_steps", 1)
     if every != 1:
         raise TypeError(
             f"StatefulDataLoader(snapshot_every_n_steps={every}) skips minibatches "
-            "when it is restored: pass snapshot_every_n_steps=1, the default"
+            "when it is restored, counted from a place that CustomSampler begins steps "
+            "before: build it with snapshot_every_n_steps=1, the default"
         )

@@ -289,15 +289,17 @@ class Position:
             self.restart(plan)
         if self.ended:
             raise ValueError(
-                f"step() after the last step of epoch {plan.epoch}: call "
-                f"set_epoch({plan.epoch + 1}) on sampler and optimizer"
+                f"step() after the last of the {plan.num_steps} steps of epoch "
+                f"{plan.epoch}: call set_epoch({plan.epoch + 1}) on sampler and "
+                "optimizer, and step() once per minibatch of the sampler"
             )
         if not self.announced:
             self._check_unannounced()
         if self.idle:
             raise ReplicaError(
-                f"replica {self.rank} is idle in step {self.step}: load a checkpoint, "
-                "or, with lockstep=True, call join_step() in place of step()",
+                f"replica {self.rank} is idle in step {self.step} of epoch "
+                f"{plan.epoch} and has not joined it. After an exception, resume from "
+                "a checkpoint; with lockstep=True, call join_step() in place of step()",
                 self.rank,
             )
         return is_new
@@ -308,8 +310,9 @@ class Position:
         first = plan.num_minibatches_of(plan.start_step)
         if first < plan.num_replicas and not plan.padded:
             raise ReplicaError(
-                f"epoch {plan.epoch} begins with idle replicas ({first} minibatches): "
-                f"call optimizer.set_epoch({plan.epoch}) before iterating",
+                f"epoch {plan.epoch} begins with a step of {first} minibatches on "
+                f"{plan.num_replicas} replicas, which idle ones must join: call "
+                f"optimizer.set_epoch({plan.epoch}) before iterating",
                 self.rank,
             )
         self.announced = True
@@ -374,7 +377,8 @@ class Schedule:
             row = int(np.argmax(sizes > self._capacity))
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} exceeds epoch capacity: "
-                f"{num_samples} samples hold {self.capacity} minibatches of {unit}"
+                f"{num_samples} samples hold {self.capacity} minibatches of {unit}, "
+                f"{self._capacity} samples"
             )
         self._prefix = np.concatenate([[0], np.cumsum(sizes)])
         self._first_steps = [0]  # of epochs found so far, and of the next one
@@ -420,8 +424,9 @@ class Schedule:
             return range(found[epoch], found[epoch + 1])
         if self.on_end == "error":
             raise TraceExhausted(
-                f"epoch {epoch} begins after the {len(self.trace)} steps of "
-                f"{self.trace.name}: lengthen it, or pass on_end='hold' or 'cycle'"
+                f"epoch {epoch} begins after the last of the {len(self.trace)} steps "
+                f"of {self.trace.name}, which fill {self.num_epochs} epochs; lengthen "
+                "the trace, train fewer epochs, or choose on_end='hold' or 'cycle'"
             )
         return range(found[-1], found[-1])
 
@@ -433,7 +438,8 @@ class Schedule:
         """
         if self.on_end != "hold":
             raise ValueError(
-                f"on_end='hold' is needed to change batch sizes, got {self.on_end!r}"
+                f"the batch size can change while a run lasts with on_end='hold' only, "
+                f"where the last one is held without end; got {self.on_end!r}"
             )
         check_integer("batch_size", batch_size, least=1)
         sizes = self.trace.batch_sizes

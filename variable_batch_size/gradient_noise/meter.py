@@ -125,7 +125,8 @@ class NoiseMeter:
         self.weighted = minibatch_size is None
         if self.weighted and options.compat:
             raise TypeError(
-                "compat='reference' needs minibatches that all count the same: omit it"
+                "compat='reference' needs minibatches that all count the same; with "
+                "reduction='sum' leave it out"
             )
         own_base = minibatch_size if options.compat else None
         self._base = own_base or ref_batchsize
@@ -317,7 +318,10 @@ class NoiseMeter:
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
         if state.keys() != set(_STATE):
-            raise ValueError(f"not a state of a NoiseMeter: it has {sorted(state)}")
+            raise ValueError(
+                f"this is not a state of a NoiseMeter: it has {sorted(state)}, "
+                f"expected are {sorted(_STATE)}"
+            )
         num_groups = state["averages"].shape[-1]
         if num_groups != self._num_groups:
             raise ValueError(

@@ -68,9 +68,10 @@ class GradientSquares:
         self.discard()
         if repeated:
             raise ValueError(
-                "a parameter received two gradients within one minibatch: call "
-                "backward() once per step(), and checkpoint with use_reentrant=False. "
-                "To throw gradients away, model.zero_grad(set_to_none=True)"
+                "a parameter received two gradients within one minibatch, so the "
+                "square of their sum is not known: call backward() once per step(), on "
+                "the sum of the losses (and checkpoint with use_reentrant=False). To "
+                "throw gradients away, model.zero_grad(set_to_none=True)"
             )
         return self.by_group(collected) if collected else None
 

@@ -202,7 +202,8 @@ def rule_named(rule: str | Rule) -> Rule:
             ) from error
     if rule not in RULES:
         raise ValueError(
-            f"rule={rule!r} is unknown; allowed are {sorted(RULES)} and 'power:0.75'"
+            f"rule={rule!r} is unknown; allowed are {sorted(RULES)} and 'power:ALPHA', "
+            "such as 'power:0.75'"
         )
     return RULES[rule]
 

@@ -17,7 +17,7 @@ from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise.meter import Measurements
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.step.attached import Update
-from xla_replica.common.arguments import check_function, check_integer, check_type
+from xla_replica.common.arguments import check_integer, check_type
 
 if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
@@ -105,7 +105,11 @@ class RunLog:
         self._log_steps = check_integer("log_steps", log_steps, least=1)
         self._sinks = list(sinks)
         for sink in self._sinks:
-            check_function("a sink, such as mlflow.log_metrics,", sink)
+            if not callable(sink):
+                raise TypeError(
+                    "sinks must be functions that take log(values, step=step), such "
+                    f"as wandb_run.log or mlflow.log_metrics, got {sink!r}"
+                )
         self.updates_of = self._optimizer = optimizer
         self._replica = optimizer.replica
         self._sampler = optimizer.sampler
@@ -156,7 +160,8 @@ class RunLog:
         check_type("add: loss", loss, torch.Tensor, "a tensor, which is not read")
         if loss.numel() != 1:
             raise ValueError(
-                f"add: a loss is one number, got a tensor of shape {tuple(loss.shape)}"
+                "add: the loss of a minibatch is one number, got a tensor of shape "
+                f"{tuple(loss.shape)}: add its mean or sum, that of the backward pass"
             )
         if self._step is None:
             self._check_attached()
@@ -206,7 +211,8 @@ class RunLog:
         for name, value in values.items():
             if name in _OWN or re.fullmatch(r"lr(_\d+)?", name):
                 raise ValueError(
-                    f"write: {name}= is what the log itself tells: rename {value!r}"
+                    f"write: {name}= is what the log itself tells of an update; give "
+                    f"{value!r} another name"
                 )
             check_type(f"write: {name}", value, (int, float, np.number), "a number")
         step = self._next_step() - 1
@@ -277,7 +283,8 @@ class RunLog:
         self._added_at = self._added_at or cursor
         if cursor.step > 0 and cursor != self._added_at:
             raise ValueError(
-                "add: updates were missed: call optimizer.attach(log) before training"
+                "add: the optimizer has made updates that this RunLog was not told of: "
+                "call optimizer.attach(log) before training"
             )
 
     def _begin(self, step: int) -> None:

@@ -110,15 +110,18 @@ class Agreement:
         hyperparameter, order = differences.tolist()
         if order != 0:
             raise ReplicaError(
-                "replicas have run an epoch in different orders: what order= returns "
-                "must be the same on every replica; seed it without the rank",
+                "replicas have run an epoch in different orders, so that some samples "
+                "were run twice and others never: what order= returns must be the same "
+                "on every replica. Seed it without the rank",
                 self._replica.rank,
             )
         if hyperparameter == 0:
             return
         raise ReplicaError(
-            "replicas differ in learning rates or other settings, or in what is "
-            "attached: call optimizer.attach(scheduler) in place of scheduler.step()",
+            "replicas have updated their weights with different learning rates or "
+            "other hyperparameters, or members of a live run have attached different "
+            "functions: call optimizer.attach(scheduler) once in place of "
+            "scheduler.step() in the loop, or change hyperparameters between epochs",
             self._replica.rank,
         )
 

@@ -88,16 +88,19 @@ class Attached:
         """Adds what `ElasticOptimizer.attach` was given; see there."""
         if isinstance(target, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise TypeError(
-                "attach: ReduceLROnPlateau needs a metric; step it once an epoch"
+                "attach: ReduceLROnPlateau needs a metric; step it at the end of an "
+                "epoch, and pass it to Checkpointer or epochs as a part, by any name"
             )
         schedulers = [each.scheduler for each in self._schedulers()]
         if target in [*self._callbacks, *schedulers]:
             raise ValueError(
-                f"attach: {target!r} is attached already, and would run twice"
+                f"attach: {target!r} is attached already, and would run twice after "
+                "every update"
             )
         if hasattr(getattr(target, "__self__", None), "get_last_lr"):
             raise TypeError(
-                f"attach: {target!r} is a method of an LR scheduler: attach that"
+                f"attach: {target!r} is a method of an LR scheduler, which would take "
+                "the update for an epoch: attach the scheduler"
             )
         self.is_empty = False
         check_choice("attach: unit", unit, UNITS)
@@ -111,13 +114,15 @@ class Attached:
             )
         elif (unit, every) != ("updates", 1):
             raise TypeError(
-                "attach: unit= and every= are for LR schedulers, not for functions"
+                "attach: unit= and every= are for LR schedulers; a function runs after "
+                "every update and can look at it"
             )
         owner = getattr(target, "__self__", target)  # of a method
         for saver in self._callbacks:
             if getattr(saver, "saves", lambda part: False)(owner):
                 raise ValueError(
-                    f"attach: {target!r} comes after a Checkpointer; attach it before"
+                    f"attach: {target!r} after a Checkpointer would be an update late "
+                    "in what that saves; attach it before"
                 )
         if self._waiting and isinstance(target, AttachedScheduler):
             target.load_state_dict(self._waiting[0])
@@ -132,8 +137,9 @@ class Attached:
         if self._waiting and not self._may_lack:
             kinds = [state["kind"] for state in self._waiting]
             raise ValueError(
-                f"the loaded run had {', '.join(kinds)} attached, this one lacks it: "
-                "attach it before training, or load with allow_changes=True"
+                f"the run that was loaded had {', '.join(kinds)} attached, which this "
+                "one lacks, so its learning rate would stay as it was saved: attach "
+                "the same schedulers before training, or load with allow_changes=True"
             )
         for callback in self._callbacks[self.num_done :]:
             callback(update)
@@ -150,7 +156,8 @@ class Attached:
             owner = getattr(callback, "__self__", callback)
             if hasattr(owner, "state_dict") and not is_saved(owner):
                 raise ValueError(
-                    f"attach: {owner!r} has a state: pass it to Checkpointer as a part"
+                    f"attach: {owner!r} has a state, which members that join a live "
+                    "run would lack: pass it to Checkpointer as a part, by any name"
                 )
 
     def drop_step(self) -> None:
@@ -207,12 +214,14 @@ class AttachedScheduler:
         self._amount = UNITS[unit]
         if self._amount is None and noise is None:
             raise TypeError(
-                "attach: unit='iterations': use AdaScaleOptimizer, or set noise=True"
+                "attach: unit='iterations' counts measured gains: use "
+                "AdaScaleOptimizer, or another rule with noise=True"
             )
         if self._amount is None and noise is not None and noise.weighted:
             raise TypeError(
                 "attach: unit='iterations' would read the device after every update "
-                "with reduction='sum': count 'updates' or 'samples'"
+                "with reduction='sum', where the host does not know the batch ratio: "
+                "count 'updates' or 'samples', and look at noise.progress when you log"
             )
         self.scheduler = scheduler
         self._unit = unit
@@ -261,7 +270,8 @@ class AttachedScheduler:
         saved = f"a {state['kind']} in {state['unit']} by {state['every']}"
         if saved != own:
             raise ValueError(
-                f"the saved scheduler was {saved}, attached in its place is {own}"
+                f"the saved scheduler was {saved}, and the one attached in its place "
+                f"is {own}: attach the same schedulers in the same order"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

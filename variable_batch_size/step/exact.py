@@ -76,12 +76,14 @@ class ExactModel:
             if isinstance(layer, nn.SyncBatchNorm):
                 raise TypeError(
                     f"exact=: {name!r} is a SyncBatchNorm, whose statistics depend on "
-                    "the minibatches that replicas run together: use BatchNorm"
+                    "the minibatches that replicas run together: use BatchNorm, whose "
+                    "running statistics move by the mean over the step's minibatches"
                 )
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         if self._replica.has_streams and not is_deterministic:
             raise ValueError(
-                "exact= on a GPU needs torch.use_deterministic_algorithms(True) first"
+                "exact= on a GPU needs torch.use_deterministic_algorithms(True), "
+                "before the model runs"
             )
 
     def check(self, parameters: list[nn.Parameter], schedule: Schedule) -> None:
@@ -89,15 +91,17 @@ class ExactModel:
         for parameter in parameters:
             if parameter not in self.names:
                 raise ValueError(
-                    f"exact=: a parameter of shape {tuple(parameter.shape)} is not one "
-                    "of the model's: give exact= the module that has them all"
+                    f"exact=: the optimizer has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not one of the model's, so that "
+                    "its sum has no name: give exact= the module that has them all"
                 )
         largest = int(schedule.trace.batch_sizes.max())
         num_minibatches = -(-largest // schedule.minibatch_size)
         if num_minibatches > self.grid.max_terms:
             raise ValueError(
                 f"exact=: a batch of {largest} samples has {num_minibatches} "
-                f"minibatches, more than {self.grid.max_terms}: take larger minibatches"
+                f"minibatches, and sums on this device can hold {self.grid.max_terms}: "
+                "take larger minibatches"
             )
 
     @torch.no_grad()
@@ -128,7 +132,8 @@ class ExactModel:
         if must_repeat.item() and self._is_repeat:
             raise ReplicaError(
                 f"step {position.step} of epoch {position.plan.epoch} gave different "
-                "gradients when rerun: the model or its data is nondeterministic",
+                "gradients when rerun: the model or its data is nondeterministic, as "
+                "by a random number that neither torch nor a SeededDataset draws",
                 self._replica.rank,
             )
         self._is_repeat = must_repeat.item()
@@ -173,8 +178,9 @@ class ExactModel:
         found = self._found_versions() if _trains(model) else {}
         for name, _ in found.items() - self._versions.items():
             raise ValueError(
-                f"exact=: the forward pass changes the buffer {name!r}: change it in "
-                "an attached function, or leave exact= out"
+                f"exact=: the forward pass has changed the buffer {name!r}, and only "
+                "the running statistics of normalisation layers can move: compute it "
+                "in a function that you attach, or leave exact= out"
             )
 
     def _found_versions(self) -> dict[str, tuple[int, int]]:

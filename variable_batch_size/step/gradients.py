@@ -82,7 +82,8 @@ class StepGradients:
             return
         if not self._known.issuperset(self._context.parameters()):
             raise ValueError(
-                "a parameter group must be added through the wrapper's add_param_group"
+                "a parameter group was added to the inner optimizer: add it through "
+                "the wrapper's add_param_group, which makes it equal on all replicas"
             )
         self._allocate(after_backward)
 
@@ -178,7 +179,8 @@ class StepGradients:
         elif not self._is_unchanged():
             raise ValueError(
                 "requires_grad of a parameter changed between the minibatches of one "
-                "step: change it between steps, in a function that you attach"
+                "step: freeze and unfreeze between steps, in a function that you "
+                "attach, or between epochs"
             )
         try:
             self._check_writers(num_accumulated, needs_backward)
@@ -208,23 +210,28 @@ class StepGradients:
             found |= record.accumulated or written
             if record.accumulated and written and gradient is not None:
                 raise ValueError(
-                    "a gradient was changed between backward() and step(): clip with "
-                    "max_grad_norm=, or change it in optimizer.register_step_pre_hook"
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} "
+                    "was changed between backward() and step(), where it is no mean "
+                    "yet: clip that with max_grad_norm=, or change it in a hook of "
+                    "optimizer.register_step_pre_hook, which runs once an update"
                 )
             if record.overwritten and num_accumulated:
                 raise ValueError(_lost(num_accumulated))
         if needs_backward and not found:
             raise ValueError(
-                "step() without backward(). Call loss.backward() before every step(), "
-                "of 0 * sum(p.sum() for p in model.parameters()) to add nothing, and "
-                "build the optimizer after load_state_dict(..., assign=True)"
+                "step() without backward(): no gradient has changed since the last "
+                "step(). Call loss.backward() before every step(); to add nothing, "
+                "(0 * sum(p.sum() for p in model.parameters())).backward(). If you "
+                "did, the model has other parameters than the optimizer by now, as "
+                "after load_state_dict(..., assign=True): build the optimizer later"
             )
 
     def refuse_zeroing(self) -> None:
         """Raises ValueError if a backward pass has added to gradients since `step`."""
         if any(record.accumulated for record in self._records.values()):
             raise ValueError(
-                f"zero_grad() takes nothing away: every minibatch counts. {_KEPT_OUT}"
+                "zero_grad() between backward() and step() takes nothing away: every "
+                f"minibatch counts, and updates zero gradients. {_KEPT_OUT}"
             )
 
     def _take_back_detached(self, num_accumulated: int) -> None:
@@ -235,7 +242,8 @@ class StepGradients:
             if self.sums.has_begun(parameter):
                 raise ValueError(
                     "a gradient was replaced after backward(), while it is summed over "
-                    "replicas: change it in a step hook, or pass overlap=False"
+                    "replicas: change the summed gradient in a step hook of the inner "
+                    "optimizer, or pass overlap=False (not for sharded models)"
                 )
             if num_accumulated and not self.sums.accumulates_elsewhere(parameter):
                 raise ValueError(_lost(num_accumulated))
@@ -259,8 +267,10 @@ class StepGradients:
         for gradient in self.sums.gradients.values():
             if type(gradient) is torch.Tensor and gradient.count_nonzero():
                 raise ValueError(
-                    "the step's weights sum to zero, but its gradient is not zero: "
-                    "step(weight=...) needs the number of tokens that the loss sums"
+                    "the weights of the step's minibatches sum to zero, but its "
+                    "gradient is not zero, so it has no mean: give step(weight=...) "
+                    "the number of tokens that the loss sums; the loss of a minibatch "
+                    "without any is (0 * sum(p.sum() for p in model.parameters()))"
                 )
 
     def clip_(self, max_norm: float) -> torch.Tensor:

@@ -64,7 +64,8 @@ class Scaling:
             if not (is_number and 0 <= lr < math.inf):
                 raise ValueError(
                     f"the learning rate of parameter group {index} has become {lr!r}; "
-                    "it must be a finite number >= 0, not a tensor"
+                    "it must be a finite number >= 0, not a tensor: look at what sets "
+                    "it, a scheduler or an attached function"
                 )
             if self._is_late:
                 self._inputs.append(self._inputs_of(index, group, batch_ratio))
@@ -140,8 +141,10 @@ class Scaling:
                     self._states[index] = state
         if changed:
             raise ValueError(
-                f"a step hook changed {changed[0]!r} of a parameter group: use "
-                "optimizer.attach(...), which runs later and sees the reference value"
+                f"a step hook changed {changed[0]!r} of a parameter group, which is "
+                "the scaled one while hooks run and is restored after them: use "
+                "optimizer.attach(...), which runs after the update and sees the "
+                "reference value"
             )
         return tuple(scaled.effective_lr for scaled in self._scaled)
 
@@ -206,8 +209,10 @@ class Scaling:
             history = self._states[index].num_updates
             if steps and steps != {history}:
                 raise ValueError(
-                    f"rule {self._rule.name!r}, group {index}: {sorted(steps)} updates "
-                    "differ: put parameters that begin to train later into another"
+                    f"rule {self._rule.name!r}: parameters of group {index} have made "
+                    f"{sorted(steps)} updates and the group {history}, which need "
+                    "different bias corrections: put parameters that begin to train "
+                    "later into a group of their own"
                 )
         self._trained = trained
 

@@ -70,12 +70,14 @@ class StepTotals:
         if self._weight is None:
             if weight is not None:
                 raise TypeError(
-                    "step(weight=...) needs reduction='sum' and a loss that is a sum"
+                    "step(weight=...) needs reduction='sum': build the optimizer with "
+                    "it, and let the loss be the sum over tokens, not their mean"
                 )
             return None
         if weight is None:
             raise TypeError(
-                "step() with reduction='sum' needs weight=, the loss's number of tokens"
+                "step() with reduction='sum' needs weight=, the number of tokens whose "
+                "losses the minibatch's loss sums: optimizer.step(weight=num_tokens)"
             )
         replica, dtype = self._context.replica, self._dtype
         if not isinstance(weight, torch.Tensor):
@@ -103,8 +105,10 @@ class StepTotals:
         padding = len(self._places) - num_real
         if padding and not was_read:
             raise ValueError(
-                f"{padding} of {len(self._places)} samples of this minibatch are "
-                "padding: call (losses * optimizer.sample_weights).sum().backward()"
+                f"{padding} of the {len(self._places)} samples of this minibatch are "
+                "padding, and nobody has asked for optimizer.sample_weights, which "
+                "leave them out: call (losses * optimizer.sample_weights).sum()"
+                ".backward(), with losses of reduction='none'"
             )
 
     def add(self, weight: torch.Tensor) -> None:

@@ -156,7 +156,8 @@ class UpdateLoop:
         """Raises ValueError if the sampler pads the steps of another wrapper."""
         if self.position.plan.padded != self._context.sharded:
             raise ValueError(
-                "sharded and whole parameters share a sampler: give each its own"
+                "a wrapper of sharded parameters and one of whole ones share a "
+                "sampler, but need different numbers of minibatches: give each its own"
             )
 
     def check_attach(self) -> None:
@@ -202,14 +203,16 @@ class UpdateLoop:
             )
         if begun is not None and begun is self._left_pass:
             raise ValueError(
-                "a state was loaded in the middle of a loop over the sampler: begin a "
-                "new loop, `for batch in loader:`, after load_state_dict"
+                "a state was loaded in the middle of a loop over the sampler, which "
+                "goes on with the minibatches that followed before: begin a new loop, "
+                "`for batch in loader:`, after load_state_dict"
             )
         if position.has_run and begun is not self._pass:
             raise ValueError(
-                f"a new loop over the sampler began after step {position.step}: "
-                "continue the epoch's iterator, or call set_epoch on sampler and "
-                "optimizer"
+                f"a new loop over the sampler began after {position.step} of the "
+                f"{position.plan.num_steps} steps of epoch {position.plan.epoch}, and "
+                "deals them again: continue the epoch's iterator, or call set_epoch on "
+                "sampler and optimizer. To look at a batch, take another sampler"
             )
         self._pass = begun
         if position.step == position.plan.start_step:
@@ -278,9 +281,10 @@ class UpdateLoop:
         if self._hyperparameters == hyperparameters(context.inner.param_groups):
             return
         raise ReplicaError(
-            f"a learning rate or the like changed {where}, where {why}: call "
-            "optimizer.attach(scheduler) in place of scheduler.step(), or change it "
-            "before optimizer.set_epoch",
+            "the learning rate or another hyperparameter changed "
+            f"{where} of epoch {position.plan.epoch}. There {why}: call "
+            "optimizer.attach(scheduler) once in place of scheduler.step() in the "
+            "loop, or change it between epochs, before optimizer.set_epoch",
             context.replica.rank,
         )
 
@@ -372,7 +376,8 @@ class UpdateLoop:
         """Raises ReplicaError unless this member of a live run has joined it."""
         if self._context.replica.is_live and self.live is None:
             raise ReplicaError(
-                "in a live run call Checkpointer.load() before optimizer.set_epoch"
+                "in a live run a member joins in Checkpointer.load(), where it gets "
+                "the state of the others: call it before optimizer.set_epoch"
             )
 
     def _end_epoch(self, next_epoch: int) -> None:
@@ -489,6 +494,6 @@ def _refuse_own_step(inner: Any, *_: Any) -> None:
     if loop is not None and not loop.is_stepping:
         raise RuntimeError(
             f"step() of the {type(inner).__name__} that a {loop.wrapper_name} wraps "
-            "was called, with partial sums of gradients. Call step() of the wrapper "
-            "instead"
+            "was called: it would use partial sums of gradients, on this replica "
+            "alone, and the unscaled learning rate. Call step() of the wrapper instead"
         )

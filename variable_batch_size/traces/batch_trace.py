@@ -110,8 +110,9 @@ class Trace:
             self.name, values = f"the {type(source).__name__}", source.tolist()
         else:
             raise TypeError(
-                f"trace={source!r} is a {type(source).__name__}; allowed are a CSV "
-                "path or file, integers, or a DataFrame with a 'batchsize' column"
+                f"trace={source!r} of type {type(source).__name__}: allowed are a CSV "
+                "path or text file, a sequence, range, array or tensor of integers, a "
+                "DataFrame with a 'batchsize' column, or one integer"
             )
         unit = None
         if header is not None:
@@ -249,8 +250,10 @@ class Trace:
         times = found[-1] / max(used[-1], 1.0) if unit == "tokens" else 1.0
         if not np.allclose(found, times * used, rtol=1e-9, atol=0):
             raise TraceError(
-                f"{self.name}: {STEP_COLUMN!r} and {unit!r} disagree: leave out "
-                f"{STEP_COLUMN!r} if rows are thresholds, or {unit!r} if rows are steps"
+                f"{self.name}: there are columns {STEP_COLUMN!r} and {unit!r}, and "
+                f"{unit!r} is not what the steps before each row have used: leave out "
+                f"{STEP_COLUMN!r} if every row holds from so many {unit} on, and "
+                f"{unit!r} if every row is one step"
             )
 
     def _check_steps(self, column: Any) -> None:

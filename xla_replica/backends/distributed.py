@@ -55,9 +55,10 @@ def check_served(device: torch.device) -> None:
     served = kinds_served()
     if device.type not in served:
         raise ReplicaError(
-            f"{process_group()} does not sum on {device.type}: call "
-            "init_process_group() without a backend. To leave an accelerator unused, "
-            "join 'cpu:gloo'"
+            f"the process group {process_group()} sums tensors on "
+            f"{' and '.join(sorted(served))}, but this process computes on "
+            f"{device.type}: call torch.distributed.init_process_group() without a "
+            "backend. To leave an accelerator unused, join 'cpu:gloo'"
         )
 
 
@@ -232,9 +233,10 @@ class DistributedReplica(Replica):
             if not _are_wrapped(parameters):
                 return
             raise TypeError(
-                "these are parameters of a DistributedDataParallel model, which sums "
-                "their gradients in every backward pass. Train the bare module, "
-                "model.module in place of model"
+                "these are the parameters of a DistributedDataParallel model, which "
+                "sums their gradients in every backward pass, of which replicas run "
+                "different numbers. Train the bare module, model.module in place of "
+                "model: gradients are summed once per step without the wrapper"
             )
 
     @contextlib.contextmanager
@@ -243,8 +245,10 @@ class DistributedReplica(Replica):
         device = tensors[0].device
         if device.type == "xla":
             raise ReplicaError(
-                f"{process_group()} cannot sum a tensor on {device}: start by "
-                "xla_replica.launch(fn, device='xla'), or keep the model on the CPU",
+                f"replica {self.rank}: a tensor on {device} was given to the "
+                f"{process_group()} process group, which would return it unsummed. "
+                "Start the job with xla_replica.launch(fn, device='xla'), or keep the "
+                "model on the CPU",
                 self.rank,
             )
         try:
@@ -252,9 +256,10 @@ class DistributedReplica(Replica):
         except RuntimeError as error:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise ReplicaError(
-                f"replica {self.rank} failed in {verb} of {len(shapes)} "
-                f"{tensors[0].dtype} tensors {shapes[:4]}: a peer raised, hung, left "
-                f"early, or brought other ones: {error}",
+                f"replica {self.rank} of {self.num_replicas} failed in {verb} of "
+                f"{len(shapes)} {tensors[0].dtype} tensors of shapes {shapes[:4]}: a "
+                "peer raised, hung, left early, or brought other tensors. The "
+                f"{process_group()} group says: {error}",
                 self.rank,
             ) from error
 

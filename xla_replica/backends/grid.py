@@ -78,7 +78,8 @@ class Grid:
         """Appends those tensors that are new, without a grid."""
         if self.rows and self._largest is not self._nothing:
             raise ValueError(
-                f"{[*names][:1]} cannot be summed from the middle of a step on"
+                f"{[*names][:1]} cannot be summed from the middle of a step on: build "
+                "what asks for it between two updates"
             )
         saved = self.state_dict() if self.rows else {}
         for name in names:

@@ -94,8 +94,9 @@ class Place:
         if gradient is view:
             if not traits(view).is_lazy and view.data_ptr() != self.part.data_ptr():
                 raise ValueError(
-                    "a parameter's gradient was given other memory: call model.to(...) "
-                    "and model.half() before the optimizer is built"
+                    f"the gradient of a parameter of shape {tuple(view.shape)} was "
+                    "given other memory, as model.to(...) and model.half() do: call "
+                    "them before the optimizer is built"
                 )
             if factor is not None:
                 self.part.mul_(factor)
@@ -292,8 +293,10 @@ class OverlappedSum(GradientSum):
     ) -> None:
         if self._is_late:
             raise ValueError(
-                "a gradient was accumulated twice in the last minibatch of a step: "
-                "call backward() once per step(), or pass overlap=False"
+                "a gradient was accumulated twice in the last minibatch of a step, "
+                "while gradients are summed over replicas, and only once in the first "
+                "step: call backward() once per step(), on the sum of the losses, or "
+                "pass overlap=False"
             )
         self._divide_by(divisor if isinstance(divisor, int) else None)
         with torch.no_grad():

@@ -274,7 +274,8 @@ class Replica(abc.ABC):
         n = self.num_replicas
         if tensor.dim() == 0 or len(tensor) != n:
             raise ValueError(
-                f"all_to_all: a tensor of shape {tuple(tensor.shape)} needs {n} rows"
+                f"all_to_all: a tensor of shape {tuple(tensor.shape)} has no part for "
+                f"each of {n} replicas; its first dimension must be {n}"
             )
 
     def _check_source(self, source: int) -> None:
@@ -310,7 +311,8 @@ class Replica(abc.ABC):
             (0, 1) if dtype == torch.bool else (math.isfinite(value) and int(value),)
         ):
             raise ValueError(
-                f"scalar: {dtype} cannot hold {value!r}; pass a floating-point dtype"
+                f"scalar: {dtype} cannot hold {value!r}, which would be another number "
+                "without a word; pass a floating-point dtype, or round it yourself"
             )
         if not self.is_lazy:
             # A copy from memory that is not pinned would wait for all that is queued.
@@ -498,7 +500,8 @@ def _shape_checked(all_gather: Callable[..., Any]) -> Callable[..., torch.Tensor
             got = repr(gathered) if got is None else f"one of shape {tuple(got)}"
             raise ValueError(
                 f"{type(self).__name__}.all_gather must return a tensor of shape "
-                f"(num_replicas, *tensor.shape), here {shape}, got {got}"
+                f"(num_replicas, *tensor.shape), here {shape}, got {got}: stack what "
+                "the replicas brought in a new first dimension, by rank"
             )
         return gathered
 

@@ -151,9 +151,12 @@ class ShardedParameters:
         if parameter in self._places and fits and mesh.size() == self._num_replicas:
             return
         raise TypeError(
-            f"a parameter has placements {parameter.placements} on {mesh}: call "
-            f"fully_shard with a mesh of {self._num_replicas} processes. Tensor and "
-            "pipeline parallelism are not supported"
+            f"a parameter of shape {tuple(parameter.shape)} is a DTensor with "
+            f"placements {parameter.placements} on {mesh}, and this job has "
+            f"{self._num_replicas} replicas: call torch.distributed.fsdp.fully_shard "
+            "on the model, with a mesh of one dimension, or of two (replicas of "
+            "shards), that covers all processes. "
+            "Tensor and pipeline parallelism are not supported"
         )
 
     def place_of(self, parameter: torch.Tensor) -> Any:
@@ -255,15 +258,17 @@ class ShardedSum(GradientSum):
         sharded = list(self._sharded())
         if sharded and not self._reduced:
             raise ValueError(
-                "FSDP2 has not summed this step's gradients: call "
-                "optimizer.set_epoch(epoch) before every epoch and step() after "
+                "FSDP2 has not summed the gradients of this step in its last backward "
+                "pass: call optimizer.set_epoch(epoch) before every epoch, by which "
+                "the wrapper knows which pass is the last, and step() after every "
                 "backward()"
             )
         for parameter in self._reduced:
             if not self._shards.place_of(parameter).is_known:
                 raise ValueError(
-                    "a parameter has a gradient, but the module that fully_shard was "
-                    "called on has not run: call the model, not one of its methods"
+                    f"a sharded parameter of shape {tuple(parameter.shape)} has a "
+                    "gradient, but the module that fully_shard was called on has not "
+                    "run its forward(): call the model, not one of its methods"
                 )
         whole = [g for p, g in self.gradients.items() if not is_sharded(p)]
         self._replica.all_reduce_([*whole, *others])

@@ -96,5 +96,5 @@ def tree_add(first: Any, second: Any) -> Any:
         return kind(*items) if hasattr(first, "_fields") else kind(items)
     raise TypeError(
         f"a {type(first).__name__} and a {type(second).__name__} cannot be added; give "
-        "tensors, or tuples, lists and dicts of tensors of one form"
+        "tensors, or tuples, lists and dicts of tensors, in the same form every time"
     )

@@ -96,7 +96,8 @@ def traits(where: torch.device | torch.Tensor) -> DeviceTraits:
     kind = getattr(device, "type", None)
     if not isinstance(kind, str):
         raise TypeError(
-            f"traits must be those of a torch.device or a tensor, got {where!r}"
+            f"traits are those of a torch.device or a tensor, got {where!r}; for a "
+            "name give torch.device(name)"
         )
     return _TRAITS.get(kind, DeviceTraits())
 

@@ -34,7 +34,8 @@ class HighestProducts(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() and any(each.requires_grad for each in args):
             raise RuntimeError(
-                "full_matmul_precision has no gradient: compute under torch.no_grad()"
+                "a product in full precision has no gradient on torch_xla: compute it "
+                "under torch.no_grad(), or outside of full_matmul_precision"
             )
         found = _recorded(_PRODUCTS[func], args)
         return args[0].copy_(found) if func is torch.Tensor.addmm_ else found

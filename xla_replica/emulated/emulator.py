@@ -204,8 +204,12 @@ class Emulator:
         """Raises if this replica compiled a graph that its peers have dispatched."""
         if compiled and here.num_dispatched:
             raise ReplicaError(
-                f"replica {rank} compiled another program than its peers for the "
-                f"graph with {first}: pass numbers by Replica.scalar, and call "
+                f"replica {rank} compiled another program than its peers for the graph "
+                f"with {first}, and XLA:CPU lets only copies of one program "
+                "meet. (TPUs have run some of this kind, such as torch_xla's "
+                "test_mp_distributed_mm; nothing promises that they do.) A Python "
+                "number, a shape or a pending tensor differs between replicas: bring "
+                "numbers that differ to the device with Replica.scalar, and call "
                 "Replica.sync() before the collective",
                 rank,
             )

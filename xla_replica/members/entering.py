@@ -36,7 +36,8 @@ def as_member(replica: Replica) -> Replica:
     joined = sorted(name for name in os.environ if name.startswith("MEGASCALE_"))
     if joined:
         raise ReplicaError(
-            f"{', '.join(joined)} and LIVE_LIGHTHOUSE exclude each other: unset one",
+            f"{', '.join(joined)} join this slice with others in one runtime, and "
+            "LIVE_LIGHTHOUSE makes it a member of a live run: unset one or the other",
             replica.rank,
         )
     options = _options()

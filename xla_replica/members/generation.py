@@ -109,14 +109,15 @@ def next_generation(
     run_differs = any(not offers[member].is_new for member in refused)
     if known[me].is_new and (run_differs or (refused and len(known) == 1)):
         raise ReplicaError(
-            f"LIVE_TOKEN differs on {len(refused)} of {len(offers)} members: set the "
-            "same text for all of them"
+            f"{len(refused)} of {len(offers)} members do not have this member's token: "
+            "set LIVE_TOKEN to the same text for all of them"
         )
     last = _last_generation(known)
     if known[me].generation not in (last, _NEW):
         raise Superseded(
-            f"the others have gone on to generation {last[0]} without this member, "
-            "which did not answer. Start it again, and it joins as a new one"
+            f"this member was last in generation {known[me].generation[0]}, and the "
+            f"others have gone on to {last[0]} without it, because it did not answer. "
+            "It has written nothing since. Start it again, and it joins as a new one"
         )
     stay = {m: each for m, each in known.items() if not each.leaves}
     old = [m for m, each in stay.items() if each.generation == last != _NEW]
@@ -128,7 +129,8 @@ def next_generation(
             refused[member] = _difference(first.settings, stay[member].settings)
     if me in refused:
         raise ReplicaError(
-            f"this member's settings differ from those of the run: {refused[me]}"
+            f"this member is not of the run that it would join: {refused[me]}. Start "
+            "it with what the others have"
         )
     if any(stay[member].is_between for member in old):
         new = []

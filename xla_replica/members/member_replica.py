@@ -127,8 +127,9 @@ class MemberReplica(Replica):
                 problem = str(error)
                 self._drop_group()
         raise ReplicaError(
-            f"members have met {_MOST_ATTEMPTS} times, and cannot connect to each "
-            f"other's ports. The last problem: {problem}",
+            f"members have met {_MOST_ATTEMPTS} times, and have not been able to "
+            "connect: they reach the lighthouse, but perhaps not each other's ports. "
+            f"The last problem: {problem}",
             self.rank,
         )
 

@@ -97,7 +97,8 @@ class Membership:
             from torchft.coordination import LighthouseClient
         except ImportError as error:
             raise ReplicaError(
-                "LIVE_LIGHTHOUSE needs torchft: pip install 'elastic-xla[live]'"
+                f"LIVE_LIGHTHOUSE={self._address} asks for members that come and go, "
+                "which needs torchft: pip install 'elastic-xla[live]'"
             ) from error
         try:
             return LighthouseClient(
@@ -185,8 +186,10 @@ class Membership:
         peers = {*last.members} & {*offers} - {self.id}
         if not peers:
             raise Superseded(
-                f"this member was not heard of for {self._heartbeat_seconds:g} s, and "
-                f"generation {last.number} is gone: start it again"
+                "this member was not heard of for more than "
+                f"{self._heartbeat_seconds:g} s (it was stopped, or the network was "
+                f"down), and the others of generation {last.number} are not there. "
+                "Start it again; it joins them, or continues the newest checkpoint"
             )
 
     def _ask(self, offer: Offer, give_up: float) -> dict[str, Offer]:
@@ -206,7 +209,8 @@ class Membership:
             except (RuntimeError, TimeoutError) as error:
                 if left <= 0:
                     raise ReplicaError(
-                        f"no quorum at {self._address} in {self._patience:g} s: {error}"
+                        f"the lighthouse at {self._address} has made no quorum for "
+                        f"{self._patience:g} s: {error}"
                     ) from error
                 logger.warning(f"the lighthouse is asked again: {error}")
                 time.sleep(self._heartbeat_seconds)
@@ -292,7 +296,8 @@ def _checked_address(address: str) -> str:
     parts = urlsplit(address)
     if parts.scheme != "http" or not parts.port:
         raise ValueError(
-            f"LIVE_LIGHTHOUSE must be like http://127.0.0.1:29510, got {address!r}"
+            f"the lighthouse's address is {address!r}; it must be one such as "
+            "http://127.0.0.1:29510 (LIVE_LIGHTHOUSE)"
         )
     return f"http://{parts.netloc}"
 

@@ -45,8 +45,10 @@ def starting_on(device: torch.device, num_processes: int) -> Iterator[None]:
             number = len(addresses.split(","))
             if number != num_processes:
                 raise ValueError(
-                    f"{given}, but TORCH_TPU_SLICEBUILDER_ADDRESSES={addresses} is for "
-                    f"{number}: leave TORCH_TPU_* unset; use torchrun for several hosts"
+                    f"{given}: this environment is for {number} processes "
+                    f"(TORCH_TPU_SLICEBUILDER_ADDRESSES={addresses}): leave "
+                    "TORCH_TPU_* unset, use a new process for another number, and "
+                    "torchrun for several hosts"
                 )
         yield
 
@@ -72,7 +74,8 @@ def check_variables(device: torch.device, num_processes: int) -> None:
     missing = [name for name in _REQUIRED if name not in os.environ]
     if missing:
         raise ReplicaError(
-            f"{' and '.join(missing)} must be set before the first of {num_processes} "
-            f"processes on {device.type!r}: eval $(python -m torch.tpu.distributed | "
+            f"this process is one of {num_processes} on {device.type!r}, but "
+            f"{' and '.join(missing)} must be set before the first of them starts; "
+            "before torchrun, in its shell: eval $(python -m torch.tpu.distributed | "
             "sed 's/^/export /')"
         )

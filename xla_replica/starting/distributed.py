@@ -64,8 +64,8 @@ def _launch(device: torch.device, job: Job) -> list[Any]:
         num_replicas = job.num_replicas or count
         if num_replicas > count:
             raise ValueError(
-                f"num_replicas must be at most {count} on {device.type}, got "
-                f"{num_replicas}"
+                f"num_replicas={num_replicas}, but there are {count} devices of kind "
+                f"{device.type!r}"
             )
     if num_replicas == 1:
         alone = LocalReplica(in_use(device), reason="launched alone")
@@ -109,8 +109,9 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
     index = 0 if count == 1 else local_rank
     if index >= count:
         raise ReplicaError(
-            f"local rank {local_rank} is too high for {count} {kind.type!r} devices: "
-            "start at most one process for each (torchrun --nproc_per_node)"
+            f"this process is number {local_rank} on its host, which has {count} "
+            f"devices of kind {kind.type!r}: start at most as many (torchrun "
+            "--nproc_per_node)"
         )
     torch.get_device_module(kind).set_device(index)
     return torch.device(kind.type, index)
@@ -194,7 +195,8 @@ def _wait_for_peers(rank: int, timeout: float) -> None:
         torch.distributed.barrier()
     except RuntimeError as error:
         raise ReplicaError(
-            f"replica {rank} returned, but a peer failed or hung: {error}",
+            f"replica {rank} returned, but a peer failed or did not return within "
+            f"{timeout:g} s: {error}",
             rank,
         ) from error
 
@@ -208,7 +210,8 @@ def _run_here(job: Job, kind: torch.device) -> Any:
     if job.num_replicas not in (None, world_size):
         raise ValueError(
             f"num_replicas={job.num_replicas}, but this job has {world_size} "
-            "processes: leave it out or start as many (torchrun --nproc_per_node)"
+            "processes: leave num_replicas out or start as many (torchrun "
+            "--nproc_per_node)"
         )
     check_variables(kind, world_size)
     surroundings = contextlib.nullcontext()
@@ -259,7 +262,10 @@ def _launch_on_accelerator(job: Job) -> list[Any]:
     """Runs a job on the accelerator that torch names; see `launch`."""
     device = default_device()
     if traits(device).is_host:
-        raise ValueError("device='accelerator', but torch finds none: leave device out")
+        raise ValueError(
+            "device='accelerator', but torch finds none here: leave device out, or "
+            "pass 'cpu'"
+        )
     return _launch(device, job)
 
 

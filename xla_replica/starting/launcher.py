@@ -82,8 +82,8 @@ def launch(
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
-            "launch was called while a replica imports the script: call it under `if "
-            '__name__ == "__main__":`'
+            "launch was called while a process of the replicas imports the script, as "
+            'each of them does: call it under `if __name__ == "__main__":`'
         )
     check_function("fn", fn)
     check_type("args", args, (tuple, list), "a tuple of the arguments after the rank")

@@ -261,7 +261,8 @@ def test_torch_tpu_under_torchrun_needs_its_environment(tmp_path):
     }
     results = run(tmp_path, "install_torch_tpu()", calls, torchrun=True)
     assert results["without"].startswith(
-        "ReplicaError: TORCH_TPU_SLICEBUILDER_ADDRESSES and TORCH_TPU_TOPOLOGY must be "
-        "set before the first of 2 processes on 'tpu': eval $(python -m"
+        "ReplicaError: this process is one of 2 on 'tpu', but "
+        "TORCH_TPU_SLICEBUILDER_ADDRESSES and TORCH_TPU_TOPOLOGY must be set before "
+        "the first of them starts; before torchrun, in its shell: eval $(python -m"
     )
     assert results["with"] == [(3.0, [["tpu", "tpu_dist"]] * 2)]
