@@ -92,9 +92,9 @@ def _uses(
     """Returns how often a call multiplied a vector by a weight."""
     if isinstance(module, _ConvNd) and module.transposed:
         pixels = args[0] if args else kwargs["input"]
-        return pixels.numel() / module.in_channels
+        return float(pixels.numel() / module.in_channels)
     if isinstance(module, _ConvNd):
-        return output.numel() / module.out_channels
+        return float(output.numel() / module.out_channels)
     while isinstance(output, (tuple, PackedSequence)):  # of attention, recurrent layers
         output = output[0]
     uses = _num_vectors(output)
