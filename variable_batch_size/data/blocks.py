@@ -227,8 +227,8 @@ class BlockDataset(Dataset[Any]):
             raise ValueError(
                 f"the dataset reads samples in {num_blocks} blocks, and {what} would "
                 "read one for nearly every sample: pass "
-                "order=dataset.shuffled(window=8), which shuffles 8 blocks at a time "
-                f"and keeps them; window={len(self.block_sizes)} keeps all in memory"
+                "order=dataset.shuffled(window=8), which keeps 8 blocks in memory; "
+                f"window={len(self.block_sizes)} shuffles all, and keeps all"
             )
 
     def __len__(self) -> int:
