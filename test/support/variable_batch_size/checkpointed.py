@@ -86,15 +86,8 @@ class Training(elastic.Training):
 def train(rank: int, folder: Path, ask_at=None, asked=(), **options):
     """Trains from the newest checkpoint to the end, or until asked to stop.
 
-    Args:
-        rank: This replica.
-        folder: The folder of the checkpoints.
-        ask_at: The step in whose update replicas are asked to stop, if any.
-        asked: The ranks that are asked.
-        **options: See `Training`.
-
-    Returns:
-        The weights, the updates that were made, and how many a checkpoint had.
+    The ranks ``asked`` are in the update of step ``ask_at``. Returns the weights, the
+    updates that were made, and how many a checkpoint had.
     """
     training = Training(folder, **options)
     restored = training.checkpointer.load()

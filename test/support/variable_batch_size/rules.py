@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 import variable_batch_size as vbs
-import xla_replica
+from support.variable_batch_size import elastic
 
 MINIBATCH = 4
 REF = 16
@@ -29,15 +30,10 @@ SHAPES = ((3, 2), (5,), ())  # the first two in one parameter group, the last in
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A rule under test.
-
-    ``lr_factor`` takes the batch ratio and the gain of a parameter group.
-    """
+    """A rule under test."""
 
     rule: str
-    lr_factor: Any
     inner: str = "sgd"
-    beta: Any = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     noise: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -45,64 +41,44 @@ class Row:
     def in_buffer(self) -> bool:
         return self.rule == "linear-momentum" or "momentum_correction" in self.options
 
+    def lr_factor(self, ratio: float, gain: float) -> float:
+        """Returns that of a batch ratio and the gain of a parameter group."""
+        powers = {"constant": 0, "linear": 1, "linear-momentum": 1, "power:0.75": 0.75}
+        return gain if self.rule == "adascale" else ratio ** powers.get(self.rule, 0.5)
 
-def _same(ratio: float, gain: float) -> float:
-    return 1.0
-
-
-def _linear(ratio: float, gain: float) -> float:
-    return ratio
-
-
-def _root(ratio: float, gain: float) -> float:
-    return ratio**0.5
-
-
-def _power(ratio: float, gain: float) -> float:
-    return ratio**0.75
-
-
-def _gain(ratio: float, gain: float) -> float:
-    return gain
-
-
-def _sde(beta: float, ratio: float) -> float:
-    return 1 - ratio * (1 - beta)
-
-
-def _half_life(beta: float, ratio: float) -> float:
-    return beta**ratio
+    def beta(self, beta: float, ratio: float) -> float:
+        return beta**ratio if "half-life" in self.rule else 1 - ratio * (1 - beta)
 
 
 INSIDE = {"momentum_correction": True}
 PER_SAMPLE = {"decay_per_sample": True}
 ROWS = {
-    "constant": Row("constant", _same),
-    "linear": Row("linear", _linear),
-    "linear-momentum": Row("linear-momentum", _linear),
-    "root": Row("root", _root),
-    "root, inside": Row("root", _root, options=INSIDE),
-    "root, decay per sample": Row("root", _root, options=PER_SAMPLE),
-    "power": Row("power:0.75", _power),
-    "power, inside, decay": Row("power:0.75", _power, options=INSIDE | PER_SAMPLE),
-    "adascale": Row("adascale", _gain),
-    "adascale, inside": Row("adascale", _gain, options=INSIDE),
-    "adascale, decay per sample": Row("adascale", _gain, options=PER_SAMPLE),
-    "adascale, global": Row("adascale", _gain, noise={"per_group": False}),
-    "adascale, causal": Row("adascale", _gain, noise={"causal": True}),
-    "adascale, compat": Row("adascale", _gain, noise={"compat": "reference"}),
-    "root, adamw": Row("root", _root, "adamw"),
-    "root, adamw, decay": Row("root", _root, "adamw", options=PER_SAMPLE),
-    "adam-root": Row("adam-root", _root, "adamw", _sde),
-    "adam-root, adam": Row("adam-root", _root, "adam", _sde),
-    "adam-root, amsgrad": Row("adam-root", _root, "adam, amsgrad", _sde),
-    "half-life": Row("adam-half-life", _root, "adamw", _half_life),
-    "half-life, amsgrad": Row("adam-half-life", _root, "adamw, amsgrad", _half_life),
-    "half-life, decay": Row("adam-half-life", _root, "adamw", _half_life, PER_SAMPLE),
+    "constant": Row("constant"),
+    "linear": Row("linear"),
+    "linear-momentum": Row("linear-momentum"),
+    "root": Row("root"),
+    "root, inside": Row("root", options=INSIDE),
+    "root, decay per sample": Row("root", options=PER_SAMPLE),
+    "power": Row("power:0.75"),
+    "power, inside, decay": Row("power:0.75", options=INSIDE | PER_SAMPLE),
+    "adascale": Row("adascale"),
+    "adascale, inside": Row("adascale", options=INSIDE),
+    "adascale, decay per sample": Row("adascale", options=PER_SAMPLE),
+    "adascale, global": Row("adascale", noise={"per_group": False}),
+    "adascale, causal": Row("adascale", noise={"causal": True}),
+    "adascale, compat": Row("adascale", noise={"compat": "reference"}),
+    "root, adamw": Row("root", "adamw"),
+    "root, adamw, decay": Row("root", "adamw", PER_SAMPLE),
+    "adam-root": Row("adam-root", "adamw"),
+    "adam-root, adam": Row("adam-root", "adam"),
+    "adam-root, amsgrad": Row("adam-root", "adam, amsgrad"),
+    "half-life": Row("adam-half-life", "adamw"),
+    "half-life, amsgrad": Row("adam-half-life", "adamw, amsgrad"),
+    "half-life, decay": Row("adam-half-life", "adamw", PER_SAMPLE),
 }
-ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+ADAM = {"betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 INNER = {
-    "sgd": partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=DECAY),
+    "sgd": partial(torch.optim.SGD, momentum=MOMENTUM, weight_decay=DECAY),
     "adamw": partial(torch.optim.AdamW, **ADAM),
     "adam": partial(torch.optim.Adam, **ADAM),
     "adamw, amsgrad": partial(torch.optim.AdamW, **ADAM, amsgrad=True),
@@ -120,7 +96,24 @@ def start() -> list[np.ndarray]:
     return [np.linspace(-1, 1, math.prod(s)).reshape(s) for s in SHAPES]
 
 
-class Training:
+class Weights(nn.Module):
+    """Those that the gradients are for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.each = nn.ParameterList(torch.tensor(w, dtype=dtype) for w in start())
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{"params": [*self.each][:2]}, {"params": [*self.each][2:]}]
+
+
+def loss_of(model: Weights, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns one with the gradients of a minibatch's first sample."""
+    parts = x[0].split([w.numel() for w in model.each])
+    return sum((g.view_as(w) * w).sum() for g, w in zip(parts, model.each))
+
+
+class Training(elastic.Training):
     """A run on one replica that can be stopped and resumed."""
 
     def __init__(
@@ -128,56 +121,23 @@ class Training:
         row: Row,
         trace: tuple[int, ...] = TRACE,
         dtype: torch.dtype = torch.float64,
-        ref: int = REF,
     ) -> None:
-        self.replica = xla_replica.current()
-        self.dtype = dtype
-        self.weights = [
-            torch.nn.Parameter(torch.tensor(w, dtype=dtype).to(self.replica.device))
-            for w in start()
-        ]
-        self.sampler = vbs.CustomSampler(
-            dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=MINIBATCH,
-            on_end="cycle", verbose=False,
+        case = elastic.Case(
+            trace, optimizer=INNER[row.inner], rule=row.rule, lr=LR,
+            num_samples=NUM_SAMPLES, minibatch_size=MINIBATCH, ref_batchsize=REF,
         )  # fmt: skip
-        groups = [{"params": self.weights[:2]}, {"params": self.weights[2:]}]
+        rows = [np.hstack([*map(np.ravel, gradients(n))]) for n in range(NUM_SAMPLES)]
+        inputs = torch.tensor(np.array(rows), dtype=dtype)
         noise = vbs.NoiseOptions(time_constant=50, **row.noise)
-        self.optimizer = vbs.ElasticOptimizer(
-            INNER[row.inner](groups),
-            self.sampler,
-            row.rule,
-            ref,
-            noise=noise if vbs.rule_named(row.rule).measured else False,
-            **row.options,
-        )
-        self.lrs: list[tuple[Any, ...]] = []
-        self.optimizer.attach(lambda update: self.lrs.append(update.lr))
-
-    def epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)
-        self.optimizer.set_epoch(epoch)
-        batches = [
-            [torch.tensor(g, dtype=self.dtype) for g in gradients(minibatch[0])]
-            for minibatch in self.sampler
-        ]
-        for batch in self.replica.loader(batches):
-            loss = sum((g * w).sum() for g, w in zip(batch, self.weights))
-            loss.backward()
-            self.optimizer.step()
+        options = {"noise": vbs.rule_named(row.rule).measured and noise, **row.options}
+        made = Weights(dtype), inputs, inputs
+        super().__init__(case, loss_of, made=made, **options)
 
     def result(self) -> dict[str, Any]:
-        fetch = self.replica.fetch
-        lrs = [
-            tuple(x.item() if isinstance(x, torch.Tensor) else x for x in fetched)
-            for fetched in (
-                fetch(list(each)) if isinstance(each[0], torch.Tensor) else each
-                for each in self.lrs
-            )
-        ]
         noise = self.optimizer.noise
         return {
-            "weights": fetch([w.detach() for w in self.weights]),
-            "lrs": lrs,
+            "weights": self.weights(),
+            "lrs": [tuple(map(float, update.lr)) for update in self.updates],
             "progress": noise.progress if noise else None,
         }
 
@@ -276,7 +236,7 @@ class ByHand:
             self.groups[index] = weight - lr * new
             return
         betas, eps = np.array(BETAS), EPS
-        if self.row.beta:
+        if self.row.rule.startswith("adam-"):
             betas = np.array([self.row.beta(b, ratio) for b in BETAS])
             eps = EPS / math.sqrt(ratio)
         if self.row.inner.startswith("adamw"):
@@ -300,13 +260,8 @@ class ByHand:
 
 
 def by_hand(name: str, epochs: int) -> ByHand:
-    run, step = ByHand(ROWS[name]), 0
-    for epoch in range(epochs):
-        generator = torch.Generator().manual_seed(42 + epoch)
-        order = torch.randperm(NUM_SAMPLES, generator=generator).numpy()
-        used = 0
-        while used + TRACE[step % len(TRACE)] <= NUM_SAMPLES:
-            size = TRACE[step % len(TRACE)]
-            run.step(order[used : used + size])
-            used, step = used + size, step + 1
+    run = ByHand(ROWS[name])
+    case = elastic.Case(TRACE, epochs, num_samples=NUM_SAMPLES)
+    for _, rows in elastic.batches(case):
+        run.step(rows.numpy())
     return run

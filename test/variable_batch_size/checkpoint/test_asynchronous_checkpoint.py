@@ -185,9 +185,6 @@ def test_a_request_to_stop_waits_for_the_file(tmp_path, monkeypatch):
     assert files.saved_files(tmp_path)[0].num_updates == 8
 
 
-# --- kills ----------------------------------------------------------------------------
-
-
 def announce(folder: str, log: Path) -> None:
     """Trains for ever, saves all the time, and tells of each checkpoint in ``log``."""
     save = torch.save

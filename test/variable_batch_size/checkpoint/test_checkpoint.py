@@ -180,9 +180,6 @@ def test_what_ends_an_epoch_is_not_repeated(tmp_path):
     assert rates == [CASE.lr / 2, CASE.lr / 4, CASE.lr / 8]
 
 
-# --- what is in a checkpoint, and which is the best one -------------------------------
-
-
 def saved(training: Training, num_updates: int, metric=None) -> None:
     training.checkpointer.num_updates = num_updates
     training.checkpointer.save(metric)

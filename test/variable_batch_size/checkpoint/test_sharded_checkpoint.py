@@ -39,13 +39,9 @@ def resumed(
 ) -> dict[str, Any]:
     """Trains from the newest checkpoint on, and saves after every third update.
 
-    Args:
-        rank: This process.
-        folder: The folder of the checkpoints.
-        stop_at: The step in whose update the run is asked to stop, if any.
-        die_at: The step in whose update the last process is killed, if any.
-        asynchronous: Write beside the training, which is to make a fourth update while
-            every process waits to write what it has of the first checkpoint.
+    The run is asked to stop in the update of step ``stop_at``, or the last process is
+    killed in that of ``die_at``. Written beside the training, which is to make a fourth
+    update while every process waits to write what it has of the first checkpoint.
     """
     replica = xla_replica.current()
     training = Training(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.variable_batch_size.noise import CLOSED_FORMS
 
 from variable_batch_size import gradient_noise
 from variable_batch_size.gradient_noise import average, no_statistics, weight_of
@@ -33,15 +32,6 @@ def estimate_of(gradients: torch.Tensor, minibatch_size: int = 1) -> torch.Tenso
         (gradients.mean(1) ** 2).sum(1),
         torch.tensor(matrix, dtype=F64),
     )
-
-
-@pytest.mark.parametrize("name", CLOSED_FORMS)
-def test_closed_forms(name):
-    rows, variance, square, gain = CLOSED_FORMS[name]
-    estimate = estimate_of(torch.tensor(rows, dtype=F64)[None])
-    assert estimate[:, 0].tolist() == pytest.approx([variance, square, 1], abs=1e-12)
-    found = gradient_noise.gain(estimate, vector(len(rows)), 1.0)
-    assert found.item() == pytest.approx(gain, abs=1e-6)
 
 
 @pytest.mark.parametrize("num_minibatches", [2, 4, 8, 32])

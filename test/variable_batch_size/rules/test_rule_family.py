@@ -21,7 +21,6 @@ from support.xla_replica.replicas import (
 )
 
 import variable_batch_size as vbs
-import xla_replica
 
 EPOCHS = 2  # in each of which every step of the trace comes once
 NAMES = list(ROWS)
@@ -70,7 +69,9 @@ def constant_batches(rank: int, dtype=torch.float64) -> dict[str, dict[str, obje
 def plain_torch(inner: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """Returns the weights after an epoch at the reference size with torch alone."""
     weights = [torch.nn.Parameter(torch.tensor(w, dtype=dtype)) for w in rules.start()]
-    optimizer = rules.INNER[inner]([{"params": weights[:2]}, {"params": weights[2:]}])
+    optimizer = rules.INNER[inner](
+        [{"params": weights[:2]}, {"params": weights[2:]}], LR
+    )
     order = torch.randperm(256, generator=torch.Generator().manual_seed(42))
     for step in order.split(REF):
         optimizer.zero_grad()
@@ -115,27 +116,17 @@ def test_identity_at_the_reference_batch_on_xla(backend):
             torch.testing.assert_close(weight, reference, rtol=1e-12, atol=0)
 
 
-def in_dtype(rank: int, name: str, dtype: torch.dtype) -> tuple[set, bool, object]:
-    training = Training(ROWS[name], dtype=dtype)
-    training.epoch(0)
-    replica = xla_replica.current()
-    finite = [torch.isfinite(w.detach().float()).all() for w in training.weights]
-    state = training.optimizer.noise.state_dict() if training.optimizer.noise else {}
-    return (
-        {w.dtype for w in training.weights},
-        all(each.item() for each in replica.fetch(finite)),
-        {t.dtype for k, t in state.items() if k in ("averages", "fraction")},
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes(name, dtype):
-    [(dtypes, finite, of_noise)] = Backend("cpu", 1).run(in_dtype, name, dtype)
-    assert dtypes == {dtype}
-    assert finite
+    training = Training(ROWS[name], dtype=dtype)
+    training.epoch(0)
+    assert {weight.dtype for weight in training.weights()} == {dtype}
+    assert all(weight.isfinite().all() for weight in training.weights())
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    assert of_noise <= {wide}
+    if training.optimizer.noise:
+        state = training.optimizer.noise.state_dict()
+        assert {state[key].dtype for key in ("averages", "fraction")} == {wide}
 
 
 def stopped_and_resumed(rank: int) -> dict[str, tuple[object, object]]:
@@ -144,16 +135,11 @@ def stopped_and_resumed(rank: int) -> dict[str, tuple[object, object]]:
     for name, row in ROWS.items():
         straight, resumed = Training(row), Training(row)
         straight.epoch(0)
-        weights = xla_replica.current().fetch([w.detach() for w in straight.weights])
         file = io.BytesIO()
-        torch.save({"optimizer": straight.optimizer.state_dict(), "w": weights}, file)
-        file.seek(0)
-        saved = torch.load(file)
+        torch.save(straight.state(), file)
         straight.epoch(1)
-        with torch.no_grad():
-            for weight, value in zip(resumed.weights, saved["w"]):
-                weight.copy_(value.to(weight.device))
-        resumed.optimizer.load_state_dict(saved["optimizer"])
+        file.seek(0)
+        resumed.load(torch.load(file))
         resumed.epoch(1)
         found[name] = (straight.result(), resumed.result())
     return found
@@ -172,16 +158,10 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(backend):
 
 
 def counted(rank: int) -> dict[str, list[tuple[int, int, int]]]:
-    replica, found = xla_replica.current(), {}
+    found = {}
     for name, row in ROWS.items():
         training = Training(row, dtype=torch.float32)
-        found[name] = []
-        for epoch in range(6):
-            with xla_replica.count(replica) as count:
-                training.epoch(epoch)
-            found[name].append(
-                (count.compilations, count.transfers, len(count.fallbacks))
-            )
+        found[name] = [training.counted_epoch(epoch) for epoch in range(6)]
     return found
 
 

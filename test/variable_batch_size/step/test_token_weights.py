@@ -88,19 +88,16 @@ class Training(elastic.Training):
         return self.optimizer.step(weight=(y != PADDING).sum())
 
 
-def elastic_runs(rank: int) -> dict[str, dict[str, object]]:
+def elastic_runs(rank: int) -> dict[str, tuple]:
     found = {}
     for name in RUNS:
         training = Training(name)
         for epoch in range(2):
             training.epoch(epoch)
         count = training.counted_epoch(2)
-        told = [(float(u.weight), float(u.lr[0])) for u in training.updates]
-        found[name] = {
-            "weights": training.weights(),
-            "told": [number for numbers in told for number in numbers],
-            "count": count,
-        }
+        updates = training.updates
+        told = [float(number) for u in updates for number in (u.weight, u.lr[0])]
+        found[name] = training.weights(), told, count
     return found
 
 
@@ -149,12 +146,11 @@ def outcomes(request):
 def test_ragged_batches_equal_one_process_with_all_tokens(outcomes, name):
     weights, told = one_process(name)
     for outcome in outcomes:
-        torch.testing.assert_close(
-            outcome[name]["weights"], weights, rtol=1e-12, atol=1e-12
-        )
-        assert outcome[name]["told"] == pytest.approx(told, rel=1e-12)
+        found, own, count = outcome[name]
+        torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-12)
+        assert own == pytest.approx(told, rel=1e-12)
         # After the first epochs nothing is compiled or read back.
-        assert outcome[name]["count"] == (0, 0, 0)
+        assert count == (0, 0, 0)
 
 
 def test_the_mean_of_means_is_something_else():
@@ -163,9 +159,6 @@ def test_the_mean_of_means_is_something_else():
     tokens = (targets != PADDING).sum(1)
     assert tokens.min() == 0
     assert tokens.max() == LENGTH
-
-
-# --- weights of zero ---------------------------------------------------------------
 
 
 def test_a_minibatch_of_weight_zero_adds_nothing():
@@ -203,9 +196,6 @@ def test_a_loss_without_any_weight_has_no_mean():
     with pytest.raises(ValueError, match="sum to zero, but its gradient is not zero"):
         optimizer.step(weight=0)
     assert torch.equal(parameter, before)
-
-
-# --- noise -------------------------------------------------------------------------
 
 
 def test_the_estimates_are_unbiased_whatever_the_weights():
@@ -266,9 +256,6 @@ def test_adascale_with_equal_weights_is_adascale(backend):
     for _, found in outcomes:
         assert found[0] == pytest.approx(numbers, rel=1e-10)
         torch.testing.assert_close(found[1], weights, rtol=1e-11, atol=1e-12)
-
-
-# --- what is told, kept and refused ------------------------------------------------
 
 
 def test_the_log_tells_tokens(caplog):
