@@ -53,21 +53,26 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(file), target
 
 
+def present(page: Path) -> str:
+    """Returns the text of a page but for the lists of what is withdrawn."""
+    return re.sub(r"(?ms)^#### Withdrawn$.*?(?=^##)", "", read(page))
+
+
 @PAGES
 def test_files_that_are_named_exist(page):
     folders = "|".join(FOLDERS)
     named = rf"(?<![\w/])(?:{folders})/[\w/.-]*\w\.(?:py|md|json|csv|png)"
-    for path in re.findall(named, read(page)):
+    for path in re.findall(named, present(page)):
         assert (ROOT / path).exists(), path
     tests = {path.name for path in ROOT.glob("test/**/*.py")}
-    for name in re.findall(r"`(test_\w+\.py)`", read(page)):
+    for name in re.findall(r"`(test_\w+\.py)`", present(page)):
         assert name in tests, name
 
 
 @PAGES
 def test_names_that_are_public_exist(page):
     for alias, name in re.findall(
-        rf"\b({'|'.join(MODULES)})\.([a-zA-Z_]+)", read(page)
+        rf"\b({'|'.join(MODULES)})\.([a-zA-Z_]+)", present(page)
     ):
         if name in ("py", "md", "pyi", "json"):
             continue
@@ -96,7 +101,7 @@ def attributes(cls: type) -> set[str]:
 @PAGES
 def test_attributes_of_what_pages_call_by_its_usual_name_exist(page):
     # The first column of this page's table is of names that are gone.
-    text = re.sub(r"^\| `.*?` \|", "", read(page), flags=re.MULTILINE)
+    text = re.sub(r"^\| `.*?` \|", "", present(page), flags=re.MULTILINE)
     for name, classes in VARIABLES.items():
         known = set().union(*map(attributes, classes))
         for attribute in re.findall(rf"(?<![\w./]){name}\.([a-zA-Z_]\w*)", text):

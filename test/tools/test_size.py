@@ -43,7 +43,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 23_282
-TEST_LINES = 39_801
+TEST_LINES = 39_806
 
 
 def test_lines_are_counted():
