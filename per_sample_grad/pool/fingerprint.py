@@ -38,7 +38,7 @@ _MADE_OF |= {functools.cached_property: ("func",)}
 _MADE_OF |= {functools.partial: ("func", "args", "keywords")}
 # What pickle saves of an object, by names that no attribute has.
 _SAVED = ("(make)", "(arguments)", "(state)", "(items)", "(pairs)", "(restore)")
-# What has more parts than that, and is no module, is one line of a description.
+# What has more parts than that, and is not a module, is one line of a description.
 _MANY_PARTS = 256
 # Attributes that compute nothing: those of every module, Lightning's trainer, and what
 # transformers notes in objects, such as which warnings were shown.

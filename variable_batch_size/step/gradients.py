@@ -211,8 +211,8 @@ class StepGradients:
             if record.accumulated and written and gradient is not None:
                 raise ValueError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} "
-                    "was changed between backward() and step(), where it is no mean "
-                    "yet: clip that with max_grad_norm=, or change it in a hook of "
+                    "was changed between backward() and step(), before it is the "
+                    "mean: clip that with max_grad_norm=, or change it in a hook of "
                     "optimizer.register_step_pre_hook, which runs once an update"
                 )
             if record.overwritten and num_accumulated:

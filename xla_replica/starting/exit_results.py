@@ -103,7 +103,7 @@ def _dump(value: Any, failure: str, pickler: Any = pickle.Pickler) -> bytes:
 def dump_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Returns ``(fn, args)`` as bytes for `import_script`, or raises TypeError.
 
-    Where the script is no file (a notebook, ``python -c``, standard input), its
+    Where the script is not a file (a notebook, ``python -c``, standard input), its
     functions and classes are sent themselves, by cloudpickle.
     """
     # What multiprocessing sends its own children, here about the script alone.

@@ -57,7 +57,7 @@ class Standardised(nn.Conv2d):
 
 
 def activated(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns the kind of layer with an activation behind it."""
+    """Returns the kind of layer followed by an activation."""
     return type("Own", (kind,), {"forward": lambda m, x: F.silu(kind.forward(m, x))})
 
 
