@@ -196,16 +196,15 @@ class Recorder:
         # None: what it returns is the same for all samples.
         dim = self._settings.batch_dims.get(owner.name, default)
         own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
-        self.calls.append(
-            RecordedCall(
-                owner,
-                Call(module, own[0], own[1], default if dim is None else dim),
-                graph.region_of(tensors, output),
-                output.shape,
-                tuple([tensor._version for tensor in tensors]),
-                dim is not None,
-            )
+        call = RecordedCall(
+            owner,
+            Call(module, own[0], own[1], default if dim is None else dim),
+            graph.region_of(tensors, output),
+            output.shape,
+            tuple([tensor._version for tensor in tensors]),
+            dim is not None,
         )
+        self.calls.append(call)
 
 
 def _refuse_traced(name: str, tensors: Sequence[torch.Tensor]) -> None:

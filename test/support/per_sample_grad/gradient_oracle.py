@@ -138,6 +138,7 @@ def error(
     found: torch.Tensor, truth: torch.Tensor, floor: torch.Tensor | float = 0.0
 ) -> float:
     """Returns ``|found - truth| / max(|truth|, 1e-6 floor)``, of Frobenius norms."""
-    difference = (found.detach().cpu().double() - truth).norm()
+    found, truth = found.detach().cpu().double(), truth.detach()
+    difference = (found - truth).norm()
     size = max(float(truth.norm()), 1e-6 * float(floor), 1e-300)
     return float(difference) / size
