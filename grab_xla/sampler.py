@@ -152,9 +152,8 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         del cuda_herding
         if not isinstance(data_source, Sized):
             raise TypeError(
-                f"data_source is {data_source!r}, which has no length: an order needs "
-                "a dataset whose samples have numbers, such as a torch Dataset with "
-                "__len__; a stream (IterableDataset) brings its own order"
+                f"data_source={data_source!r} has no length: an order needs a dataset "
+                "with __len__, not a stream, which brings its own order"
             )
         self.num_samples = len(data_source)
         if self.num_samples == 0:
@@ -343,9 +342,8 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         """
         if self._uses_gradients and not self._columns.exact:
             raise ValueError(
-                "an optimizer with exact= may run a step again, whose gradients would "
-                "be balanced already: pass GraBSampler(..., exact=True, "
-                "scheme='gather')"
+                "an optimizer with exact= may run a step again: pass GraBSampler(..., "
+                "exact=True, scheme='gather')"
             )
         self._rides = self._columns.joins_updates
         if self._rides:
@@ -395,10 +393,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         others = self._orders.state_dict().keys() | {"given_for", "engine"}
         missing = sorted((own.keys() | others) - state.keys())
         if missing:
-            raise ValueError(
-                f"load_state_dict: the state has no {', '.join(missing)}; pass what "
-                "GraBSampler.state_dict() returned"
-            )
+            raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}")
         theirs = {name: state[name] for name in own}
         check_same(
             {**theirs, "settings": None, **theirs["settings"]},

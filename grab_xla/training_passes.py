@@ -124,11 +124,9 @@ class TrainingPasses:
         group = self._progress.next_samples(1)
         if losses.dim() and len(group) and losses.shape != group.shape:
             raise ValueError(
-                f"backward() with losses of shape {tuple(losses.shape)}, but the "
-                f"next group has {len(group)} samples: with "
-                f"group_size={self._group_size} every backward pass is of one "
-                "group, so pass the same number as batch_size= to the DataLoader, "
-                "or as minibatch_size= to CustomSampler"
+                f"backward() with losses of {tuple(losses.shape)} for a group of "
+                f"{len(group)}: pass group_size={self._group_size} as batch_size= to "
+                "the DataLoader, too"
             )
 
     def _place(

@@ -103,10 +103,7 @@ def _check_parts(state: Mapping[str, Any]) -> None:
         known = {field.name for field in dataclasses.fields(kind)}
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise ValueError(
-                f"{what} has {unknown}, which this release does not know; it is of a "
-                "newer one, or damaged"
-            )
+            raise ValueError(f"{what} has {unknown}, which this release does not know")
 
 
 def _check_has(part: Mapping[str, Any], names: Sequence[str], of: str = "") -> None:
@@ -114,8 +111,7 @@ def _check_has(part: Mapping[str, Any], names: Sequence[str], of: str = "") -> N
     missing = [name for name in names if name not in part]
     if missing:
         raise ValueError(
-            f"state_dict lacks {missing}{of}; it must be what "
-            "RigLScheduler.state_dict() gave, whole"
+            f"state_dict lacks {missing}{of}; it must be what RigLScheduler gave, whole"
         )
 
 
@@ -169,8 +165,7 @@ def _resumed(options: Options, saved: Mapping[str, Any]) -> Options:
         # A distribution has done its work; a score has not.
         elif own[name] != value and name != "sparsity_distribution":
             raise ValueError(
-                f"state_dict was made with {name}= a {value}, which it cannot hold; "
-                f"give the same {name}= again"
+                f"state_dict was made with {name}= a {value}; give the same one again"
             )
     return dataclasses.replace(options, **values)
 

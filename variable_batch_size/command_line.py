@@ -99,9 +99,6 @@ def _check_out(args: argparse.Namespace) -> None:
     given = [value for name, value in vars(args).items() if name != "out"]
     paths = [path for path in leaves(given) if isinstance(path, (str, os.PathLike))]
     if any(os.path.isfile(path) and os.path.samefile(path, out) for path in paths):
-        raise ValueError(
-            f"--out {out} is the file that is read, which would be lost: give it "
-            "another name"
-        )
+        raise ValueError(f"--out {out} is the file that is read, which would be lost")
     if not args.force:
         raise ValueError(f"--out {out} exists: --force replaces it")

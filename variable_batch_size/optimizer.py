@@ -185,10 +185,7 @@ class ElasticOptimizer(OptimizerProxy):
         name = "ref_weight" if weighted else "ref_batchsize"
         reference = getattr(self, name)
         if reference is None:
-            raise TypeError(
-                f"noise= needs {name}=, which gains compare with, where "
-                f"reduction={self.reduction!r}"
-            )
+            raise TypeError(f"noise= needs {name}= with reduction={self.reduction!r}")
         return NoiseMeter(
             self.param_groups,
             None if weighted else self.sampler.minibatch_size,
@@ -228,16 +225,13 @@ class ElasticOptimizer(OptimizerProxy):
         tracing = torch.compiler.is_dynamo_compiling()
         if tracing or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
             raise TypeError(
-                "step() was called in a function that torch.compile compiles, once for "
-                "every learning rate: compile the forward pass alone (the model, or a "
-                "function that returns the loss), and call backward() and step() "
-                "outside of what is compiled"
+                "torch.compile would compile step() for every learning rate: compile "
+                "the forward pass alone, and call backward() and step() outside"
             )
         if getattr(self, "found_inf", None) is not None:  # left by torch's GradScaler
             raise TypeError(
-                "GradScaler is not supported: it would unscale gradients that are "
-                "accumulated, on each replica separately. Train in bfloat16, which "
-                "needs no scaling"
+                "GradScaler is not supported, as it unscales accumulated gradients: "
+                "train in bfloat16, which needs no scaling"
             )
         num_updates = self._loop.end_minibatch(weight)
         if self._loop.position.idle:
@@ -281,11 +275,9 @@ class ElasticOptimizer(OptimizerProxy):
         while self._loop.position.idle and not self._settings.lockstep:
             if sampler.num_optimizers > 1:
                 raise ReplicaError(
-                    f"this replica is idle in step {self._loop.position.step} of epoch "
-                    f"{self.epoch}, and {sampler.num_optimizers} optimizers were built "
-                    "with its sampler, whose sums would meet others'. Build them with "
-                    "lockstep=True, and call join_step() of each in steps without a "
-                    "minibatch; or let every batch have a minibatch for each replica",
+                    f"this replica is idle in step {self._loop.position.step} of "
+                    f"epoch {self.epoch}: build its {sampler.num_optimizers} "
+                    "optimizers with lockstep=True, and call join_step()",
                     self.replica.rank,
                 )
             num_updates += self._loop.update()
@@ -329,9 +321,8 @@ class ElasticOptimizer(OptimizerProxy):
             )
         if getattr(target, "updates_of", self) is not self:
             raise ValueError(
-                f"attach: {target!r} was built with another optimizer, and would tell "
-                "of that one's sampler and state, or save them: build it with this "
-                "wrapper"
+                f"attach: {target!r} was built with another optimizer: build it with "
+                "this wrapper"
             )
         self._loop.attached.add(target, unit, every)
 
@@ -424,8 +415,7 @@ class ElasticOptimizer(OptimizerProxy):
         """
         if self._loop.live is not None:
             raise ReplicaError(
-                "Checkpointer.load() was called a second time in a live run, which "
-                "this member has joined: call it once, before optimizer.set_epoch",
+                "in a live run call Checkpointer.load() once, before set_epoch",
                 self.replica.rank,
             )
         run = LiveRun(self._context, self._loop, **options)

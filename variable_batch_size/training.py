@@ -53,10 +53,8 @@ class Epoch:
             yield minibatch
             if optimizer.num_minibatches == before:
                 raise ValueError(
-                    f"step() was not called for a minibatch of epoch {self.number}: "
-                    "every one belongs to a step, and takes part in its mean. One "
-                    "that shall add nothing needs gradients of zero: "
-                    "(0 * sum(p.sum() for p in model.parameters())).backward()"
+                    f"step() was not called for a minibatch of epoch {self.number}; "
+                    "loss = 0 * sum(p.sum() for p in model.parameters()) adds nothing"
                 )
         optimizer.average_buffers(self._model)
         self.has_run = True
@@ -123,9 +121,8 @@ def epochs(
     sampler = optimizer.sampler
     if optimizer in _BEGUN:
         raise ValueError(
-            "epochs was called for this optimizer before, and what it attached then "
-            "would run twice: build model, sampler and optimizer anew. With "
-            "checkpoint= the run continues where it was saved"
+            "epochs was called for this optimizer before: build model, sampler and "
+            "optimizer anew; with checkpoint= the run continues"
         )
     if getattr(loader, "batch_sampler", loader) is not sampler:
         raise ValueError(
@@ -212,8 +209,7 @@ def _run(
             if not epoch.has_run:
                 raise ValueError(
                     f"epoch {number} was left before its last minibatch: iterate over "
-                    "all of it, `for batch in epoch:`, on every replica; `break` out "
-                    "of both loops to end the training"
+                    "all of it, or `break` out of both loops to end the training"
                 )
             if checkpointer is not None:
                 checkpointer.save(epoch.metric)

@@ -124,9 +124,8 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
         if unheard and threading.current_thread() is not threading.main_thread():
             names = ", ".join(sorted(signal.Signals(n).name for n in unheard))
             raise RuntimeError(
-                f"catch_signals: nothing in this process listens for {names}, and only "
-                "its main thread could begin to. Replicas that are threads can catch "
-                "SIGTERM and SIGINT, if the main thread called xla_replica.launch"
+                f"catch_signals: only the main thread can begin to listen for {names}; "
+                "or call xla_replica.launch in the main thread (SIGTERM and SIGINT)"
             )
         _process.installed_late |= _install(unheard, _on_signal)
         _process.listened |= unheard

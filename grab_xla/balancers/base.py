@@ -151,10 +151,8 @@ class Balancer(Ordering, abc.ABC):
             wrong = ~(is_integer & (np.abs(placements) <= leaves))
         if wrong.any():
             raise ValueError(
-                f"{type(self).__name__}.balance returned the placement "
-                f"{placements[wrong][0]} ({placements.dtype}); allowed are integers "
-                f"from {-leaves} to {leaves}: +k puts a sample to the front of leaf k, "
-                "-k to its back, and 0 keeps its place"
+                f"{type(self).__name__}.balance returned {placements[wrong][0]} "
+                f"({placements.dtype}); allowed are integers from {-leaves} to {leaves}"
             )
 
     def next_order(

@@ -39,8 +39,7 @@ class RecursivePairBalance(BlockBalancer):
         check_integer("batch_size", self.batch_size, 2)
         if self.batch_size & (self.batch_size - 1):
             raise ValueError(
-                f"batch_size={self.batch_size}: 'recursive-pair' needs a power of two "
-                "(steps may be of any size)"
+                f"batch_size={self.batch_size}: 'recursive-pair' needs a power of two"
             )
 
     @property

@@ -185,9 +185,7 @@ def herding(
         ValueError: A shape is wrong, or an order on the host is out of range.
     """
     if not vectors.is_floating_point():
-        raise TypeError(
-            f"herding needs floating vectors, got {vectors.dtype}: convert them first"
-        )
+        raise TypeError(f"herding needs floating vectors, got {vectors.dtype}")
     if vectors.ndim != 2 or 0 in vectors.shape:
         raise ValueError(
             "herding needs vectors of shape (n, d), both at least 1, got "
@@ -227,7 +225,6 @@ def _checked_order(order: Tensor | Sequence[int], num_vectors: int) -> Tensor:
         lowest, highest = (int(index) for index in order.aminmax())
         if lowest < 0 or highest >= num_vectors:
             raise ValueError(
-                f"order must hold indices from 0 to {num_vectors - 1}, got {lowest} to "
-                f"{highest}"
+                f"order must hold 0 to {num_vectors - 1}, got {lowest} to {highest}"
             )
     return order.long()

@@ -50,14 +50,10 @@ class Columns:
     ) -> None:
         check_choice("scheme", scheme, SCHEMES)
         if check_flag("exact", exact) and scheme != "gather":
-            raise ValueError(
-                f"exact=True needs scheme='gather', got {scheme!r}: replicas that "
-                "share columns add inner products in an order of their own"
-            )
+            raise ValueError(f"exact=True needs scheme='gather', got {scheme!r}")
         if replica.is_live and not exact:
             raise ValueError(
-                "in a live run members may die with what they alone have: pass "
-                "GraBSampler(..., exact=True, scheme='gather')"
+                "a live run needs GraBSampler(..., exact=True, scheme='gather')"
             )
         self.exact, self.joins_updates = exact, exact or replica.num_replicas > 1
         self.replica, self.num_columns = replica, num_columns
@@ -126,8 +122,7 @@ def replica_for(
         rank not in (None, current.rank)
     ):
         raise ValueError(
-            f"num_replicas={num_replicas}, rank={rank}, but the caller is {current}, "
-            "and the balance is summed over replicas: leave both out, or pass "
-            "num_replicas=1 for a separate sampler"
+            f"num_replicas={num_replicas}, rank={rank}, but the caller is {current}: "
+            "leave both out, or pass num_replicas=1 for a separate sampler"
         )
     return current

@@ -187,10 +187,9 @@ class OnlineBalancer:
         self._pending = []
         if num_minibatches and not self._joins_updates:
             raise ValueError(
-                f"{num_minibatches} minibatches of gradients were never balanced: with "
-                "several replicas or exact=True, call "
-                "optimizer.attach(sampler.after_update) once, and sampler.step() "
-                "before optimizer.step()"
+                f"{num_minibatches} minibatches were not balanced: use "
+                "optimizer.attach(sampler.after_update), and sampler.step() before "
+                "optimizer.step()"
             )
 
     def place(self, pieces: Iterable[Tensor]) -> None:

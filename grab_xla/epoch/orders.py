@@ -59,8 +59,7 @@ class Orders:
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
         elif not traits(generator.device).is_host:
             raise ValueError(
-                f"generator must be on the CPU, where orders are drawn, got one on "
-                f"{generator.device}: pass torch.Generator()"
+                f"generator must be on the CPU, got one on {generator.device}"
             )
         else:
             # A copy: replicas that are threads may have been given the same object.
@@ -204,9 +203,8 @@ class SampleWeights:
             return None
         if self._of_epoch is None:
             raise ValueError(
-                "weights='update' needs an elastic sampler, which knows the updates: "
-                "CustomSampler(..., order=sampler); in another loop pass a function "
-                "from the epoch to the weights"
+                "weights='update' needs an elastic sampler (CustomSampler(..., "
+                "order=sampler)), or pass a function from the epoch to weights"
             )
         if self._last[0] != epoch:
             weights, values = self._of_epoch(epoch), None

@@ -120,8 +120,7 @@ class Progress(Rider):
         given_for = self.dealt_elsewhere
         if given_for is not None and epoch < given_for:
             raise ValueError(
-                f"the order of epoch {epoch} is gone: the current epoch is "
-                f"{given_for}, and orders follow from gradients"
+                f"the order of epoch {epoch} is gone: the current epoch is {given_for}"
             )
         # The elastic sampler knows its position: it asks for whole orders.
         if given_for is None or epoch > given_for:
@@ -185,8 +184,7 @@ class Progress(Rider):
         """
         if not self._orders.begun:
             raise ValueError(
-                "step() before the first epoch: iterate over the sampler (or its "
-                "DataLoader) first"
+                "step() before the first epoch: iterate over the sampler first"
             )
         expected = self.next_samples(num_groups)
         num_samples = num_groups * self._group_size

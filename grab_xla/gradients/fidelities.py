@@ -43,8 +43,7 @@ def chosen(
         check_choice("fidelity", fidelity, FIDELITIES)
         if fidelity == "exact" and is_projected:
             raise ValueError(
-                "fidelity='exact' balances gradients, and random_projection="
-                f"{random_projection!r} projections of them: leave out one of the two"
+                f"leave out fidelity='exact' or random_projection={random_projection!r}"
             )
         return fidelity
     if is_projected:
@@ -65,8 +64,7 @@ def samples_together(
     if fidelity != "group":
         if group_size is not None:
             raise ValueError(
-                f"group_size={group_size} is an option of fidelity='group', and "
-                f"fidelity is {fidelity!r}"
+                f"group_size={group_size} needs fidelity='group', got {fidelity!r}"
             )
         return 1
     if group_size is None:
@@ -77,7 +75,6 @@ def samples_together(
     check_integer("group_size", group_size, 1, num_samples)
     if not ordering.is_permutation:
         raise ValueError(
-            f"fidelity='group' cannot be combined with {ordering}: its groups come "
-            "once an epoch, and this type draws samples with replacement"
+            f"fidelity='group' cannot be combined with {ordering}: it repeats samples"
         )
     return group_size

@@ -289,9 +289,8 @@ class BackwardPass:
                 continue
             if edges[number].node in reached:
                 raise PerSampleError(
-                    f"the backward pass never came to {call.owner}, on which the "
-                    "losses depend: this is a defect of per_sample_grad; please report "
-                    "it"
+                    f"the backward pass never came to {call.owner}: this is a defect "
+                    "of per_sample_grad; please report it"
                 )
             # A module may take no gradient of an input: then calls below have none.
             self._apply(number, None)

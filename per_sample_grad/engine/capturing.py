@@ -263,9 +263,8 @@ class Capture:
         if self._others_take_gradients or others:
             raise PerSampleError(
                 "add_gradients: "
-                f"{', '.join(others[:5]) or 'a tensor outside of the model'} takes a "
-                "gradient, too, and would get none: select every parameter that is "
-                "trained (params=), or let the backward pass add to .grad (accumulate=)"
+                f"{', '.join(others[:5]) or 'a tensor outside of the model'} would get "
+                "no gradient: select all parameters (params=), or pass accumulate="
             )
         self._others_take_gradients = None
         used = [name for name in self.params if name not in self.unused]
@@ -364,8 +363,7 @@ class Capture:
             )
         if not losses.requires_grad:
             raise ValueError(
-                "losses have no graph: compute them inside the capture from the "
-                "model's output, with gradients enabled"
+                "losses have no graph: compute them inside the capture, with gradients"
             )
         if self._answered:
             raise RuntimeError(
@@ -375,9 +373,8 @@ class Capture:
             )
         if not self._entered:
             raise RuntimeError(
-                "nothing was recorded: run the forward pass inside "
-                "`with capture(model) as recorded:`, then call "
-                "recorded.backward(losses)"
+                "nothing was recorded: run the forward pass inside `with "
+                "capture(model) as recorded:`, then recorded.backward(losses)"
             )
         refuse_hooked(self.params)
         backward_pass = BackwardPass(self._settings, losses, receive, **options)

@@ -121,9 +121,8 @@ def walk(
             name, functions = node.name(), node.next_functions
             if name in _OPAQUE:
                 raise CoverageError(
-                    "torch.utils.checkpoint with use_reentrant=True hides the "
-                    "parameters it uses from the graph; pass use_reentrant=False, or "
-                    "do not checkpoint while capturing"
+                    "torch.utils.checkpoint with use_reentrant=True hides parameters "
+                    "from the graph: pass use_reentrant=False"
                 )
             if isinstance(node, _IN_PYTHON):
                 custom = name

@@ -69,9 +69,8 @@ class Settings:
         unknown = self.batch_dim.keys() - {"", *modules}
         if unknown:
             raise ValueError(
-                f"batch_dim names {', '.join(sorted(unknown))}, which are not modules "
-                'of the model; give names as model.named_modules() does, "" for all '
-                "others"
+                f"batch_dim names {', '.join(sorted(unknown))}, not in "
+                'model.named_modules(); "" stands for all others'
             )
 
 
@@ -105,14 +104,12 @@ def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:
         chosen = {name: param for name, param in trained.items() if id(param) in asked}
     if not chosen:
         raise ValueError(
-            "no parameter is selected: the model has none that requires grad, or "
-            "params= leaves none"
+            "no parameter is selected: none requires grad, or params= leaves none"
         )
     if unreal := [name for name, param in chosen.items() if param.is_complex()]:
         raise ValueError(
-            f"params: {listed(unreal)} are complex, and every sample's gradient is of "
-            "real parameters: leave them out (params=), or keep real and imaginary "
-            "parts as parameters of their own (torch.view_as_complex)"
+            f"params: {listed(unreal)} are complex: leave them out (params=), or use "
+            "real parameters with torch.view_as_complex"
         )
     return chosen
 
@@ -137,7 +134,6 @@ def refuse_hooked(params: Mapping[str, nn.Parameter]) -> None:
     ]
     if hooked:
         raise PerSampleError(
-            f"{', '.join(hooked)} have gradient hooks (register_hook), which have no "
-            "meaning for a sample's gradient: remove them (handle.remove()), use "
-            "register_post_accumulate_grad_hook, or leave them out (params=)"
+            f"{', '.join(hooked)} have gradient hooks (register_hook): remove them, "
+            "use register_post_accumulate_grad_hook, or leave them out (params=)"
         )

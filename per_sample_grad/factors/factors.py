@@ -156,9 +156,8 @@ class Factors:
         if self.shapes != other.shapes:
             differing = set(self.shapes.items()) ^ set(other.shapes.items())
             raise ValueError(
-                "cross_gram: the two batches were captured for different parameters "
-                f"({', '.join(sorted({name for name, _ in differing}))}); capture the "
-                "same model with the same params"
+                "cross_gram: captured for different parameters "
+                f"({', '.join(sorted({name for name, _ in differing}))})"
             )
         with self._precision(other):
             terms = [self._gram(name, other) for name in self.shapes]
@@ -347,10 +346,7 @@ def check_vectors(
     """Returns whether there are K vectors for every parameter, and not one."""
     differing = sorted(set(vectors) ^ set(shapes))
     if differing:
-        raise ValueError(
-            f"dot: {', '.join(differing)} given or captured, but not both; give "
-            "one tensor for every captured parameter"
-        )
+        raise ValueError(f"dot: {', '.join(differing)} must be both given and captured")
     single = all(vectors[name].shape == shape for name, shape in shapes.items())
     counts = {len(v) for v in vectors.values() if v.dim()}
     many = len(counts) == 1 and all(

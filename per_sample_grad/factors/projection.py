@@ -90,8 +90,7 @@ class Projection:
         }
         if size < len(self.shapes):
             raise ValueError(
-                f"size must be at least {len(self.shapes)}, a number for each "
-                f"parameter, got {size}"
+                f"size must be at least {len(self.shapes)} (parameters), got {size}"
             )
         # The names that each parameter's signs are drawn from.
         self._drawn_from = {name: unwrapped(name) for name in self.shapes}

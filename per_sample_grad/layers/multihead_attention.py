@@ -68,8 +68,7 @@ def _refuse_unknown(
         )
     if module.dropout and module.training:
         raise Refusal(
-            "its dropout mask cannot be drawn again; call eval() on the module or set "
-            "its dropout to 0"
+            "its dropout mask cannot be drawn again: call eval() on the module"
         )
     if module.bias_k is not None or module.add_zero_attn:
         raise Refusal("add_bias_kv and add_zero_attn are not known to the rule")

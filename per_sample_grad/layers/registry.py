@@ -129,8 +129,7 @@ def register_rule(
     if like is not None:
         if like not in RULES:
             raise ValueError(
-                "register_rule: like must be a module type that has a rule, got "
-                f"{like!r}"
+                f"register_rule: like must be a type that has a rule, got {like!r}"
             )
         others = [each.__name__ for each in module_types if not issubclass(each, like)]
         if others:

@@ -84,9 +84,8 @@ class Scorer:
             losses = self.passes.loss(logits, targets)
         if losses.shape != (self.block_size,):
             raise ValueError(
-                f"loss= gave shape {tuple(losses.shape)} for a block of "
-                f"{self.block_size} samples; give one number per sample, (B,), for "
-                'instance with reduction="none"'
+                f"loss= gave shape {tuple(losses.shape)} for {self.block_size} "
+                'samples: give one number per sample, (B,), as by reduction="none"'
             )
         return losses
 
@@ -127,9 +126,8 @@ class Scorer:
             return
         if kind is None or is_floating or shape != (self.block_size,):
             raise ValueError(
-                f"{what} needs targets of shape ({self.block_size},), classes as "
-                f"integers; received a {type(labels).__name__} of {kind} "
-                f"{tuple(shape)} for {self.given}"
+                f"{what} needs ({self.block_size},) classes as integers, got a "
+                f"{type(labels).__name__} of {kind} {tuple(shape)} for {self.given}"
             )
         classes = logits.shape[1]
         wrong = (labels < 0) | (labels >= classes)
@@ -188,8 +186,7 @@ class Scorer:
             names = last.params if last is not None and last.is_operation else ()
             unknown = ", ".join([*found.problems, *names]) or "the model"
             raise ValueError(
-                f"no rule accounts for {unknown}, so which layer is the last is not "
-                "known; name the module with last_layer="
+                f"no rule accounts for {unknown}: name the last layer with last_layer="
             )
         self.passes = dataclasses.replace(self.passes, last_layer=last.name)
         self.replica.sync()
@@ -234,9 +231,8 @@ def call_model(model: nn.Module, inputs: Any) -> torch.Tensor:
         out = model(*inputs)
     else:
         raise TypeError(
-            f"the inputs are a {type(inputs).__name__}; a tensor, a dict of keyword "
-            "arguments or a tuple of arguments can be given to the model; for "
-            "anything else pass forward=, a function from model and inputs to logits"
+            f"the inputs are a {type(inputs).__name__}; give a tensor, dict or tuple, "
+            "or pass forward=, a function from model and inputs to logits"
         )
     if isinstance(out, Mapping) and "logits" in out:
         return out["logits"]
@@ -322,8 +318,7 @@ def of_projection(projection: Projection) -> Score:
         found = recorded.project(losses, projection)
         if found.shape[1] != projection.size:
             raise ValueError(
-                "score= is a projection of parameters that are not selected: build it "
-                "of those alone that are trainable and that params= selects"
+                "score= is a projection of parameters that are not selected by params="
             )
         return found
 

@@ -64,8 +64,7 @@ class PoolScores:
         check_flag("top: skip_nan", skip_nan)
         if self.scores.ndim > 1:
             raise ValueError(
-                "top: rows of a projection have no rank; sort what you compute of "
-                "them, such as their inner products with a query, scores.scores @ query"
+                "top: rows of a projection have no rank; sort scores.scores @ query"
             )
         missing = np.flatnonzero(np.isnan(self.scores))
         if len(missing) and not skip_nan:

@@ -88,9 +88,8 @@ def check_hold(
         names.setdefault(str(weight.parameter.device), []).append(weight.name)
     if "meta" in names or len(names) > 1:
         raise ValueError(
-            "weights to be sparse must have their values on one device, got "
-            f"{names}; build the pruner after the model has its weights, and put those "
-            "of other devices into exclude="
+            f"sparse weights must have their values on one device, got {names}: build "
+            "the pruner later, or put others into exclude="
         )
 
 

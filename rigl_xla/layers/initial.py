@@ -70,9 +70,8 @@ def check_scores(
         fits = given.shape == shape and not (given.is_complex() or given.is_meta)
         if not (fits and bool(torch.isfinite(given).all())):
             raise ValueError(
-                f"the scores of {name!r} must be finite real numbers of shape "
-                f"{shape}, got {given.dtype} of shape {tuple(given.shape)} on "
-                f"{given.device}"
+                f"the scores of {name!r} must be finite real numbers of shape {shape}, "
+                f"got {given.dtype} of shape {tuple(given.shape)} on {given.device}"
             )
 
 

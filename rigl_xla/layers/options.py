@@ -163,9 +163,8 @@ class Options:
             check_scores(self.initial_masks, sparse)
         if self.is_sparse and not any(sparsities.values()):
             raise ValueError(
-                f"no weight is left to be sparse: ignore_linear_layers, dense_first "
-                f"and sparsities= keep all of {list(shapes)} dense; a model of linear "
-                "layers needs ignore_linear_layers=False"
+                f"no weight is left to be sparse of {list(shapes)}: see dense_first, "
+                "sparsities=, and a linear model needs ignore_linear_layers=False"
             )
         return weights, sparsities
 

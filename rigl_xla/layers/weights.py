@@ -93,8 +93,7 @@ def weights_of(
             continue
         if place in included and _is_normalised(place):
             raise ValueError(
-                f"{place.name!r} is what weight_norm makes a weight of, by a norm that "
-                "is zero where a whole row is inactive: leave it out of include="
+                f"{place.name!r} is normalised by weight_norm: leave it out of include="
             )
         other = owners.get(parameter)
         # A shared one is known by the module that multiplies by it, included or not.
@@ -277,8 +276,7 @@ def _selected(
         # A function may well select nothing.
         if not hits and isinstance(selector, (str, type)):
             raise ValueError(
-                f"include or exclude names {selector!r}, but the model has no such "
-                "parameter, nor such a module with parameters"
+                f"include or exclude names {selector!r}, but the model has no such part"
             )
         selected += hits
     return selected

@@ -107,10 +107,7 @@ class Method:
             check_function("grow", self.grow)
         check_flag("updates", self.updates)
         if check_flag("gradual", self.gradual) and self.grow is not None:
-            raise ValueError(
-                f"gradual=True only drops connections, got grow={self.grow!r}; give "
-                "grow=None"
-            )
+            raise ValueError(f"gradual=True needs grow=None, got {self.grow!r}")
 
 
 STATIC = Method(grow=None, collects="never", updates=False)
@@ -145,8 +142,7 @@ def method_named(
     given = {what: score for what, score in given.items() if score is not None}
     if given and not method.updates:
         raise ValueError(
-            f"method={name!r} never changes the topology, so drop= and grow= have "
-            "nothing to do; leave them out or choose another method"
+            f"with method={name!r}, drop= and grow= have nothing to do; leave them out"
         )
     if grow is not None and method.grow is None:
         raise ValueError(f"method={name!r} grows no connections; leave out grow=")

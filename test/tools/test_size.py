@@ -42,7 +42,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_282
+CODE = 23_100
 TEST_LINES = 39_806
 
 

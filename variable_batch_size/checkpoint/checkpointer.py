@@ -229,8 +229,7 @@ class Checkpointer:
         if metric is not None:
             if self._best is None:
                 raise ValueError(
-                    f"save(metric={metric!r}): Checkpointer needs best='max' or 'min' "
-                    "to know what is better"
+                    f"save(metric={metric!r}): Checkpointer needs best='max' or 'min'"
                 )
             is_better = operator.gt if self._best == "max" else operator.lt
             if not math.isfinite(metric):
@@ -345,9 +344,8 @@ class Checkpointer:
             except (files.CheckpointError, FileNotFoundError):
                 continue
             raise files.CheckpointError(
-                f"{file.path} has {file.num_updates} updates, and this run has "
-                f"{self.num_updates}: call load() before training, or give the run "
-                "another folder"
+                f"{file.path} has {file.num_updates} updates, and this run "
+                f"{self.num_updates}: call load() before training, or change the folder"
             )
         return later
 
@@ -499,8 +497,7 @@ def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
             )
         if part is optimizer.inner or part is optimizer.sampler:
             raise ValueError(
-                f"Checkpointer: {name} is already saved with the wrapper's state: "
-                "leave it out"
+                f"Checkpointer: {name} is saved with the wrapper: leave it out"
             )
         told_by = getattr(part, "updates_of", optimizer)
         if not any(told_by is own for own in (optimizer, *parts.values())):

@@ -150,8 +150,7 @@ def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, Any] | 
             )
     if num_damaged:
         raise CheckpointError(
-            f"all {num_damaged} checkpoints in {folder} are damaged: move them away to "
-            "begin anew, or put a copy there"
+            f"all {num_damaged} checkpoints in {folder} are damaged: move them away"
         )
     return None
 
@@ -246,8 +245,7 @@ def parse(path: Path | BinaryIO, mapped: bool = False) -> Any:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = named[1] if named else "something else"
         raise CheckpointError(
-            "only tensors and plain values are loaded, and nothing is run, but it "
-            f"holds {what}"
+            f"nothing is run, but it holds {what}; only plain values are loaded"
         ) from None
     except Exception as error:  # unpickling raises many kinds
         if mapped and "mmap" in str(error):  # this file system has no such pages

@@ -101,8 +101,7 @@ class BatchSizeController:
         on_end = optimizer.sampler.schedule.on_end
         if on_end != "hold":
             raise ValueError(
-                "BatchSizeController needs a sampler whose last batch size is held: a "
-                f"constant trace, or on_end='hold'; got on_end={on_end!r}"
+                f"the sampler needs a constant trace, or on_end='hold', got {on_end!r}"
             )
         for name, size in zip(("least", "most"), sizes):
             try:

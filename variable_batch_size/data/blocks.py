@@ -340,10 +340,8 @@ class _StreamBlocks:
             parts = (itertools.islice(self._open_at(p), 16) for p in (0, position))
             if _are_equal(*map(list, parts)):
                 raise ValueError(
-                    f"open_at({position}) begins with the samples of open_at(0): it "
-                    "must return the samples from a position on, such as "
-                    "lambda at: dataset.skip(at). (Where samples do repeat, use "
-                    "BlockDataset(read_block, block_sizes, in_order=True))"
+                    f"open_at({position}) begins with the samples of open_at(0): "
+                    "return dataset.skip(at), or use BlockDataset(..., in_order=True)"
                 )
             self._seeks = True
         return self._open_at(position)

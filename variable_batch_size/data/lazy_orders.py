@@ -95,9 +95,8 @@ class LazyOrder(abc.ABC):
         found = np.asarray(self.samples(epoch, num_samples, positions))
         if found.shape != positions.shape or found.dtype.kind not in "iu":
             raise ValueError(
-                f"{type(self).__name__}.samples() returned {found.dtype} numbers of "
-                f"shape {found.shape} for {len(positions)} positions: return one "
-                "integer for each"
+                f"{type(self).__name__}.samples() must return an integer for each of "
+                f"{len(positions)} positions, got {found.dtype} of shape {found.shape}"
             )
         outside = found[(found < 0) | (found >= num_samples)]
         if len(outside):

@@ -115,10 +115,8 @@ class Minibatches(Iterator[list[int]]):
         num_read = self._num_handed_out or self._num_asked
         if num_read > self._num_stepped:
             raise ValueError(
-                f"step() was called for minibatch {self._num_stepped}, and the loop "
-                f"has read {num_read}, which would be lost if the step were run again: "
-                "iterate replica.loader(loader), where loader.batch_sampler is the "
-                "sampler, and nothing may read ahead of that"
+                f"step() is at minibatch {self._num_stepped}, and the loop has read "
+                f"{num_read}: iterate replica.loader(loader); nothing may read ahead"
             )
 
     # --- for torchdata --------------------------------------------------------------
@@ -162,10 +160,8 @@ class Minibatches(Iterator[list[int]]):
         saved_on = (state["rank"], state["num_replicas"])
         if saved_on[0] != 0 and saved_on != (sampler.rank, sampler.num_replicas):
             raise ValueError(
-                f"the loader's state was saved by replica {saved_on[0]} of "
-                f"{saved_on[1]}, and this is replica {sampler.rank} of "
-                f"{sampler.num_replicas}: load the state of replica 0, which any "
-                "number of replicas can, or none: the optimizer's state has the place"
+                f"the loader's state is of replica {saved_on[0]} of {saved_on[1]}, "
+                f"this is {sampler.rank} of {sampler.num_replicas}: load replica 0's"
             )
         plan = sampler.plan_after(state)
         here = sampler.plan.first_step + sampler.plan.start_step
@@ -211,22 +207,19 @@ def check_loader(loader: Any, dataset_length: int | None) -> None:
     length = len(dataset) if hasattr(dataset, "__len__") else dataset_length
     if dataset_length not in (None, length):
         raise ValueError(
-            f"the loader's dataset has {length} samples, and the one that "
-            f"CustomSampler was given has {dataset_length}: give both the same, or "
-            "CustomSampler dataset_size=, to train on the first so many samples"
+            f"the loader's dataset has {length} samples, and CustomSampler's "
+            f"{dataset_length}: give both the same, or CustomSampler dataset_size="
         )
     if not getattr(loader, "num_workers", 0):
         return
     if not getattr(loader, "in_order", True):
         raise TypeError(
-            "a loader with in_order=False hands out minibatches in the order in which "
-            "its workers end, so those of one step would be counted in another: build "
-            "it with in_order=True, the default"
+            "minibatches of a loader with in_order=False would be counted in another "
+            "order: build it with in_order=True, the default"
         )
     every = getattr(loader, "snapshot_every_n_steps", 1)
     if every != 1:
         raise TypeError(
             f"StatefulDataLoader(snapshot_every_n_steps={every}) skips minibatches "
-            "when it is restored, counted from a place that CustomSampler begins steps "
-            "before: build it with snapshot_every_n_steps=1, the default"
+            "when it is restored: pass snapshot_every_n_steps=1, the default"
         )

@@ -105,8 +105,7 @@ class CustomSampler(Sampler[list[int]]):
                 num_replicas = replica.num_replicas
         if isinstance(order, Iterator):
             raise TypeError(
-                "order= is an iterator, which one epoch uses up: pass a function from "
-                "the epoch to an order, or an iterable such as a torch Sampler"
+                "order= is an iterator: pass a function from the epoch to an order"
             )
         self.seed = check_integer("seed", seed, -(2**63), 2**63)  # as torch has it
         self.num_replicas = check_integer("num_replicas", num_replicas, least=1)
@@ -120,15 +119,13 @@ class CustomSampler(Sampler[list[int]]):
         else:
             if isinstance(dataset, DataLoader):
                 raise TypeError(
-                    "dataset= is a DataLoader, whose length counts batches: pass its "
-                    "dataset"
+                    "give the dataset of a DataLoader, whose length counts batches"
                 )
             try:
                 num_samples = len(dataset)
             except TypeError as error:
                 raise TypeError(
-                    f"dataset={dataset!r} has no length; pass a dataset with __len__, "
-                    "or dataset_size= for the number of samples"
+                    f"dataset={dataset!r} has no length; pass dataset_size="
                 ) from error
             self.dataset_length = num_samples
         self.schedule = Schedule(
@@ -155,14 +152,12 @@ class CustomSampler(Sampler[list[int]]):
         self.plan: EpochPlan = self.plan_of(0)
         if isinstance(order, type):
             raise TypeError(
-                f"order={order.__name__} is a class: give one of its objects, "
-                f"order={order.__name__}(...)"
+                f"order={order.__name__} is a class: give {order.__name__}(...)"
             )
         if isinstance(order, LazyOrder) and order.length not in (None, num_samples):
             raise ValueError(
-                f"order= is one of {order.length} samples ({order.name}), and the "
-                f"dataset has {num_samples}: make it for this dataset, as "
-                "BlockDataset.shuffled does"
+                f"order={order.name} is of {order.length} samples, and the dataset has "
+                f"{num_samples}: make it for this dataset"
             )
         if hasattr(dataset, "check_order"):
             dataset.check_order(order)
@@ -220,8 +215,7 @@ class CustomSampler(Sampler[list[int]]):
             if epoch < restored.epoch:
                 raise ValueError(
                     f"set_epoch({epoch}): the restored run is in epoch "
-                    f"{restored.epoch}; begin there, with `for epoch in "
-                    "range(sampler.epoch, num_epochs)`"
+                    f"{restored.epoch}; begin with range(sampler.epoch, num_epochs)"
                 )
             start_step = restored.step
         return self._plan(self.schedule, epoch, start_step)
@@ -384,8 +378,7 @@ class CustomSampler(Sampler[list[int]]):
         if state.get("version") != VERSION:
             raise ValueError(
                 f"the sampler's state has version {state.get('version')!r}, and this "
-                f"library reads {VERSION}: pass what state_dict returned, got a dict "
-                f"with {sorted(state)}"
+                f"library reads {VERSION}: pass a state_dict(), got {sorted(state)}"
             )
         if not allow_changes:
             check_same(
@@ -440,8 +433,7 @@ class CustomSampler(Sampler[list[int]]):
         sampler = getattr(batching, "sampler", None)
         if isinstance(batching, BatchSampler) and sampler is self:
             raise TypeError(
-                "CustomSampler yields whole minibatches, and DataLoader(sampler=...) "
-                "makes batches of what it yields: pass it as batch_sampler="
+                "CustomSampler yields whole minibatches: pass it as batch_sampler="
             )
         if getattr(batching, "num_processes", 1) > 1:  # Accelerate's BatchSamplerShard
             raise TypeError(
@@ -502,8 +494,7 @@ class CustomSampler(Sampler[list[int]]):
         fits = found.shape == (num_samples,) and found.dtype.kind in "iu"
         if not fits or (np.sort(found) != np.arange(num_samples)).any():
             raise ValueError(
-                f"order= returned an array of shape {found.shape} and dtype "
-                f"{found.dtype} for epoch {epoch}; it must be a permutation of "
-                f"range({num_samples})"
+                f"order= must be a permutation of range({num_samples}), got "
+                f"{found.dtype} of shape {found.shape} for epoch {epoch}"
             )
         return found

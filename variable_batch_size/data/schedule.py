@@ -438,8 +438,7 @@ class Schedule:
         """
         if self.on_end != "hold":
             raise ValueError(
-                f"the batch size can change while a run lasts with on_end='hold' only, "
-                f"where the last one is held without end; got {self.on_end!r}"
+                f"on_end='hold' is needed to change batch sizes, got {self.on_end!r}"
             )
         check_integer("batch_size", batch_size, least=1)
         sizes = self.trace.batch_sizes

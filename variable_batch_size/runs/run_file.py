@@ -85,8 +85,7 @@ class RunFile:
             why = "has ended" if has_ended else f"is not this one ({changed})"
             raise ValueError(
                 f"{self.path} has another run, which {why}, and this one begins at "
-                "step 0, so that its updates would take the place of the other's: give "
-                "RunLog another path, delete the file, or resume from a checkpoint"
+                "step 0: give RunLog another path, or resume from a checkpoint"
             )
 
     def event(self, name: str, step: int, **values: Any) -> None:
@@ -166,8 +165,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             continue
         if line.get("format", VERSION) != VERSION:
             raise ValueError(
-                f"{path}, line {number}: the format {line['format']!r} is unknown; "
-                f"this version reads {VERSION}"
+                f"{path}, line {number}: format {line['format']!r} is not {VERSION}"
             )
         if event is None:
             numbers = {k: math.nan if v is None else v for k, v in line.items()}

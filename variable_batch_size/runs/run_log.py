@@ -160,8 +160,7 @@ class RunLog:
         check_type("add: loss", loss, torch.Tensor, "a tensor, which is not read")
         if loss.numel() != 1:
             raise ValueError(
-                "add: the loss of a minibatch is one number, got a tensor of shape "
-                f"{tuple(loss.shape)}: add its mean or sum, that of the backward pass"
+                f"add: a loss is one number, got a tensor of shape {tuple(loss.shape)}"
             )
         if self._step is None:
             self._check_attached()
@@ -211,8 +210,7 @@ class RunLog:
         for name, value in values.items():
             if name in _OWN or re.fullmatch(r"lr(_\d+)?", name):
                 raise ValueError(
-                    f"write: {name}= is what the log itself tells of an update; give "
-                    f"{value!r} another name"
+                    f"write: {name}= is what the log itself tells: rename {value!r}"
                 )
             check_type(f"write: {name}", value, (int, float, np.number), "a number")
         step = self._next_step() - 1

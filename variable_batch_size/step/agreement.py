@@ -110,18 +110,15 @@ class Agreement:
         hyperparameter, order = differences.tolist()
         if order != 0:
             raise ReplicaError(
-                "replicas have run an epoch in different orders, so that some samples "
-                "were run twice and others never: what order= returns must be the same "
-                "on every replica. Seed it without the rank",
+                "replicas have run an epoch in different orders: what order= returns "
+                "must be the same on every replica; seed it without the rank",
                 self._replica.rank,
             )
         if hyperparameter == 0:
             return
         raise ReplicaError(
-            "replicas have updated their weights with different learning rates or "
-            "other hyperparameters, or members of a live run have attached different "
-            "functions: call optimizer.attach(scheduler) once in place of "
-            "scheduler.step() in the loop, or change hyperparameters between epochs",
+            "replicas differ in learning rates, other settings or attached functions: "
+            "call optimizer.attach(scheduler) in place of scheduler.step()",
             self._replica.rank,
         )
 

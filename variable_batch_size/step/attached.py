@@ -94,13 +94,11 @@ class Attached:
         schedulers = [each.scheduler for each in self._schedulers()]
         if target in [*self._callbacks, *schedulers]:
             raise ValueError(
-                f"attach: {target!r} is attached already, and would run twice after "
-                "every update"
+                f"attach: {target!r} is attached already, and would run twice"
             )
         if hasattr(getattr(target, "__self__", None), "get_last_lr"):
             raise TypeError(
-                f"attach: {target!r} is a method of an LR scheduler, which would take "
-                "the update for an epoch: attach the scheduler"
+                f"attach: {target!r} is a method of an LR scheduler: attach that"
             )
         self.is_empty = False
         check_choice("attach: unit", unit, UNITS)
@@ -121,8 +119,7 @@ class Attached:
         for saver in self._callbacks:
             if getattr(saver, "saves", lambda part: False)(owner):
                 raise ValueError(
-                    f"attach: {target!r} after a Checkpointer would be an update late "
-                    "in what that saves; attach it before"
+                    f"attach: {target!r} comes after a Checkpointer: attach it before"
                 )
         if self._waiting and isinstance(target, AttachedScheduler):
             target.load_state_dict(self._waiting[0])

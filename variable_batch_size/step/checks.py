@@ -48,14 +48,12 @@ def check_wrapper(
     _check_reduction(settings, sampler.schedule)
     if settings.lockstep and (replica.is_live or settings.exact):
         raise TypeError(
-            "neither exact= nor live members work with lockstep=True, as trainers "
-            "(Hugging Face's, Lightning's) use it: they count minibatches, and a step "
-            "may be run again. Write the loop, or leave out exact=, and LIVE_LIGHTHOUSE"
+            "neither exact= nor live members work with lockstep=True, as trainers use "
+            "it (Hugging Face's, Lightning's): leave out exact= and LIVE_LIGHTHOUSE"
         )
     if replica.is_live and not settings.exact:
         raise TypeError(
-            "in a live run a step may be run again by other members, which needs sums "
-            "that do not depend on them: pass exact=model"
+            "a live run needs sums that do not depend on members: pass exact=model"
         )
     rule = settings.rule
     has_reference = (settings.ref_batchsize, settings.ref_weight) != (None, None)
@@ -126,9 +124,8 @@ def refuse_other_accumulation() -> None:
     num_steps = 1 if state is None else state.GradientState().num_steps
     if num_steps > 1:
         raise ValueError(
-            f"Accelerator(gradient_accumulation_steps={num_steps}) divides every loss "
-            "by that number, and the wrapper divides by the number of minibatches of a "
-            "step: leave it out, with `with accelerator.accumulate(model):`"
+            f"Accelerator(gradient_accumulation_steps={num_steps}) divides losses: "
+            "leave it out, with `with accelerator.accumulate(model):`"
         )
 
 
@@ -138,8 +135,7 @@ def _check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, OptimizerProxy):
         raise TypeError(
-            f"the optimizer is a {name}, which is a wrapper already: wrap the torch "
-            "optimizer inside it, its attribute inner, once"
+            f"the optimizer is a {name}, which is a wrapper already: wrap its .inner"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise TypeError(
@@ -150,9 +146,8 @@ def _check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
         raise TypeError("LBFGS evaluates the loss inside step(): not supported")
     if hasattr(optimizer.step, "get_compiler_config"):  # torch.compile leaves it
         raise TypeError(
-            f"the step() of {name} was compiled with torch.compile, which compiles it "
-            "again for every learning rate: leave step() as it is (foreach=True or "
-            "fused=True make few kernels of it), and compile the model"
+            f"torch.compile compiles {name}.step() for every learning rate: leave "
+            "step() as it is, perhaps with fused=True, and compile the model"
         )
     if rule.momentum_correction and not isinstance(optimizer, SGD):
         raise TypeError(
@@ -160,10 +155,7 @@ def _check_optimizer(optimizer: Optimizer, rule: Rule) -> None:
             f"only SGD turns into a scaled step; {name} needs another rule"
         )
     if rule.beta and not isinstance(optimizer, (Adam, AdamW)):
-        raise TypeError(
-            f"rule {rule.name!r} scales Adam's betas and epsilon: it needs torch's "
-            f"Adam or AdamW, got {name}"
-        )
+        raise TypeError(f"rule {rule.name!r} needs torch's Adam or AdamW, got {name}")
     decoupled = all(g.get("decoupled_weight_decay") for g in optimizer.param_groups)
     if rule.decay_per_sample and not (isinstance(optimizer, SGD) or decoupled):
         raise TypeError(
@@ -189,9 +181,8 @@ def _check_rule(
     rule, late_ratio = settings.rule, settings.ref_weight is not None
     if rule.beta and any(group.get("capturable") for group in groups):
         raise TypeError(
-            f"rule {rule.name!r} does not work with capturable=True, which computes "
-            "the bias correction on the device: leave it out; the wrapper brings the "
-            "learning rate to the device itself"
+            f"rule {rule.name!r} does not work with capturable=True: leave it out; the "
+            "wrapper brings the learning rate to the device itself"
         )
     sizes = schedule.trace.batch_sizes
     reference = settings.ref_batchsize or 1
@@ -210,9 +201,8 @@ def _check_rule(
                 what = "gain" if rule.measured else "batch ratio"
                 name = what.split()[-1]
                 raise TypeError(
-                    f"rule {rule.name!r} follows what is measured, so its lr_factor "
-                    f"gets the {what} as a tensor and may not read it: write tensor "
-                    f"arithmetic, such as {name} ** 0.5, in place of math.sqrt({name})"
+                    f"rule {rule.name!r} gets the {what} as a tensor: its lr_factor "
+                    f"may compute {name} ** 0.5, in place of math.sqrt({name})"
                 ) from error
         if rule.decay_per_sample and not factor > 0:
             raise ValueError(
@@ -230,17 +220,14 @@ def _check_reduction(settings: Settings, schedule: Schedule) -> None:
     check_choice("reduction", reduction, ("mean", "sum"))
     if schedule.pad_minibatches and reduction == "mean":
         raise TypeError(
-            "with pad_minibatches=True some samples of a minibatch do not count: build "
-            "the optimizer with reduction='sum', and let the loss of a minibatch be "
-            "(losses * optimizer.sample_weights).sum()"
+            "pad_minibatches=True needs reduction='sum' and, as the loss of a "
+            "minibatch, (losses * optimizer.sample_weights).sum()"
         )
     if ref_weight is None:
         return
     check_number("ref_weight", ref_weight, above=0)
     if reduction == "mean":
-        raise TypeError(
-            "ref_weight= needs reduction='sum', where step(weight=...) tells weights"
-        )
+        raise TypeError("ref_weight= needs reduction='sum' and step(weight=...)")
     if ref_batchsize is not None:
         raise TypeError(
             "ref_batchsize= and ref_weight= say the same thing in samples and in "
@@ -248,29 +235,22 @@ def _check_reduction(settings: Settings, schedule: Schedule) -> None:
         )
     if rule.beta:
         raise TypeError(
-            f"rule {rule.name!r} makes betas of the batch ratio, which must be known "
-            "before the replicas' weights are summed: give ref_batchsize= in place of "
-            "ref_weight="
+            f"rule {rule.name!r} must know the batch ratio before weights are summed: "
+            "give ref_batchsize= in place of ref_weight="
         )
 
 
 def _check_hyperparameters(groups: list[dict[str, Any]]) -> None:
     """Raises unless the reference learning rate and all others are numbers."""
     if any("lr" not in group for group in groups):
-        raise TypeError(
-            "a parameter group of the optimizer has no 'lr', which the rule scales"
-        )
+        raise TypeError("a parameter group of the optimizer has no 'lr'")
     if any(isinstance(group["lr"], torch.Tensor) for group in groups):
-        raise TypeError(
-            "the reference learning rate must be a number, not a tensor, which every "
-            "step would read back; the wrapper brings it to the device itself"
-        )
+        raise TypeError("the reference learning rate must be a number, not a tensor")
     for group in groups:
         check_number("the reference learning rate", group["lr"])
         for name, value in group.items():
             values = value if isinstance(value, tuple) else (value,)
             if any(isinstance(each, float) and math.isnan(each) for each in values):
                 raise ValueError(
-                    f"the optimizer's {name} must be a number, got {value!r}, which "
-                    "would make every weight NaN"
+                    f"the optimizer's {name} must be a number, got {value!r}"
                 )

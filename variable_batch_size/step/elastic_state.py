@@ -52,17 +52,15 @@ class ElasticState:
         rule, ref_batchsize = settings.rule.name, settings.ref_batchsize
         if state and state.get("version") != VERSION:
             raise ValueError(
-                f"the optimizer's state has version {state.get('version')!r}, and this "
-                f"library reads {VERSION}: load state['state'] and "
-                "state['param_groups'] alone, or go on with the library that saved it"
+                f"the state has version {state.get('version')!r}, and this library "
+                f"reads {VERSION}: load state['state'] and state['param_groups'] alone"
             )
         if "sampler" in state:
             self._context.sampler.check_state(state["sampler"], allow_changes)
         if state.get("rule", rule) != rule:
             raise ValueError(
-                f"the state is of rule {state['rule']!r}, and this optimizer has "
-                f"{rule!r}; to change rules, load state['state'] and "
-                "state['param_groups'] alone"
+                f"the state is of rule {state['rule']!r}, and this is {rule!r}; to "
+                "change rules, load state['state'] and state['param_groups'] alone"
             )
         if "sampler" in state and not allow_changes:  # another run may have others
             check_same(

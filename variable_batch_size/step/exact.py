@@ -82,8 +82,7 @@ class ExactModel:
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         if self._replica.has_streams and not is_deterministic:
             raise ValueError(
-                "exact= on a GPU needs torch.use_deterministic_algorithms(True), "
-                "before the model runs"
+                "exact= on a GPU needs torch.use_deterministic_algorithms(True) first"
             )
 
     def check(self, parameters: list[nn.Parameter], schedule: Schedule) -> None:
@@ -91,17 +90,15 @@ class ExactModel:
         for parameter in parameters:
             if parameter not in self.names:
                 raise ValueError(
-                    f"exact=: the optimizer has a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not one of the model's, so that "
-                    "its sum has no name: give exact= the module that has them all"
+                    f"exact=: a parameter of shape {tuple(parameter.shape)} is not one "
+                    "of the model's: give exact= the module that has them all"
                 )
         largest = int(schedule.trace.batch_sizes.max())
         num_minibatches = -(-largest // schedule.minibatch_size)
         if num_minibatches > self.grid.max_terms:
             raise ValueError(
                 f"exact=: a batch of {largest} samples has {num_minibatches} "
-                f"minibatches, and sums on this device can hold {self.grid.max_terms}: "
-                "take larger minibatches"
+                f"minibatches, more than {self.grid.max_terms}: take larger minibatches"
             )
 
     @torch.no_grad()
@@ -132,8 +129,7 @@ class ExactModel:
         if must_repeat.item() and self._is_repeat:
             raise ReplicaError(
                 f"step {position.step} of epoch {position.plan.epoch} gave different "
-                "gradients when rerun: the model or its data is nondeterministic, as "
-                "by a random number that neither torch nor a SeededDataset draws",
+                "gradients when rerun: the model or its data is nondeterministic",
                 self._replica.rank,
             )
         self._is_repeat = must_repeat.item()

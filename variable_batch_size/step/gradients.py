@@ -82,8 +82,7 @@ class StepGradients:
             return
         if not self._known.issuperset(self._context.parameters()):
             raise ValueError(
-                "a parameter group was added to the inner optimizer: add it through "
-                "the wrapper's add_param_group, which makes it equal on all replicas"
+                "a parameter group must be added through the wrapper's add_param_group"
             )
         self._allocate(after_backward)
 
@@ -219,11 +218,9 @@ class StepGradients:
                 raise ValueError(_lost(num_accumulated))
         if needs_backward and not found:
             raise ValueError(
-                "step() without backward(): no gradient has changed since the last "
-                "step(). Call loss.backward() before every step(); to add nothing, "
-                "(0 * sum(p.sum() for p in model.parameters())).backward(). If you "
-                "did, the model has other parameters than the optimizer by now, as "
-                "after load_state_dict(..., assign=True): build the optimizer later"
+                "step() without backward(): call loss.backward() before every step(), "
+                "of 0 * sum(p.sum() for p in model.parameters()) to add nothing, "
+                "and build the optimizer after load_state_dict(..., assign=True)"
             )
 
     def refuse_zeroing(self) -> None:
@@ -242,8 +239,7 @@ class StepGradients:
             if self.sums.has_begun(parameter):
                 raise ValueError(
                     "a gradient was replaced after backward(), while it is summed over "
-                    "replicas: change the summed gradient in a step hook of the inner "
-                    "optimizer, or pass overlap=False (not for sharded models)"
+                    "replicas: change it in a step hook, or pass overlap=False"
                 )
             if num_accumulated and not self.sums.accumulates_elsewhere(parameter):
                 raise ValueError(_lost(num_accumulated))
@@ -267,10 +263,8 @@ class StepGradients:
         for gradient in self.sums.gradients.values():
             if type(gradient) is torch.Tensor and gradient.count_nonzero():
                 raise ValueError(
-                    "the weights of the step's minibatches sum to zero, but its "
-                    "gradient is not zero, so it has no mean: give step(weight=...) "
-                    "the number of tokens that the loss sums; the loss of a minibatch "
-                    "without any is (0 * sum(p.sum() for p in model.parameters()))"
+                    "the step's weights sum to zero, but its gradient is not zero: "
+                    "step(weight=...) needs the number of tokens that the loss sums"
                 )
 
     def clip_(self, max_norm: float) -> torch.Tensor:

@@ -86,9 +86,8 @@ class LiveRun:
         attached.check_states(self.is_saved)
         if self._names and self._names != attached.names():
             raise ReplicaError(
-                f"this member has attached {attached.names()}, and the run that it has "
-                f"joined {self._names}, after whose updates all run the same: attach "
-                "the same on every member, in the same order"
+                f"this member has attached {attached.names()}, and the run "
+                f"{self._names}: attach the same on every member, in the same order"
             )
         self._names = []
 
@@ -133,9 +132,8 @@ class LiveRun:
         self._last_met = met
         if self._num_same == _MOST_MEETINGS:
             raise ReplicaError(
-                f"{len(members)} members have met {_MOST_MEETINGS + 1} times at the "
-                "same place, with nobody lost: a collective fails every time, such as "
-                "one with different tensors. The warnings before this say which"
+                f"{len(members)} members met {_MOST_MEETINGS + 1} times at one place: "
+                "a collective fails every time; see the warnings before"
             )
 
     def _equalise(self, marks: list[tuple[int, ...]]) -> None:

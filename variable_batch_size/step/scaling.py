@@ -141,10 +141,8 @@ class Scaling:
                     self._states[index] = state
         if changed:
             raise ValueError(
-                f"a step hook changed {changed[0]!r} of a parameter group, which is "
-                "the scaled one while hooks run and is restored after them: use "
-                "optimizer.attach(...), which runs after the update and sees the "
-                "reference value"
+                f"a step hook changed {changed[0]!r} of a parameter group: use "
+                "optimizer.attach(...), which runs later and sees the reference value"
             )
         return tuple(scaled.effective_lr for scaled in self._scaled)
 

@@ -76,8 +76,7 @@ class StepTotals:
             return None
         if weight is None:
             raise TypeError(
-                "step() with reduction='sum' needs weight=, the number of tokens whose "
-                "losses the minibatch's loss sums: optimizer.step(weight=num_tokens)"
+                "step() with reduction='sum' needs weight=, the loss's number of tokens"
             )
         replica, dtype = self._context.replica, self._dtype
         if not isinstance(weight, torch.Tensor):
@@ -105,10 +104,8 @@ class StepTotals:
         padding = len(self._places) - num_real
         if padding and not was_read:
             raise ValueError(
-                f"{padding} of the {len(self._places)} samples of this minibatch are "
-                "padding, and nobody has asked for optimizer.sample_weights, which "
-                "leave them out: call (losses * optimizer.sample_weights).sum()"
-                ".backward(), with losses of reduction='none'"
+                f"{padding} of {len(self._places)} samples of this minibatch are "
+                "padding: call (losses * optimizer.sample_weights).sum().backward()"
             )
 
     def add(self, weight: torch.Tensor) -> None:

@@ -156,8 +156,7 @@ class UpdateLoop:
         """Raises ValueError if the sampler pads the steps of another wrapper."""
         if self.position.plan.padded != self._context.sharded:
             raise ValueError(
-                "a wrapper of sharded parameters and one of whole ones share a "
-                "sampler, but need different numbers of minibatches: give each its own"
+                "sharded and whole parameters share a sampler: give each one its own"
             )
 
     def check_attach(self) -> None:
@@ -203,9 +202,8 @@ class UpdateLoop:
             )
         if begun is not None and begun is self._left_pass:
             raise ValueError(
-                "a state was loaded in the middle of a loop over the sampler, which "
-                "goes on with the minibatches that followed before: begin a new loop, "
-                "`for batch in loader:`, after load_state_dict"
+                "a state was loaded in the middle of a loop over the sampler: begin a "
+                "new loop, `for batch in loader:`, after load_state_dict"
             )
         if position.has_run and begun is not self._pass:
             raise ValueError(

@@ -252,8 +252,7 @@ def spot_market(
     check_number("returned", returned, 0, 1)
     if devices % devices_per_machine:
         raise ValueError(
-            f"devices={devices} must be a multiple of devices_per_machine="
-            f"{devices_per_machine}"
+            f"devices must be a multiple of {devices_per_machine}, got {devices}"
         )
     random = np.random.default_rng(seed)
     there = np.ones(devices // devices_per_machine, dtype=bool)

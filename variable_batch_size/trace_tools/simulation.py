@@ -110,10 +110,7 @@ def simulate(
         what = f"rule {rule.name!r}" if rule.needs_reference else "noise_scale"
         raise ValueError(f"{what} needs ref_batchsize, got None")
     if rule.measured and noise_scale is None:
-        raise ValueError(
-            f"rule {rule.name!r} measures the gradients: pass noise_scale, a number of "
-            "samples"
-        )
+        raise ValueError(f"rule {rule.name!r} measures the gradients: pass noise_scale")
     plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
     counts = np.concatenate([plan.num_minibatches for plan in plans])
     sizes = np.concatenate([plan.batch_sizes for plan in plans])

@@ -66,9 +66,8 @@ def read_table(source: Source) -> Table:
         for cells in reader:
             if header and len(cells) > len(header):
                 raise TraceError(
-                    f"{name}, line {line}: {len(cells)} cells under "
-                    f"{len(header)} columns {header}; write numbers without "
-                    "thousands separators"
+                    f"{name}, line {line}: {len(cells)} cells under {len(header)} "
+                    f"columns {header}; write no thousands separators"
                 )
             if any(cell.strip() for cell in cells):
                 if not header:

@@ -233,10 +233,9 @@ class DistributedReplica(Replica):
             if not _are_wrapped(parameters):
                 return
             raise TypeError(
-                "these are the parameters of a DistributedDataParallel model, which "
-                "sums their gradients in every backward pass, of which replicas run "
-                "different numbers. Train the bare module, model.module in place of "
-                "model: gradients are summed once per step without the wrapper"
+                "these are parameters of a DistributedDataParallel model, which sums "
+                "their gradients in every backward pass. Train the bare module, "
+                "model.module in place of model"
             )
 
     @contextlib.contextmanager

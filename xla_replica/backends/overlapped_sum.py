@@ -293,10 +293,8 @@ class OverlappedSum(GradientSum):
     ) -> None:
         if self._is_late:
             raise ValueError(
-                "a gradient was accumulated twice in the last minibatch of a step, "
-                "while gradients are summed over replicas, and only once in the first "
-                "step: call backward() once per step(), on the sum of the losses, or "
-                "pass overlap=False"
+                "a gradient was accumulated twice in the last minibatch of a step: "
+                "call backward() once per step(), or pass overlap=False"
             )
         self._divide_by(divisor if isinstance(divisor, int) else None)
         with torch.no_grad():

@@ -39,17 +39,14 @@ class XlaReplica(Replica):
 
         if xr.is_spmd():
             raise ReplicaError(
-                "this process uses SPMD (xr.use_spmd, FSDPv2), in which one program "
-                "runs on all devices and there are no replicas: train with an ordinary "
-                "optimizer, or leave SPMD out"
+                "this process uses SPMD (xr.use_spmd, FSDPv2), which has no replicas: "
+                "leave SPMD out, or train with an ordinary optimizer"
             )
         processes = int(os.environ.get("WORLD_SIZE", 1))
         if processes > xr.world_size():
             raise ReplicaError(
-                f"torchrun has started {processes} processes, but torch_xla knows "
-                f"{xr.world_size()}, so that each would train a model of its own: run "
-                "the training function through xla_replica.launch, or call "
-                "torch.distributed.init_process_group('xla', init_method='xla://')"
+                f"torchrun started {processes} processes, but torch_xla knows "
+                f"{xr.world_size()}: start them by xla_replica.launch"
             )
         self._torch_xla, self._xm = torch_xla, xm
         self.waiting = waiting

@@ -186,10 +186,8 @@ class Membership:
         peers = {*last.members} & {*offers} - {self.id}
         if not peers:
             raise Superseded(
-                "this member was not heard of for more than "
-                f"{self._heartbeat_seconds:g} s (it was stopped, or the network was "
-                f"down), and the others of generation {last.number} are not there. "
-                "Start it again; it joins them, or continues the newest checkpoint"
+                f"this member was not heard of for {self._heartbeat_seconds:g} s, and "
+                f"generation {last.number} is gone: start it again"
             )
 
     def _ask(self, offer: Offer, give_up: float) -> dict[str, Offer]:

@@ -45,10 +45,8 @@ def starting_on(device: torch.device, num_processes: int) -> Iterator[None]:
             number = len(addresses.split(","))
             if number != num_processes:
                 raise ValueError(
-                    f"{given}: this environment is for {number} processes "
-                    f"(TORCH_TPU_SLICEBUILDER_ADDRESSES={addresses}): leave "
-                    "TORCH_TPU_* unset, use a new process for another number, and "
-                    "torchrun for several hosts"
+                    f"{given}, but TORCH_TPU_SLICEBUILDER_ADDRESSES={addresses} is for "
+                    f"{number}: leave TORCH_TPU_* unset; use torchrun for several hosts"
                 )
         yield
 

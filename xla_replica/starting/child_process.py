@@ -151,10 +151,7 @@ def cause_of_death(exit_code: int, aborts: str = "") -> str:
 def _context(start_method: str) -> BaseContext:
     """Returns what starts processes that must begin with `_Surroundings.enter`."""
     if not hasattr(signal, "pthread_sigmask"):
-        raise NotImplementedError(
-            "replicas in processes of their own need Linux or macOS: on Windows train "
-            "with num_replicas=1, or under WSL"
-        )
+        raise NotImplementedError("on Windows train with num_replicas=1, or under WSL")
     # Other systems: forking after an import is not always safe there.
     if start_method == "spawn" or sys.platform != "linux":
         return mp.get_context("spawn")

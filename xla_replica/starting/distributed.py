@@ -210,8 +210,7 @@ def _run_here(job: Job, kind: torch.device) -> Any:
     if job.num_replicas not in (None, world_size):
         raise ValueError(
             f"num_replicas={job.num_replicas}, but this job has {world_size} "
-            "processes: leave num_replicas out or start as many (torchrun "
-            "--nproc_per_node)"
+            "processes: leave it out or start as many (torchrun --nproc_per_node)"
         )
     check_variables(kind, world_size)
     surroundings = contextlib.nullcontext()
@@ -262,10 +261,7 @@ def _launch_on_accelerator(job: Job) -> list[Any]:
     """Runs a job on the accelerator that torch names; see `launch`."""
     device = default_device()
     if traits(device).is_host:
-        raise ValueError(
-            "device='accelerator', but torch finds none here: leave device out, or "
-            "pass 'cpu'"
-        )
+        raise ValueError("device='accelerator', but torch finds none: leave device out")
     return _launch(device, job)
 
 

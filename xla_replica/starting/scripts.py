@@ -60,9 +60,8 @@ def run_script(
         del start_method
         if torch_xla._XLAC._xla_runtime_is_initialized():
             raise RuntimeError(
-                "this process has used an XLA device before it starts replicas, which "
-                "torch_xla does not allow: make tensors and ask for devices in the "
-                "function that torch_xla.launch runs"
+                "this process has used an XLA device before it starts replicas: use "
+                "devices only in the function that torch_xla.launch runs"
             )
         nonlocal num_launches
         num_launches += 1

@@ -69,16 +69,14 @@ def run_on_tpu(job: Job) -> list[Any]:
     os.environ.setdefault("PJRT_DEVICE", "TPU")
     if torch_xla._XLAC._xla_runtime_is_initialized():
         raise ReplicaError(
-            "an XLA device was used before launch, so that this process holds the "
-            "chips that the replicas need: make tensors and models in the function "
-            "that launch runs"
+            "an XLA device was used before launch: make tensors and models in the "
+            "function that launch runs"
         )
     number = pjrt.tpu.num_local_processes()
     used = 1 if job.num_replicas == 1 else number
     if used < number and (hosts := pjrt.tpu.num_tpu_workers()) > 1:
         raise ValueError(
-            f"num_replicas=1, but this slice has {hosts} hosts, and each would train a "
-            "model of its own: leave num_replicas out"
+            f"num_replicas=1, but this slice has {hosts} hosts: leave num_replicas out"
         )
     progress = HostProgress(used, job.timeout)
     task = exit_results.dump_task(job.fn, job.args)
@@ -135,8 +133,7 @@ def _run_here(job: Job) -> Any:
     replica = XlaReplica("a process of this job")
     if job.num_replicas not in (None, replica.num_replicas):
         raise ValueError(
-            f"num_replicas={job.num_replicas}, but the process group that this process "
-            f"has joined has {replica.num_replicas}: leave num_replicas out"
+            f"num_replicas={job.num_replicas}, but the group has {replica.num_replicas}"
         )
     with listening():
         result = exit_results.run_replica(replica, job.fn, job.args)
@@ -178,9 +175,8 @@ def _launch(job: Job) -> list[Any]:
         return [_run_here(job)]
     if job.is_started:
         raise ValueError(
-            "device='xla' in one of several processes needs a TPU: XLA replicas on a "
-            "CPU live in one process. Start the script with python, or use "
-            "device='cpu'"
+            "device='xla' in one of several processes needs a TPU: start the script "
+            "with python, not torchrun, or use device='cpu'"
         )
     check_is_alone()
     num_replicas = job.num_replicas or 1
