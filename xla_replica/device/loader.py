@@ -51,7 +51,9 @@ class DeviceLoader:
         return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.batches)
+        # A generator: what is dealt after the end of an iterator, as a step that is run
+        # again then is, belongs to the next one.
+        batches = (batch for batch in self.batches)
         if (first := next(batches, _END)) is _END:
             return
 

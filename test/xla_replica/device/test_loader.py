@@ -51,3 +51,21 @@ def test_an_epoch_begins_in_the_thread_of_the_training_loop():
     assert threads[0] is threading.current_thread()
     assert threads[1] is not threading.current_thread()
     assert list(DeviceLoader([], send)) == []
+
+
+def test_what_has_ended_is_not_asked_again():
+    """A sampler that deals a step again after the end deals to the next iteration."""
+    asked = []
+
+    class Batches:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            asked.append(len(asked))
+            if len(asked) == 3:
+                raise StopIteration
+            return torch.ones(len(asked))
+
+    assert [len(batch) for batch in DeviceLoader(Batches(), send, 5)] == [1, 2]
+    assert asked == [0, 1, 2]
