@@ -143,7 +143,7 @@ def test_cross_gram_of_batches_of_different_sizes():
 
 def test_vectors_and_weights_are_checked():
     factors = factors_of(2, 3)
-    with pytest.raises(ValueError, match="bias given or captured"):
+    with pytest.raises(ValueError, match="bias must be both given and captured"):
         factors.dot({"weight": torch.zeros(3, 3)})
     with pytest.raises(ValueError, match="parameters' shapes"):
         factors.dot({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)})

@@ -204,5 +204,7 @@ def test_what_weight_norm_divides_by_its_norm_cannot_be_sparse(new):
             warnings.simplefilter("ignore")  # it is deprecated
             nn.utils.weight_norm(layer)
     name = "parametrizations.weight.original1" if new else "weight_v"
-    with pytest.raises(ValueError, match=f"'{name}' is what weight_norm makes a weig"):
+    with pytest.raises(
+        ValueError, match=f"'{name}' is normalised by weight_norm: leave"
+    ):
         pruned(layer, sgd(layer), include=name)

@@ -193,7 +193,7 @@ def test_what_was_asked_for_need_not_be_repeated(options):
         ({}, {"skip_step": False}, "skip_step was True and is False"),
         ({}, {"grow": "random"}, "grow was None and is 'random'"),
         ({"drop": "random"}, {"drop": first}, "'random' and is 'function first'"),
-        ({"grow": first}, {}, "grow= a function first, which it cannot hold"),
+        ({"grow": first}, {}, "grow= a function first; give the same"),
         ({SPARSITIES: "er"}, {SPARSITIES: "erk"}, "_distribution was 'er' and"),
     ],
 )

@@ -255,7 +255,7 @@ MANY = nn.ModuleList(nn.Linear(1, 1) for _ in range(9))
          ValueError, "of a wrapper"),
         (lambda: psg.capture(MANY, ["9.weight"]), ValueError, r"5\.bias and 6 more$"),
         (lambda: psg.capture(nn.Linear(2, 1, dtype=torch.complex64)), ValueError,
-         "weight, bias are complex, and every sample"),
+         "weight, bias are complex: leave them out"),
         (lambda: psg.per_sample_factors(
             nn.Embedding(5, 3, scale_grad_by_freq=True), fold,
             (torch.ones(3, 4).long(),)), psg.CoverageError,

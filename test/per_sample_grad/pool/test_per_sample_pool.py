@@ -102,7 +102,7 @@ OWN_ROWS = {"score": projection_of(make_model())}
         ({"params": ["5.weight"], "score": "last_layer_grad_norm"}, ValueError,
          "name the layer with last_layer="),
         *(({"loss": F.cross_entropy, "score": score, "labels": labels}, ValueError,
-           r"shape \(\) for a block of 4")
+           r"shape \(\) for 4 samples")
           for score in ("loss", "grad_norm") for labels in ("given", "expected")),
         ({"score": lambda f: f.norms().sum()}, ValueError, NO_VECTOR.format(r"\(\)")),
         ({"score": lambda f: f.gram()}, ValueError, NO_VECTOR.format(r"\(4, 4\)")),

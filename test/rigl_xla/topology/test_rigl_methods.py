@@ -264,7 +264,7 @@ def test_inputs_of_transposed_convolutions_lie_along_the_first_dimension(
         ({"drop": "magnitude"}, TypeError, "drop must be a function, got 'magnitude'"),
         ({"grow": 3}, TypeError, "grow must be a function, got 3"),
         ({"updates": "no"}, TypeError, "updates must be True or False, got 'no'"),
-        ({"gradual": True}, ValueError, "only drops connections, got grow=<function"),
+        ({"gradual": True}, ValueError, "needs grow=None, got <function"),
         ({"collects": "often"}, ValueError, "collects must be one of 'never'"),
     ],
 )
