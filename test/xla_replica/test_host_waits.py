@@ -82,6 +82,8 @@ def test_a_number_is_brought_to_the_device_without_a_copy():
     assert copies.number == 0
     assert [each.dtype for each in found] == [torch.float32, torch.bool, torch.int64]
     assert {each.shape for each in found} == {(1,)}
+    for value in (3, 3.0, -(2**40)):
+        assert LocalReplica("cpu").scalar(value, torch.int64).tolist() == [value]
     for value in (0.1, 1e-40, 2**53 + 1, float("nan")):
         for dtype in (torch.float32, torch.float64):
             found = LocalReplica("cpu").scalar(value, dtype)

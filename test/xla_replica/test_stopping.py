@@ -60,21 +60,6 @@ def test_stopped_is_an_exit_with_a_reason():
     assert isinstance(stopped, SystemExit)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((7,), TypeError, "reason must be a string, got 7"),
-        (("why", True), TypeError, "exit_status must be an integer"),
-        (("why", 256), ValueError, "exit_status must be .* <= 255, got 256"),
-    ],
-)
-def test_stopped_and_request_stop_reject(arguments, error, text):
-    for function in (Stopped, xla_replica.request_stop):
-        with pytest.raises(error, match=text):
-            function(*arguments)
-    assert xla_replica.stop_requested() is None
-
-
 def stops(rank: int, who: tuple[int, ...], early: bool) -> int:
     """Some replicas stop, in time after a sum of all; others work on their own."""
     replica = xla_replica.current()
@@ -130,22 +115,6 @@ def test_a_program_can_ask(backend):
             backend.run(stops_when_asked)
         assert caught.value.exit_status == 3
         assert xla_replica.stop_requested() is None
-
-
-@pytest.mark.parametrize(
-    ("signals", "error", "text"),
-    [
-        (["SIGTREM"], ValueError, "'SIGTREM' is not a signal here"),
-        ([1000], ValueError, "1000 is not a signal here"),
-        (["SIGKILL"], ValueError, "SIGKILL cannot be caught"),
-        ([], ValueError, "needs at least one signal, got none"),
-        ("SIGTERM", TypeError, r"must be a sequence such as \('SIGTERM',\), got"),
-        (15, TypeError, "signals must be a sequence such as"),
-    ],
-)
-def test_catch_signals_rejects(signals, error, text):
-    with pytest.raises(error, match=text):
-        xla_replica.catch_signals(signals)
 
 
 def test_a_thread_cannot_begin_to_listen():

@@ -140,34 +140,6 @@ def test_a_backend_without_launch_is_found_but_cannot_be_launched(threads):
         xla_replica.launch(every_collective, device="found")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((3, str, str), r"device must be a name as `launch` takes it, got 3 \(int"),
-        (("a", "b", str), "register_backend: find must be a function, got 'b'"),
-        (("a", str, None), "register_backend: replica must be a function, got None"),
-        (("a", str, str, 3), "register_backend: launch must be a function, got 3"),
-        (("meta", None), r"must be DeviceTraits, got None \(NoneType\)"),
-        ((META, xla_replica.DeviceTraits()), r"kind must be a torch\.device\.type su"),
-    ],
-)
-def test_what_cannot_work_is_not_registered(arguments, says):
-    before = dict(xla_replica.DEVICES)
-    device = len(arguments) == 2
-    register = xla_replica.register_device if device else xla_replica.register_backend
-    with pytest.raises(TypeError, match=says):
-        register(*arguments)
-    assert before == xla_replica.DEVICES
-
-
-def test_a_name_is_no_device_and_no_replica():
-    with pytest.raises(TypeError, match=r"got 'cpu'; for a name give torch\.device"):
-        xla_replica.traits("cpu")
-    is_told = pytest.raises(TypeError, match="replica must be a Replica, as `current`")
-    with is_told, xla_replica.count("cpu"):
-        pass
-
-
 def test_a_kind_of_device_has_the_traits_that_were_registered(monkeypatch):
     monkeypatch.setattr("xla_replica.device.device_traits._TRAITS", {})
     meta = torch.ones(1, device="meta")
