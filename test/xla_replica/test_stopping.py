@@ -213,7 +213,7 @@ def test_a_caught_signal_stops_all_replicas_at_one_update(
     The server that forks the replicas survives it and reports how they ended. A
     loader's worker that died of it would end the training before it has saved.
     """
-    run, number = starter.start(tmp_path, True, workers), signal.Signals[name]
+    run, number = starter.start(tmp_path, workers=workers), signal.Signals[name]
     children = run.children()
     if workers:
         run.signal_all(number)
@@ -256,11 +256,14 @@ def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
 
 @pytest.mark.parametrize(
     ("starter", "workers"),
-    [starts("gloo", ""), starts("emulated", ""), starts("local", "fork", slow=True)],
+    [
+        *(starts(name, "") for name in ("gloo", "emulated", "tpu-like")),
+        starts("local", "fork", slow=True),
+    ],
 )
 def test_no_replica_or_worker_outlives_a_killed_parent(starter, workers, tmp_path):
     """It does not save either: another run may have begun in the same folder."""
-    run = starter.start(tmp_path, True, workers)
+    run = starter.start(tmp_path, workers=workers)
     children = run.children()
     assert len(children) >= (1 if starter is EMULATED else 2)
     run.process.kill()

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 from support.documents import ROOT
 from support.scripts import python, written
 from support.xla_replica import tpu_like
 from support.xla_replica.replicas import needs_xla, on_chips
-from support.xla_replica.stopping import all_end, processes
+from support.xla_replica.stopping import AS_A_TPU, ONE_OF_TWO_HOSTS, all_end
 from support.xla_replica.torchrun import LAUNCHER
 
 from xla_replica import LocalReplica
@@ -23,103 +18,57 @@ from xla_replica.starting.lateness import HostProgress
 
 pytestmark = [needs_xla, pytest.mark.xla]
 
-SCRIPT = """
-import logging, os, signal, sys, time
-from pathlib import Path
-import torch
-import xla_replica
-
-def train(rank, folder, what):
-    replica = xla_replica.current()
-    xla_replica.catch_signals()
-    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
-    while len(list(Path(folder).glob("pid-*"))) < 2:
-        time.sleep(0.05)
-    if rank == 1 and what == "raises":
-        raise KeyError("the user's mistake")
-    if rank == 1 and what == "exits":
-        sys.exit(21)
-    if rank == 1 and what == "hangs":
-        time.sleep(3600)
-    replica.fetch([replica.all_gather(torch.ones(1, device=replica.device))])
-    time.sleep(3600)
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    timeout = 3 if sys.argv[2] == "hangs" else 300
-    xla_replica.launch(train, tuple(sys.argv[1:]), timeout=timeout)
-"""
 HOST = socket.gethostname()
-
-
-def start(folder: Path, what: str, **where: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, written(folder, SCRIPT), folder, what],
-        env=tpu_like.environment(folder=folder, **{"num_chips": 2, **where}),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def replicas_of(folder: Path) -> list[int]:
-    """Returns the processes of the replicas, as soon as both train."""
-    end = time.monotonic() + 120
-    while (
-        len(found := [p.read_text() for p in folder.glob("pid-*")]) < 2 or "" in found
-    ):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return list(map(int, found))
+FATE = """
+if rank == 1:
+    {}
+replica.fetch([replica.all_gather(torch.ones(1, device=replica.device))])
+time.sleep(3600)
+"""
+RAISES = FATE.format('raise KeyError("the mistake of a user")')
+HANGS, EXITS = FATE.format("time.sleep(3600)"), FATE.format("sys.exit(21)")
 
 
 @on_chips
 @pytest.mark.parametrize(
-    ("what", "status", "said"),
+    ("fate", "status", "said"),
     [
-        ("raises", 1, ["replica 1 raised KeyError", f"On host {HOST}", "user's mist"]),
-        ("hangs", 1, [
+        (RAISES, 1, ["replica 1 raised KeyError", f"On host {HOST}", "mistake of a"]),
+        (HANGS, 1, [
             f"replica 1 on host {HOST} did not come to what replica 0 on host {HOST} "
             "has waited for within 3 s",
             f"replicas [0, 1] are on host {HOST}; 0 is here",
         ]),
-        ("exits", 21, []),
+        (EXITS, 21, []),
     ],
+    ids=["raises", "hangs", "exits"],
 )  # fmt: skip
-def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, what, status, said):
+def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, fate, status, said):
     """torch_xla's launcher waits for its first process for ever."""
-    with start(tmp_path, what) as process:
-        replicas = replicas_of(tmp_path)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == status
+    run = AS_A_TPU.start(tmp_path, fate=fate, timeout=3 if fate == HANGS else 300)
+    children = run.children()
+    found, errors = run.ends()
+    assert found == status
     assert all(text in errors for text in said), errors
-    assert ("Traceback" in errors) == (what != "exits")
-    assert not processes().keys() & replicas
-
-
-@on_chips
-def test_no_replica_outlives_a_script_that_is_killed(tmp_path):
-    """It would hold the chips."""
-    with start(tmp_path, "waits") as process:
-        replicas = replicas_of(tmp_path)
-        process.kill()
-    all_end(replicas)
+    assert ("Traceback" in errors) == (status != 21)
+    all_end(children)
 
 
 @on_chips
 def test_hosts_of_a_slice_say_where_replica_0_is(tmp_path):
     """It need not be on the first; and each host ends by itself, with its reason."""
-    hosts = [
-        start(tmp_path, "raises", num_chips=1, host=n, num_hosts=2) for n in range(2)
-    ]
-    replicas = replicas_of(tmp_path)
-    hosts[0].wait(60)  # which has replica 1
-    hosts[1].send_signal(signal.SIGKILL)
-    said = [host.communicate()[1] for host in hosts]
-    assert f"replicas [1] are on host {HOST}; 0 is on another host" in said[0]
-    assert f"replicas [0] are on host {HOST}; 0 is here" in said[1]
-    assert "replica 1 raised KeyError" in said[0]
-    assert "KeyError" not in said[1]
-    all_end(replicas)
+    options = {"fate": RAISES, "timeout": 300, "waits": False, "num_hosts": 2}
+    hosts = [ONE_OF_TWO_HOSTS.start(tmp_path, host=n, **options) for n in range(2)]
+    hosts[0].wait_until_ready()
+    children = hosts[1].children()
+    _, of_first = hosts[0].ends()  # which has replica 1
+    hosts[1].process.kill()
+    _, of_second = hosts[1].ends()
+    assert f"replicas [1] are on host {HOST}; 0 is on another host" in of_first
+    assert f"replicas [0] are on host {HOST}; 0 is here" in of_second
+    assert "replica 1 raised KeyError" in of_first
+    assert "KeyError" not in of_second
+    all_end(children)
 
 
 ONE_CHIP = """
