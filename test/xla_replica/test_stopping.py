@@ -117,13 +117,6 @@ def test_a_program_can_ask(backend):
         assert xla_replica.stop_requested() is None
 
 
-def test_a_thread_cannot_begin_to_listen():
-    """In a separate process: in this one another test may have installed handlers."""
-    thread = "threading.Thread(target=xla_replica.catch_signals).start()"
-    said = python("-c", f"import threading, xla_replica; {thread}").stderr
-    assert "catch_signals: nothing in this process listens for SIGINT, SIGTERM" in said
-
-
 def signals_itself(rank: int) -> list[object]:
     xla_replica.catch_signals(["SIGTERM", signal.SIGINT])
     os.kill(os.getpid(), signal.SIGINT)
@@ -147,7 +140,18 @@ def test_a_second_signal_acts_as_if_not_caught():
 
 
 OUTSIDE = """
-import os, signal, xla_replica
+import os, signal, threading, torch, xla_replica
+
+def listens():
+    try:
+        xla_replica.catch_signals()
+    except RuntimeError as error:
+        print(error)
+
+print(xla_replica.current())
+thread = threading.Thread(target=listens)
+thread.start()
+thread.join()
 xla_replica.catch_signals(["SIGUSR1", "SIGTERM"])
 os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -162,12 +166,23 @@ except xla_replica.Stopped as stopped:
 assert xla_replica.stop_requested() is None
 os.kill(os.getpid(), signal.SIGTERM)  # still armed
 assert xla_replica.stop_requested().exit_status == 143
+
+loader = torch.utils.data.DataLoader([1, 2, 3], num_workers=1, persistent_workers=True)
+assert len(list(loader)) == 3
 """
 
 
-def test_signals_caught_outside_launch():
-    done = python("-c", OUTSIDE)
-    assert done.returncode == 0, done.stderr
+def test_a_plain_script_is_one_replica_and_can_catch_signals(monkeypatch):
+    """Its main thread can. And at its end Python ends a loader's worker.
+
+    It does so by `terminate` where an iterator is alive, whose signal workers block.
+    """
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    done = python("-c", OUTSIDE, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    place, thread = done.stdout.splitlines()
+    assert "replica 0 of 1" in place
+    assert "nothing in this process listens for SIGINT, SIGTERM" in thread
 
 
 # --- real signals to real scripts -----------------------------------------------------

@@ -12,7 +12,6 @@ import xla_replica
 from xla_replica import ReplicaError
 
 here = threading.local()
-META = torch.device("meta")
 
 
 class ThreadReplica(xla_replica.Replica):
@@ -57,6 +56,12 @@ def threads():
     xla_replica.DEVICES.update(before)
 
 
+def disagreement(replica: xla_replica.Replica) -> int:
+    with pytest.raises(ReplicaError, match="about the seed: replica 0 has 0") as caught:
+        replica.check_agreement("the seed", replica.rank, "Pass the same seed.")
+    return caught.value.rank
+
+
 def every_collective(rank: int, offset: int) -> dict[str, object]:
     replica = xla_replica.current()
     sums = [torch.full((2,), float(rank)), torch.tensor(offset + rank)]
@@ -69,6 +74,7 @@ def every_collective(rank: int, offset: int) -> dict[str, object]:
         "sent": sent[0].tolist(),
         "received": replica.all_to_all(10 * torch.arange(3) + rank).tolist(),
         "objects": replica.all_gather_object({"rank": rank}),
+        "disagreement": disagreement(replica),
         "text": str(replica),
     }
 
@@ -81,6 +87,7 @@ def test_all_verbs_follow_from_all_gather(threads):
             "sent": [2, 5],
             "received": [10 * rank, 10 * rank + 1, 10 * rank + 2],
             "objects": [{"rank": r} for r in range(3)],
+            "disagreement": 1,
             "text": f"replica {rank} of 3 on cpu (a thread of a test)",
         }
 
@@ -92,34 +99,20 @@ class WithoutReplicas(ThreadReplica):
         return super().all_gather(tensor).flatten(0, 1)
 
 
-@pytest.mark.parametrize(
-    "collective",
-    [
-        lambda replica: replica.all_gather(torch.ones(1, 3)),
-        lambda replica: replica.all_reduce_([torch.ones(1, 3)]),
-        lambda replica: replica.broadcast_([torch.ones(1, 3)]),
-        lambda replica: replica.all_to_all(torch.ones(1, 3)),
-        lambda replica: replica.barrier(),
-    ],
-)
-def test_an_all_gather_without_the_dimension_of_replicas_is_an_error(collective):
+def test_an_all_gather_without_the_dimension_of_replicas_is_an_error():
     """Sums and broadcasts of what it returns have the right shape and other numbers."""
-    replica = WithoutReplicas(0, [None], threading.Barrier(1))
-    with pytest.raises(
-        ValueError,
-        match=r"WithoutReplicas\.all_gather must return a tensor of shape "
-        r"\(num_replicas, \*tensor\.shape\), here \(1, (1, 3|1)\), got one of shape ",
-    ):
-        collective(replica)
-
-
-def disagrees(rank: int) -> None:
-    xla_replica.current().check_agreement("the seed", rank, "Pass the same seed.")
-
-
-def test_replicas_of_another_backend_can_disagree(threads):
-    with pytest.raises(ReplicaError, match="disagree about the seed: replica 0 has 0"):
-        xla_replica.launch(disagrees, num_replicas=2, device="threads")
+    replica, tensor = WithoutReplicas(0, [None], threading.Barrier(1)), torch.ones(1, 3)
+    says = (
+        r"WithoutReplicas\.all_gather must return a tensor of shape \(num_replicas, "
+        r"\*tensor\.shape\), here \(1, (1, 3|1)\), got one of shape "
+    )
+    for collective, *arguments in (
+        (replica.all_gather, tensor), (replica.all_reduce_, [tensor]),
+        (replica.broadcast_, [tensor]), (replica.all_to_all, tensor),
+        (replica.barrier,),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            collective(*arguments)
 
 
 def test_a_backend_from_outside_is_used_only_if_it_is_asked_for(threads):
