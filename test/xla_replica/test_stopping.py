@@ -60,10 +60,12 @@ def test_stopped_is_an_exit_with_a_reason():
     assert isinstance(stopped, SystemExit)
 
 
-def stops(rank: int, who: tuple[int, ...], early: bool) -> int:
+def stops(rank: int, who: tuple[int, ...], early: str = "") -> int:
     """Some replicas stop, in time after a sum of all; others work on their own."""
     replica = xla_replica.current()
     if early and rank in who:
+        if early == "returns":
+            return rank
         raise Stopped("too early")
     replica.all_reduce_([torch.ones(1, device=replica.device)])
     replica.wait()
@@ -76,16 +78,17 @@ def stops(rank: int, who: tuple[int, ...], early: bool) -> int:
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_launch_raises_stopped_when_all_have_ended(backend):
     with pytest.raises(Stopped, match="replica 1 of 3") as caught:
-        backend.run(stops, (1, 2), False)
+        backend.run(stops, (1, 2))
     assert caught.value.exit_status == 7
 
 
+@pytest.mark.parametrize("early", ["stops", "returns"])
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_a_replica_that_stops_alone_is_an_error(backend):
+def test_a_replica_that_ends_alone_is_an_error(backend, early):
     with pytest.raises(
         ReplicaError, match=r"replica 1 returned|peer failed|failed in all_reduce_ of 1"
     ):
-        backend.run(stops, (1,), True, timeout=4)
+        backend.run(stops, (1,), early, timeout=4)
 
 
 # --- requests -----------------------------------------------------------------------

@@ -230,19 +230,6 @@ def test_replicas_that_exit_well_have_left_their_peers(backend, culprits):
         backend.run(raises, SystemExit(0), *culprits)
 
 
-def returns_early(rank: int) -> None:
-    if rank != 1:
-        raises(rank, KeyError())
-
-
-def test_a_process_that_returns_early_is_an_error():
-    """test_emulation.py has the same test of emulated replicas."""
-    with pytest.raises(
-        ReplicaError, match=r"replica 1 returned, but a peer|failed in all_reduce_ of 1"
-    ):
-        Backend("cpu", 2).run(returns_early, timeout=4)
-
-
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_a_function_that_cannot_travel_is_an_error(backend):
     with pytest.raises(TypeError, match="top level of a module"):

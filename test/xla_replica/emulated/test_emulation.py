@@ -73,7 +73,7 @@ def misbehaves(rank: int, how: str) -> torch.Tensor | None:
     ],
 )  # fmt: skip
 def test_a_replica_that_differs_ends_the_run(how, error):
-    """It ends within the timeout and a child's start-up, not by XLA's silent abort."""
+    """It ends before XLA's silent abort."""
     start = time.monotonic()
     with pytest.raises(ReplicaError, match=error):
         FOUR.run(misbehaves, how, timeout=3)
