@@ -85,7 +85,9 @@ def test_a_script_for_torch_xla_alone_trains_on_eight_replicas(tmp_path):
 SCRIPT = """
 import sys, time, torch, torch_xla
 import torch_xla.distributed.xla_multiprocessing as xmp
-from torch_xla.core.xla_model import REDUCE_SUM, all_reduce, rendezvous, xla_device
+from torch_xla.core.xla_model import (
+    REDUCE_SUM, all_reduce, rendezvous, xla_device, xla_device_hw
+)
 
 AT_IMPORT = torch.rand(1).item()
 SET_LATER = "not set"
@@ -107,7 +109,9 @@ def train(index, how):
     model = MODEL.to(xla_device())
     assert MODEL.to(xla_device()) is not model
     rendezvous("all are here")
-    print(f"{total} of {index}: {how} {SET_LATER} {sys.argv[1:]} {__name__}\\n", end="")
+    on = xla_device_hw(xla_device())
+    said = f"{total} of {index} on {on}: {how} {SET_LATER} {sys.argv[1:]} {__name__}"
+    print(f"{said}\\n", end="")
 
 if __name__ == "__main__" or sys.argv[1] == "no guard":
     SET_LATER = "set"
@@ -137,10 +141,10 @@ def script(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("how", "status", "expected"),
     [
-        slow("works", 0, ["1.0 of 0: works not set ['works', '--lr', '1'] __mp_main__",
-                          "1.0 of 1: works not set", "afterwards"]),
-        slow("forks", 0, ["1.0 of 0: forks not set ['forks', '--lr', '1']",
-                          "1.0 of 1: forks not set", "afterwards"]),
+        slow("works", 0, ["1.0 of 1 on CPU: works not set", "afterwards", "1.0 of 0 on "
+                          "CPU: works not set ['works', '--lr', '1'] __mp_main__"]),
+        slow("forks", 0, ["1.0 of 0 on CPU: forks not set ['forks', '--lr', '1']",
+                          "1.0 of 1 on CPU: forks not set", "afterwards"]),
         ("fails", 1, ["replica 1 raised KeyError: 'a wrong name'",
                       'raise KeyError("a wrong name")', "caught 'a wrong name'"]),
         slow("exits", 21, []),
@@ -162,15 +166,17 @@ def test_a_script_ends_as_it_would_on_a_tpu(script, how, status, expected):
 
 @on_xla
 @pytest.mark.slow
-def test_a_module_runs_as_with_python(tmp_path, monkeypatch):
+def test_a_module_runs_as_with_python_and_can_be_told_that_it_has_a_tpu(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     package = tmp_path / "a_package"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "training.py").write_text(SCRIPT)
-    status, printed = run("a_package.training", "works", options=("-m",))
+    status, printed = run("a_package.training", "works", options=("--as-tpu", "-m"))
     assert status == 0, printed
-    assert "1.0 of 1: works not set ['works'] __mp_main__" in printed
+    assert "1.0 of 1 on TPU: works not set ['works'] __mp_main__" in printed
 
 
 @on_xla
@@ -188,22 +194,6 @@ def test_ctrl_c_ends_everything(script):
     process.communicate(timeout=30)  # until nobody writes any more
     assert time.monotonic() - start < 20
     assert process.returncode in (-signal.SIGINT, 130)
-
-
-@on_xla
-@pytest.mark.slow
-def test_a_script_that_asks_for_a_tpu_is_told_that_it_has_one(tmp_path):
-    script = written(
-        tmp_path,
-        "import torch_xla, torch_xla.core.xla_model as xm\n"
-        "def fn(index):\n"
-        "    print(xm.xla_device_hw(torch_xla.device()) + '\\n', end='')\n"
-        "if __name__ == '__main__':\n"
-        "    torch_xla.launch(fn)\n",
-    )
-    for options, said in (((), "CPU"), (("--as-tpu",), "TPU")):
-        status, printed = run(script, options=options)
-        assert (status, printed.split()) == (0, [said, said])
 
 
 # --- what scripts count on ----------------------------------------------------------
