@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from support.scripts import written
+from support.scripts import descendants, written
 from support.xla_replica import tpu_like
 from support.xla_replica.torchrun import LAUNCHER
 
@@ -139,12 +139,7 @@ class Run(NamedTuple):
 
     def children(self) -> list[int]:
         """Returns the ids of all processes that descend from the script's."""
-        parents = {pid: int(stat[1]) for pid, stat in processes().items()}
-        found, fresh = [], [self.process.pid]
-        while fresh:
-            fresh = [pid for pid, parent in parents.items() if parent in fresh]
-            found += fresh
-        return found
+        return descendants(self.process.pid)
 
 
 def processes() -> dict[int, list[str]]:

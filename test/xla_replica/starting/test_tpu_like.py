@@ -1,9 +1,10 @@
-"""What a TPU's host does, with the processes of its chips on XLA:CPU."""
+"""What processes do that torch_xla starts, as on a TPU's host, here on XLA:CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 
 import pytest
 from support.documents import ROOT
@@ -14,6 +15,7 @@ from support.xla_replica.stopping import AS_A_TPU, ONE_OF_TWO_HOSTS, all_end
 from support.xla_replica.torchrun import LAUNCHER
 
 from xla_replica import LocalReplica
+from xla_replica.starting import xla
 from xla_replica.starting.lateness import HostProgress
 
 pytestmark = [needs_xla, pytest.mark.xla]
@@ -160,6 +162,20 @@ def test_processes_of_torchrun_that_know_nothing_of_each_other_are_refused(tmp_p
     assert "torchrun has started 2 processes, but torch_xla knows 1" in done.stderr
 
 
+def test_a_machine_without_any_device_of_google_has_no_tpu(tmp_path, monkeypatch):
+    """There torch_xla is not imported; elsewhere it knows which device is a TPU."""
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    monkeypatch.setitem(sys.modules, "torch_xla._internal", None)  # cannot be imported
+    monkeypatch.setattr(xla, "PCI_DEVICES", tmp_path)
+    for number, vendor in enumerate(("0x1af4", "0x8086")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
+    assert not xla.has_tpu()
+    (tmp_path / "1" / "vendor").write_text("0x1ae0\n")
+    with pytest.raises(ImportError):
+        xla.has_tpu()
+
+
 FINDS = """
 import os
 os.environ.pop("PJRT_DEVICE", None)
@@ -180,17 +196,37 @@ assert changed["LIBTPU_INIT_ARGS"] == "--of_torch_xla", changed
 assert "PJRT_SELECT_DEFAULT_DEVICE" not in os.environ
 
 os.environ["PJRT_DEVICE"] = "CPU"
-import torch_xla.runtime, xla_replica
+import torch, torch.distributed, torch_xla.distributed.xla_backend, xla_replica
+
+def train(rank):
+    return str(xla_replica.current())
+
+torch.distributed.init_process_group("xla", init_method="xla://")
+print(xla_replica.current())
+print(*xla_replica.launch(train))
+try:
+    xla_replica.launch(train, num_replicas=2)
+except ValueError as error:
+    print(error)
+torch.distributed.destroy_process_group()
+
+import torch_xla.runtime
 torch_xla.runtime.use_spmd()
 xla_replica.current()
 """
 
 
-def test_looking_for_a_tpu_leaves_what_torch_xla_has_set_and_spmd_is_refused():
-    """One process does both, since importing torch_xla takes seconds."""
+def test_torch_xlas_variables_and_its_process_group_are_kept_and_spmd_is_refused():
+    """One process does all of it, since importing torch_xla takes seconds."""
     done = python("-c", FINDS)
     assert done.returncode == 1
     assert "this process uses SPMD" in done.stderr, done.stderr
+    assert done.stdout.splitlines() == [
+        "replica 0 of 1 on xla:0 (torch.distributed is initialised with xla)",
+        "replica 0 of 1 on xla:0 (a process of this job)",
+        "num_replicas=2, but the process group that this process has joined has 1: "
+        "leave num_replicas out",
+    ]
 
 
 SKIPPED = """
