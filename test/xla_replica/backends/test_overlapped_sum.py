@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.kernels import Kernels
-from support.xla_replica.replicas import Backend, row
+from support.xla_replica.replicas import Backend, backends
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -210,10 +210,7 @@ def both_ways(rank: int) -> dict[str, dict[str, bool]]:
     return found
 
 
-@pytest.fixture(
-    scope="module",
-    params=[row("cpu", 2), row("cpu", 3, slow=True), row("cpu", 5, slow=True)],
-)
+@pytest.fixture(scope="module", params=backends("cpu", 2, slow=(3, 5)))
 def outcomes(request):
     return request.param.run(both_ways)
 
