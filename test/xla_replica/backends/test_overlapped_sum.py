@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -259,24 +260,6 @@ def test_what_comes_too_late_for_a_sum_is_an_error():
         assert "was given other memory" in found["moved"]
 
 
-class Sums(list[tuple[str, int]]):
-    """All sums over processes that Python begins: where, and of how many numbers."""
-
-    where = ""
-
-    def __enter__(self) -> Sums:
-        self.all_reduce = torch.distributed.all_reduce
-        torch.distributed.all_reduce = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.distributed.all_reduce = self.all_reduce
-
-    def __call__(self, tensor: torch.Tensor, *args, **kwargs):
-        self.append((self.where, tensor.numel()))
-        return self.all_reduce(tensor, *args, **kwargs)
-
-
 def small_model() -> tuple[nn.Module, torch.optim.Optimizer, Kernels]:
     """Returns four layers and an optimizer whose own kernels are not counted."""
     with xla_replica.current().seeded(0):
@@ -285,26 +268,30 @@ def small_model() -> tuple[nn.Module, torch.optim.Optimizer, Kernels]:
     return model, inner, Kernels(inner)
 
 
-def counted_steps(substeps: int) -> tuple[dict[str, int], Sums]:
-    """Returns what the fourth step writes, and sums."""
+def counted_steps(substeps: int) -> tuple[dict[str, int], list[tuple[str, int]]]:
+    """Returns what the fourth step writes, and where it sums how many numbers."""
     overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 5000
     model, inner, kernels = small_model()
-    sampler = vbs.CustomSampler(
-        range(64 * substeps), 2 * substeps, minibatch_size=1, verbose=False
-    )
+    data, size = range(64 * substeps), 2 * substeps
+    sampler = vbs.CustomSampler(data, size, minibatch_size=1, verbose=False)
     optimizer = vbs.ConstantOptimizer(inner, sampler)
-    with Sums() as sums:
+    all_reduce, sums, where = torch.distributed.all_reduce, [], "backward"
+
+    def noted(tensor: torch.Tensor, *args, **kwargs):
+        sums.append((where, tensor.numel()))
+        return all_reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(torch.distributed, "all_reduce", noted):
         for index, _ in zip(range(4 * substeps), sampler):
             if index == 3 * substeps:
                 sums.clear()
                 kernels.clear()
             with kernels:
-                loss = model(torch.ones(4, 32)).sum()
-                sums.where = "backward"
-                loss.backward()
-                sums.where = "step"
+                model(torch.ones(4, 32)).sum().backward()
+                where = "step"
                 optimizer.step()
-    return dict(kernels.written), list(sums)
+                where = "backward"
+    return dict(kernels.written), sums
 
 
 def counted_ddp_steps(substeps: int) -> dict[str, int]:
@@ -329,7 +316,7 @@ def counts(rank: int) -> list[tuple[Any, ...]]:
 
 
 def test_no_gradient_is_copied_more_often_than_ddp_does():
-    """With a divisor of two. Six is none of its powers, so the sum is divided."""
+    """A divisor of two costs nothing; six is no power of two: the sum is divided."""
     num_gradients = 4 * (32 * 32 + 32)
     for found in Backend("cpu", 2).run(counts):
         for substeps, written, sums, expected in found:
