@@ -56,40 +56,30 @@ def threads():
     xla_replica.DEVICES.update(before)
 
 
-def disagreement(replica: xla_replica.Replica) -> int:
-    with pytest.raises(ReplicaError, match="about the seed: replica 0 has 0") as caught:
-        replica.check_agreement("the seed", replica.rank, "Pass the same seed.")
-    return caught.value.rank
-
-
-def every_collective(rank: int, offset: int) -> dict[str, object]:
+def every_collective(rank: int, offset: int) -> list[object]:
+    """Returns what collectives bring, and what they should."""
     replica = xla_replica.current()
     sums = [torch.full((2,), float(rank)), torch.tensor(offset + rank)]
     replica.all_reduce_(sums)
     sent = [torch.tensor([rank, offset])]
     replica.broadcast_(sent, source=2)
     replica.barrier()
-    return {
-        "sums": [tensor.tolist() for tensor in sums],
-        "sent": sent[0].tolist(),
-        "received": replica.all_to_all(10 * torch.arange(3) + rank).tolist(),
-        "objects": replica.all_gather_object({"rank": rank}),
-        "disagreement": disagreement(replica),
-        "text": str(replica),
-    }
+    with pytest.raises(ReplicaError, match="about the seed: replica 0 has 0"):
+        replica.check_agreement("the seed", replica.rank, "Pass the same seed.")
+    received = replica.all_to_all(10 * torch.arange(3) + rank)
+    return [
+        ([tensor.tolist() for tensor in sums], [[3.0, 3.0], 3 * offset + 3]),
+        (sent[0].tolist(), [2, offset]),
+        (received.tolist(), [10 * rank, 10 * rank + 1, 10 * rank + 2]),
+        (replica.all_gather_object({"rank": rank}), [{"rank": r} for r in range(3)]),
+        (str(replica), f"replica {rank} of 3 on cpu (a thread of a test)"),
+    ]
 
 
 def test_all_verbs_follow_from_all_gather(threads):
-    results = xla_replica.launch(every_collective, (5,), 3, "threads")
-    for rank, result in enumerate(results):
-        assert result == {
-            "sums": [[3.0, 3.0], 18],
-            "sent": [2, 5],
-            "received": [10 * rank, 10 * rank + 1, 10 * rank + 2],
-            "objects": [{"rank": r} for r in range(3)],
-            "disagreement": 1,
-            "text": f"replica {rank} of 3 on cpu (a thread of a test)",
-        }
+    for pairs in xla_replica.launch(every_collective, (5,), 3, "threads"):
+        for found, expected in pairs:
+            assert found == expected
 
 
 class WithoutReplicas(ThreadReplica):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support.documents import ROOT
@@ -103,22 +104,10 @@ def test_one_chip_of_a_host_is_a_replica_alone(tmp_path, num_replicas, hosts, re
     assert refusal in done.stderr
     assert ("replica 0 of 1 on xla:0" in done.stdout) == (not refusal), done.stderr
     # What torch_xla and libtpu's documentation set, and no address of other chips.
-    for name, value in {
-        "TPU_VISIBLE_CHIPS": "0",
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
-        "TPU_PROCESS_BOUNDS": "1,1,1",
-    }.items():
-        assert (f"'{name}': '{value}'" in done.stdout) == (not refusal)
+    bounds = "'TPU_CHIPS_PER_PROCESS_BOUNDS': '1,1,1'", "'TPU_PROCESS_BOUNDS': '1,1,1'"
+    for variable in ("'TPU_VISIBLE_CHIPS': '0'", *bounds):
+        assert (variable in done.stdout) == (not refusal)
     assert "TPU_PROCESS_ADDRESSES" not in done.stdout
-
-
-class Clock:
-    """Stands for `time` in the module that watches."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize(
@@ -133,7 +122,7 @@ class Clock:
     ],
 )
 def test_who_is_late_is_named(waiting, returned, said, monkeypatch):
-    clock = Clock()
+    clock = SimpleNamespace(monotonic=lambda: 1000.0)
     monkeypatch.setattr("xla_replica.starting.lateness.time", clock)
     progress = HostProgress(3, timeout=5.0)
     for number in range(3):
@@ -144,7 +133,7 @@ def test_who_is_late_is_named(waiting, returned, said, monkeypatch):
         for number in waiting:
             waits.enter_context(progress.waiting(number))
         assert progress.late(returned) is None  # they have only begun
-        clock.now += 5.5
+        clock.monotonic = lambda: 1005.5
         error = progress.late(returned)
     assert (error is None) == (said is None)
     if error is not None:
