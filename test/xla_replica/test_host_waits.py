@@ -78,6 +78,7 @@ def test_a_number_is_brought_to_the_device_without_a_copy():
         with BlockingCopies() as copies:
             found = LocalReplica(META).scalar(value, dtype)
         assert (copies.number, found.dtype, found.shape) == (0, dtype, (1,))
+    assert LocalReplica("cpu").scalar(True, torch.bool).tolist() == [True]
     integers = [(value, torch.int64) for value in (3, 3.0, -(2**40))]
     floats = [(value, d) for value in (0.1, 1e-40, 2**53 + 1, float("nan"))
               for d in (torch.float32, torch.float64)]  # fmt: skip
