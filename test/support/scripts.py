@@ -81,8 +81,8 @@ def written(folder: Path, source: str) -> Path:
 def descendants(pid: int) -> list[int]:
     """Returns all processes below this one; those of torchrun leave its group."""
     found: list[int] = []
-    with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for child in map(int, children):
-            found += [child, *descendants(child)]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):  # of every thread
+        with contextlib.suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                found += [child, *descendants(child)]
     return found

@@ -74,19 +74,23 @@ def test_a_number_is_brought_to_the_device_without_a_copy():
     with BlockingCopies() as copies:
         torch.tensor([1.0]).to(META)
     assert copies.number == 1
-    with BlockingCopies() as copies:
-        found = [
-            LocalReplica(META).scalar(*each)
-            for each in ((0.1,), (True, torch.bool), (3, torch.int64))
-        ]
-    assert copies.number == 0
-    assert [each.dtype for each in found] == [torch.float32, torch.bool, torch.int64]
-    assert {each.shape for each in found} == {(1,)}
-    for value in (0.1, 1e-40, 2**53 + 1, float("nan")):
-        for dtype in (torch.float32, torch.float64):
-            found = LocalReplica("cpu").scalar(value, dtype)
-            expected = torch.tensor([value], dtype=dtype)
-            assert torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
+    for value, dtype in ((0.1, torch.float32), (True, torch.bool), (3, torch.int64)):
+        with BlockingCopies() as copies:
+            found = LocalReplica(META).scalar(value, dtype)
+        assert (copies.number, found.dtype, found.shape) == (0, dtype, (1,))
+    assert LocalReplica("cpu").scalar(True, torch.bool).tolist() == [True]
+    integers = [(value, torch.int64) for value in (3, 3.0, -(2**40))]
+    floats = [(value, d) for value in (0.1, 1e-40, 2**53 + 1, float("nan"))
+              for d in (torch.float32, torch.float64)]  # fmt: skip
+    for value, dtype in integers + floats:
+        found = LocalReplica("cpu").scalar(value, dtype)
+        expected = torch.tensor([value], dtype=dtype)
+        assert torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def model_on(device: torch.device) -> nn.Module:
+    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    return nn.Sequential(*layers).to(device)
 
 
 @pytest.mark.parametrize(
@@ -100,38 +104,28 @@ def test_a_number_is_brought_to_the_device_without_a_copy():
         ("sgd-momentum", "adascale", True, {"reduction": "sum"}),
     ],
 )
-@pytest.mark.parametrize("where", ["eager", "eager, overlapped", "lazy, overlapped"])
+@pytest.mark.parametrize(
+    ("lazy", "overlaps"), [(False, False), (False, True), (True, True)]
+)
 def test_an_update_never_waits_for_the_device(
-    optimizer, rule, scheduled, options, where, monkeypatch
+    optimizer, rule, scheduled, options, lazy, overlaps, monkeypatch
 ):
     """Not for a learning rate that is new at every update either.
 
     A lazy device is sent new numbers, and like the others is never read.
     """
-    lazy = where.startswith("lazy")
     monkeypatch.setitem(device_traits._TRAITS, "meta", DeviceTraits(is_lazy=lazy))
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    model.to(META)
+    model = model_on(META)
+    trace, of_two = [8, 16, 32, 24, 48, 40, 56], {"num_replicas": 2, "rank": 0}
     sampler = vbs.CustomSampler(
-        range(224),
-        [8 * n for n in (1, 2, 4, 3, 6, 5, 7)],
-        minibatch_size=4,
-        num_replicas=2,
-        rank=0,
-        verbose=False,
+        range(224), trace, minibatch_size=4, **of_two, verbose=False
     )
     weighted = "reduction" in options
-    reference = {"ref_weight" if weighted else "ref_batchsize": 16}
-    wrapper = vbs.ElasticOptimizer(
-        OPTIMIZERS[optimizer](model.parameters(), 0.25),
-        sampler,
-        rule,
-        replica=OneOfTwo("overlapped" in where),
-        **reference,
-        **options,
-    )
+    options = {"ref_weight" if weighted else "ref_batchsize": 16, **options}
+    inner, replica = OPTIMIZERS[optimizer](model.parameters(), 0.25), OneOfTwo(overlaps)
+    wrapper = vbs.ElasticOptimizer(inner, sampler, rule, replica=replica, **options)
     if scheduled:
-        wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(wrapper.inner, 7))
+        wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 7))
     wrapper.set_epoch(0)
     x, y = torch.ones(4, 6, device=META), torch.ones(4, dtype=torch.int64, device=META)
     copies, updates = BlockingCopies(), 0
@@ -192,8 +186,7 @@ def test_a_gpu_says_what_waits_for_it():
 )
 def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(rule, options, waits):
     replica = xla_replica.current()
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    model.to(replica.device)
+    model = model_on(replica.device)
     if "exact" in options:
         torch.use_deterministic_algorithms(True)
         options = {"exact": model}
@@ -251,19 +244,14 @@ def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own(monkeypa
     """The training's stream waits for a batch's copies before anybody sees it."""
     monkeypatch.setitem(device_traits._TRAITS, "meta", DeviceTraits(has_streams=True))
     log: list[Any] = []
-    training = Stream(META, log)
+    training, to = Stream(META, log), torch.Tensor.to
     monkeypatch.setattr(torch, "Stream", lambda device: Stream(device, log))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: training)
-    pinned, copied, kept, to = set(), [], [], torch.Tensor.to
-
-    def pin(tensor):
-        result = tensor.clone()
-        pinned.add(id(result))
-        kept.append(result)
-        return result
+    pinned: list[torch.Tensor] = []
+    copied: list[str] = []
 
     def copy(tensor, device, non_blocking=False):
-        assert id(tensor) in pinned
+        assert any(tensor is each for each in pinned)
         assert non_blocking
         assert Stream.entered.stream.device == META
         log.append(("copied", int(tensor[0])))
@@ -274,15 +262,16 @@ def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own(monkeypa
         assert (tensor.device, stream) == (META, training)
         log.append("in use")
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda t: pinned.append(t.clone()) or pinned[-1]
+    )
     monkeypatch.setattr(torch.Tensor, "to", copy)
     monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    numbers, main = range(1, 6), threading.current_thread().name
     batches = [
-        {"x": torch.full((n,), n), "y": [torch.full((1,), n), "text"]}
-        for n in range(1, 6)
+        {"x": torch.full((n,), n), "y": [torch.full((1,), n), "text"]} for n in numbers
     ]
-    main = threading.current_thread().name
-    for n, batch in enumerate(LocalReplica(META).loader(batches), start=1):
+    for n, batch in zip(numbers, LocalReplica(META).loader(batches), strict=True):
         assert (len(batch["x"]), batch["y"][1]) == (n, "text")
         waits = [entry for entry in log if entry[0] == "waits"]
         assert len(waits) == n
@@ -290,6 +279,5 @@ def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own(monkeypa
         assert thread == main
         assert log[:event].count(("copied", n)) == 2  # tensors of the batch
         assert log.count("in use") == 2 * n
-    assert n == 5
     assert len(copied) == 10
     assert copied.count(main) == 2  # the first batch, see DeviceLoader

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.scripts import python
 from torch.utils.data import DataLoader
 
 import xla_replica
@@ -29,20 +28,6 @@ class Hangs(torch.utils.data.Dataset):
         while index:
             time.sleep(60)
         return index
-
-
-STILL_ITERATES = """
-import torch, xla_replica
-xla_replica.catch_signals()
-loader = torch.utils.data.DataLoader([1, 2, 3], num_workers=1, persistent_workers=True)
-print(len(list(loader)))
-"""
-
-
-def test_python_ends_workers_when_it_exits():
-    """By `terminate`, where an iterator is alive; they block its signal."""
-    done = python("-c", STILL_ITERATES, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -51,16 +52,15 @@ def wraps_its_model(rank: int) -> list[str]:
 def wraps_its_model_later(rank: int) -> list[str]:
     """After no step, and after two, which are the first that overlap with others."""
     said = []
-    for num_steps in (0, 2):
-        for as_view in (False, True):
-            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-            optimizer = optimizer_of(model.parameters())
-            for _ in range(num_steps):
-                model(torch.ones(1, 3)).sum().backward()
-                optimizer.step()
-            wrapper = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
-            wrapper(torch.ones(1, 3)).sum().backward()
-            said.append(refused(optimizer.step))
+    for num_steps, as_view in itertools.product((0, 2), (False, True)):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        optimizer = optimizer_of(model.parameters())
+        for _ in range(num_steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        wrapper = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+        wrapper(torch.ones(1, 3)).sum().backward()
+        said.append(refused(optimizer.step))
     return said
 
 

@@ -69,24 +69,25 @@ def on_chips(test):
     return pytest.mark.slow(pytest.mark.tpu_like(test))
 
 
+MARKS = {
+    "cpu": [],
+    "xla": [needs_xla, pytest.mark.xla],
+    "cuda": [pytest.mark.gpu],
+    "tpu": [pytest.mark.torchtpu],
+    "tpu-like": [needs_xla, pytest.mark.xla, pytest.mark.slow, pytest.mark.tpu_like],
+    "slices": [of_torch_alone],
+}
+
+
 def row(device: str, num_replicas: int, slow: bool = False):
     """Returns a backend as a parameter of a test, with ``slow`` for slow runs only.
 
     More than two processes on gloo are a matter of torch alone: beside torch_xla they
     are slow, as the default run of the torch environment has them.
     """
-    marks = []
-    if (device == "cpu" and num_replicas > 2) or device == "slices":
+    marks = [*MARKS[device], *([pytest.mark.slow] if slow else [])]
+    if device == "cpu" and num_replicas > 2:
         marks += [of_torch_alone]
-    marks += [pytest.mark.slow] if slow else []
-    if device in ("xla", "tpu-like"):
-        marks += [needs_xla, pytest.mark.xla]
-    if device == "cuda":
-        marks += [pytest.mark.gpu]
-    if device == "tpu":
-        marks += [pytest.mark.torchtpu]
-    if device == "tpu-like":
-        marks += [pytest.mark.slow, pytest.mark.tpu_like]
     name = "gloo" if device == "cpu" and num_replicas > 1 else device
     return pytest.param(
         Backend(device, num_replicas), marks=marks, id=f"{name}-{num_replicas}"
@@ -108,7 +109,7 @@ GPUS = [row("cuda", n) for n in (1, 2) if n <= torch.cuda.device_count()]
 TORCHTPU = [row("tpu", 1)] if torchtpu.is_installed() else []
 # One replica whose operations are compiled, and the marks of tests that need one.
 COMPILED = Backend("tpu" if TORCHTPU else "xla", 1)
-IS_COMPILED = [pytest.mark.torchtpu] if TORCHTPU else [needs_xla, pytest.mark.xla]
+IS_COMPILED = MARKS[COMPILED.device]
 BACKENDS = [
     *backends("cpu", 1, 2, 3, slow=(5, 8)),
     *backends("xla", 3, slow=(1, 2, 5, 8)),  # the script for eight runs by default
@@ -123,7 +124,7 @@ FEW_BACKENDS = [
     *GPUS,
     *TORCHTPU,
 ]
-XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 2), row("xla", 8, slow=True)]
-ONE_XLA_BACKEND = [row("xla", 1), row("xla", 8, slow=True), *TORCHTPU]
-SLOW_XLA_BACKENDS = [row("xla", 1, slow=True), row("xla", 8, slow=True), *TORCHTPU]
+XLA_BACKENDS = backends("xla", 2, slow=(1, 8))
+ONE_XLA_BACKEND = [*backends("xla", 1, slow=(8,)), *TORCHTPU]
+SLOW_XLA_BACKENDS = [*backends("xla", slow=(1, 8)), *TORCHTPU]
 SEVERAL_REPLICAS = [row("cpu", 3), row("xla", 3)]

@@ -11,19 +11,25 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from support.scripts import written
+from support.scripts import descendants, written
 from support.xla_replica import tpu_like
 from support.xla_replica.torchrun import LAUNCHER
 
 SCRIPT = """
-import os, sys, time
+import logging, os, sys, time
 from pathlib import Path
 import torch, xla_replica
 
-def train(rank, folder, arms, workers):
+def train(rank, folder, arms, workers, fate):
     replica = xla_replica.current()
+    ready = Path(folder, f"ready-{rank}")
     if arms:
         xla_replica.catch_signals()
+    if fate:
+        ready.touch()
+        while len(list(Path(folder).glob("ready-*"))) < 2:
+            time.sleep(0.05)
+        exec(fate)
     updates = range(100_000)
     if workers:
         updates = torch.utils.data.DataLoader(
@@ -39,13 +45,16 @@ def train(rank, folder, arms, workers):
             Path(folder, f"saved-{rank}").write_text(f"{update} {request}")
             raise xla_replica.Stopped("a test has stopped it", 143)
         if update == 2:
-            Path(folder, f"ready-{rank}").touch()
+            ready.touch()
         time.sleep(0.01)
 
 if __name__ == "__main__":
-    folder, arms, device, num_replicas, workers = sys.argv[1:]
-    args = folder, arms == "arms", workers
-    xla_replica.launch(train, args, int(num_replicas) or None, device, timeout=60)
+    folder, arms, workers, fate, device, num_replicas, timeout = sys.argv[1:]
+    if fate:
+        logging.basicConfig(level=logging.INFO)
+    args = folder, arms == "arms", workers, fate
+    num_replicas, timeout = int(num_replicas) or None, float(timeout)
+    xla_replica.launch(train, args, num_replicas, device, timeout=timeout)
 """
 
 
@@ -57,22 +66,40 @@ class Starter(NamedTuple):
     num_replicas: int
     num_chips: int = 0
 
-    def start(self, folder: Path, arms: bool, workers: str = "") -> Run:
+    def start(
+        self,
+        folder: Path,
+        arms: bool = True,
+        workers: str = "",
+        fate: str = "",
+        timeout: float = 60.0,
+        waits: bool = True,
+        **where: int,
+    ) -> Run:
         """Starts the script and returns when all its replicas train.
 
-        ``workers`` is how each starts two workers of a loader, if it has one.
+        Args:
+            folder: What they write into.
+            arms: Whether they catch signals.
+            workers: How each starts two workers of a loader, if it has one.
+            fate: What both replicas run once they have met, in place of training.
+            timeout: That of `launch`.
+            waits: Whether to return only then.
+            where: Which host of a slice with TPU chips this is.
         """
-        arguments = "arms" if arms else "", self.device, str(self.num_replicas), workers
+        how = "arms" if arms else "", workers, fate
+        launch = self.device, str(self.num_replicas), str(timeout)
         chips = self.num_chips
         process = subprocess.Popen(
-            [*self.command, written(folder, SCRIPT), folder, *arguments],
+            [*self.command, written(folder, SCRIPT), folder, *how, *launch],
             stderr=subprocess.PIPE,
             text=True,
-            env=tpu_like.environment(chips, folder) if chips else None,
+            env=tpu_like.environment(chips, folder, **where) if chips else None,
             start_new_session=True,  # a separate group, to be signalled as a whole
         )  # fmt: skip
         run = Run(process, folder, self.num_replicas or 2)
-        run.wait_until(lambda: len(run.files("ready")) == run.num_replicas)
+        if waits:
+            run.wait_until_ready()
         return run
 
 
@@ -86,9 +113,9 @@ class Run(NamedTuple):
     def files(self, kind: str) -> list[Path]:
         return sorted(self.folder.glob(f"{kind}-*"))
 
-    def wait_until(self, condition) -> None:
-        deadline = time.monotonic() + 90
-        while not condition():
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 120
+        while len(self.files("ready")) < self.num_replicas:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
                 raise AssertionError(self.process.communicate()[1])
@@ -112,12 +139,7 @@ class Run(NamedTuple):
 
     def children(self) -> list[int]:
         """Returns the ids of all processes that descend from the script's."""
-        parents = {pid: int(stat[1]) for pid, stat in processes().items()}
-        found, fresh = [], [self.process.pid]
-        while fresh:
-            fresh = [pid for pid, parent in parents.items() if parent in fresh]
-            found += fresh
-        return found
+        return descendants(self.process.pid)
 
 
 def processes() -> dict[int, list[str]]:
@@ -145,3 +167,4 @@ GLOO = Starter(PYTHON, "cpu", 2)
 EMULATED = Starter(PYTHON, "xla", 2)
 TORCHRUN = Starter(LAUNCHER, "cpu", 0)
 AS_A_TPU = Starter(PYTHON, "xla", 0, num_chips=2)
+ONE_OF_TWO_HOSTS = Starter(PYTHON, "xla", 0, num_chips=1)

@@ -9,12 +9,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.kernels import Kernels
-from support.xla_replica.replicas import Backend, row
+from support.xla_replica.replicas import Backend, backends
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,7 @@ class Loop:
     optimizer: vbs.ElasticOptimizer
     rank: int
     num_updates: int = 0
+    begins_step: bool = True
     seen: list[Any] = dataclasses.field(default_factory=list)
 
     def loss(self, x: torch.Tensor, used: list[int] | None = None) -> torch.Tensor:
@@ -47,57 +49,25 @@ class Loop:
         return total
 
 
-def backward(loop: Loop, x: torch.Tensor) -> None:
-    loop.loss(x).backward()
+def zero(loop: Loop) -> None:
+    for parameter in loop.parameters:
+        zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        parameter.grad = None if loop.num_updates % 2 else zeros
 
 
-def differs_between_replicas_and_steps(loop: Loop, x: torch.Tensor) -> None:
-    which = loop.num_updates + loop.rank
-    loop.loss(x, [i for i in range(6) if (i + which) % 3]).backward()
-
-
-def one_by_one(loop: Loop, x: torch.Tensor) -> None:
-    for index in (3, 1, 3, 0, 5, 1):
-        loop.loss(x, [index]).backward()
-
-
-def in_two_parts(loop: Loop, x: torch.Tensor) -> None:
-    """Each parameter is still in one of them only."""
-    loop.loss(x, [0, 2, 4]).backward()
-    loop.loss(x, [5, 3, 1]).backward()
-
-
-def other_order(loop: Loop, x: torch.Tensor) -> None:
-    order = list(range(6)) if (loop.rank + loop.num_updates) % 2 else [3, 0, 5, 2, 4, 1]
-    loop.loss(x, order).backward()
-
-
-def zeroed_before(loop: Loop, x: torch.Tensor) -> None:
-    if not loop.optimizer._loop.position.substep:
-        for parameter in loop.parameters:
-            zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
-            parameter.grad = None if loop.num_updates % 2 else zeros
-    backward(loop, x)
-
-
-def freezes_in_the_loop(loop: Loop, x: torch.Tensor) -> None:
-    if not loop.optimizer._loop.position.substep:
-        loop.parameters[1].requires_grad_(loop.num_updates not in (2, 3))
-        loop.parameters[5].requires_grad_(loop.num_updates % 2 == 0)
-    backward(loop, x)
+def freeze_two(loop: Loop) -> None:
+    loop.parameters[1].requires_grad_(loop.num_updates not in (2, 3))
+    loop.parameters[5].requires_grad_(loop.num_updates % 2 == 0)
 
 
 def by_hand(loop: Loop, x: torch.Tensor) -> None:
     """Every other step has gradients that no backward pass has made."""
     if loop.num_updates % 2:
-        backward(loop, x)
+        loop.loss(x).backward()
         return
     for parameter in loop.parameters:
         more = torch.full_like(parameter, float(x))
-        if loop.optimizer._loop.position.substep:
-            parameter.grad.add_(more)
-        else:
-            parameter.grad = more
+        parameter.grad = more if loop.begins_step else parameter.grad.add_(more)
 
 
 def sparse(loop: Loop, x: torch.Tensor) -> None:
@@ -105,12 +75,15 @@ def sparse(loop: Loop, x: torch.Tensor) -> None:
     (loop.loss(x, [1, 2, 3, 4, 5]) + (x + 1) * rows.sum()).backward()
 
 
-def freeze_some(loop: Loop) -> None:
-    def after(update: vbs.Update) -> None:
-        for index, parameter in enumerate(loop.parameters):
-            parameter.requires_grad_((update.step + index) % 4 != 0)
+def freeze_some(loop: Loop, update: vbs.Update) -> None:
+    for index, parameter in enumerate(loop.parameters):
+        parameter.requires_grad_((update.step + index) % 4 != 0)
 
-    loop.optimizer.attach(after)
+
+def add_a_group(loop: Loop, update: vbs.Update) -> None:
+    if update.step == 2:
+        loop.parameters.append(nn.Parameter(torch.zeros(3)))
+        loop.optimizer.add_param_group({"params": loop.parameters[-1:]})
 
 
 def look_at_gradients(loop: Loop) -> None:
@@ -122,107 +95,99 @@ def look_at_gradients(loop: Loop) -> None:
         )
 
 
-def add_a_group(loop: Loop) -> None:
-    def after(update: vbs.Update) -> None:
-        if update.step == 2:
-            late = nn.Parameter(torch.zeros(3))
-            loop.parameters.append(late)
-            loop.optimizer.add_param_group({"params": [late]})
-
-    loop.optimizer.attach(after)
-
-
 def fail_once(loop: Loop) -> None:
     """The third update fails, before the sum and on every replica."""
-    step, prepare = loop.optimizer.step, loop.optimizer._loop.scaling.prepare
-    num_calls = iter(range(100))
+    prepare, num_calls = loop.optimizer._loop.scaling.prepare, iter(range(100))
 
     def prepare_twice(*args):
         if next(num_calls) == 2:
             raise OverflowError
         return prepare(*args)
 
-    def caught_step() -> None:
-        with contextlib.suppress(OverflowError):
-            step()
-
     loop.optimizer._loop.scaling.prepare = prepare_twice
-    loop.optimizer.step = caught_step
 
 
-@dataclasses.dataclass(frozen=True)
-class Scenario:
-    run: Callable[[Loop, torch.Tensor], None] = backward
-    prepare: Callable[[Loop], None] | None = None
-    trace: tuple[int, ...] = ELASTIC
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-    weighted: bool = False
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-SCENARIOS = {
-    "plain": Scenario(),
-    "no idle replicas": Scenario(trace=ALL_BUSY),
-    "clipped": Scenario(options={"max_grad_norm": 0.5}),
-    "adascale": Scenario(options={"rule": "adascale", "ref_batchsize": 4}),
-    "token weights": Scenario(weighted=True, options={"reduction": "sum"}),
-    "several dtypes": Scenario(
-        dtypes=(torch.float64, torch.bfloat16, torch.float16, torch.float32)
-    ),
-    "bfloat16": Scenario(dtypes=(torch.bfloat16,)),
-    "differs": Scenario(differs_between_replicas_and_steps),
-    "differs, no idle replicas": Scenario(
-        differs_between_replicas_and_steps, trace=ALL_BUSY
-    ),
-    "one by one": Scenario(one_by_one),
-    "in two parts": Scenario(in_two_parts),
-    "other order": Scenario(other_order),
-    "zeroed before": Scenario(zeroed_before),
-    "freezes in the loop": Scenario(freezes_in_the_loop, trace=ALL_BUSY),
-    "by hand": Scenario(by_hand),
-    "sparse": Scenario(sparse),
-    "an update fails": Scenario(prepare=fail_once, trace=ALL_BUSY),
-    "freezes after updates": Scenario(prepare=freeze_some),
-    "hooks": Scenario(prepare=look_at_gradients),
-    "hooks, no idle replicas": Scenario(prepare=look_at_gradients, trace=ALL_BUSY),
-    "a group more": Scenario(prepare=add_a_group),
+DIFFERS = {"passes": lambda which: [[i for i in range(6) if (i + which) % 3]]}
+# The arguments of `train`.
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no idle replicas": {"trace": ALL_BUSY},
+    "clipped": {"max_grad_norm": 0.5},
+    "adascale": {"rule": "adascale", "ref_batchsize": 4},
+    "token weights": {"weighted": True, "reduction": "sum"},
+    "several dtypes": {
+        "dtypes": (torch.float64, torch.bfloat16, torch.float16, torch.float32)
+    },
+    "bfloat16": {"dtypes": (torch.bfloat16,)},
+    "differs": DIFFERS,
+    "differs, no idle replicas": {**DIFFERS, "trace": ALL_BUSY},
+    "one by one": {"passes": lambda _: [[3], [1], [3], [0], [5], [1]]},
+    # Each parameter is still in one of them only.
+    "in two parts": {"passes": lambda _: [[0, 2, 4], [5, 3, 1]]},
+    "other order": {
+        "passes": lambda which: [[*range(6)] if which % 2 else [3, 0, 5, 2, 4, 1]]
+    },
+    "zeroed before": {"before_step": zero},
+    "freezes in the loop": {"before_step": freeze_two, "trace": ALL_BUSY},
+    "by hand": {"backward": by_hand},
+    "sparse": {"backward": sparse},
+    "an update fails": {"prepare": fail_once, "trace": ALL_BUSY},
+    "freezes after updates": {"after_update": freeze_some},
+    "hooks": {"prepare": look_at_gradients},
+    "hooks, no idle replicas": {"prepare": look_at_gradients, "trace": ALL_BUSY},
+    "a group more": {"after_update": add_a_group},
 }
 
 
-def train(scenario: Scenario, overlap: bool) -> tuple[list[torch.Tensor], list[Any]]:
+def train(
+    overlap: bool,
+    passes: Callable[[int], list[list[int] | None]] = lambda which: [None],
+    backward: Callable[[Loop, torch.Tensor], None] | None = None,
+    prepare: Callable[[Loop], None] = lambda loop: None,
+    before_step: Callable[[Loop], None] = lambda loop: None,
+    after_update: Callable[[Loop, vbs.Update], None] = lambda loop, update: None,
+    trace: tuple[int, ...] = ELASTIC,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    weighted: bool = False,
+    **options: Any,
+) -> tuple[list[torch.Tensor], list[Any]]:
     """Returns weights after every update and what hooks have seen."""
-    replica = xla_replica.current()
-    dtypes = scenario.dtypes * len(SHAPES)
     parameters = [
         nn.Parameter(torch.zeros(shape, dtype=dtype))
-        for shape, dtype in zip(SHAPES, dtypes)
+        for shape, dtype in zip(SHAPES, dtypes * len(SHAPES))
     ]
     parameters[3].data = parameters[3].data.to(memory_format=torch.channels_last)
     sampler = vbs.CustomSampler(
-        range(120), scenario.trace, minibatch_size=2, on_end="cycle", verbose=False
+        range(80), trace, minibatch_size=2, on_end="cycle", verbose=False
     )
-    optimizer = vbs.ElasticOptimizer(
-        torch.optim.SGD(parameters, 2**-4, momentum=0.5),
-        sampler,
-        **{"rule": "constant", **scenario.options},
-        overlap=overlap,
-    )
-    loop = Loop(parameters, optimizer, replica.rank)
+    inner = torch.optim.SGD(parameters, 2**-4, momentum=0.5)
+    options = {"rule": "constant", **options, "overlap": overlap}
+    optimizer = vbs.ElasticOptimizer(inner, sampler, **options)
+    loop = Loop(parameters, optimizer, xla_replica.current().rank)
     weights: list[torch.Tensor] = []
 
     def after(update: vbs.Update) -> None:
-        del update
         loop.num_updates += 1
         weights.extend(p.detach().clone() for p in loop.parameters)
+        after_update(loop, update)
 
     optimizer.attach(after)
-    if scenario.prepare is not None:
-        scenario.prepare(loop)
+    prepare(loop)
     optimizer.set_epoch(0)
     for samples in sampler:
+        if loop.begins_step:
+            before_step(loop)
         x = torch.tensor(float(sum(samples) % 3))
-        scenario.run(loop, x)
-        optimizer.step(**({"weight": 1 + samples[0] % 3} if scenario.weighted else {}))
+        if backward is not None:
+            backward(loop, x)
+        else:
+            for used in passes(loop.num_updates + loop.rank):
+                loop.loss(x, used).backward()
+        with contextlib.suppress(OverflowError):
+            loop.begins_step = (
+                optimizer.step(**({"weight": 1 + samples[0] % 3} if weighted else {}))
+                > 0
+            )
     return weights, loop.seen
 
 
@@ -230,36 +195,31 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def both_ways(rank: int) -> dict[str, str]:
-    """Returns what differs in each scenario, nothing in the end."""
+def both_ways(rank: int) -> dict[str, dict[str, bool]]:
+    """Returns what is as it should be in each scenario, everything in the end."""
     overlapped_sum.FIRST_BUCKET_BYTES = 8
     overlapped_sum.BUCKET_BYTES = 60
     found = {}
     for name, scenario in SCENARIOS.items():
-        (now, saw), (before, had_seen) = (train(scenario, o) for o in (True, False))
-        moved = not torch.equal(before[0], before[-6 if len(before) % 6 == 0 else -7])
-        found[name] = "".join(
-            text * wrong
-            for text, wrong in (
-                ("weights ", not equal(now, before)),
-                ("hooks ", not equal(saw, had_seen)),
-                ("nothing has moved", not moved),
-            )
-        )
+        (now, saw), (before, had_seen) = (train(o, **scenario) for o in (True, False))
+        last = before[-6 if len(before) % 6 == 0 else -7]
+        found[name] = {
+            "equal weights": equal(now, before),
+            "hooks see the same": equal(saw, had_seen),
+            "weights have moved": not torch.equal(before[0], last),
+        }
     return found
 
 
-@pytest.fixture(
-    scope="module",
-    params=[row("cpu", 2), row("cpu", 3, slow=True), row("cpu", 5, slow=True)],
-)
+@pytest.fixture(scope="module", params=backends("cpu", 2, slow=(3, 5)))
 def outcomes(request):
     return request.param.run(both_ways)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_weights_are_those_without_overlap(outcomes, name):
-    assert [outcome[name] for outcome in outcomes] == [""] * len(outcomes)
+    for outcome in outcomes:
+        assert all(outcome[name].values()), outcome[name]
 
 
 def comes_too_late(rank: int) -> dict[str, str]:
@@ -300,24 +260,6 @@ def test_what_comes_too_late_for_a_sum_is_an_error():
         assert "was given other memory" in found["moved"]
 
 
-class Sums(list[tuple[str, int]]):
-    """All sums over processes that Python begins: where, and of how many numbers."""
-
-    where = ""
-
-    def __enter__(self) -> Sums:
-        self.all_reduce = torch.distributed.all_reduce
-        torch.distributed.all_reduce = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.distributed.all_reduce = self.all_reduce
-
-    def __call__(self, tensor: torch.Tensor, *args, **kwargs):
-        self.append((self.where, tensor.numel()))
-        return self.all_reduce(tensor, *args, **kwargs)
-
-
 def small_model() -> tuple[nn.Module, torch.optim.Optimizer, Kernels]:
     """Returns four layers and an optimizer whose own kernels are not counted."""
     with xla_replica.current().seeded(0):
@@ -326,26 +268,30 @@ def small_model() -> tuple[nn.Module, torch.optim.Optimizer, Kernels]:
     return model, inner, Kernels(inner)
 
 
-def counted_steps(substeps: int) -> tuple[dict[str, int], Sums]:
-    """Returns what the fourth step writes, and sums."""
+def counted_steps(substeps: int) -> tuple[dict[str, int], list[tuple[str, int]]]:
+    """Returns what the fourth step writes, and where it sums how many numbers."""
     overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 5000
     model, inner, kernels = small_model()
-    sampler = vbs.CustomSampler(
-        range(64 * substeps), 2 * substeps, minibatch_size=1, verbose=False
-    )
+    data, size = range(64 * substeps), 2 * substeps
+    sampler = vbs.CustomSampler(data, size, minibatch_size=1, verbose=False)
     optimizer = vbs.ConstantOptimizer(inner, sampler)
-    with Sums() as sums:
+    all_reduce, sums, where = torch.distributed.all_reduce, [], "backward"
+
+    def noted(tensor: torch.Tensor, *args, **kwargs):
+        sums.append((where, tensor.numel()))
+        return all_reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(torch.distributed, "all_reduce", noted):
         for index, _ in zip(range(4 * substeps), sampler):
             if index == 3 * substeps:
                 sums.clear()
                 kernels.clear()
             with kernels:
-                loss = model(torch.ones(4, 32)).sum()
-                sums.where = "backward"
-                loss.backward()
-                sums.where = "step"
+                model(torch.ones(4, 32)).sum().backward()
+                where = "step"
                 optimizer.step()
-    return dict(kernels.written), list(sums)
+                where = "backward"
+    return dict(kernels.written), sums
 
 
 def counted_ddp_steps(substeps: int) -> dict[str, int]:
@@ -365,15 +311,15 @@ def counted_ddp_steps(substeps: int) -> dict[str, int]:
     return dict(kernels.written)
 
 
-def counts(rank: int) -> dict[int, tuple[dict[str, int], Any, dict[str, int]]]:
-    return {n: (*counted_steps(n), counted_ddp_steps(n)) for n in (1, 3)}
+def counts(rank: int) -> list[tuple[Any, ...]]:
+    return [(n, *counted_steps(n), counted_ddp_steps(n)) for n in (1, 3)]
 
 
 def test_no_gradient_is_copied_more_often_than_ddp_does():
-    """With a divisor of two. Six is none of its powers, so the sum is divided."""
+    """A divisor of two costs nothing; six is no power of two: the sum is divided."""
     num_gradients = 4 * (32 * 32 + 32)
-    for by_substeps in Backend("cpu", 2).run(counts):
-        for substeps, (written, sums, expected) in by_substeps.items():
+    for found in Backend("cpu", 2).run(counts):
+        for substeps, written, sums, expected in found:
             divided = written.pop("_foreach_div_", 0)
             assert divided == (num_gradients if substeps == 3 else 0)
             for name in ("mm", "mul", "copy_", "add_", "div_"):

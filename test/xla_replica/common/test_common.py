@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import errno
 import math
+import re
 import subprocess
 import sys
 import types
@@ -47,19 +48,15 @@ def test_integers_of_python_and_numpy_are_integers(value):
 def test_a_bool_and_a_text_are_not_numbers(value):
     assert not is_integer(value)
     assert not is_number(value)
-    with pytest.raises(
-        TypeError, match=r"steps must be an integer, got (True|'3'|N|\[)"
-    ):
+    got = re.escape(f"got {value!r}")
+    with pytest.raises(TypeError, match=f"steps must be an integer, {got}"):
         check_integer("steps", value)
-    with pytest.raises(
-        TypeError, match=r"delta must be a finite number, got (T|'3'|N|\[)"
-    ):
+    with pytest.raises(TypeError, match=f"delta must be a finite number, {got}"):
         check_number("delta", value)
 
 
-def test_numbers_are_returned_unchanged():
+def test_what_is_allowed_is_returned_unchanged():
     assert is_number(0.5)
-    assert is_number(np.float32(0.5))
     assert not is_integer(3.0)
     value = np.float32(0.5)
     assert check_number("delta", value, least=0.5, below=1) is value
@@ -70,34 +67,30 @@ def test_numbers_are_returned_unchanged():
 @pytest.mark.parametrize(
     ("check", "arguments", "limits", "error", "says"),
     [
-        (check_integer, ("steps", 3.0), {}, TypeError, "an integer, got 3.0"),
-        (check_integer, ("a", 0, 1), {}, ValueError, "an integer >= 1, got 0"),
-        (check_integer, ("a", 3, 0, 2), {}, ValueError, "integer >= 0 and <= 2, got 3"),
-        (check_number, ("a", math.nan), {}, ValueError, "a finite number, got nan"),
-        (check_number, ("a", 10**400), {}, ValueError, f"number, got {10**400}"),
-        (check_number, ("a", 1.0), {"above": 0, "below": 1}, ValueError,
+        (check_integer, (3.0,), {}, TypeError, "an integer, got 3.0"),
+        (check_integer, (0, 1), {}, ValueError, "an integer >= 1, got 0"),
+        (check_integer, (3, 0, 2), {}, ValueError, "an integer >= 0 and <= 2, got 3"),
+        (check_number, (math.nan,), {}, ValueError, "a finite number, got nan"),
+        (check_number, (10**400,), {}, ValueError, f"a finite number, got {10**400}"),
+        (check_number, (1.0,), {"above": 0, "below": 1}, ValueError,
          "a finite number > 0 and < 1, got 1.0"),
-        (check_number, ("a", 0), {"above": 0}, ValueError, "finite number > 0, got 0"),
-        (check_number, ("a", 2), {"most": 1.5}, ValueError, "number <= 1.5, got 2"),
-        (check_flag, ("verbose", "no"), {}, TypeError, "True or False, got 'no'"),
-        (check_flag, ("verbose", 1), {}, TypeError, "True or False, got 1"),
-        (check_choice, ("a", "c", ("a", None)), {}, ValueError,
-         "one of 'a', None, got 'c'"),
-        (check_choice, ("a", np.ones(2), ("a",)), {}, ValueError,
+        (check_number, (0,), {"above": 0}, ValueError, "a finite number > 0, got 0"),
+        (check_number, (2,), {"most": 1.5}, ValueError, "finite number <= 1.5, got 2"),
+        (check_flag, ("no",), {}, TypeError, "True or False, got 'no'"),
+        (check_flag, (1,), {}, TypeError, "True or False, got 1"),
+        (check_choice, ("c", ("a", None)), {}, ValueError, "one of 'a', None, got 'c'"),
+        (check_choice, (np.ones(2), ("a",)), {}, ValueError,
          "one of 'a', got array([1., 1.])"),
-        (check_function, ("fn", "train"), {}, TypeError, "a function, got 'train'"),
-        (check_type, ("args", "ab", (tuple, list), "a tuple"), {}, TypeError,
+        (check_function, ("train",), {}, TypeError, "a function, got 'train'"),
+        (check_type, ("ab", (tuple, list), "a tuple"), {}, TypeError,
          "a tuple, got 'ab' (str)"),
     ],
 )  # fmt: skip
 def test_messages_say_what_is_allowed_and_what_was_received(
     check, arguments, limits, error, says
 ):
-    with pytest.raises(error) as caught:
-        check(*arguments, **limits)
-    message = str(caught.value)
-    assert message.startswith(f"{arguments[0]} must be ")
-    assert message.endswith(says)
+    with pytest.raises(error, match=f"^a must be .*{re.escape(says)}$"):
+        check("a", *arguments, **limits)
 
 
 # --- trees --------------------------------------------------------------------------
@@ -231,13 +224,10 @@ SAVED = {"lr": 0.1, "seed": 1}
 OWN = {"lr": 0.2, "seed": 1, "width": 3}
 
 
-def test_differences_of_chosen_settings_have_the_names_that_people_use():
+def test_settings_that_differ_are_listed_by_the_names_that_people_use():
     assert differences(SAVED, SAVED) == []
     called = {"width": "the width", "seed": "the seed"}
     assert differences(SAVED, OWN, called) == ["the width was None and is 3"]
-
-
-def test_settings_that_differ_are_listed_with_what_to_do():
     check_same(SAVED, SAVED, "load_state_dict")
     with pytest.raises(ValueError, match="lr was") as caught:
         check_same(SAVED, OWN, "load_state_dict: another run", "Use the same settings.")

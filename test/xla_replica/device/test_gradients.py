@@ -38,22 +38,6 @@ def test_it_returns_what_autograd_does(backend):
     assert all(backend.run(same_gradients))
 
 
-@pytest.mark.parametrize(
-    "takes",
-    [
-        xla_replica.AccumulationHook,
-        xla_replica.AccumulationNote,
-        xla_replica.lazy_operation,
-        lambda hook: xla_replica.LocalReplica("cpu").on_gradient(
-            torch.ones(1, requires_grad=True), hook
-        ),
-    ],
-)
-def test_what_is_no_function_is_refused_before_it_is_called(takes):
-    with pytest.raises(TypeError, match="must be a function, got 3"):
-        takes(3)
-
-
 def test_an_accumulation_hook_changes_what_is_added_and_nothing_else():
     weight = torch.ones(2, requires_grad=True)
     weight.register_hook(xla_replica.AccumulationHook(lambda gradient: 2 * gradient))

@@ -30,13 +30,10 @@ def _settings():
 @pytest.mark.parametrize("chosen", ["tf32", "ieee", "none"])
 def test_a_gpu_keeps_all_digits_inside_and_its_setting_after(chosen):
     MATMUL.fp32_precision = chosen
-    with xla_replica.full_matmul_precision(GPU):
-        assert MATMUL.fp32_precision == "ieee"
-    assert MATMUL.fp32_precision == chosen
-    with pytest.raises(KeyError), xla_replica.full_matmul_precision(GPU):
-        raise KeyError
-    assert MATMUL.fp32_precision == chosen
-    with xla_replica.full_matmul_precision(torch.device("cpu")):
+    for device, inside in ((GPU, "ieee"), (torch.device("cpu"), chosen)):
+        failing = pytest.raises(KeyError, match=inside)
+        with failing, xla_replica.full_matmul_precision(device):
+            raise KeyError(MATMUL.fp32_precision)
         assert MATMUL.fp32_precision == chosen
 
 

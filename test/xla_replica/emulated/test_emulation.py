@@ -25,29 +25,24 @@ TWO, FOUR = Backend("xla", 2), Backend("xla", 4)
 def misbehaves(rank: int, how: str) -> torch.Tensor | None:
     """Replica 2 deviates from its peers, which sum four numbers."""
     replica = xla_replica.current()
-    tensor = torch.ones(4).to(replica.device)
-    other = None
-    if rank == 2:
-        if how == "hangs":
-            time.sleep(600)
-        if how == "is late":  # later than the 15 s after which XLA itself would abort
-            time.sleep(17)
-        if how == "leaves":
-            return None
-        if how == "aborts":
-            os.abort()
-        if how == "brings another shape":
-            tensor = torch.ones(3).to(replica.device)
-        if how == "hangs at the end":
-            replica.all_reduce_([tensor])
-            replica.sync()
-            time.sleep(600)
-        if how == "sums twice":
-            replica.all_reduce_([tensor])
-        if how == "bakes its rank":
-            tensor = tensor * 3.5
-        if how == "has other work pending":
-            other = torch.ones(5).to(replica.device) * tensor[0]
+    how = how if rank == 2 else ""
+    tensor = torch.ones(3 if how == "brings another shape" else 4).to(replica.device)
+    if how == "hangs":
+        time.sleep(600)
+    if how == "is late":  # later than the 15 s after which XLA itself would abort
+        time.sleep(17)
+    if how == "leaves":
+        return None
+    if how == "aborts":
+        os.abort()
+    if how in ("sums twice", "hangs at the end"):
+        replica.all_reduce_([tensor])
+    if how == "hangs at the end":
+        replica.sync()
+        time.sleep(600)
+    tensor = tensor * 3.5 if how == "bakes its rank" else tensor
+    pending = how == "has other work pending"
+    other = torch.ones(5).to(replica.device) * tensor[0] if pending else None
     replica.all_reduce_([tensor])
     replica.sync()
     del other
@@ -73,7 +68,7 @@ def misbehaves(rank: int, how: str) -> torch.Tensor | None:
     ],
 )  # fmt: skip
 def test_a_replica_that_differs_ends_the_run(how, error):
-    """It ends within the timeout and a child's start-up, not by XLA's silent abort."""
+    """Within the timeout and a child's start-up, not by XLA's silent abort."""
     start = time.monotonic()
     with pytest.raises(ReplicaError, match=error):
         FOUR.run(misbehaves, how, timeout=3)

@@ -19,6 +19,7 @@ from support.xla_replica.replicas import (
 )
 
 VARIABLE = "A_TEST_HAS_SET_THIS"
+needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="they are spawned")
 
 
 def environment(rank: int) -> tuple[str | None, str, bool, int]:
@@ -35,24 +36,20 @@ def test_a_run_has_the_environment_and_folder_that_its_parent_has_now(
     Only those that need it import torch_xla, which replaces modules such as nn.GRU.
     """
     processes = set()
-    for value in ("1", "2", None):
-        if value is None:
-            monkeypatch.delenv(VARIABLE)
-        else:
-            monkeypatch.setenv(VARIABLE, value)
-        folder = tmp_path / str(value)
+    for value in ("1", "2", ""):
+        monkeypatch.setenv(VARIABLE, value) if value else monkeypatch.delenv(VARIABLE)
+        folder = tmp_path / f"folder{value}"
         folder.mkdir()
         monkeypatch.chdir(folder)
-        for found, where, has_torch_xla, process in backend.run(environment):
-            assert (found, where) == (value, str(folder))
-            assert has_torch_xla == (backend.device == "xla")
+        for *found, process in backend.run(environment):
+            assert found == [value or None, str(folder), backend.device == "xla"]
             processes.add(process)
     # XLA's replicas are threads of one process.
     assert len(processes) == 3 * (1 if backend.device == "xla" else 3)
     assert os.getpid() not in processes
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned")
+@needs_forks
 def test_what_processes_are_forked_from_has_no_thread_and_no_driver():
     """Neither a lock that a thread holds nor an open GPU survives a fork."""
     Backend("cpu", 2).run(environment)
@@ -74,7 +71,7 @@ def imported_with_torch_xla(rank: int) -> list[str]:
 
 
 @on_xla
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned")
+@needs_forks
 def test_most_of_what_torch_xla_imports_is_there_before_a_process_is_forked():
     [parts] = {len(each) for each in Backend("cpu", 2).run(imported_with_torch_xla)}
     assert parts < 20  # without it more than a hundred, in a second
@@ -91,8 +88,7 @@ if __name__ == "__main__":
     device, folder = sys.argv[1:]
     xla_replica.launch(train, ("first ",), 2, device)
     for number, name in ((1, "out"), (2, "error")):
-        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, number)
+        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
     xla_replica.launch(train, ("second ",), 2, device)
 """
 
@@ -100,13 +96,11 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3, slow=True)])
 def test_a_run_writes_where_its_parent_writes_now(backend, tmp_path):
     done = python(written(tmp_path, PRINTS), backend.device, tmp_path)
-    seen = {
-        "first": (done.stdout, done.stderr),
-        "second": [(tmp_path / name).read_text() for name in ("out", "error")],
-    }
-    for word, other in (("first", "second"), ("second", "first")):
-        assert [text.count(word) for text in seen[word]] == [2, 2]
-        assert [text.count(other) for text in seen[word]] == [0, 0]
+    then = [(tmp_path / name).read_text() for name in ("out", "error")]
+    for word, other, seen in (
+        ("first", "second", [done.stdout, done.stderr]), ("second", "first", then)
+    ):  # fmt: skip
+        assert [(text.count(word), text.count(other)) for text in seen] == [(2, 0)] * 2
 
 
 # --- the script ---------------------------------------------------------------------
@@ -132,6 +126,7 @@ def main(device):
     torch.nn.init.ones_(model.weight), torch.nn.init.zeros_(model.bias)
     print("FOUND", xla_replica.launch(train, (model,), 2, device), flush=True)
 """
+CALL = f"{DEFINES}\nmain('{'xla' if HAS_XLA else 'cpu'}')"
 GUARDED = f"{DEFINES}\nif __name__ == '__main__':\n    main('cpu')\n"
 
 
@@ -146,12 +141,10 @@ GUARDED = f"{DEFINES}\nif __name__ == '__main__':\n    main('cpu')\n"
 def test_processes_import_a_script_or_are_sent_its_functions(
     way, num_imports, tmp_path
 ):
-    if way == "-c":
-        done = python("-c", f"{DEFINES}\nmain('{'xla' if HAS_XLA else 'cpu'}')")
-    elif way == "standard input":
-        done = python("-", stdin=f"{DEFINES}\nmain('cpu')")
-    else:
+    if way == "a file":
         done = python(written(tmp_path, GUARDED))
+    else:
+        done = python("-c", CALL) if way == "-c" else python("-", stdin=CALL)
     assert done.stdout.count("FOUND [22.0, 22.0]") == 1, done.stderr
     assert done.stdout.count("IMPORTED __main__") == 1
     assert done.stdout.count("IMPORTED __mp_main__") == num_imports

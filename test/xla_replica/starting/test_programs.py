@@ -15,57 +15,43 @@ from support.xla_replica.replicas import needs_torchtpu
 
 import xla_replica
 
-# What loads TorchTPU comes first; the run is an ordinary one.
+# What loads TorchTPU comes first; the run is an ordinary one, asked to stop or not.
 SCRIPT = """
 import sys
+from pathlib import Path
 from support.xla_replica import torchtpu
 torchtpu.load()
 
 import torch
-import torch.nn.functional as F
-import variable_batch_size as vbs
 import xla_replica
+from support.variable_batch_size import checkpointed
 
-def train(rank, folder):
-    xla_replica.keep_programs(folder + "/programs")
-    replica = xla_replica.current()
-    with replica.seeded(0):
-        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8))
-        x, y = torch.randn(96, 6), torch.randint(0, 8, (96,))
-    model.to(replica.device)
-    sampler = vbs.CustomSampler(
-        x, [8, 16, 24, 48], minibatch_size=8, on_end="cycle", verbose=False
-    )
-    optimizer = vbs.AdaScaleOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1, 0.9), sampler, ref_batchsize=8
-    )
-    checkpointer = vbs.Checkpointer(folder, optimizer, model=model)
-    checkpointer.load()
-    optimizer.attach(checkpointer)
-    for epoch in range(sampler.epoch, sampler.epoch + 2):
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for batch in sampler:
-            inputs, labels = replica.send((x[batch], y[batch]))
-            F.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
-    checkpointer.save()
+def train(rank, folder, ask_at):
+    xla_replica.keep_programs(folder / "programs")
+    try:
+        checkpointed.train(rank, folder, ask_at, asked=(0,))
+    except xla_replica.Stopped:
+        print("stopped")
     print("compiled", torch.tpu._get_cache_stats().num_compilations)
 
-xla_replica.launch(train, (sys.argv[1],), 1, "accelerator")
+arguments = Path(sys.argv[1]), int(sys.argv[2])
+xla_replica.launch(train, arguments, 1, "accelerator")
 """
 
 
-def programs_of_a_start(folder: Path, host: str) -> int:
-    """Returns how many programs a start compiles on a host that has seen none."""
+def programs_of_a_start(folder: Path, host: str, ask_at: int) -> tuple[bool, int]:
+    """Returns whether a run has stopped, and how many programs it has compiled.
+
+    It is on a host that has seen none.
+    """
     # What is read more slowly than it is compiled would be compiled.
     always = {"TORCH_TPU_INTERNAL_TIER3_COMPILATION_CACHE_LOCAL_BACKUP_TASK": "0"}
-    done = python(
-        "-c", SCRIPT, folder, TORCH_TPU_TIER2_COMPILATION_CACHE=host, **always
-    )
+    here = {"TORCH_TPU_TIER2_COMPILATION_CACHE": host}
+    done = python("-c", SCRIPT, folder, ask_at, **here, **always)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "are not kept" not in done.stderr
-    return int(done.stdout.split("compiled")[1])
+    before, number = done.stdout.split("compiled")
+    return "stopped" in before, int(number)
 
 
 @needs_torchtpu
@@ -73,9 +59,10 @@ def programs_of_a_start(folder: Path, host: str) -> int:
 def test_a_second_start_compiles_nothing_with_a_copy(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT", raising=False)
     host = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    assert programs_of_a_start(tmp_path / "first", f"{host}-1") > 20
+    has_stopped, number = programs_of_a_start(tmp_path / "first", f"{host}-1", 12)
+    assert (has_stopped, number > 20) == (True, True)
     shutil.copytree(tmp_path / "first", tmp_path / "copied")
-    assert programs_of_a_start(tmp_path / "copied", f"{host}-2") == 0
+    assert programs_of_a_start(tmp_path / "copied", f"{host}-2", -1) == (False, 0)
     for each in (1, 2):
         shutil.rmtree(f"/dev/shm/torch_tpu_cache/{host}-{each}", ignore_errors=True)
 

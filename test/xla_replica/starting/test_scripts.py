@@ -70,23 +70,24 @@ def test_a_wrong_command_line_says_what_is_allowed(arguments, error, capsys):
 @on_xla
 def test_a_script_for_torch_xla_alone_trains_on_eight_replicas(tmp_path):
     script = ROOT / "test" / "support" / "xla_replica" / "torch_xla_training.py"
-    status, printed = run(script, "--out", tmp_path, num_replicas=8)
+    status, printed = run(script, tmp_path, num_replicas=8)
     assert status == 0, printed
     assert "trained on 8 devices" in printed
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 3
     assert losses[2] < 0.5 * losses[0]
     weights = [torch.load(tmp_path / f"weights-{rank}.pt") for rank in range(8)]
-    names = [name for name, _ in weights[0].items() if "norm.running" not in name]
-    for other in weights[1:]:
-        for name in names:
-            assert torch.equal(other[name], weights[0][name]), name
+    for name in weights[0]:
+        values = [each[name] for each in weights]
+        assert "running" in name or all(torch.equal(v, values[0]) for v in values), name
 
 
 SCRIPT = """
 import sys, time, torch, torch_xla
 import torch_xla.distributed.xla_multiprocessing as xmp
-from torch_xla.core.xla_model import REDUCE_SUM, all_reduce, rendezvous, xla_device
+from torch_xla.core.xla_model import (
+    REDUCE_SUM, all_reduce, rendezvous, xla_device, xla_device_hw
+)
 
 AT_IMPORT = torch.rand(1).item()
 SET_LATER = "not set"
@@ -108,7 +109,9 @@ def train(index, how):
     model = MODEL.to(xla_device())
     assert MODEL.to(xla_device()) is not model
     rendezvous("all are here")
-    print(f"{total} of {index}: {how} {SET_LATER} {sys.argv[1:]} {__name__}\\n", end="")
+    on = xla_device_hw(xla_device())
+    said = f"{total} of {index} on {on}: {how} {SET_LATER} {sys.argv[1:]} {__name__}"
+    print(f"{said}\\n", end="")
 
 if __name__ == "__main__" or sys.argv[1] == "no guard":
     SET_LATER = "set"
@@ -138,10 +141,10 @@ def script(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("how", "status", "expected"),
     [
-        slow("works", 0, ["1.0 of 0: works not set ['works', '--lr', '1'] __mp_main__",
-                          "1.0 of 1: works not set", "afterwards"]),
-        slow("forks", 0, ["1.0 of 0: forks not set ['forks', '--lr', '1']",
-                          "1.0 of 1: forks not set", "afterwards"]),
+        slow("works", 0, ["1.0 of 1 on CPU: works not set", "afterwards", "1.0 of 0 on "
+                          "CPU: works not set ['works', '--lr', '1'] __mp_main__"]),
+        slow("forks", 0, ["1.0 of 0 on CPU: forks not set ['forks', '--lr', '1']",
+                          "1.0 of 1 on CPU: forks not set", "afterwards"]),
         ("fails", 1, ["replica 1 raised KeyError: 'a wrong name'",
                       'raise KeyError("a wrong name")', "caught 'a wrong name'"]),
         slow("exits", 21, []),
@@ -163,15 +166,17 @@ def test_a_script_ends_as_it_would_on_a_tpu(script, how, status, expected):
 
 @on_xla
 @pytest.mark.slow
-def test_a_module_runs_as_with_python(tmp_path, monkeypatch):
+def test_a_module_runs_as_with_python_and_can_be_told_that_it_has_a_tpu(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     package = tmp_path / "a_package"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "training.py").write_text(SCRIPT)
-    status, printed = run("a_package.training", "works", options=("-m",))
+    status, printed = run("a_package.training", "works", options=("--as-tpu", "-m"))
     assert status == 0, printed
-    assert "1.0 of 1: works not set ['works'] __mp_main__" in printed
+    assert "1.0 of 1 on TPU: works not set ['works'] __mp_main__" in printed
 
 
 @on_xla
@@ -191,22 +196,6 @@ def test_ctrl_c_ends_everything(script):
     assert process.returncode in (-signal.SIGINT, 130)
 
 
-@on_xla
-@pytest.mark.slow
-def test_a_script_that_asks_for_a_tpu_is_told_that_it_has_one(tmp_path):
-    script = written(
-        tmp_path,
-        "import torch_xla, torch_xla.core.xla_model as xm\n"
-        "def fn(index):\n"
-        "    print(xm.xla_device_hw(torch_xla.device()) + '\\n', end='')\n"
-        "if __name__ == '__main__':\n"
-        "    torch_xla.launch(fn)\n",
-    )
-    for options, said in (((), "CPU"), (("--as-tpu",), "TPU")):
-        status, printed = run(script, options=options)
-        assert (status, printed.split()) == (0, [said, said])
-
-
 # --- what scripts count on ----------------------------------------------------------
 
 
@@ -221,87 +210,83 @@ def outcomes(request, tmp_path_factory) -> dict[str, list[Any]]:
     return dict(zip(("draws", "logs", "collectives", "groups"), zip(*found)))
 
 
-def uses_collectives(rank: int, folder: str) -> dict[str, object]:
-    """Calls every collective of torch_xla, where it can with its default arguments."""
+def plain(value: Any) -> Any:
+    """Returns numbers for tensors, also for those in a list."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def uses_collectives(rank: int, folder: str) -> dict[str, tuple[Any, Any]]:
+    """Calls every collective of torch_xla, where it can with its default arguments.
+
+    Returns what each has given, and what it promises.
+    """
     import torch_xla.core.functions as xf
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
-    n, device = xr.world_size(), xm.xla_device()
+    n, device, ranks = xr.world_size(), xm.xla_device(), [0.0, 1.0, 2.0, 3.0]
+    own = [n * (2 * rank + i) + 6.0 for i in range(2)]
 
     def mine(*more: float) -> torch.Tensor:
         return torch.tensor([float(rank), *more], device=device)
 
-    found: dict[str, object] = {}
-    for kind in ("sum", "mul", "min", "max"):
-        found[kind] = xm.all_reduce(kind, mine(2.0)).tolist()
-    found["scaled"] = xm.all_reduce("sum", mine(), scale=0.5).tolist()
     halves = [list(range(0, n, 2)), list(range(1, n, 2))]
-    found["by halves"] = xm.all_reduce("sum", mine(), groups=halves).tolist()
-    in_place = [mine(), mine(1.0)]
-    xm.all_reduce("sum", in_place)
-    found["in place"] = [tensor.tolist() for tensor in in_place]
-    found["gathered"] = xm.all_gather(mine()).tolist()
-    found["gathered halves"] = xm.all_gather(mine(), groups=halves).tolist()
-    listed = xm.all_gather([mine(), mine(5.0)], pin_layout=False)
-    found["gathered list"] = [tensor.tolist() for tensor in listed]
-    wide = torch.arange(2.0 * n).to(device) + mine()
-    found["scattered"] = xm.reduce_scatter("sum", wide, 1.0, 0, n).tolist()
-    buckets = xm.reduce_scatter_bucketized("sum", [wide, wide], 1.0, 0, n)
-    found["scattered list"] = [tensor.tolist() for tensor in buckets]
-    found["exchanged"] = xm.all_to_all(
-        torch.arange(n).to(device) + 10 * mine(), 0, 0, n
-    ).tolist()
+    half = ranks[rank % 2 :: 2]
     ring = [[i, (i + 1) % n] for i in range(n)]
-    found["permuted"] = xm.collective_permute(mine(), ring).tolist()
-    sent = [mine()]
+    summed, sent, weight = [mine(), mine(1.0)], [mine()], torch.nn.Parameter(mine(1.0))
+    xm.all_reduce("sum", summed)
     xm.collective_broadcast(sent, root_ordinal=2)
-    found["broadcast"] = sent[0].tolist()
-    found["mesh"] = xm.mesh_reduce("mesh", {"rank": rank}, list)
-    payloads = xm.rendezvous("payloads", b"x" * rank)
-    found["payloads"] = [len(payload) for payload in payloads]
-    gathered = xf.all_gather(mine().requires_grad_(), dim=0)
-    found["differentiable"] = gathered.tolist()
-    weight = torch.nn.Parameter(mine(1.0))
     xm.broadcast_master_param(torch.nn.ParameterList([weight]))
-    found["of replica 0"] = weight.tolist()
-    path = f"{folder}/saved.pt"
-    xm.save({"sum": xm.all_reduce("sum", mine())}, path)
+    xm.save({"sum": xm.all_reduce("sum", mine())}, f"{folder}/saved.pt")
     xm.rendezvous("saved")
-    found["saved"] = torch.load(path)["sum"].tolist()
-    return found
+    wide = torch.arange(2.0 * n).to(device) + mine()
+    parts = torch.arange(n).to(device) + 10 * mine()
+    found: dict[str, tuple[Any, Any]] = {
+        "sum": (xm.all_reduce("sum", mine(2.0)), [6.0, 8.0]),
+        "mul": (xm.all_reduce("mul", mine(2.0)), [0.0, 16.0]),
+        "min": (xm.all_reduce("min", mine(2.0)), [0.0, 2.0]),
+        "max": (xm.all_reduce("max", mine(2.0)), [3.0, 2.0]),
+        "scaled": (xm.all_reduce("sum", mine(), scale=0.5), [3.0]),
+        "by halves": (xm.all_reduce("sum", mine(), groups=halves), [sum(half)]),
+        "in place": (summed, [[6.0], [6.0, 4.0]]),
+        "gathered": (xm.all_gather(mine()), ranks),
+        "gathered halves": (xm.all_gather(mine(), groups=halves), half),
+        "gathered list": (
+            xm.all_gather([mine(), mine(5.0)], pin_layout=False),
+            [ranks, [v for r in ranks for v in (r, 5.0)]],
+        ),
+        "scattered": (xm.reduce_scatter("sum", wide, 1.0, 0, n), own),
+        "scattered list": (
+            xm.reduce_scatter_bucketized("sum", [wide, wide], 1.0, 0, n),
+            [own, own],
+        ),
+        "exchanged": (xm.all_to_all(parts, 0, 0, n), [rank + 10 * r for r in ranks]),
+        "permuted": (xm.collective_permute(mine(), ring), [float((rank - 1) % n)]),
+        "broadcast": (sent, [[2.0]]),
+        "mesh": (
+            xm.mesh_reduce("mesh", {"rank": rank}, list),
+            [{"rank": r} for r in range(n)],
+        ),
+        "payloads": (
+            list(xm.rendezvous("payloads", b"x" * rank)),
+            [b"x" * r for r in range(n)],
+        ),
+        "differentiable": (xf.all_gather(mine().requires_grad_(), dim=0), ranks),
+        "of replica 0": (weight, [0.0, 1.0]),
+        "saved": (torch.load(f"{folder}/saved.pt")["sum"], [6.0]),
+    }
+    return {name: (plain(value), promise) for name, (value, promise) in found.items()}
 
 
 def test_collectives_give_what_they_promise(outcomes):
-    n, ranks = 4, [0.0, 1.0, 2.0, 3.0]
-    for rank, found in enumerate(outcomes["collectives"]):
-        half = [r for r in ranks if r % 2 == rank % 2]
-        own = [n * (2 * rank + i) + 6.0 for i in range(2)]
-        assert found == {
-            "sum": [6.0, 8.0],
-            "mul": [0.0, 16.0],
-            "min": [0.0, 2.0],
-            "max": [3.0, 2.0],
-            "scaled": [3.0],
-            "by halves": [sum(half)],
-            "in place": [[6.0], [6.0, 4.0]],
-            "gathered": ranks,
-            "gathered halves": half,
-            "gathered list": [ranks, [v for r in ranks for v in (r, 5.0)]],
-            "scattered": own,
-            "scattered list": [own, own],
-            "exchanged": [rank + 10 * r for r in ranks],
-            "permuted": [float((rank - 1) % n)],
-            "broadcast": [2.0],
-            "mesh": [{"rank": r} for r in range(n)],
-            "payloads": [0, 1, 2, 3],
-            "differentiable": ranks,
-            "of replica 0": [0.0, 1.0],
-            "saved": [6.0],
-        }
+    for outcome in outcomes["collectives"]:
+        for name, (found, promised) in outcome.items():
+            assert found == promised, name
 
 
-def groups() -> dict[str, object]:
+def groups() -> tuple[list[Any], list[torch.Tensor]]:
     """Calls torch.distributed with torch_xla's backend, and trains under DDP."""
     import torch.distributed as dist
     import torch_xla
@@ -309,21 +294,16 @@ def groups() -> dict[str, object]:
     import torch_xla.distributed.xla_backend
 
     dist.init_process_group("xla", init_method="xla://")
-    n, device = dist.get_world_size(), torch_xla.device()
+    n, rank, device = dist.get_world_size(), dist.get_rank(), torch_xla.device()
 
     def mine() -> torch.Tensor:
-        return torch.tensor([float(dist.get_rank())], device=device)
+        return torch.tensor([float(rank)], device=device)
 
-    found: dict[str, object] = {"rank": dist.get_rank()}
-    total = mine()
+    total, sent = mine(), mine()
     dist.all_reduce(total)
-    found["total"] = total.item()
     parts = [torch.zeros(1, device=device) for _ in range(n)]
     dist.all_gather(parts, mine())
-    found["parts"] = [part.item() for part in parts]
-    sent = mine()
     dist.broadcast(sent, src=1)
-    found["sent"] = sent.item()
     dist.new_group(list(range(n)))
     torch.manual_seed(3)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2).to(device))
@@ -333,38 +313,35 @@ def groups() -> dict[str, object]:
         model(torch.randn(4, 3).to(device) * mine()).square().mean().backward()
         optimizer.step()
         torch_xla.sync()
-    found["weight"] = xm.mesh_reduce("w", model.module.weight.detach().cpu(), list)
-    return found
+    weight = model.module.weight.detach().cpu()
+    return plain([rank, total, *parts, sent]), xm.mesh_reduce("w", weight, list)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_replicas_have_process_groups_of_their_own(outcomes):
-    for rank, found in enumerate(outcomes["groups"]):
-        weights = found.pop("weight")
+    for rank, (found, weights) in enumerate(outcomes["groups"]):
         assert all(torch.equal(weight, weights[0]) for weight in weights)
-        parts = [0.0, 1.0, 2.0, 3.0]
-        assert found == {"rank": rank, "total": 6.0, "parts": parts, "sent": 1.0}
+        assert found == [rank, [6.0], [0.0], [1.0], [2.0], [3.0], [1.0]]
 
 
 def draws(rank: int) -> list[object]:
     """Draws in every way, beside others that draw at other times."""
     time.sleep(random.Random(rank).random() / 10)
-    drawn: list[object] = [torch.rand(2).tolist()]
+    drawn: list[object] = [torch.rand(2)]
     torch.manual_seed(5)
     drawn.append(torch.initial_seed())
     for _ in range(20):
         time.sleep(random.Random(rank).random() / 500)
-        drawn.append(torch.randn(2).tolist())
-    drawn.append(torch.nn.Linear(2, 2).weight.tolist())
-    drawn.append(torch.nn.functional.dropout(torch.ones(8)).tolist())
-    drawn.append(torch.randperm(5).tolist())
+        drawn.append(torch.randn(2))
+    drawn.append(torch.nn.Linear(2, 2).weight)
+    drawn.append(torch.nn.functional.dropout(torch.ones(8)))
+    drawn.append(torch.randperm(5))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
-        drawn.append(torch.rand(1).item())
-    loader = torch.utils.data.DataLoader(torch.arange(6), shuffle=True)
-    drawn.append([batch.item() for batch in loader])
-    drawn.append(torch.empty(2).uniform_().tolist())
-    return drawn
+        drawn.append(torch.rand(1))
+    drawn += torch.utils.data.DataLoader(torch.arange(6), shuffle=True)
+    drawn.append(torch.empty(2).uniform_())
+    return plain(drawn)
 
 
 def test_every_replica_draws_what_a_process_would(outcomes):

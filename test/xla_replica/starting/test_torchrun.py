@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from support.scripts import python, written
 from support.xla_replica.replicas import of_torch_alone
@@ -49,12 +47,10 @@ def test_every_launch_of_every_restart_meets_its_own_peers(tmp_path, rendezvous)
     process while Python exits.
     """
     port = free_port()
-    place = {
-        "static": ("--master_port", port),
-        "c10d": ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"),
-    }[rendezvous]
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-                "--max_restarts", "1", *place)  # fmt: skip
+    place = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
+    place = ["--master_port", port] if rendezvous == "static" else place
+    torchrun = [each for each in LAUNCHER if each != "--standalone"]
+    torchrun += ["--max_restarts", "1", *place]
     done = python(written(tmp_path, RESTARTED), command=torchrun)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("TOTALS [3.0, 3.0, 3.0]") == 2

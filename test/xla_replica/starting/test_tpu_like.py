@@ -1,125 +1,77 @@
-"""What a TPU's host does, with the processes of its chips on XLA:CPU."""
+"""What processes do that torch_xla starts, as on a TPU's host, here on XLA:CPU."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
-import subprocess
 import sys
-import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.documents import ROOT
 from support.scripts import python, written
 from support.xla_replica import tpu_like
 from support.xla_replica.replicas import needs_xla, on_chips
-from support.xla_replica.stopping import all_end, processes
+from support.xla_replica.stopping import AS_A_TPU, ONE_OF_TWO_HOSTS, all_end
 from support.xla_replica.torchrun import LAUNCHER
 
 from xla_replica import LocalReplica
+from xla_replica.starting import xla
 from xla_replica.starting.lateness import HostProgress
 
 pytestmark = [needs_xla, pytest.mark.xla]
 
-SCRIPT = """
-import logging, os, signal, sys, time
-from pathlib import Path
-import torch
-import xla_replica
-
-def train(rank, folder, what):
-    replica = xla_replica.current()
-    xla_replica.catch_signals()
-    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
-    while len(list(Path(folder).glob("pid-*"))) < 2:
-        time.sleep(0.05)
-    if rank == 1 and what == "raises":
-        raise KeyError("the user's mistake")
-    if rank == 1 and what == "exits":
-        sys.exit(21)
-    if rank == 1 and what == "hangs":
-        time.sleep(3600)
-    replica.fetch([replica.all_gather(torch.ones(1, device=replica.device))])
-    time.sleep(3600)
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    timeout = 3 if sys.argv[2] == "hangs" else 300
-    xla_replica.launch(train, tuple(sys.argv[1:]), timeout=timeout)
-"""
 HOST = socket.gethostname()
-
-
-def start(folder: Path, what: str, **where: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, written(folder, SCRIPT), folder, what],
-        env=tpu_like.environment(folder=folder, **{"num_chips": 2, **where}),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def replicas_of(folder: Path) -> list[int]:
-    """Returns the processes of the replicas, as soon as both train."""
-    end = time.monotonic() + 120
-    while (
-        len(found := [p.read_text() for p in folder.glob("pid-*")]) < 2 or "" in found
-    ):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return list(map(int, found))
+FATE = """
+if rank == 1:
+    {}
+replica.fetch([replica.all_gather(torch.ones(1, device=replica.device))])
+time.sleep(3600)
+"""
+RAISES = FATE.format('raise KeyError("the mistake of a user")')
+HANGS, EXITS = FATE.format("time.sleep(3600)"), FATE.format("sys.exit(21)")
 
 
 @on_chips
 @pytest.mark.parametrize(
-    ("what", "status", "said"),
+    ("fate", "status", "said"),
     [
-        ("raises", 1, ["replica 1 raised KeyError", f"On host {HOST}", "user's mist"]),
-        ("hangs", 1, [
+        (RAISES, 1, ["replica 1 raised KeyError", f"On host {HOST}", "mistake of a"]),
+        (HANGS, 1, [
             f"replica 1 on host {HOST} did not come to what replica 0 on host {HOST} "
             "has waited for within 3 s",
             f"replicas [0, 1] are on host {HOST}; 0 is here",
         ]),
-        ("exits", 21, []),
+        (EXITS, 21, []),
     ],
+    ids=["raises", "hangs", "exits"],
 )  # fmt: skip
-def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, what, status, said):
+def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, fate, status, said):
     """torch_xla's launcher waits for its first process for ever."""
-    with start(tmp_path, what) as process:
-        replicas = replicas_of(tmp_path)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == status
+    run = AS_A_TPU.start(tmp_path, fate=fate, timeout=3 if fate == HANGS else 300)
+    children = run.children()
+    found, errors = run.ends()
+    assert found == status
     assert all(text in errors for text in said), errors
-    assert ("Traceback" in errors) == (what != "exits")
-    assert not processes().keys() & replicas
-
-
-@on_chips
-def test_no_replica_outlives_a_script_that_is_killed(tmp_path):
-    """It would hold the chips."""
-    with start(tmp_path, "waits") as process:
-        replicas = replicas_of(tmp_path)
-        process.kill()
-    all_end(replicas)
+    assert ("Traceback" in errors) == (status != 21)
+    all_end(children)
 
 
 @on_chips
 def test_hosts_of_a_slice_say_where_replica_0_is(tmp_path):
     """It need not be on the first; and each host ends by itself, with its reason."""
-    hosts = [
-        start(tmp_path, "raises", num_chips=1, host=n, num_hosts=2) for n in range(2)
-    ]
-    replicas = replicas_of(tmp_path)
-    hosts[0].wait(60)  # which has replica 1
-    hosts[1].send_signal(signal.SIGKILL)
-    said = [host.communicate()[1] for host in hosts]
-    assert f"replicas [1] are on host {HOST}; 0 is on another host" in said[0]
-    assert f"replicas [0] are on host {HOST}; 0 is here" in said[1]
-    assert "replica 1 raised KeyError" in said[0]
-    assert "KeyError" not in said[1]
-    all_end(replicas)
+    options = {"fate": RAISES, "timeout": 300, "waits": False, "num_hosts": 2}
+    hosts = [ONE_OF_TWO_HOSTS.start(tmp_path, host=n, **options) for n in range(2)]
+    hosts[0].wait_until_ready()
+    children = hosts[1].children()
+    _, of_first = hosts[0].ends()  # which has replica 1
+    hosts[1].process.kill()
+    _, of_second = hosts[1].ends()
+    assert f"replicas [1] are on host {HOST}; 0 is on another host" in of_first
+    assert f"replicas [0] are on host {HOST}; 0 is here" in of_second
+    assert "replica 1 raised KeyError" in of_first
+    assert "KeyError" not in of_second
+    all_end(children)
 
 
 ONE_CHIP = """
@@ -152,22 +104,10 @@ def test_one_chip_of_a_host_is_a_replica_alone(tmp_path, num_replicas, hosts, re
     assert refusal in done.stderr
     assert ("replica 0 of 1 on xla:0" in done.stdout) == (not refusal), done.stderr
     # What torch_xla and libtpu's documentation set, and no address of other chips.
-    for name, value in {
-        "TPU_VISIBLE_CHIPS": "0",
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
-        "TPU_PROCESS_BOUNDS": "1,1,1",
-    }.items():
-        assert (f"'{name}': '{value}'" in done.stdout) == (not refusal)
+    bounds = "'TPU_CHIPS_PER_PROCESS_BOUNDS': '1,1,1'", "'TPU_PROCESS_BOUNDS': '1,1,1'"
+    for variable in ("'TPU_VISIBLE_CHIPS': '0'", *bounds):
+        assert (variable in done.stdout) == (not refusal)
     assert "TPU_PROCESS_ADDRESSES" not in done.stdout
-
-
-class Clock:
-    """Stands for `time` in the module that watches."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize(
@@ -182,7 +122,7 @@ class Clock:
     ],
 )
 def test_who_is_late_is_named(waiting, returned, said, monkeypatch):
-    clock = Clock()
+    clock = SimpleNamespace(monotonic=lambda: 1000.0)
     monkeypatch.setattr("xla_replica.starting.lateness.time", clock)
     progress = HostProgress(3, timeout=5.0)
     for number in range(3):
@@ -193,7 +133,7 @@ def test_who_is_late_is_named(waiting, returned, said, monkeypatch):
         for number in waiting:
             waits.enter_context(progress.waiting(number))
         assert progress.late(returned) is None  # they have only begun
-        clock.now += 5.5
+        clock.monotonic = lambda: 1005.5
         error = progress.late(returned)
     assert (error is None) == (said is None)
     if error is not None:
@@ -209,6 +149,20 @@ def test_processes_of_torchrun_that_know_nothing_of_each_other_are_refused(tmp_p
     done = python(script, command=LAUNCHER, PJRT_DEVICE="CPU")
     assert done.returncode == 1
     assert "torchrun has started 2 processes, but torch_xla knows 1" in done.stderr
+
+
+def test_a_machine_without_any_device_of_google_has_no_tpu(tmp_path, monkeypatch):
+    """There torch_xla is not imported; elsewhere it knows which device is a TPU."""
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    monkeypatch.setitem(sys.modules, "torch_xla._internal", None)  # cannot be imported
+    monkeypatch.setattr(xla, "PCI_DEVICES", tmp_path)
+    for number, vendor in enumerate(("0x1af4", "0x8086")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
+    assert not xla.has_tpu()
+    (tmp_path / "1" / "vendor").write_text("0x1ae0\n")
+    with pytest.raises(ImportError):
+        xla.has_tpu()
 
 
 FINDS = """
@@ -231,17 +185,37 @@ assert changed["LIBTPU_INIT_ARGS"] == "--of_torch_xla", changed
 assert "PJRT_SELECT_DEFAULT_DEVICE" not in os.environ
 
 os.environ["PJRT_DEVICE"] = "CPU"
-import torch_xla.runtime, xla_replica
+import torch, torch.distributed, torch_xla.distributed.xla_backend, xla_replica
+
+def train(rank):
+    return str(xla_replica.current())
+
+torch.distributed.init_process_group("xla", init_method="xla://")
+print(xla_replica.current())
+print(*xla_replica.launch(train))
+try:
+    xla_replica.launch(train, num_replicas=2)
+except ValueError as error:
+    print(error)
+torch.distributed.destroy_process_group()
+
+import torch_xla.runtime
 torch_xla.runtime.use_spmd()
 xla_replica.current()
 """
 
 
-def test_looking_for_a_tpu_leaves_what_torch_xla_has_set_and_spmd_is_refused():
-    """One process does both, since importing torch_xla takes seconds."""
+def test_torch_xlas_variables_and_its_process_group_are_kept_and_spmd_is_refused():
+    """One process does all of it, since importing torch_xla takes seconds."""
     done = python("-c", FINDS)
     assert done.returncode == 1
     assert "this process uses SPMD" in done.stderr, done.stderr
+    assert done.stdout.splitlines() == [
+        "replica 0 of 1 on xla:0 (torch.distributed is initialised with xla)",
+        "replica 0 of 1 on xla:0 (a process of this job)",
+        "num_replicas=2, but the process group that this process has joined has 1: "
+        "leave num_replicas out",
+    ]
 
 
 SKIPPED = """
