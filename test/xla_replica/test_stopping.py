@@ -185,7 +185,7 @@ def test_a_plain_script_is_one_replica_and_can_catch_signals(monkeypatch):
     assert (done.returncode, done.stderr) == (0, "")
     place, thread = done.stdout.splitlines()
     assert "replica 0 of 1" in place
-    assert "nothing in this process listens for SIGINT, SIGTERM" in thread
+    assert "can begin to listen for SIGINT, SIGTERM" in thread
 
 
 # --- real signals to real scripts -----------------------------------------------------

@@ -227,7 +227,7 @@ def test_torch_tpus_processes_have_its_environment_and_are_not_forked(tmp_path):
         ("xla_replica.launch(draws_again, num_replicas=1)", [("tpu:0", True, True)]),
         (f"[os.environ.get(name) for name in {VARIABLES}]", [None, None]),
         ("xla_replica.launch(train, num_replicas=4)",
-         Says("ValueError: num_replicas=4 on 'tpu': this environment is for 2 proc")),
+         Says("ValueError: num_replicas=4 on 'tpu', but TORCH_TPU_SLICEBUILDER_AD")),
         ("xla_replica.launch(train, num_replicas=3)",
          "ValueError: num_replicas=3 on 'tpu': No TPU topology found for count: 3"),
     ]  # fmt: skip

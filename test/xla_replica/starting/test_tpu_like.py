@@ -94,7 +94,7 @@ if __name__ == "__main__":
         (1, 1, ""),
         (2, 1, "num_replicas=2, but there are 3 devices: leave num_replicas out to use "
          "all, or, on one host, pass 1"),
-        (1, 2, "num_replicas=1, but this slice has 2 hosts, and each would train a"),
+        (1, 2, "num_replicas=1, but this slice has 2 hosts: leave num_replicas out"),
     ],
 )  # fmt: skip
 def test_one_chip_of_a_host_is_a_replica_alone(tmp_path, num_replicas, hosts, refusal):
@@ -213,8 +213,7 @@ def test_torch_xlas_variables_and_its_process_group_are_kept_and_spmd_is_refused
     assert done.stdout.splitlines() == [
         "replica 0 of 1 on xla:0 (torch.distributed is initialised with xla)",
         "replica 0 of 1 on xla:0 (a process of this job)",
-        "num_replicas=2, but the process group that this process has joined has 1: "
-        "leave num_replicas out",
+        "num_replicas=2, but the group has 1",
     ]
 
 
