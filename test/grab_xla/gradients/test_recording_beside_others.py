@@ -7,7 +7,14 @@ import functools
 
 import pytest
 import torch
-from support.grab_xla.training import cross_entropies, mlp, samples, under_trace
+from support.grab_xla.training import (
+    balance,
+    cross_entropies,
+    mlp,
+    sampler_of,
+    samples,
+    under_trace,
+)
 from support.xla_replica.replicas import Backend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -52,9 +59,6 @@ class Loop:
         with self.context():
             return cross_entropies(model, x, y)
 
-    def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[rows], self.y[rows]
-
     def update(self) -> None:
         if self.beside == "clipping":
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
@@ -75,23 +79,17 @@ def test_others_see_the_gradients_of_an_ordinary_pass(beside, from_samples):
     They are equal up to rounding where ``.grad`` is made from gradients of samples.
     """
     recorded, plain = Loop(beside), Loop(beside)
-    samplers = [
-        GraBSampler(range(N), dict(each.model.named_parameters()), dtype=torch.float64)
-        for each in (recorded, plain)
-    ]
+    samplers = [sampler_of(each.model) for each in (recorded, plain)]
     orders = []
     for _ in range(EPOCHS):
         order = list(samplers[0])
         orders.append(order)
         assert list(samplers[1]) == order
         for rows in torch.tensor(order).split(BATCH):
-            with samplers[0].record(recorded.model):
-                losses = recorded.losses(
-                    recorded.model, recorded.x[rows], plain.y[rows]
-                )
-            samplers[0].backward(losses, from_samples=from_samples)
+            batch = plain.x[rows], plain.y[rows]
+            balance(samplers[0], recorded.model, recorded.losses, recorded.model,
+                    *batch, from_samples=from_samples)  # fmt: skip
             recorded.update()
-            batch = plain.batch(rows)
             # The hooks are those of `.grad`, which is not formed here.
             grads = psg.per_sample_grads(plain.model, plain.losses, batch)
             samplers[1].step(grads)
@@ -106,34 +104,24 @@ def test_others_see_the_gradients_of_an_ordinary_pass(beside, from_samples):
     if from_samples:  # the sequence of parameters is another
         seen = [sorted(each) for each in seen]
     close(*seen)
-    for one, other in zip(recorded.model.parameters(), plain.model.parameters()):
-        close(one, other)
+    close(*([*each.model.parameters()] for each in (recorded, plain)))
     if beside == "masks":
         assert 0.2 < float((recorded.model[0].weight == 0).double().mean()) < 0.9
 
 
 def trained(
-    called: nn.Module,
-    recorded: nn.Module,
-    named: nn.Module,
-    passes: int,
-    from_samples: bool = False,
-    **options,
+    called, recorded, named, passes: int, from_samples: bool = False, **options
 ) -> tuple[list, list]:
     """Returns orders and weights of training with some backward passes per update."""
-    dataset = TensorDataset(*samples())
-    grab = GraBSampler(
-        dataset, dict(named.named_parameters()), dtype=torch.float64, **options
-    )
+    dataset, grab = TensorDataset(*samples()), sampler_of(named, **options)
     parameters = list(called.parameters())
     optimizer = torch.optim.SGD(parameters, 0.1)
     num_samples = BATCH // (passes * xla_replica.current().num_replicas)
     orders = []
     for _ in range(EPOCHS):
         for number, batch in enumerate(DataLoader(dataset, num_samples, sampler=grab)):
-            with grab.record(recorded):
-                losses = cross_entropies(called, *batch)
-            grab.backward(losses, from_samples=from_samples)
+            balance(grab, recorded, cross_entropies, called, *batch,
+                    from_samples=from_samples)  # fmt: skip
             if (number + 1) % passes == 0:
                 for parameter in parameters:
                     parameter.grad /= passes
@@ -172,8 +160,7 @@ def test_ddp_orders_and_trains_as_one_process_does():
     for outcomes in Backend("cpu", 2).run(under_ddp):
         for (orders, values), expected in zip(outcomes, alone, strict=True):
             assert orders == expected[0]
-            for value, wanted in zip(values, expected[1]):
-                torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(values, expected[1], rtol=1e-9, atol=1e-12)
 
 
 def sharded(rank: int) -> list[str]:
@@ -205,26 +192,24 @@ def test_sharded_models_are_refused_at_construction():
             assert "leave these out (params=)" in message
 
 
-def clipped(rank: int, records: bool) -> tuple[list, list[float]]:
-    """Trains an elastic run with clipping and a noise meter, in recorded orders."""
-    model = mlp()
-    x, y = samples()
-    orders = iter(clipped(0, True)[0]) if not records else None
-    grab = GraBSampler(range(N), dict(model.named_parameters()), dtype=torch.float64)
-    order = grab if records else (lambda epoch, found=list(orders or ()): found[epoch])
+def clipped(order=None) -> tuple[list, list[float]]:
+    """Trains an elastic run with clipping and a noise meter, in recorded orders.
+
+    Returns them, and what is measured; given an order, it records nothing.
+    """
+    model, (x, y) = mlp(), samples()
+    grab = sampler_of(model)
     options = {"ref_batchsize": 8, "max_grad_norm": 0.2, "noise": True}
-    dealt, optimizer = under_trace(model, N, order, 0.1, "root", **options)
-    if records:
+    dealt, optimizer = under_trace(model, N, order or grab, 0.1, "root", **options)
+    if order is None:
         optimizer.attach(grab.after_update)
     found = []
     for epoch in range(EPOCHS):
         dealt.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for rows in dealt:
-            if records:
-                with grab.record(model):
-                    losses = cross_entropies(model, x[rows], y[rows])
-                grab.backward(losses)
+            if order is None:
+                balance(grab, model, cross_entropies, model, x[rows], y[rows])
             else:
                 cross_entropies(model, x[rows], y[rows]).mean().backward()
             optimizer.step()
@@ -234,4 +219,6 @@ def clipped(rank: int, records: bool) -> tuple[list, list[float]]:
 
 
 def test_the_elastic_wrapper_clips_and_measures_as_without_recording():
-    assert clipped(0, True)[1] == clipped(0, False)[1]
+    orders, measured = clipped()
+    assert len(set(map(tuple, orders))) == EPOCHS
+    assert clipped(orders.__getitem__)[1] == measured
