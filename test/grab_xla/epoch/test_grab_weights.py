@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 
 import numpy as np
@@ -95,12 +96,18 @@ def test_weights_that_are_none_are_named(weights, told):
 
 
 N, EPOCHS, LR = 24, 5, 0.3
-RULES = {"root": lambda ratio: ratio**0.5, "constant": lambda ratio: 1.0}
+# What gradients are multiplied by in an update of some samples.
+RULES = {
+    "root": lambda size: LR * (size / REFERENCE) ** 0.5 / size,
+    "constant": lambda size: LR / size,
+}
 
 
-def recomputed(rule: str) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Returns orders and weights of a loop that knows no elastic training."""
-    model, (x, y) = training.mlp(), samples()
+def recomputed(model: nn.Module, losses_of, weight_of) -> tuple[list, list]:
+    """Returns orders and weights of a loop that knows no elastic training.
+
+    ``losses_of(model, samples)`` have the gradients; ``weight_of`` is as in `RULES`.
+    """
     params = list(model.parameters())
     order = torch.randperm(N, generator=torch.Generator().manual_seed(42)).tolist()
     orders, centre, number = [], 0.0, 0
@@ -108,35 +115,37 @@ def recomputed(rule: str) -> tuple[list[list[int]], list[torch.Tensor]]:
         orders.append(order)
         rows, weights = [], []
         while len(rows) < N:
-            size = TRACE[number % len(TRACE)]
-            batch, number = order[len(rows) : len(rows) + size], number + 1
-            weight = LR * RULES[rule](size / REFERENCE) / size
-            for sample in batch:
-                [loss] = training.cross_entropies(model, x[[sample]], y[[sample]])
-                grads = torch.autograd.grad(loss, params)
+            size, number = TRACE[number % len(TRACE)], number + 1
+            batch = order[len(rows) : len(rows) + size]
+            weights += [weight_of(size)] * len(batch)
+            for loss in losses_of(model, batch):
+                grads = torch.autograd.grad(loss, params, retain_graph=True)
                 rows.append(torch.cat([grad.flatten() for grad in grads]).numpy())
-                weights.append(weight)
-            step = torch.from_numpy(weight * sum(rows[-size:]))
+            step = torch.from_numpy(weights[-1] * sum(rows[-size:]))
             whole = nn.utils.parameters_to_vector(params).detach() - step
             nn.utils.vector_to_parameters(whole, params)
         gradients, factors = np.stack(rows), np.array(weights)
-        vectors = factors[:, None] * (gradients - centre)
+        order = balancing.mean(order, factors[:, None] * (gradients - centre), 0.0)
         centre = factors @ gradients / factors.sum()
-        order = balancing.mean(order, vectors, 0.0)
     return orders, [p.detach() for p in params]
 
 
 def trained(rank: int, rules: tuple[str, ...]) -> list[tuple]:
     options = {"lr": LR, "weights": "update"}
-    given = training.mlp, samples
     return [
-        training.elastic(*(make() for make in given), EPOCHS, rule, **options)
+        training.elastic(training.mlp(), samples(), EPOCHS, rule, **options)
         for rule in rules
     ]
 
 
+def entropies(model: nn.Module, batch: list[int]) -> torch.Tensor:
+    return training.cross_entropies(model, *(each[batch] for each in samples()))
+
+
 def recomputed_all(_: int, rules: tuple[str, ...]) -> list[tuple]:
-    return [(*recomputed(rule), None) for rule in rules]
+    return [
+        (*recomputed(training.mlp(), entropies, RULES[rule]), None) for rule in rules
+    ]
 
 
 @pytest.mark.parametrize(
@@ -172,48 +181,38 @@ def test_weights_go_on_in_a_restored_epoch():
     assert list(restored) == list(whole)
 
 
-def counting_tokens(reduction: str) -> tuple[list, list]:
-    """Returns orders where losses are sums over tokens, and the oracle's.
+def counting_tokens(reduction: str) -> tuple[tuple, tuple]:
+    """Returns orders and weights where losses are sums over tokens, and the oracle's.
 
     The linear rule counts tokens, so that all gradients weigh the same.
     """
     inputs, tokens = samples()[0], torch.arange(N) % 5 + 1
-    model = nn.Linear(6, 1, bias=False).double()
-    nn.init.ones_(model.weight)
-    grab = training.sampler_of(model, weights="update")
+
+    def losses_of(model: nn.Module, batch: list[int]) -> torch.Tensor:
+        return model(inputs[batch])[:, 0] ** 2 * tokens[batch]
+
+    model = nn.Linear(6, 1).double()
+    twin, grab = copy.deepcopy(model), training.sampler_of(model, weights="update")
     options = {"reduction": "sum", "ref_weight": 100}
     dealt, optimizer = training.under_trace(model, N, grab, LR, "linear", **options)
     optimizer.attach(grab.after_update)
-    weight, order, centre = np.ones(6), grab(0).tolist(), 0.0
-    orders, expected, number = [], [], 0
+    orders = []
     for epoch in range(EPOCHS):
         dealt.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for batch in dealt:
-            training.balance(
-                grab, model, lambda rows: model(inputs[rows])[:, 0] ** 2
-                * tokens[rows] / 2, batch, reduction=reduction,
-            )  # fmt: skip
+            training.balance(grab, model, losses_of, model, batch, reduction=reduction)
             optimizer.step(weight=tokens[batch].sum())
         orders.append(grab.order.tolist())
-        expected.append(order)
-        rows = []
-        while len(rows) < N:
-            size, number = TRACE[number % len(TRACE)], number + 1
-            batch = order[len(rows) : len(rows) + size]
-            x = inputs[batch].numpy()
-            rows += list((x @ weight * tokens[batch].numpy())[:, None] * x)
-            weight = weight - LR / 100 * sum(rows[-size:])
-        order = balancing.mean(order, np.stack(rows), centre)
-        centre = np.mean(rows, axis=0)
-    torch.testing.assert_close(model.weight.detach()[0], torch.from_numpy(weight))
-    return orders, expected
+    found = orders, [p.detach() for p in model.parameters()]
+    return found, recomputed(twin, losses_of, lambda size: LR / 100)
 
 
 def test_sums_over_tokens_are_balanced_as_the_linear_rule_weighs_them():
-    orders, expected = counting_tokens("sum")
+    (orders, weights), (expected, others) = counting_tokens("sum")
     assert orders == expected
     assert len(set(map(tuple, orders))) == EPOCHS
+    torch.testing.assert_close(weights, others)
 
 
 def test_the_mean_of_losses_where_the_optimizer_counts_tokens_is_an_error():
