@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -71,6 +72,7 @@ def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return losses_of(model, batch).mean()
 
 
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 ORACLES = {
     "mean": balancing.mean,
     "pair": lambda numbers, rows, centre: balancing.pair(numbers, rows),
@@ -87,9 +89,9 @@ def trained(
     make: Callable[[], nn.Module] = batch_norm_model,
     **options,
 ):
-    """Returns every epoch's samples, the oracle's, and the model.
+    """Returns every epoch's samples, and the oracle's, by materialised mean gradients.
 
-    The oracle orders groups by materialised mean gradients.
+    Asserts that ``.grad`` and statistics are those of an ordinary backward pass.
     """
     model = make()
     grab, params = grouped(model, balance, **options), dict(model.named_parameters())
@@ -103,12 +105,18 @@ def trained(
             twin = copy.deepcopy(model)  # whose statistics may change
             own = torch.autograd.grad(mean_loss(twin, batch), list(twin.parameters()))
             rows.append(torch.cat([grad.flatten() for grad in own]).numpy())
+            whole = [
+                grad if p.grad is None else p.grad + grad
+                for p, grad in zip(params.values(), own)
+            ]
             if how == "given":
                 mean_loss(model, batch).backward()
                 grab.step(dict(zip(params, own)), batch=False, indices=batch)
             else:
                 loss_of = mean_loss if how == "mean loss" else losses_of
                 training.balance(grab, model, loss_of, model, batch, indices=batch)
+            assert_equal([p.grad for p in params.values()], whole)
+            assert_equal(model.state_dict(), twin.state_dict())
             if (number + 1) % accumulated == 0:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -120,16 +128,25 @@ def trained(
         following = ORACLES[balance](list(range(len(groups))), rows, centre)
         centre, groups = rows.mean(0), [groups[i] for i in following]
     assert len({tuple(order) for order in orders}) > 2
-    return orders, expected, model
+    return orders, expected
 
 
 @pytest.mark.parametrize("how", ["recorded", "mean loss", "given"])
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("balance", ["mean", "pair", "recursive-pair"])
-def test_groups_are_ordered_by_their_materialised_gradients(balance, accumulated, how):
+def test_groups_are_ordered_by_gradients_of_ordinary_passes(balance, accumulated, how):
     options = {"batch_size": 2} if balance == "recursive-pair" else {}
-    orders, expected, _ = trained(balance, accumulated, how, **options)
+    orders, expected = trained(balance, accumulated, how, **options)
     assert orders == expected
+
+
+def test_projected_groups_are_those_of_their_gradients():
+    options = {"random_projection": "jl", "pi_eps": 0.9}
+    recorded, given, exact = (
+        trained("mean", how=how, **more)[0]
+        for how, more in (("recorded", options), ("given", options), ("given", {}))
+    )
+    assert recorded == given != exact
 
 
 def test_a_recurrent_model_is_told_of_groups_which_order_it():
@@ -137,21 +154,8 @@ def test_a_recurrent_model_is_told_of_groups_which_order_it():
     iter(grab := training.sampler_of(model, N))
     with pytest.raises(CoverageError, match=r'(?s)LSTM.*fidelity="group"'):
         step(grab, model, torch.arange(GROUP))
-    orders, expected, _ = trained("mean", make=Recurrent)
+    orders, expected = trained("mean", make=Recurrent)
     assert orders == expected
-
-
-def test_grad_is_that_of_an_ordinary_backward_pass():
-    orders, _, model = trained("mean", 3)
-    plain = batch_norm_model()
-    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
-    for order in orders:
-        for number, batch in enumerate(torch.tensor(order).split(GROUP)):
-            mean_loss(plain, batch).backward()
-            if (number + 1) % 3 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
 class Network(nn.Module):

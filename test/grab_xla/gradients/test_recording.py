@@ -227,6 +227,7 @@ def test_the_size_of_the_model_chooses_the_fidelity(size, options, fidelity):
     same = GraBSampler(range(N), {"weight": torch.zeros(size)}, **options)
     same.load_state_dict(grab.state_dict())
     list(grab)
+    grab.step({"weight": torch.randn(2, size)})
     if grab.projection is not None and size > 8:
         other = GraBSampler(range(N), {"weight": torch.zeros(size)}, fidelity="exact")
         with pytest.raises(ValueError, match="the state of another sampler"):
