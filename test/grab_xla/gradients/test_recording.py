@@ -72,46 +72,14 @@ def options_of(name: str, model: nn.Module) -> dict[str, object]:
 
 
 @functools.cache
-def trained(name: str, balance: str, how: str, backwards: bool = False, **options):
+def trained(name: str, balance: str, how: str, **options) -> tuple[list, list]:
     """Returns every epoch's order, and the weights; ``how`` gradients are made."""
     torch.manual_seed(0)
-    model = MODELS[name]().double()
-    (x, y), captured = samples(name), options_of(name, model)
-    params = dict(model.named_parameters())
-    if backwards:  # another sequence than the model's
-        params = dict(reversed(params.items()))
-    kind = KINDS[balance]
-    options = {"dtype": torch.float64, **kind.options, **options}
-    grab = GraBSampler(range(N), params, kind.name, **options)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    orders = []
-    for _ in range(EPOCHS):
-        orders.append(list(grab))
-        for batch in torch.tensor(orders[-1]).split(BATCH):
-            optimizer.zero_grad()
-            data = x[batch], y[batch]
-            if how in ("recorded", "from samples"):
-                with grab.record(model, **captured):
-                    losses = losses_of(model, *data)
-                reuses = how == "from samples"
-                grab.backward(losses, indices=batch, from_samples=reuses)
-            else:
-                grads = psg.per_sample_grads(model, losses_of, data, **captured)
-                if how == "projected by hand":
-                    grads = {
-                        n: projected(grab.projection, n, g) for n, g in grads.items()
-                    }
-                grab.step(grads, indices=batch)
-                losses_of(model, *data).mean().backward()
-            optimizer.step()
+    model, kind = MODELS[name]().double(), KINDS[balance]
+    given = {"captured": options_of(name, model), **kind.options, **options}
+    given |= {"losses_of": losses_of, "size": BATCH, "epochs": EPOCHS}
+    orders = training.ordered(model, samples(name), how, kind.name, **given)
     return orders, [parameter.detach() for parameter in model.parameters()]
-
-
-def projected(projection: psg.Projection, name: str, gradients: torch.Tensor):
-    count = gradients[0].numel()
-    impulses = torch.eye(count, dtype=torch.float64).view(-1, *gradients.shape[1:])
-    places = projection.of(name, [psg.Dense(impulses)], 2**30)
-    return gradients.flatten(1) @ places
 
 
 def assert_same_training(one: tuple, other: tuple, rtol=0.0, atol=0.0) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-
 import pytest
 import torch
 from support.grab_xla.training import (
     balance,
     cross_entropies,
     mlp,
+    ordered,
     sampler_of,
     samples,
     under_trace,
@@ -28,85 +26,61 @@ from rigl_xla import RigLScheduler
 N, BATCH, EPOCHS = 24, 8, 4
 
 
-class Loop:
-    """A training loop with something that looks at ``.grad`` or changes it."""
+def beside(what: str, how: str) -> tuple[list, list, list[float]]:
+    """Trains with something that looks at ``.grad`` or changes it.
 
-    def __init__(self, beside: str) -> None:
-        dtype = torch.float32 if beside == "autocast" else torch.float64
-        self.beside = beside
-        self.model = mlp(dtype)
-        self.x, self.y = samples(N, dtype)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
-        self.seen: list[float] = []
-        if beside == "hooks":
-            for parameter in self.model.parameters():
-                parameter.register_post_accumulate_grad_hook(self._halve)
-        self.may_step = lambda: True
-        if beside == "masks":
-            self.may_step = RigLScheduler(
-                self.model, self.optimizer, dense_allocation=0.3, T_end=12, delta=3,
-                ignore_linear_layers=False, dense_first=False,
-            )  # fmt: skip
-        self.context = contextlib.nullcontext
-        if beside == "autocast":
-            self.context = lambda: torch.autocast("cpu", torch.bfloat16)
+    Returns orders, weights, and what has been seen.
+    """
+    dtype = torch.float32 if what == "autocast" else torch.float64
+    model, seen, pruner = mlp(dtype), [], None
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if what == "masks":
+        pruner = RigLScheduler(
+            model, optimizer, dense_allocation=0.3, T_end=12, delta=3,
+            ignore_linear_layers=False, dense_first=False,
+        )  # fmt: skip
 
-    def _halve(self, parameter: torch.Tensor) -> None:
-        self.seen.append(float(parameter.grad.sum()))
+    def halve(parameter: torch.Tensor) -> None:
+        seen.append(float(parameter.grad.sum()))
         parameter.grad *= 0.5
 
-    def losses(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor):
-        with self.context():
-            return cross_entropies(model, x, y)
+    for parameter in model.parameters() if what == "hooks" else ():
+        parameter.register_post_accumulate_grad_hook(halve)
 
-    def update(self) -> None:
-        if self.beside == "clipping":
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-            self.seen.append(float(norm))
-        if self.may_step():
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+    def losses_of(*given) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
+            return cross_entropies(*given)
 
+    def update() -> None:
+        if what == "clipping":
+            seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        if pruner is None or pruner():
+            optimizer.step()
 
-BESIDE = ("clipping", "hooks", "masks", "autocast")
+    options = {"losses_of": losses_of, "update": update, "epochs": EPOCHS}
+    orders = ordered(model, samples(N, dtype), how, size=BATCH, **options)
+    if what == "masks":
+        assert 0.2 < float((model[0].weight == 0).double().mean()) < 0.9
+    return orders, [p.detach() for p in model.parameters()], seen
 
 
 @pytest.mark.parametrize("from_samples", [False, True])
-@pytest.mark.parametrize("beside", BESIDE)
-def test_others_see_the_gradients_of_an_ordinary_pass(beside, from_samples):
+@pytest.mark.parametrize("what", ["clipping", "hooks", "masks", "autocast"])
+def test_others_see_the_gradients_of_an_ordinary_pass(what, from_samples):
     """Orders are those of gradients that were formed; weights are equal to the bit.
 
     They are equal up to rounding where ``.grad`` is made from gradients of samples.
     """
-    recorded, plain = Loop(beside), Loop(beside)
-    samplers = [sampler_of(each.model) for each in (recorded, plain)]
-    orders = []
-    for _ in range(EPOCHS):
-        order = list(samplers[0])
-        orders.append(order)
-        assert list(samplers[1]) == order
-        for rows in torch.tensor(order).split(BATCH):
-            batch = plain.x[rows], plain.y[rows]
-            balance(samplers[0], recorded.model, recorded.losses, recorded.model,
-                    *batch, from_samples=from_samples)  # fmt: skip
-            recorded.update()
-            # The hooks are those of `.grad`, which is not formed here.
-            grads = psg.per_sample_grads(plain.model, plain.losses, batch)
-            samplers[1].step(grads)
-            plain.losses(plain.model, *batch).mean().backward()
-            plain.update()
+    orders, *found = beside(what, "from samples" if from_samples else "recorded")
+    expected, *others = beside(what, "formed")
+    assert orders == expected
     assert len(set(map(tuple, orders))) == EPOCHS
     few = {"rtol": 0.0, "atol": 0.0}
     if from_samples:  # with autocast an ordinary pass rounds to bfloat16
-        few = {"rtol": 0.02, "atol": 1e-3} if beside == "autocast" else {}
-    close = functools.partial(torch.testing.assert_close, **few)
-    seen = [recorded.seen, plain.seen]
-    if from_samples:  # the sequence of parameters is another
-        seen = [sorted(each) for each in seen]
-    close(*seen)
-    close(*([*each.model.parameters()] for each in (recorded, plain)))
-    if beside == "masks":
-        assert 0.2 < float((recorded.model[0].weight == 0).double().mean()) < 0.9
+        few = {"rtol": 0.02, "atol": 1e-3} if what == "autocast" else {}
+        for each in (found, others):  # the sequence of parameters is another
+            each[1] = sorted(each[1])
+    torch.testing.assert_close(found, others, **few)
 
 
 def trained(

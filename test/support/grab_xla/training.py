@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import per_sample_grad as psg
 import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
@@ -63,6 +64,62 @@ def balance(
     with grab.record(model):
         losses = losses_of(*given)
     grab.backward(losses, **options)
+
+
+def ordered(
+    model: nn.Module,
+    data: Data,
+    how: str,
+    kind: str = "mean",
+    losses_of: Callable[..., torch.Tensor] = cross_entropies,
+    update: Callable[[], object] | None = None,
+    epochs: int = 3,
+    size: int = 4,
+    backwards: bool = False,
+    captured: Any = None,
+    **options: Any,
+) -> list[list[int]]:
+    """Trains a model in batches of a size; returns every epoch's order.
+
+    Args:
+        how: Gradients are "recorded", make ``.grad`` "from samples", are "formed", or
+            then "projected by hand".
+        update: What follows a backward pass. Default: a step of SGD.
+        backwards: Whether the sampler knows parameters in another sequence.
+        captured: Options of `GraBSampler.record`.
+    """
+    named, captured = list(model.named_parameters()), captured or {}
+    options = {"dtype": F64, **options}
+    params = dict(named[::-1] if backwards else named)
+    grab = GraBSampler(range(len(data[0])), params, kind, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    orders = []
+    for _ in range(epochs):
+        orders.append(list(grab))
+        for batch in torch.tensor(orders[-1]).split(size):
+            given = tuple(each[batch] for each in data)
+            if how in ("recorded", "from samples"):
+                with grab.record(model, **captured):
+                    losses = losses_of(model, *given)
+                passed = {"indices": batch, "from_samples": how == "from samples"}
+                grab.backward(losses, **passed)
+            else:
+                grads = psg.per_sample_grads(model, losses_of, given, **captured)
+                if how == "projected by hand":
+                    for name, rows in grads.items():
+                        grads[name] = projected(grab.projection, name, rows)
+                grab.step(grads, indices=batch)
+                losses_of(model, *given).mean().backward()
+            (update or optimizer.step)()
+            model.zero_grad()
+    return orders
+
+
+def projected(projection: Any, name: str, gradients: torch.Tensor) -> torch.Tensor:
+    """Returns a parameter's gradients times a matrix, made from those of impulses."""
+    impulses = torch.eye(gradients[0].numel(), dtype=F64)
+    impulses = impulses.view(-1, *gradients.shape[1:])
+    return gradients.flatten(1) @ projection.of(name, [psg.Dense(impulses)], 2**30)
 
 
 def under_trace(
