@@ -77,10 +77,7 @@ def ordered_otherwise(rank, how):
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [
-        ("seed", "disagree about the checksum of the first order"),
-        ("device", "device=meta"),
-    ],
+    [("seed", "disagree about the checksum of the first"), ("device", "device=meta")],
 )
 def test_replicas_that_cannot_agree_are_named(how, message):
     with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):

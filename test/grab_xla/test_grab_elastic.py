@@ -135,14 +135,15 @@ def test_pairs_that_minibatches_split_are_the_oracles(backend):
 
 def stepped_wrongly(rank: int, how: str) -> None:
     run = Training("mean", trace=[8], attaches=how != "not attached")
-    grads = ordering.as_dict(ordering.gradients(0)[:MINIBATCH])
+    rows = ordering.gradients(0)
+    grads = ordering.as_dict(rows[:MINIBATCH])
     for epoch in range(2):
         run.sampler.set_epoch(epoch)
         run.optimizer.set_epoch(epoch)
         for minibatch in run.sampler:
             run.model(torch.ones(len(minibatch), 3)).sum().backward()
             if how not in ("optimizer first", "never"):
-                run.grab.step({n: g[: len(minibatch)] for n, g in grads.items()})
+                run.grab.step(ordering.as_dict(rows[: len(minibatch)]))
             if how == "other samples":
                 run.grab.step(grads, indices=range(MINIBATCH))
             run.optimizer.step()
@@ -171,8 +172,7 @@ def test_misuse_is_named(num_replicas, how, message):
 
 def test_an_order_that_is_gone_is_not_given():
     grab = KINDS["mean"].sampler()
-    first = grab(3)
-    assert grab(3).tolist() == first.tolist()
+    assert grab(3).tolist() == grab(3).tolist()
     with pytest.raises(ValueError, match="gone"):
         grab(2)
 
@@ -194,15 +194,16 @@ def stopped_at(rank: int, name: str, folder, stop_at: int | None) -> list[list[i
     return [run.epoch(epoch) for epoch in range(run.sampler.epoch, EPOCHS)]
 
 
+ON_XLA = row("xla", 3, slow=True).marks
+
+
 @pytest.mark.parametrize("name", ["mean", "pair"])
 @pytest.mark.parametrize(
     ("first", "then"),
     [
         (Backend("cpu", 1), Backend("cpu", 2)),
         pytest.param(Backend("cpu", 3), Backend("cpu", 1), marks=of_torch_alone),
-        pytest.param(
-            Backend("xla", 3), Backend("cpu", 2), marks=row("xla", 3, True).marks
-        ),
+        pytest.param(Backend("xla", 3), Backend("cpu", 2), marks=ON_XLA),
     ],
     ids=["1 then 2", "3 then 1", "3 on XLA, then 2"],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -94,9 +92,7 @@ def test_an_eigenvector_that_is_noise_is_warned_about(n, d, dtype):
     assert sorted(order) == list(range(n))
     if d > n and dtype == F64:  # the null vector is constant
         assert order.tolist() == list(range(n))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        eigen_order(kernel, largest=True)
+    eigen_order(kernel, largest=True)
 
 
 def test_one_sample():

@@ -365,11 +365,6 @@ def test_a_group_that_is_not_finite_keeps_its_place():
     assert list(grab)[2 * GROUP : 3 * GROUP] == order[2 * GROUP : 3 * GROUP]
 
 
-def elastic() -> tuple[list, list, list]:
-    options = {"fidelity": "group", "group_size": GROUP, "seed": 3}
-    return training.elastic(training.mlp(), (X, Y), EPOCHS, **options)
-
-
 def dealt() -> tuple[list, list, list]:
     """Orders by gradients at the first weights: replicas do not sum gradients."""
     replica, model = xla_replica.current(), training.mlp()
@@ -389,7 +384,8 @@ def dealt() -> tuple[list, list, list]:
 
 
 def run_both(rank: int) -> list[tuple[list, list, list]]:
-    return [elastic(), dealt()]
+    options = {"fidelity": "group", "group_size": GROUP, "seed": 3}
+    return [training.elastic(training.mlp(), (X, Y), EPOCHS, **options), dealt()]
 
 
 @pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
