@@ -71,13 +71,7 @@ def test_an_abandoned_epoch_orders_what_was_seen():
 
 
 def test_names_and_arguments_of_grab_sampler_are_taken():
-    class BalanceType(enum.Enum):
-        PAIR_BALANCE = "pair"
-
-    class Projection(enum.Enum):
-        NONE = "none"
-
-    sections = []
+    sections, named = [], enum.Enum("Named", {"PAIR_BALANCE": "pair", "NONE": "none"})
 
     @contextlib.contextmanager
     def timer(name):
@@ -85,9 +79,9 @@ def test_names_and_arguments_of_grab_sampler_are_taken():
         yield
 
     sampler = GraBSampler(
-        range(N), {"w": torch.zeros(3)}, BalanceType.PAIR_BALANCE, "cpu", timer, True,
+        range(N), {"w": torch.zeros(3)}, named.PAIR_BALANCE, "cpu", timer, True,
         random_first_epoch=False, normalize_grads=True, pi_eps=0.1, seed=1,
-        random_projection=Projection.NONE, kron_order=2, prob_balance=False,
+        random_projection=named.NONE, kron_order=2, prob_balance=False,
         prob_balance_c=30, dtype=torch.float64, record_herding=True,
         stale_mean_herding=False, cuda_herding=False, record_norm=True,
     )  # fmt: skip
@@ -97,14 +91,12 @@ def test_names_and_arguments_of_grab_sampler_are_taken():
     rows = torch.randn(N, 3, dtype=torch.float64)
     for index in order:
         sampler.step({"w": rows[index]}, False)
-    unit = nn.functional.normalize(rows, dim=1)
-    expected = herding(unit)
+    expected = herding(nn.functional.normalize(rows, dim=1))
     assert sampler.sorter.herding == pytest.approx(float(expected.infinity))
     assert sampler.sorter.avg_grad_error == pytest.approx(float(expected.euclidean))
     assert sampler.sorter.grad_norms == pytest.approx([1.0] * N)
-    assert sampler.scalars().keys() == {
-        "herding", "avg_grad_error", "norm/mean", "norm/max",
-    }  # fmt: skip
+    told = {"herding", "avg_grad_error", "norm/mean", "norm/max"}
+    assert sampler.scalars().keys() == told
     following = list(sampler)
     assert sampler.orders_history == [order, following]
     assert sampler.sorter.herding == -np.inf

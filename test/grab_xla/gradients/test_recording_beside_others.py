@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.grab_xla.training import (
-    balance,
-    cross_entropies,
-    mlp,
-    ordered,
-    sampler_of,
-    samples,
-    under_trace,
-)
+from support.grab_xla import training
 from support.xla_replica.replicas import Backend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +24,7 @@ def beside(what: str, how: str) -> tuple[list, list, list[float]]:
     Returns orders, weights, and what has been seen.
     """
     dtype = torch.float32 if what == "autocast" else torch.float64
-    model, seen, pruner = mlp(dtype), [], None
+    model, seen, pruner = training.mlp(dtype), [], None
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     if what == "masks":
         pruner = RigLScheduler(
@@ -49,7 +41,7 @@ def beside(what: str, how: str) -> tuple[list, list, list[float]]:
 
     def losses_of(*given) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
-            return cross_entropies(*given)
+            return training.cross_entropies(*given)
 
     def update() -> None:
         if what == "clipping":
@@ -58,7 +50,9 @@ def beside(what: str, how: str) -> tuple[list, list, list[float]]:
             optimizer.step()
 
     options = {"losses_of": losses_of, "update": update, "epochs": EPOCHS}
-    orders = ordered(model, samples(N, dtype), how, size=BATCH, **options)
+    orders = training.ordered(
+        model, training.samples(N, dtype), how, size=BATCH, **options
+    )
     if what == "masks":
         assert 0.2 < float((model[0].weight == 0).double().mean()) < 0.9
     return orders, [p.detach() for p in model.parameters()], seen
@@ -87,14 +81,17 @@ def trained(
     called, recorded, named, passes: int, from_samples: bool = False, **options
 ) -> tuple[list, list]:
     """Returns orders and weights of training with some backward passes per update."""
-    dataset, grab = TensorDataset(*samples()), sampler_of(named, **options)
+    dataset, grab = (
+        TensorDataset(*training.samples()),
+        training.sampler_of(named, **options),
+    )
     parameters = list(called.parameters())
     optimizer = torch.optim.SGD(parameters, 0.1)
     num_samples = BATCH // (passes * xla_replica.current().num_replicas)
     orders = []
     for _ in range(EPOCHS):
         for number, batch in enumerate(DataLoader(dataset, num_samples, sampler=grab)):
-            balance(grab, recorded, cross_entropies, called, *batch,
+            training.balance(grab, recorded, training.cross_entropies, called, *batch,
                     from_samples=from_samples)  # fmt: skip
             if (number + 1) % passes == 0:
                 for parameter in parameters:
@@ -109,7 +106,7 @@ GROUPS = {"fidelity": "group", "group_size": BATCH // 2}
 
 
 def under_ddp(rank: int) -> list[tuple[list, list]]:
-    model = mlp()
+    model = training.mlp()
     wrapper = DistributedDataParallel(model)
     for recorded, named in ((model, wrapper), (wrapper, model)):
         with pytest.raises(ValueError, match="names and the model from one of the two"):
@@ -117,7 +114,7 @@ def under_ddp(rank: int) -> list[tuple[list, list]]:
     found = []
     for options in ({}, {"from_samples": True}, GROUPS):
         for place in (0, 1):
-            either = (model := mlp(), DistributedDataParallel(model))
+            either = (model := training.mlp(), DistributedDataParallel(model))
             named = either[place]
             found.append(trained(either[1], named, named, 1, **options))
     return found
@@ -127,7 +124,7 @@ def test_ddp_orders_and_trains_as_one_process_does():
     """The names are those of the model, or of the wrapper, but not of both."""
     alone = []
     for passes, options in ((1, {}), (1, {}), (2, GROUPS)):
-        model = mlp()
+        model = training.mlp()
         alone += [trained(model, model, model, passes, **options)] * 2
         assert len(set(map(tuple, alone[-1][0]))) > 2  # there are only six groups
     for outcomes in Backend("cpu", 2).run(under_ddp):
@@ -137,7 +134,7 @@ def test_ddp_orders_and_trains_as_one_process_does():
 
 
 def refused(rank: int) -> None:
-    model = mlp()
+    model = training.mlp()
     torch.distributed.fsdp.fully_shard(
         model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     )
@@ -151,7 +148,7 @@ def refused(rank: int) -> None:
     with pytest.raises(TypeError, match=says):
         psg.capture(model)
     with pytest.raises(TypeError, match=says):
-        psg.per_sample_grad_norms(model, cross_entropies, samples(4))
+        psg.per_sample_grad_norms(model, training.cross_entropies, training.samples(4))
 
 
 def test_sharded_models_are_refused_at_construction():
@@ -163,10 +160,12 @@ def clipped(order=None) -> tuple[list, list[float]]:
 
     Returns them, and what is measured; given an order, it records nothing.
     """
-    model, (x, y) = mlp(), samples()
-    grab = sampler_of(model)
+    model, (x, y) = training.mlp(), training.samples()
+    grab = training.sampler_of(model)
     options = {"ref_batchsize": 8, "max_grad_norm": 0.2, "noise": True}
-    dealt, optimizer = under_trace(model, N, order or grab, 0.1, "root", **options)
+    dealt, optimizer = training.under_trace(
+        model, N, order or grab, 0.1, "root", **options
+    )
     if order is None:
         optimizer.attach(grab.after_update)
     found = []
@@ -175,9 +174,11 @@ def clipped(order=None) -> tuple[list, list[float]]:
         optimizer.set_epoch(epoch)
         for rows in dealt:
             if order is None:
-                balance(grab, model, cross_entropies, model, x[rows], y[rows])
+                training.balance(
+                    grab, model, training.cross_entropies, model, x[rows], y[rows]
+                )
             else:
-                cross_entropies(model, x[rows], y[rows]).mean().backward()
+                training.cross_entropies(model, x[rows], y[rows]).mean().backward()
             optimizer.step()
         found.append(grab.order.tolist())
     values = [float(p.detach().sum()) for p in model.parameters()]
