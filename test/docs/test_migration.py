@@ -60,10 +60,8 @@ def accuracy(model, data: TensorDataset) -> float:
 
 def test_the_script_of_the_earlier_variable_batch_size(tmp_path, monkeypatch, classes):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "trace.csv").write_text(
-        "step,batchsize\n"
-        + "".join(f"{step}, {8 + step % 3 * 8}\n" for step in range(60))
-    )
+    rows = "".join(f"{step}, {8 + step % 3 * 8}\n" for step in range(60))
+    (tmp_path / "trace.csv").write_text(f"step,batchsize\n{rows}")
     model = nn.Sequential(small_model(), nn.LogSoftmax(1))
     flags = {"batch_size": 8, "lr": 0.1, "momentum": 0.9, "log_steps": 10}
     names = {"torch": torch, "optim": optim, "F": F, "model": model}
