@@ -51,12 +51,13 @@ MEANT = {
 }
 
 
-def names() -> dict[str, object]:
-    """Returns the variables of a script, some of them."""
+def names(trace=TRACE, num_replicas: int = 2) -> dict[str, object]:
+    """Returns the variables of a script, some of them, on the last replica."""
     sampler = vbs.CustomSampler(
-        range(256), TRACE, num_replicas=2, rank=1, verbose=False
-    )
-    sampler.set_epoch(EPOCH)
+        range(256), trace, num_replicas=num_replicas, rank=num_replicas - 1,
+        verbose=False,
+    )  # fmt: skip
+    sampler.set_epoch(EPOCH if num_replicas > 1 else 0)
     inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], 0.1, momentum=0.5)
     return {
         "vbs": vbs, "xla_replica": xla_replica, "np": np, "sampler": sampler,
@@ -80,12 +81,8 @@ def test_every_name_is_listed():
 @pytest.mark.parametrize("was", MEANT)
 def test_the_successor_means_the_same(was):
     [*_, code] = ROWS[was][:1] if was.startswith("all_reduce") else ROWS[was]
-    found = names()
-    if "ElasticOptimizer" in code:
-        # On one replica, with which the script's sampler has to agree.
-        found["sampler"] = vbs.CustomSampler(
-            range(256), TRACE, num_replicas=1, rank=0, verbose=False
-        )
+    # An optimizer is made on one replica, with which the sampler has to agree.
+    found = names(num_replicas=1 if "ElasticOptimizer" in code else 2)
     if was in ("optimizer.optimizer", "optimizer.substep_index"):
         assert hasattr(vbs.ElasticOptimizer, "step")
         return
@@ -96,17 +93,11 @@ def test_the_successor_means_the_same(was):
 
 def test_the_sum_of_minibatches_is_the_linear_rule_inside_the_buffer():
     """Gradients of ones in steps of 2 and 3 minibatches: the buffer gets 2 and 3."""
-    found = names()
-    sampler = vbs.CustomSampler(
-        range(256), [64, 96], num_replicas=1, rank=0, verbose=False
-    )
-    found["sampler"] = sampler
+    found = names([64, 96], num_replicas=1)
     code = ROWS["CustomOptimizer(inner, sampler, log_steps, 'sum')"][-1]
     optimizer = eval(code, found)
     [weight] = found["inner"].param_groups[0]["params"]
-    for _ in sampler:
+    for _ in found["sampler"]:
         weight.sum().backward()
         optimizer.step()
-    torch.testing.assert_close(
-        weight.detach(), torch.full((2,), -0.1 * (2 + (0.5 * 2 + 3)))
-    )
+    assert weight.tolist() == pytest.approx([-0.1 * (2 + (0.5 * 2 + 3))] * 2)

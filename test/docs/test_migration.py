@@ -12,43 +12,31 @@ from support.readers import check_trained, on_replicas, run_script_of_reader
 from support.xla_replica.replicas import HAS_XLA, needs_xla
 from support.xla_replica.torchrun import LAUNCHER
 from torch import nn, optim
+from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 FOLDER = "docs/migration"
 GRADIENTS = f"{FOLDER}/per_sample_gradients.md"
 
 
-def data_parallel() -> tuple[str, str]:
-    """Returns the script that a page begins with, and the one it leads to."""
-    [diff] = blocks(f"{FOLDER}/distributed_data_parallel.md", "diff")
-    return sides(diff)
-
-
-def torch_xla() -> tuple[str, str]:
-    [diff] = blocks(f"{FOLDER}/torch_xla.md", "diff")
-    return sides(diff)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
 def test_the_data_parallel_scripts_train(tmp_path, side):
-    script = data_parallel()[side]
-    check_trained(run_script_of_reader(script, tmp_path, *LAUNCHER[1:]), 2)
+    [diff] = blocks(f"{FOLDER}/distributed_data_parallel.md", "diff")
+    check_trained(run_script_of_reader(sides(diff)[side], tmp_path, *LAUNCHER[1:]), 2)
 
 
-@needs_xla
-@pytest.mark.xla
-@pytest.mark.slow
-def test_the_torch_xla_script_trains(tmp_path):
-    before, _ = torch_xla()
-    check_trained(run_script_of_reader(before, tmp_path), 1)
-
-
-def test_the_script_after_torch_xla_trains(tmp_path):
-    _, after = torch_xla()
-    num_replicas = 2 if HAS_XLA else 1
-    after = on_replicas(num_replicas, after)
-    check_trained(run_script_of_reader(after, tmp_path), num_replicas)
+@pytest.mark.parametrize(
+    "side",
+    [pytest.param(0, marks=[needs_xla, pytest.mark.xla, pytest.mark.slow]), 1],
+    ids=["before", "after"],
+)
+def test_the_torch_xla_scripts_train(tmp_path, side):
+    [diff] = blocks(f"{FOLDER}/torch_xla.md", "diff")
+    script = sides(diff)[side]
+    num_replicas = 2 if HAS_XLA and side else 1
+    script = on_replicas(num_replicas, script) if side else script
+    check_trained(run_script_of_reader(script, tmp_path), num_replicas)
 
 
 @pytest.fixture
@@ -60,37 +48,25 @@ def classes() -> TensorDataset:
     return TensorDataset(vectors, labels)
 
 
-def small_model(*, normalized: bool = False) -> nn.Sequential:
+def small_model() -> nn.Sequential:
     torch.manual_seed(0)
-    last = [nn.LogSoftmax(1)] if normalized else []
-    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4), *last)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def accuracy(model: nn.Module, data: TensorDataset) -> float:
+def accuracy(model, data: TensorDataset) -> float:
     vectors, labels = data.tensors
     return (model(vectors).argmax(1) == labels).double().mean().item()
 
 
 def test_the_script_of_the_earlier_variable_batch_size(tmp_path, monkeypatch, classes):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "trace.csv").write_text(
-        "step,batchsize\n"
-        + "".join(f"{step}, {8 + step % 3 * 8}\n" for step in range(60))
-    )
-    model = small_model(normalized=True)
-    flags = types.SimpleNamespace(
-        batch_size=8, lr=0.1, momentum=0.9, log_steps=10, num_epochs=8
-    )
-    names = {
-        "torch": torch,
-        "optim": optim,
-        "F": F,
-        "model": model,
-        "train_dataset": classes,
-        "flags": flags,
-        "WORLD_SIZE": 1,
-        "ORDINAL": 0,
-    }
+    rows = "".join(f"{step}, {8 + step % 3 * 8}\n" for step in range(60))
+    (tmp_path / "trace.csv").write_text(f"step,batchsize\n{rows}")
+    model = nn.Sequential(small_model(), nn.LogSoftmax(1))
+    flags = {"batch_size": 8, "lr": 0.1, "momentum": 0.9, "log_steps": 10}
+    names = {"torch": torch, "optim": optim, "F": F, "model": model}
+    names |= {"train_dataset": classes, "WORLD_SIZE": 1, "ORDINAL": 0}
+    names["flags"] = types.SimpleNamespace(num_epochs=8, **flags)
     [script] = blocks(f"{FOLDER}/earlier_variable_batch_size.md", "python")
     exec(script, names)
     assert accuracy(model, classes) > 0.9
@@ -101,10 +77,8 @@ def test_the_scripts_of_grab_sampler(classes):
     names = {"dataset": classes, "model": small_model()}
     names["loss_fn"] = nn.CrossEntropyLoss()
     exec(functional, names)
-    found = torch.func.functional_call(
-        names["model"], names["params"], (classes.tensors[0],)
-    )
-    assert (found.argmax(1) == classes.tensors[1]).double().mean() > 0.9
+    model, params = names["model"], names["params"]
+    assert accuracy(lambda x: functional_call(model, params, (x,)), classes) > 0.9
     ordered = names["sampler"].order
     names = {"dataset": classes, "model": small_model()}
     exec(ordinary, names)

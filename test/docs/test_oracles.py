@@ -7,10 +7,10 @@ import math
 import torch
 import torch.nn.functional as F
 from support.documents import block
+from support.grab_xla.training import balance, cross_entropies, sampler_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import grab_xla
 import per_sample_grad as psg
 import rigl_xla
 import variable_batch_size as vbs
@@ -36,9 +36,8 @@ def data(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.randint(3, (num_samples,), generator=generator)
 
 
-def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
-    for ours, theirs in zip(model.parameters(), other.parameters()):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+def assert_same(ours, theirs) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_an_elastic_loop():
@@ -60,7 +59,7 @@ def test_an_elastic_loop():
     for indices in sampler:
         F.cross_entropy(model(inputs[indices]), targets[indices]).backward()
         optimizer.step()
-    assert_same_weights(model, expected)
+    assert_same(model.state_dict(), expected.state_dict())
 
 
 def test_mean_balance():
@@ -68,23 +67,19 @@ def test_mean_balance():
     train_by_hand = last_of(code)
     dataset, num_epochs = TensorDataset(*data(40)), 4
     model, optimizer = model_and_optimizer()
-    sampler = grab_xla.GraBSampler(
-        dataset, dict(model.named_parameters()), dtype=torch.float64
-    )
+    sampler = sampler_of(model, len(dataset))
     orders = []
     for _ in range(num_epochs):
         orders.append(list(sampler))
         for sample in orders[-1]:
             x, y = dataset[sample : sample + 1]
             optimizer.zero_grad()
-            with sampler.record(model):
-                losses = F.cross_entropy(model(x), y, reduction="none")
-            sampler.backward(losses)
+            balance(sampler, model, cross_entropies, model, x, y)
             optimizer.step()
     expected, plain = model_and_optimizer()
     last = train_by_hand(expected, plain, dataset, orders[0], num_epochs)
     assert list(sampler) == last != orders[-1] != orders[0]
-    assert_same_weights(model, expected)
+    assert_same(model.state_dict(), expected.state_dict())
 
 
 def test_gradients_of_samples():
@@ -93,10 +88,10 @@ def test_gradients_of_samples():
     inputs, targets = data(6)
     model, _ = model_and_optimizer()
     with psg.capture(model) as recorded:
-        losses = F.cross_entropy(model(inputs), targets, reduction="none")
+        losses = cross_entropies(model, inputs, targets)
     expected = gradients_by_loop(model, losses)
     found = recorded.backward(losses).materialize()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert_same(found, expected)
 
 
 def test_a_topology_update():

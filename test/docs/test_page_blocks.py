@@ -17,7 +17,7 @@ from support.documents import ROOT, blocks, patched, read
 from support.page_blocks import Block, all_blocks
 from support.scripts import python
 
-BLOCKS = [each for each in all_blocks() if each.language in ("python", "sh")]
+ALL = all_blocks()
 LANGUAGES = {"python", "sh", "diff", "csv", "text", "yaml"}
 # Of modules that ask for blocks of pages: this one runs none of them, and that of the
 # wheel runs again what this one does.
@@ -70,7 +70,7 @@ def run_by(each: Block) -> list[str]:
     return named or [whole] * bool(whole and not each.reason)
 
 
-HERE = [each for each in BLOCKS if not each.reason and not run_by(each)]
+HERE = [each for each in ALL if not each.reason and not run_by(each)]
 PYTHON = [each.name for each in HERE if each.language == "python"]
 SHELL = {each.name: each.code for each in HERE if each.language == "sh"}
 
@@ -82,10 +82,9 @@ def test_what_a_module_asks_for_is_found():
         asked_for("def f(page): block(page, 'sh', 'x')")
 
 
-@pytest.mark.parametrize("page", sorted({each.page for each in all_blocks()}))
+@pytest.mark.parametrize("page", sorted({each.page for each in ALL}))
 def test_no_block_escapes(page):
-    text = read(page)
-    found = [each for each in all_blocks() if each.page == page]
+    text, found = read(page), [each for each in ALL if each.page == page]
     assert {each.language for each in found} <= LANGUAGES
     assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(found)
     excused = [each for each in found if each.reason]
@@ -153,15 +152,14 @@ def test_what_is_called_takes_the_words_of_a_command(name, folder, monkeypatch):
     for program, *arguments in commands(SHELL[name]):
         if program == "make":
             for word in arguments:
-                name, is_setting, _ = word.partition("=")
-                assert f"\n{name}{' ?=' if is_setting else ':'}" in makefile, word
+                target, is_setting, _ = word.partition("=")
+                assert f"\n{target}{' ?=' if is_setting else ':'}" in makefile, word
         elif program == "export":
             assert all(re.fullmatch(r"[A-Z_]+=\S+", word) for word in arguments)
         else:
+            assert Path(program).name in ("torchrun", "python"), program
             if program == "torchrun":
                 arguments = ["-m", "torch.distributed.run", *arguments]
-            else:
-                assert Path(program).name == "python", program
             monkeypatch.setattr(sys, "argv", arguments[arguments[0] == "-m" :])
             # What another test has imported would be run a second time.
             monkeypatch.delitem(sys.modules, f"{sys.argv[0]}.__main__", raising=False)

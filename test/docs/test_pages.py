@@ -71,9 +71,8 @@ def test_files_that_are_named_exist(page):
 
 @PAGES
 def test_names_that_are_public_exist(page):
-    for alias, name in re.findall(
-        rf"\b({'|'.join(MODULES)})\.([a-zA-Z_]+)", present(page)
-    ):
+    named = rf"\b({'|'.join(MODULES)})\.([a-zA-Z_]+)"
+    for alias, name in re.findall(named, present(page)):
         if name in ("py", "md", "pyi", "json"):
             continue
         module = importlib.import_module(MODULES[alias])
@@ -128,7 +127,5 @@ def test_a_gain_is_told_with_its_cost(page):
 
 def test_headings_become_anchors_as_on_github(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(
-        "# One: `a_b`\n## Two, or 3\n```\n# not a heading\n```\n## Two, or 3\n"
-    )
-    assert anchors(Path(page)) == {"one-a_b", "two-or-3", "two-or-3-1"}
+    page.write_text("# One: `a_b`\n## Two, 3\n```\n# not a heading\n```\n## Two, 3\n")
+    assert anchors(page) == {"one-a_b", "two-3", "two-3-1"}

@@ -26,21 +26,9 @@ def record(name: str) -> dict:
 
 def table(page: str, header: str) -> list[list[str]]:
     """Returns the cells of the rows below the header that begins with a text."""
-    lines = iter(read(page).splitlines())
-    assert any(line.startswith(header) for line in lines), header
-    next(lines)
-    rows = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    assert rows
-    return rows
-
-
-def training_cells() -> dict[tuple[str, int], dict]:
-    cells = record("bench_grab-training")["cells"]
-    return {(cell["model"], cell["batch"]): cell for cell in cells}
+    found = re.search(rf"(?m)^{re.escape(header)}.*\n.*\n((?:\|.*\n)+)", read(page))
+    rows = found.group(1).splitlines()
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 def check(row: str, shown: str, expected: float, digits: int) -> None:
@@ -64,43 +52,36 @@ def test_what_a_comparison_in_every_pass_costs():
         assert text in " ".join(read("docs/outside.md").split())
 
 
+def check_costs(model: str, batch: int, way: str, numbers: list[str], digits: int):
+    """Compares a row's times of balance types, and the memory of `mean`."""
+    cells = record("bench_grab-training")["cells"]
+    [cell] = [c for c in cells if (c["model"], c["batch"]) == (MODELS[model], batch)]
+    for balance_type, shown in zip(BALANCE_TYPES, numbers):
+        if shown:
+            check(way, shown, cell[f"{balance_type}, {way}"][0], digits)
+    check(way, numbers[4], cell[f"mean, {way}"][1], digits)
+
+
 def test_what_an_epoch_costs():
-    recorded, model = training_cells(), ""
+    model = ""
     for name, *numbers in table("docs/grab_xla.md", "| | `mean` | `pair` | `rec"):
-        [named] = [m for m in MODELS if name.startswith(m)] or [""]
-        model = MODELS.get(named, model)
-        way = name.split(", ", 1)[0] if not named else "exact"
+        named = [each for each in MODELS if name.startswith(each)]
+        [model], way = named or [model], "exact" if named else name.split(", ", 1)[0]
         way = "exact, from samples" if name.startswith("exact, from") else way
-        cell = recorded[model, 32]
-        for balance_type, shown in zip(BALANCE_TYPES, numbers):
-            if shown:
-                check(name, shown, cell[f"{balance_type}, {way}"][0], 1)
-        check(name, numbers[4], cell[f"mean, {way}"][1], 1)
+        check_costs(model, 32, way, numbers, 1)
 
 
 def test_what_a_training_step_costs():
     rows = table("docs/benchmarks/README.md", "| | mean | pair | recursive | rec")
-    recorded = training_cells()
     for name, *numbers in rows:
-        heading, way = name.split(": ", 1)
-        model, batch = heading.split(", ")
-        cell = recorded[MODELS[model], int(batch)]
-        for balance_type, shown in zip(BALANCE_TYPES, numbers):
-            if shown:
-                check(name, shown, cell[f"{balance_type}, {way}"][0], 2)
-        check(name, numbers[4], cell[f"mean, {way}"][1], 2)
+        model, batch, way = re.fullmatch(r"(.*?), (\d+): (.*)", name).groups()
+        check_costs(model, int(batch), way, numbers, 2)
 
 
-@pytest.mark.parametrize(
-    ("page", "header"),
-    [
-        ("docs/grab_xla_details.md", "| | grab-sampler 0.1.3 | grab_xla |"),
-        ("docs/benchmarks/README.md", "| | grab-sampler 0.1.3 | grab_xla |"),
-    ],
-)
-def test_what_a_balance_step_takes_of_memory(page, header):
+@pytest.mark.parametrize("page", ["grab_xla_details.md", "benchmarks/README.md"])
+def test_what_a_balance_step_takes_of_memory(page):
     cells = record("bench_grab-memory")["cells"]
-    rows = table(page, header)
+    rows = table(f"docs/{page}", "| | grab-sampler 0.1.3 | grab_xla |")
     assert len(rows) <= len(cells)
     for cell, (name, *numbers) in zip(cells, rows):
         assert name.strip("`").startswith(cell["type"]), name
@@ -135,15 +116,10 @@ def test_what_seesaw_saves():
     rows = table("docs/traces.md", "| learning rate and batch | updates")
     for way, (_, updates, train, test, accuracy) in zip(ways.values(), rows):
         assert int(updates) == way["updates"]["mean"]
-        for shown, key, digits in (
-            (train, "train_loss", 4),
-            (test, "test_loss", 3),
-            (accuracy.removesuffix(" %"), "accuracy", 1),
-        ):
-            mean, deviation = (
-                f"{way[key][k]:.{digits}f}" for k in ("mean", "deviation")
-            )
-            assert shown == f"{mean} ± {deviation}"
+        digits = {"train_loss": 4, "test_loss": 3, "accuracy": 1}
+        for shown, key in zip((train, test, accuracy.removesuffix(" %")), digits):
+            found = [f"{way[key][k]:.{digits[key]}f}" for k in ("mean", "deviation")]
+            assert shown == " ± ".join(found)
 
 
 def test_what_weights_in_the_balance_do():

@@ -72,12 +72,8 @@ def shown(address: str, folder: Path, *options: str) -> str:
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         skip("there is no Chromium: make browser")
-    done = subprocess.run(
-        [found, *OPTIONS, f"--user-data-dir={folder}", *options, address],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [found, *OPTIONS, f"--user-data-dir={folder}", *options, address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -10,11 +10,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from support.documents import ROOT, block, blocks, patched
-from support.scripts import environment, run_script
+from support.scripts import environment, run_script, words
 from support.xla_replica.replicas import of_torch_alone
 
 import variable_batch_size as vbs
@@ -24,32 +23,18 @@ pytest.importorskip("sklearn")
 PAGE = "docs/tutorial.md"
 EXAMPLE = ROOT / "examples" / "composed" / "elastic_order.py"
 EPOCHS = 4
-GLOO = ("--num-replicas", 3, "--device", "cpu")
 ALONE = ("--num-replicas", 1, "--device", "cpu")
 
 
-class Stages(NamedTuple):
-    """The complete script of each stage, and the second one with AdaScale."""
-
-    ordinary: str
-    elastic: str
-    adascale: str
-    resumable: str
-    ordered: str
-
-
-def stages() -> Stages:
+def stages() -> dict[str, str]:
+    """Returns the complete script of each stage, and the second one with AdaScale."""
     [ordinary] = blocks(PAGE, "python")
     to_elastic, to_adascale, to_resumable, to_ordered = blocks(PAGE, "diff")
     elastic = patched(ordinary, to_elastic)
-    resumable = patched(elastic, to_resumable)
-    return Stages(
-        ordinary,
-        elastic,
-        patched(elastic, to_adascale),
-        resumable,
-        patched(resumable, to_ordered),
-    )
+    found = {"ordinary": ordinary, "elastic": elastic}
+    found["adascale"] = patched(elastic, to_adascale)
+    found["resumable"] = patched(elastic, to_resumable)
+    return {**found, "ordered": patched(found["resumable"], to_ordered)}
 
 
 def write(folder: Path, stage: str) -> Path:
@@ -58,7 +43,7 @@ def write(folder: Path, stage: str) -> Path:
     script = folder / "train.py"
     # The reader has installed the packages; this checkout is not.
     path = f"import sys\n\nsys.path.insert(0, {str(ROOT)!r})\n"
-    script.write_text(path + getattr(stages(), stage))
+    script.write_text(path + stages()[stage])
     (folder / "trace.csv").write_text(block(PAGE, "csv", "step,batchsize"))
     return script
 
@@ -69,36 +54,27 @@ def accuracies(text: str) -> dict[int, float]:
     return {int(epoch): float(percent) for epoch, percent in found}
 
 
-def train(
-    folder: Path, stage: str, *arguments: object, epochs: int = EPOCHS
-) -> dict[int, float]:
-    """Runs a stage in a process of its own, as the reader does."""
-    script = write(folder, stage)
-    status, text = run_script(script, "--epochs", epochs, *arguments, cwd=folder)
+def train(folder: Path, stage: str) -> dict[int, float]:
+    """Runs a stage on three replicas in processes of their own, as the reader does."""
+    arguments = ("--epochs", EPOCHS, "--num-replicas", 3, "--device", "cpu")
+    status, text = run_script(write(folder, stage), *arguments, cwd=folder)
     assert status == 0, text
     return accuracies(text)
 
 
-def train_here(folder: Path, stage: str, **options) -> dict[int, float]:
-    """Runs a stage in this process, which starts faster."""
-    return accuracies(output_here(folder, stage, **options))
-
-
-def output_here(
-    folder: Path, stage: str, *, epochs: int = EPOCHS, where: tuple[object, ...] = ALONE
-) -> str:
-    """Returns what a stage prints that runs in this process."""
-    arguments = ["train.py", "--epochs", str(epochs), *map(str, where)]
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as output,
-    ):
-        script = write(folder, stage)
+def output_here(folder: Path, stage: str, epochs: int = EPOCHS, where=ALONE) -> str:
+    """Returns what a stage prints that runs in this process, which starts faster."""
+    script, output = write(folder, stage), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.chdir(folder)
         patch.setattr(sys, "path", sys.path.copy())
-        patch.setattr(sys, "argv", arguments)
+        patch.setattr(sys, "argv", words(["train.py", "--epochs", epochs, *where]))
         runpy.run_path(str(script), run_name="__main__")
     return output.getvalue()
+
+
+def train_here(*given, **options) -> dict[int, float]:
+    return accuracies(output_here(*given, **options))
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +90,10 @@ def test_the_ordinary_script_learns(tmp_path):
 
 
 @of_torch_alone
-def test_the_elastic_script_learns_the_same_on_several_replicas(
-    tmp_path, uninterrupted
-):
-    alone = uninterrupted
-    assert list(alone) == list(range(EPOCHS))
-    assert max(alone.values()) > 85
-    assert train(tmp_path, "elastic", *GLOO) == pytest.approx(alone, abs=1)
+def test_the_elastic_script_learns_on_several_replicas(tmp_path, uninterrupted):
+    assert list(uninterrupted) == list(range(EPOCHS))
+    assert max(uninterrupted.values()) > 85
+    assert train(tmp_path, "elastic") == pytest.approx(uninterrupted, abs=1)
 
 
 @pytest.mark.slow
@@ -152,7 +125,7 @@ def test_the_ordered_script_learns_and_continues_on_several_replicas(
     assert max(alone.values()) > 85
     assert alone != uninterrupted
     first = train_here(tmp_path, "ordered", epochs=2)
-    second = train(tmp_path, "ordered", *GLOO)
+    second = train(tmp_path, "ordered")
     assert list(second) == list(range(2, EPOCHS))
     assert first | second == pytest.approx(alone, abs=1)
 
@@ -167,11 +140,9 @@ def test_the_ordered_script_refuses_the_checkpoints_of_the_stage_before(tmp_path
 @pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_continues_where_it_was(tmp_path):
     script = write(tmp_path, "ordered")
-    command = [sys.executable, str(script), "--epochs", "1000", *map(str, ALONE)]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
+    command = words([sys.executable, script, "--epochs", 1000, *ALONE])
+    kept = {"cwd": tmp_path, "env": environment(), "text": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **kept) as process:
         for line in process.stdout:
             if line.startswith("epoch 1:"):
                 process.send_signal(signal.SIGTERM)
@@ -190,15 +161,10 @@ def test_a_run_that_is_asked_to_stop_continues_where_it_was(tmp_path):
 def test_the_last_stage_is_the_composed_example():
     [body, example] = (
         text[text.index("import argparse\n") :]
-        for text in (stages().ordered, EXAMPLE.read_text(encoding="utf-8"))
+        for text in (stages()["ordered"], EXAMPLE.read_text(encoding="utf-8"))
     )
-    lines = [
-        line
-        for line in example.splitlines(keepends=True)
-        if line not in ("import sys\n", "from pathlib import Path\n")
-        and not line.startswith("sys.path.insert(0, ")
-    ]
-    # The line that puts a bare checkout on the path has a blank line after it.
-    assert "".join(lines).replace("\n\n\nimport vari", "\n\nimport vari") == body
+    # What puts a bare checkout on the path, with a blank line.
+    own = r"(?m)^(import sys|from pathlib import Path|sys\.path\.insert\(0, .*\n)\n"
+    assert re.sub(own, "", example) == body
     trace = EXAMPLE.with_name("trace.csv").read_text(encoding="utf-8")
     assert trace == block(PAGE, "csv", "step,batchsize")

@@ -30,9 +30,8 @@ class Follower(kill_and_join.LiveRun):
 
 def test_the_script_trains_alone_and_its_run_is_drawn(tmp_path, capsys):
     alone = tmp_path / "alone"
-    status, said = run_script(
-        FOLDER / "train_digits.py", alone, "--epochs", 1, cwd=tmp_path
-    )
+    given = FOLDER / "train_digits.py", alone, "--epochs", 1
+    status, said = run_script(*given, cwd=tmp_path)
     assert status == 0, said
     run = Follower()
     updates = [u for line in said.splitlines(True) for u in run._read(line)]
@@ -53,9 +52,8 @@ def test_updates_are_shown_once_whatever_gloo_writes_between(capsys):
 
 @pytest.mark.slow
 def test_processes_die_and_join_and_the_weights_are_those_of_one(tmp_path):
-    status, said = run_script(
-        FOLDER / "kill_and_join.py", "--folder", "run", cwd=tmp_path
-    )
+    given = FOLDER / "kill_and_join.py", "--folder", "run"
+    status, said = run_script(*given, cwd=tmp_path)
     assert status == 0, said
     shown = dict(re.findall(r"^update +(\d+)   (.*)$", said, re.MULTILINE))
     assert list(shown) == [str(update) for update in range(149)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def saved(folder: Path) -> dict[str, Any]:
     return {"optimizer": state["optimizer"], **state["parts"]}
 
 
-def stopped(monkeypatch, folder: Path, step: int, *arguments: object) -> None:
+def stopped(folder: Path, step: int, *arguments: object) -> None:
     """Runs until it is asked to stop, as by SIGTERM, during update ``step``."""
     whole = rigl_imagenet.Monitor.__call__
 
@@ -54,25 +55,18 @@ def stopped(monkeypatch, folder: Path, step: int, *arguments: object) -> None:
         if update.step == step:
             xla_replica.request_stop("test")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(rigl_imagenet.Monitor, "__call__", asks)
-        with pytest.raises(xla_replica.Stopped):
-            run_here(folder, *arguments)
+    patched = mock.patch.object(rigl_imagenet.Monitor, "__call__", asks)
+    with patched, pytest.raises(xla_replica.Stopped):
+        run_here(folder, *arguments)
 
 
-def interrupted(monkeypatch, folder: Path, epoch: int, *arguments: object) -> None:
-    """Runs until it is killed at the beginning of ``epoch``."""
-    whole = rigl_imagenet.run_epoch
-
-    def breaks_off(number: int, *rest: Any) -> None:
-        if number == epoch:
-            raise MemoryError
-        whole(number, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rigl_imagenet, "run_epoch", breaks_off)
-        with pytest.raises(MemoryError):
-            run_here(folder, *arguments)
+def killed(folder: Path, *arguments: object) -> None:
+    """Runs until it is killed at the beginning of the second epoch."""
+    epoch = mock.Mock(wraps=rigl_imagenet.run_epoch)
+    epoch.side_effect = [mock.DEFAULT, MemoryError]
+    patched = mock.patch.object(rigl_imagenet, "run_epoch", epoch)
+    with patched, pytest.raises(MemoryError):
+        run_here(folder, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +78,7 @@ def interrupted(monkeypatch, folder: Path, epoch: int, *arguments: object) -> No
     ],
     ids=["rigl", "set with a trace"],
 )  # fmt: skip
-def test_it_learns_and_a_run_in_three_parts_is_one_run(
-    tmp_path, monkeypatch, capsys, arguments
-):
+def test_it_learns_and_a_run_in_three_parts_is_one_run(tmp_path, capsys, arguments):
     history = run_here(tmp_path / "whole", *arguments)
     assert [row["epoch"] for row in history] == [1, 2, 3, 4]
     assert history[-1]["train_loss"] < 0.8 * history[0]["train_loss"]
@@ -98,27 +90,15 @@ def test_it_learns_and_a_run_in_three_parts_is_one_run(
     (events,) = (tmp_path / "whole/log/train").glob("events.out.tfevents.*")
     for tag in (b"step/lr", b"rigl/exploration_rate", b"rigl/training_flops_ratio"):
         assert tag in events.read_bytes()
-    interrupted(monkeypatch, tmp_path / "parts", 1, *arguments)
-    with pytest.raises(
-        ValueError, match=r"another run: lr was 0\.\d+ and is 0\.2; spar"
-    ):
+    killed(tmp_path / "parts", *arguments)
+    told = r"another run: lr was 0\.\d+ and is 0\.2; spar"
+    with pytest.raises(ValueError, match=told):
         run_here(tmp_path / "parts", *arguments, "--lr", 0.2, "--sparsity", 0.9)
-    stopped(monkeypatch, tmp_path / "parts", 9, *arguments)  # within an epoch
+    stopped(tmp_path / "parts", 9, *arguments)  # within an epoch
     more = run_here(tmp_path / "parts", *arguments)
     assert_equal(without_times(more), without_times(history))
     assert_equal(saved(tmp_path / "parts"), saved(tmp_path / "whole"))
     assert "all sparse layers" in capsys.readouterr().out
-
-
-def assert_alike(folder: Path, other: Path) -> None:
-    """Asserts that runs are the same up to rounding."""
-    one, two = saved(folder)["monitor"], saved(other)["monitor"]
-    for row, expected in zip(one["rows"], two["rows"], strict=True):
-        assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=0.02)
-    one, two = saved(folder)["pruner"], saved(other)["pruner"]
-    assert one["step"] == two["step"]
-    for name, layer in one["layers"].items():
-        assert layer["num_active"] == two["layers"][name]["num_active"], name
 
 
 TRACE = ("--trace", "8,32,16", "--epochs", 2, "--label-smoothing", 0.2)
@@ -137,23 +117,34 @@ def test_replicas_do_what_one_does(tmp_path, device):
         SCRIPT, *line, "--num-replicas", 2, cwd=tmp_path / "two", timeout=600
     )
     assert status == 0, text
-    assert_alike(tmp_path / "two", tmp_path / "one")
+    two, one = (saved(tmp_path / folder) for folder in ("two", "one"))
+    for row, expected in zip(
+        two["monitor"]["rows"], one["monitor"]["rows"], strict=True
+    ):
+        assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=0.02)
+    two, one = two["pruner"], one["pruner"]
+    assert two["step"] == one["step"]
+    for name, layer in two["layers"].items():
+        assert layer["num_active"] == one["layers"][name]["num_active"], name
     assert "100%" in text  # the progress bar
     assert text.count("all sparse layers") == 1
 
 
-def test_torchvisions_models_and_folders_of_images(tmp_path):
+def save(file: Path, pixels: np.ndarray) -> None:
+    """Saves an image; skips the test where nothing can."""
     pytest.importorskip("torchvision")
     from PIL import Image
 
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.astype(np.uint8)).save(file)
+
+
+def test_torchvisions_models_and_folders_of_images(tmp_path):
     for part, number in (("train", 8), ("val", 3)):
         for label in ("cat", "dog"):
-            folder = tmp_path / "data" / part / label
-            folder.mkdir(parents=True)
             for index in range(number):
                 pixels = np.random.default_rng(index).integers(0, 256, (40, 56, 3))
-                image = Image.fromarray(pixels.astype(np.uint8))
-                image.save(folder / f"{index}.png")
+                save(tmp_path / "data" / part / label / f"{index}.png", pixels)
     arguments = ["--data", tmp_path / "data", "--model", "resnet18", "--image-size", 32,
                  "--batch-size", 8, "--minibatch-size", 8, "--epochs", 1, "--delta", 1,
                  "--distribution", "uniform", "--logdir", tmp_path / "log",
@@ -165,14 +156,9 @@ def test_torchvisions_models_and_folders_of_images(tmp_path):
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(tmp_path):
-    pytest.importorskip("torchvision")
-    from PIL import Image
-
-    folder = tmp_path / "only"
-    folder.mkdir()
-    ramp = np.arange(60 * 90 * 3).reshape(60, 90, 3) % 256
     for name in "ab":
-        Image.fromarray(ramp.astype(np.uint8)).save(folder / f"{name}.png")
+        ramp = np.arange(60 * 90 * 3).reshape(60, 90, 3) % 256
+        save(tmp_path / "only" / f"{name}.png", ramp)
 
     def image(seed: int | None, epoch: int, index: int = 0) -> torch.Tensor:
         data = imagenet_data.FolderImages(tmp_path, 24, seed)

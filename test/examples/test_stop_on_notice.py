@@ -81,17 +81,14 @@ def metadata() -> Iterator[Metadata]:
 
 
 def begin(metadata: Metadata, command: str = TRAINS) -> subprocess.Popen[str]:
+    own = {
+        "GCE_METADATA_HOST": f"127.0.0.1:{metadata.server_port}",
+        "http_proxy": "http://127.0.0.1:9",  # which metadata never pass
+    }
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, sys.executable, "-c", command],
-        env={
-            **os.environ,
-            "GCE_METADATA_HOST": f"127.0.0.1:{metadata.server_port}",
-            "http_proxy": "http://127.0.0.1:9",  # which metadata never pass
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, SCRIPT, sys.executable, "-c", command], text=True,
+        env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     if command is TRAINS:
         assert process.stdout.readline() == "trains\n"
         while set(metadata.asked) < set(metadata.entries):
@@ -100,13 +97,10 @@ def begin(metadata: Metadata, command: str = TRAINS) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("preempted", "TRUE"),
-        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"),
-    ],
-)
+NOTICES = {"preempted": "TRUE", "maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}
+
+
+@pytest.mark.parametrize(("name", "value"), NOTICES.items())
 def test_a_notice_stops_the_training(metadata, name, value):
     with begin(metadata) as process:
         metadata.announce(name, value)

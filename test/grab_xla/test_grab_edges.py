@@ -16,10 +16,9 @@ import xla_replica
 N = 24
 
 
-@pytest.mark.parametrize("stale_mean_herding", [False, True])
-def test_instruments_begin_anew_in_a_restored_sampler(stale_mean_herding):
-    options = {"record_norm": True, "record_herding": True}
-    options["stale_mean_herding"] = stale_mean_herding
+@pytest.mark.parametrize("stale", [False, True])
+def test_instruments_begin_anew_in_a_restored_sampler(stale):
+    options = {"record_norm": True, "record_herding": True, "stale_mean_herding": stale}
     sampler = KINDS["mean"].sampler(N, **options)
     ordering.take_steps(sampler, 0, list(sampler)[:8], N)
     state = sampler.state_dict()
@@ -47,8 +46,7 @@ def test_what_is_not_finite_is_not_herded():
 def test_a_bad_second_moment_changes_nothing():
     sampler, other = KINDS["adamean"].sampler(N), KINDS["adamean"].sampler(N)
     good = torch.full((13,), 4.0, dtype=torch.float64)
-    bad = good.clone()
-    bad[0], bad[1], bad[2] = np.nan, -1.0, np.inf
+    bad = torch.tensor([np.nan, -1.0, np.inf, *good[3:]], dtype=torch.float64)
     for each in (sampler, other):
         list(each)
         each.sorter.update_v(good)
@@ -60,37 +58,26 @@ def test_a_bad_second_moment_changes_nothing():
 
 
 def test_a_look_at_the_rest_of_a_restored_epoch_changes_nothing():
-    sampler = KINDS["mean"].sampler(N)
+    """Nor does another process."""
+    sampler, restored = KINDS["mean"].sampler(N), KINDS["mean"].sampler(N)
     order = list(sampler)
     ordering.take_steps(sampler, 0, order[:8], N)
-    restored = KINDS["mean"].sampler(N)
     restored.load_state_dict(sampler.state_dict())
     assert [list(restored) for _ in range(3)] == [order[8:]] * 3
-    ordering.take_steps(restored, 0, order[8:], N)
-    ordering.take_steps(sampler, 0, order[8:], N)
-    assert list(restored) == list(sampler)
-
-
-def test_a_sampler_and_its_state_travel():
-    sampler = KINDS["mean"].sampler(N)
-    ordering.take_steps(sampler, 0, list(sampler), N)
+    for each in (sampler, restored):
+        ordering.take_steps(each, 0, order[8:], N)
     copy = pickle.loads(pickle.dumps(sampler))
-    assert list(copy) == list(sampler)
+    assert list(restored) == list(sampler) == list(copy)
 
 
 def ordered_otherwise(rank, how):
-    options = {"seed": rank} if how == "seed" else {}
-    if how == "device":
-        options["device"] = "meta"
+    options = {"seed": rank} if how == "seed" else {"device": "meta"}
     KINDS["mean"].sampler(N, **options)
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [
-        ("seed", "disagree about the checksum of the first order"),
-        ("device", "device=meta"),
-    ],
+    [("seed", "disagree about the checksum of the first"), ("device", "device=meta")],
 )
 def test_replicas_that_cannot_agree_are_named(how, message):
     with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
@@ -104,27 +91,24 @@ def test_no_sample_at_all_and_only_one(balance_type):
         assert list(sampler) == [0]
         sampler.step(ordering.as_dict(torch.zeros(0, 13)))
         sampler.step(ordering.as_dict(torch.ones(1, 13)))
-    with pytest.raises(ValueError, match="data_source is empty"):
-        KINDS[balance_type].sampler(0)
 
 
 def left_in_the_middle(rank):
     """Runs one whole step, then half a step of the same epoch, then another epoch."""
     sampler = KINDS["mean"].sampler(N)
-    order, orders = sampler(0), []
+    order = sampler(0)
     grads = ordering.gradients(0, N)
     held = grads[order[4 * rank : 4 * rank + 4]].clone()
     sampler.step(ordering.as_dict(held))
     held.zero_()  # A loop may overwrite gradients after use.
     sampler.after_update(SimpleNamespace(epoch=0, batch_size=8, minibatch_size=4))
     sampler.step(ordering.as_dict(grads[order[8 + 4 * rank : 12 + 4 * rank]]))
-    orders.append(sampler(1).tolist())
-    return orders
+    return sampler(1).tolist()
 
 
 def test_an_epoch_left_in_the_middle_of_a_step_orders_what_was_updated():
     sampler = KINDS["mean"].sampler(N)
     order = sampler(0)
     sampler.step(ordering.as_dict(ordering.gradients(0, N)[order[:8]]))
-    expected = [sampler(1).tolist()]
+    expected = sampler(1).tolist()
     assert xla_replica.launch(left_in_the_middle, (), 2, "cpu") == [expected] * 2

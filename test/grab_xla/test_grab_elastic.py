@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -15,34 +14,26 @@ from torch import nn
 import variable_batch_size as vbs
 import xla_replica
 
+MINIBATCH, EPOCHS = 4, 5
 # Steps of 1 to 6 minibatches of 4: several substeps, and idle replicas.
-TRACE = [8, 4, 16, 12, 4, 24, 8, 20]
-NUM_SAMPLES, MINIBATCH, EPOCHS = 50, 4, 5
+EVEN = {
+    "dataset_size": 50, "minibatch_size": MINIBATCH,
+    "trace": [8, 4, 16, 12, 4, 24, 8, 20],
+}  # fmt: skip
+# Epochs of 16 minibatches of 3 samples: their ends split pairs and blocks.
+ODD = {"dataset_size": 48, "minibatch_size": 3, "trace": [9, 3, 15, 6, 12, 3]}
 NAMES = [*TIE_FREE, "rr"]  # whose steps are checked, and not balanced
 
 
 class Training:
     """A small model, its elastic optimizer, and the sampler that orders its samples."""
 
-    def __init__(
-        self,
-        name: str,
-        trace: Sequence[int] = TRACE,
-        num_samples: int = NUM_SAMPLES,
-        minibatch_size: int = MINIBATCH,
-        attaches: bool = True,
-        **options,
-    ) -> None:
+    def __init__(self, name: str, attaches: bool = True, **given) -> None:
+        given = EVEN | given
         self.replica = xla_replica.current()
-        self.grab = KINDS[name].sampler(num_samples, **options)
-        self.sampler = vbs.CustomSampler(
-            dataset_size=num_samples,
-            trace=trace,
-            minibatch_size=minibatch_size,
-            order=self.grab,
-            verbose=False,
-            on_end="cycle",
-        )
+        self.grab = KINDS[name].sampler(given["dataset_size"])
+        given |= {"order": self.grab, "verbose": False, "on_end": "cycle"}
+        self.sampler = vbs.CustomSampler(**given)
         self.model = nn.Linear(3, 1).to(self.replica.device)
         inner = torch.optim.SGD(self.model.parameters(), 0.01)
         self.optimizer = vbs.LinearRuleOptimizer(inner, self.sampler, ref_batchsize=8)
@@ -63,17 +54,12 @@ class Training:
         return self.grab.order.tolist()
 
 
-# Epochs of 16 minibatches of 3 samples: their ends split pairs and blocks.
-ODD = {"trace": [9, 3, 15, 6, 12, 3], "num_samples": 48, "minibatch_size": 3}
-
-
 def train(name: str, epochs: int = EPOCHS, saved=None, **options):
     """Returns the orders of all epochs, the accumulators, and every epoch's counts."""
     run = Training(name, **options)
-    first = 0
     if saved is not None:
         run.grab.load_state_dict(saved)
-        first = run.grab.epoch + 1
+    first = 0 if saved is None else run.grab.epoch + 1
     orders, costs = [], []
     for epoch in range(first, epochs):
         with xla_replica.count(run.replica) as counts:
@@ -83,23 +69,17 @@ def train(name: str, epochs: int = EPOCHS, saved=None, **options):
 
 
 def train_all(rank: int, saved) -> dict:
-    found = {}
-    for name in NAMES:
-        orders, state, costs = train(name)
-        resumed, _, _ = train(name, EPOCHS + 2, saved[name])
-        found[name] = orders, state, costs, resumed
-    return found
+    """Returns what `train` does, and the orders of two epochs after a saved state."""
+    return {
+        name: (*train(name), train(name, EPOCHS + 2, saved[name])[0]) for name in NAMES
+    }
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict:
-    found = {}
-    for name in NAMES:
-        orders, state, _ = train(name)
-        longer, _, _ = train(name, EPOCHS + 2)
-        assert longer[:EPOCHS] == orders
-        found[name] = orders, state, longer[EPOCHS:]
-    return found
+    return {
+        name: (*train(name)[:2], train(name, EPOCHS + 2)[0][EPOCHS:]) for name in NAMES
+    }
 
 
 @pytest.fixture(
@@ -123,21 +103,19 @@ def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
     for outcome in outcomes:
         received, their_state, costs, resumed = outcome[name]
         assert received == orders
-        for key, value in state["engine"]["state"].items():
-            theirs = their_state["engine"]["state"][key]
-            torch.testing.assert_close(theirs, value, rtol=1e-9, atol=1e-9)
+        both = (each["engine"]["state"] for each in (their_state, state))
+        torch.testing.assert_close(*both, rtol=1e-9, atol=1e-9)
         assert resumed == afterwards
         if backend.device == "xla":
-            assert [compilations for compilations, _ in costs[2:]] == [0] * 3
+            compilations, transfers = zip(*costs)
+            assert compilations[2:] == (0, 0, 0)
             # Every replica reads the placements once, when an epoch begins.
-            assert {transfers for _, transfers in costs} <= {0, backend.num_replicas}
+            assert {*transfers} <= {0, backend.num_replicas}
 
 
 def train_pairs(rank: int) -> dict:
-    return {name: train(name, **ODD) for name in PAIRS}
-
-
-PAIRS = ("pair", "coordinated pair", "recursive-pair")
+    pairs = ("pair", "coordinated pair", "recursive-pair")
+    return {name: train(name, **ODD) for name in pairs}
 
 
 @pytest.mark.parametrize(
@@ -158,14 +136,15 @@ def test_pairs_that_minibatches_split_are_the_oracles(backend):
 
 def stepped_wrongly(rank: int, how: str) -> None:
     run = Training("mean", trace=[8], attaches=how != "not attached")
-    grads = ordering.as_dict(ordering.gradients(0)[:MINIBATCH])
+    rows = ordering.gradients(0)
+    grads = ordering.as_dict(rows[:MINIBATCH])
     for epoch in range(2):
         run.sampler.set_epoch(epoch)
         run.optimizer.set_epoch(epoch)
         for minibatch in run.sampler:
             run.model(torch.ones(len(minibatch), 3)).sum().backward()
             if how not in ("optimizer first", "never"):
-                run.grab.step({n: g[: len(minibatch)] for n, g in grads.items()})
+                run.grab.step(ordering.as_dict(rows[: len(minibatch)]))
             if how == "other samples":
                 run.grab.step(grads, indices=range(MINIBATCH))
             run.optimizer.step()
@@ -194,8 +173,7 @@ def test_misuse_is_named(num_replicas, how, message):
 
 def test_an_order_that_is_gone_is_not_given():
     grab = KINDS["mean"].sampler()
-    first = grab(3)
-    assert grab(3).tolist() == first.tolist()
+    assert grab(3).tolist() == grab(3).tolist()
     with pytest.raises(ValueError, match="gone"):
         grab(2)
 
@@ -217,15 +195,16 @@ def stopped_at(rank: int, name: str, folder, stop_at: int | None) -> list[list[i
     return [run.epoch(epoch) for epoch in range(run.sampler.epoch, EPOCHS)]
 
 
+ON_XLA = row("xla", 3, slow=True).marks
+
+
 @pytest.mark.parametrize("name", ["mean", "pair"])
 @pytest.mark.parametrize(
     ("first", "then"),
     [
         (Backend("cpu", 1), Backend("cpu", 2)),
         pytest.param(Backend("cpu", 3), Backend("cpu", 1), marks=of_torch_alone),
-        pytest.param(
-            Backend("xla", 3), Backend("cpu", 2), marks=row("xla", 3, True).marks
-        ),
+        pytest.param(Backend("xla", 3), Backend("cpu", 2), marks=ON_XLA),
     ],
     ids=["1 then 2", "3 then 1", "3 on XLA, then 2"],
 )

@@ -61,9 +61,7 @@ def test_only_the_balance_is_above_the_precision_of_training(
         for name, programs in last_steps.items()
     }
     for name, counts in found.items():
-        expected = (
-            FORWARD_AND_BACK if name == "norms" else FORWARD_AND_BACK + OF_WEIGHTS
-        )
+        expected = FORWARD_AND_BACK + OF_WEIGHTS * (name != "norms")
         by_training = Counter((shapes, "default") for shapes in expected)
         assert counts & by_training == by_training, name
         above = {precision for _, precision in counts - by_training}

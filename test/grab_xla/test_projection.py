@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from support.grab_xla import ordering
-from torch import nn
-from torch.func import functional_call, grad, vmap
 
 import per_sample_grad as psg
 from grab_xla import GraBSampler
@@ -59,70 +54,3 @@ def test_a_projection_that_reduces_nothing_warns_with_the_numbers(kind):
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert sampler.projection.size == 50
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"random_projection": "jl-sparse"}, ValueError, "one of .*'jl_sparse'"),
-        ({"kron_order": 0}, ValueError, "kron_order must be an integer >= 1, got 0"),
-        ({"kron_order": 2.5}, TypeError, "kron_order must be an integer >= 1, got 2.5"),
-        ({"pi_eps": 1.0}, ValueError, "pi_eps must be a finite number > 0 and < 1"),
-        ({"pi_eps": math.nan}, ValueError, "pi_eps must be a finite number > 0 and"),
-        ({"fidelity": "exact"}, ValueError, "'jl' projections of them: leave out one"),
-    ],
-)
-def test_what_is_refused(change, error, message):
-    with pytest.raises(error, match=message):
-        GraBSampler(range(1000), PARAMETERS, **{"random_projection": "jl", **change})
-
-
-def test_projected_groups_are_those_of_their_gradients():
-    """The rows of `backward` and of a step with what a group added to ``.grad``."""
-    torch.manual_seed(0)
-    model, x = nn.Linear(300, 4), torch.randn(24, 300)
-    options = {"fidelity": "group", "group_size": 4, "random_projection": "jl"}
-    one, other = (
-        GraBSampler(range(24), dict(model.named_parameters()), pi_eps=0.5, **options)
-        for _ in range(2)
-    )
-    orders = []
-    for _ in range(3):
-        order = list(one)
-        assert list(other) == order
-        orders.append(tuple(order))
-        for batch in ordering.batches(order, 4):
-            model.zero_grad()
-            with one.record(model):
-                loss = model(x[batch]).square().mean()
-            one.backward(loss)
-            grads = {name: p.grad for name, p in model.named_parameters()}
-            other.step(grads, batch=False)
-    assert len(set(orders)) == 3
-
-
-@pytest.mark.parametrize("options", [{}, {"random_projection": "kron", "pi_eps": 0.9}])
-def test_the_loop_of_grab_sampler_runs_with_a_large_model(options):
-    """Above 2^20 parameters projections are balanced; the loop does not know."""
-    model = nn.Sequential(nn.Linear(1025, 1024), nn.Tanh(), nn.Linear(1024, 1))
-    x, params = torch.randn(6, 1025), dict(model.named_parameters())
-    assert sum(p.numel() for p in params.values()) > 2**20
-
-    def loss(params, x):
-        return functional_call(model, params, (x,)).square().sum()
-
-    sampler = GraBSampler(range(6), params, "mean", **options)
-    recorded = GraBSampler(range(6), params, "mean", **options)
-    assert sampler.fidelity == "projected"
-    orders = []
-    for _ in range(3):
-        order = list(sampler)
-        assert list(recorded) == order
-        orders.append(tuple(order))
-        for batch in ordering.batches(order, 3):
-            values = {name: value.detach() for name, value in params.items()}
-            sampler.step(vmap(grad(loss), (None, 0))(values, x[batch]))
-            with recorded.record(model):
-                losses = model(x[batch]).square().sum(1)
-            recorded.backward(losses)
-    assert len(set(orders)) > 1

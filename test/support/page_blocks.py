@@ -260,7 +260,7 @@ def main(file: Path, names: list[str]) -> None:
     importlib.import_module("torch._dynamo")  # which others import when needed
     exec(IMPORTS, {})
     raised, fork = {}, multiprocessing.get_context("fork")
-    for block in [block for block in all_blocks() if block.name in names]:
+    for block in filter(lambda block: block.name in names, all_blocks()):
         file.write_text("it has died")
         process = fork.Process(target=run_alone, args=(block, file))
         process.start()

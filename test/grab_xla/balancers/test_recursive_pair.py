@@ -11,21 +11,17 @@ from grab_xla.balancers.recursive_pair import RecursivePairBalance
 from grab_xla.balancing.decisions import TIES, Decisions
 
 
-def drawn(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns products with many ties, and thresholds."""
-    draw = torch.Generator().manual_seed(size)
-    products = torch.randint(-2, 3, (size, size - 1), generator=draw).double()
-    products[0] *= 1e300  # so large that no product with zero is formed of it
-    return products, torch.randint(-2, 3, (size, 9), generator=draw).double()
-
-
 @pytest.mark.parametrize("tie", TIES)
 @pytest.mark.parametrize("has_thresholds", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 32, 256])
 def test_a_block_is_sorted_as_by_an_oracle(size, has_thresholds, tie):
-    tree = RecursivePairBalance(batch_size=size)
-    products, thresholds = drawn(size)
+    draw = torch.Generator().manual_seed(size)  # many ties
+    products, thresholds = (
+        torch.randint(-2, 3, (size, n), generator=draw).double() for n in (size - 1, 9)
+    )
+    products[0] *= 1e300  # so large that no product with zero is formed of it
     given = thresholds if has_thresholds else None
+    tree = RecursivePairBalance(batch_size=size)
     signs, placements = tree._sort(products, given, Decisions(tie))
     expected = torch.zeros_like(signs)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import Kernels
 from support.xla_replica.replicas import needs_xla
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import xla_replica
 from grab_xla import GraBSampler
@@ -36,32 +36,24 @@ def one_by_one(vectors, total, limits, tie_positive):
 
 
 # Small integers: every inner product is exact, and ties are frequent.
-ROWS = st.integers(1, 12).flatmap(
-    lambda n: st.lists(
-        st.lists(st.integers(-3, 3), min_size=3, max_size=3), min_size=n, max_size=n
-    )
-)
+ROWS = st.lists(st.tuples(*[st.integers(-3, 3)] * 3), min_size=1, max_size=12)
 
 
 @settings(deadline=None)
 @given(ROWS, st.booleans(), st.booleans(), st.data())
 def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
     vectors = np.array(rows, dtype=np.float64)
-    bad = data.draw(st.sets(st.integers(0, len(rows) - 1), max_size=2))
-    for row in bad:
+    for row in data.draw(st.sets(st.integers(0, len(rows) - 1), max_size=2)):
         vectors[row, 1] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
     limits = np.zeros(len(rows))
     if walks:
         limits = np.array([data.draw(st.integers(-9, 9)) for _ in rows], float)
     start = np.array([1.0, -2.0, 0.5])
-    expected = one_by_one(vectors, start, limits, tie_positive)
-    tie = "positive" if tie_positive else "negative"
-    decide = Decisions(tie=tie)
-    z, a = torch.from_numpy(vectors), torch.from_numpy(start)
-    gram, products = decide.gram(z, a.unsqueeze(0))
+    decide = Decisions(tie="positive" if tie_positive else "negative")
+    gram, products = decide.gram(*map(torch.from_numpy, (vectors, start[None])))
     thresholds = torch.from_numpy(limits) if walks else None
     signs = decide.signs(products[:, 0], gram, finite_rows(gram), thresholds)
-    assert signs.tolist() == expected
+    assert signs.tolist() == one_by_one(vectors, start, limits, tie_positive)
 
 
 @pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
@@ -91,31 +83,20 @@ def test_groups_are_ordered_alike_without_the_compiled_loop(
     torch.testing.assert_close(*states)
 
 
-class Launches(TorchDispatchMode):
-    """Counts operations, which are kernels on a GPU."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("correlation", [0.0, 0.3])
 def test_a_gpu_stops_soon_after_signs_have_settled(correlation, monkeypatch):
     """It looks every 32 rounds, and a CPU after each."""
-    rows = 512
-    draw = torch.Generator().manual_seed(0)
+    rows, draw = 512, torch.Generator().manual_seed(0)
     z = torch.randn(rows, 600, generator=draw)
     z += correlation * torch.randn(600, generator=draw)
     gram, products = Decisions().gram(z, torch.zeros(1, 600))
     found, launches = [], []
     for kind in (DeviceTraits(), DeviceTraits(True)):
         monkeypatch.setattr(decisions, "traits", lambda _, kind=kind: kind)
-        with Launches() as counted:
+        with Kernels() as counted:
             signs = Decisions().signs(products[:, 0], gram, finite_rows(gram))
         found.append(signs)
-        launches.append(counted.number)
+        launches.append(counted.calls.total())
     gpu, cpu = launches
     assert torch.equal(*found)
     rounds = cpu / 5  # about: with a look at each

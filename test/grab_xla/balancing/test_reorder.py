@@ -37,12 +37,10 @@ def test_leaves_have_positives_then_negatives_reversed(
 
 def test_scores_sort_and_what_has_none_stays():
     scores = np.array([3.0, np.nan, 1.0, 2.0, 3.0])
-    assert reorder_by_score(ORDER, scores, False).tolist() == [
-        12, 11, 13, 10, 14, 15, 16,
-    ]  # fmt: skip
-    assert reorder_by_score(ORDER, scores, True).tolist() == [
-        10, 11, 14, 13, 12, 15, 16,
-    ]  # fmt: skip
+    ascending = reorder_by_score(ORDER, scores, False).tolist()
+    assert ascending == [12, 11, 13, 10, 14, 15, 16]
+    descending = reorder_by_score(ORDER, scores, True).tolist()
+    assert descending == [10, 11, 14, 13, 12, 15, 16]
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 30), st.booleans())
@@ -54,10 +52,7 @@ def test_replicas_are_dealt_equally_many_and_together_the_order(n, w, start, dro
     ]
     assert len({len(hand) for hand in hands}) == 1
     dealt = np.stack(hands, axis=1).reshape(-1)
-    end = hands and RoundRobinSharding(n, w, 0, drop).end(start)
+    end = RoundRobinSharding(n, w, 0, drop).end(start)
     assert dealt[: end - start].tolist() == order[start:end].tolist()
-    if drop:
-        assert n - end < w
-    else:
-        assert end == n
+    assert n - end < w if drop else end == n
     assert set(dealt.tolist()) <= set(range(n))

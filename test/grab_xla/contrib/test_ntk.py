@@ -35,8 +35,10 @@ def dataset() -> TensorDataset:
     return TensorDataset(inputs, torch.randint(0, 3, (SAMPLES,), generator=generator))
 
 
-def state(model: nn.Module) -> tuple[dict, dict]:
-    return dict(model.named_parameters()), dict(model.named_buffers())
+def given(model: nn.Module, data=None, loss_fn=cross_entropy) -> tuple:
+    """Returns the arguments of `per_sample_gradients` that have no default."""
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    return model, params, buffers, loss_fn, dataset() if data is None else data
 
 
 def gradients_by_autograd(model, loss_fn=cross_entropy, data=None) -> torch.Tensor:
@@ -48,18 +50,20 @@ def gradients_by_autograd(model, loss_fn=cross_entropy, data=None) -> torch.Tens
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("loss_fn", [cross_entropy, mse_loss])
 @pytest.mark.parametrize("batch_size", [1, 8, SAMPLES, 128])
-def test_gradients_are_those_of_autograd(batch_size):
-    model = mlp()
+def test_gradients_are_those_of_autograd(batch_size, loss_fn):
+    """Targets may be numbers of classes, or real numbers."""
+    model, data = mlp(), dataset()
+    if loss_fn is mse_loss:
+        data = TensorDataset(data.tensors[0], data.tensors[0][:, 0] / 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn = torch.random.get_rng_state()
-    found = per_sample_gradients(
-        model, *state(model), cross_entropy, dataset(), batch_size, F64
-    )
+    found = per_sample_gradients(*given(model, data, loss_fn), batch_size, F64)
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert not found.requires_grad
-    torch.testing.assert_close(found, gradients_by_autograd(model))
-    assert all(torch.equal(before[name], v) for name, v in model.state_dict().items())
+    torch.testing.assert_close(found, gradients_by_autograd(model, loss_fn, data))
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -70,33 +74,17 @@ def test_frozen_and_unused_parameters_have_columns_too():
     model[1].requires_grad_(False)
     model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=F64)))
     with torch.no_grad():
-        found = per_sample_gradients(
-            model, *state(model), cross_entropy, dataset(), 8, F64
-        )
+        found = per_sample_gradients(*given(model), 8, F64)
     unused = torch.zeros(SAMPLES, 3, dtype=F64)
     torch.testing.assert_close(found, torch.cat([unused, expected], 1))
 
 
 def test_a_dtype_is_that_of_the_whole_computation():
     """A bfloat16 model and float64 data in float32 are as exact as float32."""
-    model = mlp(torch.bfloat16)
-    wide = mlp(torch.bfloat16).double()
-    found = per_sample_gradients(model, *state(model), cross_entropy, dataset())
+    found = per_sample_gradients(*given(mlp(torch.bfloat16)))
     assert found.dtype == torch.float32
-    torch.testing.assert_close(
-        found.double(), gradients_by_autograd(wide), rtol=1e-3, atol=1e-5
-    )
-
-
-def test_targets_may_be_real_numbers():
-    model = mlp()
-    inputs, targets = dataset().tensors
-    data = TensorDataset(inputs, torch.stack([targets] * 3, 1).float())
-    found = per_sample_gradients(model, *state(model), mse_loss, data, dtype=F64)
-    expected = gradients_by_autograd(
-        model, lambda out, y: mse_loss(out, y.double()), data
-    )
-    torch.testing.assert_close(found, expected)
+    exact = gradients_by_autograd(mlp(torch.bfloat16).double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 20, ntk.CHUNK])
@@ -108,8 +96,7 @@ def test_the_kernel_is_that_of_autograd(centered, chunk, monkeypatch):
     if centered:
         features = features - features.mean(0)
     expected = torch.tensor([[float(a @ b) for b in features] for a in features])
-    given = (model, *state(model), cross_entropy, dataset(), 8, F64)
-    kernel = empirical_ntk(*given, centered=centered)
+    kernel = empirical_ntk(*given(model), 8, F64, centered=centered)
     assert torch.equal(kernel, kernel.T)
     torch.testing.assert_close(kernel, expected.double(), rtol=1e-6, atol=1e-7)
 
@@ -117,10 +104,10 @@ def test_the_kernel_is_that_of_autograd(centered, chunk, monkeypatch):
 @pytest.mark.filterwarnings("ignore:autograd's gradients of")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused_by_name(bad):
-    model, data = mlp(), dataset()
+    data = dataset()
     data.tensors[0][[3, 20], 0, 0] = bad
     with pytest.raises(ValueError, match=r"gradients must be finite.*\[3, 20\] of 21"):
-        empirical_ntk(model, *state(model), cross_entropy, data)
+        empirical_ntk(*given(mlp(), data))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +120,8 @@ def test_what_is_not_finite_is_refused_by_name(bad):
     ],
 )
 def test_datasets_that_are_refused(items, error, message):
-    model = mlp()
     with pytest.raises(error, match=message):
-        per_sample_gradients(model, *state(model), cross_entropy, items)
+        per_sample_gradients(*given(mlp(), items))
 
 
 def kernel_on_the_device(rank: int) -> tuple[torch.Tensor, dict, tuple[int, int]]:
@@ -143,15 +129,14 @@ def kernel_on_the_device(rank: int) -> tuple[torch.Tensor, dict, tuple[int, int]
     # Not BatchNorm, which torch_xla 2.9 does not differentiate in evaluation mode.
     model = mlp(torch.float32, nn.LayerNorm).to(replica.device)
     with xla_replica.count(replica) as count:
-        kernel = empirical_ntk(model, *state(model), cross_entropy, dataset(), 2)
+        kernel = empirical_ntk(*given(model), 2)
         found = replica.fetch([kernel])[0]
     return found, count.fallbacks, (count.compilations, count.transfers)
 
 
 @pytest.mark.parametrize("backend", ONE_XLA_BACKEND[:1])
 def test_a_compiled_backend_makes_the_same_kernel(backend):
-    model = mlp(norm=nn.LayerNorm)
-    expected = empirical_ntk(model, *state(model), cross_entropy, dataset(), dtype=F64)
+    expected = empirical_ntk(*given(mlp(norm=nn.LayerNorm)), dtype=F64)
     kernel, fallbacks, (compilations, transfers) = backend.run(kernel_on_the_device)[0]
     torch.testing.assert_close(kernel.double(), expected, rtol=1e-4, atol=1e-5)
     assert fallbacks == {}

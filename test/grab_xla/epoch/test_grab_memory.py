@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from support.documents import read
-from support.grab_xla import ordering
+from support.grab_xla import ordering, training
 from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
 
 import per_sample_grad
@@ -44,9 +44,8 @@ def peak_of_step(sampler: GraBSampler, grads: dict[str, torch.Tensor]) -> int:
 
 
 def sampler_of(name: str, **options) -> GraBSampler:
-    kind = KINDS[name]
-    options = {**kind.options, **options}
-    return GraBSampler(range(3 * BATCH), PARAMETERS, kind.name, **options)
+    kind, size = KINDS[name], 3 * BATCH
+    return GraBSampler(range(size), PARAMETERS, kind.name, **kind.options, **options)
 
 
 @pytest.mark.parametrize("tile_size", [None, 4])
@@ -58,12 +57,11 @@ def test_a_step_does_not_copy_its_gradients(name, tile_size):
     assert peak <= most * BATCH * NUM_BYTES
 
 
-@pytest.mark.parametrize("layout", ["bfloat16", "transposed"])
-def test_gradients_that_must_be_converted_are_not_copied_either(layout):
-    grads = gradients(torch.bfloat16 if layout == "bfloat16" else torch.float32)
-    if layout == "transposed":
-        grads["weight"] = grads["weight"].mT.contiguous().mT
-    assert peak_of_step(sampler_of("mean"), grads) <= 0.8 * BATCH * NUM_BYTES
+def test_gradients_that_must_be_converted_are_not_copied_either():
+    transposed = gradients()
+    transposed["weight"] = transposed["weight"].mT.contiguous().mT
+    for grads in (transposed, gradients(torch.bfloat16)):
+        assert peak_of_step(sampler_of("mean"), grads) <= 0.8 * BATCH * NUM_BYTES
 
 
 @pytest.mark.parametrize("name", ["mean", "batch"])
@@ -101,65 +99,57 @@ def test_an_epoch_begins_without_a_copy_of_the_accumulators():
     assert peak_memory(lambda: list(sampler)) <= 3 * NUM_BYTES
 
 
-def epochs_in_pieces(name: str, monkeypatch, numbers: int, **options):
-    """Returns orders and the last state, with so many numbers in a piece."""
+def in_pieces(name: str, monkeypatch, numbers: int, **options):
+    """Returns orders, scalars and the last state, with so many numbers in a piece."""
     monkeypatch.setattr(matrix, "PIECE_ON_HOST", numbers)
     sampler = KINDS[name].sampler(**options)
     orders = [ordering.run_epoch(sampler, epoch, 16 + epoch) for epoch in range(4)]
-    return orders, sampler.state_dict()["engine"]["state"], sampler.scalars()
+    return orders, sampler.scalars(), sampler.state_dict()["engine"]["state"]
+
+
+OPTIONS = {
+    "plain": {},
+    "drawn": {"prob_balance": True, "prob_balance_c": 3.0},
+    "measured": {"normalize_grads": True, "record_norm": True, "record_herding": True},
+}
 
 
 @pytest.mark.parametrize("tile_size", [None, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"prob_balance": True, "prob_balance_c": 3.0},
-        {"normalize_grads": True, "record_norm": True, "record_herding": True},
-    ],
-    ids=["plain", "drawn", "measured"],
-)
+@pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("name", BALANCING)
-def test_pieces_change_nothing(name, options, tile_size, monkeypatch):
+def test_pieces_change_nothing(name, how, tile_size, monkeypatch):
     """Bits are equal, but for the sums of means over a step's pieces."""
-    options = {**options, "tile_size": tile_size}
-    whole = epochs_in_pieces(name, monkeypatch, 10**6, **options)
+    options = {**OPTIONS[how], "tile_size": tile_size}
+    orders, scalars, state = in_pieces(name, monkeypatch, 10**6, **options)
+    few = 0.0 if name in INVARIANT else 1e-12
     for numbers in (1, 4 * ordering.NUM_PARAMETERS):
         monkeypatch.setattr(row_by_row, "_PIECE", 4)
-        pieces = epochs_in_pieces(name, monkeypatch, numbers, **options)
-        rounding = {} if name in INVARIANT else {"rtol": 1e-12, "atol": 1e-12}
-        for key, value in whole[1].items():
-            close = rounding or {"rtol": 0, "atol": 0}
-            torch.testing.assert_close(pieces[1][key], value, **close)
-        assert pieces[0] == whole[0]
-        assert pieces[2] == pytest.approx(whole[2])
+        pieces = in_pieces(name, monkeypatch, numbers, **options)
+        assert pieces[:2] == (orders, pytest.approx(scalars))
+        torch.testing.assert_close(pieces[2], state, rtol=few, atol=few)
 
 
 @pytest.mark.parametrize("name", ["mean", "recursive-pair", "ema"])
 def test_projecting_in_pieces_changes_rounding_only(name, monkeypatch):
     options = {"fidelity": "projected", "projection_size": 8}
-    whole = epochs_in_pieces(name, monkeypatch, 10**6, **options)
-    pieces = epochs_in_pieces(name, monkeypatch, 3 * 13, **options)
-    assert pieces[0] == whole[0]
-    for key, value in whole[1].items():
-        torch.testing.assert_close(pieces[1][key], value, rtol=1e-9, atol=1e-9)
+    orders, _, state = in_pieces(name, monkeypatch, 10**6, **options)
+    pieces = in_pieces(name, monkeypatch, 3 * 13, **options)
+    assert pieces[0] == orders
+    torch.testing.assert_close(pieces[2], state, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_state_has_the_vectors_that_the_pages_table_says(name):
-    rows = re.findall(r"^\| (`.+?) \|.*?\| `([^`]+)`[^`|]*\|[^|]*\|$",
-                      read("docs/grab_xla.md"), re.MULTILINE)  # fmt: skip
-    told = {
-        type_: held for types, held in rows for type_ in re.findall("`(.*?)`", types)
-    }
+    row = r"(?m)^\| (`.+?) \|.*?\| `([^`]+)`[^`|]*\|[^|]*\|$"
+    rows = re.findall(row, read("docs/grab_xla.md"))
+    told = {each: held for types, held in rows for each in re.findall("`(.*?)`", types)}
     assert told.keys() == BALANCE_TYPES.keys()
     sampler = KINDS[name].sampler(**({"tile_size": 3} if name in BALANCING else {}))
     most = 0
     for epoch in range(2):
         order = list(sampler)
-        rows = ordering.gradients(epoch)
         for batch in ordering.batches(order, 5):
-            sampler.step(ordering.as_dict(rows[batch]))
+            ordering.take_steps(sampler, epoch, batch, 5)
             state = sampler._balancer.state.values()
             most = max(most, sum(len(value) for value in state if value.dim() == 2))
     kind = KINDS[name]
@@ -172,20 +162,15 @@ def test_a_group_takes_one_row_more_than_training(monkeypatch):
     """No gradient is copied for ``.grad`` because the balance keeps it, too."""
     monkeypatch.setattr(row_by_row, "_PIECE", 2**10)  # of a model that is as small
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-    x, parameters = torch.randn(4, 300), dict(model.named_parameters())
-    sampler = GraBSampler(range(40), parameters, fidelity="group", group_size=4)
-    list(sampler)
+    x, options = torch.randn(4, 300), {"fidelity": "group", "dtype": torch.float32}
+    list(sampler := training.sampler_of(model, 40, group_size=4, **options))
 
-    def train() -> torch.Tensor:
+    def losses() -> torch.Tensor:
         model.zero_grad()
         return model(x).square().mean(1)
 
-    def balance() -> None:
-        with sampler.record(model):
-            losses = train()
-        sampler.backward(losses)
-
-    balance()
-    row = 4 * sum(value.numel() for value in parameters.values())
-    training = peak_memory(lambda: train().mean().backward())
-    assert peak_memory(balance) <= training + 1.05 * row
+    training.balance(sampler, model, losses)
+    row = 4 * sum(value.numel() for value in model.parameters())
+    alone = peak_memory(lambda: losses().mean().backward())
+    balanced = peak_memory(lambda: training.balance(sampler, model, losses))
+    assert balanced <= alone + 1.05 * row

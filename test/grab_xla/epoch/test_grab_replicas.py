@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +17,6 @@ NUM_SAMPLES, GLOBAL_BATCH = 50, 24
 EPOCHS, SAVED_AFTER = 6, 1  # saved in the middle of epoch 3
 
 
-class Outcome(NamedTuple):
-    """What a replica saw of a run, which must be the same on all replicas."""
-
-    orders: list[list[int]]
-    accumulators: dict[str, torch.Tensor]
-    resumed: list[list[int]]
-    state: dict[str, Any]
-
-
 def train(sampler, first: int, last: int, steps: int | None = None) -> list[list[int]]:
     """Returns the whole orders of the epochs; ``steps`` cuts the last one short."""
     replica = xla_replica.current()
@@ -34,48 +25,43 @@ def train(sampler, first: int, last: int, steps: int | None = None) -> list[list
     for epoch in range(first, last):
         cut = steps if epoch == last - 1 else None
         moment = torch.arange(1.0, 14.0) + epoch
-        scaled = sampler.balance_type == "adamean"
-        if scaled and epoch % 2:  # while the last epoch's last step is pending
+        order = None if epoch % 2 else list(sampler)
+        if sampler.balance_type == "adamean":  # the last epoch's last step may wait
             sampler.sorter.update_v(moment)
-        order = list(sampler)
-        if scaled and epoch % 2 == 0:
-            sampler.sorter.update_v(moment)
+        order = list(sampler) if order is None else order
         ordering.take_steps(sampler, epoch, order, own_batch, cut)
         orders.append(sampler.order.tolist())
     return orders
 
 
-def run(name: str, saved: dict[str, Any] | None, **options: Any) -> Outcome:
-    kind = KINDS[name]
-    sampler = kind.sampler(NUM_SAMPLES, **options)
+def run(name: str, saved: dict[str, Any] | None = None, **options: Any):
+    """Returns orders, accumulators, a resumed run's orders, and the state to resume."""
+    sampler, stopped, restored = (
+        KINDS[name].sampler(NUM_SAMPLES, **options) for _ in range(3)
+    )
     orders = train(sampler, 0, EPOCHS)
-    accumulators = sampler.state_dict()["engine"]["state"]
-    stopped = kind.sampler(NUM_SAMPLES, **options)
     train(stopped, 0, 4, SAVED_AFTER)
-    state = stopped.state_dict()
     resumed = []
     if saved is not None:
-        restored = kind.sampler(NUM_SAMPLES, **options)
         restored.load_state_dict(saved)
         resumed = train(restored, 3, 7)[1:]
-    return Outcome(orders, accumulators, resumed, state)
+    accumulators = sampler.state_dict()["engine"]["state"]
+    return orders, accumulators, resumed, stopped.state_dict()
 
 
-def run_all(
-    rank: int, saved: dict[str, Any], options: dict[str, Any]
-) -> dict[str, Outcome]:
+def run_all(rank: int, saved: dict[str, Any], options: dict[str, Any]) -> dict:
     return {name: run(name, state, **options) for name, state in saved.items()}
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Outcome]:
-    """The outcomes of one replica on the CPU, and what a resumed run must give."""
-    outcomes = {}
+def alone() -> dict[str, tuple]:
+    """What one replica on the CPU returns, and what a resumed run must give."""
+    found = {}
     for name in TIE_FREE:
-        outcome = run(name, None)
+        orders, accumulators, _, state = run(name)
         whole = train(KINDS[name].sampler(NUM_SAMPLES), 0, 7)
-        outcomes[name] = outcome._replace(resumed=whole[4:])
-    return outcomes
+        found[name] = orders, accumulators, whole[4:], state
+    return found
 
 
 # XLA compiles programs of a second for every kind and replica. By default it has a kind
@@ -83,9 +69,7 @@ def alone() -> dict[str, Outcome]:
 FEW = ["mean", "adamean", "coordinated pair", "recursive-pair", "batch", "norm"]
 
 
-def _case(
-    scheme: str, device: str, num_replicas: int, slow: bool = False, names=TIE_FREE
-):
+def _case(scheme: str, device: str, num_replicas: int, slow=False, names=TIE_FREE):
     marked = row(device, num_replicas, slow)
     case = (scheme, marked.values[0], names)
     few = "" if names is TIE_FREE else "-few"
@@ -109,7 +93,7 @@ def _case(
 )
 def together(request, alone):
     scheme, backend, names = request.param
-    saved = {name: alone[name].state for name in names}
+    saved = {name: alone[name][-1] for name in names}
     return backend.run(run_all, saved, {"scheme": scheme}, timeout=180)
 
 
@@ -118,14 +102,12 @@ def test_orders_and_accumulators_are_those_of_one_replica(together, alone, name)
     """Also of a run that one replica has saved, or several, and others go on with."""
     if name not in together[0]:
         pytest.skip("slow runs have it")
-    expected = alone[name]
+    orders, accumulators, resumed, _ = alone[name]
     for outcome in together:
-        assert outcome[name].orders == expected.orders
-        assert outcome[name].accumulators.keys() == expected.accumulators.keys()
-        for key, value in expected.accumulators.items():
-            received = outcome[name].accumulators[key]
-            torch.testing.assert_close(received, value, rtol=1e-9, atol=1e-9)
-        assert outcome[name].resumed == expected.resumed
+        found, theirs, gone_on, state = outcome[name]
+        assert found == orders
+        torch.testing.assert_close(theirs, accumulators, rtol=1e-9, atol=1e-9)
+        assert gone_on == resumed
     sampler = KINDS[name].sampler(NUM_SAMPLES)
-    sampler.load_state_dict(together[0][name].state)
-    assert train(sampler, 3, 7)[1:] == expected.resumed
+    sampler.load_state_dict(state)
+    assert train(sampler, 3, 7)[1:] == resumed

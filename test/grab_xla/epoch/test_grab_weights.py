@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from support.grab_xla import balancing, ordering
+from support.grab_xla import balancing, ordering, training
 from support.grab_xla.ordering import KINDS, NUM_SAMPLES
-from support.grab_xla.training import (
-    MINIBATCH,
-    REFERENCE,
-    TRACE,
-    cross_entropies,
-    elastic,
-    mlp,
-    samples,
-    under_trace,
-)
+from support.grab_xla.training import MINIBATCH, REFERENCE, TRACE, samples
 from support.xla_replica.replicas import row
 from torch import nn
 
 import variable_batch_size as vbs
-from grab_xla import GraBSampler
 
 
 def weights_of(epoch: int) -> np.ndarray:
@@ -36,21 +26,11 @@ def weights_of(epoch: int) -> np.ndarray:
 class Centre:
     """The weighted mean of the epoch before."""
 
-    def __init__(self) -> None:
-        self.mean = np.zeros(ordering.NUM_PARAMETERS)
+    mean = np.zeros(ordering.NUM_PARAMETERS)
 
     def deviations(self, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
         before, self.mean = self.mean, (weights @ rows) / weights.sum()
         return weights[:, None] * (rows - before)
-
-
-def expected(name, order, rows, weights, steps, centre: Centre) -> list[int]:
-    rows = np.sign(rows) if name == "sign" else rows
-    if "pair" in name:
-        vectors = weights[:, None] * rows
-    else:
-        vectors = centre.deviations(rows, weights)
-    return KINDS[name].oracle(order, vectors, 0.0, steps)
 
 
 @pytest.mark.parametrize("tile_size", [None, 3])
@@ -67,9 +47,12 @@ def test_weighted_orders_are_the_oracles(name, tile_size):
     unweighted = KINDS[name].sampler(tile_size=tile_size)
     assert orders != [ordering.run_epoch(unweighted, epoch, 6) for epoch in range(5)]
     for epoch, (order, following) in enumerate(pairwise(orders)):
-        rows = ordering.gradients(epoch)[order].numpy()
-        found = expected(name, order, rows, weights_of(epoch), steps, centre)
-        assert following == found, epoch
+        rows, weights = ordering.gradients(epoch)[order].numpy(), weights_of(epoch)
+        rows = np.sign(rows) if name == "sign" else rows
+        vectors = centre.deviations(rows, weights)
+        if "pair" in name:  # which needs no centre
+            vectors = weights[:, None] * rows
+        assert following == KINDS[name].oracle(order, vectors, 0.0, steps), epoch
 
 
 @pytest.mark.parametrize("stale", [False, True])
@@ -98,59 +81,71 @@ def test_equal_weights_of_any_size_change_no_order():
     assert all(each == orders[0] for each in orders)
 
 
-@pytest.mark.parametrize("wrong", [[1.0], [-1.0] * NUM_SAMPLES, [np.inf] * NUM_SAMPLES])
-def test_weights_that_are_none_are_named(wrong):
-    sampler = KINDS["mean"].sampler(weights=lambda epoch: wrong)
-    with pytest.raises(ValueError, match="must be 48 finite numbers of at least 0"):
-        iter(sampler)
-
-
-def test_options_that_cannot_be_are_named():
-    with pytest.raises(ValueError, match="weights must be one of 'equal', 'update'"):
-        KINDS["mean"].sampler(weights="mean")
-    with pytest.raises(ValueError, match="weights='update' needs an elastic sampler"):
-        iter(KINDS["mean"].sampler(weights="update"))
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        *((lambda epoch, wrong=wrong: wrong, "must be 48 finite numbers of at least 0")
+          for wrong in ([1.0], [-1.0] * NUM_SAMPLES, [np.inf] * NUM_SAMPLES)),
+        ("mean", "weights must be one of 'equal', 'update'"),
+        ("update", "weights='update' needs an elastic sampler"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_none_are_named(weights, told):
+    with pytest.raises(ValueError, match=told):
+        iter(KINDS["mean"].sampler(weights=weights))
 
 
 N, EPOCHS, LR = 24, 5, 0.3
-RULES = {"root": lambda ratio: ratio**0.5, "constant": lambda ratio: 1.0}
+# What gradients are multiplied by in an update of some samples.
+RULES = {
+    "root": lambda size: LR * (size / REFERENCE) ** 0.5 / size,
+    "constant": lambda size: LR / size,
+}
 
 
-def recomputed(rule: str) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Returns orders and weights of a loop that knows no elastic training."""
-    model = mlp()
+def recomputed(model: nn.Module, losses_of, weight_of) -> tuple[list, list]:
+    """Returns orders and weights of a loop that knows no elastic training.
+
+    ``losses_of(model, samples)`` have the gradients; ``weight_of`` is as in `RULES`.
+    """
     params = list(model.parameters())
-    x, y = samples()
     order = torch.randperm(N, generator=torch.Generator().manual_seed(42)).tolist()
     orders, centre, number = [], 0.0, 0
     for _ in range(EPOCHS):
         orders.append(order)
         rows, weights = [], []
         while len(rows) < N:
-            size = TRACE[number % len(TRACE)]
-            batch, number = order[len(rows) : len(rows) + size], number + 1
-            weight = LR * RULES[rule](size / REFERENCE) / size
-            for sample in batch:
-                loss = F.cross_entropy(model(x[[sample]]), y[[sample]])
-                grads = torch.autograd.grad(loss, params)
+            size, number = TRACE[number % len(TRACE)], number + 1
+            batch = order[len(rows) : len(rows) + size]
+            weights += [weight_of(size)] * len(batch)
+            for loss in losses_of(model, batch):
+                grads = torch.autograd.grad(loss, params, retain_graph=True)
                 rows.append(torch.cat([grad.flatten() for grad in grads]).numpy())
-                weights.append(weight)
-            step = weight * sum(rows[-size:])
-            with torch.no_grad():
-                for part, p in zip(
-                    torch.from_numpy(step).split([p.numel() for p in params]), params
-                ):
-                    p -= part.view_as(p)
+            step = torch.from_numpy(weights[-1] * sum(rows[-size:]))
+            whole = nn.utils.parameters_to_vector(params).detach() - step
+            nn.utils.vector_to_parameters(whole, params)
         gradients, factors = np.stack(rows), np.array(weights)
-        vectors = factors[:, None] * (gradients - centre)
+        order = balancing.mean(order, factors[:, None] * (gradients - centre), 0.0)
         centre = factors @ gradients / factors.sum()
-        order = balancing.mean(order, vectors, 0.0)
     return orders, [p.detach() for p in params]
 
 
 def trained(rank: int, rules: tuple[str, ...]) -> list[tuple]:
     options = {"lr": LR, "weights": "update"}
-    return [elastic(mlp(), samples(), EPOCHS, rule, **options) for rule in rules]
+    return [
+        training.elastic(training.mlp(), samples(), EPOCHS, rule, **options)
+        for rule in rules
+    ]
+
+
+def entropies(model: nn.Module, batch: list[int]) -> torch.Tensor:
+    return training.cross_entropies(model, *(each[batch] for each in samples()))
+
+
+def recomputed_all(_: int, rules: tuple[str, ...]) -> list[tuple]:
+    return [
+        (*recomputed(training.mlp(), entropies, RULES[rule]), None) for rule in rules
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,32 +155,18 @@ def trained(rank: int, rules: tuple[str, ...]) -> list[tuple]:
 )  # fmt: skip
 def test_under_a_trace_samples_weigh_what_their_updates_gave_them(backend):
     rules = ("root", "constant") if backend.num_replicas == 1 else ("root",)
-    oracle = [recomputed(rule) for rule in rules]
-    for found in backend.run(trained, rules, timeout=180):
-        for (orders, values, counts), expected in zip(found, oracle, strict=True):
-            assert orders == expected[0]
-            for value, wanted in zip(values, expected[1]):
-                torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
-            if backend.device == "xla":
-                # The signs of an epoch are one transfer of each replica.
-                assert counts[1:] == [(0, backend.num_replicas)] * (EPOCHS - 1)
+    training.assert_same_runs(trained, rules, backend=backend, oracle=recomputed_all)
 
 
 def test_only_the_linear_rule_weighs_all_samples_alike():
     dealt = vbs.CustomSampler(range(N), TRACE, minibatch_size=MINIBATCH, verbose=False)
     assert dealt.update_weights(0) is None
-    for rule, weights in {
-        "linear": None,
-        "root": [1] * 8 + [0.5**0.5] * 16,
-        "constant": [1] * 8 + [0.5] * 16,
-    }.items():
+    for rule, later in {"linear": None, "root": 0.5**0.5, "constant": 0.5}.items():
         inner = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
         vbs.ElasticOptimizer(inner, dealt, rule, REFERENCE)
         found = dealt.update_weights(0)
-        if weights is None:
-            assert found is None
-        else:
-            np.testing.assert_allclose(found, weights, rtol=1e-15)
+        assert later is None or found == pytest.approx([1] * 8 + [later] * 16)
+        assert (found is None) == (later is None)
 
 
 def test_weights_go_on_in_a_restored_epoch():
@@ -200,67 +181,38 @@ def test_weights_go_on_in_a_restored_epoch():
     assert list(restored) == list(whole)
 
 
-def test_losses_that_are_sums_leave_the_gradient_of_the_sum():
-    model = nn.Linear(6, 3).double()
-    x, y = samples()
-    grab = GraBSampler(range(N), dict(model.named_parameters()))
-    list(grab)
-    with grab.record(model):
-        losses = cross_entropies(model, x, y)
-    grab.backward(losses, reduction="sum")
-    received = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    F.cross_entropy(model(x), y, reduction="sum").backward()
-    for gradient, p in zip(received, model.parameters()):
-        assert torch.equal(gradient, p.grad)
-    with grab.record(model):
-        losses = cross_entropies(model, x, y)
-    with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum'"):
-        grab.backward(losses, reduction="none")
-
-
-def counting_tokens(reduction: str) -> tuple[list, list]:
-    """Returns orders where losses are sums over tokens, and the oracle's.
+def counting_tokens(reduction: str) -> tuple[tuple, tuple]:
+    """Returns orders and weights where losses are sums over tokens, and the oracle's.
 
     The linear rule counts tokens, so that all gradients weigh the same.
     """
     inputs, tokens = samples()[0], torch.arange(N) % 5 + 1
-    model = nn.Linear(6, 1, bias=False).double()
-    nn.init.ones_(model.weight)
-    params = dict(model.named_parameters())
-    grab = GraBSampler(range(N), params, dtype=torch.float64, weights="update")
+
+    def losses_of(model: nn.Module, batch: list[int]) -> torch.Tensor:
+        return model(inputs[batch])[:, 0] ** 2 * tokens[batch]
+
+    model = nn.Linear(6, 1).double()
+    twin, grab = copy.deepcopy(model), training.sampler_of(model, weights="update")
     options = {"reduction": "sum", "ref_weight": 100}
-    dealt, optimizer = under_trace(model, N, grab, LR, "linear", **options)
+    dealt, optimizer = training.under_trace(model, N, grab, LR, "linear", **options)
     optimizer.attach(grab.after_update)
-    weight, order, centre = np.ones(6), grab(0).tolist(), 0.0
-    orders, expected, number = [], [], 0
+    orders = []
     for epoch in range(EPOCHS):
         dealt.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for batch in dealt:
-            with grab.record(model):
-                losses = model(inputs[batch])[:, 0] ** 2 * tokens[batch] / 2
-            grab.backward(losses, reduction=reduction)
+            training.balance(grab, model, losses_of, model, batch, reduction=reduction)
             optimizer.step(weight=tokens[batch].sum())
         orders.append(grab.order.tolist())
-        expected.append(order)
-        rows = []
-        while len(rows) < N:
-            size, number = TRACE[number % len(TRACE)], number + 1
-            batch = order[len(rows) : len(rows) + size]
-            x = inputs[batch].numpy()
-            rows += list((x @ weight * tokens[batch].numpy())[:, None] * x)
-            weight = weight - LR / 100 * sum(rows[-size:])
-        order = balancing.mean(order, np.stack(rows), centre)
-        centre = np.mean(rows, axis=0)
-    torch.testing.assert_close(model.weight.detach()[0], torch.from_numpy(weight))
-    return orders, expected
+    found = orders, [p.detach() for p in model.parameters()]
+    return found, recomputed(twin, losses_of, lambda size: LR / 100)
 
 
 def test_sums_over_tokens_are_balanced_as_the_linear_rule_weighs_them():
-    orders, expected = counting_tokens("sum")
+    (orders, weights), (expected, others) = counting_tokens("sum")
     assert orders == expected
     assert len(set(map(tuple, orders))) == EPOCHS
+    torch.testing.assert_close(weights, others)
 
 
 def test_the_mean_of_losses_where_the_optimizer_counts_tokens_is_an_error():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,31 +16,30 @@ from grab_xla import GraBSampler, GraBWarning
 from xla_replica.device.loader import DeviceLoader
 
 N, BATCH = 22, 4  # six batches, the last one of two samples
-PARAMETERS = {"w": torch.zeros(2, 5), "b": torch.zeros(3)}
 LEFT = "only 0 are left of this epoch .* evaluate in the middle of an epoch with a"
 TOLD = f"{LEFT}|samples of epoch \\d were drawn, and \\d+ had a step"
 
 
-def loading(**options: Any) -> Callable[[GraBSampler], DataLoader]:
-    """Returns what makes a loader with these options of a sampler."""
-
-    def make(sampler: GraBSampler) -> DataLoader:
-        samples = range(sampler.num_samples)
-        return DataLoader(samples, BATCH, sampler=sampler, **options)
-
-    return make
-
-
-LOADERS = {
-    "plain": loading(),
-    "drop_last": loading(drop_last=True),
+LOADERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drop_last": {"drop_last": True},
     # Draws five batches ahead of the first step.
-    "workers": loading(num_workers=1, prefetch_factor=4),
-    "all drawn ahead": loading(num_workers=1, prefetch_factor=9),
-    "device loader": lambda sampler: DeviceLoader(
-        LOADERS["plain"](sampler), lambda batch: batch
-    ),
+    "workers": {"num_workers": 1, "prefetch_factor": 4},
+    "all drawn ahead": {"num_workers": 1, "prefetch_factor": 9},
+    "device loader": {},
 }
+
+
+def loader_of(sampler: GraBSampler, kind: str = "plain") -> DataLoader | DeviceLoader:
+    samples = range(sampler.num_samples)
+    loader = DataLoader(samples, BATCH, sampler=sampler, **LOADERS[kind])
+    return DeviceLoader(loader, lambda x: x) if kind == "device loader" else loader
+
+
+def ordered(kind: str = "plain", name: str = "mean") -> tuple[GraBSampler, Any]:
+    """Returns a sampler of N samples, and a loader of it."""
+    sampler = KINDS[name].sampler(N)
+    return sampler, loader_of(sampler, kind)
 
 
 def evaluate(loader) -> None:
@@ -54,14 +52,14 @@ def look(loader) -> None:
 
 
 def step(sampler: GraBSampler, batch, epoch: int, **options) -> None:
-    rows = ordering.gradients(epoch, N)[batch]
+    rows = ordering.gradients(epoch, sampler.num_samples)[batch]
     sampler.step(ordering.as_dict(rows), **options)
 
 
-def train(loader, sampler, epochs=3, at=None, when=None, between=evaluate):
+def train(kind: str, at=None, when=None, between=evaluate) -> list[list[int]]:
     """Returns the samples of every epoch; calls ``between`` once in the first one."""
-    seen = []
-    for epoch in range(epochs):
+    (sampler, loader), seen = ordered(kind), []
+    for epoch in range(3):
         seen.append([])
         for place, batch in enumerate(loader):
             if (epoch, place, when) == (0, at, "before"):
@@ -76,21 +74,18 @@ def train(loader, sampler, epochs=3, at=None, when=None, between=evaluate):
 @pytest.mark.parametrize("between", [evaluate, look])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_pass_inside_another_one_is_told_or_changes_nothing(kind, between):
-    expected = train(LOADERS["drop_last" if kind == "drop_last" else "plain"](
-        sampler := KINDS["mean"].sampler(N)), sampler)  # fmt: skip
+    expected = train("drop_last" if kind == "drop_last" else "plain")
     num_batches = len(expected[0]) // BATCH + (kind != "drop_last")
     slow = "workers" in kind or "ahead" in kind
     for at in (0, 1, num_batches - 1) if slow else range(num_batches):
         for when in ("before", "after"):
-            sampler = KINDS["mean"].sampler(N)
-            arguments = (LOADERS[kind](sampler), sampler, 3, at, when, between)
             # Where no step, or every step, of the epoch has been taken, the pass is the
             # beginning of an epoch, which is repeated.
             if (at, when) in ((0, "before"), (num_batches - 1, "after")):
-                assert train(*arguments) == expected, (at, when)
+                assert train(kind, at, when, between) == expected, (at, when)
             else:  # here, where warnings are errors
                 with pytest.raises((ValueError, GraBWarning), match=TOLD):
-                    train(*arguments)
+                    train(kind, at, when, between)
 
 
 @pytest.mark.filterwarnings("ignore:.*had a step:grab_xla.GraBWarning")
@@ -98,8 +93,7 @@ def test_a_pass_inside_another_one_is_told_or_changes_nothing(kind, between):
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("used", [1, 3, 5])
 def test_an_epoch_that_is_left_early_is_not_refused(kind, used, evaluates):
-    sampler = KINDS["mean"].sampler(N)
-    loader = LOADERS[kind](sampler)
+    sampler, loader = ordered(kind)
     for epoch in range(3):
         for place, batch in enumerate(loader):
             if place == used:
@@ -114,28 +108,24 @@ def test_an_epoch_that_is_left_early_is_not_refused(kind, used, evaluates):
 @pytest.mark.filterwarnings("ignore:.*had a step:grab_xla.GraBWarning")
 def test_indices_tell_passes_apart():
     """Every sample was drawn before the first step of its pass."""
-    sampler = KINDS["mean"].sampler(N)
-    loader = LOADERS["all drawn ahead"](sampler)
-    for place, batch in enumerate(loader):
-        if place == 2:
-            evaluate(loader)
-            with pytest.raises(ValueError, match=r"indices are .*, but the next 4"):
-                step(sampler, batch, 0, indices=batch)
-            break
+    sampler, loader = ordered("all drawn ahead")
+    first, second, third, *_ = loader
+    for batch in (first, second):
         step(sampler, batch, 0, indices=batch)
+    evaluate(loader)
+    with pytest.raises(ValueError, match=r"indices are .*, but the next 4"):
+        step(sampler, third, 0, indices=third)
 
 
 def test_single_batches_of_new_passes_are_taken():
-    sampler = KINDS["mean"].sampler(N)
-    loader = LOADERS["plain"](sampler)
+    sampler, loader = ordered()
     for epoch in range(5):
         step(sampler, next(iter(loader)), epoch)
     assert sampler.epoch == 4
 
 
 def test_a_pass_does_not_go_on_after_another_state_is_loaded():
-    sampler = KINDS["mean"].sampler(N)
-    loader = LOADERS["plain"](sampler)
+    sampler, loader = ordered()
     first = iter(loader)
     step(sampler, next(first), 0)
     saved = sampler.state_dict()
@@ -158,11 +148,10 @@ def test_passes_that_need_no_gradients_are_told_apart_too(steps):
     def use(batch):
         step(sampler, batch, 0) if steps else sampler.count(len(batch))
 
-    sampler = KINDS["rr"].sampler(N)
-    loader = LOADERS["plain"](sampler)
+    sampler, loader = ordered(name="rr")
     first = iter(loader)
-    for batch in itertools.islice(first, 2):
-        use(batch)
+    use(next(first))
+    use(next(first))
     evaluate(loader)
     with pytest.raises(ValueError, match=LEFT):
         use(next(first))
@@ -184,14 +173,12 @@ LONG = 80  # samples, of which "workers" draw 20 before the first step
 @pytest.mark.parametrize("num_samples", [LONG, LONG - 1])
 def test_steps_that_are_not_those_of_all_samples_are_told(name, left_out, num_samples):
     """Later steps were taken for those of other samples."""
-    sampler = GraBSampler(range(num_samples), PARAMETERS)
-    rows = ordering.gradients(0, LONG)
-    loader = LOADERS[name](sampler)
+    sampler = KINDS["mean"].sampler(num_samples)
 
     def run() -> None:
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(loader_of(sampler, name)):
             for part in LEFT_OUT[left_out](number, batch):
-                sampler.step(ordering.as_dict(rows[part]))
+                step(sampler, part, 0)
         iter(sampler)
 
     told = (ValueError, GraBWarning)  # warnings are errors here
@@ -212,29 +199,25 @@ def test_batches_of_several_sizes_may_be_drawn_ahead(num_workers):
                     return
                 yield batch
 
-    sampler = GraBSampler(range(LONG * 3), PARAMETERS)
-    rows = ordering.gradients(0, LONG * 3)
-    loader = DataLoader(
-        range(LONG * 3), batch_sampler=Batches(), num_workers=num_workers
-    )
-    for _ in range(2):
+    sampler, workers = KINDS["mean"].sampler(LONG * 3), num_workers
+    loader = DataLoader(range(LONG * 3), batch_sampler=Batches(), num_workers=workers)
+    for epoch in range(2):
         for batch in loader:
-            sampler.step(ordering.as_dict(rows[batch]))
+            step(sampler, batch, epoch)
         assert sampler.num_seen == LONG * 3
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 @pytest.mark.parametrize("name", LOADERS)
 def test_batches_may_have_several_steps(name, pieces):
-    sampler = GraBSampler(range(N), PARAMETERS)
+    sampler = KINDS["mean"].sampler(N)
     # What drop_last leaves out is more than one of these steps has.
-    is_told = name == "drop_last" and pieces > 1
-    told = pytest.warns(
-        GraBWarning, match=r"22 samples of epoch 0 .* and 20 had a step"
-    )
-    with told if is_told else contextlib.nullcontext():
+    told = contextlib.nullcontext()
+    if name == "drop_last" and pieces > 1:
+        told = pytest.warns(GraBWarning, match="22 samples .*and 20 had a step")
+    with told:
         for epoch in range(3):
-            for batch in LOADERS[name](sampler):
+            for batch in loader_of(sampler, name):
                 for part in batch.chunk(pieces):
                     step(sampler, part, epoch)
 
@@ -242,12 +225,12 @@ def test_batches_may_have_several_steps(name, pieces):
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_joined_batches_are_the_samples_of_one_step(ahead):
     """Also where they are drawn ahead."""
-    sampler = GraBSampler(range(24), PARAMETERS)
-    loader = iter(DataLoader(range(24), BATCH, sampler=sampler))
+    sampler = KINDS["mean"].sampler(24)
+    loader = iter(loader_of(sampler))
     waiting = [next(loader) for _ in range(ahead)]
     for _ in range(3):
         waiting += itertools.islice(loader, 2)
         batch = torch.cat(waiting[:2])
         waiting = waiting[2:]
-        sampler.step(ordering.as_dict(ordering.gradients(0, 24)[batch]))
+        step(sampler, batch, 0)
     assert sampler.num_seen == 24

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from support.grab_xla import balancing, training
+from support.grab_xla import balancing, ordering, training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -45,34 +46,40 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x.unflatten(1, (2, 3)))[0][:, -1])
 
 
-def samples() -> training.Data:
-    return training.samples(N)
+X, Y = training.samples(N)
 
 
 def losses_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    x, y = samples()
-    return training.cross_entropies(model, x[batch], y[batch])
+    return training.cross_entropies(model, X[batch], Y[batch])
 
 
 def grouped(model: nn.Module, balance: str = "mean", **options) -> GraBSampler:
     options = {"fidelity": "group", "group_size": GROUP, "seed": 3} | options
-    params = dict(model.named_parameters())
-    return GraBSampler(range(N), params, balance, dtype=torch.float64, **options)
+    return training.sampler_of(model, N, balance, **options)
+
+
+def groups_of(grab: GraBSampler) -> tuple[torch.Tensor, ...]:
+    """Returns the groups of the next epoch."""
+    return torch.tensor(list(grab)).split(GROUP)
 
 
 def step(grab: GraBSampler, model: nn.Module, batch: torch.Tensor, **options) -> None:
     """Has the gradient of a group's recorded losses balanced."""
-    with grab.record(model):
-        losses = losses_of(model, batch)
-    grab.backward(losses, **options)
+    training.balance(grab, model, losses_of, model, batch, **options)
 
 
-def mean_gradient(model: nn.Module, group: list[int]) -> np.ndarray:
-    """Returns a group's gradient as a vector, and leaves the model as it is."""
-    model = copy.deepcopy(model)
-    loss = losses_of(model, torch.tensor(group)).mean()
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    return torch.cat([grad.flatten() for grad in grads]).numpy()
+def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return losses_of(model, batch).mean()
+
+
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+ORACLES = {
+    "mean": balancing.mean,
+    "pair": lambda numbers, rows, centre: balancing.pair(numbers, rows),
+    "recursive-pair": lambda numbers, rows, centre: balancing.recursive_pair(
+        numbers, rows, 2
+    ),
+}
 
 
 def trained(
@@ -82,36 +89,34 @@ def trained(
     make: Callable[[], nn.Module] = batch_norm_model,
     **options,
 ):
-    """Returns every epoch's samples, the oracle's, and the model.
+    """Returns every epoch's samples, and the oracle's, by materialised mean gradients.
 
-    The oracle orders groups by materialised mean gradients.
+    Asserts that ``.grad`` and statistics are those of an ordinary backward pass.
     """
     model = make()
-    grab = grouped(model, balance, **options)
-    loader = DataLoader(range(N), GROUP, sampler=grab)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    grab, params = grouped(model, balance, **options), dict(model.named_parameters())
+    optimizer = torch.optim.SGD(params.values(), 0.1, momentum=0.9)
     orders, expected = [], []
     groups, rest, centre = None, [], 0.0
     for _ in range(EPOCHS):
         batches, rows = [], []
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(DataLoader(range(N), GROUP, sampler=grab)):
             batches.append(batch.tolist())
-            rows.append(mean_gradient(model, batches[-1]))
+            twin = copy.deepcopy(model)  # whose statistics may change
+            own = torch.autograd.grad(mean_loss(twin, batch), list(twin.parameters()))
+            rows.append(torch.cat([grad.flatten() for grad in own]).numpy())
+            whole = [
+                grad if p.grad is None else p.grad + grad
+                for p, grad in zip(params.values(), own)
+            ]
             if how == "given":
-                before = {n: p.grad for n, p in model.named_parameters()}
-                model.zero_grad()
-                losses_of(model, batch).mean().backward()
-                own = {n: p.grad.clone() for n, p in model.named_parameters()}
-                grab.step(own, batch=False, indices=batch)
-                for name, param in model.named_parameters():
-                    param.grad = own[name] + (
-                        0 if before[name] is None else before[name]
-                    )
+                mean_loss(model, batch).backward()
+                grab.step(dict(zip(params, own)), batch=False, indices=batch)
             else:
-                with grab.record(model):
-                    losses = losses_of(model, batch)
-                loss = losses.mean() if how == "mean loss" else losses
-                grab.backward(loss, indices=batch)
+                loss_of = mean_loss if how == "mean loss" else losses_of
+                training.balance(grab, model, loss_of, model, batch, indices=batch)
+            assert_equal([p.grad for p in params.values()], whole)
+            assert_equal(model.state_dict(), twin.state_dict())
             if (number + 1) % accumulated == 0:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -119,50 +124,38 @@ def trained(
         if groups is None:
             groups, rest = batches[:-1], batches[-1]
         expected.append([i for each in [*groups, rest] for i in each])
-        numbers, rows = list(range(len(groups))), np.stack(rows[:-1])
-        if balance == "mean":
-            following = balancing.mean(numbers, rows, centre)
-        elif balance == "recursive-pair":
-            following = balancing.recursive_pair(numbers, rows, 2)
-        else:
-            following = balancing.pair(numbers, rows)
-        centre = rows.mean(0)
-        groups = [groups[i] for i in following]
+        rows = np.stack(rows[:-1])
+        following = ORACLES[balance](list(range(len(groups))), rows, centre)
+        centre, groups = rows.mean(0), [groups[i] for i in following]
     assert len({tuple(order) for order in orders}) > 2
-    return orders, expected, model
+    return orders, expected
 
 
 @pytest.mark.parametrize("how", ["recorded", "mean loss", "given"])
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("balance", ["mean", "pair", "recursive-pair"])
-def test_groups_are_ordered_by_their_materialised_gradients(balance, accumulated, how):
+def test_groups_are_ordered_by_gradients_of_ordinary_passes(balance, accumulated, how):
     options = {"batch_size": 2} if balance == "recursive-pair" else {}
-    orders, expected, _ = trained(balance, accumulated, how, **options)
+    orders, expected = trained(balance, accumulated, how, **options)
     assert orders == expected
+
+
+def test_projected_groups_are_those_of_their_gradients():
+    options = {"random_projection": "jl", "pi_eps": 0.9}
+    recorded, given, exact = (
+        trained("mean", how=how, **more)[0]
+        for how, more in (("recorded", options), ("given", options), ("given", {}))
+    )
+    assert recorded == given != exact
 
 
 def test_a_recurrent_model_is_told_of_groups_which_order_it():
     model = Recurrent()
-    grab = GraBSampler(range(N), dict(model.named_parameters()), dtype=torch.float64)
-    iter(grab)
+    iter(grab := training.sampler_of(model, N))
     with pytest.raises(CoverageError, match=r'(?s)LSTM.*fidelity="group"'):
         step(grab, model, torch.arange(GROUP))
-    orders, expected, _ = trained("mean", make=Recurrent)
+    orders, expected = trained("mean", make=Recurrent)
     assert orders == expected
-
-
-def test_grad_is_that_of_an_ordinary_backward_pass():
-    orders, _, model = trained("mean", 3)
-    plain = batch_norm_model()
-    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
-    for order in orders:
-        for number, batch in enumerate(torch.tensor(order).split(GROUP)):
-            losses_of(plain, batch).mean().backward()
-            if (number + 1) % 3 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    for mine, theirs in zip(model.state_dict().values(), plain.state_dict().values()):
-        assert torch.equal(mine, theirs)
 
 
 class Network(nn.Module):
@@ -180,20 +173,22 @@ class Network(nn.Module):
         return self.first(x).square().mean(1)
 
 
+def sums(grab: GraBSampler) -> torch.Tensor:
+    return grab.state_dict()["engine"]["state"]["sums"]
+
+
 def row_of(grab: GraBSampler, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Returns what a step adds to the sum of what is balanced."""
-    before = grab.state_dict()["engine"]["state"]["sums"][-1]
-    with grab.record(model):
-        losses = model(batch)
-    grab.backward(losses)
-    return grab.state_dict()["engine"]["state"]["sums"][-1] - before
+    before = sums(grab)[-1]
+    training.balance(grab, model, model, batch)
+    return sums(grab)[-1] - before
 
 
 def test_shared_sparse_and_unused_parameters_are_balanced():
     """Steps have more in ``.grad``, another parameter, another module, no gradient."""
     model = Network().double()
     grab = grouped(model)
-    for turn, batch in enumerate(torch.tensor(list(grab)).split(GROUP)[:5]):
+    for turn, batch in enumerate(groups_of(grab)[:5]):
         if turn == 2:
             model.first.bias.grad = None
         elif turn == 3:
@@ -215,17 +210,18 @@ def test_hooks_are_there_during_the_pass_alone():
     grab = grouped(model)
     counts, weight = [], model.first.weight
     weight.register_hook(lambda grad: counts.append(len(weight._backward_hooks)))
-    first, second, *_ = torch.tensor(list(grab)).split(GROUP)
+    first, second, *_ = groups_of(grab)
     assert row_of(grab, model, first).any()
     assert counts == [2]
     model(second).mean().backward()
     assert counts == [2, 1]
-    with grab.record(model):
-        losses = model(second)
-    losses.register_hook(lambda grad: 1 / 0)
+
+    def fails(model: nn.Module) -> torch.Tensor:
+        (losses := model(second)).register_hook(lambda grad: 1 / 0)
+        return losses
+
     with pytest.raises(ZeroDivisionError):
-        grab.backward(losses)
-    del losses
+        training.balance(grab, model, fails, model)
     for parameter in model.parameters():
         assert len(parameter._backward_hooks or ()) == (parameter is weight)
     weight._backward_hooks.clear()
@@ -252,7 +248,7 @@ def test_rows_that_somebody_keeps_do_not_change(monkeypatch):
     monkeypatch.setitem(BALANCE_TYPES, "keeping", Keeping)
     model = nn.Linear(6, 3).double()
     grab, kept, wanted = grouped(model, "keeping"), [], []
-    for batch in torch.tensor(list(grab)).split(GROUP)[:3]:
+    for batch in groups_of(grab)[:3]:
         step(grab, model, batch)
         kept.append(grab._balancer.state["rows"])
         wanted.append(torch.cat([model.weight.grad.flatten(), model.bias.grad]))
@@ -265,31 +261,23 @@ def test_rows_that_somebody_keeps_do_not_change(monkeypatch):
 def test_a_state_goes_on_after_any_group(stop):
     """The seventh is the smaller one."""
 
-    def run(grab, batches):
+    def run(grab, batches) -> list[list[int]]:
         for batch in batches:
-            step(grab, model, torch.tensor(batch), indices=batch)
-        return batches
-
-    def batches_of(grab):
-        return [each.tolist() for each in torch.tensor(list(grab)).split(GROUP)]
+            step(grab, model, batch, indices=batch)
+        return [batch.tolist() for batch in batches]
 
     model = batch_norm_model()
-    grab = grouped(model)
+    grab, restored = grouped(model), grouped(model, seed=8)
     for _ in range(2):
-        run(grab, batches_of(grab))
-    batches = batches_of(grab)
+        run(grab, groups_of(grab))
+    batches = groups_of(grab)
     run(grab, batches[:stop])
-    saved = copy.deepcopy(grab.state_dict())
-    restored = grouped(model, seed=8)
-    restored.load_state_dict(saved)
-    run(grab, batches[stop:])
-    if stop < len(batches):
-        assert run(restored, batches_of(restored)) == batches[stop:]
+    restored.load_state_dict(saved := copy.deepcopy(grab.state_dict()))
+    rest = run(grab, batches[stop:])
+    if rest:
+        assert run(restored, groups_of(restored)) == rest
     for _ in range(2):
-        following = batches_of(grab)
-        assert batches_of(restored) == following
-        run(grab, following)
-        run(restored, following)
+        assert run(restored, groups_of(restored)) == run(grab, groups_of(grab))
     for other in (grouped(model, group_size=2), grouped(model, "rr", group_size=2)):
         with pytest.raises(ValueError, match="group_size"):
             other.load_state_dict(saved)
@@ -301,9 +289,8 @@ def test_groups_can_be_reshuffled():
     first, second = list(grab), list(grab)
     assert first != second
     assert sorted(second) == list(range(N))
-    assert {tuple(first[i : i + GROUP]) for i in range(0, N, GROUP)} == {
-        tuple(second[i : i + GROUP]) for i in range(0, N, GROUP)
-    }
+    cut = (sorted(ordering.batches(order, GROUP)) for order in (first, second))
+    assert next(cut) == next(cut)
     assert grab.orders_history == [first, second]
     grab.count(2 * GROUP)
     with pytest.raises(ValueError, match="whole groups"):
@@ -313,41 +300,40 @@ def test_groups_can_be_reshuffled():
     assert list(restored) == second[2 * GROUP :]
 
 
-def test_what_does_not_fit_groups_is_named():
+def other_shapes() -> nn.Module:
+    (model := batch_norm_model())[0] = nn.Linear(6, 4)
+    return model
+
+
+class Update:
+    epoch, batch_size, minibatch_size = 0, 16, 8
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model, grab, order: grouped(model, group_size=27),
+         "group_size must be an integer >= 1 and <= 26"),
+        (lambda model, grab, order: grouped(model, fidelity="exact"),
+         "group_size=4 is an option of fidelity='gr"),
+        (lambda model, grab, order: grouped(model, "swr"), "cannot be combined with"),
+        (lambda model, grab, order: grab.record(other_shapes()),
+         r"0\.weight.*of the same shapes"),
+        (lambda model, grab, order: grab.record(model[0]), "not trainable parameters"),
+        (lambda model, grab, order: grab.record(model.requires_grad_(False)),
+         "are not trainable parameters"),
+        (lambda model, grab, order: step(grab, model, order[: GROUP + 1]),
+         r"group has 4 samples.*batch_size= to the D"),
+        (lambda model, grab, order: step(grab, model, order[:4], indices=order[1:5]),
+         "indices are"),
+        (lambda model, grab, order: grab.after_update(Update()), "minibatch_size=4"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_groups_is_named(call, message):
     model = batch_norm_model()
-    with pytest.raises(TypeError, match="needs group_size="):
-        grouped(model, group_size=None)
-    with pytest.raises(
-        ValueError, match="group_size must be an integer >= 1 and <= 26"
-    ):
-        grouped(model, group_size=27)
-    with pytest.raises(ValueError, match="group_size=4 is an option of fidelity='gr"):
-        grouped(model, fidelity="exact")
-    with pytest.raises(ValueError, match="cannot be combined with"):
-        grouped(model, "swr")
-    grab = grouped(model)
-    order = list(grab)
-    batch = torch.tensor(order[:GROUP])
-    with pytest.raises(RuntimeError, match=r"backward\(\) without record\(\)"):
-        grab.backward(losses_of(model, batch))
-    other = copy.deepcopy(model)
-    other[0] = nn.Linear(6, 4)
-    with pytest.raises(ValueError, match=r"0\.weight.*of the same shapes"):
-        grab.record(other)
-    for wrong in (model[0], model.requires_grad_(False)):
-        with pytest.raises(ValueError, match=r"are not trainable parameters"):
-            grab.record(wrong)
-    model.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"group has 4 samples.*batch_size= to the D"):
-        step(grab, model, torch.tensor(order[: GROUP + 1]))
-    with pytest.raises(ValueError, match="indices are"):
-        step(grab, model, batch, indices=order[1 : GROUP + 1])
-
-    class Update:
-        epoch, batch_size, minibatch_size = 0, 16, 8
-
-    with pytest.raises(ValueError, match="minibatch_size=4"):
-        grab.after_update(Update())
+    order = torch.tensor(list(grab := grouped(model)))
+    with pytest.raises(ValueError, match=message):
+        call(model, grab, order)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -355,14 +341,12 @@ def test_samples_that_are_always_left_out_are_reported(drop_last):
     model = batch_norm_model()
     grab = grouped(model)
     loader = DataLoader(range(N), GROUP, sampler=grab, drop_last=drop_last)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", GraBWarning)
+    told = pytest.warns(GraBWarning, match="left out 2 samples")
+    with told if drop_last else contextlib.nullcontext() as caught:
         for _ in range(3):
             for batch in loader:
                 step(grab, model, batch)
-    messages = [str(warning.message) for warning in caught]
-    assert len(messages) == drop_last
-    assert not drop_last or "left out 2 samples" in messages[0]
+    assert not drop_last or len(caught) == 1
 
 
 @pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
@@ -372,32 +356,26 @@ def test_a_group_that_is_not_finite_keeps_its_place():
     for _ in range(3):
         order = list(grab)
         for number, batch in enumerate(torch.tensor(order).split(GROUP)):
-            with grab.record(model):
-                losses = losses_of(model, batch)
-            grab.backward(losses * (float("nan") if number == 2 else 1.0))
+            bad = torch.nan if number == 2 else 1.0
+            training.balance(
+                grab, model, lambda *of: losses_of(*of[:2]) * of[2], model, batch, bad
+            )
             model.zero_grad()
-        following = grab.state_dict()["engine"]["state"]["sums"]
-        assert torch.isfinite(following).all()
+        assert sums(grab).isfinite().all()
     assert list(grab)[2 * GROUP : 3 * GROUP] == order[2 * GROUP : 3 * GROUP]
-
-
-def elastic() -> tuple[list, list, list]:
-    options = {"fidelity": "group", "group_size": GROUP, "seed": 3}
-    return training.elastic(training.mlp(), samples(), EPOCHS, **options)
 
 
 def dealt() -> tuple[list, list, list]:
     """Orders by gradients at the first weights: replicas do not sum gradients."""
-    replica, model, (x, y) = xla_replica.current(), training.mlp(), samples()
+    replica, model = xla_replica.current(), training.mlp()
     grab = grouped(model)
     orders, counts = [], []
     for _ in range(EPOCHS):
         with xla_replica.count(replica) as count:
             for batch in DataLoader(range(N), GROUP, sampler=grab):
-                inputs, targets = replica.send((x[batch], y[batch]))
-                with grab.record(model):
-                    losses = training.cross_entropies(model, inputs, targets)
-                grab.backward(losses, indices=batch)
+                sent = replica.send((X[batch], Y[batch]))
+                given = training.cross_entropies, model, *sent
+                training.balance(grab, model, *given, indices=batch)
                 model.zero_grad()
             replica.sync()
         orders.append(grab.order.tolist())
@@ -406,7 +384,8 @@ def dealt() -> tuple[list, list, list]:
 
 
 def run_both(rank: int) -> list[tuple[list, list, list]]:
-    return [elastic(), dealt()]
+    options = {"fidelity": "group", "group_size": GROUP, "seed": 3}
+    return [training.elastic(training.mlp(), (X, Y), EPOCHS, **options), dealt()]
 
 
 @pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")

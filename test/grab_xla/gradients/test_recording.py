@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.grab_xla import training
+from support.grab_xla.ordering import KINDS
 from torch import nn
 
 import grab_xla
@@ -18,10 +18,6 @@ import per_sample_grad as psg
 from grab_xla import GraBSampler
 
 N, BATCH, EPOCHS, VOCABULARY = 24, 4, 3, 11
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def cnn() -> nn.Module:
@@ -46,10 +42,6 @@ class TiedTransformer(nn.Module):
         return self.head(self.blocks(hidden).transpose(0, 1))
 
 
-def sampler(model: nn.Module, **options) -> GraBSampler:
-    return GraBSampler(range(N), dict(model.named_parameters()), **options)
-
-
 def samples(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     if name == "transformer":
@@ -68,7 +60,7 @@ def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return psg.token_cross_entropy(outputs, y)
 
 
-MODELS = {"mlp": mlp, "cnn": cnn, "transformer": TiedTransformer}
+MODELS = {"mlp": training.mlp, "cnn": cnn, "transformer": TiedTransformer}
 
 
 def options_of(name: str, model: nn.Module) -> dict[str, object]:
@@ -78,87 +70,34 @@ def options_of(name: str, model: nn.Module) -> dict[str, object]:
     return {"batch_dim": {"": 0} | dict.fromkeys(inside, 1)}
 
 
-def trained(name: str, balance: str, how: str, **options) -> tuple[list, nn.Module]:
-    """Returns every epoch's order, and the model; ``how`` gradients are made."""
-    torch.manual_seed(0)
-    model = MODELS[name]().double()
-    x, y = samples(name)
-    params = dict(model.named_parameters())
-    if options.pop("backwards", False):  # another sequence than the model's
-        params = dict(reversed(params.items()))
-    grab = GraBSampler(range(N), params, balance, dtype=torch.float64, **options)
-    captured = options_of(name, model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    orders = []
-    for _ in range(EPOCHS):
-        order = list(grab)
-        orders.append(order)
-        for batch in torch.tensor(order).split(BATCH):
-            optimizer.zero_grad()
-            if how in ("recorded", "from samples"):
-                with grab.record(model, **captured):
-                    losses = losses_of(model, x[batch], y[batch])
-                reuses = how == "from samples"
-                grab.backward(losses, indices=batch, from_samples=reuses)
-            else:
-                grads = psg.per_sample_grads(
-                    model, losses_of, (x[batch], y[batch]), **captured
-                )
-                if how == "projected by hand":
-                    grads = {
-                        n: projected(grab.projection, n, g) for n, g in grads.items()
-                    }
-                grab.step(grads, indices=batch)
-                losses_of(model, x[batch], y[batch]).mean().backward()
-            optimizer.step()
-    return orders, model
-
-
 @functools.cache
-def formed(name: str, balance: str) -> tuple[list, nn.Module]:
-    """Returns what `trained` does with gradients that are formed."""
-    return trained(name, balance, "formed", **TYPES[balance])
+def trained(name: str, balance: str, how: str, **options) -> tuple[list, list]:
+    """Returns every epoch's order, and the weights; ``how`` gradients are made."""
+    torch.manual_seed(0)
+    model, kind = MODELS[name]().double(), KINDS[balance]
+    given = {"captured": options_of(name, model), **kind.options, **options}
+    given |= {"losses_of": losses_of, "size": BATCH, "epochs": EPOCHS}
+    orders = training.ordered(model, samples(name), how, kind.name, **given)
+    return orders, [parameter.detach() for parameter in model.parameters()]
 
 
-def projected(projection: psg.Projection, name: str, gradients: torch.Tensor):
-    count = gradients[0].numel()
-    impulses = torch.eye(count, dtype=torch.float64).view(-1, *gradients.shape[1:])
-    places = projection.of(name, [psg.Dense(impulses)], 2**30)
-    return gradients.flatten(1) @ places
-
-
-def assert_same_training(one: tuple, other: tuple) -> None:
+def assert_same_training(one: tuple, other: tuple, rtol=0.0, atol=0.0) -> None:
     assert one[0] == other[0]
     assert len({tuple(order) for order in one[0]}) == EPOCHS
-    for mine, theirs in zip(one[1].parameters(), other[1].parameters()):
-        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(one[1], other[1], rtol=rtol, atol=atol)
 
 
-TYPES = {
-    "mean": {},
-    "pair": {},
-    "recursive": {"depth": 2},
-    "recursive-pair": {"batch_size": BATCH},
-    "batch": {},
-    "batch-uncentred": {},
-    "norm": {},
-}
-
-
-@pytest.mark.parametrize("balance", TYPES)
+@pytest.mark.parametrize("balance", [b for b in KINDS if KINDS[b].oracle])
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_orders_are_those_of_formed_gradients(name, balance):
-    recorded = trained(name, balance, "recorded", **TYPES[balance])
-    assert_same_training(recorded, formed(name, balance))
+    recorded = trained(name, balance, "recorded")
+    assert_same_training(recorded, trained(name, balance, "formed"))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_samples_may_make_those_of_the_model(name):
-    recorded = trained(name, "mean", "from samples")
-    orders, model = formed(name, "mean")
-    assert recorded[0] == orders
-    for mine, theirs in zip(recorded[1].parameters(), model.parameters()):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    found, formed = (trained(name, "mean", how) for how in ("from samples", "formed"))
+    assert_same_training(found, formed, rtol=1e-9, atol=1e-12)
 
 
 def weights(epoch: int) -> np.ndarray:
@@ -170,13 +109,10 @@ def weights(epoch: int) -> np.ndarray:
     [
         ("pair", {"num_workers": 2}),
         ("pair", {"prob_balance": True, "num_workers": 2}),
-        ("pair", {"num_workers": 4}),  # pairs over two steps
         ("recursive", {"prob_balance": True, "tie": "positive"}),
         ("recursive-pair", {"batch_size": 2}),  # two blocks in a step
         ("mean", {"backwards": True}),
         *((name, {"weights": weights}) for name in ("mean", "pair", "batch")),
-        ("sign", {}),
-        ("adamean", {}),
         ("mean", {"normalize_grads": True}),
         ("mean", {"record_norm": True}),
     ],
@@ -202,53 +138,42 @@ def test_factors_and_whole_gradients_have_the_same_projected_order(
     recorded = trained(name, balance, "recorded", **options)
     for how in ("formed", "projected by hand"):
         assert_same_training(recorded, trained(name, balance, how, **options))
-    assert recorded[0] != formed(name, balance)[0]
+    assert recorded[0] != trained(name, balance, "formed")[0]
 
 
-@pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
-def test_losses_of_a_model_that_was_not_recorded_are_refused(fidelity):
-    model, other = mlp().double(), mlp().double()
-    options = {"group_size": 4} if fidelity == "group" else {}
-    grab = sampler(model, fidelity=fidelity, **options)
-    x, y = samples("mlp")
-    first = list(grab)[:4]
+each_fidelity = pytest.mark.parametrize(
+    "options",
+    [{}, {"fidelity": "projected", "projection_size": 30},
+     {"fidelity": "group", "group_size": BATCH}],
+    ids=["exact", "projected", "group"],
+)  # fmt: skip
+
+
+@each_fidelity
+def test_losses_of_a_model_that_was_not_recorded_are_refused(options):
+    model, other, (x, y) = training.mlp(), training.mlp(), samples("mlp")
+    first = list(grab := training.sampler_of(model, **options))[:BATCH]
     for wrong, recorded in [(other, model), (model, other)]:
-        with grab.record(recorded):
-            losses = losses_of(wrong, x[first], y[first])
         with pytest.raises(RuntimeError, match="do not depend on the sampler's param"):
-            grab.backward(losses)
-    if fidelity != "group":  # which takes the mean loss of a group, too
-        with grab.record(model):
-            losses = losses_of(model, x[first], y[first]).mean()
-        with pytest.raises(ValueError, match=r"shape \(\): give one number per sample"):
-            grab.backward(losses)
+            training.balance(grab, recorded, losses_of, wrong, x[first], y[first])
 
 
-@pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
-def test_frozen_parameters_are_named_with_those_to_pass(fidelity):
-    model = mlp()
-    grab = sampler(
-        model, fidelity=fidelity, group_size=None if fidelity != "group" else 2
-    )
-    next(model.parameters()).requires_grad_(False)
+@each_fidelity
+def test_frozen_parameters_are_named_with_those_to_pass(options):
+    grab = training.sampler_of(model := training.mlp(), **options)
+    model[0].weight.requires_grad_(False)
     told = "0.weight of GraBSampler's trainable_params .* if p.requires_grad}"
     with pytest.raises(ValueError, match=told):
         grab.record(model)
-    assert grab._recorded is None
 
 
-def test_what_is_balanced_has_the_size_of_the_projection():
-    model = mlp()
-    grab = sampler(model, fidelity="projected", projection_size=30)
-    assert grab.projection.size <= 30
-    state = grab.state_dict()
-    assert state["num_columns"] == grab.projection.size
-    other = sampler(model, fidelity="projected", projection_size=30, seed=1)
-    for wrong in (other, sampler(model)):
-        with pytest.raises(ValueError, match="the state of another sampler"):
-            wrong.load_state_dict(state)
-    sampler(model, fidelity="projected", projection_size=30).load_state_dict(state)
-    assert sampler(model).projection is None
+@each_fidelity
+def test_what_is_balanced_has_the_size_of_the_projection(options):
+    grab = training.sampler_of(training.mlp(), **options)
+    assert (grab.projection is None) == (options.get("fidelity") != "projected")
+    size = grab.projection.size if grab.projection else 6 * 8 + 8 + 8 * 3 + 3
+    assert grab.state_dict()["num_columns"] == size
+    assert size <= options.get("projection_size", size)
 
 
 @pytest.mark.filterwarnings("ignore:random_projection")
@@ -269,6 +194,7 @@ def test_the_size_of_the_model_chooses_the_fidelity(size, options, fidelity):
     same = GraBSampler(range(N), {"weight": torch.zeros(size)}, **options)
     same.load_state_dict(grab.state_dict())
     list(grab)
+    grab.step({"weight": torch.randn(2, size)})
     if grab.projection is not None and size > 8:
         other = GraBSampler(range(N), {"weight": torch.zeros(size)}, fidelity="exact")
         with pytest.raises(ValueError, match="the state of another sampler"):
@@ -276,17 +202,15 @@ def test_the_size_of_the_model_chooses_the_fidelity(size, options, fidelity):
 
 
 def test_mistakes_are_named():
-    model = mlp()
-    with pytest.raises(ValueError, match="fidelity must be one of 'exact', 'proj"):
-        sampler(model, fidelity="rough")
-    grab = sampler(model)
-    list(grab)
-    losses = model(torch.randn(BATCH, 6)).sum(1)
+    model, (x, y) = training.mlp(), samples("mlp")
+    first = list(grab := training.sampler_of(model))[:BATCH]
+    given = losses_of, model, x[first], y[first]
     with pytest.raises(RuntimeError, match=r"backward\(\) without record\(\)"):
-        grab.backward(losses)
-    with grab.record(model):
-        losses = model(torch.randn(BATCH, 6)).sum(1)
-    grab.backward(losses)
+        grab.backward(losses_of(*given[1:]))
+    with pytest.raises(ValueError, match=r"shape \(\): give one number per sample"):
+        training.balance(grab, model, lambda *of: losses_of(*of).mean(), *given[1:])
+    training.balance(grab, model, *given)
+    losses = losses_of(*given[1:])
     with pytest.raises(RuntimeError, match="once for every backward"):
         grab.backward(losses)
     with pytest.raises(ValueError, match=r"2\.weight, 2\.bias of GraBSampler.s"):
@@ -299,18 +223,15 @@ def test_an_order_that_needs_no_gradients_forms_none(options):
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     other = copy.deepcopy(model)
     x, y = torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))
-    grab = sampler(model, balance_type="rr", **options)
-    list(grab)
-    with grab.record(model):
-        losses = losses_of(model, x, y)
-    grab.backward(losses, indices=grab.order[:BATCH])
+    first = list(grab := training.sampler_of(model, N, "rr", **options))[:BATCH]
+    training.balance(grab, model, losses_of, model, x, y, indices=first)
     losses_of(other, x, y).mean().backward()
-    for mine, theirs in zip(model.parameters(), other.parameters()):
-        assert torch.equal(mine.grad, theirs.grad)
+    found, expected = ([p.grad for p in m.parameters()] for m in (model, other))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert grab.num_seen == BATCH
     losses = losses_of(model, x, y)
     with pytest.raises(ValueError, match="indices are"):
-        grab.backward(losses, indices=grab.order[:BATCH])
+        grab.backward(losses, indices=first)
     with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum'"):
         grab.backward(losses_of(model, x, y), reduction="max")
     if not options:
@@ -318,34 +239,25 @@ def test_an_order_that_needs_no_gradients_forms_none(options):
             grab.backward(losses_of(model, x, y).mean())
 
 
-def elastic(rank: int, ways: list[str]) -> list[tuple[list, list, list]]:
-    """Trains elastically in several ways.
+# Of `training.elastic`; test_grab_weights.py compares the plain way with an oracle.
+WAYS = [{"from_samples": True}, {"fidelity": "projected", "projection_size": 40}]
 
-    ``"from samples"`` is exact and makes ``.grad`` from the gradients of samples.
-    """
-    found = []
-    for how in ways:
-        options = {"fidelity": "projected" if how == "projected" else "exact"}
-        options |= {"projection_size": 40, "from_samples": how == "from samples"}
-        data = samples("mlp")
-        found.append(training.elastic(training.mlp(), data, EPOCHS, **options))
-    return found
+
+def elastic(rank: int) -> list[tuple[list, list, list]]:
+    data = samples("mlp")
+    return [training.elastic(training.mlp(), data, EPOCHS, **way) for way in WAYS]
 
 
 @pytest.mark.parametrize("backend", training.BACKENDS)
 def test_under_a_trace_replicas_order_as_one_does(backend):
-    ways = ["exact", "from samples", "projected"]
-    for orders in training.assert_same_runs(elastic, ways, backend=backend):
+    for orders in training.assert_same_runs(elastic, backend=backend):
         assert len({tuple(order) for order in orders}) == EPOCHS
 
 
-@pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
-def test_recorded_losses_that_are_never_balanced_are_told(fidelity):
-    model = mlp().double()
-    x, y = samples("mlp")
-    options = {"group_size": BATCH} if fidelity == "group" else {}
-    named = dict(model.named_parameters())
-    grab = GraBSampler(range(N), named, fidelity=fidelity, **options)
+@each_fidelity
+def test_recorded_losses_that_are_never_balanced_are_told(options):
+    model, (x, y) = training.mlp(), samples("mlp")
+    grab = training.sampler_of(model, **options)
     loader = torch.utils.data.DataLoader(range(N), BATCH, sampler=grab)
 
     def epoch(backward) -> None:
@@ -357,48 +269,28 @@ def test_recorded_losses_that_are_never_balanced_are_told(fidelity):
     epoch(lambda losses: losses.mean().backward())
     with pytest.warns(grab_xla.GraBWarning, match="call sampler.backward"):
         epoch(grab.backward)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        epoch(grab.backward)
-        assert len([*loader]) == N // BATCH  # as in an evaluation
-        epoch(grab.backward)
+    epoch(grab.backward)
+    assert len([*loader]) == N // BATCH  # as in an evaluation
+    epoch(grab.backward)
 
 
-NUM_SAMPLES = 24
-
-
-def orders(prefixes, change=lambda state: None):
-    """Returns two epochs' orders; each epoch's sampler is restored from the last."""
-    torch.manual_seed(0)
-    data, model = torch.randn(NUM_SAMPLES, 6), nn.Linear(6, 5)
+def orders(*prefixes: str) -> list[list[int]]:
+    """Returns three epochs' orders; each epoch's sampler is restored from the last."""
+    model, (x, y) = training.mlp(), samples("mlp")
     found, state = [], None
     for prefix in prefixes:
-        whole = model if not prefix else nn.ModuleDict({prefix: model})
-        sampler = grab_xla.GraBSampler(
-            range(NUM_SAMPLES), dict(whole.named_parameters()), "mean",
-            fidelity="projected", projection_size=12,
-        )  # fmt: skip
+        whole = nn.ModuleDict({prefix: model}) if prefix else model
+        grab = training.sampler_of(whole, fidelity="projected", projection_size=12)
         if state is not None:
-            change(state)
-            sampler.load_state_dict(state)
-        found.append(order := list(sampler))
-        for first in range(0, NUM_SAMPLES, 6):
-            with sampler.record(whole):
-                losses = model(data[order[first : first + 6]]).square().sum(1)
-            sampler.backward(losses)
-        state = copy.deepcopy(sampler.state_dict())
+            grab.load_state_dict(state)
+        found.append(list(grab))
+        for batch in torch.tensor(found[-1]).split(6):
+            training.balance(grab, whole, losses_of, model, x[batch], y[batch])
+        state = copy.deepcopy(grab.state_dict())
     return found
 
 
 def test_a_run_that_is_wrapped_when_it_resumes_has_the_same_order():
-    plain = orders(["", "", ""])
+    plain = orders("", "", "")
     assert plain[1] != plain[2]
-    assert orders(["", "_orig_mod", "module"]) == plain
-
-
-def test_a_state_of_another_map_is_refused():
-    def replace(state):
-        state["settings"]["projection"] = state["settings"]["projection"][:-1] + "?"
-
-    with pytest.raises(ValueError, match="projection"):
-        orders(["", ""], replace)
+    assert orders("", "_orig_mod", "module") == plain

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-
 import pytest
 import torch
-from support.grab_xla.training import cross_entropies, mlp, samples, under_trace
+from support.grab_xla import training
 from support.xla_replica.replicas import Backend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,109 +18,72 @@ from rigl_xla import RigLScheduler
 N, BATCH, EPOCHS = 24, 8, 4
 
 
-class Loop:
-    """A training loop with something that looks at ``.grad`` or changes it."""
+def beside(what: str, how: str) -> tuple[list, list, list[float]]:
+    """Trains with something that looks at ``.grad`` or changes it.
 
-    def __init__(self, beside: str) -> None:
-        dtype = torch.float32 if beside == "autocast" else torch.float64
-        self.beside = beside
-        self.model = mlp(dtype)
-        self.x, self.y = samples(N, dtype)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
-        self.seen: list[float] = []
-        if beside == "hooks":
-            for parameter in self.model.parameters():
-                parameter.register_post_accumulate_grad_hook(self._halve)
-        self.may_step = lambda: True
-        if beside == "masks":
-            self.may_step = RigLScheduler(
-                self.model, self.optimizer, dense_allocation=0.3, T_end=12, delta=3,
-                ignore_linear_layers=False, dense_first=False,
-            )  # fmt: skip
-        self.context = contextlib.nullcontext
-        if beside == "autocast":
-            self.context = lambda: torch.autocast("cpu", torch.bfloat16)
+    Returns orders, weights, and what has been seen.
+    """
+    dtype = torch.float32 if what == "autocast" else torch.float64
+    model, seen, pruner = training.mlp(dtype), [], None
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if what == "masks":
+        pruner = RigLScheduler(
+            model, optimizer, dense_allocation=0.3, T_end=12, delta=3,
+            ignore_linear_layers=False, dense_first=False,
+        )  # fmt: skip
 
-    def _halve(self, parameter: torch.Tensor) -> None:
-        self.seen.append(float(parameter.grad.sum()))
+    def halve(parameter: torch.Tensor) -> None:
+        seen.append(float(parameter.grad.sum()))
         parameter.grad *= 0.5
 
-    def losses(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor):
-        with self.context():
-            return cross_entropies(model, x, y)
+    for parameter in model.parameters() if what == "hooks" else ():
+        parameter.register_post_accumulate_grad_hook(halve)
 
-    def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[rows], self.y[rows]
+    def losses_of(*given) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
+            return training.cross_entropies(*given)
 
-    def update(self) -> None:
-        if self.beside == "clipping":
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-            self.seen.append(float(norm))
-        if self.may_step():
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+    def update() -> None:
+        if what == "clipping":
+            seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        if pruner is None or pruner():
+            optimizer.step()
 
-
-BESIDE = ("clipping", "hooks", "masks", "autocast")
+    options = {"losses_of": losses_of, "update": update, "epochs": EPOCHS}
+    orders = training.ordered(
+        model, training.samples(N, dtype), how, size=BATCH, **options
+    )
+    if what == "masks":
+        assert 0.2 < float((model[0].weight == 0).double().mean()) < 0.9
+    return orders, [p.detach() for p in model.parameters()], seen
 
 
 @pytest.mark.parametrize("from_samples", [False, True])
-@pytest.mark.parametrize("beside", BESIDE)
-def test_others_see_the_gradients_of_an_ordinary_pass(beside, from_samples):
+@pytest.mark.parametrize("what", ["clipping", "hooks", "masks", "autocast"])
+def test_others_see_the_gradients_of_an_ordinary_pass(what, from_samples):
     """Orders are those of gradients that were formed; weights are equal to the bit.
 
     They are equal up to rounding where ``.grad`` is made from gradients of samples.
     """
-    recorded, plain = Loop(beside), Loop(beside)
-    samplers = [
-        GraBSampler(range(N), dict(each.model.named_parameters()), dtype=torch.float64)
-        for each in (recorded, plain)
-    ]
-    orders = []
-    for _ in range(EPOCHS):
-        order = list(samplers[0])
-        orders.append(order)
-        assert list(samplers[1]) == order
-        for rows in torch.tensor(order).split(BATCH):
-            with samplers[0].record(recorded.model):
-                losses = recorded.losses(
-                    recorded.model, recorded.x[rows], plain.y[rows]
-                )
-            samplers[0].backward(losses, from_samples=from_samples)
-            recorded.update()
-            batch = plain.batch(rows)
-            # The hooks are those of `.grad`, which is not formed here.
-            grads = psg.per_sample_grads(plain.model, plain.losses, batch)
-            samplers[1].step(grads)
-            plain.losses(plain.model, *batch).mean().backward()
-            plain.update()
+    orders, *found = beside(what, "from samples" if from_samples else "recorded")
+    expected, *others = beside(what, "formed")
+    assert orders == expected
     assert len(set(map(tuple, orders))) == EPOCHS
     few = {"rtol": 0.0, "atol": 0.0}
     if from_samples:  # with autocast an ordinary pass rounds to bfloat16
-        few = {"rtol": 0.02, "atol": 1e-3} if beside == "autocast" else {}
-    close = functools.partial(torch.testing.assert_close, **few)
-    seen = [recorded.seen, plain.seen]
-    if from_samples:  # the sequence of parameters is another
-        seen = [sorted(each) for each in seen]
-    close(*seen)
-    for one, other in zip(recorded.model.parameters(), plain.model.parameters()):
-        close(one, other)
-    if beside == "masks":
-        assert 0.2 < float((recorded.model[0].weight == 0).double().mean()) < 0.9
+        few = {"rtol": 0.02, "atol": 1e-3} if what == "autocast" else {}
+        for each in (found, others):  # the sequence of parameters is another
+            each[1] = sorted(each[1])
+    torch.testing.assert_close(found, others, **few)
 
 
 def trained(
-    called: nn.Module,
-    recorded: nn.Module,
-    named: nn.Module,
-    passes: int,
-    from_samples: bool = False,
-    **options,
+    called, recorded, named, passes: int, from_samples: bool = False, **options
 ) -> tuple[list, list]:
     """Returns orders and weights of training with some backward passes per update."""
-    dataset = TensorDataset(*samples())
-    grab = GraBSampler(
-        dataset, dict(named.named_parameters()), dtype=torch.float64, **options
+    dataset, grab = (
+        TensorDataset(*training.samples()),
+        training.sampler_of(named, **options),
     )
     parameters = list(called.parameters())
     optimizer = torch.optim.SGD(parameters, 0.1)
@@ -131,9 +91,8 @@ def trained(
     orders = []
     for _ in range(EPOCHS):
         for number, batch in enumerate(DataLoader(dataset, num_samples, sampler=grab)):
-            with grab.record(recorded):
-                losses = cross_entropies(called, *batch)
-            grab.backward(losses, from_samples=from_samples)
+            training.balance(grab, recorded, training.cross_entropies, called, *batch,
+                    from_samples=from_samples)  # fmt: skip
             if (number + 1) % passes == 0:
                 for parameter in parameters:
                     parameter.grad /= passes
@@ -147,18 +106,17 @@ GROUPS = {"fidelity": "group", "group_size": BATCH // 2}
 
 
 def under_ddp(rank: int) -> list[tuple[list, list]]:
-    model = mlp()
+    model = training.mlp()
     wrapper = DistributedDataParallel(model)
     for recorded, named in ((model, wrapper), (wrapper, model)):
         with pytest.raises(ValueError, match="names and the model from one of the two"):
             trained(wrapper, recorded, named, 1)
     found = []
     for options in ({}, {"from_samples": True}, GROUPS):
-        for wrapped in (False, True):
-            model = mlp()
-            wrapper = DistributedDataParallel(model)
-            named = wrapper if wrapped else model
-            found.append(trained(wrapper, named, named, 1, **options))
+        for place in (0, 1):
+            either = (model := training.mlp(), DistributedDataParallel(model))
+            named = either[place]
+            found.append(trained(either[1], named, named, 1, **options))
     return found
 
 
@@ -166,67 +124,61 @@ def test_ddp_orders_and_trains_as_one_process_does():
     """The names are those of the model, or of the wrapper, but not of both."""
     alone = []
     for passes, options in ((1, {}), (1, {}), (2, GROUPS)):
-        model = mlp()
+        model = training.mlp()
         alone += [trained(model, model, model, passes, **options)] * 2
         assert len(set(map(tuple, alone[-1][0]))) > 2  # there are only six groups
     for outcomes in Backend("cpu", 2).run(under_ddp):
         for (orders, values), expected in zip(outcomes, alone, strict=True):
             assert orders == expected[0]
-            for value, wanted in zip(values, expected[1]):
-                torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(values, expected[1], rtol=1e-9, atol=1e-12)
 
 
-def sharded(rank: int) -> list[str]:
-    model = mlp()
+def refused(rank: int) -> None:
+    model = training.mlp()
     torch.distributed.fsdp.fully_shard(
         model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     )
-    parameters, said = dict(model.named_parameters()), []
-    for makes in (
-        lambda: GraBSampler(range(N), parameters),
-        lambda: psg.capture(model),
-        lambda: psg.per_sample_grad_norms(model, cross_entropies, samples(4)),
-    ):
-        with pytest.raises(TypeError) as caught:
-            makes()
-        said.append(str(caught.value))
+    parameters = dict(model.named_parameters())
+    names = "^GraBSampler: '0.weight', '0.bias', '2.weight' and 1 .*"
+    says = "are DTensors, sharded as by FSDP2's fully_shard.*"
+    with pytest.raises(TypeError, match=f"(?s){names}{says}order such as 'rr'"):
+        GraBSampler(range(N), parameters)
     list(GraBSampler(range(N), parameters, "rr"))
-    return said
+    says = rf"(?s){says}leave these out \(params=\)"
+    with pytest.raises(TypeError, match=says):
+        psg.capture(model)
+    with pytest.raises(TypeError, match=says):
+        psg.per_sample_grad_norms(model, training.cross_entropies, training.samples(4))
 
 
 def test_sharded_models_are_refused_at_construction():
-    for sampler, *captures in Backend("cpu", 2).run(sharded):
-        says = "are DTensors, sharded as by FSDP2's fully_shard"
-        assert sampler.startswith("GraBSampler: '0.weight', '0.bias', '2.weight' and 1")
-        assert says in sampler
-        assert "order such as 'rr'" in sampler
-        for message in captures:
-            assert says in message
-            assert "leave these out (params=)" in message
+    Backend("cpu", 2).run(refused)
 
 
-def clipped(rank: int, records: bool) -> tuple[list, list[float]]:
-    """Trains an elastic run with clipping and a noise meter, in recorded orders."""
-    model = mlp()
-    x, y = samples()
-    orders = iter(clipped(0, True)[0]) if not records else None
-    grab = GraBSampler(range(N), dict(model.named_parameters()), dtype=torch.float64)
-    order = grab if records else (lambda epoch, found=list(orders or ()): found[epoch])
+def clipped(order=None) -> tuple[list, list[float]]:
+    """Trains an elastic run with clipping and a noise meter, in recorded orders.
+
+    Returns them, and what is measured; given an order, it records nothing.
+    """
+    model, (x, y) = training.mlp(), training.samples()
+    grab = training.sampler_of(model)
     options = {"ref_batchsize": 8, "max_grad_norm": 0.2, "noise": True}
-    dealt, optimizer = under_trace(model, N, order, 0.1, "root", **options)
-    if records:
+    dealt, optimizer = training.under_trace(
+        model, N, order or grab, 0.1, "root", **options
+    )
+    if order is None:
         optimizer.attach(grab.after_update)
     found = []
     for epoch in range(EPOCHS):
         dealt.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for rows in dealt:
-            if records:
-                with grab.record(model):
-                    losses = cross_entropies(model, x[rows], y[rows])
-                grab.backward(losses)
+            if order is None:
+                training.balance(
+                    grab, model, training.cross_entropies, model, x[rows], y[rows]
+                )
             else:
-                cross_entropies(model, x[rows], y[rows]).mean().backward()
+                training.cross_entropies(model, x[rows], y[rows]).mean().backward()
             optimizer.step()
         found.append(grab.order.tolist())
     values = [float(p.detach().sum()) for p in model.parameters()]
@@ -234,4 +186,6 @@ def clipped(rank: int, records: bool) -> tuple[list, list[float]]:
 
 
 def test_the_elastic_wrapper_clips_and_measures_as_without_recording():
-    assert clipped(0, True)[1] == clipped(0, False)[1]
+    orders, measured = clipped()
+    assert len(set(map(tuple, orders))) == EPOCHS
+    assert clipped(orders.__getitem__)[1] == measured

@@ -94,3 +94,15 @@ def batch(order, rows, centre, steps, centred_update: bool = True):
             else:
                 right.insert(0, order[i])
     return left + right
+
+
+def followed(total, vectors, signs):
+    """Returns the sum that signs lead to, and which of them are not nearly ties.
+
+    Asserts that those are the signs of the balance.
+    """
+    totals = np.vstack([total, total + (signs[:, None] * vectors).cumsum(0)])
+    products = (totals[:-1] * vectors).sum(1)
+    sure = np.abs(products) > 1e-9 * (vectors**2).sum(1)
+    assert (signs == np.where(products < 0, 1, -1))[sure].all()
+    return totals[-1], sure

@@ -47,56 +47,36 @@ class Kind(NamedTuple):
         return GraBSampler(range(num_samples), parameters, self.name, **options)
 
 
-def _mean(order, rows, centre, steps):
-    return balancing.mean(order, rows, centre)
-
-
-def _recursive(order, rows, centre, steps):
-    return balancing.recursive(order, rows, centre, 2)
-
-
-def _batch(order, rows, centre, steps):
-    return balancing.batch(order, rows, centre, steps)
-
-
-def _batch_uncentred(order, rows, centre, steps):
-    return balancing.batch(order, rows, centre, steps, centred_update=False)
-
-
-def _pair(order, rows, centre, steps):
-    return balancing.pair(order, rows)
-
-
-def _coordinated_pair(order, rows, centre, steps):
-    return balancing.pair(order, rows, num_workers=4)
-
-
-def _recursive_pair(order, rows, centre, steps):
-    return balancing.recursive_pair(order, rows, 8)
-
-
-def _norm(order, rows, centre, steps):
-    return [order[i] for i in np.argsort(-(rows**2).sum(1), kind="stable")]
+ORACLES: dict[str, Callable[..., list[int]]] = {
+    "mean": lambda order, rows, centre, steps: balancing.mean(order, rows, centre),
+    "pair": lambda order, rows, *_: balancing.pair(order, rows),
+    "coordinated pair": lambda order, rows, *_: balancing.pair(order, rows, 4),
+    "recursive": lambda *of: balancing.recursive(*of[:3], depth=2),
+    "recursive-pair": lambda order, rows, *_: balancing.recursive_pair(order, rows, 8),
+    "batch": balancing.batch,
+    "batch-uncentred": lambda *of: balancing.batch(*of, centred_update=False),
+    "norm": lambda order, rows, *_: [
+        order[i] for i in np.argsort(-(rows**2).sum(1), kind="stable")
+    ],
+}
+ORACLES["sign"] = ORACLES["adamean"] = ORACLES["mean"]
 
 
 KINDS = {
-    "mean": Kind("mean", {}, oracle=_mean),
-    "pair": Kind("pair", {}, oracle=_pair),
-    "coordinated pair": Kind("pair", {"num_workers": 4}, oracle=_coordinated_pair),
-    "recursive": Kind("recursive", {"depth": 2}, oracle=_recursive),
-    "recursive-pair": Kind("recursive-pair", {"batch_size": 8}, oracle=_recursive_pair),
-    "sign": Kind("sign", {}, oracle=_mean),
-    "adamean": Kind("adamean", {}, oracle=_mean),
-    "batch": Kind("batch", {}, False, _batch),
-    "batch-uncentred": Kind("batch-uncentred", {}, False, _batch_uncentred),
-    "norm": Kind("norm", {}, oracle=_norm),
-    "ema": Kind("ema", {}, False),
-    "adaema": Kind("adaema", {}, False),
-    "rr": Kind("rr", {}),
-    "so": Kind("so", {}),
-    "fixed": Kind("fixed", {}),
-    "swr": Kind("swr", {}),
-}  # fmt: skip
+    name: Kind(type_, options, invariant, ORACLES.get(name))
+    for name, type_, options, invariant in [
+        ("mean", "mean", {}, True),
+        ("pair", "pair", {}, True),
+        ("coordinated pair", "pair", {"num_workers": 4}, True),
+        ("recursive", "recursive", {"depth": 2}, True),
+        ("recursive-pair", "recursive-pair", {"batch_size": 8}, True),
+        *((name, name, {}, True) for name in ("sign", "adamean")),
+        *((name, name, {}, False) for name in ("batch", "batch-uncentred")),
+        ("norm", "norm", {}, True),
+        *((name, name, {}, False) for name in ("ema", "adaema")),
+        *((name, name, {}, True) for name in ("rr", "so", "fixed", "swr")),
+    ]
+}
 ALL = list(KINDS)
 BALANCING = [
     name for name, kind in KINDS.items() if BALANCE_TYPES[kind.name].needs_gradients
@@ -104,7 +84,6 @@ BALANCING = [
 PERMUTING = [
     name for name, kind in KINDS.items() if BALANCE_TYPES[kind.name].is_permutation
 ]
-WITH_ORACLE = [name for name, kind in KINDS.items() if kind.oracle]
 INVARIANT = [name for name in BALANCING if KINDS[name].invariant]
 # The first batch sums to zero around its own mean: moving averages meet exact ties,
 # which rounding decides, and so the number of shards.
