@@ -255,7 +255,7 @@ def test_steps_out_of_turn_are_refused():
         ({"pi_eps": 1.0, "random_projection": "jl"}, ValueError,
          "pi_eps must be a finite number > 0 and < 1"),
         ({"fidelity": "exact", "random_projection": "jl"}, ValueError,
-         "'jl' projections of them: leave out one"),
+         "leave out fidelity='exact' or random_projection='jl'"),
         ({"fidelity": "rough"}, ValueError, "fidelity must be one of 'exact', 'proj"),
         ({"fidelity": "group"}, TypeError, "needs group_size="),
         ({"seed": 1.5}, TypeError, "seed must be an integer"),

@@ -173,8 +173,8 @@ class Returning(Balancer):
 @each(
     ("placements", "message"),
     [
-        (torch.tensor([1, 2, -1]), r"returned the placement 2 .*integers from -1 to 1"),
-        (torch.tensor([0.5, 1, -1]), r"returned the placement 0\.5 \(float32\)"),
+        (torch.tensor([1, 2, -1]), r"balance returned 2 .*integers from -1 to 1"),
+        (torch.tensor([0.5, 1, -1]), r"balance returned 0\.5 \(float32\)"),
         (torch.tensor([True, False, True]), r"placement True \(bool\)"),
         (torch.tensor([1, -1]), r"placements of shape \(2,\) for 3 samples"),
     ],

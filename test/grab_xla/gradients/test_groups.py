@@ -315,7 +315,7 @@ class Update:
         (lambda model, grab, order: grouped(model, group_size=27),
          "group_size must be an integer >= 1 and <= 26"),
         (lambda model, grab, order: grouped(model, fidelity="exact"),
-         "group_size=4 is an option of fidelity='gr"),
+         "group_size=4 needs fidelity='group', got"),
         (lambda model, grab, order: grouped(model, "swr"), "cannot be combined with"),
         (lambda model, grab, order: grab.record(other_shapes()),
          r"0\.weight.*of the same shapes"),
