@@ -203,16 +203,6 @@ def test_a_compiled_loop_body_is_refused():
     assert [body() for _ in range(3)] == [0, 0, 0]
 
 
-def test_a_compiled_step_of_the_inner_optimizer_is_refused():
-    def compiled(parameters, lr: float) -> torch.optim.Optimizer:
-        inner = torch.optim.SGD(parameters, lr)
-        inner.step = torch.compile(inner.step, backend="aot_eager")
-        return inner
-
-    with pytest.raises(TypeError, match=r"every learning rate.* compile the model"):
-        make(inner=compiled)
-
-
 # --- numbers are uploaded once; optimizers take them as tensors, unread -------------
 
 

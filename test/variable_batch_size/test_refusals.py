@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.variable_batch_size.wrapping import CPU, make
+from support.variable_batch_size import exact
+from support.variable_batch_size.noise import make as measured
+from support.variable_batch_size.wrapping import CPU, make, one_weight, sampler_of
 from torch import nn
 from torch.optim import SGD, AdamW, SparseAdam
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import ChainDataset
 
 import variable_batch_size as vbs
+from grab_xla import GraBSampler
 from variable_batch_size import trace_tools as tools
 from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.rules.rule import rule_named, with_options
 from variable_batch_size.trace_tools import convert_rows, simulate
 from variable_batch_size.trace_tools import families as made
 from variable_batch_size.trace_tools.step_time import fit_step_time
@@ -33,11 +39,10 @@ constant = partial(made.make, "constant", steps=2)
 stream = partial(vbs.BlockDataset.from_stream, iter)
 seeded = vbs.SeededDataset
 momentum = partial(make, cls=vbs.LinearRuleMomentumOptimizer)
-
-
-def dealt(**options: Any) -> vbs.CustomSampler:
-    common = {"trace": 64, "dataset_size": 256, "num_replicas": 1, "rank": 0}
-    return vbs.CustomSampler(**common | options)
+dealt = partial(sampler_of, trace=64)
+HALF = {"cls": vbs.LinearRuleMomentumOptimizer, "weight_decay": 0.5}
+every_step = partial(StepLR, step_size=1)
+of_rule = partial(make, cls=vbs.ElasticOptimizer)
 
 
 def planned(trace: Any, *arguments: Any) -> Schedule:
@@ -62,12 +67,70 @@ def log(**options: Any) -> vbs.RunLog:
     return vbs.RunLog(None, wrapped(), **options)
 
 
-def of_decay(saved: float, own: float) -> None:
-    state = momentum(weight_decay=saved)[2].state_dict()
-    momentum(weight_decay=own)[2].load_state_dict(state)
+def attached(target: Any, *arguments: Any) -> None:
+    """Attaches what is made of a wrapper of SGD."""
+    wrapper = wrapped()
+    wrapper.attach(target(wrapper), *arguments)
+
+
+def twice(target: Any) -> None:
+    wrapper = wrapped()
+    targets = [target(wrapper)] * 2
+    for each in targets:
+        wrapper.attach(each)
+
+
+def resumed(saved: dict[str, Any], own: dict[str, Any], **options: Any) -> None:
+    """Loads the state of an optimizer that measures noise into another one."""
+    (_, first), (_, second) = measured(**saved), measured(**own)
+    second.load_state_dict(first.state_dict(), **options)
+
+
+def measured_as(**changes: Any) -> None:
+    meter = measured()[1].noise
+    meter.load_state_dict(meter.state_dict() | changes)
+
+
+def compiled(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    inner = SGD(parameters, lr)
+    inner.step = torch.compile(inner.step, backend="aot_eager")
+    return inner
 
 
 OF_TYPES = [
+    (lambda: rule_named(0.5), "rule must be a name or a Rule, got 0.5"),
+    (lambda: with_options("adam-root", True, False),
+     "can be neither measured nor take a mom"),
+    (lambda: vbs.Rule("x", lambda gain: gain, measured=True, beta=lambda b, k: b),
+     "rule 'x' changes Adam's betas"),
+    (lambda: of_rule(rule="adam-root"), "needs torch's Adam or AdamW, got SGD"),
+    (lambda: of_rule(inner=torch.optim.RAdam, rule="adam-half-life"),
+     "Adam or AdamW, got RAdam"),
+    (lambda: of_rule(inner=AdamW, rule="root", momentum_correction=True),
+     "only SGD turns into"),
+    (lambda: of_rule(inner=torch.optim.Adam, rule="root", decay_per_sample=True),
+     "decay_per_sample needs weight decay that multiplies the weights"),
+    (lambda: of_rule(inner=partial(AdamW, capturable=True), rule="adam-root"),
+     "does not work with capturable=True"),
+    (lambda: measured(cls=vbs.LinearRuleOptimizer, noise={"time_constant": 10}),
+     "noise must be a bool or NoiseOpt"),
+    (lambda: of_rule(rule=vbs.Rule("x", math.sqrt, measured=True)),
+     r"gain \*\* 0.5, in place of math.sqrt"),
+    (lambda: make(cls=vbs.ConstantOptimizer, ref_batchsize=None, noise=True),
+     "noise= needs ref_batchsize="),
+    (lambda: attached(every_step, "iterations"), "use AdaScaleOptimizer, or .* noise"),
+    (lambda: attached(lambda _: print, "samples", 10), "are for LR schedulers"),
+    (lambda: attached(lambda _: StepLR), "neither an LR scheduler nor a function"),
+    (lambda: attached(lambda wrapper: StepLR(wrapper, 1).step),
+     "is a method of an LR scheduler"),
+    (lambda: attached(ReduceLROnPlateau, "epochs"), "needs a metric"),
+    (lambda: make(inner=compiled), r"every learning rate.* compile the model"),
+    (lambda: one_weight([3], sampler={"pad_minibatches": True}),
+     "reduction='sum', and let the loss"),
+    (lambda: exact.wrapped(nn.Linear(4, 4).double()), "'weight' is torch.float64"),
+    (lambda: exact.wrapped(nn.Sequential(nn.SyncBatchNorm(4))), "'0' is a SyncBatchN"),
+    (lambda: exact.wrapped(nn.Linear(4, 4), exact=True), "exact= must be the model"),
+    (lambda: exact.wrapped(nn.Linear(4, 4), lockstep=True), "lockstep"),
     (lambda: vbs.BlockDataset([1], [1]), "read_block must be a func"),
     (lambda: blocks([1.5]), "block_sizes must be a seq"),
     (lambda: blocks([]), "block_sizes must be a seq"),
@@ -120,11 +183,54 @@ OF_TRACES = [
      "exceeds epoch capacity: 256 samples hold 8 mini"),
     (lambda: planned([288], 287, 32), "exceeds epoch capacity"),
     (lambda: convert_rows(LOG, lambda _: 0), "element 0, batchsize: 0 must be > 0"),
+    (lambda: wrapped(sampler=dealt(minibatch_size=4)).change_batch_size(6),
+     "not a multiple of minibatch_size=4"),
     (lambda: converted(lambda *_: 11), "^0 steps are completed in the 10 seconds"),
     (lambda: converted(lambda *_: 1e-9), "^10000000000 steps are completed"),
     (lambda: constant(batch_size=0), "batchsize: 0 must be > 0"),
 ]  # fmt: skip
 OF_VALUES = [
+    (lambda: rule_named("lars"), r"'lars' is unknown; allowed are \['adam-half.*power"),
+    (lambda: rule_named("power"), "allowed are .* 'power:0.75'"),
+    (lambda: rule_named("power:"), "'power:' is unknown"),
+    (lambda: rule_named("power:x"), "'x' is not a finite number"),
+    *(
+        (lambda factor=factor: of_rule(rule=vbs.Rule("mine", lambda ratio: factor)),
+         "rule 'mine' makes the factor .* finite")
+        for factor in (-1.0, NAN, None)
+    ),
+    (lambda: of_rule([32, 256], AdamW, rule="adam-root", ref_batchsize=16),
+     "batch ratio 16.* use rule 'adam-half-life'"),
+    (lambda: measured(time_constant=0), "time_constant must be a finite number > 0"),
+    (lambda: measured(compat="seed"), "compat must be one of None, 'reference', g"),
+    (lambda: measured_as(differences=torch.zeros(3, 1)),
+     "not a state of a NoiseMeter: it has"),
+    (lambda: measured_as(base=torch.tensor([7.0])),
+     "over 7 samples, and this meter's over 1"),
+    (lambda: measured_as(averages=torch.zeros(3, 2)),
+     "of 2 parameter groups, and the optimizer"),
+    (lambda: resumed({"ref_batchsize": 2}, {}), "ref_batchsize was 2 and is 1"),
+    (lambda: resumed({"ref_batchsize": 2}, {}, allow_changes=True),
+     "counts steps of 2 samples, and this opt"),
+    (lambda: resumed({"cls": vbs.LinearRuleOptimizer}, {}),
+     "of rule 'linear', and this optimizer has 'a"),
+    (lambda: resumed(HALF, HALF | {"weight_decay": 0.25}),
+     r"weight_decay was 0\.5 and is 0\.25"),
+    (lambda: attached(every_step, "minutes"),
+     "'updates', .* 'iterations', got 'minutes'"),
+    (lambda: attached(every_step, "samples", 0),
+     "every must be a finite number > 0, got"),
+    # It would run twice after every update, or change what nobody uses.
+    (lambda: twice(lambda _: [].append), "is attached already, and would run tw"),
+    (lambda: twice(every_step), "is attached already, and would run"),
+    (lambda: attached(lambda _: StepLR(wrapped().inner, 1)),
+     "learning rate of another optimizer: build"),
+    (lambda: exact.wrapped(nn.Linear(4, 4), nn.Linear(4, 4).parameters()),
+     "not one of the model's"),
+    # It would balance the samples that fill up a minibatch twice.
+    (lambda: GraBSampler(range(8), {"w": nn.Parameter(ONES)}).after_update(
+        vbs.Update(0, 0, 3, 2, (0.1,), False, False)
+    ), "batch size 3 is not a multiple"),
     (lambda: blocks([0, 0]), "not all 0"),
     (lambda: vbs.BlockShuffle([3, -1]), "must be >= 0"),
     (lambda: vbs.BlockShuffle([3], 0), "window must be an int"),
@@ -180,7 +286,6 @@ OF_VALUES = [
     (lambda: wrapped().set_lr((0.1, 0.2)), "one learning rate for each of 1 parameter"),
     (lambda: wrapped().set_lr(0.1), "needs a tuple with one .* got 0.1"),
     (lambda: momentum(weight_decay=-1), "weight_decay must be a finite number >= 0"),
-    (lambda: of_decay(0.5, own=0.25), r"weight_decay was 0\.5 and is 0\.25"),
     (lambda: controlled(most=2), "most must be an integer >= 4, got 2"),
     (lambda: controlled(factor=1), "factor must be a finite number > 1, got 1"),
     (lambda: controlled(policy="x"), "policy must be one of 'noise-scale', 'g"),

@@ -77,8 +77,12 @@ ROWS = {
     "half-life, decay": Row("adam-half-life", "adamw", PER_SAMPLE),
 }
 ADAM = {"betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+SGD = partial(torch.optim.SGD, momentum=MOMENTUM, weight_decay=DECAY)
 INNER = {
-    "sgd": partial(torch.optim.SGD, momentum=MOMENTUM, weight_decay=DECAY),
+    "sgd": SGD,
+    "sgd, nesterov": partial(SGD, nesterov=True),
+    "sgd, maximize": partial(SGD, maximize=True),
+    "sgd, nesterov, maximize": partial(SGD, nesterov=True, maximize=True),
     "adamw": partial(torch.optim.AdamW, **ADAM),
     "adam": partial(torch.optim.Adam, **ADAM),
     "adamw, amsgrad": partial(torch.optim.AdamW, **ADAM, amsgrad=True),
@@ -226,13 +230,16 @@ class ByHand:
 
     def update(self, index: int, gradient: np.ndarray, ratio, factor, decay) -> None:
         weight, lr = self.groups[index], LR * factor
-        if self.row.inner == "sgd":
-            gradient = gradient + decay * weight
+        if self.row.inner.startswith("sgd"):
+            sign = -1 if "maximize" in self.row.inner else 1
+            gradient = sign * gradient + decay * weight
             if self.row.in_buffer:
                 gradient, lr = factor * gradient, LR
             old = self.velocity[index]
             new = gradient if old is None else MOMENTUM * old + gradient
             self.velocity[index] = new
+            if "nesterov" in self.row.inner:
+                new = gradient + MOMENTUM * new
             self.groups[index] = weight - lr * new
             return
         betas, eps = np.array(BETAS), EPS
@@ -259,8 +266,8 @@ class ByHand:
         return [flat[:6].reshape(3, 2), flat[6:], rest.reshape(())]
 
 
-def by_hand(name: str, epochs: int) -> ByHand:
-    run = ByHand(ROWS[name])
+def by_hand(row: Row, epochs: int) -> ByHand:
+    run = ByHand(row)
     case = elastic.Case(TRACE, epochs, num_samples=NUM_SAMPLES)
     for _, rows in elastic.batches(case):
         run.step(rows.numpy())

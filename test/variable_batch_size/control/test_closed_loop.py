@@ -222,13 +222,6 @@ def test_a_decision_has_hysteresis_and_limits(wanted, least, most, expected):
     assert policies.decide(SEEN, wanted, least, most, 1.5) == expected
 
 
-def test_a_size_that_the_sampler_cannot_deal_is_refused(tmp_path):
-    training = Training(tmp_path, 16)
-    training.optimizer.attach(lambda _: training.optimizer.change_batch_size(6))
-    with pytest.raises(vbs.TraceError, match="not a multiple of minibatch_size=4"):
-        training.epoch(0)
-
-
 def test_a_rule_that_does_not_allow_the_size_says_so():
     """Adam's betas cannot follow a batch ten times as large."""
     parameter, sampler, optimizer = one_weight(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.variable_batch_size.wrapping import sampler_of
 
 import variable_batch_size as vbs
 from variable_batch_size.data.lazy_orders import SORTED, bijection
@@ -109,9 +110,7 @@ def test_epochs_and_seeds_are_unrelated():
 
 
 def sampler(size: int, trace=1024, order=None, **options) -> vbs.CustomSampler:
-    options = {"num_replicas": 1, "rank": 0, "verbose": False} | options
-    options["order"] = order or vbs.IndexShuffle(7)
-    return vbs.CustomSampler(trace=trace, dataset_size=size, **options)
+    return sampler_of(trace, size, order=order or vbs.IndexShuffle(7), **options)
 
 
 def first_steps(size: int, epoch: int, trace) -> tuple[int, int]:

@@ -153,24 +153,6 @@ def test_progress_keeps_its_fractions_when_it_is_large():
     assert optimizer.progress - 2**40 == pytest.approx(5.0, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"time_constant": 0}, ValueError, "time_constant must be a finite number > 0"),
-        ({"compat": "seed"}, ValueError, "compat must be one of None, 'reference', g"),
-        ({"cls": vbs.LinearRuleOptimizer, "noise": {"time_constant": 10}},
-         TypeError, "noise must be a bool or NoiseOpt"),
-        ({"cls": vbs.ElasticOptimizer, "rule": vbs.Rule("x", math.sqrt, measured=True)},
-         TypeError, r"gain \*\* 0.5, in place of math.sqrt"),
-        ({"cls": vbs.ConstantOptimizer, "ref_batchsize": None, "noise": True},
-         TypeError, "noise= needs ref_batchsize="),
-    ],
-)  # fmt: skip
-def test_bad_options(options, error, message):
-    with pytest.raises(error, match=message):
-        make(**options)
-
-
 def test_a_measured_rule_of_ones_own():
     rule = vbs.Rule("sqrt-gain", lambda gain: gain**0.5, measured=True)
     [parameter], optimizer = make(trace=(2,), cls=vbs.ElasticOptimizer, rule=rule)
@@ -179,21 +161,6 @@ def test_a_measured_rule_of_ones_own():
     step(optimizer, parameter, ROWS)
     assert updates[0].lr == (pytest.approx(0.01 * 1.25**0.5),)
     assert optimizer.current_lr() == pytest.approx(updates[0].lr[0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"differences": torch.zeros(3, 1)}, "not a state of a NoiseMeter: it has"),
-        ({"base": torch.tensor([7.0])}, "over 7 samples, and this meter's over 1"),
-        ({"averages": torch.zeros(3, 2)}, "of 2 parameter groups, and the optimizer"),
-    ],
-)
-def test_a_state_of_another_format_or_of_other_groups_is_refused(changes, message):
-    _, optimizer = make()
-    state = optimizer.noise.state_dict()
-    with pytest.raises(ValueError, match=message):
-        optimizer.noise.load_state_dict(state | changes)
 
 
 def test_the_log_shows_what_was_measured(caplog):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.variable_batch_size.rules import ROWS
 from support.variable_batch_size.wrapping import make
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 import variable_batch_size as vbs
 from variable_batch_size.rules.rule import rule_named, with_options
@@ -59,34 +59,6 @@ def test_the_power_rule_holds_the_others():
     assert rule_named(vbs.power(0.25)).name == "power:0.25"
 
 
-@pytest.mark.parametrize(
-    ("rule", "error", "message"),
-    [
-        ("lars", ValueError, r"'lars' is unknown; allowed are \['adam-half.*power"),
-        ("power", ValueError, "allowed are .* 'power:0.75'"),
-        ("power:", ValueError, "'power:' is unknown"),
-        ("power:x", ValueError, "'x' is not a finite number"),
-        (0.5, TypeError, "rule must be a name or a Rule, got 0.5"),
-    ],
-)
-def test_bad_names(rule, error, message):
-    with pytest.raises(error, match=message):
-        rule_named(rule)
-
-
-def test_adams_rules_have_no_momentum_correction():
-    with pytest.raises(TypeError, match="can be neither measured nor take a mom"):
-        with_options("adam-root", True, False)
-    with pytest.raises(TypeError, match="rule 'x' changes Adam's betas"):
-        vbs.Rule("x", lambda gain: gain, measured=True, beta=lambda b, k: b)
-
-
-@pytest.mark.parametrize("factor", [-1.0, float("nan"), None])
-def test_a_rule_without_a_factor_is_refused_at_once(factor):
-    with pytest.raises(ValueError, match=r"rule 'mine' makes the factor .* finite"):
-        make(cls=vbs.ElasticOptimizer, rule=vbs.Rule("mine", lambda ratio: factor))
-
-
 MINE = vbs.Rule("mine", lambda ratio: 1.0, needs_reference=False, for_sgd=True)
 
 
@@ -96,25 +68,6 @@ def test_a_rule_that_suits_another_optimizer_warns(rule):
     ref = None if rule is MINE else 32
     with pytest.warns(UserWarning, match=r"' is derived for SGD.*for AdamW"):
         make(inner=AdamW, cls=vbs.ElasticOptimizer, rule=rule, ref_batchsize=ref)
-
-
-@pytest.mark.parametrize(
-    ("inner", "options", "message"),
-    [
-        (SGD, {"rule": "adam-root"}, "needs torch's Adam or AdamW, got SGD"),
-        (torch.optim.RAdam, {"rule": "adam-half-life"}, "Adam or AdamW, got RAdam"),
-        (AdamW, {"rule": "root", "momentum_correction": True}, "only SGD turns into"),
-        (torch.optim.Adam, {"rule": "root", "decay_per_sample": True},
-         "decay_per_sample needs weight decay that multiplies the weights"),
-        (lambda ps, lr: AdamW(ps, lr, capturable=True), {"rule": "adam-root"},
-         "does not work with capturable=True"),
-    ],
-)  # fmt: skip
-def test_a_rule_that_does_not_work_with_the_optimizer_is_refused(
-    inner, options, message
-):
-    with pytest.raises(TypeError, match=message):
-        make(inner=inner, cls=vbs.ElasticOptimizer, **options)
 
 
 # --- Adam: histories of betas, and their limits ---------------------------------------
@@ -202,13 +155,3 @@ def test_no_first_moment_at_all():
     assert scaled.betas == (0.0, 0.999)
     scaled, _ = rule.update(0.5, group, state)
     assert scaled.betas[0] == 0.5
-
-
-def test_a_trace_that_the_sde_rule_cannot_follow_is_refused_at_once():
-    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], LR)
-    sampler = vbs.CustomSampler(
-        range(64), [4, 40], num_replicas=1, rank=0, minibatch_size=2, verbose=False
-    )
-    with pytest.raises(ValueError, match=r"batch ratio 10.* use rule 'adam-half-life'"):
-        vbs.AdamRootRuleOptimizer(inner, sampler, ref_batchsize=4)
-    vbs.AdamHalfLifeRuleOptimizer(inner, sampler, ref_batchsize=4)

@@ -43,7 +43,7 @@ def test_every_registered_rule_has_a_row():
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_and_learning_rates_are_those_of_a_run_by_hand(outcomes, name):
     """It holds for any number of replicas, some idle, some of them from the start."""
-    expected = rules.by_hand(name, EPOCHS)
+    expected = rules.by_hand(ROWS[name], EPOCHS)
     for outcome in outcomes:
         for weight, reference in zip(outcome[name]["weights"], expected.weights()):
             np.testing.assert_allclose(weight, reference, rtol=1e-9, atol=1e-12)
@@ -51,6 +51,14 @@ def test_weights_and_learning_rates_are_those_of_a_run_by_hand(outcomes, name):
         if vbs.rule_named(ROWS[name].rule).measured:
             progress = outcome[name]["progress"]
             assert progress == pytest.approx(expected.progress, rel=1e-9)
+
+
+@pytest.mark.parametrize("inner", [name for name in rules.INNER if "sgd," in name])
+def test_the_factor_in_the_buffer_suits_every_kind_of_momentum(inner):
+    row = rules.Row("linear-momentum", inner)
+    expected = rules.by_hand(row, 1).weights()
+    for weight, reference in zip(Training(row).train(), expected):
+        np.testing.assert_allclose(weight, reference, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", NAMES)

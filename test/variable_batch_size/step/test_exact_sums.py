@@ -133,20 +133,6 @@ def test_loaders_may_read_ahead(alone):
     assert ALONE.run(with_workers) == [alone["small"].digest]
 
 
-def test_what_cannot_be_exact_is_refused_by_name():
-    linear = nn.Linear(4, 4)
-    for options, message in [
-        ({"model": linear.double()}, "'weight' is torch.float64"),
-        ({"model": nn.Sequential(nn.SyncBatchNorm(4))}, "'0' is a SyncBatchNorm"),
-        ({"model": nn.Linear(4, 4), "exact": True}, "exact= must be the model"),
-        ({"model": nn.Linear(4, 4), "lockstep": True}, "lockstep"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            exact.wrapped(**options)
-    with pytest.raises(ValueError, match="not one of the model's"):
-        exact.wrapped(nn.Linear(4, 4), nn.Linear(4, 4).parameters())
-
-
 def test_steps_of_too_many_minibatches_are_refused(monkeypatch):
     monkeypatch.setattr("xla_replica.backends.grid.UP", 12)
     with pytest.raises(ValueError, match="has 2 minibatches, and sums on this device"):

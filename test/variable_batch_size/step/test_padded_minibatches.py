@@ -17,14 +17,12 @@ from support.variable_batch_size.elastic import batches, large_batch_run
 from support.variable_batch_size.resuming import resume_from_each
 from support.variable_batch_size.resuming import run as run_and_save
 from support.variable_batch_size.sharded import whole
-from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import HAS_XLA, backends, row
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import variable_batch_size as vbs
 import xla_replica
-from grab_xla import GraBSampler
 
 # Less than a minibatch of 4, one sample more than some, and multiples.
 TRACE = (3, 17, 4, 30, 1, 13, 8, 22)
@@ -211,19 +209,6 @@ def test_a_forgotten_mask_is_an_error():
     losses_of(training.model, x, y).sum().backward()
     with pytest.raises(ValueError, match="1 of the 4 samples of this minibatch are"):
         training.optimizer.step()
-
-
-def test_an_order_from_gradients_refuses_padding():
-    """It would balance the samples that fill up a minibatch twice."""
-    grab = GraBSampler(range(8), {"w": nn.Parameter(torch.ones(3))})
-    update = vbs.Update(0, 0, 3, 2, (0.1,), False, False)
-    with pytest.raises(ValueError, match="batch size 3 is not a multiple"):
-        grab.after_update(update)
-
-
-def test_a_mean_over_the_minibatch_is_refused():
-    with pytest.raises(TypeError, match="reduction='sum', and let the loss"):
-        one_weight([3], sampler={"pad_minibatches": True})
 
 
 def test_a_run_that_pads_is_not_one_that_does_not():
