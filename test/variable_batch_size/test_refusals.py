@@ -97,7 +97,27 @@ def compiled(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return inner
 
 
+def weighed(weight: Any, **options: Any) -> None:
+    """Runs a minibatch of a weight; options are the wrapper's."""
+    parameter, _, optimizer = one_weight([4], **{"reduction": "sum"} | options)
+    if optimizer.rule.measured:
+        optimizer.attach(StepLR(optimizer, 1), unit="iterations")
+    parameter.sum().backward()
+    optimizer.step(**({} if weight is None else {"weight": weight}))
+
+
 OF_TYPES = [
+    (lambda: weighed(3, reduction="mean"), "needs reduction='sum'"),
+    (lambda: weighed(None), "needs weight="),
+    (lambda: weighed(True), "got True"),
+    (lambda: weighed(1, reduction="mean", ref_weight=4), "needs reduction='sum'"),
+    (lambda: weighed(1, ref_weight=4, ref_batchsize=4), "give one of them"),
+    (lambda: weighed(1, noise=True), "needs ref_weight="),
+    (lambda: weighed(1, ref_weight=4, noise=vbs.NoiseOptions(compat="reference")),
+     "all count the same"),
+    (lambda: weighed(1, ref_weight=4, rule="adam-root", inner=AdamW),
+     "ref_batchsize= in place of ref_weight="),
+    (lambda: weighed(1, ref_weight=4, rule="adascale"), "'updates' or 'samples'"),
     (lambda: rule_named(0.5), "rule must be a name or a Rule, got 0.5"),
     (lambda: with_options("adam-root", True, False),
      "can be neither measured nor take a mom"),
@@ -190,6 +210,12 @@ OF_TRACES = [
     (lambda: constant(batch_size=0), "batchsize: 0 must be > 0"),
 ]  # fmt: skip
 OF_VALUES = [
+    (lambda: weighed(-1), "got -1"),
+    (lambda: weighed(NAN), "got nan"),
+    (lambda: weighed(torch.tensor(-2.0)), "got -2.0"),
+    (lambda: weighed(torch.ones(2)), r"shape \(2,\)"),
+    (lambda: weighed(torch.ones((), dtype=torch.complex64)), "complex64"),
+    (lambda: weighed(1, reduction="tokens"), "got 'tokens'"),
     (lambda: rule_named("lars"), r"'lars' is unknown; allowed are \['adam-half.*power"),
     (lambda: rule_named("power"), "allowed are .* 'power:0.75'"),
     (lambda: rule_named("power:"), "'power:' is unknown"),

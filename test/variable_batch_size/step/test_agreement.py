@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training
+from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import (
     FOUR_TPU_LIKE,
     SEVERAL_REPLICAS,
@@ -55,16 +56,6 @@ class ThreadReplica(xla_replica.Replica):
         return lambda: copy if self.num_updates >= arrives else None
 
 
-def counting(read):
-    """Returns ``read``, which a replica's agreement calls to read the sum, counted."""
-
-    def counted(found):
-        found._replica.num_reads += 1
-        return read(found)
-
-    return counted
-
-
 class Replicas:
     """Several replicas that train, of which some have been asked to stop."""
 
@@ -83,7 +74,12 @@ class Replicas:
         monkeypatch.setattr(agreement, "time", clock)
         self._trace = trace or num_replicas
         read = agreement.Agreement._read_votes
-        monkeypatch.setattr(agreement.Agreement, "_read_votes", counting(read))
+
+        def counted(found):  # what a replica calls to read the sum
+            found._replica.num_reads += 1
+            return read(found)
+
+        monkeypatch.setattr(agreement.Agreement, "_read_votes", counted)
         self.asked: set[int] = set()
         self.board = [None] * num_replicas
         self.meeting = threading.Barrier(num_replicas, timeout=60)
@@ -102,16 +98,12 @@ class Replicas:
 
     def _build(self, replica: ThreadReplica):
         here.rank = replica.rank
-        model = torch.nn.Linear(1, 1)
-        sampler = vbs.CustomSampler(
-            range(2000), self._trace, minibatch_size=1, rank=replica.rank,
-            num_replicas=len(self.board), verbose=False,
-        )  # fmt: skip
+        place = {"rank": replica.rank, "num_replicas": replica.num_replicas}
+        options = {"size": 2000, "minibatch_size": 1, "sampler": place}
+        weight, sampler, optimizer = one_weight(self._trace, replica=replica, **options)
         sampler.num_yielded = 2000  # which nobody iterates
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = vbs.ConstantOptimizer(inner, sampler, replica=replica)
         optimizer.set_epoch(0)
-        return model, optimizer
+        return weight, optimizer
 
     def _request(self):
         asked = here.rank in self.asked
@@ -126,10 +118,10 @@ class Replicas:
 
         def train(replica: ThreadReplica) -> bool:
             here.rank = replica.rank
-            model, optimizer = self._training[replica.rank]
+            weight, optimizer = self._training[replica.rank]
             is_made = 0
             while not is_made:
-                model(torch.ones(1, 1)).sum().backward()
+                weight.sum().backward()
                 is_made = optimizer.step()
                 self.clocks[replica.rank] += self._seconds[replica.rank]
             replica.num_updates += 1
