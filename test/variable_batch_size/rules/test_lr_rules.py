@@ -9,20 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.variable_batch_size.rules import ROWS
-from support.variable_batch_size.wrapping import make
+from support.variable_batch_size.wrapping import make, sampler_of
 from torch.optim import AdamW
 
 import variable_batch_size as vbs
 from variable_batch_size.rules.rule import rule_named, with_options
 
 NAMES = sorted({row.rule for row in ROWS.values()})
-GROUP = {
-    "lr": 0.1,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.01,
-    "decoupled_weight_decay": True,
-}
+GROUP = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+GROUP["decoupled_weight_decay"] = True
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,17 +34,13 @@ def test_weight_decay_per_sample(name, ratio):
 @pytest.mark.parametrize("name", ["adam-root", "adam-half-life"])
 def test_adams_rules_keep_their_own_weight_decay_otherwise(name):
     """AdamW's decay follows the learning rate, not the correction of torch's bias."""
-    rule = rule_named(name)
+    rule, coupled = rule_named(name), GROUP | {"decoupled_weight_decay": False}
     state = rule.init()
     for ratio in (4.0, 2.0, 1.0, 8.0):
         scaled, state = rule.update(ratio, GROUP, state)
-        assert scaled.lr * scaled.weight_decay == pytest.approx(
-            scaled.effective_lr * 0.01
-        )
-        coupled, _ = rule.update(
-            ratio, {**GROUP, "decoupled_weight_decay": False}, rule.init()
-        )
-        assert coupled.weight_decay == 0.01
+        shrinks = scaled.lr * scaled.weight_decay
+        assert shrinks == pytest.approx(scaled.effective_lr * 0.01)
+        assert rule.update(ratio, coupled, rule.init())[0].weight_decay == 0.01
 
 
 def test_the_power_rule_holds_the_others():
@@ -80,14 +71,11 @@ def test_betas_that_a_scheduler_cycles():
     rule, state = rule_named("adam-half-life"), rule_named("adam-half-life").init()
     product = 1.0
     for step, kappa in enumerate([1.0] * 10 + [2.0, 1.0, 4.0]):
-        betas = (0.85 + 0.01 * (step % 10), 0.999)
-        scaled, state = rule.update(
-            kappa, {"lr": LR, "betas": betas, "eps": EPS}, state
-        )
-        product *= betas[0] ** kappa
+        group = {"lr": LR, "betas": (0.85 + 0.01 * (step % 10), 0.999), "eps": EPS}
+        scaled, state = rule.update(kappa, group, state)
+        product *= group["betas"][0] ** kappa
         if step < 10:
-            assert scaled.lr == LR
-            assert scaled.betas == betas
+            assert (scaled.lr, scaled.betas) == (LR, group["betas"])
         assert state.products[0] == pytest.approx(product)
 
 
@@ -96,16 +84,10 @@ def unfreezing(own_group: bool) -> tuple[list[float], list[float]]:
     early, late = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     late.requires_grad_(False)
     groups = [[early], [late]] if own_group else [[early, late]]
-    sampler = vbs.CustomSampler(
-        dataset_size=10_000, trace=(4, 8, 8, 16, 4, 8, 12), num_replicas=1, rank=0,
-        minibatch_size=4, verbose=False, on_end="cycle",
-    )  # fmt: skip
+    sampler = sampler_of((4, 8, 8, 16, 4, 8, 12) * 6, 10_000, minibatch_size=4)
     sampler.num_yielded = 1000  # is not iterated
-    wrapper = vbs.AdamRootRuleOptimizer(
-        torch.optim.Adam([{"params": g} for g in groups], LR, (0.9, 0.99), 0.0),
-        sampler,
-        ref_batchsize=4,
-    )
+    inner = torch.optim.Adam([{"params": g} for g in groups], LR, (0.9, 0.99), 0.0)
+    wrapper = vbs.AdamRootRuleOptimizer(inner, sampler, ref_batchsize=4)
     updates = []
     wrapper.attach(updates.append)
     steps, expected = [], []
