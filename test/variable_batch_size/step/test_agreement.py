@@ -7,6 +7,7 @@ import signal
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -133,11 +134,11 @@ class Replicas:
 @pytest.mark.parametrize("device", ["xla", "cuda"])
 def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
     replicas = Replicas(monkeypatch, 3, device)
-    assert replicas.update() == [False] * 3
-    assert replicas.num_reads == 0
-    replicas.asked = {0, 2}  # not yet all: those asked read the sum, and continue
-    assert replicas.update() == [False] * 3
-    assert replicas.num_reads == 2
+    # Before all are asked, those who are read the sum, and continue.
+    for asked, num_reads in ((set(), 0), ({0, 2}, 2)):
+        replicas.asked = asked
+        assert replicas.update() == [False] * 3
+        assert replicas.num_reads == num_reads
     replicas.asked = {0, 1, 2}
     assert replicas.update() == [True] * 3
 
@@ -278,15 +279,11 @@ SAID = {
 }
 
 
-def construct(settings: dict) -> None:
+def construct(**given: Any) -> None:
     """Builds sampler and wrapper from values of `SETTINGS`."""
-    given = dict(settings)
     for_sampler = ("trace", "seed", "minibatch_size", "dataset_size", "on_end", "order")
-    sampler = vbs.CustomSampler(
-        verbose=False, **{name: given.pop(name) for name in for_sampler}
-    )
-    replica = xla_replica.current()
-    model = torch.nn.Linear(given.pop("width"), 1).to(replica.device)
+    sampler = vbs.CustomSampler(**{name: given.pop(name) for name in for_sampler})
+    model = torch.nn.Linear(given.pop("width"), 1).to(xla_replica.current().device)
     model.bias.requires_grad_(not given.pop("frozen"))
     inner = torch.optim.SGD(model.parameters(), given.pop("lr"), momentum=0.5)
     vbs.ElasticOptimizer(inner, sampler, **given)
@@ -294,15 +291,15 @@ def construct(settings: dict) -> None:
 
 def disagreements(rank: int) -> dict[str, tuple[str, int]]:
     """Returns what construction says where the last replica has another setting."""
-    construct(SAME)
+    construct(**SAME)
     is_last = rank == xla_replica.current().num_replicas - 1
     found = {}
     for name, (_, value) in SETTINGS.items():
         try:
-            construct(SAME | ({name: value} if is_last else {}))
+            construct(**SAME | ({name: value} if is_last else {}))
         except xla_replica.ReplicaError as error:
             found[name] = str(error), error.rank
-    construct(SAME)  # all have raised, so they can go on together
+    construct(**SAME)  # all have raised, so they can go on together
     return found
 
 

@@ -16,6 +16,7 @@ from support.variable_batch_size.wrapping import (
     idle_replica,
     make,
     run_epoch,
+    sampler_of,
 )
 from torch import nn
 from torch.optim import SGD
@@ -213,15 +214,11 @@ def test_an_update_of_resnet_50_takes_few_kernels(rule):
     shapes += [shape[:1] for shape in shapes for _ in range(1 + (len(shape) == 4))]
     assert len(shapes) == 161
     parameters = [nn.Parameter(torch.zeros(s, device="meta")) for s in shapes]
-    make = torch.optim.AdamW if rule == "adam-root" else SGD
-    inner = make(parameters, 0.1, foreach=True)
-    kernels = Kernels(inner)
-    sampler = vbs.CustomSampler(
-        range(64), [8, 16, 8, 16], minibatch_size=8, verbose=False
-    )
-    wrapper = vbs.ElasticOptimizer(
-        inner, sampler, rule, ref_batchsize=8, replica=xla_replica.LocalReplica("meta")
-    )
+    kind = torch.optim.AdamW if rule == "adam-root" else SGD
+    inner = kind(parameters, 0.1, foreach=True)
+    kernels, meta = Kernels(inner), xla_replica.LocalReplica("meta")
+    sampler = sampler_of([32, 64, 32, 64])
+    wrapper = vbs.ElasticOptimizer(inner, sampler, rule, 32, replica=meta)
     wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 100))
     for index, _ in enumerate(sampler):
         sum(parameter.sum() for parameter in parameters).backward()
