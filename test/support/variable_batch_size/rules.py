@@ -188,8 +188,8 @@ class ByHand:
         self.row = row
         self.statistics = [Statistics(), Statistics()]
         self.progress = 0.0
-        self.groups = [np.concatenate([w.ravel() for w in start()[:2]]), start()[2]]
-        self.groups = [np.atleast_1d(group) for group in self.groups]
+        matrix, vector, number = start()
+        self.groups = [np.hstack([matrix.ravel(), vector]), np.atleast_1d(number)]
         self.velocity: list[Any] = [None, None]
         self.moments = [np.zeros((2, len(group))) for group in self.groups]
         self.largest = [np.zeros(len(group)) for group in self.groups]  # of amsgrad
@@ -213,10 +213,8 @@ class ByHand:
 
     def step(self, rows: np.ndarray) -> None:
         parts = [gradients(minibatch[0]) for minibatch in rows.reshape(-1, MINIBATCH)]
-        found = [
-            np.array([np.concatenate([p[0].ravel(), p[1]]) for p in parts]),
-            np.array([np.atleast_1d(p[2]) for p in parts]),
-        ]
+        found = [np.array([np.hstack([p[0].ravel(), p[1]]) for p in parts])]
+        found.append(np.array([np.atleast_1d(p[2]) for p in parts]))
         ratio = len(rows) / REF
         gains = self.gains(len(rows), found)
         self.lrs.append(())
@@ -251,8 +249,8 @@ class ByHand:
         else:
             gradient = gradient + decay * weight
         moments = self.moments[index]
-        moments[0] = betas[0] * moments[0] + (1 - betas[0]) * gradient
-        moments[1] = betas[1] * moments[1] + (1 - betas[1]) * gradient**2
+        for moment, beta, new in zip(moments, betas, (gradient, gradient**2)):
+            moment[:] = beta * moment + (1 - beta) * new
         weights = self.moment_weights[index]
         weights[:] = betas * weights + 1 - betas
         square = moments[1]
@@ -262,7 +260,7 @@ class ByHand:
         self.groups[index] = weight - lr * mean / (np.sqrt(square) + eps)
 
     def weights(self) -> list[np.ndarray]:
-        flat, rest = self.groups[0], self.groups[1]
+        flat, rest = self.groups
         return [flat[:6].reshape(3, 2), flat[6:], rest.reshape(())]
 
 

@@ -78,10 +78,8 @@ def test_positions_and_neighbours_are_uniform_over_seeds(size):
         counts = np.bincount(apart * buckets // (size - 1), minlength=buckets)
         table_apart = np.bincount(np.arange(size - 1) * buckets // (size - 1))
         assert abs(chi_square(counts, table_apart * draws / (size - 1))) < 5
-        pairs = np.bincount(
-            found[:, first] * 4 // size * 4 + found[:, second] * 4 // size,
-            minlength=16,
-        )
+        quarter = found * 4 // size
+        pairs = np.bincount(quarter[:, first] * 4 + quarter[:, second], minlength=16)
         quarters = np.bincount(np.arange(size) * 4 // size)
         together = np.outer(quarters, quarters) - np.diag(quarters)
         expected = together.ravel() * draws / (size * (size - 1))

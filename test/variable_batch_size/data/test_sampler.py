@@ -388,14 +388,14 @@ def test_a_loader_that_reads_ahead_is_refused_unless_it_is_followed():
     loader = DataLoader(range(NUM_SAMPLES), batch_sampler=one, num_workers=1)
     with pytest.raises(ValueError, match=r"for minibatch 1, .* has read 3"):
         run(one, loader)
-    ahead = iter(one)
-    assert [next(ahead), next(ahead)] == expected(one)[:2]
-    with pytest.raises(ValueError, match=r"1, .* has read 2.* replica\.loader\(load"):
-        one.newest_pass.count_step()
-    ahead = iter(xla_replica.LocalReplica("cpu").loader(one))
-    assert [next(ahead), next(ahead)] == expected(one)[:2]
-    with pytest.raises(ValueError, match=r"1, .* has read 2.* nothing may read ahead"):
-        one.newest_pass.count_step()
+    followed = xla_replica.LocalReplica("cpu").loader(one)
+    for ahead, message in (
+        (iter(one), r"replica\.loader\(load"),
+        (iter(followed), "nothing may read ahead"),
+    ):
+        assert [next(ahead), next(ahead)] == expected(one)[:2]
+        with pytest.raises(ValueError, match=rf"1, .* has read 2.* {message}"):
+            one.newest_pass.count_step()
     assert list(one) == expected(one)
     with pytest.raises(ValueError, match=r"1, .* has read"):
         one.newest_pass.count_step()

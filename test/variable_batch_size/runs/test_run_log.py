@@ -10,7 +10,6 @@ import json
 import math
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,11 +137,12 @@ def test_a_log_without_a_file_has_sinks_alone(tmp_path):
         assert step >= max(history, default=0)  # it takes no step that is over
         history[step].update(data)
 
-    def add_scalar(tag: str, value: float, step: int) -> None:
-        scalars[tag].append((step, value))
+    class Writer:
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            scalars[tag].append((step, value))
 
     training = Training(tmp_path, log=False)
-    sinks = [vbs.tensorboard(SimpleNamespace(add_scalar=add_scalar)), wandb_log]
+    sinks = [vbs.tensorboard(Writer()), wandb_log]
     training.log = vbs.RunLog(None, training.optimizer, log_steps=4, sinks=sinks)
     training.optimizer.attach(training.log)
     training.epoch(0)
@@ -254,15 +254,13 @@ def stopped(rank: int, folder: Path, ask_after: int | None) -> None:
 
     training.optimizer.attach(ask)
     training.optimizer.attach(checkpointer)
-    try:
+    with contextlib.closing(training.log):
         for epoch in range(2):
             training.epoch(epoch)
             if ask_after is None:
                 ask()
             training.log.write(accuracy=50.0)
             checkpointer.save()
-    finally:
-        training.log.close()
 
 
 # Within the epoch, in its last update but one, and between epochs.
@@ -348,9 +346,8 @@ def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
 
 
 def test_with_token_weights_the_loss_is_a_mean_over_tokens(tmp_path):
-    parameter, sampler, optimizer = one_weight(
-        [4, 4], minibatch_size=2, numbers=1, lr=0.0, reduction="sum"
-    )
+    options = {"minibatch_size": 2, "numbers": 1, "lr": 0.0, "reduction": "sum"}
+    parameter, sampler, optimizer = one_weight([4, 4], **options)
     log = vbs.RunLog(tmp_path / "a", optimizer, log_steps=1)
     optimizer.attach(log)
     for tokens, _ in zip((1, 3, 2, 4), sampler):
