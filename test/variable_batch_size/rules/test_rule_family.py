@@ -72,8 +72,7 @@ def test_replicas_stay_equal_bit_for_bit(outcomes, name):
     first = outcomes[0][name]
     for outcome in outcomes[1:]:
         assert outcome[name]["lrs"] == first["lrs"]
-        for weight, reference in zip(outcome[name]["weights"], first["weights"]):
-            assert torch.equal(weight, reference)
+        assert all(map(torch.equal, outcome[name]["weights"], first["weights"]))
 
 
 def constant_batches(rank: int, dtype=torch.float64) -> dict[str, dict[str, object]]:
@@ -111,8 +110,7 @@ def test_identity_at_the_reference_batch(at_the_reference, name):
     dtype, outcome = at_the_reference
     expected, found = plain_torch(ROWS[name].inner, dtype), outcome[name]
     assert set(found["lrs"]) == {(LR, LR)}
-    for weight, reference in zip(found["weights"], expected):
-        assert torch.equal(weight, reference)
+    assert all(map(torch.equal, found["weights"], expected))
 
 
 @pytest.mark.parametrize("backend", SLOW_XLA_BACKENDS)
@@ -124,10 +122,9 @@ def test_identity_at_the_reference_batch_on_xla(backend):
             continue
         assert set(outcome[name]["lrs"]) == {(LR, LR)}
         twin = {"sgd": "constant", "adamw": "root, adamw"}.get(row.inner)
-        for weight, reference in zip(
-            outcome[name]["weights"], outcome[twin]["weights"] if twin else []
-        ):
-            torch.testing.assert_close(weight, reference, rtol=1e-12, atol=0)
+        expected = outcome[twin or name]["weights"]
+        found = outcome[name]["weights"]
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -167,8 +164,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(backend):
         for name, (straight, resumed) in found.items():
             assert straight["lrs"][-len(resumed["lrs"]) :] == resumed["lrs"], name
             assert straight["progress"] == resumed["progress"]
-            for weight, reference in zip(resumed["weights"], straight["weights"]):
-                assert torch.equal(weight, reference), name
+            assert all(map(torch.equal, resumed["weights"], straight["weights"])), name
 
 
 def counted(rank: int) -> dict[str, list[tuple[int, int, int]]]:
