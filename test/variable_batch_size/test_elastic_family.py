@@ -76,8 +76,8 @@ def test_every_replica_sees_every_update(runs, name):
             assert update[3] == pytest.approx(reference[3])
         assert outcome[name]["returned"] == len(expected)
         sizes = [len(rows) for _, rows in batches(CASES[name])]
-        minibatches = [size // CASES[name].minibatch_size for size in sizes]
-        assert outcome[name]["num_idle"] == sum(n <= rank for n in minibatches)
+        num_idle = sum(size <= rank * CASES[name].minibatch_size for size in sizes)
+        assert outcome[name]["num_idle"] == num_idle
 
 
 def test_the_exact_cases_leave_bits_to_spare():

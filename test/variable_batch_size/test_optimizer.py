@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 import logging
@@ -13,9 +12,7 @@ import weakref
 
 import pytest
 import torch
-from support.variable_batch_size import noise
 from support.variable_batch_size.wrapping import (
-    CPU,
     backward,
     idle_replica,
     make,
@@ -24,7 +21,6 @@ from support.variable_batch_size.wrapping import (
 from torch import nn
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from variable_batch_size.data.schedule import OnEnd, Schedule
@@ -51,22 +47,19 @@ def test_what_can_be_asked():
     assert wrapper.max_grad_norm is None
 
 
-def test_a_layer_may_be_frozen_after_gradients_were_thrown_away():
+# The updates that every minibatch of `make`'s epoch has made.
+EPOCH = [0, 1, 0, 0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_layer_may_be_frozen_after_gradients_were_thrown_away(frozen):
     """As in a function that Lightning calls before the first epoch."""
-    for frozen in ("weight", "bias"):
-        model, sampler, wrapper = make()
-        model.zero_grad()
-        getattr(model, frozen).requires_grad_(False)
-        assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
-        moved = {name for name, p in model.named_parameters() if (p != 0).any()}
-        assert moved == {"weight", "bias"} - {frozen}
-
-
-def test_parameters_that_were_replaced_are_named_as_a_cause():
     model, sampler, wrapper = make()
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    with pytest.raises(ValueError, match=r"load_state_dict\(..., assign=True\)"):
-        run_epoch(model, sampler, wrapper)
+    model.zero_grad()
+    getattr(model, frozen).requires_grad_(False)
+    assert run_epoch(model, sampler, wrapper) == EPOCH
+    moved = {name for name, p in model.named_parameters() if (p != 0).any()}
+    assert moved == {"weight", "bias"} - {frozen}
 
 
 def test_losses_that_accelerate_divides_too_are_refused(monkeypatch):
@@ -76,18 +69,17 @@ def test_losses_that_accelerate_divides_too_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
         run_epoch(*make())
     state.num_steps = 1
-    assert sum(run_epoch(*make())) == 3
+    assert run_epoch(*make()) == EPOCH
 
 
 def test_it_is_an_optimizer_with_train_and_eval_where_the_inner_one_has_them():
     model, _, wrapper = make()
     assert isinstance(wrapper, torch.optim.Optimizer)
-    assert wrapper.param_groups is wrapper.inner.param_groups
-    assert wrapper.state is wrapper.inner.state
-    assert wrapper.defaults is wrapper.inner.defaults
+    for name in ("param_groups", "state", "defaults"):
+        assert getattr(wrapper, name) is getattr(wrapper.inner, name)
     assert "LinearRuleOptimizer" in repr(wrapper)
-    wrapper.zero_grad()
-    wrapper.zero_grad(set_to_none=True)
+    for options in ({}, {"set_to_none": True}):
+        wrapper.zero_grad(**options)
     assert model.weight.grad is not None
     assert not hasattr(wrapper, "train")
 
@@ -128,8 +120,8 @@ def test_step_hooks_run_once_an_update_around_the_inner_step():
 def test_after_an_exception_in_the_update_training_can_go_on():
     """The learning rate and the weight decay are again what they were."""
     model, sampler, wrapper = make(cls=vbs.LinearRuleMomentumOptimizer)
-    wrapper.param_groups[0]["weight_decay"] = 0.25
-    failures = [ArithmeticError("diverged")]
+    [group], failures = wrapper.param_groups, [ArithmeticError("diverged")]
+    group["weight_decay"] = 0.25
 
     def fail_once(*_):
         if failures:
@@ -144,9 +136,9 @@ def test_after_an_exception_in_the_update_training_can_go_on():
         except ArithmeticError:
             returned.append("lost")
             assert wrapper.get_lr() == (0.1,)
-            assert wrapper.param_groups[0]["weight_decay"] == 0.25
-            wrapper.param_groups[0]["weight_decay"] = 0.0
-    assert returned == [0, "lost", 0, 0, 1, 0, 0, 1]
+            assert group["weight_decay"] == 0.25
+            group["weight_decay"] = 0.0
+    assert returned == [0, "lost", *EPOCH[2:]]
     assert torch.equal(model.weight.data, torch.full((1, 2), -0.3 * 2))
 
 
@@ -179,14 +171,10 @@ def test_a_learning_rate_is_a_finite_number(value):
     assert not any(parameter.any() for parameter in model.parameters())
     with pytest.raises((TypeError, ValueError), match="set_lr: the learning rate must"):
         optimizer.set_lr((value,))
-
-
-def test_a_group_that_is_refused_is_not_added():
-    _, _, wrapper = make()
     group = {"params": nn.Parameter(torch.ones(1)), "lr": torch.tensor(0.1)}
     with pytest.raises(TypeError, match="must be a number, not a tensor"):
-        wrapper.add_param_group(group)
-    assert len(wrapper.param_groups) == 1
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_scaler_of_gradients_is_refused():
@@ -197,19 +185,6 @@ def test_a_scaler_of_gradients_is_refused():
         prepare()
         with pytest.raises(TypeError, match="GradScaler is not supported"):
             scaler.step(wrapper)
-
-
-def test_a_step_of_the_inner_optimizer_is_an_error():
-    model, _, wrapper = make()
-    backward(model)
-    with pytest.raises(RuntimeError, match=r"SGD that a LinearRuleOptimizer wraps was"):
-        wrapper.inner.step()
-    assert torch.equal(model.weight, torch.zeros(1, 2))
-    assert wrapper.step() == 0
-    backward(model)
-    assert wrapper.step() == 1  # which steps the inner one
-    with pytest.raises(RuntimeError, match=r"Call step\(\) of the wrapper instead"):
-        wrapper.inner.step()
 
 
 def test_an_inner_optimizer_may_be_wrapped_again_or_used_alone_later():
@@ -227,17 +202,6 @@ def test_an_inner_optimizer_may_be_wrapped_again_or_used_alone_later():
     gc.enable()
     assert found == [None, None]
     inner.step()
-
-
-def test_a_loader_without_the_sampler_is_an_error():
-    """Its batches are as many as the trace needs, so that nothing else would notice."""
-    dataset, model = TensorDataset(torch.ones(256, 2)), nn.Linear(2, 1)
-    sampler = vbs.CustomSampler(dataset, 32, num_replicas=1, rank=0, verbose=False)
-    wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
-    (x,) = next(iter(DataLoader(dataset, batch_size=32)))
-    model(x).mean().backward()
-    with pytest.raises(ValueError, match=r"batch_sampler=sampler\), or iterate"):
-        wrapper.step()
 
 
 def begin(model, sampler, wrapper, num_minibatches: int):
@@ -261,7 +225,7 @@ def test_a_new_loop_amid_an_epoch_is_an_error(left_after):
     model.zero_grad()
     sampler.set_epoch(0)
     wrapper.set_epoch(0)
-    assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
+    assert run_epoch(model, sampler, wrapper) == EPOCH
 
 
 def test_a_load_amid_a_loop_needs_a_new_one():
@@ -274,60 +238,21 @@ def test_a_load_amid_a_loop_needs_a_new_one():
     with pytest.raises(ValueError, match="begin a new loop"):
         wrapper.step()
     model.zero_grad()
-    assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
+    assert run_epoch(model, sampler, wrapper) == EPOCH
 
 
 def test_state_dict_hooks_run():
     _, _, wrapper = make()
     calls = []
-    wrapper.register_state_dict_pre_hook(lambda o: calls.append("save"))
-    wrapper.register_state_dict_post_hook(lambda o, state: calls.append("saved"))
-    wrapper.register_load_state_dict_pre_hook(lambda o, state: calls.append("load"))
-    wrapper.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+    wrapper.register_state_dict_pre_hook(lambda *_: calls.append("save"))
+    wrapper.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    wrapper.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
+    wrapper.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
     wrapper.load_state_dict(wrapper.state_dict())
     assert calls == ["save", "saved", "load", "loaded"]
 
 
-def test_a_state_of_another_reference_or_rule_is_refused():
-    _, optimizer = noise.make(ref_batchsize=2)
-    _, other = noise.make(ref_batchsize=1)
-    with pytest.raises(ValueError, match="ref_batchsize was 2 and is 1"):
-        other.load_state_dict(optimizer.state_dict())
-    with pytest.raises(ValueError, match="counts steps of 2 samples, and this opt"):
-        other.load_state_dict(optimizer.state_dict(), allow_changes=True)
-    _, linear = noise.make(cls=vbs.LinearRuleOptimizer)
-    with pytest.raises(ValueError, match="of rule 'linear', and this optimizer has 'a"):
-        optimizer.load_state_dict(linear.state_dict())
-
-
 # --- what one rule's wrapper has to itself, and options with types for editors ------
-
-
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_linear_momentum_keeps_the_factor_in_the_buffer(maximize, nesterov):
-    """v = m v + (B/ref) (mean gradient + wd w); w -= lr v, in float64 by hand."""
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(5, dtype=torch.float64))
-    w, v = weight.detach().clone(), torch.zeros(5, dtype=torch.float64)
-    _, sampler, _ = make([64, 32, 96, 64])
-    inner = SGD(
-        [weight], 0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov,
-        maximize=maximize,
-    )  # fmt: skip
-    wrapper = vbs.LinearRuleMomentumOptimizer(inner, sampler, 64, replica=CPU)
-    for n in sampler.plan.num_minibatches:
-        gradients = torch.randn(n, 5, dtype=torch.float64)
-        for gradient in gradients:
-            weight.grad.add_(gradient)
-            wrapper.step()
-        g = gradients.mean(0) * (-1 if maximize else 1) + 0.01 * w
-        g = g * (32 * n / 64)
-        v = 0.9 * v + g
-        w = w - 0.1 * (g + 0.9 * v if nesterov else v)
-    torch.testing.assert_close(weight.detach(), w, rtol=1e-13, atol=1e-13)
-    assert inner.param_groups[0]["weight_decay"] == 0.01
-    assert wrapper.current_lr() == pytest.approx(0.1 * 64 / 64)
 
 
 def test_the_wrappers_options_are_those_of_elastic_optimizer():
@@ -338,11 +263,12 @@ def test_the_wrappers_options_are_those_of_elastic_optimizer():
     assert options.keys() == keywords
     own = typing.get_type_hints(vbs.ElasticOptimizer.__init__)
     assert {name: own[name] for name in options} == options
-    for name in vbs.__all__:
-        if name.endswith("Optimizer"):
-            for parameter in inspect.signature(getattr(vbs, name)).parameters.values():
-                if parameter.kind is parameter.VAR_KEYWORD:
-                    assert parameter.annotation == "Unpack[ElasticOptions]"
+    wrappers = [getattr(vbs, name) for name in vbs.__all__ if "Optimizer" in name]
+    taken = [
+        p for each in wrappers for p in inspect.signature(each).parameters.values()
+    ]
+    rest = {p.annotation for p in taken if p.kind is p.VAR_KEYWORD}
+    assert rest == {"Unpack[ElasticOptions]"}
     for on_end in typing.get_args(OnEnd):
         Schedule(vbs.Trace([2]), 4, 2, on_end)
     assert set(typing.get_args(Unit)) == set(UNITS)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.variable_batch_size.wrapping import CPU, make
+from support.variable_batch_size import exact
+from support.variable_batch_size.noise import make as measured
+from support.variable_batch_size.wrapping import CPU, make, one_weight, sampler_of
 from torch import nn
 from torch.optim import SGD, AdamW, SparseAdam
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import ChainDataset
 
 import variable_batch_size as vbs
+from grab_xla import GraBSampler
 from variable_batch_size import trace_tools as tools
 from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.rules.rule import rule_named, with_options
 from variable_batch_size.trace_tools import convert_rows, simulate
 from variable_batch_size.trace_tools import families as made
 from variable_batch_size.trace_tools.step_time import fit_step_time
@@ -33,11 +39,10 @@ constant = partial(made.make, "constant", steps=2)
 stream = partial(vbs.BlockDataset.from_stream, iter)
 seeded = vbs.SeededDataset
 momentum = partial(make, cls=vbs.LinearRuleMomentumOptimizer)
-
-
-def dealt(**options: Any) -> vbs.CustomSampler:
-    common = {"trace": 64, "dataset_size": 256, "num_replicas": 1, "rank": 0}
-    return vbs.CustomSampler(**common | options)
+dealt = partial(sampler_of, trace=64)
+HALF = {"cls": vbs.LinearRuleMomentumOptimizer, "weight_decay": 0.5}
+every_step = partial(StepLR, step_size=1)
+of_rule = partial(make, cls=vbs.ElasticOptimizer)
 
 
 def planned(trace: Any, *arguments: Any) -> Schedule:
@@ -62,12 +67,88 @@ def log(**options: Any) -> vbs.RunLog:
     return vbs.RunLog(None, wrapped(), **options)
 
 
-def of_decay(saved: float, own: float) -> None:
-    state = momentum(weight_decay=saved)[2].state_dict()
-    momentum(weight_decay=own)[2].load_state_dict(state)
+def attached(target: Any, *arguments: Any) -> None:
+    """Attaches what is made of a wrapper of SGD."""
+    wrapper = wrapped()
+    wrapper.attach(target(wrapper), *arguments)
+
+
+def twice(target: Any) -> None:
+    wrapper = wrapped()
+    targets = [target(wrapper)] * 2
+    for each in targets:
+        wrapper.attach(each)
+
+
+def resumed(saved: dict[str, Any], own: dict[str, Any], **options: Any) -> None:
+    """Loads the state of an optimizer that measures noise into another one."""
+    (_, first), (_, second) = measured(**saved), measured(**own)
+    second.load_state_dict(first.state_dict(), **options)
+
+
+def measured_as(**changes: Any) -> None:
+    meter = measured()[1].noise
+    meter.load_state_dict(meter.state_dict() | changes)
+
+
+def compiled(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    inner = SGD(parameters, lr)
+    inner.step = torch.compile(inner.step, backend="aot_eager")
+    return inner
+
+
+def weighed(weight: Any, **options: Any) -> None:
+    """Runs a minibatch of a weight; options are the wrapper's."""
+    parameter, _, optimizer = one_weight([4], **{"reduction": "sum"} | options)
+    if optimizer.rule.measured:
+        optimizer.attach(StepLR(optimizer, 1), unit="iterations")
+    parameter.sum().backward()
+    optimizer.step(**({} if weight is None else {"weight": weight}))
 
 
 OF_TYPES = [
+    (lambda: weighed(3, reduction="mean"), "needs reduction='sum'"),
+    (lambda: weighed(None), "needs weight="),
+    (lambda: weighed(True), "got True"),
+    (lambda: weighed(1, reduction="mean", ref_weight=4), "needs reduction='sum'"),
+    (lambda: weighed(1, ref_weight=4, ref_batchsize=4), "give one of them"),
+    (lambda: weighed(1, noise=True), "needs ref_weight="),
+    (lambda: weighed(1, ref_weight=4, noise=vbs.NoiseOptions(compat="reference")),
+     "all count the same"),
+    (lambda: weighed(1, ref_weight=4, rule="adam-root", inner=AdamW),
+     "ref_batchsize= in place of ref_weight="),
+    (lambda: weighed(1, ref_weight=4, rule="adascale"), "'updates' or 'samples'"),
+    (lambda: rule_named(0.5), "rule must be a name or a Rule, got 0.5"),
+    (lambda: with_options("adam-root", True, False), "can be neither measured nor"),
+    (lambda: vbs.Rule("x", lambda gain: gain, measured=True, beta=lambda b, k: b),
+     "rule 'x' changes Adam's betas"),
+    (lambda: of_rule(rule="adam-root"), "needs torch's Adam or AdamW, got SGD"),
+    (lambda: of_rule(inner=torch.optim.RAdam, rule="adam-half-life"),
+     "Adam or AdamW, got RAdam"),
+    (lambda: of_rule(inner=AdamW, rule="root", momentum_correction=True),
+     "only SGD turns into"),
+    (lambda: of_rule(inner=torch.optim.Adam, rule="root", decay_per_sample=True),
+     "decay_per_sample needs weight decay that multiplies the weights"),
+    (lambda: of_rule(inner=partial(AdamW, capturable=True), rule="adam-root"),
+     "does not work with capturable=True"),
+    (lambda: measured(cls=vbs.LinearRuleOptimizer, noise={"time_constant": 10}),
+     "noise must be a bool or NoiseOpt"),
+    (lambda: of_rule(rule=vbs.Rule("x", math.sqrt, measured=True)),
+     r"gain \*\* 0.5, in place of math.sqrt"),
+    (lambda: make(cls=vbs.ConstantOptimizer, ref_batchsize=None, noise=True),
+     "noise= needs ref_batchsize="),
+    (lambda: attached(every_step, "iterations"), "use AdaScaleOptimizer, or .* noise"),
+    (lambda: attached(lambda _: print, "samples", 10), "are for LR schedulers"),
+    (lambda: attached(lambda _: StepLR), "neither an LR scheduler nor a function"),
+    (lambda: attached(lambda wrapper: StepLR(wrapper, 1).step), "is a method of an LR"),
+    (lambda: attached(ReduceLROnPlateau, "epochs"), "needs a metric"),
+    (lambda: make(inner=compiled), r"every learning rate.* compile the model"),
+    (lambda: one_weight([3], sampler={"pad_minibatches": True}),
+     "reduction='sum', and let the loss"),
+    (lambda: exact.wrapped(nn.Linear(4, 4).double()), "'weight' is torch.float64"),
+    (lambda: exact.wrapped(nn.Sequential(nn.SyncBatchNorm(4))), "'0' is a SyncBatchN"),
+    (lambda: exact.wrapped(nn.Linear(4, 4), exact=True), "exact= must be the model"),
+    (lambda: exact.wrapped(nn.Linear(4, 4), lockstep=True), "lockstep"),
     (lambda: vbs.BlockDataset([1], [1]), "read_block must be a func"),
     (lambda: blocks([1.5]), "block_sizes must be a seq"),
     (lambda: blocks([]), "block_sizes must be a seq"),
@@ -98,11 +179,9 @@ OF_TYPES = [
     (lambda: wrapped(torch.optim.LBFGS), "LBFGS evaluates the loss inside"),
     (lambda: wrapped(SparseAdam), "SparseAdam takes sparse gradients alone"),
     (lambda: wrapped(torch.optim.Optimizer, {}), "group .* has no 'lr'"),
-    (lambda: wrapped(AdamW, rule="linear-momentum"),
-     "which only SGD turns into a scaled step"),
+    (lambda: wrapped(AdamW, rule="linear-momentum"), "which only SGD turns into a"),
     (lambda: wrapped(SGD, torch.tensor(0.1)), "be a number, not a tensor"),
-    (lambda: wrapped(make()[2], rule="root"),
-     "a LinearRuleOptimizer, which is a wrapper"),
+    (lambda: wrapped(make()[2], rule="root"), "a LinearRuleOptimizer, which is a"),
     (lambda: make(cls=vbs.AdaScaleOptimizer, noise=vbs.NoiseOptions()),
      "time_constant=, not noise=, got NoiseOptions"),
     (lambda: wrapped().step(lambda: None), r"call loss.backward\(\) before step\(\)"),
@@ -116,15 +195,58 @@ OF_TYPES = [
 OF_TRACES = [
     (lambda: planned([40], 256, 32), r"minibatch_size=32; .* 32 or 64\. With pad_mini"),
     (lambda: planned([8], 256, 32), "multiple of minibatch_size=32; nearest is 32"),
-    (lambda: planned([512], 256, 32),
-     "exceeds epoch capacity: 256 samples hold 8 mini"),
+    (lambda: planned([512], 256, 32), "exceeds epoch capacity: 256 samples hold 8"),
     (lambda: planned([288], 287, 32), "exceeds epoch capacity"),
     (lambda: convert_rows(LOG, lambda _: 0), "element 0, batchsize: 0 must be > 0"),
+    (lambda: wrapped(sampler=dealt(minibatch_size=4)).change_batch_size(6),
+     "not a multiple of minibatch_size=4"),
     (lambda: converted(lambda *_: 11), "^0 steps are completed in the 10 seconds"),
     (lambda: converted(lambda *_: 1e-9), "^10000000000 steps are completed"),
     (lambda: constant(batch_size=0), "batchsize: 0 must be > 0"),
 ]  # fmt: skip
 OF_VALUES = [
+    (lambda: weighed(-1), "got -1"),
+    (lambda: weighed(NAN), "got nan"),
+    (lambda: weighed(torch.tensor(-2.0)), "got -2.0"),
+    (lambda: weighed(torch.ones(2)), r"shape \(2,\)"),
+    (lambda: weighed(torch.ones((), dtype=torch.complex64)), "complex64"),
+    (lambda: weighed(1, reduction="tokens"), "got 'tokens'"),
+    (lambda: rule_named("lars"), r"'lars' is unknown; allowed are \['adam-half.*power"),
+    (lambda: rule_named("power"), "allowed are .* 'power:0.75'"),
+    (lambda: rule_named("power:"), "'power:' is unknown"),
+    (lambda: rule_named("power:x"), "'x' is not a finite number"),
+    *(
+        (lambda factor=factor: of_rule(rule=vbs.Rule("mine", lambda ratio: factor)),
+         "rule 'mine' makes the factor .* finite")
+        for factor in (-1.0, NAN, None)
+    ),
+    (lambda: of_rule([32, 256], AdamW, rule="adam-root", ref_batchsize=16),
+     "batch ratio 16.* use rule 'adam-half-life'"),
+    (lambda: measured(time_constant=0), "time_constant must be a finite number > 0"),
+    (lambda: measured(compat="seed"), "compat must be one of None, 'reference', g"),
+    (lambda: measured_as(differences=torch.zeros(3, 1)),
+     "not a state of a NoiseMeter: it has"),
+    (lambda: measured_as(base=torch.tensor([7.0])), "over 7 samples, and this meter's"),
+    (lambda: measured_as(averages=torch.zeros(3, 2)), "of 2 parameter groups, and the"),
+    (lambda: resumed({"ref_batchsize": 2}, {}), "ref_batchsize was 2 and is 1"),
+    (lambda: resumed({"ref_batchsize": 2}, {}, allow_changes=True),
+     "counts steps of 2 samples, and this opt"),
+    (lambda: resumed({"cls": vbs.LinearRuleOptimizer}, {}), "of rule 'linear', and"),
+    (lambda: resumed(HALF, HALF | {"weight_decay": 0.25}),
+     r"weight_decay was 0\.5 and is 0\.25"),
+    (lambda: attached(every_step, "minutes"), "'updates', .* 'iterations', got"),
+    (lambda: attached(every_step, "samples", 0), "every must be a finite number > 0"),
+    # It would run twice after every update, or change what nobody uses.
+    (lambda: twice(lambda _: [].append), "is attached already, and would run tw"),
+    (lambda: twice(every_step), "is attached already, and would run"),
+    (lambda: attached(lambda _: StepLR(wrapped().inner, 1)),
+     "learning rate of another optimizer: build"),
+    (lambda: exact.wrapped(nn.Linear(4, 4), nn.Linear(4, 4).parameters()),
+     "not one of the model's"),
+    # It would balance the samples that fill up a minibatch twice.
+    (lambda: GraBSampler(range(8), {"w": nn.Parameter(ONES)}).after_update(
+        vbs.Update(0, 0, 3, 2, (0.1,), False, False)
+    ), "batch size 3 is not a multiple"),
     (lambda: blocks([0, 0]), "not all 0"),
     (lambda: vbs.BlockShuffle([3, -1]), "must be >= 0"),
     (lambda: vbs.BlockShuffle([3], 0), "window must be an int"),
@@ -147,8 +269,7 @@ OF_VALUES = [
     (lambda: fit_step_time([1.0], [1], 0), "num_updates must be finite and >= 1"),
     (lambda: simulated(rule="linear"), "rule 'linear' needs ref_batchsize, got None"),
     (lambda: simulated(noise_scale=9.0), "noise_scale needs ref_batchsize, got None"),
-    (lambda: simulated(rule="adascale", ref_batchsize=8),
-     "measures the gradients: pass noi"),
+    (lambda: simulated(rule="adascale", ref_batchsize=8), "measures the gradients"),
     (lambda: simulated(rule="adam-root", ref_batchsize=1), "adam-root"),
     (lambda: simulated(rule="cubic"), "rule='cubic' is unknown"),
     (lambda: simulated(devices=0), "devices must be an integer >= 1, got 0"),
@@ -163,16 +284,14 @@ OF_VALUES = [
     (lambda: tools.POLICIES["capped"](samples_per_device=1, least=8, most=7),
      "most must be an integer >= 8, got 7"),
     (lambda: made.make("ramps"), "family must be one of 'constant', 'ramp'"),
-    (lambda: made.make("thresholds", rows="768", total=9),
-     "rows must be like '0:768 250B:1536'"),
+    (lambda: made.make("thresholds", rows="768", total=9), "rows must be like '0:768"),
     (lambda: made.make("critical-batch", first=8, most=64, total_samples=4000),
      "either curve or coefficient"),
     (lambda: wrapped(rule="lars"), "rule='lars' is unknown"),
     (lambda: wrapped(ref_batchsize=0), "ref_batchsize must .* > 0, got 0"),
     (lambda: wrapped(max_grad_norm=0.0), "max_grad_norm must"),
     (lambda: wrapped(replica=LocalReplica("meta")), "is on cpu, but this is repl"),
-    (lambda: wrapped(sampler=dealt(num_replicas=4, rank=1)),
-     "deals to replica 1 of 4, but this is repl"),
+    (lambda: wrapped(sampler=dealt(num_replicas=4, rank=1)), "deals to replica 1 of"),
     (lambda: wrapped(SGD, 0.1, NAN), "momentum must be a number, got nan"),
     (lambda: wrapped(SGD, 0.1, 0, 0, NAN), "weight_decay must .*, got nan"),
     (lambda: wrapped(SGD, NAN), "reference learning rate must .*got nan"),
@@ -180,7 +299,6 @@ OF_VALUES = [
     (lambda: wrapped().set_lr((0.1, 0.2)), "one learning rate for each of 1 parameter"),
     (lambda: wrapped().set_lr(0.1), "needs a tuple with one .* got 0.1"),
     (lambda: momentum(weight_decay=-1), "weight_decay must be a finite number >= 0"),
-    (lambda: of_decay(0.5, own=0.25), r"weight_decay was 0\.5 and is 0\.25"),
     (lambda: controlled(most=2), "most must be an integer >= 4, got 2"),
     (lambda: controlled(factor=1), "factor must be a finite number > 1, got 1"),
     (lambda: controlled(policy="x"), "policy must be one of 'noise-scale', 'g"),

@@ -28,22 +28,16 @@ BY_HAND = [
     Run(Case(TRACE, epochs=3)),
     Run(Case(TRACE, rule="root", optimizer="adamw", max_grad_norm=0.5)),
 ]
-OTHERS = [
+BY_TOKENS = ("reduction", "sum"), ("ref_weight", 40.0), ("noise", True)
+ADAM = Case(TRACE, rule="adam-root", optimizer="adamw")
+RUNS = [
+    *BY_HAND,
     Run(Case(TRACE, rule="adascale", max_grad_norm=1.0)),
     Run(Case(TRACE, rule="adascale"), on_device=True),
-    Run(
-        Case(TRACE),
-        (("reduction", "sum"), ("ref_weight", 40.0), ("noise", True)),
-        on_device=True,
-    ),
-    Run(
-        Case(TRACE, rule="adam-root", optimizer="adamw"),
-        (("decay_per_sample", True),),
-        has_whole_part=True,
-    ),
+    Run(Case(TRACE), BY_TOKENS, on_device=True),
+    Run(ADAM, (("decay_per_sample", True),), has_whole_part=True),
     Run(Case(TRACE), (("momentum_correction", True),), has_batch_norm=True),
 ]
-RUNS = BY_HAND + OTHERS
 
 
 def outcome(run: Run, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -152,10 +146,7 @@ def misuses(rank: int) -> dict[str, str]:
         return training
 
     def wrapped(parameters: Any, sampler: Any = None) -> vbs.ElasticOptimizer:
-        if sampler is None:
-            options = {"minibatch_size": 4, "on_end": "cycle"}
-            sampler = vbs.CustomSampler(range(56), [16, 4], **options)
-            sampler.num_yielded = 1000
+        sampler = sampler or begun(0).sampler
         return vbs.ElasticOptimizer(torch.optim.SGD(parameters, 1), sampler, "constant")
 
     for substep in (0, 1):

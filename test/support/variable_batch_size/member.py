@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 import xla_replica
@@ -34,19 +34,12 @@ KINDS = ("plain", "adascale", "tokens", "projected", "group", "rigl")
 TRACE = [8 * number for number in (1, 3, 6, 4, 2, 5)]
 
 
-class Samples(Dataset):
-    """Small images, labels and the numbers of the samples."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.images = torch.randn(NUM_SAMPLES, 1, 6, 6, generator=generator)
-        self.labels = (self.images.mean((1, 2, 3)) > 0).long()
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int):
-        return self.images[index], self.labels[index], index
+def samples() -> TensorDataset:
+    """Returns small images, labels and the numbers of the samples."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(NUM_SAMPLES, 1, 6, 6, generator=generator)
+    labels = (images.mean((1, 2, 3)) > 0).long()
+    return TensorDataset(images, labels, torch.arange(NUM_SAMPLES))
 
 
 class Evaluation:
@@ -116,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     replica = xla_replica.current()
     name = os.environ.get("MEMBER_NAME", "alone")
-    data = Samples()
+    data = samples()
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1),
         nn.Flatten(), nn.Linear(128, 2),
@@ -139,13 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         on_end="hold" if options.follow or options.trace else "cycle",
         seed=int(os.environ.get("MEMBER_SEED", "0")),
     )  # fmt: skip
-    wrapper, are_sums = vbs.LinearRuleOptimizer, options.kind == "tokens"
-    if options.kind == "adascale":
-        wrapper = vbs.AdaScaleOptimizer
-    optimizer = wrapper(
+    are_sums = options.kind == "tokens"
+    optimizer = vbs.ElasticOptimizer(
         torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), sampler,
-        ref_batchsize=16, exact=model, max_grad_norm=1.0,
-        reduction="sum" if are_sums else "mean",
+        "adascale" if options.kind == "adascale" else "linear", 16, exact=model,
+        max_grad_norm=1.0, reduction="sum" if are_sums else "mean",
     )  # fmt: skip
     parts = {
         "model": model,
@@ -225,10 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         values += parts["pruner"].masks.values()
     values = [value.detach() for value in values]
     content = b"".join(value.numpy().tobytes() for value in replica.fetch(values))
-    result = {
-        "hash": hashlib.sha256(content).hexdigest()[:16],
-        "num_updates": checkpointer.num_updates,
-    }
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    result = {"hash": digest, "num_updates": checkpointer.num_updates}
     counted = options.folder / f"{name}.compilations"
     counted.write_text(json.dumps(num_compilations))
     written = options.folder / f"{name}-{replica.rank}.result"

@@ -85,8 +85,7 @@ def assert_equal(received: Any, expected: Any) -> None:
         assert torch.equal(received, expected)
     elif isinstance(expected, dict):
         assert received.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_equal(received[key], value)
+        assert_equal([received[key] for key in expected], [*expected.values()])
     elif isinstance(expected, (list, tuple)):
         assert len(received) == len(expected)
         for one, other in zip(received, expected):

@@ -77,8 +77,12 @@ ROWS = {
     "half-life, decay": Row("adam-half-life", "adamw", PER_SAMPLE),
 }
 ADAM = {"betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+SGD = partial(torch.optim.SGD, momentum=MOMENTUM, weight_decay=DECAY)
 INNER = {
-    "sgd": partial(torch.optim.SGD, momentum=MOMENTUM, weight_decay=DECAY),
+    "sgd": SGD,
+    "sgd, nesterov": partial(SGD, nesterov=True),
+    "sgd, maximize": partial(SGD, maximize=True),
+    "sgd, nesterov, maximize": partial(SGD, nesterov=True, maximize=True),
     "adamw": partial(torch.optim.AdamW, **ADAM),
     "adam": partial(torch.optim.Adam, **ADAM),
     "adamw, amsgrad": partial(torch.optim.AdamW, **ADAM, amsgrad=True),
@@ -184,8 +188,8 @@ class ByHand:
         self.row = row
         self.statistics = [Statistics(), Statistics()]
         self.progress = 0.0
-        self.groups = [np.concatenate([w.ravel() for w in start()[:2]]), start()[2]]
-        self.groups = [np.atleast_1d(group) for group in self.groups]
+        matrix, vector, number = start()
+        self.groups = [np.hstack([matrix.ravel(), vector]), np.atleast_1d(number)]
         self.velocity: list[Any] = [None, None]
         self.moments = [np.zeros((2, len(group))) for group in self.groups]
         self.largest = [np.zeros(len(group)) for group in self.groups]  # of amsgrad
@@ -209,10 +213,8 @@ class ByHand:
 
     def step(self, rows: np.ndarray) -> None:
         parts = [gradients(minibatch[0]) for minibatch in rows.reshape(-1, MINIBATCH)]
-        found = [
-            np.array([np.concatenate([p[0].ravel(), p[1]]) for p in parts]),
-            np.array([np.atleast_1d(p[2]) for p in parts]),
-        ]
+        found = [np.array([np.hstack([p[0].ravel(), p[1]]) for p in parts])]
+        found.append(np.array([np.atleast_1d(p[2]) for p in parts]))
         ratio = len(rows) / REF
         gains = self.gains(len(rows), found)
         self.lrs.append(())
@@ -226,13 +228,16 @@ class ByHand:
 
     def update(self, index: int, gradient: np.ndarray, ratio, factor, decay) -> None:
         weight, lr = self.groups[index], LR * factor
-        if self.row.inner == "sgd":
-            gradient = gradient + decay * weight
+        if self.row.inner.startswith("sgd"):
+            sign = -1 if "maximize" in self.row.inner else 1
+            gradient = sign * gradient + decay * weight
             if self.row.in_buffer:
                 gradient, lr = factor * gradient, LR
             old = self.velocity[index]
             new = gradient if old is None else MOMENTUM * old + gradient
             self.velocity[index] = new
+            if "nesterov" in self.row.inner:
+                new = gradient + MOMENTUM * new
             self.groups[index] = weight - lr * new
             return
         betas, eps = np.array(BETAS), EPS
@@ -244,8 +249,8 @@ class ByHand:
         else:
             gradient = gradient + decay * weight
         moments = self.moments[index]
-        moments[0] = betas[0] * moments[0] + (1 - betas[0]) * gradient
-        moments[1] = betas[1] * moments[1] + (1 - betas[1]) * gradient**2
+        for moment, beta, new in zip(moments, betas, (gradient, gradient**2)):
+            moment[:] = beta * moment + (1 - beta) * new
         weights = self.moment_weights[index]
         weights[:] = betas * weights + 1 - betas
         square = moments[1]
@@ -255,12 +260,12 @@ class ByHand:
         self.groups[index] = weight - lr * mean / (np.sqrt(square) + eps)
 
     def weights(self) -> list[np.ndarray]:
-        flat, rest = self.groups[0], self.groups[1]
+        flat, rest = self.groups
         return [flat[:6].reshape(3, 2), flat[6:], rest.reshape(())]
 
 
-def by_hand(name: str, epochs: int) -> ByHand:
-    run = ByHand(ROWS[name])
+def by_hand(row: Row, epochs: int) -> ByHand:
+    run = ByHand(row)
     case = elastic.Case(TRACE, epochs, num_samples=NUM_SAMPLES)
     for _, rows in elastic.batches(case):
         run.step(rows.numpy())

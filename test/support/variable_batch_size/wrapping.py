@@ -28,19 +28,24 @@ class FakeReplica(LocalReplica):
         return torch.stack([tensor.detach()] * self.num_replicas)
 
 
+def sampler_of(trace=(64, 96, 96), size=256, **options) -> vbs.CustomSampler:
+    """Returns the sampler of one replica, in minibatches of 32."""
+    common = {"dataset_size": size, "num_replicas": 1, "rank": 0, "verbose": False}
+    return vbs.CustomSampler(trace=trace, **common | options)
+
+
 def make(
     trace=(64, 96, 96), inner=SGD, cls=vbs.LinearRuleOptimizer, rank=0, replicas=1,
-    lr=0.1, **options,
+    lr=0.1, replica=None, **options,
 ):  # fmt: skip
     """Returns model, sampler and wrapper: 256 samples in minibatches of 32."""
-    model = nn.Linear(2, 1)
+    replica = replica or FakeReplica(rank, replicas)
+    model = nn.Linear(2, 1).to(replica.device)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
-    sampler = vbs.CustomSampler(
-        range(256), trace, num_replicas=replicas, rank=rank, verbose=False
-    )
+    place = {"rank": replica.rank, "num_replicas": replica.num_replicas}
+    sampler = sampler_of(trace, dataset=range(256), dataset_size=None, **place)
     sampler.num_yielded = 1000  # tests may call step() without iterating it
-    replica = FakeReplica(rank, replicas)
     options = {"ref_batchsize": 32, "replica": replica} | options
     wrapper = cls(inner(model.parameters(), lr), sampler, **options)
     return model, sampler, wrapper
@@ -65,7 +70,7 @@ def idle_replica(rank: int = 1):
 
 def backward(model: nn.Module) -> None:
     """Runs a minibatch whose gradient is one everywhere."""
-    model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2, device=model.weight.device)).sum().backward()
 
 
 def run_epoch(model, sampler, wrapper) -> list[int]:

@@ -62,24 +62,19 @@ def beside_the_training(rank: int, folder: Path):
     training.optimizer.attach(lambda update: seen.value.add(update.step))
     expected, unwritten = [], []
 
-    def remember(update: vbs.Update) -> None:
+    def look(update: vbs.Update) -> None:
         if update.step == 3:
             expected.append(training.state())
-
-    def go_on(update: vbs.Update) -> None:
         if update.step == 6 and rank == 0:
             assert disk.entered.wait(PATIENCE)
             unwritten.append(files.saved_files(folder) == [])
             disk.may_go_on.set()
 
-    training.optimizer.attach(remember)
-    training.optimizer.attach(training.checkpointer)
-    training.optimizer.attach(go_on)
+    training.optimizer.attach(look)
     # Replicas may be threads of one process, of which the first one writes.
     patched = mock.patch.object(files, "write", disk.write)
     with patched if rank == 0 else contextlib.nullcontext():
-        for epoch in range(ADAM.epochs):
-            training.epoch(epoch)
+        training.train()
         path = training.checkpointer.wait()
     return expected[0], unwritten, path and path.name
 
@@ -146,15 +141,8 @@ def test_the_next_save_waits_before_it_copies_another_state(tmp_path, monkeypatc
     assert disk.events == ["copied", "writing", "written"] * 2
 
 
-@pytest.mark.parametrize(
-    "later",
-    [
-        lambda checkpointer: checkpointer(None),  # an update
-        lambda checkpointer: checkpointer.save(),
-        lambda checkpointer: checkpointer.wait(),
-        lambda checkpointer: checkpointer.load(),
-    ],
-)
+# An update, or one of the others.
+@pytest.mark.parametrize("later", ["__call__", "save", "wait", "load"])
 def test_errors_of_the_writer_reach_the_loop_once(later, tmp_path, caplog):
     training = Training(tmp_path, asynchronous=True)
     checkpointer = training.checkpointer
@@ -164,7 +152,7 @@ def test_errors_of_the_writer_reach_the_loop_once(later, tmp_path, caplog):
     message = rf"File too large: '{tmp_path}/update-00000000-.*\.unfinished'"
     assert re.search(f"was not written: .*{message}", caplog.text)
     with pytest.raises(OSError, match=message):
-        later(checkpointer)
+        getattr(checkpointer, later)(*[None] * (later == "__call__"))
     assert checkpointer.wait() is None
     checkpointer.num_updates = 0
     checkpointer.save()

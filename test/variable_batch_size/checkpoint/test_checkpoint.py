@@ -57,10 +57,8 @@ def test_minibatches_of_an_unfinished_step_are_run_again(undisturbed, tmp_path):
         training.minibatch(training.inputs[rows], training.targets[rows])
     next(minibatches)  # one that a loader has prefetched
     training.checkpointer.save()
-    again = Training(tmp_path)
-    again.checkpointer.load()
-    weights = again.train()
-    assert again.steps == undisturbed[1][2:]
+    weights, updates, _ = train(0, tmp_path)
+    assert updates == undisturbed[1][2:]
     assert all(map(torch.equal, weights, undisturbed[0]))
 
 
@@ -87,12 +85,11 @@ def test_random_numbers_are_resumed(backend, tmp_path):
 
 def counted(rank: int, folder: Path):
     """Returns what epochs without a save count, where looks are rare and often."""
-    found = {}
-    for often in (False, True):
-        seconds = 1e-9 if often else 1e9
+    found = []
+    for seconds in (1e9, 1e-9):
         training = Training(folder, every_updates=1000, look_every_seconds=seconds)
         training.optimizer.attach(training.checkpointer)
-        found[often] = [training.counted_epoch(epoch) for epoch in range(3)]
+        found.append([training.counted_epoch(epoch) for epoch in range(3)])
     return found
 
 
@@ -100,11 +97,11 @@ def counted(rank: int, folder: Path):
 def test_updates_read_only_where_all_look_and_compile_nothing(backend, tmp_path):
     """The epochs have 9, 8 and 8 updates."""
     several = backend.num_replicas if backend.num_replicas > 1 else 0
-    for found in backend.run(counted, tmp_path):
-        assert found[True] == [(0, n * several, 0) for n in (9, 8, 8)]
+    for rare, often in backend.run(counted, tmp_path):
+        assert often == [(0, n * several, 0) for n in (9, 8, 8)]
         # From look to look at most twice as many minibatches.
-        assert sum(reads for _, reads, _ in found[False]) == 4 * several
-        assert [each[::2] for each in found[False]][1:] == [(0, 0), (0, 0)]
+        assert sum(reads for _, reads, _ in rare) == 4 * several
+        assert [each[::2] for each in rare][1:] == [(0, 0), (0, 0)]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_then_replaced(
@@ -140,8 +137,7 @@ def test_changes_can_be_allowed(tmp_path):
 
 
 def polled(rank: int, folder: Path) -> None:
-    wrong = RuntimeError("no answer"), SystemExit(3)
-    answers = iter([None, *wrong, "maintenance of the host"])
+    answers = iter([None, RuntimeError("no answer"), SystemExit(3), "maintenance"])
 
     def poll():
         answer = next(answers)
@@ -149,14 +145,13 @@ def polled(rank: int, folder: Path) -> None:
             raise answer
         return answer
 
-    training = Training(folder, case=Case(CASE.trace, epochs=10_000, exact=True),
-                        stop_poll=poll, poll_seconds=0.05)  # fmt: skip
-    training.train()
+    endless = Case(CASE.trace, epochs=10_000, exact=True)
+    Training(folder, case=endless, stop_poll=poll, poll_seconds=0.05).train()
 
 
 def test_a_poll_can_ask_to_stop(tmp_path, caplog):
     caplog.set_level(logging.ERROR)
-    with pytest.raises(xla_replica.Stopped, match="maintenance of the host"):
+    with pytest.raises(xla_replica.Stopped, match="maintenance"):
         xla_replica.launch(polled, (tmp_path,), 1, "cpu")
     assert caplog.text.count("stop_poll failed") == 2
     assert files.saved_files(tmp_path)
@@ -206,33 +201,27 @@ def test_the_best_one_is_kept_and_can_be_loaded(best, sign, tmp_path, caplog):
     assert again.checkpointer.load().num_updates == 8
 
 
-def several_modules(rank: int, folder: Path) -> list[torch.Tensor]:
-    training = Training(folder)
+def several_modules(rank: int, folder: Path) -> torch.Tensor:
     norms = {name: nn.BatchNorm1d(2) for name in "ab"}
     for norm in norms.values():
         norm.running_mean.fill_(float(rank + 1))
-    checkpointer = vbs.Checkpointer(
-        folder, training.optimizer, model=training.model, **norms
-    )
+    training = Training(folder, parts=norms)
     training.optimizer._loop.num_seen = 1
-    checkpointer.save()
-    return [norm.running_mean for norm in norms.values()]
+    training.checkpointer.save()
+    return torch.stack([norm.running_mean for norm in norms.values()])
 
 
 def test_buffers_of_all_modules_are_averaged(tmp_path):
     for means in xla_replica.launch(several_modules, (tmp_path,), 2, "cpu"):
-        for mean in means:
-            torch.testing.assert_close(mean, torch.full((2,), 1.5))
+        torch.testing.assert_close(means, torch.full((2, 2), 1.5))
 
 
 def test_states_keep_their_kind(tmp_path):
     """Such as the version that a module checks, and the Counter of MultiStepLR."""
-    training = Training(tmp_path)
-    milestones = torch.optim.lr_scheduler.MultiStepLR(training.optimizer.inner, [2, 2])
-    checkpointer = vbs.Checkpointer(
-        tmp_path, training.optimizer, model=training.model, milestones=milestones
-    )
-    parts = torch.load(checkpointer.save())["parts"]
+    inner = elastic.Training(CASE).optimizer.inner
+    milestones = torch.optim.lr_scheduler.MultiStepLR(inner, [2, 2])
+    training = Training(tmp_path, parts={"milestones": milestones})
+    parts = torch.load(training.checkpointer.save())["parts"]
     assert parts["model"]._metadata[""]["version"] == 1
     assert parts["milestones"]["milestones"].elements
     assert parts["milestones"]["milestones"] == {2: 2}
@@ -299,6 +288,6 @@ def on_replicas(rank: int) -> list:
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_replicas_save_after_the_same_updates_whatever_their_clocks_say(backend):
-    outcomes = backend.run(on_replicas)
-    assert outcomes[0]
-    assert all(outcome == outcomes[0] for outcome in outcomes)
+    first, *others = backend.run(on_replicas)
+    assert first
+    assert others == [first] * len(others)

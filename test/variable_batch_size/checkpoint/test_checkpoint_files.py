@@ -65,10 +65,10 @@ def test_without_memory_mapping_a_file_is_read(tmp_path, monkeypatch):
 
 
 def test_an_empty_folder_and_none_have_no_checkpoint(tmp_path):
-    assert files.newest_whole(tmp_path) is None
-    assert files.newest_whole(tmp_path / "none") is None
-    (tmp_path / "notes.txt").write_text("other files do not matter")
-    assert files.newest_whole(tmp_path) is None
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/a.txt").write_text("other files do not matter")
+    for name in (".", "none", "notes"):
+        assert files.newest_whole(tmp_path / name) is None
 
 
 def test_the_last_one_written_of_an_update_counts(tmp_path):
@@ -84,18 +84,17 @@ def damaged(content: bytes, number: int) -> tuple[str, bytes]:
     offset = at.randrange(len(content))
     if number % 3 == 0:
         return f"cut at {offset}", content[:offset]
+    bad = bytearray(content)
     if number % 3 == 1:
         end = min(len(content), offset + at.randrange(1, 4096))
-        zeros = content[:offset] + bytes(end - offset) + content[end:]
-        return f"zeros from {offset} to {end}", zeros
-    flipped = bytearray(content)
-    flipped[offset] ^= 1 << at.randrange(8)
-    return f"a bit at {offset}", bytes(flipped)
+        bad[offset:end] = bytes(end - offset)
+        return f"zeros from {offset} to {end}", bytes(bad)
+    bad[offset] ^= 1 << at.randrange(8)
+    return f"a bit at {offset}", bytes(bad)
 
 
 def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
-    before = files.write(tmp_path, 1, state(1))
-    newest = files.write(tmp_path, 2, state(2))
+    before, newest = (files.write(tmp_path, n, state(n)) for n in (1, 2))
     content = newest.read_bytes()
     num_damaged = 0
     for number in range(450):
@@ -106,8 +105,7 @@ def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
         caplog.clear()
         found = files.newest_whole(tmp_path)
         assert found is not None, what
-        assert found[0].path == before, what
-        assert found[1]["number"] == 1
+        assert (found[0].path, found[1]["number"]) == (before, 1), what
         assert f"{newest} is damaged" in caplog.text
         assert newest.read_bytes() == bad
         num_damaged += 1
@@ -153,11 +151,12 @@ def put_hostile_pickle(path: Path, proof: Path) -> Path:
     return path
 
 
+NO_FILE = "a folder, a pipe or a device, not a regular file"
 NO_CHECKPOINTS = pytest.mark.parametrize(
     ("put", "how"),
     [
-        (put_folder, "a folder, a pipe or a device, not a regular file"),
-        (put_pipe, "a folder, a pipe or a device, not a regular file"),
+        (put_folder, NO_FILE),
+        (put_pipe, NO_FILE),
         (put_hostile_pickle, r"nothing is run, but it holds (posix|nt)\.system"),
     ],
 )

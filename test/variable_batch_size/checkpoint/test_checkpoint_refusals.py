@@ -12,7 +12,7 @@ import torch
 from support.variable_batch_size import elastic
 from support.variable_batch_size.checkpointed import CASE, Order, Part, Training
 from support.variable_batch_size.elastic import Case
-from support.variable_batch_size.wrapping import one_weight
+from support.variable_batch_size.wrapping import sampler_of
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
@@ -82,10 +82,12 @@ def test_hosts_that_do_not_share_the_folder_are_told(tmp_path):
     assert isinstance(error.value.__cause__, vbs.CheckpointError)
 
 
-def test_a_file_of_another_format_is_refused_by_its_version(tmp_path):
-    files.write(tmp_path, 3, {"version": 1})
-    with pytest.raises(ValueError, match=r"is of format 1, and this library reads 2"):
-        Training(tmp_path).checkpointer.load()
+def saved_with(training: elastic.Training, **parts) -> None:
+    vbs.Checkpointer("folder", training.optimizer, **parts)
+
+
+def log_of_another() -> vbs.RunLog:
+    return vbs.RunLog(None, elastic.Training(CASE).optimizer)
 
 
 @pytest.mark.parametrize(
@@ -104,37 +106,36 @@ def test_a_file_of_another_format_is_refused_by_its_version(tmp_path):
         ({"settings": {"data": Path("x")}}, TypeError, r"settings\['data'\]"),
         ({"settings": {"rate": math.nan}}, ValueError, "numbers other than NaN"),
         ({"folder": "gs://bucket/job"}, ValueError, "mount the bucket"),
-        (lambda c: c.load(allow_changes="no"), TypeError, "allow_changes must be True"),
-        (lambda c: c.load(best="no"), TypeError, "best must be True or False, got 'no"),
-        (lambda c: c.save(0.5), ValueError, "best='max' or 'min'"),
+        (lambda t: t.checkpointer.load(allow_changes=2), TypeError, "allow_changes m"),
+        (lambda t: t.checkpointer.load(best="no"), TypeError, "best must be True"),
+        (lambda t: t.checkpointer.save(0.5), ValueError, "best='max' or 'min'"),
+        (lambda t: saved_with(t), ValueError, "pass model=model"),
+        # What the wrapper saves is not saved twice.
+        (lambda t: saved_with(t, part=t.optimizer.inner), ValueError, "leave it out"),
+        (lambda t: saved_with(t, part=t.sampler), ValueError, "leave it out"),
+        (lambda t: vbs.Checkpointer("x", t.optimizer.inner), TypeError, "elastic wrap"),
+        (lambda t: saved_with(t, model=t.model, log=log_of_another()), ValueError,
+         "tells of the updates of another optimizer"),
+        # It would begin anew between epochs, where no digest of the order could tell.
+        (lambda t: saved_with(elastic.Training(CASE, sampler={"order": Order(128)})),
+         ValueError, "order= has a state, which would begin anew"),
+        (lambda t: files.write(t.checkpointer.folder, 3, {"version": 1})
+         and t.checkpointer.load(), ValueError, "is of format 1, and this library rea"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_and_calls_are_named(wrong, error, message, tmp_path):
     options = {} if callable(wrong) else wrong
     call = wrong if callable(wrong) else print  # which is not reached
     with pytest.raises(error, match=message):
-        call(Training(**{"folder": tmp_path} | options).checkpointer)
+        call(Training(**{"folder": tmp_path} | options))
 
 
-def test_what_the_wrapper_saves_is_not_saved_twice(tmp_path):
-    training = Training(tmp_path)
-    for part in (training.optimizer.inner, training.sampler):
-        with pytest.raises(ValueError, match="leave it out"):
-            vbs.Checkpointer(tmp_path, training.optimizer, part=part)
-    with pytest.raises(TypeError, match="elastic wrapper"):
-        vbs.Checkpointer(tmp_path, training.optimizer.inner)
-    with pytest.raises(ValueError, match="pass model=model"):
-        vbs.Checkpointer(tmp_path, training.optimizer)
-
-
-def test_the_log_of_another_optimizer_is_no_part(tmp_path):
-    training, other = Training(tmp_path), Training(tmp_path)
-    log = vbs.RunLog(None, other.optimizer)
-    with pytest.raises(ValueError, match="tells of the updates of another optimizer"):
-        vbs.Checkpointer(tmp_path, training.optimizer, model=training.model, log=log)
-    # That of one that is saved as well is not another one's.
-    parts = {"model": training.model, "second": other.optimizer, "log": log}
-    vbs.Checkpointer(tmp_path, training.optimizer, **parts)
+def test_orders_and_logs_of_what_is_saved_as_well_are_parts(tmp_path):
+    order = Order(128)
+    training = elastic.Training(CASE, sampler={"order": order})
+    other = elastic.Training(CASE).optimizer
+    parts = {"grab": order, "second": other, "log": vbs.RunLog(None, other)}
+    vbs.Checkpointer(tmp_path, training.optimizer, model=training.model, **parts)
 
 
 def test_a_part_or_scheduler_attached_after_the_checkpointer_is_refused(tmp_path):
@@ -148,40 +149,24 @@ def test_a_part_or_scheduler_attached_after_the_checkpointer_is_refused(tmp_path
     training.optimizer.attach(Order(32).after_update)  # nobody saves it
 
 
-def test_an_order_with_a_state_must_be_a_part(tmp_path):
-    """Between epochs no digest of the order could tell that it begins anew."""
-    order = Order(32)
-    weight, _, optimizer = one_weight(8, size=32, sampler={"order": order})
-    parts = {"model": nn.ParameterList([weight])}
-    with pytest.raises(ValueError, match="order= has a state, which would begin anew"):
-        vbs.Checkpointer(tmp_path, optimizer, **parts)
-    vbs.Checkpointer(tmp_path, optimizer, grab=order, **parts)
-
-
-def sampler_of(order=None) -> vbs.CustomSampler:
-    options = {"minibatch_size": 4, "order": order, "verbose": False}
-    return vbs.CustomSampler(dataset_size=128, trace=16, **options)
-
-
 def test_resuming_with_another_order_is_an_error():
     def sampler(seed: int) -> vbs.CustomSampler:
         draws = torch.Generator().manual_seed(seed)
         order = torch.utils.data.RandomSampler(range(128), generator=draws)
-        return sampler_of(order)
+        return sampler_of(16, 128, minibatch_size=4, order=order)
 
-    first = sampler(0)
+    first, same, other = sampler(0), sampler(0), sampler(1)
     list(first)
     first.commit(0, 3)
-    same, other = sampler(0), sampler(1)
-    same.load_state_dict(first.state_dict())
+    for each in (same, other):
+        each.load_state_dict(first.state_dict())
     assert len(list(same)) == 32 - 3 * 4
-    other.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match="its order differs from the saved one"):
         list(other)
 
 
 def test_an_epoch_before_the_restored_one_is_an_error():
-    sampler, again = sampler_of(), sampler_of()
+    sampler, again = (sampler_of(16, 128, minibatch_size=4) for _ in range(2))
     sampler.commit(2, 3)
     again.load_state_dict(sampler.state_dict())
     with pytest.raises(ValueError, match=r"range\(sampler.epoch"):
@@ -223,7 +208,7 @@ def wrapped(first: dict, second: dict) -> vbs.ElasticOptimizer:
         [{"params": [nn.Parameter(torch.ones(1))], **each} for each in (first, second)],
         lr=np.float64(0.1),  # as a computed one; files hold numbers of Python
     )
-    sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, verbose=False)
+    sampler = sampler_of(8, 32, minibatch_size=4)
     return vbs.ElasticOptimizer(inner, sampler, "root", **options)
 
 
@@ -257,26 +242,23 @@ def test_other_settings_are_refused_on_resuming(first, second, message):
 
 def test_an_earlier_format_is_refused_by_name():
     saved = wrapped({}, {}).state_dict()
-    for part in (saved["elastic"], saved["elastic"]["sampler"]):
-        kept, part["version"] = part["version"], 1
+    own = saved["elastic"]
+    for older in ({"version": 1}, {"sampler": own["sampler"] | {"version": 1}}):
         with pytest.raises(ValueError, match=r"state has version 1, .* library reads"):
-            wrapped({}, {}).load_state_dict(saved)
-        part["version"] = kept
+            wrapped({}, {}).load_state_dict(saved | {"elastic": own | older})
 
 
 def test_a_scheduler_that_is_missing_or_another_is_noticed():
-    training = elastic.Training(CASE)
+    training, *others = (elastic.Training(CASE) for _ in range(4))
     training.optimizer.attach(CosineAnnealingLR(training.optimizer.inner, 30))
     training.epoch(0)
     saved = training.optimizer.state_dict()
-    again = elastic.Training(CASE)
-    again.optimizer.load_state_dict(saved)
+    missing, allowed, other = others
+    missing.optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match="had CosineAnnealingLR attached, which"):
-        again.epoch(1)
-    again = elastic.Training(CASE)
-    again.optimizer.load_state_dict(saved, allow_changes=True)
-    again.epoch(1)
-    other = elastic.Training(CASE)
+        missing.epoch(1)
+    allowed.optimizer.load_state_dict(saved, allow_changes=True)
+    allowed.epoch(1)
     other.optimizer.attach(ExponentialLR(other.optimizer, 0.5))
     with pytest.raises(ValueError, match=r"was a CosineAnnealingLR .* is a Expon"):
         other.optimizer.load_state_dict(saved)

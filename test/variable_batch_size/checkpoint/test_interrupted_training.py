@@ -10,20 +10,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.scripts import descendants
+from support.documents import ROOT
+from support.scripts import descendants, words, written
 from support.xla_replica import tpu_like
 from support.xla_replica.replicas import needs_xla, of_torch_alone
 from support.xla_replica.torchrun import free_port, wait_for_server
 
 from variable_batch_size.checkpoint import files
 
-SCRIPT = Path(__file__).resolve().parents[2] / "variable_train_mnist.py"
+SCRIPT = ROOT / "test/variable_train_mnist.py"
 # Steps of up to 64 minibatches.
 ARGUMENTS = (
     "--dataset", "fake", "--epochs", "24", "--batch-size", "16", "--log-steps", "1",
@@ -44,13 +47,12 @@ class Run:
         script=(SCRIPT, "--no-progress", "--checkpoint"),
         **variables,
     ) -> None:
-        words = [*command, *script, folder, *arguments]
         self.folder = folder
         self._output = folder.parent / f"output-{time.monotonic_ns()}"
         kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [str(word) for word in words],
+                words([*command, *script, folder, *arguments]),
                 env={**kept, "OMP_NUM_THREADS": "1", **variables},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -67,28 +69,39 @@ class Run:
     def output(self) -> str:
         return self._output.read_text(errors="replace")
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes that it has started, the script the last."""
+        return [*descendants(self.process.pid), self.process.pid]
+
     def kill(self) -> None:
-        """Kills the script and every process that it has started, like a dying host."""
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
+        """Kills all its processes, like a dying host."""
+        for pid in reversed(self.pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def wait(self) -> int:
-        """Returns the exit status."""
-        status = self.process.wait(PATIENCE)
-        assert status is not None
-        return status
+    def ends(self, status: int = 0) -> None:
+        """Waits for the end, and asserts that it is with this exit status."""
+        assert self.process.wait(PATIENCE) == status, self.output
 
-    def wait_for_update(self, number: int) -> bool:
-        """Waits until so many updates are saved; returns False if the script ends."""
+    def wait_until(self, condition: Callable[[], Any]) -> None:
+        """Waits for something that comes true while the script runs."""
         deadline = time.monotonic() + PATIENCE
-        while num_updates(self.folder) < number:
-            if self.process.poll() is not None:
-                return False
-            assert time.monotonic() < deadline, f"no update {number}:\n{self.output}"
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.005)
-        return True
+
+    def wait_for_update(self, number: int) -> None:
+        """Waits until so many updates are saved."""
+        self.wait_until(lambda: num_updates(self.folder) >= number)
+
+
+def on_cpu(folder: Path, *arguments: object, replicas: int = 1) -> Run:
+    """Runs it on replicas on the CPU."""
+    device = ("--device", "cpu", "--num-replicas", replicas)
+    return Run(folder, *ARGUMENTS, *device, *arguments)
 
 
 def num_updates(folder: Path) -> int:
@@ -116,8 +129,8 @@ def assert_same_training(received: pd.DataFrame, expected: pd.DataFrame) -> None
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> pd.DataFrame:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    with Run(folder, *ARGUMENTS, "--device", "cpu", "--num-replicas", 1) as run:
-        assert run.wait() == 0, run.output
+    with on_cpu(folder) as run:
+        run.ends()
     return history(folder)
 
 
@@ -131,17 +144,11 @@ def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
     """It saves every other update, and is resumed on another number of replicas."""
     folder, at = tmp_path / "run", random.Random(2)
     steps_between = len(undisturbed) / num_kills
-    kills = ended = 0
-    while not ended:
+    for kills in range(num_kills + 1):
         before = num_updates(folder)
-        replicas = 1 + kills % 3
-        with Run(
-            folder, *ARGUMENTS, "--device", "cpu", "--num-replicas", replicas,
-            "--checkpoint-steps", 2,
-        ) as run:  # fmt: skip
+        with on_cpu(folder, "--checkpoint-steps", 2, replicas=1 + kills % 3) as run:
             if kills == num_kills:
-                assert run.wait() == 0, run.output
-                ended = True
+                run.ends()
             else:
                 # Some kills come before the first update; all leave something to do.
                 until = time.monotonic() + 8.0 * at.random()
@@ -150,7 +157,6 @@ def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
                     time.sleep(0.002)
                 assert run.process.poll() is None, run.output
                 run.kill()
-                kills += 1
         # Nothing that was saved is lost, even if the run was killed as it started.
         if (began := restored(run.output)) is None:
             assert before in (0, num_updates(folder))
@@ -164,16 +170,13 @@ def test_killed_at_any_moment_it_finishes_as_if_undisturbed(
 
 def test_a_signal_to_all_processes_spares_the_loader_s_workers(tmp_path):
     """As a machine that shuts down; a worker that died would end the training."""
-    folder = tmp_path / "run"
-    with Run(
-        folder, *ARGUMENTS, "--epochs", 10_000, "--device", "cpu", "--num-replicas", 1,
-        "--num-workers", 2,
-    ) as run:  # fmt: skip
-        assert run.wait_for_update(1), run.output
-        for pid in [*descendants(run.process.pid), run.process.pid]:
+    endless = ("--epochs", 10_000, "--num-workers", 2)
+    with on_cpu(tmp_path / "run", *endless) as run:
+        run.wait_for_update(1)
+        for pid in run.pids:
             os.kill(pid, signal.SIGTERM)
             time.sleep(0.2)  # in which a death is noticed
-        assert run.wait() == 143, run.output
+        run.ends(143)
     assert "DataLoader worker" not in run.output
     assert "received SIGTERM. Started again, the run continues from" in run.output
     assert "Traceback" not in run.output
@@ -186,17 +189,16 @@ def test_asked_to_stop_eight_replicas_save_and_resume_to_their_target(tmp_path):
     folder = tmp_path / "run"
     digits = ("--dataset", "digits", "--epochs", 12, "--device", "xla")
     with Run(folder, *digits, "--num-replicas", 8) as run:
-        assert run.wait_for_update(1), run.output  # saved at the end of the first epoch
+        run.wait_for_update(1)  # saved at the end of the first epoch
         os.kill(run.process.pid, signal.SIGTERM)
-        assert run.wait() == 143, run.output
+        run.ends(143)
     assert "Traceback" not in run.output  # of a thread that writes for TensorBoard
     newest = files.saved_files(folder)[0]
-    stopped_at = newest.num_updates
     sampler = torch.load(newest.path)["optimizer"]["elastic"]["sampler"]
     assert sampler["step"] > 0  # within an epoch, where only the signal saves
     with Run(folder, *digits, "--num-replicas", 3, "--target-accuracy", 95) as run:
-        assert run.wait() == 0, run.output
-    assert restored(run.output) == stopped_at
+        run.ends()
+    assert restored(run.output) == newest.num_updates
     assert history(folder)["step"].tolist() == list(range(len(history(folder))))
 
 
@@ -210,22 +212,19 @@ def test_on_chips_a_replica_dies_and_all_are_stopped_and_it_ends_the_same(
     folder = tmp_path / "run"
     for what in ("dies", "is asked to stop"):
         (tmp_path / what).mkdir()
-        before = num_updates(folder)
-        with Run(
-            folder, *ARGUMENTS, "--checkpoint-steps", 2,
-            **tpu_like.environment(2, tmp_path / what),
-        ) as run:  # fmt: skip
-            assert run.wait_for_update(before + 4), run.output
+        before, chips = num_updates(folder), tpu_like.environment(2, tmp_path / what)
+        with Run(folder, *ARGUMENTS, "--checkpoint-steps", 2, **chips) as run:
+            run.wait_for_update(before + 4)
             if what == "dies":
-                os.kill(descendants(run.process.pid)[-1], signal.SIGKILL)
-                assert run.wait() == 1, run.output
+                os.kill(run.pids[-2], signal.SIGKILL)
+                run.ends(1)
                 assert "died (signal 9)" in run.output
             else:
                 os.kill(run.process.pid, signal.SIGTERM)
-                assert run.wait() == 143, run.output
+                run.ends(143)
                 assert "Started again, the run continues from" in run.output
-    with Run(folder, *ARGUMENTS, "--device", "cpu", "--num-replicas", 1) as run:
-        assert run.wait() == 0, run.output
+    with on_cpu(folder) as run:
+        run.ends()
     assert restored(run.output) >= 8
     assert_same_training(history(folder), undisturbed)
 
@@ -258,26 +257,25 @@ def test_under_torchrun_it_resumes_with_the_workers_there_are(tmp_path):
     """Three nodes, then two because one dies, then three because one joins."""
     whole, folder, port = tmp_path / "whole", tmp_path / "run", free_port()
     with Run(whole, *ARGUMENTS, "--epochs", 60, "--device", "cpu") as run:
-        assert run.wait() == 0, run.output
+        run.ends()
     nodes: list[Node] = []
-    try:
-        for _ in range(3):
-            nodes.append(Node(folder, port))
+    with contextlib.ExitStack() as all_nodes:
+
+        def join() -> None:
+            nodes.append(all_nodes.enter_context(Node(folder, port)))
             wait_for_server(port)  # the first node serves the rendezvous
-        assert nodes[0].wait_for_update(4)
+
+        for _ in range(3):
+            join()
+        nodes[0].wait_for_update(4)
         nodes[2].kill()
-        saved = num_updates(folder)
-        assert nodes[0].wait_for_update(saved + 4)
-        nodes.append(Node(folder, port))
-        statuses = [node.wait() for node in (nodes[0], nodes[1], nodes[3])]
-    finally:
-        for node in nodes:
-            node.kill()
-    everything = "\n\n=====\n\n".join(node.output for node in nodes)
-    assert statuses == [0, 0, 0], everything
+        nodes[0].wait_for_update(num_updates(folder) + 4)
+        join()
+        for node in (nodes[0], nodes[1], nodes[3]):
+            node.ends()
     assert_same_training(history(folder), history(whole))
     worlds = [world for node in nodes for world in node.worlds]
-    assert sorted(worlds) == [2, 3, 3], everything
+    assert sorted(worlds) == [2, 3, 3], [node.output for node in nodes]
 
 
 # On a CPU whose tensors are read as a GPU's are: not by everybody at every update.
@@ -292,6 +290,7 @@ Replica.is_host = property(lambda self: False)
 Replica.has_streams = property(lambda self: True)
 Replica.wait = lambda self: None
 Replica.rng_state = lambda self: torch.get_rng_state()
+Replica.loader = lambda self, loader: loader  # which would pin memory
 Replica.fetch_later = lambda self, tensor: (lambda copy=tensor.clone(): copy)
 
 def train(rank, folder):
@@ -313,31 +312,20 @@ xla_replica.launch(train, (sys.argv[1],), device="cpu")
 @pytest.mark.slow
 def test_one_preempted_node_of_two_is_saved_within_two_updates(tmp_path):
     """Its agent kills the worker 30 seconds after the signal: 60 updates here."""
-    folder, script, port = tmp_path / "run", tmp_path / "script.py", free_port()
+    folder, script = tmp_path / "run", written(tmp_path, ON_GPUS)
     folder.mkdir()
-    script.write_text(ON_GPUS)
-    tests = Path(__file__).resolve().parents[2]
+    common = (*TORCHRUN, "--nnodes", "2", "--master_port", free_port(), "--node_rank")
+    path = f"{ROOT / 'test'}:{ROOT}"
     with contextlib.ExitStack() as nodes:
-        agents = [
+        first, second = (
             nodes.enter_context(
-                Run(
-                    folder,
-                    command=(
-                        *TORCHRUN, "--nnodes", "2", "--node_rank", rank,
-                        "--master_addr", "localhost", "--master_port", port,
-                    ),
-                    script=(script,),
-                    PYTHONPATH=f"{tests}:{tests.parent}",
-                )
+                Run(folder, command=(*common, n), script=(script,), PYTHONPATH=path)
             )
-            for rank in range(2)
-        ]  # fmt: skip
-        deadline = time.monotonic() + PATIENCE
-        while not (folder / "not-asked-1").exists():
-            assert time.monotonic() < deadline, agents[1].output
-            time.sleep(0.01)
-        os.kill(agents[1].process.pid, signal.SIGTERM)
-        for agent in agents:
-            assert agent.wait() != 0
+            for n in range(2)
+        )
+        second.wait_until((folder / "not-asked-1").exists)
+        os.kill(second.process.pid, signal.SIGTERM)
+        for agent in (first, second):
+            assert agent.process.wait(PATIENCE) != 0
     last_before = int((folder / "not-asked-1").read_text())
-    assert last_before <= num_updates(folder) <= last_before + 2, agents[1].output
+    assert last_before <= num_updates(folder) <= last_before + 2, second.output

@@ -31,26 +31,21 @@ BACKENDS = [
 @pytest.fixture(scope="module")
 def alone():
     """Returns the uninterrupted run on one replica, with a state for every update."""
-    with_local = xla_replica.launch(run, (CASE,), 1, "cpu")[0]
-    assert len(with_local["states"]) == len(with_local["updates"]) + 1 > 15
-    return with_local
+    [found] = xla_replica.launch(run, (CASE,), 1, "cpu")
+    assert len(found["states"]) == len(found["updates"]) + 1 > 15
+    return found
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def backend(request):
-    return request.param
-
-
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_states_do_not_depend_on_the_number_of_replicas(backend, alone):
     """States are equal, so the state of one replica can be resumed on any number."""
     outcomes = backend.run(run, CASE, timeout=180)
     assert global_samples(outcomes) == global_samples([alone])
     states = outcomes[0]["states"]
-    assert len(states) == len(alone["states"])
-    for received, expected in zip(states, alone["states"]):
-        assert_equal(received, expected)
+    assert_equal(states, alone["states"])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_resumed_from_every_update_the_run_ends_the_same(backend, alone):
     per_replica = backend.run(resume_from_each, CASE, alone["states"], timeout=180)
     everything = global_samples([alone])
@@ -59,19 +54,15 @@ def test_resumed_from_every_update_the_run_ends_the_same(backend, alone):
         for outcome in outcomes:
             assert outcome["updates"] == list(range(done, num_updates))
             assert_equal(outcome["weights"], alone["weights"])
-        assert global_samples(outcomes) == [
-            (step, samples) for step, samples in everything if step >= done
-        ]
+        assert global_samples(outcomes) == [one for one in everything if one[0] >= done]
 
 
 # Rules and schedulers that have states: changes of the case, and the schedule.
+SGD, ADAMW = {"optimizer": "sgd"}, {"optimizer": "adamw"}
 COUNTING = {
     "adascale": ({"rule": "adascale"}, None),
-    "adascale, iterations": (
-        {"rule": "adascale", "optimizer": "sgd"},
-        ("iterations", 1.5),
-    ),
-    "adam-root": ({"rule": "adam-root", "optimizer": "adamw"}, None),
+    "adascale, iterations": (SGD | {"rule": "adascale"}, ("iterations", 1.5)),
+    "adam-root": (ADAMW | {"rule": "adam-root"}, None),
     "linear, samples": ({}, ("samples", 20)),
 }
 

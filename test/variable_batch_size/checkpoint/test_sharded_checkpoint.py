@@ -13,21 +13,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from support.variable_batch_size.elastic import Case
 from support.variable_batch_size.sharded import TRACE, Run, Training, whole
 from support.xla_replica.replicas import Backend
+from torch.testing import assert_close
 
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint import files, shards
 from xla_replica.backends import replica as replica_module
 
-RUN = Run(
-    Case(TRACE, epochs=2, optimizer="adamw", rule="root", max_grad_norm=1.0),
-    (("noise", True),),
-    has_batch_norm=False,
-)
+CASE = Case(TRACE, epochs=2, optimizer="adamw", rule="root", max_grad_norm=1.0)
+RUN = Run(CASE, (("noise", True),))
 
 
 def resumed(
@@ -43,13 +40,11 @@ def resumed(
     killed in that of ``die_at``. Written beside the training, which is to make a fourth
     update while every process waits to write what it has of the first checkpoint.
     """
-    replica = xla_replica.current()
-    training = Training(
-        RUN, (replica.num_replicas,) if replica.num_replicas > 1 else None
-    )
-    options = {"every_updates": 3, "asynchronous": asynchronous}
+    number = xla_replica.current().num_replicas
+    training = Training(RUN, (number,) if number > 1 else None)
+    parts = {"model": training.model, "asynchronous": asynchronous}
     checkpointer = vbs.Checkpointer(
-        folder, training.optimizer, model=training.model, **options
+        folder, training.optimizer, every_updates=3, **parts
     )
     trained_on = threading.Event()
     write_parts = replica_module.write_parts
@@ -65,7 +60,7 @@ def resumed(
             trained_on.set()
         if update.step == stop_at and rank == 0:
             xla_replica.request_stop("test", 75)
-        if update.step == die_at and rank == replica.num_replicas - 1:
+        if update.step == die_at and rank == number - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     training.optimizer.attach(after_update)
@@ -109,9 +104,7 @@ def check(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert sorted(together) == sorted(expected)
     for outcome in found:
         assert outcome["steps"][-1] == alone["steps"][-1]
-        torch.testing.assert_close(
-            outcome["weights"], alone["weights"], rtol=0, atol=1e-10
-        )
+        assert_close(outcome["weights"], alone["weights"], rtol=0, atol=1e-10)
         assert outcome["progress"] == pytest.approx(alone["progress"], rel=1e-9)
 
 

@@ -71,6 +71,10 @@ def sampler_of(dataset, order, **options) -> vbs.CustomSampler:
     return vbs.CustomSampler(dataset, TRACE, order=order, **common, **options)
 
 
+def of_stream(stream) -> vbs.BlockDataset:
+    return vbs.BlockDataset.from_stream(stream, NUM_SAMPLES, 32)
+
+
 class Run:
     """One replica's sampler and loader, over a dataset that it reads alone."""
 
@@ -87,14 +91,8 @@ class Run:
         """Returns the samples of each step of an epoch that are this replica's."""
         self.sampler.set_epoch(epoch)
         minibatches, plan = iter(self.loader), self.sampler.plan
-        return [
-            [
-                sample
-                for _ in range(plan.num_substeps_of(step, self.sampler.rank))
-                for sample in next(minibatches)
-            ]
-            for step in range(plan.start_step, plan.num_steps)
-        ]
+        numbers = plan.num_substeps(self.sampler.rank)[plan.start_step :]
+        return [[s for _ in range(n) for s in next(minibatches)] for n in numbers]
 
 
 def flat(parts) -> list[int]:
@@ -172,7 +170,7 @@ class Sharded(IterableDataset):
 @pytest.mark.parametrize("stream", [Numbers(), Sharded])
 def test_workers_of_a_loader_change_nothing(stream):
     """Nor does pickling, as for workers that are spawned, nor a stream's own parts."""
-    dataset = vbs.BlockDataset.from_stream(stream, NUM_SAMPLES, 32)
+    dataset = of_stream(stream)
     expected = Run(dataset).steps(1)
     assert Run(pickle.loads(pickle.dumps(dataset))).steps(1) == expected
     assert Run(dataset, num_workers=2).steps(1) == expected
@@ -180,7 +178,7 @@ def test_workers_of_a_loader_change_nothing(stream):
 
 def test_a_stream_is_read_once_an_epoch_and_goes_on_within_a_window():
     stream = Numbers()
-    run = Run(vbs.BlockDataset.from_stream(stream, NUM_SAMPLES, 32))
+    run = Run(of_stream(stream))
     expected = run.steps(0)
     used = sum(map(len, expected))
     assert stream.opened == [0]
@@ -190,10 +188,7 @@ def test_a_stream_is_read_once_an_epoch_and_goes_on_within_a_window():
     assert stream.opened == [0, 0]
     for step in range(run.sampler.plan.num_steps):
         stream = Numbers()
-        resumed = Run(
-            vbs.BlockDataset.from_stream(stream, NUM_SAMPLES, 32),
-            state=state_at(run, 0, step),
-        )
+        resumed = Run(of_stream(stream), state=state_at(run, 0, step))
         assert resumed.steps(0) == expected[step:]
         place = run.sampler.schedule.plan(0, 1).start(step)
         # Looked at once from the beginning, to see that it can seek.
@@ -206,12 +201,11 @@ def test_a_stream_is_read_once_an_epoch_and_goes_on_within_a_window():
 
 
 def test_a_stream_that_begins_elsewhere_or_ends_too_early_is_noticed():
-    run = Run(vbs.BlockDataset.from_stream(lambda at: range(500), NUM_SAMPLES, 32))
-    state = state_at(run, 0, run.sampler.plan.num_steps - 1)
-    again = vbs.BlockDataset.from_stream(lambda at: range(500), NUM_SAMPLES, 32)
+    run, again = (of_stream(lambda at: range(500)) for _ in range(2))
+    state = state_at(Run(run), 0, Run(run).sampler.plan.num_steps - 1)
     with pytest.raises(ValueError, match=r"begins with the samples of open_at\(0\)"):
         Run(again, state=state).steps(0)
-    run = Run(vbs.BlockDataset.from_stream(Numbers(end=390), NUM_SAMPLES, 32))
+    run = Run(of_stream(Numbers(end=390)))
     with pytest.raises(ValueError, match=r"block 12 has 6 samples, .* says 16"):
         [run.steps(epoch) for epoch in range(9)]
 
@@ -260,10 +254,9 @@ def test_another_window_or_other_blocks_are_another_run():
 
     state = sampler(dataset_of().shuffled(3)).state_dict()
     sampler(dataset_of().shuffled(3)).load_state_dict(state)
-    others = [dataset_of().shuffled(4), dataset_of().shuffled(3, seed=1)]
-    others += [dataset_of([NUM_SAMPLES - 8, 8]).shuffled(3)]
-    others += [dataset_of(in_order=True).shuffled(3)]
-    for other in others:
+    others = [dataset_of([NUM_SAMPLES - 8, 8]), dataset_of(in_order=True)]
+    others = [other.shuffled(3) for other in others]
+    for other in (*others, dataset_of().shuffled(4), dataset_of().shuffled(3, seed=1)):
         with pytest.raises(ValueError, match="order was 'BlockShuffle"):
             sampler(other).load_state_dict(state)
     with pytest.raises(ValueError, match=r"one of 400 samples \(Block.* has 399"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.variable_batch_size.wrapping import sampler_of
 
 import variable_batch_size as vbs
 from variable_batch_size.data.lazy_orders import SORTED, bijection
@@ -77,10 +78,8 @@ def test_positions_and_neighbours_are_uniform_over_seeds(size):
         counts = np.bincount(apart * buckets // (size - 1), minlength=buckets)
         table_apart = np.bincount(np.arange(size - 1) * buckets // (size - 1))
         assert abs(chi_square(counts, table_apart * draws / (size - 1))) < 5
-        pairs = np.bincount(
-            found[:, first] * 4 // size * 4 + found[:, second] * 4 // size,
-            minlength=16,
-        )
+        quarter = found * 4 // size
+        pairs = np.bincount(quarter[:, first] * 4 + quarter[:, second], minlength=16)
         quarters = np.bincount(np.arange(size) * 4 // size)
         together = np.outer(quarters, quarters) - np.diag(quarters)
         expected = together.ravel() * draws / (size * (size - 1))
@@ -109,9 +108,7 @@ def test_epochs_and_seeds_are_unrelated():
 
 
 def sampler(size: int, trace=1024, order=None, **options) -> vbs.CustomSampler:
-    options = {"num_replicas": 1, "rank": 0, "verbose": False} | options
-    options["order"] = order or vbs.IndexShuffle(7)
-    return vbs.CustomSampler(trace=trace, dataset_size=size, **options)
+    return sampler_of(trace, size, order=order or vbs.IndexShuffle(7), **options)
 
 
 def first_steps(size: int, epoch: int, trace) -> tuple[int, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,15 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.variable_batch_size.elastic import steps_of
+from support.variable_batch_size.wrapping import sampler_of as sampler
+from support.xla_replica.replicas import row
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import variable_batch_size as vbs
-from variable_batch_size.data.schedule import Cursor
-
-
-def sampler(trace=(64, 96, 96), **options):
-    defaults = {"dataset_size": 256, "num_replicas": 1, "rank": 0}
-    return vbs.CustomSampler(trace=trace, **(defaults | options))
+import xla_replica
+from variable_batch_size.data.schedule import Cursor, Position
+from xla_replica.device.loader import DeviceLoader, FreshBatches
 
 
 def flat(minibatches) -> list[int]:
@@ -95,67 +96,15 @@ def test_an_order_must_be_a_permutation(order):
 def test_what_is_dropped_is_logged_on_rank_0_and_an_empty_epoch_warns(caplog):
     with caplog.at_level(logging.INFO):
         for options in ({}, {"num_replicas": 2, "rank": 1}, {"verbose": False}):
-            one = sampler(trace=[64, 96, 128], **options)
+            one = sampler(trace=[64, 96, 128], **{"verbose": True} | options)
             one.load_state_dict(one.state_dict())
             one.set_epoch(0)
     assert len(caplog.records) == 1
     assert "2 steps from step 0 on, 96 of 256 samples dropped" in caplog.text
-    one = sampler()
+    one = sampler(verbose=True)
     one.set_epoch(1)
     assert "epoch 1 is empty" in caplog.text
     assert one.num_epochs == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"in_order": False}, r"in_order=False .* counted in another"),
-        ({"snapshot_every_n_steps": 3}, r"snapshot_every_n_steps=3\) skips"),
-    ],
-)
-def test_a_loader_that_changes_the_order_is_refused(option, message):
-    def iterate(loader):  # as DataLoader and StatefulDataLoader do
-        return next(iter(loader.batch_sampler))
-
-    loader = SimpleNamespace(num_workers=2, batch_sampler=sampler(), **option)
-    with pytest.raises(TypeError, match=message):
-        iterate(loader)
-    loader.num_workers = 0  # without workers they change nothing
-    assert len(iterate(loader)) == 32
-    if "in_order" in option:
-        options = {"num_workers": 1, "in_order": False}
-        loader = DataLoader(range(256), batch_sampler=sampler(), **options)
-        with pytest.raises(TypeError, match="in_order=True, the default"):
-            iter(loader)
-
-
-def test_a_loader_of_another_dataset_is_refused():
-    """A shorter one would be an IndexError, and of a longer one a part is never run."""
-    one, whole = vbs.CustomSampler(range(256), 64, verbose=False), range(300)
-    with pytest.raises(ValueError, match=r"has 300 samples, and .* given has 256"):
-        next(iter(DataLoader(whole, batch_sampler=one)))
-    loader = DataLoader(whole)  # one that does not iterate the sampler
-    assert len(next(iter(one))) == 32
-    del loader
-    one = vbs.CustomSampler(dataset_size=256, trace=64, verbose=False)
-    assert len(next(iter(DataLoader(whole, batch_sampler=one)))) == 32
-
-
-def test_it_is_not_taken_for_a_sampler_of_samples():
-    one = sampler()
-    with pytest.raises(TypeError, match="pass it as batch_sampler="):
-        next(iter(DataLoader(range(256), sampler=one)))
-    wrapped = BatchSampler(range(9), 3, False)
-    wrapped.inside = one  # as accelerate's, which is one and yields another's
-
-    def through(self):
-        return next(iter(self.inside))
-
-    assert len(through(wrapped)) == 32
-    with pytest.raises(TypeError, match="a DataLoader, whose length counts batches"):
-        vbs.CustomSampler(DataLoader(range(256), batch_size=16), 32)
-    loader = DataLoader(torch.arange(256), sampler=one, batch_size=None)
-    assert next(iter(loader)).shape == (32,)  # which makes no batches
 
 
 def through_a_stateful_loader(one, state) -> list[list[int]]:
@@ -243,21 +192,60 @@ def test_a_state_between_two_epochs_tells_no_order_of_the_coming_one():
     assert state["order"] is not None
 
 
-class BatchSamplerShard:
-    """As Accelerate's: every process takes its share of what a batch sampler yields."""
-
-    def __init__(self, batch_sampler, num_processes: int) -> None:
-        self.batch_sampler, self.num_processes = batch_sampler, num_processes
+class Loader(SimpleNamespace):
+    """Iterates as torch's and torchdata's loaders do, and Accelerate's sampler."""
 
     def __iter__(self):
-        yield from self.batch_sampler
+        loader = self
+        return iter([*loader.batch_sampler])
 
 
-def test_a_loader_that_accelerate_deals_once_more_is_refused():
-    one = sampler(num_replicas=2)
-    assert len(list(BatchSamplerShard(one, 1))) == len(one)
-    with pytest.raises(TypeError, match="leave its loader out of acc"):
-        list(BatchSamplerShard(one, 2))
+WORKERS = {"num_workers": 2}
+SKIPS = {"snapshot_every_n_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "message"),
+    [
+        (Loader, WORKERS | {"in_order": False}, r"in_order=False .* counted in an"),
+        (Loader, WORKERS | SKIPS, r"snapshot_every_n_steps=3\) skips"),
+        (Loader, {"num_processes": 2}, "leave its loader out of acc"),
+        (DataLoader, {"num_workers": 1, "in_order": False}, "in_order=True, the def"),
+        # A shorter one would be an IndexError, and of a longer one a part is never run.
+        (DataLoader, {"dataset": range(300)}, r"has 300 samples, and .* given has 256"),
+        (DataLoader, {"sampler": True}, "pass it as batch_sampler="),
+        (lambda dataset, **options: vbs.CustomSampler(DataLoader(dataset), 32), {},
+         "a DataLoader, whose length counts batches"),
+        # Without workers they change nothing, nor do others of one process.
+        (Loader, SKIPS | {"num_workers": 0, "in_order": False}, None),
+        (Loader, {"num_processes": 1}, None),
+        (DataLoader, {"sampler": True, "batch_size": None}, None),
+    ],
+)  # fmt: skip
+def test_loaders_that_change_what_is_dealt_are_refused(loader, options, message):
+    one = vbs.CustomSampler(range(256), 64, verbose=False)
+    name = "sampler" if options.get("sampler") else "batch_sampler"
+    options = {"dataset": torch.arange(256), **options, name: one}
+    if message is None:
+        assert len(next(iter(loader(**options)))) == 32
+        return
+    with pytest.raises((TypeError, ValueError), match=message):
+        next(iter(loader(**options)))
+
+
+def test_what_only_has_a_loader_or_the_sampler_is_no_loader_of_it():
+    one, whole = vbs.CustomSampler(range(256), 64, verbose=False), range(300)
+    loader = DataLoader(whole)  # which does not iterate the sampler
+    assert len(next(iter(one))) == 32
+    del loader
+    assert len(next(iter(DataLoader(whole, batch_sampler=sampler(trace=64))))) == 32
+    wrapped = BatchSampler(range(9), 3, False)
+    wrapped.inside = one  # as accelerate's, which is one and yields another's
+
+    def through(self):
+        return next(iter(self.inside))
+
+    assert len(through(wrapped)) == 32
 
 
 def test_a_state_of_the_next_epoch_ends_the_iteration():
@@ -277,3 +265,150 @@ def test_a_state_of_the_next_epoch_ends_the_iteration():
     waits.set_epoch(1)  # where others end epoch 0
     waits.deal_to(1, 2, Cursor(0, waits.plan_of(0).num_steps))
     assert list(waits) == list(other)
+
+
+# --- redeal: a step that is run again gets its minibatches again --------------------
+
+UNIT, NUM_SAMPLES = 4, 150
+
+
+def redealt(trace=(8, 24, 4, 12), **options):
+    options = {"minibatch_size": UNIT, "on_end": "cycle"} | options
+    return sampler(trace, NUM_SAMPLES, **options)
+
+
+def expected(one, redone=()) -> list[list[int]]:
+    """Returns the minibatches of an epoch in the obvious way, with steps run again."""
+    plan, minibatches = one.plan, []
+    generator = torch.Generator().manual_seed(42 + one.epoch)
+    order = torch.randperm(NUM_SAMPLES, generator=generator).numpy()
+    if one.order is not None:
+        order = one.order.samples(one.epoch, NUM_SAMPLES, np.arange(NUM_SAMPLES))
+    for step, size in enumerate(plan.batch_sizes.tolist()):
+        samples, order = order[:size], order[size:]
+        parts = [samples[at : at + UNIT] for at in range(0, size, UNIT)]
+        dealt, firsts = parts[one.rank :: one.num_replicas], parts[:: one.num_replicas]
+        if plan.padded and len(dealt) < len(firsts):
+            dealt.append(parts[-1])
+        runs = 0 if step < plan.start_step else 1 + redone.count(step)
+        minibatches += runs * [np.resize(part, UNIT).tolist() for part in dealt]
+    return minibatches
+
+
+def run(one, loader, redone=(), change=None) -> list[list[int]]:
+    """Returns what a loop is handed; plays the optimizer's part in it."""
+    position, redone, got = Position(one.plan, one.rank), [*redone], []
+
+    def advance() -> None:
+        position.advance()
+        one.commit(one.epoch, position.step)
+        if change and position.step == change[0] and not position.ended:
+            with one.dealing_paused() as looked_at:
+                present = position.plan.first_step + position.step
+                one.change_from(1 + max(looked_at, present), change[1])
+            position.replan(one.replanned(position.plan))
+        if position.idle:
+            advance()
+
+    if position.idle:
+        advance()
+    for batch in loader:
+        got.append(torch.as_tensor(batch).tolist())
+        one.newest_pass.count_step()
+        if position.count_minibatch() and position.step in redone:
+            redone.remove(position.step)
+            position.rollback()
+            one.redeal(one.epoch, position.step)
+        elif position.substep == position.num_substeps:
+            advance()
+    assert position.ended
+    return got
+
+
+@given(st.data())
+def test_a_loop_gets_again_the_steps_that_are_run_again_and_nothing_else(data):
+    """With any plan, resumed or not, and loaders that read ahead by any number."""
+    draw = data.draw
+    unit, num_replicas = draw(st.sampled_from([1, UNIT])), draw(st.integers(1, 4))
+    sizes = st.integers(1, 40 // unit).map(lambda n: n * unit)
+    one = redealt(
+        draw(st.lists(sizes, min_size=1, max_size=5)),
+        pad_minibatches=unit == 1,
+        num_replicas=num_replicas,
+        rank=draw(st.integers(0, num_replicas - 1)),
+        order=draw(st.sampled_from([None, vbs.IndexShuffle(3)])),
+        on_end=draw(st.sampled_from(["hold", "cycle"])),
+    )
+    if draw(st.booleans()):
+        one.pad_steps()
+    step = draw(st.integers(0, one.plan.num_steps - 1))
+    one.load_state_dict(one.state_dict() | {"step": step})
+    depth = draw(st.integers(0, 9))
+    ahead = functools.partial(DeviceLoader, send=lambda rows: rows, prefetch=depth)
+    loader = FreshBatches(one, one, ahead) if depth else one
+    for epoch in (0, 1):
+        one.set_epoch(epoch)
+        steps = st.integers(one.plan.start_step, one.plan.num_steps - 1)
+        redone = draw(st.lists(steps, max_size=6))
+        is_held = epoch == 0 and one.schedule.on_end == "hold"
+        change = draw(st.tuples(steps, sizes)) if is_held else None
+        assert run(one, loader, redone, change) == expected(one, redone)
+    assert list(one) == expected(one)  # another pass over an epoch is a whole one
+
+
+def train(rank: int, is_followed: bool, options) -> None:
+    """Asserts that two epochs are as `expected`, the first of them resumed."""
+    replica = xla_replica.current()
+    one = redealt(num_replicas=replica.num_replicas, rank=rank)
+    one.load_state_dict(one.state_dict() | {"step": 3})
+    loader = DataLoader(range(NUM_SAMPLES), batch_sampler=one, **options)
+    batches = replica.loader(loader) if is_followed else loader
+    for epoch in (0, 1):
+        one.set_epoch(epoch)
+        last = one.plan.num_steps - 1
+        redone = [4, 4] if epoch else [3, 5, last - 1, last, last]
+        assert len(batches) == len(expected(one))
+        assert run(one, batches, redone) == expected(one, redone)
+
+
+def test_torchs_loader():
+    train(0, False, {})
+    workers = {"num_workers": 2, "prefetch_factor": 3}
+    for options in ({}, workers, workers | {"persistent_workers": True}):
+        train(0, True, options)
+
+
+@pytest.mark.parametrize("backend", [row("xla", 2)])
+def test_torchs_loader_on_devices(backend):
+    backend.run(train, True, {})
+
+
+def test_a_loader_that_reads_ahead_is_refused_unless_it_is_followed():
+    one = redealt([4])
+    loader = DataLoader(range(NUM_SAMPLES), batch_sampler=one, num_workers=1)
+    with pytest.raises(ValueError, match=r"for minibatch 1, .* has read 3"):
+        run(one, loader)
+    followed = xla_replica.LocalReplica("cpu").loader(one)
+    for ahead, message in (
+        (iter(one), r"replica\.loader\(load"),
+        (iter(followed), "nothing may read ahead"),
+    ):
+        assert [next(ahead), next(ahead)] == expected(one)[:2]
+        with pytest.raises(ValueError, match=rf"1, .* has read 2.* {message}"):
+            one.newest_pass.count_step()
+    assert list(one) == expected(one)
+    with pytest.raises(ValueError, match=r"1, .* has read"):
+        one.newest_pass.count_step()
+    next(iter(one))  # looking at the data does no harm
+    assert run(one, one) == expected(one)
+    one.newest_pass.count_step()  # the pass has ended
+
+
+def test_a_redeal_leaves_iterations_of_other_epochs_and_copies_alone():
+    one, earlier = redealt(), []
+    for minibatch in one:
+        earlier.append(minibatch)
+        one.set_epoch(1)
+        one.redeal(1, 2)
+    assert earlier == expected(redealt())
+    assert list(pickle.loads(pickle.dumps(one))) == list(one) == expected(one)

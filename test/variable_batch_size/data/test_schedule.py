@@ -9,8 +9,8 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.variable_batch_size.wrapping import sampler_of
 
-from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule, TraceExhausted
 from variable_batch_size.traces.batch_trace import Trace
 
@@ -66,12 +66,9 @@ def test_epochs_asked_for_in_any_order_equal_the_slow_way(drawn, on_end, last_fi
 
 def dealt(plan, rank: int, padded: bool) -> list[int]:
     """Returns the minibatches that a sampler deals to a replica in the first epoch."""
-    unit = plan.minibatch_size
-    sampler = CustomSampler(
-        dataset_size=plan.num_samples, trace=plan.batch_sizes, minibatch_size=unit,
-        num_replicas=plan.num_replicas, rank=rank, order=range(plan.num_samples),
-        verbose=False,
-    )  # fmt: skip
+    unit, size = plan.minibatch_size, plan.num_samples
+    place = {"num_replicas": plan.num_replicas, "rank": rank, "order": range(size)}
+    sampler = sampler_of(plan.batch_sizes, size, minibatch_size=unit, **place)
     if padded:
         sampler.pad_steps()
     return [rows[0] // unit for rows in sampler]

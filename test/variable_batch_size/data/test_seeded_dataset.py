@@ -31,20 +31,24 @@ class Noisy(Dataset):
         raise AssertionError("a batch has no seed")
 
 
-def load(dataset: vbs.SeededDataset, epochs: int = 2, **options) -> torch.Tensor:
+def load(dataset=None, replica=None, **options) -> torch.Tensor:
+    """Returns two epochs; replicas of one process share the dataset."""
+    dataset = dataset or vbs.SeededDataset(Noisy(), 1)
     loader = DataLoader(dataset, batch_size=4, **options)
     loaded = []
-    for epoch in range(epochs):
+    for epoch in range(2):
         dataset.set_epoch(epoch)
         loaded.append(torch.cat(list(loader)))
+        if replica:
+            replica.barrier()  # like the last update
     return torch.stack(loaded)
 
 
 def test_epochs_samples_and_seeds_differ_and_nothing_else():
-    first = load(vbs.SeededDataset(Noisy(), 1))
+    first = load()
     draws = torch.cat([first, load(vbs.SeededDataset(Noisy(), 2))])[..., 1:]
     assert len(set(draws.flatten().tolist())) == draws.numel()
-    assert torch.equal(first, load(vbs.SeededDataset(Noisy(), 1)))
+    assert torch.equal(first, load())
 
 
 @pytest.mark.parametrize(
@@ -53,27 +57,20 @@ def test_epochs_samples_and_seeds_differ_and_nothing_else():
 def test_workers_load_the_same(context, persistent):
     options = {"multiprocessing_context": context, "persistent_workers": persistent}
     options["num_workers"] = 1 + (context == "fork")  # others take seconds to begin
-    loaded = load(vbs.SeededDataset(Noisy(), 1), **options)
-    assert torch.equal(loaded, load(vbs.SeededDataset(Noisy(), 1)))
+    assert torch.equal(load(**options), load())
 
 
 def load_my_part(rank: int, dataset: vbs.SeededDataset) -> torch.Tensor:
     replica = xla_replica.current()
     mine = range(rank, NUM_SAMPLES, replica.num_replicas)
-    parts = []
-    for epoch in range(2):
-        dataset.set_epoch(epoch)
-        parts.append(torch.cat(list(DataLoader(dataset, sampler=mine))))
-        replica.barrier()  # like the last update: emulated replicas share the dataset
-    return torch.stack(parts)
+    return load(dataset, replica, sampler=mine)
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_replicas_load_the_same(backend):
     """Emulated replicas too, whose threads share the generators."""
     parts = backend.run(load_my_part, vbs.SeededDataset(Noisy(), 1))
-    loaded = torch.stack(parts, dim=2).flatten(1, 2)
-    assert torch.equal(loaded, load(vbs.SeededDataset(Noisy(), 1)))
+    assert torch.equal(torch.stack(parts, dim=2).flatten(1, 2), load())
 
 
 class Faulty(Noisy):

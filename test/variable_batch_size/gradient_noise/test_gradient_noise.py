@@ -27,11 +27,8 @@ def statistics(variance, square, weight=1.0, dtype=F64) -> torch.Tensor:
 def estimate_of(gradients: torch.Tensor, minibatch_size: int = 1) -> torch.Tensor:
     """Returns the estimate, ``(3, G)``, from minibatch gradients ``(G, n, d)``."""
     matrix = gradient_noise.coefficients(gradients.shape[1], minibatch_size)
-    return gradient_noise.estimate(
-        (gradients**2).sum((1, 2)),
-        (gradients.mean(1) ** 2).sum(1),
-        torch.tensor(matrix, dtype=F64),
-    )
+    squares, of_mean = (gradients**2).sum((1, 2)), (gradients.mean(1) ** 2).sum(1)
+    return gradient_noise.estimate(squares, of_mean, torch.tensor(matrix, dtype=F64))
 
 
 @pytest.mark.parametrize("num_minibatches", [2, 4, 8, 32])
@@ -75,9 +72,8 @@ def test_the_gain_is_the_papers(variance, square, ratio):
     assert gain == pytest.approx((sigma2 + square) / (sigma2 / ratio + square))
     scale = gradient_noise.noise_scale(variance, square)
     assert gain == pytest.approx(ratio * (ref + scale) / (ratio * ref + scale))
-    assert gradient_noise.efficiency(gain, ratio) == pytest.approx(
-        (ref + scale) / (ratio * ref + scale)
-    )
+    expected = (ref + scale) / (ratio * ref + scale)
+    assert gradient_noise.efficiency(gain, ratio) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

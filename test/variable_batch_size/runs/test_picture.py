@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib import figure, image
+from support.scripts import python
 
 import variable_batch_size as vbs
 
@@ -164,12 +163,12 @@ def test_it_needs_no_display_and_matplotlib_only_when_it_draws(tmp_path):
         "import sys, variable_batch_size as vbs\n"
         "assert not {'matplotlib', 'pandas'} & set(sys.modules)\n"
         "from variable_batch_size.command_line import main\n"
-        f"assert not main(['plot', {str(log)!r}])\n"
+        "assert not main(['plot', sys.argv[1]])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "sys.modules['matplotlib'] = None\n"
-        f"main(['plot', {str(log)!r}, '--out', {str(tmp_path / 'b.png')!r}])\n"
+        "main(['plot', sys.argv[1], '--out', sys.argv[2]])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code, log, tmp_path / "b.png")
     assert done.returncode == 2
     told = "error: a picture needs matplotlib: pip install 'elastic-xla[plot]'\n"
     assert done.stderr.endswith(told)

@@ -7,10 +7,12 @@ import signal
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training
+from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import (
     FOUR_TPU_LIKE,
     SEVERAL_REPLICAS,
@@ -55,16 +57,6 @@ class ThreadReplica(xla_replica.Replica):
         return lambda: copy if self.num_updates >= arrives else None
 
 
-def counting(read):
-    """Returns ``read``, which a replica's agreement calls to read the sum, counted."""
-
-    def counted(found):
-        found._replica.num_reads += 1
-        return read(found)
-
-    return counted
-
-
 class Replicas:
     """Several replicas that train, of which some have been asked to stop."""
 
@@ -83,7 +75,12 @@ class Replicas:
         monkeypatch.setattr(agreement, "time", clock)
         self._trace = trace or num_replicas
         read = agreement.Agreement._read_votes
-        monkeypatch.setattr(agreement.Agreement, "_read_votes", counting(read))
+
+        def counted(found):  # what a replica calls to read the sum
+            found._replica.num_reads += 1
+            return read(found)
+
+        monkeypatch.setattr(agreement.Agreement, "_read_votes", counted)
         self.asked: set[int] = set()
         self.board = [None] * num_replicas
         self.meeting = threading.Barrier(num_replicas, timeout=60)
@@ -102,16 +99,12 @@ class Replicas:
 
     def _build(self, replica: ThreadReplica):
         here.rank = replica.rank
-        model = torch.nn.Linear(1, 1)
-        sampler = vbs.CustomSampler(
-            range(2000), self._trace, minibatch_size=1, rank=replica.rank,
-            num_replicas=len(self.board), verbose=False,
-        )  # fmt: skip
+        place = {"rank": replica.rank, "num_replicas": replica.num_replicas}
+        options = {"size": 2000, "minibatch_size": 1, "sampler": place}
+        weight, sampler, optimizer = one_weight(self._trace, replica=replica, **options)
         sampler.num_yielded = 2000  # which nobody iterates
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = vbs.ConstantOptimizer(inner, sampler, replica=replica)
         optimizer.set_epoch(0)
-        return model, optimizer
+        return weight, optimizer
 
     def _request(self):
         asked = here.rank in self.asked
@@ -126,10 +119,10 @@ class Replicas:
 
         def train(replica: ThreadReplica) -> bool:
             here.rank = replica.rank
-            model, optimizer = self._training[replica.rank]
+            weight, optimizer = self._training[replica.rank]
             is_made = 0
             while not is_made:
-                model(torch.ones(1, 1)).sum().backward()
+                weight.sum().backward()
                 is_made = optimizer.step()
                 self.clocks[replica.rank] += self._seconds[replica.rank]
             replica.num_updates += 1
@@ -141,11 +134,11 @@ class Replicas:
 @pytest.mark.parametrize("device", ["xla", "cuda"])
 def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
     replicas = Replicas(monkeypatch, 3, device)
-    assert replicas.update() == [False] * 3
-    assert replicas.num_reads == 0
-    replicas.asked = {0, 2}  # not yet all: those asked read the sum, and continue
-    assert replicas.update() == [False] * 3
-    assert replicas.num_reads == 2
+    # Before all are asked, those who are read the sum, and continue.
+    for asked, num_reads in ((set(), 0), ({0, 2}, 2)):
+        replicas.asked = asked
+        assert replicas.update() == [False] * 3
+        assert replicas.num_reads == num_reads
     replicas.asked = {0, 1, 2}
     assert replicas.update() == [True] * 3
 
@@ -286,15 +279,11 @@ SAID = {
 }
 
 
-def construct(settings: dict) -> None:
+def construct(**given: Any) -> None:
     """Builds sampler and wrapper from values of `SETTINGS`."""
-    given = dict(settings)
     for_sampler = ("trace", "seed", "minibatch_size", "dataset_size", "on_end", "order")
-    sampler = vbs.CustomSampler(
-        verbose=False, **{name: given.pop(name) for name in for_sampler}
-    )
-    replica = xla_replica.current()
-    model = torch.nn.Linear(given.pop("width"), 1).to(replica.device)
+    sampler = vbs.CustomSampler(**{name: given.pop(name) for name in for_sampler})
+    model = torch.nn.Linear(given.pop("width"), 1).to(xla_replica.current().device)
     model.bias.requires_grad_(not given.pop("frozen"))
     inner = torch.optim.SGD(model.parameters(), given.pop("lr"), momentum=0.5)
     vbs.ElasticOptimizer(inner, sampler, **given)
@@ -302,15 +291,15 @@ def construct(settings: dict) -> None:
 
 def disagreements(rank: int) -> dict[str, tuple[str, int]]:
     """Returns what construction says where the last replica has another setting."""
-    construct(SAME)
+    construct(**SAME)
     is_last = rank == xla_replica.current().num_replicas - 1
     found = {}
     for name, (_, value) in SETTINGS.items():
         try:
-            construct(SAME | ({name: value} if is_last else {}))
+            construct(**SAME | ({name: value} if is_last else {}))
         except xla_replica.ReplicaError as error:
             found[name] = str(error), error.rank
-    construct(SAME)  # all have raised, so they can go on together
+    construct(**SAME)  # all have raised, so they can go on together
     return found
 
 

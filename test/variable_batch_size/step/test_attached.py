@@ -11,8 +11,8 @@ import torch
 from support.variable_batch_size import wrapping
 from support.xla_replica.replicas import BACKENDS
 from torch import nn
-from torch.optim import SGD, AdamW, lr_scheduler
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim import AdamW, lr_scheduler
+from torch.optim.lr_scheduler import StepLR
 
 import variable_batch_size as vbs
 from xla_replica import ReplicaError
@@ -23,12 +23,8 @@ NUM_SAMPLES = 100  # two epochs of the trace: 96 and, again, 96 + ...
 EVERY = {"updates": 2, "samples": 25, "epochs": 1, "iterations": 3.5}
 
 
-def train(rank: int, unit: str, every: float):
-    """Trains with the learning rate 0.5 ** ticks.
-
-    Returns:
-        The updates, the progress after each, and the learning rate after the last.
-    """
+def train(unit: str, every: float):
+    """Returns updates at the rate 0.5 ** ticks, their progress, and the last rate."""
     weight, sampler, optimizer = wrapping.one_weight(
         TRACE, size=NUM_SAMPLES, minibatch_size=2, lr=1.0, sampler={"on_end": "cycle"},
         ref_batchsize=8, noise=unit == "iterations",
@@ -51,7 +47,7 @@ def train(rank: int, unit: str, every: float):
 
 
 def train_all(rank: int) -> dict[str, tuple]:
-    return {unit: train(rank, unit, every) for unit, every in EVERY.items()}
+    return {unit: train(unit, every) for unit, every in EVERY.items()}
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -62,13 +58,13 @@ def outcomes(request):
 @pytest.mark.parametrize("unit", EVERY)
 def test_the_scheduler_has_ticked_as_often_as_units_have_passed(outcomes, unit):
     for outcome in outcomes:
-        updates, progress, last = outcome[unit]
+        updates, done, last = outcome[unit]
         count = {
             "updates": [1] * len(updates),
             "samples": [update.batch_size for update in updates],
             "epochs": [update.ends_epoch for update in updates],
         }
-        done = itertools.accumulate(count[unit]) if unit in count else progress
+        done = done or itertools.accumulate(count[unit])
         ticks = [0, *(math.floor(each / EVERY[unit]) for each in done)]
         found = [*(update.lr[0] for update in updates), last]
         assert found == [0.5**tick for tick in ticks]
@@ -94,31 +90,24 @@ def run(weight, optimizer, updates: int) -> None:
             optimizer.set_epoch(epoch)
 
 
-@pytest.mark.parametrize("kind", ["log", "checkpointer", "controller"])
-def test_what_belongs_to_another_optimizer_is_refused(kind, tmp_path):
-    _, own = make()
-    weight, optimizer = make()
-    build = {
-        "log": lambda: vbs.RunLog(tmp_path / "run.jsonl", optimizer),
-        "checkpointer": lambda: vbs.Checkpointer(
-            tmp_path, optimizer, model=nn.ParameterList([weight]), stop_on=()
-        ),
-        "controller": lambda: vbs.BatchSizeController(optimizer, least=2, most=8),
-    }
-    target = build[kind]()
-    with pytest.raises(ValueError, match="was built with another optimizer"):
-        own.attach(target)
-    optimizer.attach(target)
+def test_what_belongs_to_another_optimizer_is_refused(tmp_path):
+    (_, own), (weight, optimizer) = make(), make()
+    parts = {"model": nn.ParameterList([weight])}
+    for target in (
+        vbs.RunLog(tmp_path / "run.jsonl", optimizer),
+        vbs.Checkpointer(tmp_path, optimizer, stop_on=(), **parts),
+        vbs.BatchSizeController(optimizer, least=2, most=8),
+    ):
+        with pytest.raises(ValueError, match="was built with another optimizer"):
+            own.attach(target)
+        optimizer.attach(target)
 
 
 def test_fractions_and_composed_schedulers():
     weight, optimizer = make()
     warm_up = lr_scheduler.LinearLR(optimizer, 0.5, total_iters=16)
-    chain = lr_scheduler.SequentialLR(
-        optimizer,
-        [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, 32)],
-        milestones=[16],
-    )
+    parts = [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, 32)]
+    chain = lr_scheduler.SequentialLR(optimizer, parts, milestones=[16])
     optimizer.attach(chain, "samples", 0.5)  # 16 ticks an update
     run(weight, optimizer, 2)
     assert optimizer.get_lr()[0] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 2))
@@ -194,37 +183,6 @@ def test_states_wait_for_their_schedulers_and_know_them():
         other.attach(StepLR(other, 1), "epochs")
 
 
-@pytest.mark.parametrize(
-    ("target", "arguments", "error", "message"),
-    [
-        (StepLR, ("minutes",), ValueError, "'updates', .* 'iterations', got 'minutes'"),
-        (StepLR, ("samples", 0), ValueError, "every must be a finite number > 0, got"),
-        (StepLR, ("iterations",), TypeError, "use AdaScaleOptimizer, or .* noise=True"),
-        (lambda *_: print, ("samples", 10), TypeError, "are for LR schedulers"),
-        (lambda *_: StepLR, (), TypeError, "neither an LR scheduler nor a function"),
-        (lambda *_: StepLR(*_).step, (), TypeError, "is a method of an LR scheduler"),
-        (lambda o, _: ReduceLROnPlateau(o), ("epochs",), TypeError, "needs a metric"),
-    ],
-)
-def test_what_cannot_be_attached_is_refused(target, arguments, error, message):
-    _, optimizer = make(noise=False)
-    with pytest.raises(error, match=message):
-        optimizer.attach(target(optimizer, 1), *arguments)
-
-
-def test_what_is_attached_twice_or_belongs_to_others_is_an_error():
-    """It would run twice after every update, or change what nobody uses."""
-    weight, optimizer = make()
-    for target in (StepLR(optimizer, 1), [].append):
-        optimizer.attach(target)
-        with pytest.raises(ValueError, match="is attached already, and would run tw"):
-            optimizer.attach(target)
-    optimizer.attach(StepLR(optimizer.inner, 1))
-    strange = StepLR(SGD([weight], 0.1), 1)
-    with pytest.raises(ValueError, match="learning rate of another optimizer: build"):
-        optimizer.attach(strange)
-
-
 @pytest.mark.parametrize("on_inner", [False, True])
 def test_a_scheduler_sees_the_reference_learning_rate(on_inner):
     model, sampler, wrapper = wrapping.make()
@@ -250,8 +208,7 @@ def step_by_hand(rank: int, replicas: int, trace, each: bool, lr=0.1) -> None:
             scheduler.step()
 
 
-@pytest.mark.parametrize("lr", [0.1, np.float32(0.1)])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "lr"), [(0, 0.1), (0, np.float32(0.1)), (1, 0.1)])
 def test_a_scheduler_that_would_diverge_is_an_error_on_every_replica(rank, lr):
     """Stepped by hand it would miss the joined updates, so it is refused at once."""
     with pytest.raises(ReplicaError, match=r"call optimizer.attach\(scheduler\)"):
@@ -281,19 +238,6 @@ def test_what_a_step_hook_changes_and_would_be_restored_is_an_error(name, when):
     assert group[name] == before
 
 
-def test_attaching_after_updates_were_joined_is_an_error():
-    """Replica 1 has made step 0 in set_epoch, and replica 0 has not."""
-    for rank in (0, 1):
-        _, _, wrapper = wrapping.idle_replica(rank)
-        wrapper.attach(print)
-        wrapper.set_epoch(0)
-        if rank == 0:
-            wrapper.attach(repr)
-            continue
-        with pytest.raises(ReplicaError, match=r"is 1 updates into epoch 0 already"):
-            wrapper.attach(print)
-
-
 def test_attaching_where_a_replica_was_idle_all_epoch_warns(caplog):
     """It may be before or after the loop over the epoch, which runs nothing here."""
     _, _, wrapper = wrapping.make(trace=[32, 32], rank=1, replicas=2)
@@ -302,15 +246,8 @@ def test_attaching_where_a_replica_was_idle_all_epoch_warns(caplog):
     assert "Call attach before optimizer.set_epoch" in caplog.text
 
 
-def test_attaching_between_epochs_or_without_idle_replicas_is_allowed():
+def test_attaching_between_epochs_is_allowed():
     model, sampler, wrapper = wrapping.idle_replica()
     wrapper.set_epoch(0)
     wrapping.run_epoch(model, sampler, wrapper)
     wrapper.attach(print)
-    for replicas in (1, 2):
-        model, _, wrapper = wrapping.make(trace=64, replicas=replicas)
-        wrapper.set_epoch(0)
-        for _ in range(2 // replicas):
-            wrapping.backward(model)
-            wrapper.step()
-        wrapper.attach(print)

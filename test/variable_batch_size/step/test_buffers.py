@@ -31,14 +31,12 @@ MEANS = (0.5, 1.25)
 
 def averaged(rank: int) -> list[list[torch.Tensor]]:
     """Returns the buffers for each of `WEIGHTS`, and last without any samples."""
-    replica, outcomes = xla_replica.current(), []
-    for weights in WEIGHTS:
-        model = Buffers(rank, weights[rank]).to(replica.device)
-        vbs.average_buffers(model, weights[rank], replica)
-        outcomes.append(replica.fetch(list(model.buffers())))
-    model = Buffers(rank + 7, 1.0).to(replica.device)
-    vbs.average_buffers(model, 0, replica)
-    return [*outcomes, replica.fetch(list(model.buffers()))]
+    replica = xla_replica.current()
+    models = [(Buffers(rank, weights[rank]), weights[rank]) for weights in WEIGHTS]
+    models.append((Buffers(rank + 7, 1.0), 0))
+    for model, weight in models:
+        vbs.average_buffers(model.to(replica.device), weight, replica)
+    return [replica.fetch(list(model.buffers())) for model, _ in models]
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
@@ -71,12 +69,12 @@ def statistics(rank: int) -> dict[str, torch.Tensor]:
     model = nn.Sequential(nn.BatchNorm1d(2, momentum=0.05), nn.Linear(2, 1))
     made = model, inputs_of_norm(), inputs_of_norm()
     training = Training(CASE, lambda m, x, y: m(x).mean(), made=made)
-    norm = model[0]
+    found = [model[0].running_mean, model[0].running_var]
     for epoch in range(10):
         training.epoch(epoch)
-        drifted = training.replica.fetch([norm.running_mean, norm.running_var])
+        drifted = training.replica.fetch(found)
         training.optimizer.average_buffers(model)  # before its evaluation
-    averaged = training.replica.fetch([norm.running_mean, norm.running_var])
+    averaged = training.replica.fetch(found)
     return {"drifted": torch.stack(drifted), "averaged": torch.stack(averaged)}
 
 

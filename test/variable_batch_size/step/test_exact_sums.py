@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from support.variable_batch_size import exact
-from support.xla_replica.replicas import GPUS, Backend, needs_xla, of_torch_alone, row
+from support.xla_replica.replicas import (
+    GPUS,
+    Backend,
+    needs_xla,
+    of_torch_alone,
+    on_xla,
+    row,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 import xla_replica
+from grab_xla import GraBSampler
+from rigl_xla import RigLScheduler
 
 ALONE = Backend("cpu", 1)
 
@@ -40,27 +50,20 @@ def test_bits_are_those_of_one_replica(backend, alone):
 
 def test_sums_of_floats_differ(alone):
     """Or the tests above could not fail."""
-    one, two = (
-        Backend("cpu", n).run(exact.finished, ["small"], False)[0] for n in (1, 2)
-    )
-    assert len({each.digest for each in (*one, *two, alone["small"])}) == 3
+    runs = [Backend("cpu", n).run(exact.finished, ["small"], False) for n in (1, 2)]
+    assert len({each.digest for [[each], *_] in runs} | {alone["small"].digest}) == 3
 
 
 @needs_xla
 @pytest.mark.xla
 @pytest.mark.parametrize(
-    ("name", "numbers"),
-    [
-        (n, (1, 2))
-        if n == "small"
-        else pytest.param(n, (1, 2, 8), marks=pytest.mark.slow)
-        for n in exact.RUNS
-    ],
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "small")) for n in exact.RUNS],
 )
-def test_replicas_on_xla_have_one_hash(name, numbers):
-    runs = [
-        [x for [x] in Backend("xla", n).run(exact.finished, [name])] for n in numbers
-    ]
+def test_replicas_on_xla_have_one_hash(name):
+    numbers = (1, 2) if name == "small" else (1, 2, 8)
+    runs = [Backend("xla", n).run(exact.finished, [name]) for n in numbers]
+    runs = [[found for [found] in run] for run in runs]
     exact.assert_same_bits(*runs)
     for run in runs:
         for _, *_, counts in run:
@@ -78,9 +81,8 @@ def states(rank: int) -> list[dict[str, Any]]:
 
 def resumed(rank: int, saved: list[dict[str, Any]]) -> set[str]:
     """Returns the hashes of runs that continue from states."""
-    return {
-        exact.Training("small", saved=each).finish().outcome().digest for each in saved
-    }
+    runs = (exact.Training("small", saved=each).finish() for each in saved)
+    return {run.outcome().digest for run in runs}
 
 
 @of_torch_alone
@@ -122,29 +124,13 @@ def test_running_statistics_move_once_a_step():
 def with_workers(rank: int) -> str:
     """Returns the hash of a run whose loader has workers that read ahead."""
     training = exact.Training("small")
-    rows = list(range(len(training.inputs)))
-    loader = DataLoader(
-        rows, batch_sampler=training.sampler, num_workers=2, collate_fn=list
-    )
+    options = {"batch_sampler": training.sampler, "num_workers": 2}
+    loader = DataLoader([*range(len(training.inputs))], collate_fn=list, **options)
     return training.finish(training.replica.loader(loader)).outcome().digest
 
 
 def test_loaders_may_read_ahead(alone):
     assert ALONE.run(with_workers) == [alone["small"].digest]
-
-
-def test_what_cannot_be_exact_is_refused_by_name():
-    linear = nn.Linear(4, 4)
-    for options, message in [
-        ({"model": linear.double()}, "'weight' is torch.float64"),
-        ({"model": nn.Sequential(nn.SyncBatchNorm(4))}, "'0' is a SyncBatchNorm"),
-        ({"model": nn.Linear(4, 4), "exact": True}, "exact= must be the model"),
-        ({"model": nn.Linear(4, 4), "lockstep": True}, "lockstep"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            exact.wrapped(**options)
-    with pytest.raises(ValueError, match="not one of the model's"):
-        exact.wrapped(nn.Linear(4, 4), nn.Linear(4, 4).parameters())
 
 
 def test_steps_of_too_many_minibatches_are_refused(monkeypatch):
@@ -175,9 +161,8 @@ def test_what_reads_ahead_by_itself_is_refused():
 def test_a_step_that_differs_when_it_is_run_again_is_an_error():
     model = nn.Linear(4, 4)
     losses = (scale * model(torch.ones(4, 4)).sum() for scale in (1.0, 1e3))
-    with pytest.raises(
-        xla_replica.ReplicaError, match="gave different gradients when rerun"
-    ):
+    told = "gave different gradients when rerun"
+    with pytest.raises(xla_replica.ReplicaError, match=told):
         exact.steps(losses, *exact.wrapped(model, trace=(4,)))
 
 
@@ -229,3 +214,151 @@ def test_losses_of_steps_that_are_run_again_count_once(backend):
     primary, *others = backend.run(logged)
     assert primary == pytest.approx([1.0, (1 * 1 + 4 * 100 + 1 * 1) / 6])
     assert others == [[]] * len(others)
+
+
+# --- GraB's orders and RigL's masks have the same bits, too --------------------------
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "group": {"fidelity": "group", "group_size": 4, "balance_type": "pair"},
+    "exact": {"fidelity": "exact", "weights": "update"},
+    "projected": {"fidelity": "projected", "projection_size": 24},
+    "drawn": {"prob_balance": True, "balance_type": "recursive", "depth": 1},
+}
+MASKS: dict[str, dict[str, Any]] = {
+    "rigl": {"T_end": 10},
+    "window": {"delta": 4, "grad_accumulation_n": 3},
+    "snfs": {"method": "snfs"},
+    "assigned": {},  # gradients, in place of a backward pass
+}
+SLOW = sorted((ORDERS | MASKS).keys() - {"group", "rigl"})
+RUN = functools.partial(
+    exact.Run,
+    lambda: exact.perceptron(nn.Tanh()),
+    options={"max_grad_norm": 1.0},
+    zero_step=None,
+)
+
+
+class Ordered(exact.Training):
+    """A run in the orders of GraB."""
+
+    def __init__(self, kind: str, is_exact: bool = True) -> None:
+        self.options = {"scheme": "gather", "exact": is_exact, **ORDERS[kind]}
+        super().__init__(RUN(trace=(2, 1, 4), num_epochs=4, scales={1: 1e4}))
+        self.optimizer.attach(self.grab.after_update)
+
+    def order(self) -> GraBSampler:
+        parameters = dict(self.model.named_parameters())
+        del parameters["extra"]
+        self.grab = GraBSampler(
+            self.inputs, parameters, record_orders=True, **self.options
+        )
+        return self.grab
+
+    def losses(self, rows: list[int]) -> tuple[torch.Tensor, Any]:
+        self.rows = rows
+        with self.grab.record(self.model):
+            return super().losses(rows)
+
+    def backward(self, losses: torch.Tensor) -> None:
+        self.grab.backward(losses, indices=self.rows)
+
+    def results(self) -> list[torch.Tensor]:
+        """Returns orders, weights, and the state of the balance."""
+        orders, state = self.grab.orders_history, self.grab.state_dict()["engine"]
+        assert len({tuple(order) for order in orders}) == self.run.num_epochs
+        balance = [*state["state"].values(), state["codes"]]
+        return [torch.tensor(orders), *self.model.parameters(), *balance]
+
+
+class Pruned(exact.Training):
+    """A run of a sparse model, whose pruner is built after a state is loaded.
+
+    Attributes:
+        seen: After each update: masks, weights, and gradients that wait for more.
+    """
+
+    def __init__(
+        self, kind: str, is_exact: bool = True, saved: dict[str, Any] | None = None
+    ) -> None:
+        run = RUN(trace=(2, 1, 5, 4, 1, 3), scales={5: 1e4})
+        super().__init__(run, is_exact, saved=saved)
+        self.is_assigned, self.seen = kind == "assigned", []
+        options = {"dense_allocation": 0.3, "delta": 3, "T_end": 20, **MASKS[kind]}
+        self.pruner = RigLScheduler(
+            self.model, self.optimizer, skip_step=False, ignore_linear_layers=False,
+            dense_first=False, state_dict=saved and saved["pruner"], **options,
+        )  # fmt: skip
+        self.optimizer.attach(self.look)
+
+    def look(self, update: vbs.Update) -> None:
+        gradients = [layer.gradient for layer in self.pruner._layers]
+        found = [*self.pruner.masks.values(), *self.model.parameters(), *gradients]
+        self.seen += [x.detach().clone() for x in found if x is not None]
+        self.replica.sync()
+
+    def backward(self, losses: torch.Tensor) -> None:
+        if not self.is_assigned:
+            xla_replica.backward(losses.mean())
+            return
+        parameters = [*self.model.parameters()]
+        grads = xla_replica.grad(losses.mean(), parameters)
+        for parameter, grad in zip(parameters, grads):
+            parameter.grad = grad
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "pruner": self.pruner.state_dict()}
+
+    def results(self) -> list[torch.Tensor]:
+        """Returns what updates left."""
+        assert self.pruner.rigl_steps >= 2
+        return self.seen
+
+
+def train(rank: int, kinds: list[str], **options: Any) -> list[exact.Outcome]:
+    made = [(Ordered if kind in ORDERS else Pruned) for kind in kinds]
+    runs = [make(kind, **options).finish() for make, kind in zip(made, kinds)]
+    return [run.outcome(run.results()) for run in runs]
+
+
+@of_torch_alone
+@pytest.mark.parametrize("kind", [*ORDERS, *MASKS])
+def test_orders_masks_and_weights_have_the_same_bits(kind):
+    runs = [Backend("cpu", n).run(train, [kind]) for n in (1, 2, 3)]
+    exact.assert_same_bits(*([found for [found] in run] for run in runs))
+
+
+@on_xla
+@pytest.mark.parametrize(
+    "kinds", [["group", "rigl"], pytest.param(SLOW, marks=pytest.mark.slow)]
+)
+def test_orders_masks_and_weights_have_the_same_bits_on_xla(kinds):
+    runs = [zip(*Backend("xla", n).run(train, kinds)) for n in (1, 2)]
+    for alone, together in zip(*runs, strict=True):
+        exact.assert_same_bits(alone, together)
+
+
+def test_steps_that_are_run_again_need_rows_that_wait():
+    with pytest.raises(ValueError, match=r"exact=True, scheme='gather'"):
+        Ordered("exact", is_exact=False).finish()
+    with pytest.raises(ValueError, match="needs scheme='gather', got 'sharded'"):
+        GraBSampler(range(8), dict(nn.Linear(1, 1).named_parameters()), exact=True)
+
+
+@pytest.mark.parametrize("kind", ["rigl", "window", "snfs"])
+def test_gradients_mean_what_they_do_without_exact_sums(kind):
+    mine, plain = (Pruned(kind, each).finish().seen for each in (True, False))
+    torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_resumed_pruner_has_the_same_bits():
+    run, saved = Pruned("rigl"), []
+    for _ in run.train():
+        saved.append((run.state(), len(run.seen), run.sampler.num_yielded))
+    state, num_seen, num_yielded = saved[7]
+    results = Backend("cpu", 2).run(functools.partial(train, saved=state), ["rigl"])
+    # No other step is run again: the units of dense gradients are resumed too.
+    expected = run.outcome(run.seen[num_seen:])
+    assert {each.digest for [each] in results} == {expected.digest}
+    num_after = sum(each.num_yielded for [each] in results)
+    assert num_after == expected.num_yielded - num_yielded

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.variable_batch_size.member import KINDS
+from support.variable_batch_size.wrapping import make, sampler_of
 from support.xla_replica.live_job import (
     PHASES,
     Fate,
@@ -84,6 +87,32 @@ def check(job: LiveJob, expected: dict) -> None:
 
 
 SLOW = pytest.mark.slow
+
+
+def words(epochs: int, seconds: float = 0.03) -> tuple[str, ...]:
+    return "--epochs", str(epochs), "--minibatch-seconds", str(seconds)
+
+
+@contextlib.contextmanager
+def live(folder: Path, *arguments: str, more: tuple[str, ...] = (), **options):
+    """Gives a job, whose members must end with the bits of one that is left alone.
+
+    ``more`` arguments and ``options`` are for the job, and change no bit.
+    """
+    expected = undisturbed(arguments, folder / "alone")
+    with live_job(folder / "live", *arguments, *more, **options) as job:
+        yield job
+        job.wait(lambda: not job.running)
+        check(job, expected)
+
+
+def started(job: LiveJob, number: int) -> list[Any]:
+    """Returns so many members, which train."""
+    members = [job.start() for _ in range(number)]
+    job.wait(lambda: job.num_ready() == number)
+    return members
+
+
 # How many times of a phase a member has for certain.
 RARE = {"set_epoch": 2, "save": 2, "transfer": 1}
 
@@ -94,43 +123,32 @@ RARE = {"set_epoch": 2, "save": 2, "transfer": 1}
     [pytest.param("plain", marks=SLOW), "projected", pytest.param("rigl", marks=SLOW)],
 )
 def test_deaths_in_every_phase_leave_the_bits(kind, tmp_path):
-    arguments = ("--kind", kind, "--epochs", "3", "--minibatch-seconds", "0.02")
-    expected = undisturbed(arguments, tmp_path / "alone")
     fates = [Fate(phase, random.randrange(1, 6)) for phase in PHASES]
-    with live_job(tmp_path / "live", *arguments, "--workers", "1", seconds=1.0) as job:
+    options = {"more": ("--workers", "1"), "seconds": 1.0}
+    with live(tmp_path, "--kind", kind, *words(3, 0.02), **options) as job:
         meet_fates(job, fates)
-        check(job, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
 def test_ten_random_deaths_leave_the_bits(number, tmp_path):
     kind = ("plain", "projected", "rigl")[number % 3]
-    arguments = ("--kind", kind, "--epochs", "8", "--minibatch-seconds", "0.02")
-    expected = undisturbed(arguments, tmp_path / "alone")
     phases = [list(PHASES)[(10 * number + n) % len(PHASES)] for n in range(10)]
     ways = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
     fates = [
         Fate(phase, random.randrange(RARE.get(phase, 12)), random.choice(ways))
         for phase in phases
     ]
-    workers = ("--workers", str(number % 2))
-    with live_job(tmp_path / "live", *arguments, *workers, seconds=1.0) as job:
+    options = {"more": ("--workers", str(number % 2)), "seconds": 1.0}
+    with live(tmp_path, "--kind", kind, *words(8, 0.02), **options) as job:
         meet_fates(job, fates, 4)
         assert job.num_met() == len(fates)
-        check(job, expected)
-
-
-ARGUMENTS = ("--epochs", "3", "--minibatch-seconds", "0.03")
 
 
 @of_torch_alone
 def test_members_leave_stop_and_join(tmp_path):
-    arguments = ("--epochs", "5", "--minibatch-seconds", "0.04")
-    expected = undisturbed(arguments, tmp_path / "alone")
-    with live_job(tmp_path / "live", *arguments, min_members=2) as job:
-        first, second = job.start(), job.start()
-        job.wait(lambda: job.num_ready() == 2)
+    with live(tmp_path, *words(5, 0.04), min_members=2) as job:
+        first, second = started(job, 2)
         os.kill(first.pid, signal.SIGTERM)
         job.wait(lambda: first in job.ended)
         assert first.exitcode == 143
@@ -143,13 +161,11 @@ def test_members_leave_stop_and_join(tmp_path):
         assert (second.exitcode, fourth.exitcode) == (0, 0)
         assert third.exitcode == 1
         assert "Superseded" in job.log()
-        check(job, expected)
 
 
 @of_torch_alone
 def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
-    expected = undisturbed(ARGUMENTS, tmp_path / "alone")
-    with live_job(tmp_path / "live", *ARGUMENTS) as job:
+    with live(tmp_path, *words(3)) as job:
         members = [job.start(), job.start()]
         job.wait(lambda: list(job.folder.glob("checkpoints/*.pt")))
         for each in members:
@@ -158,15 +174,12 @@ def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
         job.start()
         job.wait(lambda: not job.running)
         assert "resuming" in job.log()
-        check(job, expected)
 
 
 @of_torch_alone
 def test_a_trace_of_batches_that_follow_members_replays_the_run(tmp_path):
-    arguments = ("--epochs", "2", "--minibatch-seconds", "0.03")
-    with live_job(tmp_path / "live", *arguments, "--follow") as job:
-        first, second = job.start(), job.start()
-        job.wait(lambda: job.num_ready() == 2)
+    with live_job(tmp_path / "live", *words(2), "--follow") as job:
+        first, second = started(job, 2)
         job.wait(more_updates(job))
         first.kill()
         job.wait(more_updates(job))
@@ -175,9 +188,8 @@ def test_a_trace_of_batches_that_follow_members_replays_the_run(tmp_path):
         decided = job.folder / "decided.csv"
         assert len(decided.read_text().splitlines()) >= 4, job.log()
         assert second.exitcode == 0
-        check(
-            job, undisturbed((*arguments, "--trace", str(decided)), tmp_path / "alone")
-        )
+        replay = (*words(2), "--trace", str(decided))
+        check(job, undisturbed(replay, tmp_path / "alone"))
 
 
 class Member(xla_replica.LocalReplica):
@@ -186,20 +198,16 @@ class Member(xla_replica.LocalReplica):
 
 @pytest.mark.parametrize(
     ("options", "problem"),
-    [
-        ({"lockstep": True}, "Hugging Face's, Lightning's"),
-        ({}, "pass exact=model"),
-    ],
+    [({"lockstep": True}, "Hugging Face's, Lightning's"), ({}, "pass exact=model")],
 )
 def test_wrappers_that_cannot_be_live_are_refused(options, problem):
-    model, member = nn.Linear(2, 1), Member("cpu")
-    sampler = vbs.CustomSampler(
-        dataset_size=8, trace=[4], minibatch_size=4, num_replicas=1, rank=0
-    )
-    inner = torch.optim.SGD(model.parameters(), 0.1)
+    member = Member("cpu")
     with pytest.raises(TypeError, match=problem):
-        vbs.LinearRuleOptimizer(inner, sampler, 4, replica=member, **options)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, 4, replica=member, exact=model)
+        make(replica=member, **options)
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    options = {"replica": member, "exact": model}
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler_of(), 32, **options)
     with pytest.raises(xla_replica.ReplicaError, match=r"Checkpointer.load\(\)"):
         optimizer.set_epoch(0)
 
@@ -210,7 +218,7 @@ def lose_a_slice(folder: Path, kind: str, sizes: tuple[int, int, int], **variabl
     Returns:
         How many programs the one that lives compiled in each epoch.
     """
-    arguments = ("--kind", kind, "--epochs", "4", "--minibatch-seconds", "0.02")
+    arguments = ("--kind", kind, *words(4, 0.02))
     told = [{**variables, "MEMBER_REPLICAS": str(size)} for size in sizes]
     with live_job(folder / "live", *arguments, min_members=2, seconds=2.0) as job:
         lost = job.start(Fate("sum", 20 * sizes[0]), **told[0])
@@ -243,16 +251,13 @@ def test_a_slice_on_xla_dies_another_joins_and_nothing_compiles(kind, tmp_path):
 @needs_torchtpu
 @pytest.mark.torchtpu
 def test_a_member_on_torchtpu_dies_and_another_joins(tmp_path):
-    arguments = ("--epochs", "4", "--minibatch-seconds", "0.03")
-    with live_job(tmp_path / "live", *arguments) as job:
-        members = [job.start() for _ in range(3)]
-        job.wait(lambda: job.num_ready() == 3)
+    with live(tmp_path, *words(4)) as job:
+        members = started(job, 3)
         job.wait(more_updates(job))
         members[0].kill()
         job.start()
         job.wait(lambda: not job.running)
         assert [each.exitcode for each in job.ended] == [-signal.SIGKILL, 0, 0, 0]
-        check(job, undisturbed(arguments, tmp_path / "alone"))
         told = (job.folder / f"{members[1].pid}.compilations").read_text()
         first, *later = json.loads(told)
         assert first > 0
@@ -267,7 +272,7 @@ def test_a_slice_of_processes_dies_and_another_joins(kind, tmp_path):
 
 @of_torch_alone
 def test_members_that_are_not_of_the_run_are_refused(tmp_path):
-    with live_job(tmp_path / "live", *ARGUMENTS) as job:
+    with live(tmp_path, *words(3)) as job:
         going_on = job.start()
         job.wait(job.num_ready)
         others = [job.start(LIVE_TOKEN="a guess"), job.start(MEMBER_SEED="1")]
@@ -282,13 +287,11 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
 
 @of_torch_alone
 def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
-    arguments = ("--epochs", "12", "--minibatch-seconds", "0.03")
-    expected = undisturbed(arguments, tmp_path / "alone")
+    expected = undisturbed(words(12), tmp_path / "alone")
     lighthouse = Lighthouse(heartbeat_seconds=3.0)
-    job = LiveJob(tmp_path / "live", arguments, lighthouse.variables)
+    job = LiveJob(tmp_path / "live", words(12), lighthouse.variables)
     with lighthouse:
-        members = [job.start(), job.start()]
-        job.wait(lambda: job.num_ready() == 2)
+        members = started(job, 2)
     job.wait(more_updates(job))  # nobody needs it
     with lighthouse:
         job.wait(more_updates(job))

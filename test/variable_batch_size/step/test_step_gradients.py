@@ -16,8 +16,8 @@ from support.variable_batch_size.wrapping import (
     idle_replica,
     make,
     run_epoch,
+    sampler_of,
 )
-from support.xla_replica.replicas import SEVERAL_REPLICAS
 from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -58,39 +58,6 @@ def test_model_zero_grad_between_steps_is_harmless(set_to_none, freezes):
     assert torch.equal(model.weight, expected.weight)
 
 
-def zero_data(model) -> None:
-    """Zeroes gradients where torch does not count it, but the host sees it."""
-    for parameter in model.parameters():
-        parameter.grad.data.zero_()
-
-
-@pytest.mark.parametrize(
-    "zero",
-    [nn.Module.zero_grad, lambda model: model.zero_grad(set_to_none=False), zero_data],
-)
-def test_zeroing_gradients_within_a_step_is_an_error(zero):
-    model, _, wrapper = make(trace=96)
-    zero(model)  # before the first minibatch it is harmless
-    backward(model)
-    assert wrapper.step() == 0
-    zero(model)
-    backward(model)
-    with pytest.raises(ValueError, match="1 minibatches would be lost: remove"):
-        wrapper.step()
-
-
-@pytest.mark.parametrize("accumulated", [0, 1])
-def test_zero_grad_of_the_wrapper_takes_no_minibatch_away(accumulated):
-    model, _, wrapper = make(trace=96)
-    for _ in range(accumulated):
-        backward(model)
-        wrapper.step()
-    wrapper.zero_grad()
-    backward(model)
-    with pytest.raises(ValueError, match=r"every minibatch .* requires_grad_\(False\)"):
-        wrapper.zero_grad()
-
-
 def test_a_group_added_later_is_trained_too():
     model, sampler, wrapper = make(trace=[64])
     late = nn.Parameter(torch.zeros(2))
@@ -100,14 +67,6 @@ def test_a_group_added_later_is_trained_too():
         wrapper.step()
     assert torch.equal(late.data, torch.full((2,), -2.0))
     assert wrapper.get_lr() == (0.1, 1.0)
-
-
-def test_a_group_added_to_the_inner_optimizer_is_an_error():
-    model, _, wrapper = make()
-    wrapper.inner.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    backward(model)
-    with pytest.raises(ValueError, match="through the wrapper's add_param_group"):
-        wrapper.step()
 
 
 def test_freezing_and_unfreezing():
@@ -138,32 +97,6 @@ def test_an_idle_replica_joins_with_its_kept_gradients():
     model.zero_grad()
     wrapper.set_epoch(0)
     assert model.weight.grad is before
-
-
-CHANGES = {
-    "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5),
-    "clamped": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.5),
-    "scaled": lambda model: model.weight.grad.mul_(0.5),
-    "replaced": lambda model: setattr(model.weight, "grad", model.weight.grad * 0.5),
-    # Which torch does not count.
-    "scaled data": lambda model: model.weight.grad.data.mul_(0.5),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize(("substep", "freezes"), [(0, False), (1, False), (1, True)])
-def test_a_gradient_changed_before_step_is_an_error(change, substep, freezes):
-    model, _, wrapper = make(trace=64)
-    model.bias.requires_grad_(not freezes)
-    if freezes:
-        model.zero_grad()
-    for _ in range(substep):
-        backward(model)
-        wrapper.step()
-    backward(model)
-    change(model)
-    with pytest.raises(ValueError, match=r"max_grad_norm=, .*register_step_pre_hook"):
-        wrapper.step()
 
 
 @pytest.mark.parametrize(
@@ -248,18 +181,6 @@ def test_a_minibatch_may_accumulate_several_times(checkpointed):
     assert torch.allclose(model.weight, torch.full((1, 2), -0.2 * 2 * 4))
 
 
-@pytest.mark.parametrize("substep", [0, 1])
-def test_a_step_without_a_backward_pass_is_an_error(substep):
-    model, _, wrapper = make(trace=64)
-    for _ in range(substep):
-        backward(model)
-        wrapper.step()
-    with pytest.raises(ValueError, match=r"Call loss.backward\(\) before every step"):
-        wrapper.step()
-    (0 * sum(p.sum() for p in model.parameters())).backward()  # as the message says
-    assert wrapper.step() == substep
-
-
 def test_a_minibatch_of_weight_zero_needs_no_backward_pass():
     model, _, wrapper = make(trace=64, reduction="sum", cls=vbs.ConstantOptimizer)
     assert wrapper.step(weight=0) == 0
@@ -281,42 +202,9 @@ def test_a_hook_does_not_travel_with_a_copy_of_the_model():
     copied = copy.deepcopy(model)
     assert pickle.loads(pickle.dumps(model)).weight.equal(copied.weight)
     backward(copied)
-    CHANGES["clipped"](copied)
+    nn.utils.clip_grad_norm_(copied.parameters(), 0.5)
     with pytest.raises(ValueError, match="without backward"):
         wrapper.step()
-
-
-def changed_in_the_loop(rank: int) -> list[str]:
-    """Returns what the wrapper says to a loop that clips, zeroes or forgets."""
-    found = []
-    for name in ("clip", "zero", "forget", "nothing"):
-        replica = xla_replica.current()
-        model = nn.Linear(2, 1).to(replica.device)
-        sampler = vbs.CustomSampler(range(48), 48, minibatch_size=8, verbose=False)
-        wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler)
-        try:
-            for minibatch in sampler:
-                if name == "zero":
-                    model.zero_grad(set_to_none=False)
-                if name != "forget":
-                    x = replica.send(torch.full((8, 2), float(minibatch[0])))
-                    model(x).sum().backward()
-                if name == "clip":
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                wrapper.step()
-            found.append("no error")
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
-def test_changes_in_the_loop_are_noticed_on_every_backend(backend):
-    for clip, zero, forget, nothing in backend.run(changed_in_the_loop):
-        assert "max_grad_norm=" in clip
-        assert "remove model.zero_grad()" in zero
-        assert "Call loss.backward()" in forget
-        assert nothing == "no error"
 
 
 @pytest.mark.parametrize("rule", ["constant", "linear", "adascale", "adam-root"])
@@ -326,15 +214,11 @@ def test_an_update_of_resnet_50_takes_few_kernels(rule):
     shapes += [shape[:1] for shape in shapes for _ in range(1 + (len(shape) == 4))]
     assert len(shapes) == 161
     parameters = [nn.Parameter(torch.zeros(s, device="meta")) for s in shapes]
-    make = torch.optim.AdamW if rule == "adam-root" else SGD
-    inner = make(parameters, 0.1, foreach=True)
-    kernels = Kernels(inner)
-    sampler = vbs.CustomSampler(
-        range(64), [8, 16, 8, 16], minibatch_size=8, verbose=False
-    )
-    wrapper = vbs.ElasticOptimizer(
-        inner, sampler, rule, ref_batchsize=8, replica=xla_replica.LocalReplica("meta")
-    )
+    kind = torch.optim.AdamW if rule == "adam-root" else SGD
+    inner = kind(parameters, 0.1, foreach=True)
+    kernels, meta = Kernels(inner), xla_replica.LocalReplica("meta")
+    sampler = sampler_of([32, 64, 32, 64])
+    wrapper = vbs.ElasticOptimizer(inner, sampler, rule, 32, replica=meta)
     wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 100))
     for index, _ in enumerate(sampler):
         sum(parameter.sum() for parameter in parameters).backward()

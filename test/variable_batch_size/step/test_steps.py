@@ -1,13 +1,19 @@
-"""Steps and epochs: idle ones, changes that must not be made, and lockstep."""
+"""Steps and epochs: idle ones, lockstep, and what a loop must not do."""
 
 from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training, large_batch_run
 from support.variable_batch_size.wrapping import backward, idle_replica, make, run_epoch
-from support.xla_replica.replicas import HAS_XLA, Backend, row
+from support.xla_replica.replicas import HAS_XLA, SEVERAL_REPLICAS, row
+from torch import nn
 
+import xla_replica
 from xla_replica import ReplicaError
 
 
@@ -16,23 +22,6 @@ def test_idle_steps_are_joined_once():
     assert len(sampler) == 2
     assert [wrapper.set_epoch(0), wrapper.set_epoch(0)] == [1, 0]
     assert run_epoch(model, sampler, wrapper) == [3, 2]
-
-
-def test_optimizers_that_share_a_sampler_join_no_idle_step():
-    _model, sampler, one = idle_replica()
-    other = type(one)(one.inner, sampler, ref_batchsize=32, replica=one.replica)
-    for each in (one, other):
-        with pytest.raises(ReplicaError, match=r"2 optimizers .* lockstep=True"):
-            each.set_epoch(0)
-
-
-def test_a_change_after_set_epoch_is_an_error_where_replicas_have_joined():
-    model, _sampler, wrapper = make(trace=[32, 64, 32], replicas=2)
-    wrapper.set_epoch(0)
-    wrapper.set_lr((0.5,))  # replica 1 has done step 0 with 0.1
-    backward(model)
-    with pytest.raises(ReplicaError, match=r"before optimizer.set_epoch"):
-        wrapper.step()
 
 
 def test_between_epochs_the_learning_rate_may_change():
@@ -53,29 +42,6 @@ def test_epochs_follow_the_sampler():
         assert wrapper.epoch == epoch
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_forgotten_set_epoch_is_an_error_where_idle_replicas_need_it(rank):
-    model, _, wrapper = make(trace=[32, 64], rank=rank, replicas=2)
-    backward(model)
-    with pytest.raises(ReplicaError, match=r"call optimizer.set_epoch\(0\) before"):
-        wrapper.step()
-
-
-def test_stepping_past_the_epoch_is_an_error():
-    model, sampler, wrapper = make()
-    run_epoch(model, sampler, wrapper)
-    with pytest.raises(ValueError, match=r"after the last of the 3 steps of epoch 0"):
-        wrapper.step()
-
-
-def test_sampler_and_optimizer_at_different_epochs_are_an_error():
-    model, _, wrapper = make(trace=128)
-    wrapper.set_epoch(1)
-    backward(model)
-    with pytest.raises(ValueError, match=r"at step 0 of epoch 1 and the sampler at ep"):
-        wrapper.step()
-
-
 def test_an_abandoned_epoch_warns_and_loses_its_gradients(caplog):
     model, sampler, wrapper = make()
     backward(model)
@@ -86,28 +52,13 @@ def test_an_abandoned_epoch_warns_and_loses_its_gradients(caplog):
     assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
 
 
-def test_an_abandoned_epoch_is_an_error_on_several_replicas():
-    model, _, wrapper = make(trace=128, replicas=2)
-    wrapper.set_epoch(0)
-    backward(model)
-    wrapper.step()
-    with pytest.raises(ReplicaError, match=r"abandoned after 0 of 2 steps, and the ot"):
-        wrapper.set_epoch(1)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_epoch_number_that_is_trained_twice_warns_or_is_an_error(replicas, caplog):
-    model, sampler, wrapper = make(trace=128, replicas=replicas)
+def test_an_epoch_number_that_is_trained_twice_warns(caplog):
+    model, sampler, wrapper = make(trace=128)
     wrapper.set_epoch(0)
     run_epoch(model, sampler, wrapper)
     assert not caplog.text
-    message = "epoch 0 has been trained; another pass needs another"
-    if replicas == 1:
-        wrapper.set_epoch(0)
-        assert message in caplog.text
-        return
-    with pytest.raises(ReplicaError, match=message):
-        wrapper.set_epoch(0)
+    wrapper.set_epoch(0)
+    assert "epoch 0 has been trained; another pass needs another" in caplog.text
 
 
 def test_set_epoch_past_the_end_of_the_trace():
@@ -149,19 +100,6 @@ def run(rank: int) -> dict[str, object]:
     return {"weights": training.weights(), "met": met}
 
 
-def refusals(rank: int) -> None:
-    """Makes the wrong call: on one with a minibatch, and on an idle one."""
-    training = Training(CASE, lockstep=True)
-    optimizer = training.optimizer
-    optimizer.set_epoch(0)
-    wrong, told = optimizer.join_step, r"call backward\(\) and step\(\) for every one"
-    if rank > 0:
-        wrong, told = optimizer.step, r"call join_step\(\) in place of step\(\)"
-    sum(p.sum() for p in training.model.parameters()).backward()
-    with pytest.raises((ValueError, ReplicaError), match=told):
-        wrong()
-
-
 @pytest.mark.parametrize(
     "backend", [row("cpu", 1), row("cpu", 3, slow=HAS_XLA), row("xla", 3)]
 )
@@ -174,10 +112,192 @@ def test_loops_with_schedulers_and_collectives_train_as_one_large_batch(backend)
         assert [each[0][0] for each in outcome["met"]] == [*range(len(updates))]
 
 
-def test_each_of_the_two_calls_refuses_the_steps_of_the_other():
-    Backend("cpu", 2).run(refusals)
+# --- loops that go wrong are told so before weights change, and what to do instead ----
 
 
-def test_without_lockstep_there_is_nothing_to_join():
-    with pytest.raises(ValueError, match="lockstep=False"):
-        Training(CASE).optimizer.join_step()
+def clamp(t: Any) -> None:
+    nn.utils.clip_grad_value_(t.model.parameters(), 0.5)
+
+
+def replace(t: Any) -> None:
+    t.model.weight.grad = t.model.weight.grad * 0.5
+
+
+def reload(t: Any) -> None:
+    t.model.load_state_dict(copy.deepcopy(t.model.state_dict()), assign=True)
+
+
+def pass_of_zero(t: Any) -> None:
+    (0 * sum(p.sum() for p in t.model.parameters())).backward()
+
+
+def zero_data(t: Any) -> None:
+    """Zeroes gradients where torch does not count it, but the host sees it."""
+    for parameter in t.model.parameters():
+        parameter.grad.data.zero_()
+
+
+def add_to_the_inner_one(t: Any) -> None:
+    t.wrapper.inner.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def share(t: Any) -> None:
+    t.other = type(t.wrapper)(
+        t.wrapper.inner, t.sampler, ref_batchsize=32, replica=t.wrapper.replica
+    )
+
+
+def epoch(t: Any) -> None:
+    run_epoch(t.model, t.sampler, t.wrapper)
+
+
+# What a loop does, of its model, its sampler and its wrapper.
+ACTIONS = {
+    "pass": lambda t: backward(t.model),
+    "pass of zero": pass_of_zero,
+    "step": lambda t: t.wrapper.step(),
+    "minibatch": lambda t: (backward(t.model), t.wrapper.step()),
+    "epoch": epoch,
+    "zero": lambda t: t.model.zero_grad(),
+    "zero in place": lambda t: t.model.zero_grad(set_to_none=False),
+    "zero data": zero_data,
+    "zero by the wrapper": lambda t: t.wrapper.zero_grad(),
+    "freeze": lambda t: t.model.bias.requires_grad_(False),
+    "clip": lambda t: nn.utils.clip_grad_norm_(t.model.parameters(), 0.5),
+    "clamp": clamp,
+    "scale": lambda t: t.model.weight.grad.mul_(0.5),
+    "replace": replace,
+    "scale data": lambda t: t.model.weight.grad.data.mul_(0.5),  # torch counts nothing
+    "reload": reload,
+    "add to the inner one": add_to_the_inner_one,
+    "step the inner one": lambda t: t.wrapper.inner.step(),
+    "read from elsewhere": lambda t: setattr(t.sampler, "num_yielded", 0),
+    "begin": lambda t: t.wrapper.set_epoch(0),
+    "begin another": lambda t: t.wrapper.set_epoch(1),
+    "set the rate": lambda t: t.wrapper.set_lr((0.5,)),
+    "join": lambda t: t.wrapper.join_step(),
+    "attach": lambda t: t.wrapper.attach(print),
+    "attach another": lambda t: t.wrapper.attach(repr),
+    "share": share,
+    "begin the other": lambda t: t.other.set_epoch(0),
+}
+CHANGES = ("clip", "clamp", "scale", "replace", "scale data")
+ONE, TWO, THREE = {"trace": 32}, {"trace": 64}, {"trace": 96}
+LOST = "1 minibatches would be lost: remove model.zero_grad"
+CHANGED = r"max_grad_norm=, .*register_step_pre_hook"
+NO_PASS = r"Call loss.backward\(\) before every step"
+KEEPS = r"every minibatch .* requires_grad_\(False\)"
+# How the wrapper is made, what the loop does, of which the last is refused, and why.
+ON_ANY_REPLICA = [
+    *(
+        (THREE, f"{zero}, minibatch, {zero}, pass, step", LOST)
+        for zero in ("zero", "zero in place", "zero data")
+    ),
+    *((TWO, f"pass, {change}, step", CHANGED) for change in CHANGES),
+    *((TWO, f"minibatch, pass, {change}, step", CHANGED) for change in CHANGES),
+    *(
+        (TWO, f"freeze, zero, minibatch, pass, {change}, step", CHANGED)
+        for change in CHANGES
+    ),
+    (TWO, "step", NO_PASS),
+    (TWO, "minibatch, step", NO_PASS),
+    ({}, "zero by the wrapper, pass, zero by the wrapper", KEEPS),
+    ({}, "minibatch, zero by the wrapper, pass, zero by the wrapper", KEEPS),
+    ({}, "add to the inner one, pass, step", "through the wrapper's add_param_group"),
+    ({}, "reload, pass, step", r"load_state_dict\(..., assign=True\)"),
+    ({}, "epoch, step", "after the last of the 3 steps of epoch 0"),
+    ({}, "join", "lockstep=False"),
+    (TWO | {"lockstep": True}, "pass, join", r"call backward\(\) and step\(\) for ev"),
+    (ONE, "read from elsewhere, pass, step", r"batch_sampler=sampler\), or iterate"),
+    (ONE, "begin another, pass, step", "at step 0 of epoch 1 and the sampler at ep"),
+]
+BEGIN_FIRST = r"call optimizer.set_epoch\(0\) before"
+# Steps 0, 2, 3 and 5 have no minibatch for replica 1.
+IDLE = {"trace": [32, 64, 32, 32, 64, 32], "replicas": 2, "rank": 1}
+BESIDE_ONE = IDLE | {"rank": 0}
+FULL = {"trace": 128, "replicas": 2}
+ON_SEVERAL = [
+    (BESIDE_ONE, "pass, step", BEGIN_FIRST),
+    (IDLE, "pass, step", BEGIN_FIRST),
+    (IDLE, "share, begin", r"2 optimizers .* lockstep=True"),
+    (IDLE, "share, begin the other", r"2 optimizers .* lockstep=True"),
+    # Replica 1 has done step 0 with another rate.
+    (BESIDE_ONE, "begin, set the rate, pass, step", "before optimizer.set_epoch"),
+    # Or without what is attached.
+    (IDLE, "attach, begin, attach another", "is 1 updates into epoch 0 already"),
+    (FULL, "begin, minibatch, begin another", "abandoned after 0 of 2 steps, and the"),
+    (FULL, "begin, epoch, begin", "epoch 0 has been trained; another pass needs"),
+    (
+        IDLE | {"lockstep": True},
+        "begin, pass, step",
+        r"call join_step\(\) in place of step",
+    ),
+]
+OF_THE_INNER_ONE = [
+    ({}, "pass, step the inner one", "SGD that a LinearRuleOptimizer wraps was"),
+    (ONE, "minibatch, step the inner one", r"Call step\(\) of the wrapper instead"),
+]
+
+
+def loop(actions: str, **options: Any) -> Any:
+    """Returns a loop that has done all but the last action, and that one."""
+    *before, last = actions.split(", ")
+    found = SimpleNamespace(
+        **dict(zip(("model", "sampler", "wrapper"), make(**options)))
+    )
+    for action in before:
+        ACTIONS[action](found)
+    return found, ACTIONS[last]
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "actions", "message"),
+    [
+        *((ValueError, *each) for each in ON_ANY_REPLICA),
+        *((ReplicaError, *each) for each in ON_SEVERAL),
+        *((RuntimeError, *each) for each in OF_THE_INNER_ONE),
+    ],
+)
+def test_the_last_of_these_actions_is_refused(error, options, actions, message):
+    found, last = loop(actions, **options)
+    before = copy.deepcopy(found.model.state_dict())
+    with pytest.raises(error, match=message):
+        last(found)
+    torch.testing.assert_close(found.model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "actions"),
+    [
+        (TWO, "pass of zero, step, minibatch"),  # as the message says
+        (BESIDE_ONE, "attach, begin, attach another"),
+        (FULL, "begin, minibatch, minibatch, attach"),  # the epoch has ended
+        (TWO, "begin, minibatch, minibatch, attach"),
+    ],
+)
+def test_what_is_like_it_and_harmless_is_not_refused(options, actions):
+    found, last = loop(actions, **options)
+    last(found)
+
+
+def refused(rank: int) -> list[str]:
+    """Returns what is told on a device, of which the last loop does nothing wrong."""
+    told = []
+    for actions in ("pass, clip", "minibatch, zero in place, pass", "begin", "pass"):
+        found, last = loop(actions, trace=192, replica=xla_replica.current())
+        last(found)
+        try:
+            found.wrapper.step()
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_mistakes_are_noticed_on_every_backend(backend):
+    for clip, zero, forget, nothing in backend.run(refused):
+        assert "max_grad_norm=" in clip
+        assert "remove model.zero_grad()" in zero
+        assert "Call loss.backward()" in forget
+        assert nothing == ""
