@@ -144,7 +144,7 @@ OF_TYPES = [
     (lambda: attached(ReduceLROnPlateau, "epochs"), "needs a metric"),
     (lambda: make(inner=compiled), r"every learning rate.* compile the model"),
     (lambda: one_weight([3], sampler={"pad_minibatches": True}),
-     "reduction='sum', and let the loss"),
+     "reduction='sum' and, as the loss"),
     (lambda: exact.wrapped(nn.Linear(4, 4).double()), "'weight' is torch.float64"),
     (lambda: exact.wrapped(nn.Sequential(nn.SyncBatchNorm(4))), "'0' is a SyncBatchN"),
     (lambda: exact.wrapped(nn.Linear(4, 4), exact=True), "exact= must be the model"),

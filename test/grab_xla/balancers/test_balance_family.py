@@ -175,7 +175,7 @@ class Returning(Balancer):
     [
         (torch.tensor([1, 2, -1]), r"balance returned 2 .*integers from -1 to 1"),
         (torch.tensor([0.5, 1, -1]), r"balance returned 0\.5 \(float32\)"),
-        (torch.tensor([True, False, True]), r"placement True \(bool\)"),
+        (torch.tensor([True, False, True]), r"returned True \(bool\)"),
         (torch.tensor([1, -1]), r"placements of shape \(2,\) for 3 samples"),
     ],
 )  # fmt: skip

@@ -323,7 +323,7 @@ class Update:
         (lambda model, grab, order: grab.record(model.requires_grad_(False)),
          "are not trainable parameters"),
         (lambda model, grab, order: step(grab, model, order[: GROUP + 1]),
-         r"group has 4 samples.*batch_size= to the D"),
+         r"for a group of 4: .*batch_size= to the D"),
         (lambda model, grab, order: step(grab, model, order[:4], indices=order[1:5]),
          "indices are"),
         (lambda model, grab, order: grab.after_update(Update()), "minibatch_size=4"),

@@ -176,8 +176,11 @@ def test_orders_of_others():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda positions: positions[:-1], r"shape \(63,\) for 64 positions"),
-        (lambda positions: positions / 2, "float64 numbers"),
+        (
+            lambda positions: positions[:-1],
+            r"of 64 positions, got int64 of shape \(63,\)",
+        ),
+        (lambda positions: positions / 2, "got float64 of shape"),
         (lambda positions: positions + 256, r"256, which is not in range\(256\)"),
         (lambda positions: positions - 1, r"-1, which is not in range\(256\)"),
     ],

@@ -135,7 +135,7 @@ def test_loaders_may_read_ahead(alone):
 
 def test_steps_of_too_many_minibatches_are_refused(monkeypatch):
     monkeypatch.setattr("xla_replica.backends.grid.UP", 12)
-    with pytest.raises(ValueError, match="has 2 minibatches, and sums on this device"):
+    with pytest.raises(ValueError, match="has 2 minibatches, more than 1:"):
         exact.wrapped(nn.Linear(4, 4))
 
 

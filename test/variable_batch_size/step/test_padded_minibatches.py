@@ -196,7 +196,7 @@ def test_a_forgotten_mask_is_an_error():
     assert rows[3] in rows[:3]  # three real samples
     x, y = training.inputs[rows], training.targets[rows]
     losses_of(training.model, x, y).sum().backward()
-    with pytest.raises(ValueError, match="1 of the 4 samples of this minibatch are"):
+    with pytest.raises(ValueError, match="1 of 4 samples of this minibatch are"):
         training.optimizer.step()
 
 

@@ -185,7 +185,7 @@ CHANGES = ("clip", "clamp", "scale", "replace", "scale data")
 ONE, TWO, THREE = {"trace": 32}, {"trace": 64}, {"trace": 96}
 LOST = "1 minibatches would be lost: remove model.zero_grad"
 CHANGED = r"max_grad_norm=, .*register_step_pre_hook"
-NO_PASS = r"Call loss.backward\(\) before every step"
+NO_PASS = r"call loss.backward\(\) before every step"
 KEEPS = r"every minibatch .* requires_grad_\(False\)"
 # How the wrapper is made, what the loop does, of which the last is refused, and why.
 ON_ANY_REPLICA = [
@@ -299,5 +299,5 @@ def test_mistakes_are_noticed_on_every_backend(backend):
     for clip, zero, forget, nothing in backend.run(refused):
         assert "max_grad_norm=" in clip
         assert "remove model.zero_grad()" in zero
-        assert "Call loss.backward()" in forget
+        assert "call loss.backward()" in forget
         assert nothing == ""
