@@ -259,9 +259,7 @@ def test_another_window_or_other_blocks_are_another_run():
     for other in (*others, dataset_of().shuffled(4), dataset_of().shuffled(3, seed=1)):
         with pytest.raises(ValueError, match="order was 'BlockShuffle"):
             sampler(other).load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"order=Block.* is of 400 samples, .* has 399"
-    ):
+    with pytest.raises(ValueError, match=r"=Block.* is of 400 samples, .* has 399"):
         sampler(dataset_of().shuffled(), 399)
 
 

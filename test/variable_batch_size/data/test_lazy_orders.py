@@ -178,7 +178,7 @@ def test_orders_of_others():
     [
         (
             lambda positions: positions[:-1],
-            r"of 64 positions, got int64 of shape \(63,\)",
+            r"64 positions, got int64 of shape \(63,",
         ),
         (lambda positions: positions / 2, "got float64 of shape"),
         (lambda positions: positions + 256, r"256, which is not in range\(256\)"),
