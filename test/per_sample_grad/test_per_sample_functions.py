@@ -37,10 +37,10 @@ def test_coverage_names_what_is_missing_and_what_is_wrong():
     assert found.uses == ("Linear 'inner'", "Mm in Linear 'inner'")
     report = report_of("turned")
     assert not report.complete
-    found = report.parameters["angle"]
+    found = report.parameters["p"]
     assert found.problems == (
-        "1 use(s) outside any module with a rule (no rule is registered for Turned; "
-        "PolarBackward0 mixes it with samples, and has no rule)",
+        "1 use(s) outside any module with a rule (no rule is registered for "
+        "WithParameter; PolarBackward0 mixes it with samples, and has no rule)",
     )
     assert found.correct  # the loop's answer
     assert not report.parameters["inner.bias"].problems

@@ -19,6 +19,7 @@ from support.per_sample_grad.gradient_oracle import (
     oracle,
 )
 from support.per_sample_grad.layer_cases import CASES, Apply
+from support.per_sample_grad.refused_models import BY_NAME
 from support.xla_replica.replicas import on_gpu
 from torch import nn
 
@@ -30,12 +31,13 @@ STACKED = Case("stacked", lambda: nn.Sequential(
     nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), (5, 6))  # fmt: skip
 
 
-def test_autocast():
-    model, inputs = STACKED.make(torch.float32)
-    truth = flat(oracle(STACKED, model, inputs))
+@pytest.mark.parametrize("case", [STACKED, BY_NAME["functional-use"]], ids=str)
+def test_autocast(case):
+    model, inputs = case.make(torch.float32)
+    truth = flat(oracle(case, model, inputs))
     for _ in range(2):  # first with the comparison, then without
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            factors = psg.per_sample_factors(model, STACKED.loss, inputs)
+            factors = psg.per_sample_factors(model, case.loss, inputs)
             assert error(factors.norms(), truth.norm(dim=1)) <= 2e-2
         assert error(factors.gram(), truth @ truth.T) <= 4e-2
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.per_sample_grad.pool import (
     BLOCK,
-    CLASSES,
     Pool,
     Vectors,
     assert_same_bits,
@@ -101,21 +100,10 @@ def test_loading_processes_change_no_bit_and_start_once_for_all_parts(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
-class Certain(nn.Module):
-    """A model whose losses are -0.0 and NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        sign = torch.where(x[:, :1] > 0, torch.nan, -1.0)
-        return sign * (self.weight + torch.zeros(len(x), CLASSES, device=x.device))
-
-
-def first(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    del targets
-    return logits[:, 0]
+def certain(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns losses that are -0.0 and NaN."""
+    zeros = 0.0 * logits[:, 0].abs()
+    return zeros * torch.where(targets > 1, torch.nan, -1.0)
 
 
 def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
@@ -127,8 +115,8 @@ def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
         chosen = models if score == "grand" else models[0]
         options = {"batch_size": batch_size, "part_size": BLOCK}
         found.append(scored(chosen, score=score, labels=labels, **options))
-    certain = Certain().to(replica.device)
-    return [*found, scored(certain, score="loss", loss=first, part_size=BLOCK)]
+    options = {"score": "loss", "loss": certain, "part_size": BLOCK}
+    return [*found, scored(models[0], **options)]
 
 
 @pytest.mark.parametrize(
