@@ -190,7 +190,6 @@ def test_what_is_attributed_wrongly_is_an_error(case, batch):
 @pytest.mark.parametrize(
     "norm",
     [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False).eval()],
-    ids=["training", "no-running-statistics"],
 )
 def test_batch_statistics_are_refused_before_anything_happens(norm):
     model = nn.Sequential(nn.Linear(3, 3), norm)

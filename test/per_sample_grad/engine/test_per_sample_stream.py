@@ -20,8 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_answer_is_that_of_the_factors(case):
-    """One pass gives several answers."""
+def test_every_answer_of_one_pass_is_that_of_the_factors(case):
     model, inputs = case.make(torch.float64)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     half = sum(p.numel() for p in trained.values()) // 2
