@@ -19,7 +19,7 @@ from support.per_sample_grad.pool import COUNT, Pool, by_hand, make_model, score
 from support.variable_batch_size.checkpointed import full_disk
 from support.xla_replica.replicas import TORCHTPU, Backend, needs_xla, row
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import per_sample_grad as psg
 import xla_replica
@@ -71,9 +71,7 @@ ANOTHER = {
     " score function was": {"score": other_function},
     " forward was": {"forward": other_function},
     " split was": {"split": lambda batch: (batch[0], batch[1])},
-    " collate was": {
-        "loader": DataLoader(Pool(), collate_fn=lambda b: default_collate(b))
-    },
+    " collate was": {"loader": DataLoader(Pool(), collate_fn=lambda batch: batch)},
     "score function was .*Projection of 79 numbers .*seed 1": {
         "score": psg.Projection(dict(make_model().named_parameters()), 20, seed=1)
     },
