@@ -37,10 +37,10 @@ def test_coverage_names_what_is_missing_and_what_is_wrong():
     assert found.uses == ("Linear 'inner'", "Mm in Linear 'inner'")
     report = report_of("turned")
     assert not report.complete
-    found = report.parameters["angle"]
+    found = report.parameters["p"]
     assert found.problems == (
-        "1 use(s) outside any module with a rule (no rule is registered for Turned; "
-        "PolarBackward0 mixes it with samples, and has no rule)",
+        "1 use(s) outside any module with a rule (no rule is registered for "
+        "WithParameter; PolarBackward0 mixes it with samples, and has no rule)",
     )
     assert found.correct  # the loop's answer
     assert not report.parameters["inner.bias"].problems
@@ -184,13 +184,11 @@ def test_windows_and_rows_of_tables_cancel_too(is_image):
         return (out * (signs - signs.mean())).sum((1, 2)) * 100
 
     found = psg.per_sample_grad_norms(model, losses_of, (x,), params=["weight"])
-    if is_image:
-        options = {"params": ["weight"], "method": "materialized"}
-        wide = (model.double(), losses_of, (x.double(),))
-        expected = psg.per_sample_grad_norms(*wide, **options)
-        assert ((found - expected).abs() <= 2e-3 * expected).all()
-    else:
-        assert (found <= 1e-2).all()
+    wide = (model.double(), losses_of, (x.double() if is_image else x,))
+    options = {"params": ["weight"], "method": "materialized"}
+    expected = psg.per_sample_grad_norms(*wide, **options)
+    allowed = 2e-3 * expected if is_image else 1e-2
+    assert ((found - expected).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize(("width", "positions"), [(1024, 128), (512, 16)])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.gradient_oracle import captured, flat, loop, rules_kept
+from support.per_sample_grad.gradient_oracle import captured, fold, norms_of, rules_kept
 from support.per_sample_grad.layer_cases import WithParameter
 from torch import nn
 
@@ -43,15 +43,11 @@ def made(build: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
     return build().double(), torch.randn(B, 4, dtype=torch.float64)
 
 
-def squared(m: nn.Module, *inputs: object) -> torch.Tensor:
-    return m(*inputs).square().sum(1)
-
-
 def outcome(
     model: nn.Module, losses_of: Losses, batch: tuple, **options: object
 ) -> tuple[str, bool]:
     """Returns "right" or the error's name, and whether the pass was compared."""
-    expected = flat(loop(losses_of(model, *batch), model.parameters())).norm(dim=1)
+    expected = norms_of(losses_of(model, *batch), model.parameters())
     try:
         recorded, losses = captured(model, losses_of, *batch, **options)
         found = [recorded.norms(losses)]
@@ -125,7 +121,7 @@ BY_DATA: dict[str, Callable] = {
 def test_rows_that_data_choose(name):
     model, x = made(Hidden)
     seen = [
-        outcome(model, squared, (x, lambda h, order=order: BY_DATA[name](h, order)))
+        outcome(model, fold, (x, lambda h, order=order: BY_DATA[name](h, order)))
         for order in (REGULAR, REGULAR, PERMUTED, UNEVEN, REGULAR)
     ]
     assert all(was_compared for _, was_compared in seen)
@@ -154,7 +150,7 @@ def test_experts_that_are_routed_evenly_and_then_unevenly(fallback):
     model, x = made(Experts)
     last = torch.tensor([0, 0, 0, 0, 0, 1])
     for route in (0 * REGULAR, REGULAR % 2, PERMUTED % 2, UNEVEN % 2, last):
-        outcome(model, squared, (x, route), fallback=fallback)
+        outcome(model, fold, (x, route), fallback=fallback)
 
 
 def contrastive(m: nn.Module, x: torch.Tensor, weight: float) -> torch.Tensor:
@@ -273,7 +269,7 @@ def test_a_leaf_in_two_inputs_of_one_operation(name):
 
     model, x = made(lambda: WithParameter(multiplied, 4, 4, first=nn.Linear(4, 4)))
     for given in (x, x.sin()):
-        assert outcome(model, squared, (given,))[0] == "right"
+        assert outcome(model, fold, (given,))[0] == "right"
 
 
 # --- what is known, and what is not -----------------------------------------------
@@ -290,12 +286,9 @@ def _(x, size):
     return torch.empty_like(x)
 
 
-def _keep_size(ctx, inputs, output):
-    _, ctx.size = inputs
-
-
 mixed.register_autograd(
-    lambda ctx, grad: (grad + ctx.size * grad.mean(0), None), setup_context=_keep_size
+    lambda ctx, grad: (grad + ctx.size * grad.mean(0), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "size", inputs[1]),
 )
 
 
@@ -318,7 +311,7 @@ def test_an_operation_from_outside_is_compared_every_time(is_module):
     for size in (0.0, 0.0, 0.5, 0.0):
         given = size if is_module else lambda h, size=size: mixed(h, size)
         expected = "CouplingError" if size else "right"
-        assert outcome(model, squared, (x, given)) == (expected, True)
+        assert outcome(model, fold, (x, given)) == (expected, True)
 
 
 TARGET = torch.tensor([1, 0, 3, 3, 2, 0])

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.per_sample_grad.gradient_oracle import (
-    captured,
-    flat,
-    fold,
-    loop,
-    rules_kept,
-)
+from support.per_sample_grad.gradient_oracle import captured, fold, norms_of, rules_kept
 from support.per_sample_grad.layer_cases import Apply
-from support.per_sample_grad.refused_models import raw
+from support.per_sample_grad.refused_models import of_angle
 from torch import nn
 
 import per_sample_grad as psg
@@ -126,7 +120,6 @@ def test_a_zero_that_is_learnt_is_compared_as_soon_as_it_is_none():
         (lambda out: (out.T * out.unbind(1)[0]).T, lambda out: out * out.unbind()[0]),
         (lambda out: out[:, :1] * out, lambda out: out[:1] * out),
     ],
-    ids=["mean", "mean-from-the-end", "unbind", "slice"],
 )
 def test_a_dimension_is_structure(own, other):
     model, x = nn.Linear(4, 4), torch.randn(4, 4)
@@ -150,11 +143,8 @@ def test_so_are_activations_wherever_their_batch_is(dim):
 
 @rules_kept()
 def test_an_answer_that_is_not_finite_is_wrong():
-    def rule(call: psg.Call, grad: torch.Tensor):
-        weight = psg.Outer(grad[:, None, None] * torch.nan, call.input[:, None, None])
-        return {"weight": weight, "bias": psg.Dense(grad)}
-
-    psg.register_rule(nn.Linear)(rule)
+    right = RULES[nn.Linear]
+    psg.register_rule(nn.Linear)(lambda call, grad: right(call, torch.nan * grad))
     with pytest.raises(psg.CouplingError, match="weight: off by inf"):
         psg.per_sample_factors(nn.Linear(4, 2), fold, (torch.randn(3, 4),))
 
@@ -179,7 +169,7 @@ def test_queries_without_keys_take_no_gradient(check):
     inputs = torch.randn(3, 5, 4), mask
     recorded, losses = captured(model, attended, *inputs, check=check)
     found = recorded.backward(losses, retain_graph=True)
-    truth = flat(loop(losses, model.parameters())).norm(dim=1)
+    truth = norms_of(losses, model.parameters())
     torch.testing.assert_close(found.norms(), truth)
 
 
@@ -211,7 +201,7 @@ class Hiding(torch.autograd.Function):
         return None, inside.grad
 
 
-@pytest.mark.parametrize("inner", [nn.Linear(3, 4), raw()], ids=["rule", "no-rule"])
+@pytest.mark.parametrize("inner", [nn.Linear(3, 4), of_angle()])
 def test_functions_that_hide_modules_are_an_error(inner):
     model = Apply(lambda m, x: Hiding.apply(m.b, m.a(x)), a=nn.Linear(3, 3), b=inner)
     call = (model, fold, (torch.randn(5, 3),))
@@ -223,19 +213,10 @@ def test_functions_that_hide_modules_are_an_error(inner):
 
 
 def test_a_function_beside_a_pass_without_gradients_is_none():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
     def losses_of(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             target = m(x + 1)
-        return squares(Double.apply(m(x)) - target)
+        return squares(Hiding.apply(nn.Identity(), m(x)) - target)
 
     call = (nn.Linear(3, 2), losses_of, (torch.randn(4, 3),))
     assert psg.per_sample_factors(*call).norms().min() > 0
@@ -256,23 +237,12 @@ def test_backward_once_and_after_a_forward_pass():
         pass
 
 
-class SingleRMSNorm(nn.Module):
-    """A norm that computes in float32 whatever the model's dtype, as Gemma 2's does."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
+class Narrow(nn.Linear):
+    """A layer that computes in float32 whatever the dtype, as Gemma 2's norms do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
-        return (normed * (1 + self.weight.float())).type_as(x)
-
-
-def single_rms_norm(call: psg.Call, grad: torch.Tensor) -> dict[str, psg.Dense]:
-    x = call.input
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-    return {"weight": psg.Dense((normed * grad).sum(1))}
+        given = x.float(), self.weight.float(), self.bias.float()
+        return nn.functional.linear(*given).type_as(x)
 
 
 @pytest.mark.parametrize("way", ["rule", "loop"])
@@ -280,8 +250,8 @@ def single_rms_norm(call: psg.Call, grad: torch.Tensor) -> dict[str, psg.Dense]:
 def test_float64_models_that_compute_in_float32_are_compared_as_such(way):
     """Also where that is within the call of a module that has a rule."""
     if way == "rule":
-        psg.register_rule(SingleRMSNorm)(single_rms_norm)
-    model = nn.Sequential(nn.Linear(8, 8), SingleRMSNorm(8), nn.Linear(8, 3)).double()
+        psg.register_rule(Narrow, like=nn.Linear)
+    model = nn.Sequential(nn.Linear(8, 8), Narrow(8, 8), nn.Linear(8, 3)).double()
     call = (model, fold, (torch.randn(4, 6, 8).double(),))
     factors = psg.per_sample_factors(*call, fallback=way if way == "loop" else "error")
     assert factors.norms().dtype == torch.float64

@@ -19,6 +19,7 @@ from support.per_sample_grad.gradient_oracle import (
     oracle,
 )
 from support.per_sample_grad.layer_cases import CASES, Apply
+from support.per_sample_grad.refused_models import BY_NAME
 from support.xla_replica.replicas import on_gpu
 from torch import nn
 
@@ -30,12 +31,13 @@ STACKED = Case("stacked", lambda: nn.Sequential(
     nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), (5, 6))  # fmt: skip
 
 
-def test_autocast():
-    model, inputs = STACKED.make(torch.float32)
-    truth = flat(oracle(STACKED, model, inputs))
+@pytest.mark.parametrize("case", [STACKED, BY_NAME["functional-use"]], ids=str)
+def test_autocast(case):
+    model, inputs = case.make(torch.float32)
+    truth = flat(oracle(case, model, inputs))
     for _ in range(2):  # first with the comparison, then without
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            factors = psg.per_sample_factors(model, STACKED.loss, inputs)
+            factors = psg.per_sample_factors(model, case.loss, inputs)
             assert error(factors.norms(), truth.norm(dim=1)) <= 2e-2
         assert error(factors.gram(), truth @ truth.T) <= 4e-2
 
@@ -65,7 +67,6 @@ def attentive() -> nn.Module:
         (convolutional, lambda: torch.randn(4, 3, 6, 6), ()),
         (attentive, lambda: torch.randint(0, 11, (4, 7)), ("embed.weight",)),
     ],
-    ids=["convolutional", "attentive"],
 )
 def test_a_pass_that_accumulates_under_autocast(build, draw, left_out, accumulate):
     """The forward pass is in bfloat16, the losses and everything after in float32.
@@ -132,7 +133,6 @@ def test_float16_that_underflows_is_told_and_can_be_scaled(size):
 @pytest.mark.parametrize("case", [*CASES, STACKED], ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 def test_every_layer_in_half_precision(case, dtype):
-    """Answers agree with the same model in float64, as far as the dtype allows."""
     model, inputs = case.make(dtype)
     truth = oracle(case, model, inputs)
     factors = psg.per_sample_factors(model, case.loss, inputs, **case.options)
@@ -182,7 +182,6 @@ def test_only_where_all_gradients_of_outputs_are_in_bfloat16_fewer_bits_do(monke
         (convolutional, (8, 3, 6, 6)),
         (lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 48)), (8, 5, 64)),
     ],
-    ids=["convolutional", "dense"],
 )
 def test_on_a_gpu_products_of_factors_in_bfloat16_lose_nothing(build, size):
     """The oracle multiplies the same factors in float64."""

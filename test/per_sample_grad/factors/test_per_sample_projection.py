@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.per_sample_grad.gradient_oracle import error, flat, fold, oracle
+from support.per_sample_grad.gradient_oracle import captured, error, flat, fold, oracle
 from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 
@@ -136,8 +136,7 @@ def test_what_wraps_a_model_changes_nothing_of_the_map():
 
 def test_a_projection_of_another_model_is_refused():
     model, other = nn.Linear(2, 2), psg.Projection({"weight": (3, 2), "bias": (2,)}, 5)
-    with psg.capture(model) as recorded:
-        losses = fold(model, torch.ones(1, 2))
+    recorded, losses = captured(model, fold, torch.ones(1, 2))
     told = r"weight of shape \(2, 2\) is captured.*\(3,"
     with pytest.raises(ValueError, match=told):
         recorded.project(losses, other)
@@ -148,8 +147,7 @@ def test_a_projection_of_another_model_is_refused():
 def test_columns_follow_the_projection_and_not_the_model():
     model = nn.Linear(3, 2).double()
     projection = psg.Projection({"bias": (2,), "weight": (2, 3)}, 8)
-    with psg.capture(model) as recorded:
-        losses = fold(model, torch.eye(3, dtype=torch.float64))
+    recorded, losses = captured(model, fold, torch.eye(3, dtype=torch.float64))
     found = recorded.project(losses, projection, retain_graph=True)
     expected = torch.autograd.grad(losses[1], [model.bias, model.weight])
     assert torch.allclose(found[1], torch.cat([g.flatten() for g in expected]))
@@ -159,8 +157,7 @@ def test_losses_of_few_digits_do_not_round_projections():
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(4, 5, 3)
     answers = []
     for dtype in (torch.float32, torch.bfloat16):
-        with psg.capture(model) as recorded:
-            losses = model(x).sum((1, 2)).to(dtype)
+        recorded, losses = captured(model, lambda m, to=dtype: fold(m, x).to(to))
         projection = psg.Projection(recorded.params, 12)
         answers.append(recorded.project(losses, projection, accumulate="sum"))
     assert answers[1].dtype == torch.float32

@@ -83,9 +83,8 @@ OWN_ROWS = {"score": projection_of(make_model())}
     [
         ({"score": "no"}, ValueError, "score must be .* or a Projection, got 'no'"),
         ({"labels": "no"}, ValueError, "labels must be .* 'expected', got 'no'"),
-        ({"batch_size": 0}, ValueError, "batch_size must be an integer >= 1, got 0"),
-        ({"block_size": -1}, ValueError, "block_size must be an integer >= 1, got -1"),
-        ({"part_size": 0}, ValueError, "part_size must be an integer >= 1, got 0"),
+        *(({name: 0}, ValueError, f"{name} must be an integer >= 1, got 0")
+          for name in ("batch_size", "block_size", "part_size")),
         ({"tag": 1}, TypeError, "tag must be a text"),
         ({"folder": 1}, TypeError, "folder must be the path of a folder, got 1"),
         ({"folder": __file__}, NotADirectoryError, "folder= is a file, or below one"),
@@ -223,10 +222,9 @@ def projected(model: nn.Module, labels: str = "given") -> np.ndarray:
     def loss_of(model, x, y):
         return F.cross_entropy(model(x), y, reduction="none")
 
-    found = psg.per_sample_grads(model, loss_of, (x.double(), y))
-    projection = projection_of(model)
-    rows = [projection.of(n, [psg.Dense(found[n])], 2**30) for n in projection.shapes]
-    return torch.cat(rows, 1).float().numpy()
+    factors = psg.per_sample_factors(model, loss_of, (x.double(), y))
+    rows = factors.project(projection_of(model))
+    return torch.cat([*rows.values()], 1).float().numpy()
 
 
 def with_shared() -> nn.Module:
@@ -270,9 +268,12 @@ def drawn(count: int = 50) -> psg.PoolScores:
     return psg.PoolScores(bits.view(np.float32), "loss")
 
 
+def losses(*values: float) -> psg.PoolScores:
+    return psg.PoolScores(np.array(values, dtype=np.float32), "loss")
+
+
 def test_nan_has_no_rank():
-    values = np.array([1, np.nan, -np.nan, 3, np.inf, np.nan], dtype=np.float32)
-    bad = psg.PoolScores(values, "loss")
+    bad = losses(1, np.nan, -np.nan, 3, np.inf, np.nan)
     for k in (0, 1, 6):
         told = r"3 of 6 scores are NaN, .* \(samples 1, 2, 5\): .*skip_nan"
         with pytest.raises(ValueError, match=told):
@@ -282,22 +283,20 @@ def test_nan_has_no_rank():
         bad.top(4, skip_nan=True)
     with pytest.raises(TypeError, match="skip_nan must be True or False, got 'yes'"):
         bad.top(1, skip_nan="yes")
-    many = psg.PoolScores(np.full(100, np.nan, dtype=np.float32), "loss")
+    many = losses(*[np.nan] * 100)
     with pytest.raises(ValueError, match=r"\(samples 0, 1, .* and 88 more\)"):
         many.top(1)
     assert many.top(0, skip_nan=True).tolist() == []
 
 
 def test_the_repr_is_one_short_line():
-    values = np.arange(100_000, dtype=np.float32)
-    values[7] = np.nan
-    text = "PoolScores('loss' of 100000 samples, 0 to 1e+05, 1 NaN)"
-    assert repr(psg.PoolScores(values, "loss")) == text
-    assert repr(psg.PoolScores(values[:0], "loss")) == "PoolScores('loss' of 0 samples)"
+    text = "PoolScores('loss' of 100001 samples, 0 to 1e+05, 1 NaN)"
+    assert repr(losses(*range(100_000), np.nan)) == text
+    assert repr(losses()) == "PoolScores('loss' of 0 samples)"
 
 
 def test_the_highest_come_first_and_ties_by_index():
-    ties = psg.PoolScores(np.array([1, 3, 2, 3], dtype=np.float32), "loss")
+    ties = losses(1, 3, 2, 3)
     for given in (ties, drawn()):
         order = sorted(range(len(given)), key=lambda i: (-given.scores[i], i))
         for k in (0, 1, 3, len(given)):

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
+import types
 
 import numpy as np
 import pytest
 import torch
-from support.per_sample_grad.gradient_oracle import captured, flat, loop
-from support.per_sample_grad.pool import (
-    Vectors,
-    assert_same_bits,
-    dense_model,
-    scores,
-)
+from support.per_sample_grad.gradient_oracle import captured, norms_of
+from support.per_sample_grad.pool import Vectors, assert_same_bits, dense_model, scores
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
@@ -29,18 +24,15 @@ def mapped(function) -> list:
     return [function(*Vectors(COUNT)[index]) for index in range(COUNT)]
 
 
-@dataclasses.dataclass
-class Output:
-    """What models of Hugging Face's transformers return."""
-
-    logits: torch.Tensor
-    hidden_states: tuple = ()
+def output(logits: torch.Tensor) -> types.SimpleNamespace:
+    """Returns what looks like that of models of Hugging Face's transformers."""
+    return types.SimpleNamespace(logits=logits, hidden_states=())
 
 
 class Keyworded(nn.Module):
     """A model that takes its inputs in two halves, as keywords."""
 
-    def __init__(self, wrap=Output) -> None:
+    def __init__(self, wrap=output) -> None:
         super().__init__()
         self.inner = dense_model()
         self.wrap = wrap
@@ -67,7 +59,7 @@ OWN = {  # a dict that is split and given to the model by the user's functions
     ("model", "item", "options"),
     [
         *((Keyworded(wrap), item, {})
-          for wrap in (Output, lambda x: {"logits": x}, lambda x: x)
+          for wrap in (output, lambda x: {"logits": x}, lambda x: x)
           for item in (labelled, lambda x, y: {**halves(x), "label": y})),
         *((Keyworded(), labelled, {"score": score})
           for score in ("last_layer_grad_norm", "el2n", "loss", "egl")),
@@ -122,14 +114,8 @@ def test_targets_may_be_wider_than_the_model():
     torch.testing.assert_close(factors.dot(sums), factors.gram().sum(1))
 
 
-class Batch:
-    """A batch that nothing is known of."""
-
-    def __init__(self, samples: list) -> None:
-        self.x = torch.stack([x for x, _ in samples])
-
-
-OF_A_KIND = DataLoader(Vectors(COUNT), batch_size=4, collate_fn=Batch)
+Batch = type("Batch", (), {})  # of which nothing is known
+OF_A_KIND = DataLoader(Vectors(COUNT), batch_size=4, collate_fn=lambda _: Batch())
 
 
 @pytest.mark.parametrize(
@@ -177,5 +163,5 @@ def test_tokens_with_their_own_loss():
     found = scores(model, pool, **options)
     batch = default_collate(pool)
     losses = next_token(model(batch["input_ids"]), batch["labels"])
-    norms = flat(loop(losses, model.parameters())).norm(dim=1)
+    norms = norms_of(losses, model.parameters())
     np.testing.assert_allclose(found, norms, rtol=1e-4, atol=1e-7)

@@ -43,12 +43,8 @@ def closure(factor: Any):
     return loss
 
 
-def by_global(factor: float):
-    def loss(logits, targets):
-        return [scaled(each) for each in logits]
-
-    globals()["FACTOR"] = factor
-    return loss
+def all_scaled(logits, targets):
+    return [scaled(each) for each in logits]
 
 
 def by_default(factor: float):
@@ -66,22 +62,14 @@ def by_attribute(factor: float):
     return loss
 
 
-def with_the_name_of_another(factor: float):
-    @functools.wraps(F.cross_entropy)
-    def loss(logits, targets):
-        return factor
-
-    return loss
-
-
 @torch.no_grad()
 def decorated(x):
     return scaled(x)
 
 
-def by_decorated(factor: float):
+def by_global(function: Any, factor: float):
     globals()["FACTOR"] = factor
-    return decorated
+    return function
 
 
 def lambdas(factor: float):
@@ -110,14 +98,8 @@ def hooked(factor: float) -> nn.Module:
     return model
 
 
-def another_class(factor: float) -> nn.Module:
-    one = {"forward": lambda self, x: 1.0 * x}
-    other = {"forward": lambda self, x: 2.0 * x}
-    return type("Scaled", (nn.Module,), one if factor else other)()
-
-
-def class_with(part: Any) -> type:
-    return type("Own", (), {"part": part})
+def class_with(part: Any, *bases: type) -> type:
+    return type("Own", bases, {"part": part})
 
 
 # What makes a value of a number, and what differs between those of 1 and 0.
@@ -125,10 +107,11 @@ JOBS = {
     "lambda": (lambdas, ""),
     "partial": (lambda v: functools.partial(max, key=v), ".keywords['key']"),
     "closure": (closure, ".factor"),
-    "wrapper": (with_the_name_of_another, ".factor"),
-    "decorated": (by_decorated, ".__dict__['__wrapped__'].scaled.FACTOR"),
+    "wrapper": (lambda v: functools.wraps(F.cross_entropy)(closure(v)), ".factor"),
+    "decorated": (functools.partial(by_global, decorated),
+                  ".__dict__['__wrapped__'].scaled.FACTOR"),
     "array": (lambda v: closure(np.array([v])), ".factor"),
-    "global": (by_global, ".scaled.FACTOR"),
+    "global": (functools.partial(by_global, all_scaled), ".scaled.FACTOR"),
     "default": (by_default, ".__kwdefaults__['scale']"),
     "attribute": (by_attribute, ".__dict__['factor']"),
     "object": (Weighted, ".factor"),
@@ -138,7 +121,7 @@ JOBS = {
     "in-a-list": (lambda v: [closure(v)], "[0].factor"),
     "in-c": (lambda v: [torch.sin, torch.cos][int(v)], ".(arguments)[1]"),
     "hook": (hooked, ".0._forward_hooks[0].factor"),
-    "class": (another_class, ".__class__.forward"),
+    "class": (lambda v: class_with(lambdas(v), nn.Module)(), ".__class__.part"),
     "property": (lambda v: class_with(property(closure(v))), ".part.fget.factor"),
     "class-part": (lambda v: class_with(functools.partial(max, v)), ".part.args[0]"),
 }  # fmt: skip

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from support.per_sample_grad.pool import (
     BLOCK,
     Vectors,
@@ -33,29 +32,24 @@ PATIENCE = 120.0
 IDENTITY = {*compared_items(COUNT)}
 
 
-class Slow(Vectors):
-    """A pool that takes a while for a sample, and logs which were asked for."""
+def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
+    """Scores the pool on one replica, in a folder "rows" by projections.
 
-    def __init__(self, log: str) -> None:
-        super().__init__(COUNT)
-        self.log = log
+    A sample takes a while, and the log has which were asked for.
+    """
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        with open(self.log, "ab", buffering=0) as file:
+    def watch(index):
+        with open(log, "ab", buffering=0) as file:
             file.write(b"%d\n" % index)
         time.sleep(2e-3)
-        return super().__getitem__(index)
 
-
-def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
-    """Scores the pool on one replica, in a folder "rows" by projections."""
-    replica = xla_replica.current()
+    replica, pool = xla_replica.current(), Vectors(COUNT, watch=watch)
     with replica.seeded(0):
         model = dense_model().to(replica.device)
     options = {"batch_size": batch_size, "block_size": BLOCK, "part_size": PART}
     if Path(folder).name.startswith("rows"):
         options["score"] = psg.Projection(dict(model.named_parameters()), 64)
-    return scores(model, Slow(log), folder=folder, **options)
+    return scores(model, pool, folder=folder, **options)
 
 
 def asked(log: Path) -> Counter[int]:

@@ -19,7 +19,7 @@ from support.per_sample_grad.pool import COUNT, Pool, by_hand, make_model, score
 from support.variable_batch_size.checkpointed import full_disk
 from support.xla_replica.replicas import TORCHTPU, Backend, needs_xla, row
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import per_sample_grad as psg
 import xla_replica
@@ -29,11 +29,16 @@ from per_sample_grad.pool.parts import Parts
 from xla_replica.common import files
 
 
+def failing(index: int) -> None:
+    if index == 18:
+        raise OSError("the disk is gone")
+
+
 def test_a_run_that_failed_continues_where_it_was(tmp_path, capsys):
     options = {"part_size": 8, "folder": tmp_path, "progress": True}
     bar = capsys.readouterr
     with pytest.raises(OSError, match="disk"):
-        scores(pool=Pool(fail_at=18), **options)
+        scores(pool=Pool(watch=failing), **options)
     assert f"16/{COUNT}" in bar().err
     pool = Pool()
     found = scores(pool=pool, **options)
@@ -47,18 +52,6 @@ def test_a_run_that_failed_continues_where_it_was(tmp_path, capsys):
     scores(pool=nothing, **options)
     assert set(nothing.asked) == identity
     assert not list(tmp_path.glob("*.tmp"))
-
-
-class Changed(Pool):
-    """Another pool of the same length, of which a function changes the inputs."""
-
-    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.change = change
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        inputs, target = super().__getitem__(index)
-        return self.change(inputs), target
 
 
 def other_function(*arguments):
@@ -78,14 +71,12 @@ ANOTHER = {
     " score function was": {"score": other_function},
     " forward was": {"forward": other_function},
     " split was": {"split": lambda batch: (batch[0], batch[1])},
-    " collate was": {
-        "loader": DataLoader(Pool(), collate_fn=lambda b: default_collate(b))
-    },
+    " collate was": {"loader": DataLoader(Pool(), collate_fn=lambda batch: batch)},
     "score function was .*Projection of 79 numbers .*seed 1": {
         "score": psg.Projection(dict(make_model().named_parameters()), 20, seed=1)
     },
     " options": {"fallback": "loop"},
-    " pool was": {"loader": Changed(lambda x: x + 1)},
+    " pool was": {"loader": Pool(change=lambda x: x + 1)},
     r" model\.6": {"model": make_model().requires_grad_(False).append(nn.Linear(4, 4))},
     r"else: model\.0\.weight was": {"model": make_model(1)},
     r"; and \d+ more\. Give another folder": {"model": nn.Sequential(make_model())},
@@ -148,11 +139,9 @@ def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room
 def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
     write, went_on = Parts.write, threading.Event()
 
-    class Watched(Pool):
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            if index == 15:  # the second part's last one
-                went_on.set()
-            return super().__getitem__(index)
+    def watch(index):
+        if index == 15:  # the second part's last one
+            went_on.set()
 
     def late(self, number, rows):
         assert went_on.wait(30)
@@ -160,7 +149,7 @@ def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Parts, "write", late)
     options = {"part_size": 8, "folder": tmp_path}
-    np.testing.assert_array_equal(scores(pool=Watched(), **options), scores())
+    np.testing.assert_array_equal(scores(pool=Pool(watch=watch), **options), scores())
 
 
 @contextlib.contextmanager
@@ -197,17 +186,15 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path):
     assert not left.exists()
 
 
-def found_busy(rank: int, folder: str) -> str:
-    """Returns what one replica is told of a folder that is in use."""
-    try:
+def found_busy(rank: int, folder: str) -> None:
+    """Asserts that a replica is told of a folder that is in use."""
+    told = "score_pool is at work for this folder in another process"
+    with pytest.raises(OSError, match=told):
         scored(rank, folder)
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def test_a_pool_that_is_drawn_at_random_continues_too(tmp_path):
-    drawn = Changed(lambda x: x + torch.randn(x.shape))
+    drawn = Pool(change=lambda x: x + torch.randn(x.shape))
     with pytest.raises(TypeError, match="others every time that they are read"):
         scores(pool=drawn, folder=tmp_path)
     first = scores(pool=drawn, tag="noise of one", folder=tmp_path)
@@ -215,19 +202,19 @@ def test_a_pool_that_is_drawn_at_random_continues_too(tmp_path):
     np.testing.assert_array_equal(first, again)
 
 
-class Files(Changed):
-    """A pool of files, whose samples are what is in them, changed by a function."""
+class Files(Pool):
+    """A pool of files, whose samples are what is in them."""
 
-    def __init__(self, folder: Path, change=None) -> None:
-        super().__init__(change)
+    def __init__(self, folder: Path, **options: Callable) -> None:
+        super().__init__(**options)
         self.paths = [str(path) for path in sorted(folder.glob("*.txt"))]
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        x = torch.full((4,), float(Path(self.paths[index]).read_text()))
-        return (x if self.change is None else self.change(x)), index % 2
+        number = float(Path(self.paths[index]).read_text())
+        return self.change(torch.full((4,), number)), index % 2
 
 
 def tensors(corrected: bool = False, exchanged: bool = False) -> TensorDataset:
@@ -255,7 +242,7 @@ def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
         "list": [(row, int(label)) for row, label in tensors()],
         "corrected list": [(row, int(y)) for row, y in tensors(corrected=True)],
         "files": Files(tmp_path / "files"),
-        "transformed": Files(tmp_path / "files", lambda x: x + (x == 7 / 400)),
+        "transformed": Files(tmp_path / "files", change=lambda x: x + (x == 7 / 400)),
     }
     digests = {name: pool_digest(pool, None) for name, pool in pools.items()}
     assert len({*digests.values()}) == len(digests)
@@ -264,7 +251,7 @@ def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
     (tmp_path / "files/007.txt").write_text("0.5")
     assert pool_digest(Files(tmp_path / "files"), None) != digests["files"]
     lock, folder = threading.Lock(), tmp_path / "files"
-    unknown = Files(folder, lambda x: x if lock else None)
+    unknown = Files(folder, change=lambda x: x if lock else None)
     with pytest.raises(TypeError, match=r"^pool\.lock is a .*Pass tag="):
         pool_digest(unknown, None)
     assert pool_digest(unknown, "a lock") != digests["files"]
@@ -290,8 +277,7 @@ def test_replicas_continue_where_another_number_stopped(backend, tmp_path):
     # All are told of a folder that is in use; and one replica goes on with it.
     (tmp_path / "part-00000003.npy").unlink()
     with held(tmp_path / "pool.json"):
-        for told in backend.run(found_busy, str(tmp_path)):
-            assert "score_pool is at work for this folder in another process" in told
+        backend.run(found_busy, str(tmp_path))
     again = Backend(backend.device, 1).run(scored, str(tmp_path))[0]
     np.testing.assert_array_equal(again, alone)
 
@@ -315,33 +301,26 @@ def test_a_short_last_batch_compiles_nothing_and_a_part_takes_one_transfer():
     assert Backend("xla", 1).run(counted) == [[(0, 3, {}), (0, 3, {})]]
 
 
-class Counting(Pool):
-    """A pool that counts the live tensors whenever a part begins."""
-
-    def __init__(self) -> None:
-        super().__init__(10 * 32)
-        self.alive: list[int] = []
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index % 32 == 0:
-            gc.collect()
-            kinds = Counter(map(type, gc.get_objects()))
-            tensors = (n for kind, n in kinds.items() if issubclass(kind, torch.Tensor))
-            self.alive.append(sum(tensors))
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize(
     "score",
     ["el2n", *(pytest.param(s, marks=pytest.mark.slow) for s in ("grad_norm", "egl"))],
 )
 def test_no_tensor_outlives_its_part(score, tmp_path):
-    pool = Counting()
+    alive = []
+
+    def watch(index):
+        if index % 32 == 0:  # a part begins
+            gc.collect()
+            kinds = Counter(map(type, gc.get_objects()))
+            tensors = (n for kind, n in kinds.items() if issubclass(kind, torch.Tensor))
+            alive.append(sum(tensors))
+
+    pool = Pool(10 * 32, watch=watch)
     gc.collect()
     gc.freeze()  # what is alive now would take long to count
     try:
         scores(pool=pool, score=score, block_size=8, part_size=32, folder=tmp_path)
     finally:
         gc.unfreeze()
-    counts = pool.alive[-8:]  # without the first parts' and the description's
+    counts = alive[-8:]  # without the first parts' and the description's
     assert len(set(counts)) == 1, counts

@@ -46,12 +46,21 @@ def captured(
     return recorded, losses
 
 
-def loop(losses: torch.Tensor, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def loop(
+    losses: Iterable[torch.Tensor], params: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
     """Returns each parameter's gradients, ``(B, *shape)``, of losses with a graph."""
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     params = list(params)
     rows = [torch.autograd.grad(loss, params, **options) for loss in losses]
-    return [torch.stack(column) for column in zip(*rows)]
+    return [torch.stack(column).detach() for column in zip(*rows)]
+
+
+def norms_of(
+    losses: Iterable[torch.Tensor], params: Iterable[torch.Tensor]
+) -> torch.Tensor:
+    """Returns the norm of each loss's gradient, ``(B,)``, of losses with a graph."""
+    return flat(loop(losses, params)).norm(dim=1)
 
 
 def deviations(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -116,16 +125,9 @@ def oracle(
     model.to(dtype)
     wide = [x.cpu().to(dtype) if x.is_floating_point() else x.cpu() for x in inputs]
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    rows = []
-    for i in range(len(inputs[0])):
-        loss = case.loss(model, *(x[i : i + 1] for x in wide)).sum()
-        rows.append(torch.autograd.grad(loss, list(params.values()), allow_unused=True))
-    return {
-        name: torch.stack(
-            [torch.zeros_like(params[name]) if g is None else g for g in column]
-        ).detach()
-        for name, column in zip(params, zip(*rows))
-    }
+    samples = ([x[i : i + 1] for x in wide] for i in range(len(inputs[0])))
+    losses = (case.loss(model, *sample).sum() for sample in samples)
+    return dict(zip(params, loop(losses, params.values())))
 
 
 def flat(gradients: Gradients | list[torch.Tensor]) -> torch.Tensor:

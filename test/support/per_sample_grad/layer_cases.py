@@ -44,12 +44,6 @@ def sequential(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(layer() for layer in layers))
 
 
-def linear(rank: int, bias: bool = True) -> Case:
-    name = f"linear-{rank}d" + ("" if bias else "-nobias")
-    shape = (*range(2, rank), 3)
-    return Case(name, lambda: nn.Linear(3, 2, bias=bias), shape)
-
-
 def conv(
     name: str, size: tuple[int, ...], *args: object, prefix: str = "conv", **kwargs
 ) -> Case:
@@ -61,29 +55,20 @@ def conv(
 transposed = functools.partial(conv, prefix="transposed")
 
 
-def tied() -> nn.Module:
-    model = Apply(
-        lambda m, ids: m.head(torch.tanh(m.embed(ids))),
-        embed=nn.Embedding(7, 4, padding_idx=2),
-        head=nn.Linear(4, 7, bias=False),
-    )
-    model.head.weight = model.embed.weight
+def put(model: nn.Module, place: str, value: object) -> nn.Module:
+    """Returns the model with a value in place of an attribute, whose path is given."""
+    owner, _, attribute = place.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, value)
     return model
+
+
+def share(model: nn.Module, place: str, origin: str) -> nn.Module:
+    """Returns the model with its parameter ``origin`` also in another place."""
+    return put(model, place, model.get_parameter(origin))
 
 
 def twice(module: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: Apply(lambda m, x: m.inner(torch.tanh(m.inner(x))), inner=module())
-
-
-def shared_convolution() -> nn.Module:
-    """Returns a model with one weight in two convolutions of different groups."""
-    model = Apply(
-        lambda m, x: m.a(x[:, :2]) * m.b(x),
-        a=nn.Conv1d(2, 4, 3, bias=False),
-        b=nn.Conv1d(4, 4, 3, groups=2, bias=False),
-    )
-    model.b.weight = model.a.weight
-    return model
 
 
 def transformer_block(m: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -91,12 +76,6 @@ def transformer_block(m: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     q, k, v = m.qkv(m.norm(x)).chunk(3, -1)
     x = x + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
     return m.head(m.norm2(x))
-
-
-def weight_is_bias() -> nn.Module:
-    norm = nn.LayerNorm(5)
-    norm.bias = norm.weight
-    return norm
 
 
 def hooked() -> nn.Module:
@@ -107,7 +86,9 @@ def hooked() -> nn.Module:
 
 
 LAYERS = [
-    linear(2), linear(3), linear(3, bias=False),
+    Case("linear-2d", lambda: nn.Linear(3, 2), (3,)),
+    Case("linear-3d", lambda: nn.Linear(3, 2), (2, 3)),
+    Case("linear-3d-nobias", lambda: nn.Linear(3, 2, bias=False), (2, 3)),
     conv("plain", (6,), 2, 3, 3),
     conv("stride-padding-dilation", (9,), 2, 4, 3, stride=2, padding=2, dilation=2),
     conv("circular", (7,), 2, 3, 3, padding=2, padding_mode="circular"),
@@ -181,8 +162,13 @@ TRAPS = [
     Case("linear-twice-tokens", twice(lambda: nn.Linear(3, 3)), (4, 3)),
     Case("conv-twice", twice(lambda: nn.Conv2d(2, 2, 3, padding=1)), (2, 4, 4)),
     Case("layer-norm-twice", twice(lambda: nn.LayerNorm(4)), (3, 4)),
-    Case("tied-embedding-head", tied, tokens(5, 7)),
-    Case("one-weight-two-groupings", shared_convolution, (4, 6)),
+    Case("tied-embedding-head", lambda: share(Apply(
+        lambda m, ids: m.head(torch.tanh(m.embed(ids))),
+        embed=nn.Embedding(7, 4, padding_idx=2), head=nn.Linear(4, 7, bias=False)),
+        "head.weight", "embed.weight"), tokens(5, 7)),
+    Case("one-weight-two-groupings", lambda: share(Apply(
+        lambda m, x: m.a(x[:, :2]) * m.b(x), a=nn.Conv1d(2, 4, 3, bias=False),
+        b=nn.Conv1d(4, 4, 3, groups=2, bias=False)), "b.weight", "a.weight"), (4, 6)),
     Case("inplace-relu-conv", sequential(
         lambda: nn.Conv2d(2, 3, 3), lambda: nn.ReLU(inplace=True),
         nn.Flatten, lambda: nn.Linear(12, 2)), (2, 4, 4)),
@@ -208,7 +194,8 @@ TRAPS = [
         lambda m, x: m.c(torch.tanh(m.a(x))) * m.b(x.detach()) + m.d(x[:, :2]),
         a=nn.Linear(3, 4), b=nn.Linear(3, 2), c=nn.Linear(4, 2), d=nn.Linear(2, 2)),
         (3,)),
-    Case("weight-that-is-the-bias", weight_is_bias, (4, 5)),
+    Case("weight-that-is-the-bias", lambda: share(
+        nn.LayerNorm(5), "bias", "weight"), (4, 5)),
     Case("frozen-part", lambda: nn.Sequential(
         nn.Linear(3, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 2)), (3,)),
     Case("hooked", hooked, (3,)),

@@ -7,6 +7,7 @@ kinds of layers.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,34 +17,40 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 import per_sample_grad as psg
-from support.per_sample_grad.gradient_oracle import flat, loop
+from support.per_sample_grad.gradient_oracle import norms_of
 
 CLASSES, WIDTH, BLOCK = 4, 67, 8
 COUNT = 23  # samples of a small pool
 
 
+def same(value: Any) -> Any:
+    return value
+
+
 class Pool(Dataset):
-    """A pool of sequences and classes, each drawn from its index.
+    """A pool of sequences and classes, each drawn from its index, and changed.
 
     Attributes:
-        asked: The indices that were asked for, in order.
+        asked: The indices that were asked for, in order; ``watch`` is told of each.
     """
 
     shape: tuple[int, ...] = (2, 6)
 
-    def __init__(self, count: int = COUNT, fail_at: int | None = None) -> None:
-        self.count, self.fail_at = count, fail_at
+    def __init__(
+        self, count: int = COUNT, change: Callable = same, watch: Callable = same
+    ) -> None:
+        self.count, self.change, self._watch = count, change, watch
         self.asked: list[int] = []
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == self.fail_at:
-            raise OSError("the disk is gone")
+        self._watch(index)
         self.asked.append(index)
         generator = torch.Generator().manual_seed(index)
-        return torch.randn(self.shape, generator=generator), index % CLASSES
+        x = torch.randn(self.shape, generator=generator)
+        return self.change(x), index % CLASSES
 
 
 class Vectors(Pool):
@@ -98,7 +105,7 @@ def by_hand(model: nn.Module, score: str, labels: str) -> np.ndarray:
         if score == "el2n":
             return (chances - F.one_hot(targets, CLASSES)).norm(dim=1)
         own = model[5] if score == "last_layer_grad_norm" else model
-        return flat(loop(losses, own.parameters())).norm(dim=1)
+        return norms_of(losses, own.parameters())
 
     if labels == "expected":
         of_classes = [scores(torch.full_like(y, number)) for number in range(CLASSES)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -12,32 +13,25 @@ from support.per_sample_grad.gradient_oracle import Case
 from support.per_sample_grad.layer_cases import CASES, Apply, WithParameter
 
 
-def raw() -> nn.Module:
-    """Returns a module that uses a parameter directly, beside a Linear."""
-    return WithParameter(
-        lambda m, x: torch.tanh(m.inner(x)) * m.p, 4, inner=nn.Linear(3, 4)
-    )
+def with_parameter(
+    function: Callable[..., torch.Tensor], *shape: int
+) -> Callable[[], nn.Module]:
+    """A module applies a function to what is between 0 and 1, and to a parameter."""
+    return lambda: WithParameter(
+        lambda m, x: function(torch.sigmoid(m.inner(x)), m.p), *(shape or (4,)),
+        inner=nn.Linear(3, 4),
+    )  # fmt: skip
 
 
-class Positions(nn.Module):
-    """A module with position ids that have no batch dimension."""
+def positions(deep: nn.Module | None = None) -> nn.Module:
+    """Returns a model with position ids that have no batch dimension."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.inner = nn.Embedding(5, 3), nn.Linear(3, 2)
-        self.deep = nn.Identity()
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        places = m.deep(m.embed(torch.arange(x.shape[1], device=x.device)))
+        return m.inner(torch.tanh(x + places))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = self.deep(self.embed(torch.arange(x.shape[1], device=x.device)))
-        return self.inner(torch.tanh(x + places))
-
-
-class DeepPositions(Positions):
-    """A table of positions that goes through a layer before it meets samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deep = nn.Linear(3, 3)
+    parts = {"embed": nn.Embedding(5, 3), "inner": nn.Linear(3, 2)}
+    return Apply(forward, **parts, deep=deep or nn.Identity())
 
 
 class Masked(nn.Module):
@@ -70,33 +64,18 @@ def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     return torch.polar(x, angle).real
 
 
-class Turned(nn.Module):
-    """A module whose parameter meets samples in an operation that has no rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.angle = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return turned(torch.sigmoid(self.inner(x)), 3 * self.angle)
-
-
-class Cube(Turned):
-    """A module whose operation autograd itself has a formula of."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.inner(x)) ** (3 * self.angle)
-
+powered = with_parameter(lambda x, p: x ** (3 * p.abs()))
+of_angle = with_parameter(turned)
 
 # What rules of operations account for, and no module's rule.
 BY_OPERATIONS = [
-    Case("cube", Cube, (3,)),
-    Case("cube-on-positions", Cube, (5, 3)),
-    Case("raw-parameter", raw, (3,)),
+    Case("power", powered, (3,)),
+    Case("power-on-positions", powered, (5, 3)),
+    Case("raw-parameter", with_parameter(torch.mul), (3,)),
     Case("functional-use", lambda: Apply(
         lambda m, x: nn.functional.linear(torch.tanh(m.inner(x)), m.inner.weight),
         inner=nn.Linear(3, 3)), (3,)),
-    Case("positions", Positions, (5, 3)),
+    Case("positions", positions, (5, 3)),
     Case("weight-norm", lambda: nn.Sequential(
         parametrizations.weight_norm(nn.Linear(3, 2))), (3,)),
     Case("pruned", pruned, (3,)),
@@ -108,9 +87,9 @@ BY_OPERATIONS = [
 ]  # fmt: skip
 
 UNSEEN = [
-    Case("turned", Turned, (3,)),
-    Case("turned-on-positions", Turned, (5, 3)),
-    Case("deep-positions-square", DeepPositions, (3, 3)),
+    Case("turned", of_angle, (3,)),
+    Case("turned-on-positions", of_angle, (5, 3)),
+    Case("deep-positions-square", lambda: positions(nn.Linear(3, 3)), (3, 3)),
     Case("unbatched-conv", lambda: Apply(
         lambda m, x: torch.stack([m.inner(item) for item in x]),
         inner=nn.Conv1d(3, 3, 1)), (3, 4)),
