@@ -121,33 +121,6 @@ def test_a_method_costs_what_its_row_says():
     assert cost_of(FC, {"fc": 0.9}, "gmp").training_ratio is None
 
 
-NONE = "the first tensor of it counts samples"
-
-
-@pytest.mark.parametrize(
-    ("asked", "error", "says"),
-    [
-        (lambda: cost_of(3, {}), TypeError, "operations must be the result of"),
-        (lambda: cost_of(FC, {"f": 0.5}), ValueError, r"the operations, \['fc'\]"),
-        (lambda: cost_of(FC, {"fc": 2}), ValueError, ">= 0 and <= 1, got 2"),
-        (lambda: cost_of(FC, [0.5]), TypeError, "sparsities must be a dict"),
-        (lambda: cost_of(FC, {}, "rigel"), ValueError, "method must be one of"),
-        (lambda: cost_of({}, {}), ValueError, "compute nothing, so that nothing can"),
-        (
-            lambda: cost_of(FC, {}, "gmp", UpdateSchedule(999), 0),
-            ValueError,
-            "num_steps must be an integer >= 1, got 0",
-        ),
-        (lambda: operations_of(nn.Linear(2, 2)), ValueError, NONE),
-        (lambda: operations_of(nn.Linear(2, 2), torch.ones(0, 2)), ValueError, NONE),
-        (lambda: operations_of(3, torch.ones(1)), TypeError, r"a torch module, got 3"),
-    ],
-)
-def test_costs_that_mean_nothing_are_refused(asked, error, says):
-    with pytest.raises(error, match=says):
-        asked()
-
-
 LAYERS = {
     "strided": nn.Conv2d(4, 6, 3, stride=2, padding=1),
     "grouped": nn.Conv2d(4, 6, 3, groups=2),

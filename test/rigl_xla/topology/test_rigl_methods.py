@@ -9,7 +9,7 @@ import torch
 from support.rigl_xla import sparse
 from torch import nn
 
-from rigl_xla import METHODS, Layer, Method
+from rigl_xla import METHODS, Layer
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.update import topology_update
@@ -256,21 +256,6 @@ def test_inputs_of_transposed_convolutions_lie_along_the_first_dimension(
     assert not torch.equal(first, mask)
     for inputs in mask.split(12 // groups):  # all that an output sees
         assert in_rows(structure, inputs.transpose(0, 1), dense)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"drop": "magnitude"}, TypeError, "drop must be a function, got 'magnitude'"),
-        ({"grow": 3}, TypeError, "grow must be a function, got 3"),
-        ({"updates": "no"}, TypeError, "updates must be True or False, got 'no'"),
-        ({"gradual": True}, ValueError, "needs grow=None, got <function"),
-        ({"collects": "often"}, ValueError, "collects must be one of 'never'"),
-    ],
-)
-def test_a_method_that_means_nothing_is_refused(options, error, says):
-    with pytest.raises(error, match=says):
-        Method(**options)
 
 
 @pytest.mark.parametrize("method", ["rigl", "set", "gmp"])
