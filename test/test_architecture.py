@@ -144,12 +144,10 @@ def test_folders_are_small_enough_to_be_read():
 def test_modules_have_names_of_their_own():
     """Neither a standard module's nor, outside families, a public function's."""
     public = {name for p in PACKAGES for name in importlib.import_module(p).__all__}
+    taken = public | sys.stdlib_module_names
     for module, path in MODULES.items():
-        if path.name == "__init__.py":
-            continue
-        name = module.rpartition(".")[2]
-        assert name not in sys.stdlib_module_names, module
-        assert name not in public, module
+        if path.name != "__init__.py":
+            assert module.rpartition(".")[2] not in taken, module
 
 
 def test_only_xla_replica_names_a_runtime_and_only_when_chosen():
@@ -171,13 +169,11 @@ def test_pure_modules_do_not_import_torch(where):
 
 def test_tools_and_examples_use_public_names_only():
     parts = ("variable_batch_size.gradient_noise", "variable_batch_size.trace_tools")
-    for name in ("tools", "examples"):
-        for path in (ROOT / name).rglob("*.py"):
-            for module, _ in imports(path):
-                if module.startswith("variable_batch_size.integrations."):
-                    continue  # optional, and so not a name of the package
-                if module.split(".")[0] in PACKAGES:
-                    assert module in (*PACKAGES, *parts), f"{path} imports {module}"
+    optional = "variable_batch_size.integrations."  # and so not names of the package
+    for path in [*ROOT.glob("tools/**/*.py"), *ROOT.glob("examples/**/*.py")]:
+        ours = {name for name, _ in imports(path) if name.split(".")[0] in PACKAGES}
+        hidden = ours - {*PACKAGES, *parts}
+        assert all(name.startswith(optional) for name in hidden), (path, hidden)
 
 
 def test_nothing_else_imports_adapters_and_they_alone_import_their_libraries():
@@ -190,13 +186,9 @@ def test_nothing_else_imports_adapters_and_they_alone_import_their_libraries():
             assert not names & {*libraries}, module
 
 
-def test_the_tests_are_not_a_package():
-    """`test` would shadow the standard library's."""
-    assert not list((ROOT / "test").glob("__init__.py"))
-
-
-def test_files_of_tests_have_different_names():
-    """pytest imports them by their bare names."""
+def test_the_tests_are_not_a_package_and_their_files_have_different_names():
+    """`test` would shadow the standard library's; pytest imports bare names."""
+    assert not (ROOT / "test" / "__init__.py").exists()
     count = Counter(path.name for path in TESTS)
     assert max(count.values()) == 1, count.most_common(3)
 

@@ -87,22 +87,21 @@ def test_snfs_costs_what_was_published(sparsity, exact, published):
 def test_gradual_pruning_costs_what_was_published(sparsity, published, of_33, of_32):
     found, operations = allocate(RESNET50_WEIGHTS, sparsity), resnet_operations(115)
 
-    def readings(begin: int, end: int) -> list[float]:
-        ratios = []
-        for step in range(0, 33_000, 1_000):
-            now = {n: gradual_sparsity(step, s, begin, end) for n, s in found.items()}
-            ratios.append(cost_of(operations, now).inference_ratio)
-        return ratios
+    def reading(step: int, *ends: int) -> float:
+        now = {n: gradual_sparsity(step, s, *ends) for n, s in found.items()}
+        return cost_of(operations, now).inference_ratio
 
     # The authors average 33 readings, both ends included; masks change 32 times.
-    theirs = readings(10_000, 25_000)
+    steps = range(0, 33_000, 1_000)
+    theirs = [reading(step, 10_000, 25_000) for step in steps]
     assert sum(theirs) / 33 == pytest.approx(of_33, abs=1e-4)
     assert round(sum(theirs) / 33, 2) == published
     assert sum(theirs[:-1]) / 32 == pytest.approx(of_32, abs=1e-4)
     # A run of this package begins to prune at once.
     schedule = UpdateSchedule(25_001, delta=1_000)
     cost = cost_of(operations, found, "gmp", schedule, num_steps=32_000)
-    assert cost.training_ratio == pytest.approx(sum(readings(0, 25_000)[:-1]) / 32)
+    ours = [reading(step, 0, 25_000) for step in steps[:-1]]
+    assert cost.training_ratio == pytest.approx(sum(ours) / 32)
 
 
 FC = {"fc": (1000, 10)}
