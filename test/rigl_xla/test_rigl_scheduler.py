@@ -69,20 +69,17 @@ def test_a_grown_connection_begins_without_the_optimizers_past(kind, skip_step):
             assert tensor[kept].all()
 
 
-@pytest.mark.parametrize("optimizer_of", [torch.optim.AdamW, torch.optim.NAdam])
-def test_new_connections_move_no_further_under_adam_than_nine_in_ten_others(
-    optimizer_of,
-):
+@pytest.mark.parametrize("of", [torch.optim.AdamW, torch.optim.NAdam])
+def test_new_connections_move_no_further_under_adam_than_nine_in_ten_others(of):
     """Where second moments begin at zero they move several times as far."""
     furthest = {}
     for bound in (True, False):
         torch.manual_seed(0)
         layers = nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.ReLU()
         model = nn.Sequential(*layers, nn.Linear(64, 1))
-        optimizer = optimizer_of(model.parameters(), 1e-3, weight_decay=0.0)
-        pruner = sparse.pruned(
-            model, optimizer, delta=50, T_end=1000, bound_new_steps=bound
-        )
+        optimizer = of(model.parameters(), 1e-3, weight_decay=0.0)
+        options = {"delta": 50, "T_end": 1000, "bound_new_steps": bound}
+        pruner = sparse.pruned(model, optimizer, **options)
         generator = torch.Generator().manual_seed(1)
         weight, grown, found = model[2].weight, None, []
         for _ in range(360):

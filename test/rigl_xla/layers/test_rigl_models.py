@@ -42,9 +42,8 @@ def test_a_layer_that_is_frozen_later_keeps_its_connections(method):
 
 
 def test_shared_weights_have_one_mask():
-    model = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 72), nn.Linear(72, 72)
-    )
+    linears = nn.Linear(72, 72), nn.Linear(72, 72)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), *linears)
     model[3].weight = model[2].weight
     pruner = sparse.pruned(model, delta=1)
     assert list(pruner.masks) == ["2.weight"]

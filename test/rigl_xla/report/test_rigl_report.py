@@ -73,8 +73,7 @@ def test_a_report_reads_once_and_only_if_looked_at():
     assert (early.num_updates, early.step, late.num_updates) == (1, 4, 2)
     assert replica.num_fetches == 0
     assert early.num_grown > 0
-    for value in (early.sparsity, early.churn, early.exploration_rate, str(early)):
-        assert value
+    assert all([early.sparsity, early.churn, early.exploration_rate, str(early)])
     assert early.layers["5.weight"].num_active == kept["5.weight"].sum()
     assert replica.num_fetches == 1
     assert early.exploration_rate < late.exploration_rate

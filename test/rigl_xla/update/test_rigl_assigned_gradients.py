@@ -168,15 +168,13 @@ TRACE = [8, 24, 12, 4]
 EPOCHS = 3
 
 
+OFTEN = {"skip_step": False, "T_end": 30, "delta": 2, "dense_first": False}
+
+
 def network():
     with LocalReplica("cpu").seeded(0):
         parts = [nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10)]
     return nn.Sequential(*parts).double()
-
-
-def pruner_of(model, optimizer):
-    options = {"skip_step": False, "T_end": 30, "delta": 2, "dense_first": False}
-    return sparse.pruned(model, optimizer, **options)
 
 
 def dataset():
@@ -193,11 +191,10 @@ def composed_run(rank: int, hand: bool):
     model = network().to(replica.device)
     samples = dataset()
     grab = GraBSampler(samples, dict(model.named_parameters()), dtype=torch.float64)
-    sampler = vbs.CustomSampler(
-        samples, TRACE, minibatch_size=4, on_end="cycle", order=grab
-    )
+    options = {"minibatch_size": 4, "on_end": "cycle", "order": grab}
+    sampler = vbs.CustomSampler(samples, TRACE, **options)
     optimizer = vbs.LinearRuleOptimizer(sparse.sgd(model), sampler, ref_batchsize=8)
-    pruner = pruner_of(model, optimizer)
+    pruner = sparse.pruned(model, optimizer, **OFTEN)
     optimizer.attach(grab.after_update)
     masks, minibatches, totals = [], [[]], []
 
@@ -240,7 +237,7 @@ def plain_masks(minibatches):
     """Returns masks by update of a loop in torch on the same minibatches."""
     model = network()
     optimizer = sparse.sgd(model)
-    pruner = pruner_of(model, optimizer)
+    pruner = sparse.pruned(model, optimizer, **OFTEN)
     samples, found = dataset(), []
     for step in minibatches:
         optimizer.zero_grad()
