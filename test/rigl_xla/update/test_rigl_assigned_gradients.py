@@ -275,15 +275,13 @@ def test_on_replicas_of_which_some_are_idle(backend):
         assert all(map(sparse.same, found, expected))
 
 
+SLOW = [(1, True), (2, False), (8, True)]
+
+
 @on_xla
 @pytest.mark.parametrize(
     ("num_replicas", "hand"),
-    [
-        pytest.param(1, True, marks=pytest.mark.slow),
-        (2, True),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(8, True, marks=pytest.mark.slow),
-    ],
+    [(2, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
 )
 def test_on_xla_nothing_compiles_after_the_first_epoch(num_replicas, hand):
     backend = Backend("xla", num_replicas)
