@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
-import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from support.documents import ROOT
+from support.scripts import python
 
-ROOT = Path(__file__).resolve().parents[1]
 # The arrows that docs/architecture.md draws: all of them exist, and no others.
 IMPORTS = {
     "grab_xla": {"per_sample_grad", "xla_replica"},
@@ -31,31 +30,20 @@ FAMILIES = {"grab_xla/balancers", "per_sample_grad/layers"}
 MODULES_PER_FOLDER = 12
 # The classes that users hold and that change; each is a room of its own.
 SHELLS = {"variable_batch_size.data.sampler", "grab_xla.sampler", "rigl_xla.scheduler"}
+# Modules without torch, by their folder.
 WITHOUT_TORCH = {
-    "grab_xla.balancing.reordering",
-    "rigl_xla.report.costs",
-    "rigl_xla.topology.distribution",
-    "rigl_xla.topology.update_schedule",
-    "variable_batch_size.control.policies",
-    "variable_batch_size.data.lazy_orders",
-    "variable_batch_size.data.minibatches",
-    "variable_batch_size.data.schedule",
-    "variable_batch_size.rules.adam",
-    "variable_batch_size.rules.rule",
-    "variable_batch_size.runs.picture",
-    "variable_batch_size.runs.run_file",
-    "variable_batch_size.trace_tools.columns",
-    "variable_batch_size.trace_tools.conversion",
-    "variable_batch_size.trace_tools.curves",
-    "variable_batch_size.trace_tools.families",
-    "variable_batch_size.trace_tools.options",
-    "variable_batch_size.trace_tools.simulation",
-    "variable_batch_size.trace_tools.step_time",
-    "variable_batch_size.traces.batch_trace",
-    "variable_batch_size.traces.trace_csv",
-    "xla_replica.common.arguments",
-    "xla_replica.common.differences",
-    "xla_replica.common.files",
+    "grab_xla.balancing": "reordering",
+    "rigl_xla.report": "costs",
+    "rigl_xla.topology": "distribution update_schedule",
+    "variable_batch_size.control": "policies",
+    "variable_batch_size.data": "lazy_orders minibatches schedule",
+    "variable_batch_size.rules": "adam rule",
+    "variable_batch_size.runs": "picture run_file",
+    "variable_batch_size.trace_tools": (
+        "columns conversion curves families options simulation step_time"
+    ),
+    "variable_batch_size.traces": "batch_trace trace_csv",
+    "xla_replica.common": "arguments differences files",
 }
 
 
@@ -98,11 +86,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 
 TESTS = sorted((ROOT / "test").rglob("test_*.py"))
-HELPERS = [
-    path
-    for path in sorted((ROOT / "test" / "support").rglob("*.py"))
-    if path.name != "__init__.py"
-]
+HELPERS = sorted((ROOT / "test" / "support").rglob("[!_]*.py"))
 
 IMPORTED = {
     module: {name for name, _ in imports(path)} & MODULES.keys() - {module}
@@ -117,13 +101,6 @@ def folder(module: str) -> str:
     return module if is_folder or len(parts) == 2 else ".".join(parts[:-1])
 
 
-def assert_acyclic(graph: dict[str, set[str]]) -> None:
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        raise AssertionError(f"an import circle: {error.args[1]}") from error
-
-
 def test_packages_import_exactly_what_is_drawn():
     drawn = {package: set() for package in PACKAGES}
     for module, others in IMPORTED.items():
@@ -134,15 +111,14 @@ def test_packages_import_exactly_what_is_drawn():
 
 def test_no_modules_and_no_folders_import_each_other():
     inner = {m: others - set(PACKAGES) for m, others in IMPORTED.items()}
-    assert_acyclic({m: others for m, others in inner.items() if m not in PACKAGES})
+    # A circle among them is named by the error.
+    modules = {m: others for m, others in inner.items() if m not in PACKAGES}
+    TopologicalSorter(modules).prepare()
     folders: dict[str, set[str]] = {}
-    for module, others in inner.items():
-        if module not in PACKAGES:
-            own = folder(module)
-            folders.setdefault(own, set()).update(
-                {folder(other) for other in others} - {own}
-            )
-    assert_acyclic(folders)
+    for module, others in modules.items():
+        outside = {folder(other) for other in others} - {folder(module)}
+        folders.setdefault(folder(module), set()).update(outside)
+    TopologicalSorter(folders).prepare()
 
 
 def test_shells_do_not_import_each_other():
@@ -150,54 +126,28 @@ def test_shells_do_not_import_each_other():
         assert not IMPORTED[shell] & SHELLS, shell
 
 
+def crowded(*files: Path) -> dict[str, int]:
+    """How many modules are in each folder that has more than a reader looks through."""
+    modules = [path for path in files if path.name != "__init__.py"]
+    count = Counter(path.parent.relative_to(ROOT).as_posix() for path in modules)
+    return {name: n for name, n in count.items() if n > MODULES_PER_FOLDER}
+
+
 def test_folders_are_small_enough_to_be_read():
-    count = Counter(
-        path.parent.relative_to(ROOT).as_posix()
-        for path in MODULES.values()
-        if path.name != "__init__.py"
-    )
-    crowded = {name: n for name, n in count.items() if n > MODULES_PER_FOLDER}
-    assert crowded.keys() <= FAMILIES, crowded
-
-
-def test_a_package_has_at_most_ten_folders():
+    assert crowded(*MODULES.values()).keys() <= FAMILIES
+    assert not crowded(*TESTS)
+    assert not crowded(*HELPERS)
     for package in PACKAGES:
-        folders = [
-            p for p in (ROOT / package).iterdir() if (p / "__init__.py").exists()
-        ]
-        assert 3 <= len(folders) <= 10, package
+        assert 3 <= len([*(ROOT / package).glob("*/__init__.py")]) <= 10, package
 
 
 def test_modules_have_names_of_their_own():
     """Neither a standard module's nor, outside families, a public function's."""
     public = {name for p in PACKAGES for name in importlib.import_module(p).__all__}
+    taken = public | sys.stdlib_module_names
     for module, path in MODULES.items():
-        if path.name == "__init__.py":
-            continue
-        name = module.rpartition(".")[2]
-        assert name not in sys.stdlib_module_names, module
-        assert name not in public, module
-
-
-def test_every_package_is_packaged():
-    script = "import setup, json; print(json.dumps(setup.PACKAGES))"
-    # A stand-in: setuptools need not be installed, and nothing is to be set up.
-    stand_in = "sys.modules['setuptools'] = types.SimpleNamespace(setup=lambda **_: 0)"
-    run = subprocess.run(
-        [sys.executable, "-c", f"import sys, types; {stand_in}; {script}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    folders = {path.parent.name for path in ROOT.glob("*/py.typed")}
-    assert folders == set(PACKAGES)
-    inner = {
-        str(path.parent.relative_to(ROOT)).replace(os.sep, ".")
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-    }
-    assert json.loads(run.stdout) == sorted(inner)
+        if path.name != "__init__.py":
+            assert module.rpartition(".")[2] not in taken, module
 
 
 def test_only_xla_replica_names_a_runtime_and_only_when_chosen():
@@ -210,20 +160,20 @@ def test_only_xla_replica_names_a_runtime_and_only_when_chosen():
                 assert path.name == "distributed.py", path
 
 
-@pytest.mark.parametrize("module", sorted(WITHOUT_TORCH))
-def test_pure_modules_do_not_import_torch(module):
-    assert not any(name.startswith("torch") for name, _ in imports(MODULES[module]))
+@pytest.mark.parametrize("where", WITHOUT_TORCH)
+def test_pure_modules_do_not_import_torch(where):
+    for name in WITHOUT_TORCH[where].split():
+        found = imports(MODULES[f"{where}.{name}"])
+        assert not any(other.startswith("torch") for other, _ in found), name
 
 
 def test_tools_and_examples_use_public_names_only():
     parts = ("variable_batch_size.gradient_noise", "variable_batch_size.trace_tools")
-    for name in ("tools", "examples"):
-        for path in (ROOT / name).rglob("*.py"):
-            for module, _ in imports(path):
-                if module.startswith("variable_batch_size.integrations."):
-                    continue  # optional, and so not a name of the package
-                if module.split(".")[0] in PACKAGES:
-                    assert module in (*PACKAGES, *parts), f"{path} imports {module}"
+    optional = "variable_batch_size.integrations."  # and so not names of the package
+    for path in [*ROOT.glob("tools/**/*.py"), *ROOT.glob("examples/**/*.py")]:
+        ours = {name for name, _ in imports(path) if name.split(".")[0] in PACKAGES}
+        hidden = ours - {*PACKAGES, *parts}
+        assert all(name.startswith(optional) for name in hidden), (path, hidden)
 
 
 def test_nothing_else_imports_adapters_and_they_alone_import_their_libraries():
@@ -236,34 +186,21 @@ def test_nothing_else_imports_adapters_and_they_alone_import_their_libraries():
             assert not names & {*libraries}, module
 
 
-def test_the_tests_are_not_a_package():
-    """`test` would shadow the standard library's."""
-    assert not list((ROOT / "test").glob("__init__.py"))
-
-
-def test_files_of_tests_have_different_names():
-    """pytest imports them by their bare names."""
+def test_the_tests_are_not_a_package_and_their_files_have_different_names():
+    """`test` would shadow the standard library's; pytest imports bare names."""
+    assert not (ROOT / "test" / "__init__.py").exists()
     count = Counter(path.name for path in TESTS)
     assert max(count.values()) == 1, count.most_common(3)
 
 
 def test_folders_of_tests_are_those_of_the_packages():
     """Or, elsewhere, few: CONTRIBUTING.md says which tests are where."""
-    for package in PACKAGES:
-        known = {path.parent for path in MODULES.values()}
-        inner = {path.parent.relative_to(ROOT / "test") for path in TESTS}
-        for name in inner:
-            if name.parts[:1] == (package,):
-                assert ROOT / name in known, f"test/{name} is not a folder of a package"
+    known = {path.parent for path in MODULES.values()}
+    for name in {path.parent.relative_to(ROOT / "test") for path in TESTS}:
+        if name.parts[:1] and name.parts[0] in PACKAGES:
+            assert ROOT / name in known, f"test/{name} is not a folder of a package"
     helpers = {path.parent for path in HELPERS} - {ROOT / "test" / "support"}
     assert {path.name for path in helpers} == set(PACKAGES)
-
-
-def test_folders_of_tests_are_small_enough_to_be_read():
-    count = Counter(path.parent.relative_to(ROOT).as_posix() for path in TESTS)
-    count += Counter(path.parent.relative_to(ROOT).as_posix() for path in HELPERS)
-    crowded = {name: n for name, n in count.items() if n > MODULES_PER_FOLDER}
-    assert not crowded
 
 
 def test_tests_import_helpers_that_exist_and_no_other_tests():
@@ -288,46 +225,28 @@ def test_every_public_name_explains_itself(package):
         assert getattr(module, name).__doc__, name
 
 
-def test_packages_import_without_any_runtime():
-    """As if torch_xla and torch_tpu were not installed, and each as if alone."""
-    code = (
-        "import importlib, sys\n"
-        "class Missing:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('torch_xla', 'torch_tpu'):\n"
-        "            raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, Missing())\n"
-        f"for package in {PACKAGES}:\n"
-        "    importlib.import_module(package)\n"
-        "    for name in list(sys.modules):\n"
-        f"        if name.startswith({tuple(PACKAGES)}):\n"
-        "            del sys.modules[name]\n"
-        "print(sorted(m for m in sys.modules if m.startswith(('torch_xla', 'jax'))))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "[]"
+IMPORT_EACH = f"""
+import importlib, sys, torch
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch_xla", "torch_tpu"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+before = set(sys.modules)
+for package in {PACKAGES}:
+    importlib.import_module(package)
+    new = {{name.split(".")[0] for name in set(sys.modules) - before}}
+    print(package, *sorted(new - sys.stdlib_module_names - set({PACKAGES})))
+    for name in [name for name in sys.modules if name.startswith({tuple(PACKAGES)})]:
+        del sys.modules[name]
+"""
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_an_import_brings_nothing_beside_torch(package):
+def test_each_package_imports_alone_without_a_runtime_and_brings_only_torch():
     """pandas alone takes half as long as torch; it comes when a table is read."""
-    code = (
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        f"import {package}\n"
-        "names = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        f"print(sorted(names - sys.stdlib_module_names - set({PACKAGES})))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
+    run = python("-c", IMPORT_EACH)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "[]"
+    assert run.stdout.split() == PACKAGES
 
 
 @pytest.mark.parametrize(
@@ -335,8 +254,6 @@ def test_an_import_brings_nothing_beside_torch(package):
     [name for name, path in MODULES.items() if ">>> " in path.read_text("utf-8")],
 )
 def test_docstring_examples(module):
-    import doctest
-
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0

@@ -8,35 +8,46 @@ import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from support.documents import ROOT, read
 from support.xla_replica.replicas import needs_xla
+
+from tools.size.count_lines import PACKAGES
 
 README = read("README.md")
 
 
 @pytest.fixture(scope="module")
-def extras() -> dict[str, dict[str, Requirement]]:
-    """Requirements by extra, "" without one, and by the name of what is required."""
-    given = {}
-    before = sys.modules.get("setuptools")
+def given() -> dict[str, Any]:
+    """What setup.py gives setuptools."""
+    given: dict[str, Any] = {}
     # A stand-in: setuptools need not be installed, and nothing is to be set up.
-    sys.modules["setuptools"] = SimpleNamespace(setup=given.update)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in = SimpleNamespace(setup=given.update)
+        patch.setitem(sys.modules, "setuptools", stand_in)
         runpy.run_path(str(ROOT / "setup.py"))
-    finally:
-        sys.modules.pop("setuptools")
-        if before is not None:
-            sys.modules["setuptools"] = before
+    return given
+
+
+@pytest.fixture(scope="module")
+def extras(given) -> dict[str, dict[str, Requirement]]:
+    """Requirements by extra, "" without one, and by the name of what is required."""
+    groups = {"": given["install_requires"], **given["extras_require"]}
     return {
         extra: {r.name: r for r in map(Requirement, requirements)}
-        for extra, requirements in (
-            ("", given["install_requires"]), *given["extras_require"].items()
-        )
-    }  # fmt: skip
+        for extra, requirements in groups.items()
+    }
+
+
+def test_every_package_is_packaged(given):
+    roots = [path.parent for path in ROOT.glob("*/py.typed")]
+    assert {path.name for path in roots} == {*PACKAGES}
+    inner = {path.parent for root in roots for path in root.rglob("*.py")}
+    names = [".".join(path.relative_to(ROOT).parts) for path in inner]
+    assert given["packages"] == sorted(names)
 
 
 def test_the_oldest_and_the_newest_torch_are_tested(extras):
@@ -92,16 +103,14 @@ def test_every_requirement_holds_on_every_python(extras):
 def test_only_a_tpus_extra_brings_libtpu(extras):
     assert extras["xla-tpu"]["torch_xla"].extras == {"tpu"}
     assert not extras["xla-cpu"]["torch_xla"].extras
-    versions = {str(extras[extra]["torch_xla"].specifier) for extra in ("xla-cpu",
-                "xla-tpu")}  # fmt: skip
-    assert versions == {"==2.9.0"}
+    for extra in ("xla-cpu", "xla-tpu"):
+        assert str(extras[extra]["torch_xla"].specifier) == "==2.9.0"
 
 
 def test_torch_xla_and_torch_tpu_cannot_be_in_one_environment(extras):
     of_xla, of_tpu = extras["xla-tpu"]["torch"], extras["torchtpu"]["torch"]
-    both: SpecifierSet = of_xla.specifier & of_tpu.specifier
-    assert not list(both.filter(f"2.{minor}.{patch}" for minor in range(30)
-                                for patch in range(3)))  # fmt: skip
+    versions = [f"2.{minor}.{patch}" for minor in range(30) for patch in range(3)]
+    assert not [*(of_xla.specifier & of_tpu.specifier).filter(versions)]
 
 
 @needs_xla

@@ -64,6 +64,5 @@ def test_nothing_names_what_was_withdrawn(package):
 
 def test_the_changelog_says_what_to_write_instead():
     parts = read("CHANGELOG.md").split("\n### `")[1:]
-    assert {part.split("`")[0] for part in parts if "#### Withdrawn" in part} == {
-        *WITHDRAWN
-    }
+    told = {part.split("`")[0] for part in parts if "#### Withdrawn" in part}
+    assert told == {*WITHDRAWN}

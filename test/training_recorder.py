@@ -41,19 +41,13 @@ class Recorder:
         num_steps: int | None,
     ) -> None:
         self.log = vbs.RunLog(
-            Path(args.logdir, "run.jsonl"),
-            optimizer,
-            log_steps=args.log_steps,
-            settings=vars(args),
-            shows=self._show,
-        )
+            Path(args.logdir, "run.jsonl"), optimizer, log_steps=args.log_steps,
+            settings=vars(args), shows=self._show,
+        )  # fmt: skip
         self._logdir = args.logdir
         self._writer: SummaryWriter | None = None
-        self._bar = tqdm(
-            total=num_steps,
-            unit="step",
-            disable=not (replica.is_primary and args.progress),
-        )
+        is_shown = replica.is_primary and args.progress
+        self._bar = tqdm(total=num_steps, unit="step", disable=not is_shown)
         self._is_primary = replica.is_primary
         if replica.is_primary:
             self._bar.write(f"{args.dataset}, on {replica}", sys.stderr)

@@ -36,28 +36,17 @@ def gradients(num_steps: int, num_minibatches: int) -> list[list[torch.Tensor]]:
 
 
 def two_groups() -> list[dict[str, list[nn.Parameter]]]:
-    shapes = (2, 3)
-    return [
-        {"params": [nn.Parameter(torch.zeros(n, dtype=torch.float64))]} for n in shapes
-    ]
-
-
-def fairscale_cases() -> list[dict]:
-    """Returns the inputs, gains and gradients that fairscale's own tests expect."""
-    package("fairscale")
-    from fairscale.fair_dev.testing.golden_testing_data import adascale_test_data
-
-    return adascale_test_data
+    return [{"params": [nn.Parameter(torch.zeros(n).double())]} for n in (2, 3)]
 
 
 def test_gains_and_gradients_that_fairscale_expects():
     """Two minibatches of one sample through a layer, whose outputs' sum is the loss."""
-    for case in fairscale_cases():
+    expected = package("fairscale.fair_dev.testing.golden_testing_data")
+    for case in expected.adascale_test_data:
         layer = nn.Linear(2, 2)
         # fairscale keeps 1 - S / 1000 after a step of S = 2 minibatches.
-        parameters, optimizer = make(
-            (2,), list(layer.parameters()), time_constant=time_constant(0.998**0.5)
-        )
+        options = {"time_constant": time_constant(0.998**0.5)}
+        parameters, optimizer = make((2,), list(layer.parameters()), **options)
         seen = []
 
         def look(inner, args, kwargs, seen=seen, parameters=parameters):
@@ -79,12 +68,9 @@ def test_gains_of_every_group_are_those_of_fairscale():
     num_minibatches, share = 3, 0.97
     theirs_groups, ours_groups = two_groups(), two_groups()
     theirs = adascale(
-        SGD(theirs_groups, 0.01),
-        num_gradients_to_accumulate=num_minibatches,
-        smoothing=share**num_minibatches,
-        debias_ewma=True,
-        is_scaled_loss=True,
-    )
+        SGD(theirs_groups, 0.01), num_gradients_to_accumulate=num_minibatches,
+        smoothing=share**num_minibatches, debias_ewma=True, is_scaled_loss=True,
+    )  # fmt: skip
     _, ours = make((num_minibatches,), ours_groups, time_constant=time_constant(share))
     ours.set_epoch(0)
     for rows in gradients(8, num_minibatches):
@@ -129,11 +115,9 @@ def adaptdl_scale(parameter: nn.Parameter):
 def test_noise_is_what_adaptdl_measures(num_minibatches):
     weight = nn.Parameter(torch.zeros(5, dtype=torch.float64))
     scale, replica = adaptdl_scale(weight)
-    [ours], optimizer = make(
-        (num_minibatches,),
-        [nn.Parameter(weight.detach().clone())],
-        time_constant=time_constant(0.999),
-    )
+    own = [nn.Parameter(weight.detach().clone())]
+    options = {"time_constant": time_constant(0.999)}
+    [ours], optimizer = make((num_minibatches,), own, **options)
     optimizer.set_epoch(0)
     for rows in gradients(12, num_minibatches):
         for number, row in enumerate(rows, 1):
@@ -158,7 +142,6 @@ def test_gains_that_adaptdl_expects():
     state = optimizer.noise.state_dict()
     state["averages"] = torch.tensor([[3.0], [1.0], [1.0]])
     optimizer.noise.load_state_dict(state)
-    scale._optimizer.state["gns"].update(
-        var_avg=np.array([3.0]), sqr_avg=np.array([1.0])
-    )
+    averages = {"var_avg": np.array([3.0]), "sqr_avg": np.array([1.0])}
+    scale._optimizer.state["gns"].update(averages)
     assert optimizer.noise.gain(3.0) == scale.gain(3.0) == 2

@@ -6,7 +6,8 @@ import copy
 import importlib
 import importlib.util
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from types import SimpleNamespace as Names
 from typing import Any
 
 import pytest
@@ -43,10 +44,8 @@ def understood_by_jobset(given: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_jobset_has_only_fields_of_its_schema():
     given = example("jobset.yaml")
-    assert (given["apiVersion"], given["kind"]) == (
-        "jobset.x-k8s.io/v1alpha2",
-        "JobSet",
-    )
+    assert given["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert given["kind"] == "JobSet"
     assert lost(given, understood_by_jobset(given)) == []
     # All hosts of the slice, whose topology is that of the selector.
     job = given["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -87,23 +86,13 @@ def schemas(monkeypatch) -> ModuleType:
     spec = importlib.util.find_spec("sky")
     if spec is None:
         package("sky")  # skips, or fails where it must be there
-    sky = SimpleNamespace(
-        __version__="0.0.0",
-        __commit__="",
-        __path__=list(spec.submodule_search_locations),
-        __spec__=spec,
-    )
+    path = list(spec.submodule_search_locations)
+    storage = Names(StoreType=[], StorageMode=[], FileMountType=[])
     stand_ins = {
-        "sky": sky,
-        "sky.skylet.autostop_lib": SimpleNamespace(
-            AutostopWaitFor=SimpleNamespace(supported_modes=list)
-        ),
-        "sky.server": SimpleNamespace(
-            daemons=SimpleNamespace(INTERNAL_REQUEST_DAEMONS=[])
-        ),
-        "sky.data": SimpleNamespace(
-            storage=SimpleNamespace(StoreType=[], StorageMode=[], FileMountType=[])
-        ),
+        "sky": Names(__version__="0.0.0", __commit__="", __path__=path, __spec__=spec),
+        "sky.skylet.autostop_lib": Names(AutostopWaitFor=Names(supported_modes=list)),
+        "sky.server": Names(daemons=Names(INTERNAL_REQUEST_DAEMONS=[])),
+        "sky.data": Names(storage=storage),
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, stand_in)
@@ -117,17 +106,14 @@ def schemas(monkeypatch) -> ModuleType:
 def errors_in(task: dict[str, Any], schemas: ModuleType) -> list[str]:
     """What SkyPilot would refuse, part by part as it checks a task."""
     validator = package("jsonschema").Draft202012Validator
+    mounts, of_mounts = task["file_mounts"].values(), schemas.get_storage_schema()
     parts = [
         (task, schemas.get_task_schema()),
         (task["resources"], schemas.get_resources_schema()),
-        *(
-            (mount, schemas.get_storage_schema())
-            for mount in task["file_mounts"].values()
-        ),
+        *((mount, of_mounts) for mount in mounts),
     ]
-    return [
-        e.message for part, schema in parts for e in validator(schema).iter_errors(part)
-    ]
+    found = [validator(schema).iter_errors(part) for part, schema in parts]
+    return [error.message for errors in found for error in errors]
 
 
 def test_the_task_for_skypilot_has_only_fields_of_its_schema(schemas):

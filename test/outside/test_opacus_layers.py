@@ -37,13 +37,7 @@ def our_gradients(request, monkeypatch):
     """Answers where Opacus's tests ask Opacus for the gradient of each sample."""
     fallback = request.cls.fallback
 
-    def gradients(
-        x: Any,
-        module: nn.Module,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        **others: Any,
-    ) -> dict[str, torch.Tensor]:
+    def gradients(x, module, batch_first=True, loss_reduction="mean", **others):
         torch.manual_seed(0)
         model = theirs.clone_module(module)
         inputs = x if type(x) is tuple else (x,)
@@ -54,12 +48,9 @@ def our_gradients(request, monkeypatch):
 
 
 def per_sample(
-    model: nn.Module,
-    inputs: tuple[Any, ...],
-    batch_first: bool,
-    loss_reduction: str,
+    model: nn.Module, inputs: tuple[Any, ...], batch_first: bool, loss_reduction: str,
     fallback: str,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Returns our gradients of the losses that Opacus's tests differentiate."""
     batch_dim = 0 if batch_first else 1
     with psg.capture(model, batch_dim=batch_dim, fallback=fallback) as recorded:
@@ -80,11 +71,8 @@ def adapted(tests: type) -> dict[str, type]:
     name = tests.__name__
     if name not in NEED_FALLBACK:
         return {name: type(name, (tests,), {"fallback": "error"})}
-    refused = {
-        test: _refused(getattr(tests, test))
-        for test in dir(tests)
-        if test.startswith("test")
-    }
+    own = [test for test in dir(tests) if test.startswith("test")]
+    refused = {test: _refused(getattr(tests, test)) for test in own}
     without = f"{name}_without_fallback"
     return {
         name: type(name, (tests,), {"fallback": "loop"}),
@@ -106,15 +94,10 @@ def collect() -> dict[str, type]:
     """Returns all of Opacus's tests of layers, adapted, by name."""
     # Their data are drawn by hypothesis: fewer examples, and always the same.
     settings.register_profile(
-        "outside",
-        max_examples=20,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
+        "outside", max_examples=20, deadline=None, derandomize=True, database=None,
+        phases=[Phase.generate], report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.differing_executors],
-    )
+    )  # fmt: skip
     before = settings.get_current_profile_name()
     settings.load_profile("outside")
     try:

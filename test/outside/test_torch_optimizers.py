@@ -11,7 +11,6 @@ from support.outside import package
 from torch import nn
 
 import variable_batch_size as vbs
-from xla_replica import LocalReplica
 
 pytestmark = pytest.mark.outside
 package("expecttest")  # which torch's tests import
@@ -75,21 +74,17 @@ def backward(parameters: list[nn.Parameter], minibatch: list[int]) -> None:
 
 def sampler() -> vbs.CustomSampler:
     """Returns the minibatches of the trace, one epoch."""
+    samples = range(sum(TRACE))
     return vbs.CustomSampler(
-        range(sum(TRACE)), TRACE, num_replicas=1, rank=0, verbose=False,
-        minibatch_size=MINIBATCH_SIZE,
-    )  # fmt: skip
+        samples, TRACE, minibatch_size=MINIBATCH_SIZE, verbose=False
+    )
 
 
 def wrapped(name: str, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Returns the weights after an epoch of the trace, through the wrapper."""
     parameters, inner = make(name, kwargs)
-    batches = sampler()
-    optimizer = vbs.ElasticOptimizer(
-        inner, batches, "constant", replica=LocalReplica("cpu")
-    )
-    optimizer.set_epoch(0)
-    updates = 0
+    batches, updates = sampler(), 0
+    optimizer = vbs.ElasticOptimizer(inner, batches, "constant")
     for minibatch in batches:
         backward(parameters, minibatch)
         updates += optimizer.step()

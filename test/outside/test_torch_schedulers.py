@@ -13,7 +13,6 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
 import variable_batch_size as vbs
-from xla_replica import LocalReplica
 
 pytestmark = pytest.mark.outside
 
@@ -86,21 +85,16 @@ def wrapped(
 ) -> tuple[torch.Tensor, list[float]]:
     """Returns the same of a wrapped optimizer under the constant rule."""
     weight, inner_optimizer = make(inner)
-    sampler = vbs.CustomSampler(
-        range(NUM_UPDATES), 1, num_replicas=1, rank=0, minibatch_size=1, verbose=False
-    )
-    optimizer = vbs.ElasticOptimizer(
-        inner_optimizer, sampler, "constant", replica=LocalReplica("cpu")
-    )
+    samples = range(NUM_UPDATES)
+    sampler = vbs.CustomSampler(samples, 1, minibatch_size=1, verbose=False)
+    optimizer = vbs.ElasticOptimizer(inner_optimizer, sampler, "constant")
     scheduler = SCHEDULERS[name](optimizer if place == "wrapper" else inner_optimizer)
     lrs: list[float] = []
     optimizer.attach(lambda update: lrs.append(update.lr[0]))
-    if not by_hand:
-        if name == "ReduceLROnPlateau":
-            optimizer.attach(lambda update: tick(scheduler, update.step))
-        else:
-            optimizer.attach(scheduler)
-    optimizer.set_epoch(0)
+    if name == "ReduceLROnPlateau" and not by_hand:
+        optimizer.attach(lambda update: tick(scheduler, update.step))
+    elif not by_hand:
+        optimizer.attach(scheduler)
     for index, _ in enumerate(sampler):
         backward(weight, index)
         assert optimizer.step() == 1
@@ -122,9 +116,7 @@ def test_a_scheduler_does_what_it_does_in_torch(name, inner, place, by_hand):
 
 
 def test_every_scheduler_of_torch_is_checked():
-    known = {
-        name
-        for name, each in inspect.getmembers(lr_scheduler, inspect.isclass)
-        if issubclass(each, LRScheduler) and not name.endswith("LRScheduler")
-    }
+    found = inspect.getmembers(lr_scheduler, inspect.isclass)
+    known = {name for name, each in found if issubclass(each, LRScheduler)}
+    known = {name for name in known if not name.endswith("LRScheduler")}
     assert known | {"SWALR"} == set(SCHEDULERS)

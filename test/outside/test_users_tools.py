@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import per_sample_grad as psg
 import variable_batch_size as vbs
-import xla_replica
 from tools.outside import models
 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
@@ -40,16 +37,16 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
-def elastic(model: nn.Module, optimizer: torch.optim.Optimizer, dataset):
-    """Returns the sampler of an epoch in the order of the dataset, and a wrapper."""
-    sampler = vbs.CustomSampler(
-        dataset, TRACE, minibatch_size=MINIBATCH_SIZE, num_replicas=1, rank=0,
-        order=range(NUM_SAMPLES),
-    )  # fmt: skip
-    wrapper = vbs.LinearRuleOptimizer(
-        optimizer, sampler, REFERENCE, replica=xla_replica.LocalReplica("cpu")
+def sampler_of(dataset, order) -> vbs.CustomSampler:
+    return vbs.CustomSampler(
+        dataset, TRACE, minibatch_size=MINIBATCH_SIZE, order=order, verbose=False
     )
-    return sampler, wrapper
+
+
+def elastic(optimizer: torch.optim.Optimizer, dataset):
+    """Returns the sampler of an epoch in the order of the dataset, and a wrapper."""
+    sampler = sampler_of(dataset, range(NUM_SAMPLES))
+    return sampler, vbs.LinearRuleOptimizer(optimizer, sampler, REFERENCE)
 
 
 def plain_loop(model, optimizer, loss_of, dataset) -> list[torch.Tensor]:
@@ -85,7 +82,7 @@ def test_a_loop_with_accelerate(prepared):
     weights = plain_loop(expected, sgd, mean_square, dataset)
     accelerator, model = accelerate.Accelerator(cpu=True), mlp()
     inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    sampler, optimizer = elastic(model, inner, dataset)
+    sampler, optimizer = elastic(inner, dataset)
     loader = DataLoader(dataset, batch_sampler=sampler)
     trained = accelerator.prepare(model) if prepared == "model" else model
     if prepared == "optimizer":
@@ -103,7 +100,7 @@ def test_accelerates_own_accumulation_is_refused():
     accelerate, dataset, model = package("accelerate"), data(), mlp()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    sampler, optimizer = elastic(model, torch.optim.SGD(model.parameters(), 1), dataset)
+    sampler, optimizer = elastic(torch.optim.SGD(model.parameters(), 1), dataset)
     x, y = next(iter(DataLoader(dataset, batch_sampler=sampler)))
     accelerator.backward(mean_square(model, x, y))
     with pytest.raises(ValueError, match=r"\(gradient_accumulation_steps=2\) divides"):
@@ -124,7 +121,7 @@ def test_a_schedule_free_optimizer():
     plain_loop(expected, optimizer, mean_square, dataset)
     optimizer.eval()
     model = mlp()
-    sampler, wrapper = elastic(model, optimizer_of(model), dataset)
+    sampler, wrapper = elastic(optimizer_of(model), dataset)
     for x, y in DataLoader(dataset, batch_sampler=sampler):
         mean_square(model, x, y).backward()
         wrapper.step()
@@ -199,7 +196,7 @@ def test_an_adapter_trains_under_a_trace():
     weights = plain_loop(expected, adam, loss_of, dataset)
     model = adapted("lora")
     inner = [p for p in model.parameters() if p.requires_grad]
-    sampler, optimizer = elastic(model, torch.optim.AdamW(inner, 0.01), dataset)
+    sampler, optimizer = elastic(torch.optim.AdamW(inner, 0.01), dataset)
     for [ids] in DataLoader(dataset, batch_sampler=sampler):
         loss_of(model, ids).backward()
         optimizer.step()
@@ -214,17 +211,14 @@ def test_a_sharded_stream_of_datasets_is_read_whole_by_every_worker(num_workers)
     rows = package("datasets").Dataset.from_dict({"x": [*range(NUM_SAMPLES)]})
     stream = rows.to_iterable_dataset(num_shards=4)
     dataset = vbs.BlockDataset.from_stream(stream.skip, NUM_SAMPLES, block_size=8)
-    sampler = vbs.CustomSampler(
-        dataset, TRACE, minibatch_size=MINIBATCH_SIZE, num_replicas=1, rank=0,
-        order=dataset.shuffled(window=3),
-    )  # fmt: skip
+    sampler = sampler_of(dataset, dataset.shuffled(window=3))
     order = sampler.order_of(sampler.plan)(torch.arange(NUM_SAMPLES).numpy()).tolist()
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
     assert [x for batch in loader for x in batch["x"].tolist()] == order
 
 
 CELLS = (
-    "import torch, xla_replica",
+    "import xla_replica",
     """def train(rank, scale):
     replica = xla_replica.current()
     total = replica.scalar(scale * (rank + 1))
@@ -236,7 +230,7 @@ CELLS = (
 
 def test_a_notebook_launches_a_function_of_a_cell(monkeypatch):
     nbformat, nbclient = package("nbformat"), package("nbclient")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()

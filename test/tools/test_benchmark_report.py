@@ -31,9 +31,8 @@ def test_a_row_has_the_median_and_the_quartiles():
 
 def test_what_is_missed_and_what_failed_is_on_the_first_lines():
     record = {"date": "2026-01-01", "command": "bench.py", "versions": versions()}
-    text = page(
-        {"a": "Steps", "c": ""}, {"a": record | {"rows": [FAST, SLOW]}}, {"b": "why"}
-    )
+    records = {"a": record | {"rows": [FAST, SLOW]}}
+    text = page({"a": "Steps", "c": ""}, records, {"b": "why"})
     first, _, rest = text.partition("`make bench`")
     assert "1 of 2 goals are met.\n\n- **missed**: slow" in first
     assert "**b failed**: why." in first
@@ -53,11 +52,7 @@ def test_numbers_have_three_digits(number, text):
 def test_a_benchmark_without_a_record_has_failed(monkeypatch, tmp_path):
     for name in ("FOLDER", "LOGS"):
         monkeypatch.setattr(report, name, tmp_path)
-    runs = {
-        "absent": report.Run("", "none", "", ""),
-        "bench_step": report.RUNS["bench_step"],
-    }
-    monkeypatch.setattr(report, "RUNS", runs)
+    monkeypatch.setitem(report.RUNS, "absent", report.Run("", "none", "", ""))
     assert "make bench" in report.run("absent", "")
     monkeypatch.setattr(report, "python_of", lambda environment: "/bin/false")
     assert "exit status 1" in report.run("bench_step", "")

@@ -77,26 +77,18 @@ def test_a_way_costs_no_more_than_it_did(name, monkeypatch):
 
 def test_what_others_have_left_to_be_collected_is_not_counted():
     """A suspended generator runs once more when it is collected."""
-    sampler = vbs.CustomSampler(
-        range(8), [2, 2], minibatch_size=1, num_replicas=1, rank=0, verbose=False
-    )
-    batches = iter(sampler)
+    sampler = vbs.CustomSampler(range(8), [2, 2], minibatch_size=1, verbose=False)
+    cycle: list[object] = [batches := iter(sampler)]
     next(batches)
-    cycle: list[object] = [batches]
     cycle.append(cycle)
     del batches, cycle
     assert passed_by(lambda: [[] for _ in range(100_000)]).calls == 0
 
 
-def test_a_path_that_does_not_exist(tmp_path):
+def test_a_table_of_folders(tmp_path):
+    status, output = run_script(SCRIPT, "rigl_xla", cwd=tmp_path)
+    code = f"{size_of(ROOT / 'rigl_xla').code:,}"
+    assert (status, output.splitlines()[1].split()[:2]) == (0, ["rigl_xla", code])
     status, output = run_script(SCRIPT, "nothing", cwd=tmp_path)
     assert status == 1
     assert "nothing does not exist: name a folder" in output
-
-
-def test_a_table_of_folders(tmp_path):
-    status, output = run_script(SCRIPT, "rigl_xla", cwd=tmp_path)
-    assert status == 0
-    assert output.splitlines()[1].split()[:2] == [
-        "rigl_xla", f"{size_of(ROOT / 'rigl_xla').code:,}",
-    ]  # fmt: skip

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.documents import ROOT
 from support.scripts import run_script
 from support.xla_replica.replicas import of_torch_alone
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG"
 
 
@@ -36,9 +36,8 @@ def test_herding_hardly_grows_but_for_random_orders(tmp_path):
     saved = run("herding_study.py", tmp_path, "--quick", "--seeds", "0", "1")
     slopes = saved["slope"]
     assert 0.4 < slopes["rr"] < 0.6
-    assert slopes["mean"] < 0.15
-    assert slopes["pair"] < 0.15
     for balance_type in ("mean", "pair"):  # halved by every epoch, to begin with
+        assert slopes[balance_type] < 0.15
         first, second, *_, last = saved["herding_by_epoch_of_largest"][balance_type]
         assert second < 0.75 * first
         assert last < first / 4
@@ -48,8 +47,7 @@ def test_herding_hardly_grows_but_for_random_orders(tmp_path):
 def test_balanced_orders_settle_five_times_closer_to_the_minimum(tmp_path):
     saved = run("convex_study.py", tmp_path, "--quick")
     (problem,) = saved["problems"].values()
-    assert problem["rr_over"]["mean"] > 5
-    assert problem["rr_over"]["pair"] > 5
+    assert min(problem["rr_over"].values()) > 5
     assert all(distance > 0 for distance in problem["distance"].values())
 
 
@@ -87,12 +85,8 @@ def test_gradients_and_minimum_of_the_problems(monkeypatch):
         mean = problem.gradients(weights, everything).mean(0)
         torch.testing.assert_close(mean, torch.func.grad(problem.value)(weights))
         weights = problem.initial().requires_grad_()
-        optimizer = torch.optim.LBFGS(
-            [weights],
-            max_iter=500,
-            tolerance_change=1e-15,
-            line_search_fn="strong_wolfe",
-        )
+        options = {"tolerance_change": 1e-15, "line_search_fn": "strong_wolfe"}
+        optimizer = torch.optim.LBFGS([weights], max_iter=500, **options)
 
         def closure(problem=problem, weights=weights, optimizer=optimizer):
             optimizer.zero_grad()

@@ -28,12 +28,9 @@ def test_every_parameter_has_a_gradient_of_each_sample(tied):
     windows = torch.randint(256, (4, 13), dtype=torch.uint8)
     batch = windows[:, :-1], windows[:, 1:]
     assert ordered_training.check_gradients(model, *batch) < 1e-4
-    alone = [
-        ordered_training.sample_losses(model, *(each[[i]] for each in batch))
-        for i in range(4)
-    ]
-    together = ordered_training.sample_losses(model, *batch)
-    torch.testing.assert_close(torch.cat(alone), together)
+    losses_of = ordered_training.sample_losses
+    alone = [losses_of(model, *(each[[i]] for each in batch)) for i in range(4)]
+    torch.testing.assert_close(torch.cat(alone), losses_of(model, *batch))
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])

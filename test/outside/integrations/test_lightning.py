@@ -246,9 +246,8 @@ def test_the_trace_ends_the_training_and_gradients_are_clipped_once_a_step():
 
 class Mixed(Small):
     def training_step(self, batch, batch_idx):
-        outputs = torch.nn.functional.linear(
-            batch.float()[:, None], self.weight[None, None]
-        )
+        rows, weight = batch.float()[:, None], self.weight[None, None]
+        outputs = torch.nn.functional.linear(rows, weight)
         assert outputs.dtype == torch.bfloat16
         return outputs.float().mean()
 
@@ -262,11 +261,9 @@ def test_mixed_precision_in_bfloat16_and_hooks_of_minibatches():
 
 
 def test_asked_to_stop_it_saves_by_lightnings_own_callback(tmp_path):
-    kinds = lightning.callbacks
+    kinds, end = lightning.callbacks, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     saves = kinds.ModelCheckpoint(tmp_path, "{step}", save_on_exception=True)
-    stops = kinds.LambdaCallback(
-        on_train_batch_end=lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-    )
+    stops = kinds.LambdaCallback(on_train_batch_end=end)
     with pytest.raises(lightning.utilities.exceptions.SIGTERMException):
         small_fit(Small(), callbacks=[stops, saves], enable_checkpointing=True)
     small_fit(module := Small(), ckpt=tmp_path / "step=1.ckpt")
@@ -316,11 +313,9 @@ def on_two(rank: int, folder: Path) -> dict[str, Any]:
     found = {"mean": module.seen}
     found["stopped"] = small_fit(Small(), callbacks=[Stops()]).global_step
     found["said"] = ""
-    for module, trace in (
-        (Small(on_step=True), (8, 12)),
-        (Small(on_step=False, on_epoch=True), (4, 4)),
-        (Sharded(), (8, 12)),
-    ):
+    logs = {"on_step": False, "on_epoch": True}
+    pairs = (Small(on_step=True), (8, 12)), (Small(**logs), (4, 4))
+    for module, trace in *pairs, (Sharded(), (8, 12)):
         try:  # one that has no minibatch in the epoch does not fail
             small_fit(module, trace)
         except ValueError as error:
@@ -364,9 +359,8 @@ def change(trainer, *_: Any) -> None:
 
 CHANGES = lightning.callbacks.LambdaCallback(on_train_batch_end=change)
 ACCUMULATES = lightning.callbacks.GradientAccumulationScheduler({0: 2})
-SCALED = lightning.plugins.MixedPrecision(
-    "16-mixed", "cpu", torch.amp.GradScaler("cpu")
-)
+SCALER = torch.amp.GradScaler("cpu")
+SCALED = lightning.plugins.MixedPrecision("16-mixed", "cpu", SCALER)
 
 
 @pytest.mark.parametrize(

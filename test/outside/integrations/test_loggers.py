@@ -50,8 +50,6 @@ def test_mlflow_takes_them_by_log_metrics(tmp_path, monkeypatch):
     with mlflow.start_run() as run:
         train(mlflow.log_metrics)
     client, run_id = mlflow.MlflowClient(), run.info.run_id
-    found = {}
-    for name in client.get_run(run_id).data.metrics:
-        history = client.get_metric_history(run_id, name)
-        found[name] = [(metric.step, metric.value) for metric in history]
-    check(found)
+    names = client.get_run(run_id).data.metrics
+    histories = {name: client.get_metric_history(run_id, name) for name in names}
+    check({name: [(m.step, m.value) for m in each] for name, each in histories.items()})

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from support.rigl_xla.sparse import pruned, sgd
+from support.rigl_xla.sparse import pruned
 from torch import nn
 
 from rigl_xla import weights_of
@@ -84,11 +84,8 @@ def test_exclusion_by_name_type_or_function(exclude, gone):
     assert found == [name for name in KINDS if name not in gone]
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-        self.last = nn.Linear(4, 4)
+class Block(nn.Sequential):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -96,7 +93,9 @@ class Block(nn.Module):
     [([Block], "2"), (["1", "0.mlp"], "0.last 2"), (["*.mlp", "2"], "0.last 1.last")],
 )
 def test_to_exclude_a_module_is_to_exclude_all_inside_it(exclude, left):
-    model = nn.Sequential(Block(), Block(), nn.Linear(4, 4))
+    mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    block = Block(OrderedDict(mlp=mlp, last=nn.Linear(4, 4)))
+    model = nn.Sequential(block, copy.deepcopy(block), nn.Linear(4, 4))
     found = names(weights_of(model, exclude=exclude))
     assert found == [f"{name}.weight" for name in left.split()]
 
@@ -127,13 +126,13 @@ def test_a_module_with_a_bias_is_included(include):
             weights_of(model, include=alone)
 
 
-class Conv1D(nn.Module):
+class Conv1D(nn.ParameterDict):
     """A linear layer with a transposed weight, as transformers' GPT-2 has it."""
 
     def __init__(self, outputs, inputs):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(inputs, outputs))
-        self.bias = nn.Parameter(torch.zeros(outputs))
+        super().__init__(
+            {"weight": torch.randn(inputs, outputs), "bias": torch.zeros(outputs)}
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -144,7 +143,7 @@ def test_a_report_says_what_is_left_out_and_counts_it():
         nn.Linear(20, 20, bias=False), copy.deepcopy(linear).requires_grad_(False),
         nn.Linear(20, 100), nn.LayerNorm(100), nn.utils.weight_norm(nn.Linear(100, 10)),
     )  # fmt: skip
-    pruner = pruned(model, sgd(model), dense_allocation=0.1, exclude="4")
+    pruner = pruned(model, dense_allocation=0.1, exclude="4")
     report = pruner.report()
     total = sum(parameter.numel() for parameter in model.parameters())
     assert (report.sparsity, report.num_parameters) == (0.9, total)
@@ -170,8 +169,7 @@ def test_a_report_says_what_is_left_out_and_counts_it():
         [line] = [line for line in lines if computed in line]
         assert line.endswith(f"8.weight_g and 1 more ({computed})")
     pruner.close()
-    pruner = pruned(model, sgd(model), include=Conv1D, dense_first=False)
-    assert "1.weight" in pruner.masks
+    assert "1.weight" in pruned(model, include=Conv1D, dense_first=False).masks
 
 
 @pytest.mark.parametrize(
@@ -181,10 +179,8 @@ def test_a_report_says_what_is_left_out_and_counts_it():
         ({"include": ["norms.1"]}, ValueError, "two or more dimensions"),
         ({"include": ["frozen"]}, ValueError, "requires_grad=False"),
         ({"exclude": [3]}, TypeError, "a pattern of names"),
-        ({"exclude": [nn.Linear(2, 2)]}, TypeError, "a pattern of names"),
         ({"exclude": nn.Sequential()}, TypeError, "a pattern of names"),
         ({"exclude": [nn.Conv3d]}, ValueError, "Conv3d'>, but the model has no such"),
-        ({"include": nn.EmbeddingBag}, ValueError, "the model has no such"),
     ],
 )
 def test_errors_say_what_is_allowed(selectors, error, says):
@@ -196,7 +192,6 @@ def test_names_are_without_wrappers():
     model = nn.Sequential(nn.Linear(4, 4))
     assert names(weights_of(nn.DataParallel(model))) == ["0.weight"]
     compiled = torch.compile(model, backend="eager")
-    assert names(weights_of(compiled)) == ["0.weight"]
     assert names(weights_of(nn.DataParallel(compiled))) == ["0.weight"]
     part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     part[1] = torch.compile(part[1], backend="eager")

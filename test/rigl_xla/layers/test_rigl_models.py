@@ -21,12 +21,10 @@ def test_a_compiled_model_trains_alike():
     for compiled in (False, True):
         model = sparse.convnet()
         called = torch.compile(model, backend="aot_eager") if compiled else model
-        optimizer = sparse.sgd(model)
-        pruner = sparse.pruned(called, optimizer)
-        sparse.train(called, optimizer, pruner, range(7))
-        results.append((pruner.masks, model.state_dict()))
-    assert sparse.equal(results[0][0], results[1][0])
-    assert sparse.equal(results[0][1], results[1][1])
+        pruner = sparse.pruned(called)
+        sparse.train(called, pruner.optimizer, pruner, range(7))
+        results.append(pruner.masks | model.state_dict(prefix="model."))
+    assert sparse.equal(*results)
 
 
 @pytest.mark.parametrize("method", ["rigl", "set", "gmp"])
@@ -44,12 +42,10 @@ def test_a_layer_that_is_frozen_later_keeps_its_connections(method):
 
 
 def test_shared_weights_have_one_mask():
-    model = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 72), nn.Linear(72, 72)
-    )
+    linears = nn.Linear(72, 72), nn.Linear(72, 72)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), *linears)
     model[3].weight = model[2].weight
-    optimizer = sparse.sgd(model)
-    pruner = sparse.pruned(model, optimizer, delta=1)
+    pruner = sparse.pruned(model, delta=1)
     assert list(pruner.masks) == ["2.weight"]
     model(torch.randn(2, 1, 8, 8)).square().sum().backward()
     assert not pruner()
@@ -87,16 +83,13 @@ def test_a_closed_pruner_does_nothing_until_it_loads_a_state(options):
     assert sparse.equal(masks, pruner.masks)
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
     assert pruner()
-    pruner = sparse.pruned(model, sparse.sgd(model), **options)
+    pruner = sparse.pruned(model, **options)
     pruner.close()
     pruner.load_state_dict(state)
-    optimizer = pruner.optimizer
-    found = []
-    for step in range(3):
-        optimizer.zero_grad()
+    for step, steps in enumerate((True, False, True)):
+        model.zero_grad()
         sparse.backward(model, step)
-        found.append(pruner())
-    assert found == [True, False, True]
+        assert pruner() == steps
 
 
 def unpickled(parts):
@@ -141,7 +134,7 @@ def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
         sparse.backward(other, 0)
         for name, mask in pruner.masks.items():
             assert other.get_parameter(name).grad[~mask].any(), name
-        sparse.pruned(other, sparse.sgd(other)).close()
+        sparse.pruned(other).close()
     for layer in pruner._layers:
         assert (layer.pending, layer.weight.parameter.grad) == (None, None)
         assert not layer.hooked
@@ -164,9 +157,8 @@ def test_an_average_over_topologies_is_not_sparse():
 
 @pytest.mark.parametrize("skip_step", [True, False])
 def test_a_model_whose_pruner_went_out_of_scope_can_be_pruned_again(skip_step):
-    model = sparse.convnet()
-    optimizer = sparse.sgd(model)
-    sparse.pruned(model, optimizer, skip_step=skip_step)  # nobody keeps it
+    model, optimizer, _ = sparse.sparse_convnet(skip_step=skip_step)
+    del _  # nobody keeps it
     for step in range(2):
         optimizer.zero_grad()
         sparse.backward(model, step)
@@ -186,13 +178,10 @@ def test_a_model_whose_pruner_went_out_of_scope_can_be_pruned_again(skip_step):
 def test_memory_is_shared_throughout():
     """Everything that shares memory with a weight or a mask keeps sharing it."""
     model, optimizer, pruner = sparse.sparse_convnet()
-
-    def places():
-        return model[5].weight.data_ptr(), pruner.masks["5.weight"].data_ptr()
-
-    before = places()
+    both = model[5].weight.detach(), pruner.masks["5.weight"]
     sparse.train(model, optimizer, pruner, range(7))
-    assert before == places()
+    assert both[0].data_ptr() == model[5].weight.data_ptr()
+    assert both[1].data_ptr() == pruner.masks["5.weight"].data_ptr()
 
 
 def test_masks_and_their_past_follow_a_parameter_to_its_device():
@@ -201,8 +190,7 @@ def test_masks_and_their_past_follow_a_parameter_to_its_device():
     layer.follow(torch.device("cpu"))
     assert layer.mask is mask
     layer.follow(torch.device("meta"))
-    moved = [layer.mask, layer.ever, layer.counts]
-    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
+    assert all(each.is_meta for each in (layer.mask, layer.ever, layer.counts))
 
 
 def test_a_dense_model_is_left_alone():
@@ -244,14 +232,11 @@ def test_each_layer_begins_with_its_highest_scores(distribution, initial):
     """Here those by which SNIP chooses."""
     model = sparse.convnet()
     sparse.backward(model, 0)
-    parameters = dict(model.named_parameters())
-    scores = {name: (p * p.grad).abs() for name, p in parameters.items()}
+    scores = {name: (p * p.grad).abs() for name, p in model.named_parameters()}
     given = scores
     if initial == "magnitude":
-        scores, given = (
-            {name: p.detach().abs() for name, p in parameters.items()},
-            initial,
-        )
+        scores = {name: p.abs() for name, p in model.state_dict().items()}
+        given = initial
     options = {"sparsity_distribution": distribution}
     expected = sparse.counts(sparse.sparse_convnet(**options)[2])
     *_, pruner = sparse.sparse_convnet(initial_masks=given, **options)
@@ -265,21 +250,17 @@ def test_patterns_are_filled_by_score(structure):
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
     scores = {f"{i}.weight": torch.rand(model[i].weight.shape) for i in range(2)}
     dense = 0.25 if structure == "constant-fan-in" else 1
-    pruner = sparse.pruned(
-        model, sparse.sgd(model), dense_allocation=dense, structure=structure,
-        initial_masks=scores, exclude="1", dense_first=False,
-    )  # fmt: skip
-    width, per_row = (8, 2) if dense == 0.25 else (4, 2)
-    mask_RM = pruner.masks["0.weight"].reshape(-1, width)
-    expected = scores["0.weight"].reshape(-1, width).topk(per_row).indices
-    assert all(row[best].all() for row, best in zip(mask_RM, expected))
-    assert (mask_RM.sum(1) == per_row).all()
+    options = {"initial_masks": scores, "exclude": "1", "dense_first": False}
+    options |= {"dense_allocation": dense, "structure": structure}
+    mask_RM = sparse.pruned(model, **options).masks["0.weight"]
+    mask_RM = mask_RM.reshape(-1, 8 if dense == 0.25 else 4)
+    best = scores["0.weight"].reshape(mask_RM.shape).topk(2).indices
+    assert torch.equal(mask_RM, torch.zeros_like(mask_RM).scatter(1, best, True))
 
 
 def test_what_it_prints():
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5))
-    pruner = sparse.pruned(model, sparse.sgd(model))
-    assert str(pruner).splitlines() == [
+    assert str(sparse.pruned(model)).splitlines() == [
         "RigLScheduler(",
         "layers=2,",
         "nonzero_params=[100/100, 10/50],",

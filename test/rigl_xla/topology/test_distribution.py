@@ -22,14 +22,17 @@ SHAPES = {
 }
 
 
+def sizes(shapes):
+    return {name: math.prod(shape) for name, shape in shapes.items()}
+
+
 def num_active(shapes, sparsities):
-    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
-    return sum(n - num_inactive(sparsities[name], n) for name, n in numbers.items())
+    return sum(n - num_inactive(sparsities[i], n) for i, n in sizes(shapes).items())
 
 
 def proportional(shapes, sparsity, ratio):
     """Returns sparsities of densities min(1, epsilon p), epsilon by bisection."""
-    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
+    numbers = sizes(shapes)
     budget = sum(n - math.floor(Fraction(str(sparsity)) * n) for n in numbers.values())
     low, high = 0.0, 1e9
     for _ in range(200):
@@ -65,16 +68,9 @@ def test_uniform_keeps_the_first_layer_dense():
 @pytest.mark.parametrize("sparsity", [0.5, 0.9, 0.95])
 def test_adjusted_uniform_reaches_the_sparsity_of_the_whole(sparsity):
     found = allocate(SHAPES, sparsity, "adjusted-uniform", {"head": 0.0})
-    numbers = {name: math.prod(shape) for name, shape in SHAPES.items()}
-    inactive = sum(found[name] * n for name, n in numbers.items())
-    assert inactive == pytest.approx(sparsity * sum(numbers.values()))
+    inactive = sum(found[name] * n for name, n in sizes(SHAPES).items())
+    assert inactive == pytest.approx(sparsity * sum(sizes(SHAPES).values()))
     assert found["stem"] == found["head"] == 0
-
-
-def test_adjusted_uniform_says_when_dense_layers_are_too_large():
-    shapes = {"stem": (8, 3, 3, 3), "body": (64, 256)}
-    with pytest.raises(ValueError, match="16384 of 16600 weights"):
-        allocate(shapes, 0.9, "adjusted-uniform", {"body": 0.0}, dense_first=False)
 
 
 @pytest.mark.parametrize(
@@ -90,31 +86,6 @@ def test_overrides_are_outside_of_the_budget(options, name, sparsity):
 def test_a_function_can_distribute():
     found = allocate(SHAPES, 0.5, lambda free, s, dense: dict.fromkeys(free, s / 2))
     assert set(found.values()) == {0.25}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ((SHAPES, 1.0), ValueError, ">= 0 and < 1"),
-        ((SHAPES, -0.1), ValueError, ">= 0 and < 1"),
-        ((SHAPES, "0.5"), TypeError, "number >= 0"),
-        ((SHAPES, 0.5, "erq"), ValueError, "one of .* or a function of .*, got 'erq'"),
-        ((SHAPES, 0.5, 3), ValueError, "must be one of"),
-        ((SHAPES, 0.5, "erk", {"hed": 0.1}), ValueError, "'hed', which is not among"),
-        ((SHAPES, 0.5, "erk", {"head": 1}), ValueError, "sparsity of 'head'"),
-        ((SHAPES, 0.5, lambda f, s, d: dict.fromkeys(f, 2)), ValueError, "gives"),
-        ((SHAPES, 0.5, lambda f, s, d: {"stem": s}), ValueError, "for each of"),
-        ((SHAPES, 0.5, lambda f, s, d: None), ValueError, "gave None; it must return"),
-        ((SHAPES, 0.5, "erk", [0.1]), TypeError, "fixed must be a dict by name"),
-        ((SHAPES, 0.5, "erk", {}, "no"), TypeError, "dense_first must be True or"),
-        (([(4, 4)], 0.5), TypeError, r"shapes must be a dict by name, got \[.*\(list"),
-        (({"a": (4, 0)}, 0.5), ValueError, "the shape of 'a' must be an integer >= 1"),
-        (({"a": ()}, 0.5), TypeError, r"a tuple of integers, got \(\)"),
-    ],
-)
-def test_errors_say_what_is_allowed(arguments, error, says):
-    with pytest.raises(error, match=says):
-        allocate(*arguments)
 
 
 @given(
@@ -137,8 +108,7 @@ def test_every_distribution_stays_in_range_and_budget(shapes, sparsity, kind):
     named = {str(index): shape for index, shape in enumerate(shapes)}
     found = allocate(named, sparsity, kind, dense_first=False)
     assert all(0 <= value < 1 for value in found.values())
-    total = sum(math.prod(shape) for shape in shapes)
-    excess = num_active(named, found) - (1 - sparsity) * total
+    excess = num_active(named, found) - (1 - sparsity) * sum(sizes(named).values())
     assert -1 <= excess <= 2 * len(shapes)  # each layer rounds, and keeps one
 
 
@@ -171,7 +141,7 @@ PUBLISHED = {  # (kernel, in, out): sparsity at 0.8, 0.9, 0.95; Evci et al. 2020
 def test_resnet50_has_the_published_erk_sparsities(column):
     sparsity = (0.8, 0.9, 0.95)[column]
     assert len(RESNET50_WEIGHTS) == 54
-    assert sum(math.prod(s) for s in RESNET50_WEIGHTS.values()) == 25_502_912
+    assert sum(sizes(RESNET50_WEIGHTS).values()) == 25_502_912
     found = allocate(RESNET50_WEIGHTS, sparsity, "erk")
     seen = set()
     for name, (out, into, *kernel) in RESNET50_WEIGHTS.items():
@@ -182,15 +152,14 @@ def test_resnet50_has_the_published_erk_sparsities(column):
     assert sum(value == 0 for value in found.values()) == (8, 1, 0)[column]
 
 
-@pytest.mark.parametrize(
-    ("sparsity", "erk", "uniform"),
-    [
-        (0.8, 5_100_630, 5_108_133),
-        (0.9, 2_550_353, 2_558_785),
-        (0.95, 1_275_200, 1_284_111),
-    ],
-)
-def test_resnet50_has_the_published_number_of_connections(sparsity, erk, uniform):
-    for kind, expected in [("erk", erk), ("uniform", uniform)]:
-        found = allocate(RESNET50_WEIGHTS, sparsity, kind)
-        assert num_active(RESNET50_WEIGHTS, found) == expected
+CONNECTIONS = {
+    (0.8, "erk"): 5_100_630, (0.8, "uniform"): 5_108_133,
+    (0.9, "erk"): 2_550_353, (0.9, "uniform"): 2_558_785,
+    (0.95, "erk"): 1_275_200, (0.95, "uniform"): 1_284_111,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", CONNECTIONS)
+def test_resnet50_has_the_published_number_of_connections(given):
+    found = allocate(RESNET50_WEIGHTS, *given)
+    assert num_active(RESNET50_WEIGHTS, found) == CONNECTIONS[given]

@@ -18,7 +18,7 @@ from rigl_xla.update.steps import collects
 
 def test_updates_every_delta_steps_before_the_end():
     schedule = UpdateSchedule(T_end=12, delta=3)
-    assert [t for t in range(-9, 30) if schedule.is_update(t)] == [3, 6, 9]
+    assert [*filter(schedule.is_update, range(-9, 30))] == [3, 6, 9]
     assert schedule.last_update == 9
 
 
@@ -63,25 +63,6 @@ def test_every_annealing_begins_at_alpha_and_does_not_rise(annealing):
     assert all(a >= b >= 0 for a, b in itertools.pairwise(fractions))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ({"T_end": 0}, ValueError, "T_end must be an integer >= 1, got 0"),
-        ({"T_end": 7.5}, TypeError, "must be an integer"),
-        ({"delta": 0}, ValueError, "delta must be .*, got 0"),
-        ({"delta": True}, TypeError, "must be an integer"),
-        ({"alpha": 2}, ValueError, ">= 0 and <= 1"),
-        ({"alpha": float("nan")}, ValueError, ">= 0 and <= 1"),
-        ({"alpha": None}, TypeError, "must be a finite number"),
-        ({"grad_accumulation_n": 101}, ValueError, "<= 100, got 101"),
-        ({"annealing": "warm"}, ValueError, "must be one of"),
-    ],
-)
-def test_errors_say_what_is_allowed(arguments, error, says):
-    with pytest.raises(error, match=says):
-        UpdateSchedule(**{"T_end": 1000, **arguments})
-
-
 def test_gradual_sparsity_rises_from_first_to_last():
     values = [gradual_sparsity(t, 0.9, 10, 30) for t in range(40)]
     assert values[:11] == [0.0] * 11
@@ -119,32 +100,22 @@ def layers(draw):
 @settings(max_examples=300)
 @given(layer=layers(), num_layers=st.integers(1, 2))
 def test_the_kernel_equals_the_slow_one(layer, num_layers):
-    mask, weights, gradients, num_keep, num_grow = layer
-    found, _ = masks.drop_and_grow(
-        torch.tensor([mask] * num_layers),
-        torch.tensor([weights] * num_layers).abs(),
-        torch.tensor([gradients] * num_layers).abs(),
-        torch.tensor([num_keep] * num_layers),
-        torch.tensor([num_grow] * num_layers),
+    mask, weights, gradients, *counts = (
+        torch.tensor([part] * num_layers) for part in layer
     )
+    found, _ = masks.drop_and_grow(mask, weights.abs(), gradients.abs(), *counts)
     assert found.tolist() == [updated(*layer)] * num_layers
-    assert found.sum(1).tolist() == [num_keep + num_grow] * num_layers
+    assert torch.equal(found.sum(1), sum(counts))
 
 
 @settings(max_examples=100)
-@given(
-    seed=st.integers(0, 10**6),
-    rows=st.integers(1, 6),
-    width=st.integers(1, 8),
-    data=st.data(),
-)
-def test_rows_keep_their_number_of_connections(seed, rows, width, data):
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 6), data=st.data())
+def test_rows_keep_their_number_of_connections(seed, rows, data):
+    width = data.draw(st.integers(1, 8))
     per_row = data.draw(st.integers(1, width))
     num_keep = data.draw(st.integers(0, rows * per_row))
     draw = torch.Generator().manual_seed(seed)
-    drop, grow = (
-        torch.randint(0, 5, (rows, width), generator=draw).float() for _ in range(2)
-    )
+    drop, grow = torch.randint(0, 5, (2, rows, width), generator=draw).float()
     chances = torch.rand(rows, width, generator=draw)
     mask = masks.top(chances, torch.full((rows,), per_row))
     counts = torch.tensor([[num_keep], [0]])  # each row grows as many as it lacks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -56,16 +57,17 @@ def by_passes(model, images, labels):
 def run_of(gradients, **options):
     """Returns masks after every step, and the pruner."""
     model = sparse.convnet().double()
-    optimizer = sparse.sgd(model)
-    pruner = sparse.pruned(model, optimizer, **options)
+    pruner = sparse.pruned(model, **options)
     found = []
-    for step in range(STEPS):
+
+    def backward(model, step):
         images, labels = sparse.batch(step)
-        optimizer.zero_grad()
         gradients(model, images.double(), labels)
-        if pruner():
-            optimizer.step()
-        found.append({name: mask.clone() for name, mask in pruner.masks.items()})
+
+    for step in range(STEPS):
+        steps = range(step, step + 1)
+        sparse.train(model, pruner.optimizer, pruner, steps, backward)
+        found.append(copy.deepcopy(pruner.masks))
     return found, pruner
 
 
@@ -87,8 +89,7 @@ def run_by_backward(kind):
 def test_topology_and_weights_are_those_of_backward_passes(gradients, kind):
     expected, other = run_by_backward(kind)
     found, pruner = run_of(gradients, **OPTIONS[kind])
-    for step, (masks, others) in enumerate(zip(found, expected)):
-        assert sparse.equal(masks, others), step
+    assert all(map(sparse.equal, found, expected))
     assert not sparse.equal(found[0], found[-1])
     assert pruner.rigl_steps == other.rigl_steps == 4
     assert sparse.inactive_are_zero(pruner)
@@ -108,6 +109,9 @@ def test_a_gradient_that_is_masked_before_it_is_clipped_is_collected_first():
         assert not pruner()
         found.append(pruner.masks)
     assert sparse.equal(*found)
+
+
+def test_what_is_not_finite_is_masked_and_a_layer_without_gradient_keeps_none():
     model, _, pruner = sparse.sparse_convnet()
     layer, mask = model[5], pruner.masks["5.weight"]
     layer.weight.grad = torch.where(mask, 2.0, torch.nan)
@@ -140,7 +144,7 @@ def test_an_update_without_a_dense_gradient_is_an_error(kind, skip_step):
 
 def test_a_capture_neither_collects_nor_masks():
     model = sparse.convnet().double()
-    pruner = sparse.pruned(model, sparse.sgd(model), delta=1)
+    pruner = sparse.pruned(model, delta=1)
     images, labels = sparse.batch(0)
     for check, fallback in (("always", "error"), ("never", "loop")):
         found = []
@@ -164,15 +168,13 @@ TRACE = [8, 24, 12, 4]
 EPOCHS = 3
 
 
+OFTEN = {"skip_step": False, "T_end": 30, "delta": 2, "dense_first": False}
+
+
 def network():
     with LocalReplica("cpu").seeded(0):
         parts = [nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10)]
     return nn.Sequential(*parts).double()
-
-
-def pruner_of(model, optimizer):
-    options = {"skip_step": False, "T_end": 30, "delta": 2, "dense_first": False}
-    return sparse.pruned(model, optimizer, **options)
 
 
 def dataset():
@@ -189,11 +191,10 @@ def composed_run(rank: int, hand: bool):
     model = network().to(replica.device)
     samples = dataset()
     grab = GraBSampler(samples, dict(model.named_parameters()), dtype=torch.float64)
-    sampler = vbs.CustomSampler(
-        samples, TRACE, minibatch_size=4, on_end="cycle", order=grab
-    )
+    options = {"minibatch_size": 4, "on_end": "cycle", "order": grab}
+    sampler = vbs.CustomSampler(samples, TRACE, **options)
     optimizer = vbs.LinearRuleOptimizer(sparse.sgd(model), sampler, ref_batchsize=8)
-    pruner = pruner_of(model, optimizer)
+    pruner = sparse.pruned(model, optimizer, **OFTEN)
     optimizer.attach(grab.after_update)
     masks, minibatches, totals = [], [[]], []
 
@@ -236,7 +237,7 @@ def plain_masks(minibatches):
     """Returns masks by update of a loop in torch on the same minibatches."""
     model = network()
     optimizer = sparse.sgd(model)
-    pruner = pruner_of(model, optimizer)
+    pruner = sparse.pruned(model, optimizer, **OFTEN)
     samples, found = dataset(), []
     for step in minibatches:
         optimizer.zero_grad()
@@ -250,11 +251,6 @@ def plain_masks(minibatches):
     return found
 
 
-def same(some, others) -> bool:
-    pairs = zip(some, others, strict=True)
-    return all(torch.equal(a, b) for x, y in pairs for a, b in zip(x, y, strict=True))
-
-
 @pytest.mark.parametrize("hand", [False, True], ids=["backward", "assigned"])
 def test_with_grab_captures_and_the_elastic_wrapper_as_in_a_plain_loop(hand):
     masks, minibatches, _ = composed_run_of_one(hand)
@@ -264,8 +260,8 @@ def test_with_grab_captures_and_the_elastic_wrapper_as_in_a_plain_loop(hand):
     assert sizes == TRACE * 2 * EPOCHS
     first, *_, last = ([i for part in step for i in part] for step in minibatches[::8])
     assert first != last  # the order moves
-    assert same(masks, plain_masks(minibatches))
-    assert not same(masks[:1], masks[-1:])  # and so does the topology
+    assert sparse.same(masks, plain_masks(minibatches))
+    assert not sparse.same(masks[:1], masks[-1:])  # and so does the topology
 
 
 def masks_of_both(rank: int) -> list[list[list[torch.Tensor]]]:
@@ -276,23 +272,21 @@ def masks_of_both(rank: int) -> list[list[list[torch.Tensor]]]:
 def test_on_replicas_of_which_some_are_idle(backend):
     expected = [composed_run_of_one(hand)[0] for hand in (False, True)]
     for found in backend.run(masks_of_both):
-        assert all(map(same, found, expected))
+        assert all(map(sparse.same, found, expected))
+
+
+SLOW = [(1, True), (2, False), (8, True)]
 
 
 @on_xla
 @pytest.mark.parametrize(
     ("num_replicas", "hand"),
-    [
-        pytest.param(1, True, marks=pytest.mark.slow),
-        (2, True),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(8, True, marks=pytest.mark.slow),
-    ],
+    [(2, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
 )
 def test_on_xla_nothing_compiles_after_the_first_epoch(num_replicas, hand):
     backend = Backend("xla", num_replicas)
     for masks, _, totals in backend.run(composed_run, hand, timeout=300.0):
-        assert same(masks, composed_run_of_one(hand)[0])
+        assert sparse.same(masks, composed_run_of_one(hand)[0])
         compilations, transfers, fallbacks = zip(*totals[1:])
         assert (compilations, fallbacks) == ((0,) * (EPOCHS - 1), ({},) * (EPOCHS - 1))
         # GraB's signs, once an epoch on each replica, whose epochs overlap.

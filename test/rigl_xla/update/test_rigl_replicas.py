@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import batch, convnet, pruned, sgd, sparse_convnet
+from support.rigl_xla.sparse import batch, convnet, pruned, same, sgd, sparse_convnet
 from support.xla_replica.replicas import (
     SEVERAL_REPLICAS,
     TORCHTPU,
@@ -78,10 +78,6 @@ class Run:
         """Returns the masks after every update, and what reports say, by step."""
         reported = {report.step: report.scalars() for report in self.reports}
         return self.replica.fetch(self.masks), reported
-
-
-def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 def run_of(rank: int, kind: str, ddp: bool = False, parts: int = 1):
@@ -154,7 +150,7 @@ def drift(rank: int) -> dict[str, str]:
         options = {"seed": rank if what == "masks" else 0, "method": "static"}
         if what == "places":  # a mask would have to be symmetric
             options |= {"sparsities": {"5": 0.0001}}
-        pruner = pruned(model, sgd(model), **options)
+        pruner = pruned(model, **options)
         with torch.no_grad():
             weight = model[5].weight
             weight.copy_(change(weight, replica.scalar(1 + rank)))
@@ -260,7 +256,7 @@ def saved_and_misplaced(rank: int) -> int:
     """Returns transfers of a state inside a window."""
     replica = xla_replica.current()
     model = convnet().to(replica.device)
-    pruner = pruned(model, sgd(model), delta=3, grad_accumulation_n=2)
+    pruner = pruned(model, delta=3, grad_accumulation_n=2)
     for step in range(2):
         x, y = replica.send(batch(step))
         F.cross_entropy(model(x), y).backward()
@@ -272,7 +268,7 @@ def saved_and_misplaced(rank: int) -> int:
     pruner.close()
     model[5].to("cpu")
     with pytest.raises(ValueError, match="have their values on one device"):
-        pruned(model, sgd(model))
+        pruned(model)
     model, _, pruner = sparse_convnet()
     model.to(replica.device)
     with pytest.raises(ValueError, match="build optimizer and pruner after the move"):

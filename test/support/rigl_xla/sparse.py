@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,6 +66,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     pruner: RigLScheduler,
     steps: range,
+    backward: Callable[[nn.Module, int], Any] = backward,
 ) -> None:
     """Runs the loop that users write."""
     for step in steps:
@@ -76,8 +80,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["sgd"](model.parameters())
 
 
-def pruned(model: nn.Module, optimizer: torch.optim.Optimizer, **options):
-    """Returns a pruner of 80 %, with updates at 3, 6, 9 and 12."""
+def pruned(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options):
+    """Returns a pruner of 80 %, with updates at 3, 6, 9 and 12; default: under SGD."""
+    optimizer = sgd(model) if optimizer is None else optimizer
     defaults = {
         "dense_allocation": 0.2,
         "T_end": 14,
@@ -122,3 +127,10 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(one[name], other[name]) for name in one
     )
+
+
+def same(some: Any, others: Any) -> bool:
+    """Returns whether nested sequences of tensors are equal bit for bit."""
+    if torch.is_tensor(some):
+        return torch.equal(some, others)
+    return len(some) == len(others) and all(map(same, some, others))
