@@ -47,6 +47,7 @@ WITHDRAWN = {
 REFUSALS = (
     "per_sample_grad/engine/settings.py",
     "test/per_sample_grad/engine/test_per_sample_fallbacks.py",
+    "test/xla_replica/test_replica_refusals.py",
 )
 RECORDS = "docs/benchmarks/*.json"  # with the versions of what they were made with
 

@@ -328,7 +328,7 @@ def test_a_line_is_merged_with_those_of_its_update(tmp_path):
         ('{"step": 0}\nstep,batchsize\n{"step": 1}\n', "line 2: 'step,batchsize' is"),
         ('[1]\n{"step": 1}\n', "line 1"),
         ('{"loss": 1}\n{"step": 1}\n', "not a JSON object with a 'step'"),
-        ('{"event": "start", "step": 0, "format": 9}\n', "line 1: the format 9"),
+        ('{"event": "start", "step": 0, "format": 9}\n', "line 1: format 9 is not"),
     ],
 )
 def test_another_file_is_refused(tmp_path, text, message):
