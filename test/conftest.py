@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # Tests are of replicas on the CPU, wherever they run; `make gpu` runs those of GPUs.
 if "GPU" not in os.environ:
@@ -56,21 +57,46 @@ LONGEST = (
 )  # fmt: skip
 
 
+# Pages, examples and tools run alike whatever the runtime and the version of torch,
+# so the default run of the torch environment has them alone; but those of XLA and the
+# blocks of pages, which run on what is there.
+RUN_ONCE = ("docs", "examples", "tools")
+HERE = Path(__file__).parent
+
 # A loaded machine now and then takes more than the default 200 ms for an example.
 hypothesis.settings.register_profile("loaded", deadline=None)
 hypothesis.settings.load_profile("loaded")
 
 
+class NamedAtOnce:
+    """Names a test as it fails; the end of the run may be minutes away."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self.write = write
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.write(f"FAILED {report.nodeid} ({report.when})")
+
+
+@pytest.hookimpl(trylast=True)  # when there is a reporter
 def pytest_configure(config: pytest.Config) -> None:
     if torchtpu.is_installed():  # it asks every tensor that a module is given
         config.addinivalue_line(
             "filterwarnings", "ignore:The .grad attribute of a Tensor that is not:"
         )
+    if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:
+        config.pluginmanager.register(NamedAtOnce(reporter.write_line))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    for item in items:
+        is_own = item.get_closest_marker("xla") or item.path.stem == "test_page_blocks"
+        folder = item.path.relative_to(HERE).parts[0]
+        if HAS_XLA and folder in RUN_ONCE and not is_own:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

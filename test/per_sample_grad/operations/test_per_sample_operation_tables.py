@@ -111,20 +111,21 @@ def moves_others(function: Callable, given: Any) -> tuple[list[str], int]:
 
 @of_torch_alone
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("most", [4, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_another_sample_moves_nothing(part):
+def test_another_sample_moves_nothing(part, most):
     total = 0
     for op in OPS[part::NUM_PARTS]:
         torch.manual_seed(0)
         samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=True))
-        for sample in samples[:: -(-len(samples) // 10) or 1]:
+        for sample in samples[:: -(-len(samples) // most) or 1]:
             wrong, number = moves_others(
                 lambda x, args, options, op=op: op.op(x, *args, **options),
                 (sample.input, sample.args, sample.kwargs),
             )
             assert not wrong, (op.name, sample.args, sample.kwargs)
             total += number
-    assert total > 200
+    assert total > 100
 
 
 def test_rows_are_names_of_nodes():
