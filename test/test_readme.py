@@ -59,6 +59,7 @@ def test_the_script_after_the_diff_trains_on_every_replica_alike(tmp_path):
     check_trained(run_script_of_reader(script, tmp_path), 3)
 
 
+@of_torch_alone
 def test_the_script_after_the_diff_trains_under_torchrun(tmp_path):
     check_trained(run_script_of_reader(scripts()[1], tmp_path, *LAUNCHER[1:]), 2)
 
