@@ -131,7 +131,7 @@ def test_what_weights_in_the_balance_do():
 
 
 def test_what_norms_cost():
-    models = record("report/bench_per_sample")["models"].values()
+    models = record("bench_per_sample-norms")["models"].values()
     text = " ".join(read("docs/per_sample_grad.md").split())
     for way in ("per_sample_grad", "by hand"):
         times = [f"{m['ways'][f'norms: {way}']['time']:.2f}" for m in models]
