@@ -60,9 +60,8 @@ LONGEST = (
 # Pages, examples and tools run alike whatever the runtime and the version of torch,
 # so the default run of the torch environment has them alone; but for those of XLA, and
 # for what pages show and runs on what is there.
-RUN_ONCE = ("docs", "examples", "tools")
+RUN_ONCE = [Path(__file__).parent / name for name in ("docs", "examples", "tools")]
 RUN_TWICE = ("test_page_blocks", "test_migration")
-HERE = Path(__file__).parent
 
 # A loaded machine now and then takes more than the default 200 ms for an example.
 hypothesis.settings.register_profile("loaded", deadline=None)
@@ -95,8 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
         is_own = item.get_closest_marker("xla") or item.path.stem in RUN_TWICE
-        folder = item.path.relative_to(HERE).parts[0]
-        if HAS_XLA and folder in RUN_ONCE and not is_own:
+        if HAS_XLA and item.path.parent in RUN_ONCE and not is_own:
             item.add_marker(pytest.mark.slow)
 
 

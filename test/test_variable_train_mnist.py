@@ -68,6 +68,7 @@ def test_under_torchrun(tmp_path):
     assert text.count("distinct batch sizes") == 1
 
 
+@of_torch_alone
 def test_one_process_from_the_script_s_folder(tmp_path):
     """With another trace and rule; a missed target shows in the exit status."""
     trace = tmp_path / "trace.csv"
@@ -85,6 +86,7 @@ def test_one_process_from_the_script_s_folder(tmp_path):
     assert "misses 99.9 %" in text
 
 
+@of_torch_alone
 @pytest.mark.parametrize("rule", ["linear-momentum", "adam-root", "power:0.75"])
 def test_other_rules_train(tmp_path, rule, capsys):
     options = ["--epochs", "1", "--max-grad-norm", "1", "--logdir"]
@@ -120,7 +122,7 @@ def test_a_complete_run_that_is_started_again_is_not_trained_further(tmp_path, c
     assert texts[0] == texts[1] != ""
 
 
-@pytest.mark.skipif(HAS_XLA, reason="tested in the other environment")
+@of_torch_alone
 def test_a_closed_loop_is_repeated_by_what_it_decided(tmp_path, capsys):
     common = [*COMMON, "--log-steps", "2", "--epochs", "2", "--measure-noise"]
     loop, again = tmp_path / "loop", tmp_path / "again"

@@ -43,7 +43,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 23_100
-TEST_LINES = 37_724
+TEST_LINES = 37_759
 
 
 def test_lines_are_counted():

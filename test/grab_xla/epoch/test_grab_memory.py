@@ -10,6 +10,7 @@ import torch
 from support.documents import read
 from support.grab_xla import ordering, training
 from support.grab_xla.ordering import ALL, BALANCING, INVARIANT, KINDS
+from support.xla_replica.replicas import of_torch_alone
 
 import per_sample_grad
 from grab_xla import BALANCE_TYPES, GraBSampler
@@ -17,6 +18,7 @@ from grab_xla.balancing import row_by_row
 from grab_xla.gradients import samples as matrix
 from tools.peak_memory import peak_memory
 
+pytestmark = of_torch_alone
 SHAPES = {"weight": (100, 100), "bias": (100,), "other": (9000,)}
 PARAMETERS = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 NUM_BYTES = 4 * sum(value.numel() for value in PARAMETERS.values())

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from support.per_sample_grad.gradient_oracle import captured, fold, norms_of, rules_kept
 from support.per_sample_grad.layer_cases import WithParameter
+from support.xla_replica.replicas import of_torch_alone
 from torch import nn
 
 import per_sample_grad as psg
@@ -378,6 +379,7 @@ def widened(h: torch.Tensor) -> torch.Tensor:
     return F.pad(h, (0, WIDTH - h.shape[1])) if h.shape[1] < WIDTH else h[:, :WIDTH]
 
 
+@of_torch_alone
 @pytest.mark.parametrize("first", range(0, NUM_MODELS, PER_TEST))
 def test_drawn_models_agree_with_a_loop_whatever_the_indices(first):
     """Their structures stay, and the indices in them are drawn anew for each batch."""
