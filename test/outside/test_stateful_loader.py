@@ -17,7 +17,7 @@ import xla_replica
 stateful = package("torchdata.stateful_dataloader")
 
 # torchdata's own, of a newer torch.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 TRACE = [32, 64, 16, 8, 48, 40]
 NUM_SAMPLES = 400
