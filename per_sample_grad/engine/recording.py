@@ -196,6 +196,8 @@ class Recorder:
         # None: what it returns is the same for all samples.
         dim = self._settings.batch_dims.get(owner.name, default)
         own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
+        # Appended afterwards: Dynamo breaks its graph at `region_of`, and cannot carry
+        # the `append` of a list over the break.
         call = RecordedCall(
             owner,
             Call(module, own[0], own[1], default if dim is None else dim),

@@ -107,7 +107,7 @@ def test_an_accelerator_that_torch_does_not_find_is_refused():
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        # Slices that one runtime has joined are no members.
+        # Slices that one runtime has joined are not members.
         ("MEGASCALE_NUM_SLICES", "2", "MEGASCALE_NUM_SLICES"),
         ("LIVE_MIN_MEMBERS", "two", "LIVE_MIN_MEMBERS='two'"),
     ],

@@ -316,7 +316,7 @@ def counts(rank: int) -> list[tuple[Any, ...]]:
 
 
 def test_no_gradient_is_copied_more_often_than_ddp_does():
-    """A divisor of two costs nothing; six is no power of two: the sum is divided."""
+    """A divisor of two costs nothing; six is not a power of two: the sum is divided."""
     num_gradients = 4 * (32 * 32 + 32)
     for found in Backend("cpu", 2).run(counts):
         for substeps, written, sums, expected in found:
