@@ -26,7 +26,6 @@ CASE = Case(
 
 @contextlib.contextmanager
 def full_disk(room: int = 0) -> Iterator[None]:
-    """Lets this process write files of so many bytes, and no larger ones."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
@@ -49,8 +48,6 @@ class Part:
 
 
 class Order(Part):
-    """An order that follows from how many updates it has been told of."""
-
     def __init__(self, size: int) -> None:
         super().__init__(0)
         self.size = size
@@ -65,9 +62,7 @@ class Order(Part):
 class Training(elastic.Training):
     """A run with a scheduler and a checkpointer that is not attached yet."""
 
-    def __init__(
-        self, folder: Path, case: Case = CASE, dropout: float = 0.0, **options
-    ) -> None:
+    def __init__(self, folder: Path, case=CASE, dropout=0.0, **options) -> None:
         super().__init__(case, lambda m, x, y: loss_of(m, F.dropout(x, dropout), y))
         self.replica.seed(5)
         scheduler = CosineAnnealingLR(self.optimizer.inner, 30)
@@ -99,3 +94,14 @@ def train(rank: int, folder: Path, ask_at=None, asked=(), **options):
     training.optimizer.attach(ask)
     weights = training.train()
     return weights, training.steps, restored and restored.num_updates
+
+
+def counted(rank: int, folder: Path, runs: list[dict[str, Any]]):
+    """Returns the compilations, transfers and fallbacks of three epochs of each run."""
+    found = []
+    for number, options in enumerate(runs):
+        training = Training(folder / str(number), **options)
+        training.optimizer.attach(training.checkpointer)
+        found.append([training.counted_epoch(epoch) for epoch in range(3)])
+        training.checkpointer.wait()
+    return found

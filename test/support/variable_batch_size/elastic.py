@@ -7,7 +7,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -51,10 +52,11 @@ class Case:
     minibatch_size: int = 4
     ref_batchsize: int = 16
     max_grad_norm: float | None = None
+    wide: bool = False  # in float64, as one that is exact
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float64 if self.exact else torch.float32
+        return torch.float64 if self.exact or self.wide else torch.float32
 
 
 def make(case: Case) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -81,14 +83,8 @@ def make(case: Case) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def sampler_of(case: Case, inputs: torch.Tensor, **options: Any) -> vbs.CustomSampler:
-    """Returns the sampler of a case, on the replica that it is called in."""
-    return vbs.CustomSampler(
-        inputs,
-        case.trace,
-        minibatch_size=case.minibatch_size,
-        verbose=False,
-        **{"on_end": "cycle"} | options,
-    )
+    own = {"minibatch_size": case.minibatch_size, "verbose": False, "on_end": "cycle"}
+    return vbs.CustomSampler(inputs, case.trace, **own | options)
 
 
 def steps_of(samplers: list[vbs.CustomSampler], epoch: int) -> list[list[int]]:
@@ -107,20 +103,7 @@ def steps_of(samplers: list[vbs.CustomSampler], epoch: int) -> list[list[int]]:
     return steps
 
 
-def optimizer_of(
-    case: Case, parameters: Iterable[Any], sampler: vbs.CustomSampler, **options: Any
-) -> vbs.ElasticOptimizer:
-    """Returns the elastic optimizer of a case; ``options`` go before the case's."""
-    own = {"ref_batchsize": case.ref_batchsize, "max_grad_norm": case.max_grad_norm}
-    make = OPTIMIZERS.get(case.optimizer, case.optimizer)
-    inner = make(parameters, case.lr)
-    return vbs.ElasticOptimizer(inner, sampler, case.rule, **own | options)
-
-
-def loss_of(
-    case: Case, model: nn.Module, x: torch.Tensor, y: torch.Tensor
-) -> torch.Tensor:
-    """Returns the minibatch's mean loss; quadratic in the weights if sums are exact."""
+def loss_of(case: Case, model: nn.Module, x, y) -> torch.Tensor:
     if case.exact:
         return ((model(x)[:, 0] - y) ** 2).sum() / len(x)
     return F.cross_entropy(model(x) * model.scale, y.long())
@@ -145,12 +128,7 @@ class Training:
     """
 
     def __init__(
-        self,
-        case: Case,
-        loss: Any = None,
-        sampler: Any = None,
-        made: Any = None,
-        **options: Any,
+        self, case: Case, loss: Any = None, sampler: Any = None, made=None, **options
     ) -> None:
         self.case, self.replica = case, xla_replica.current()
         self.loss = loss or partial(loss_of, case)
@@ -158,13 +136,16 @@ class Training:
         self.model.to(self.replica.device)
         groups = getattr(self.model, "groups", self.model.parameters)()
         self.sampler = sampler_of(case, self.inputs, **sampler or {})
-        self.optimizer = optimizer_of(case, groups, self.sampler, **options)
+        inner = OPTIMIZERS.get(case.optimizer, case.optimizer)(groups, case.lr)
+        own = {"ref_batchsize": case.ref_batchsize, "max_grad_norm": case.max_grad_norm}
+        self.optimizer = vbs.ElasticOptimizer(
+            inner, self.sampler, case.rule, **own | options
+        )
         self.updates: list[vbs.Update] = []
         self.samples: list[tuple[int, int, int, list[int]]] = []
         self.optimizer.attach(self.updates.append)
 
     def train(self) -> list[torch.Tensor]:
-        """Trains to the end, from where it is; returns the weights."""
         for epoch in range(self.sampler.epoch, self.case.epochs):
             self.epoch(epoch)
         return self.weights()
@@ -204,11 +185,9 @@ class Training:
         return count.compilations, count.transfers, len(count.fallbacks)
 
     def dealt(self) -> Iterator[list[int]]:
-        """Yields the minibatches of the epoch."""
         return iter(self.sampler)
 
     def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
-        """Runs one; returns the number of updates."""
         self.loss(self.model, x, y).backward()
         return self.optimizer.step()
 
@@ -219,7 +198,6 @@ class Training:
 
     @property
     def steps(self) -> list[int]:
-        """Those that were made here."""
         return [update.step for update in self.updates]
 
     def weights(self) -> list[torch.Tensor]:
@@ -232,16 +210,12 @@ class Training:
         return copy.deepcopy(self.replica.to_host(found))
 
     def load(self, state: dict[str, Any]) -> None:
-        """Loads what `state` has returned."""
         state = copy.deepcopy(state)  # torch's optimizers use loaded tensors in place
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def elastic_run(
-    rank: int, case: Case, loss_of: Callable[..., torch.Tensor] = loss_of
-) -> dict[str, object]:
-    """Runs the case on replicas; returns what came of it."""
+def elastic_run(rank: int, case: Case, loss_of=loss_of) -> dict[str, object]:
     training = Training(case, partial(loss_of, case))
     returned = sum(training.epoch(epoch) for epoch in range(case.epochs))
     return {
@@ -254,36 +228,35 @@ def elastic_run(
 
 def batches(case: Case) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields the epoch and the sample indices of every step, in the obvious way."""
-    step = 0
+    sizes = itertools.cycle(case.trace)
+    size, capacity = (
+        next(sizes),
+        case.num_samples - case.num_samples % case.minibatch_size,
+    )
     for epoch in range(case.epochs):
         generator = torch.Generator().manual_seed(42 + epoch)
-        order = torch.randperm(case.num_samples, generator=generator)
-        used = 0
-        capacity = case.num_samples // case.minibatch_size * case.minibatch_size
-        while used + case.trace[step % len(case.trace)] <= capacity:
-            size = case.trace[step % len(case.trace)]
-            yield epoch, order[used : used + size]
-            used, step = used + size, step + 1
+        order = torch.randperm(case.num_samples, generator=generator)[:capacity]
+        while len(order) >= size:
+            yield epoch, order[:size]
+            order, size = order[size:], next(sizes)
 
 
 @functools.cache
-def large_batch_run(
-    case: Case, loss: Any = None, made: Any = None, decay: float = 1.0
-) -> tuple[list[torch.Tensor], list[tuple]]:
+def large_batch_run(case: Case, loss=None, made=None, decay=1.0, ratios=()) -> Any:
     """Runs the case in plain torch, with one forward and backward pass per step.
 
     ``loss`` and ``made`` are those of `Training`; learning rates are multiplied by
-    ``decay`` after every step. Returns the weights, and of every update epoch, step,
-    batch size and learning rates.
+    ``decay`` after every step; batch ratios other than those of samples are given.
+    Returns the weights, and of every update epoch, step, batch size and learning rates.
     """
     loss = loss or partial(loss_of, case)
     model, inputs, targets = made or make(case)
     groups = getattr(model, "groups", model.parameters)()
-    optimizer = OPTIMIZERS[case.optimizer](groups, case.lr)
+    optimizer = OPTIMIZERS.get(case.optimizer, case.optimizer)(groups, case.lr)
     lrs = [group["lr"] for group in optimizer.param_groups]
     updates = []
     for step, (epoch, rows) in enumerate(batches(case)):
-        ratio = len(rows) / case.ref_batchsize
+        ratio = (ratios and ratios[step]) or len(rows) / case.ref_batchsize
         factor = {"constant": 1.0, "linear": ratio, "root": ratio**0.5}[case.rule]
         optimizer.zero_grad()
         loss(model, inputs[rows], targets[rows]).backward()

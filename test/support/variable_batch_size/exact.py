@@ -26,21 +26,18 @@ SCALES = types.MappingProxyType({3: 1e3, 4: 1e3, 6: 1e-3, 9: 40.0})
 NAN_MINIBATCH = len(TRACE) * NUM_EPOCHS - 1, 2
 
 
-def digits(norm: Callable[[int], nn.Module]) -> nn.Module:
-    """Returns a convolutional network with dropout, and a normalisation."""
+def digits(norm: nn.Module) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), norm(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(1, 8, 3, padding=1), norm, nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Dropout(0.1), nn.Linear(8 * 16, 10),
     )  # fmt: skip
 
 
 def perceptron(*layers: nn.Module) -> nn.Module:
-    """Returns a small network that compiles fast."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), *layers, nn.Linear(8, 10))
 
 
 def small() -> nn.Module:
-    """Returns one with dropout and BatchNorm."""
     return perceptron(nn.BatchNorm1d(8), nn.Dropout(0.1))
 
 
@@ -63,8 +60,6 @@ adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
 class Run(NamedTuple):
-    """A model, an optimizer, and options of the wrapper."""
-
     model: Callable[[], nn.Module]
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     rule: str = "linear"
@@ -78,8 +73,8 @@ class Run(NamedTuple):
 
 RUNS = {
     "small": Run(small),
-    "group norm": Run(lambda: digits(lambda n: nn.GroupNorm(2, n)), adamw, "root"),
-    "batch norm": Run(lambda: digits(nn.BatchNorm2d)),
+    "group norm": Run(lambda: digits(nn.GroupNorm(2, 8)), adamw, "root"),
+    "batch norm": Run(lambda: digits(nn.BatchNorm2d(8))),
     "adascale": Run(small, rule="adascale"),
     "clipped, noise": Run(
         small, options={"max_grad_norm": 0.5, "noise": True, "overlap": False}
@@ -98,9 +93,7 @@ def wrapped(model: nn.Module, parameters=None, trace=(8,), lr=0.1, **options: An
     return vbs.LinearRuleOptimizer(inner, sampler, 8, **options), iter(sampler)
 
 
-def steps(
-    losses: Iterable[torch.Tensor], optimizer: Any, minibatches: Any
-) -> list[int]:
+def steps(losses: Iterable[torch.Tensor], optimizer, minibatches) -> list[int]:
     """Returns how many updates the backward passes of losses have made, each."""
     made = []
     for _, loss in zip(minibatches, losses):
@@ -117,9 +110,7 @@ class Training:
         counts: Of every epoch: see `xla_replica.count`.
     """
 
-    def __init__(
-        self, run: str | Run, is_exact=True, num_threads=1, saved: Any = None
-    ) -> None:
+    def __init__(self, run: Any, is_exact=True, num_threads=1, saved=None) -> None:
         torch.set_num_threads(num_threads)
         self.run = run = RUNS[run] if isinstance(run, str) else run
         self.is_exact, self.replica = is_exact, xla_replica.current()
@@ -144,8 +135,7 @@ class Training:
             saved = copy.deepcopy(saved)  # replicas were sent the same memory
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
-        self.repeated: list[int] = []
-        self.counts: list[xla_replica.Counts] = []
+        self.repeated, self.counts = [], []
 
     def order(self) -> Any:
         """Returns what orders samples."""
@@ -176,8 +166,7 @@ class Training:
                 parameter.grad = None if parameter.dim() == 1 else parameter.grad
         is_last = position.substep == position.num_substeps - 1
         made = self.optimizer.step(weight=weight)
-        if is_last and not made:
-            self.repeated.append(step)
+        self.repeated += [step] if is_last and not made else []
         return made
 
     def train(self, loader: Iterable[Any] | None = None) -> Iterator[None]:
@@ -197,7 +186,6 @@ class Training:
         return self.replica.to_host({n: p.state_dict() for n, p in parts.items()})
 
     def finish(self, loader: Iterable[Any] | None = None) -> Training:
-        """Trains to the end; returns itself."""
         for _ in self.train(loader):
             pass
         return self
@@ -213,8 +201,6 @@ class Training:
 
 
 class Outcome(NamedTuple):
-    """A hash; steps that were run again, minibatches; and what epochs have counted."""
-
     digest: str
     repeated: list[int]
     num_yielded: int
@@ -233,7 +219,6 @@ def assert_same_bits(*runs: list[Outcome]) -> None:
             assert not any(x.compilations for x in each.counts[len(each.counts) // 2 :])
 
 
-def finished(rank: int, names: Iterable[str], is_exact: bool = True) -> list[Outcome]:
-    """Returns what has become of runs."""
+def finished(rank: int, names: Iterable[str]) -> list[Outcome]:
     torch.use_deterministic_algorithms(xla_replica.current().has_streams)
-    return [Training(name, is_exact).finish().outcome() for name in names]
+    return [Training(name).finish().outcome() for name in names]

@@ -34,14 +34,6 @@ KINDS = ("plain", "adascale", "tokens", "projected", "group", "rigl")
 TRACE = [8 * number for number in (1, 3, 6, 4, 2, 5)]
 
 
-def samples() -> TensorDataset:
-    """Returns small images, labels and the numbers of the samples."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(NUM_SAMPLES, 1, 6, 6, generator=generator)
-    labels = (images.mean((1, 2, 3)) > 0).long()
-    return TensorDataset(images, labels, torch.arange(NUM_SAMPLES))
-
-
 class Evaluation:
     """A collective of the user's own, after every seventh update."""
 
@@ -49,7 +41,6 @@ class Evaluation:
         self._weight, self._replica = model[0].weight, replica
 
     def __call__(self, update: vbs.Update) -> None:
-        """Sums something over replicas."""
         if update.step % 7 == 0:
             self._replica.all_reduce_([self._weight.detach().sum().reshape(1)])
 
@@ -59,30 +50,25 @@ class Record:
 
     def __init__(self, path: Path, optimizer: vbs.ElasticOptimizer) -> None:
         self._path, self._position = path, optimizer._loop.position
-        self._replica = optimizer.replica
-        self._started = os.environ.get("MEMBER_GENERATION", "")
-        self._generation, self._num_dropped = "", 0
+        self._replica, self._generation, self._num_dropped = optimizer.replica, "", 0
 
     def _write(self, step: int, **values: Any) -> None:
         met = getattr(self._replica, "met", None)
-        generation = met.lineage if met else self._started
+        generation = met.lineage if met else os.environ.get("MEMBER_GENERATION", "")
         if self._generation != generation:
             self._generation, self._num_dropped = generation, 0
-        line = {"step": step, "generation": self._generation, **values}
+        line = {"step": step, "generation": generation, **values}
         with self._path.open("a") as file:
             file.write(json.dumps({**line, "attempt": self._num_dropped}) + "\n")
 
     def run(self, samples: list[int]) -> None:
-        """Notes a minibatch."""
         self._write(self._position.mark, samples=samples)
 
     def __call__(self, update: vbs.Update) -> None:
-        """Notes an update."""
         self._write(update.step, batch_size=update.batch_size)
         self._num_dropped = 0
 
     def drop_step(self) -> None:
-        """Notes that the step is run again."""
         self._num_dropped += 1
 
 
@@ -91,14 +77,12 @@ class Over(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains, from wherever the others are."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--kind", choices=KINDS, default="plain")
-    parser.add_argument("--epochs", type=int, default=3)
+    for name, default in (("workers", 0), ("epochs", 3), ("save-every", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--minibatch-seconds", type=float, default=0.0)
-    parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--follow", action="store_true", help="batches follow members")
     parser.add_argument("--trace", type=Path, help="what such a run has decided")
     options = parser.parse_args(arguments)
@@ -107,74 +91,66 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    replica = xla_replica.current()
+    replica, folder = xla_replica.current(), options.folder
     name = os.environ.get("MEMBER_NAME", "alone")
-    data = samples()
+    # Small images, labels and the numbers of the samples.
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(NUM_SAMPLES, 1, 6, 6, generator=generator)
+    labels = (images.mean((1, 2, 3)) > 0).long()
+    data = TensorDataset(images, labels, torch.arange(NUM_SAMPLES))
+    is_group, are_sums = options.kind == "group", options.kind == "tokens"
+    orders = is_group or options.kind == "projected"  # by gradients of single samples
     model = nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1),
-        nn.Flatten(), nn.Linear(128, 2),
+        nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8) if orders else nn.BatchNorm2d(8),
+        nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(128, 2),
+    ).to(replica.device)  # fmt: skip
+    grab = orders and GraBSampler(
+        data, dict(model.named_parameters()), fidelity=options.kind,
+        scheme="gather", exact=True, projection_size=None if is_group else 24,
+        group_size=MINIBATCH if is_group else None,
     )  # fmt: skip
-    orders = options.kind in ("projected", "group")
-    if orders:  # whose gradients are those of single samples
-        model[1] = nn.GroupNorm(2, 8)
-    model.to(replica.device)
-    grab = None
-    if orders:
-        is_group = options.kind == "group"
-        grab = GraBSampler(
-            data, dict(model.named_parameters()), fidelity=options.kind,
-            scheme="gather", exact=True, projection_size=None if is_group else 24,
-            group_size=MINIBATCH if is_group else None,
-        )  # fmt: skip
     sampler = vbs.CustomSampler(
         data, options.trace or ([16] if options.follow else TRACE),
-        minibatch_size=MINIBATCH, order=grab,
+        minibatch_size=MINIBATCH, order=grab or None,
         on_end="hold" if options.follow or options.trace else "cycle",
         seed=int(os.environ.get("MEMBER_SEED", "0")),
     )  # fmt: skip
-    are_sums = options.kind == "tokens"
     optimizer = vbs.ElasticOptimizer(
         torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), sampler,
         "adascale" if options.kind == "adascale" else "linear", 16, exact=model,
         max_grad_norm=1.0, reduction="sum" if are_sums else "mean",
     )  # fmt: skip
-    parts = {
-        "model": model,
-        "log": vbs.RunLog(options.folder / "run.jsonl", optimizer, log_steps=1),
-    }
-    if grab is not None:
-        parts["grab"] = grab
+    log = vbs.RunLog(folder / "run.jsonl", optimizer, log_steps=1)
+    parts = {"model": model, "log": log, **({"grab": grab} if grab else {})}
     if options.kind == "rigl":
         parts["pruner"] = RigLScheduler(
             model, optimizer, dense_allocation=0.3, T_end=40, delta=4, skip_step=False,
             dense_first=False, ignore_linear_layers=False,
         )  # fmt: skip
     checkpointer = vbs.Checkpointer(
-        options.folder / "checkpoints", optimizer, every_updates=options.save_every,
-        **parts,
-    )  # fmt: skip
-    record = Record(options.folder / f"{name}.samples", optimizer)
-    evaluation = Evaluation(model, replica)
-    for target in (record, evaluation):
+        folder / "checkpoints", optimizer, every_updates=options.save_every, **parts
+    )
+    record = Record(folder / f"{name}.samples", optimizer)
+    for target in (record, Evaluation(model, replica)):
         optimizer.attach(target)  # the rest once the run has been joined
     checkpointer.load()
-    (options.folder / f"{name}.ready").touch()
+    (folder / f"{name}.ready").touch()
     optimizer.attach(torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9))
-    if grab is not None:
+    if grab:
         optimizer.attach(grab.after_update)
     if options.follow:
         controller = vbs.BatchSizeController(
             optimizer, least=8, most=64, factor=1.01, policy=vbs.per_replica(8),
-            trace_file=options.folder / "decided.csv", log=parts["log"],
+            trace_file=folder / "decided.csv", log=log,
         )  # fmt: skip
         optimizer.attach(controller)
 
     def end_where_told(update: vbs.Update | None = None) -> None:
-        end, number = options.folder / "end", checkpointer.num_updates
+        end, number = folder / "end", checkpointer.num_updates
         if end.exists() and number == int(end.read_text()):
             raise Over
 
-    for target in (parts["log"], checkpointer, end_where_told):
+    for target in (log, checkpointer, end_where_told):
         optimizer.attach(target)
     loader = replica.loader(
         DataLoader(data, batch_sampler=sampler, num_workers=options.workers)
@@ -192,11 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     model(images), labels, reduction="none"
                 )
             loss = (losses * weights).sum() if are_sums else losses.mean()
-            if grab is None:
-                loss.backward()
-            else:
+            if grab:
                 grab.backward(losses, indices=indices)
-            parts["log"].add(loss)
+            else:
+                loss.backward()
+            log.add(loss)
             optimizer.step(weight=int(tokens.sum()) if are_sums else None)
 
     num_compilations = []  # by epoch
@@ -208,19 +184,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with xla_replica.count(alone) as count:
                 train(epoch)
             num_compilations.append(count.compilations)
-    parts["log"].close()
+    log.close()
     values = [*model.state_dict().values()]
-    if grab is not None:
+    if grab:
         values.append(torch.tensor(grab.order))
     if options.kind == "rigl":
         values += parts["pruner"].masks.values()
-    values = [value.detach() for value in values]
-    content = b"".join(value.numpy().tobytes() for value in replica.fetch(values))
+    found = replica.fetch([value.detach() for value in values])
+    content = b"".join(value.numpy().tobytes() for value in found)
     digest = hashlib.sha256(content).hexdigest()[:16]
     result = {"hash": digest, "num_updates": checkpointer.num_updates}
-    counted = options.folder / f"{name}.compilations"
-    counted.write_text(json.dumps(num_compilations))
-    written = options.folder / f"{name}-{replica.rank}.result"
+    (folder / f"{name}.compilations").write_text(json.dumps(num_compilations))
+    written = folder / f"{name}-{replica.rank}.result"
     written.write_text(json.dumps(result))
     written.rename(written.with_suffix(".json"))  # whole, for who looks meanwhile
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,30 +29,15 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 EXACT = functools.partial(Training, loss=loss_of)
 
 
-def run(
-    rank: int,
-    case: Case,
-    state: dict[str, Any] | None = None,
-    saves: bool = True,
-    schedule: tuple[str, float] | None = None,
-    build: Callable[[Case], Training] = EXACT,
-) -> dict[str, Any]:
-    """Trains from ``state`` to the end; returns weights, samples, steps and states.
-
-    ``schedule`` is the unit of an attached scheduler, and how many of them a step is.
-    """
+def run(rank: int, case: Case, state=None, saves=True, build=EXACT) -> dict[str, Any]:
+    """Trains from ``state`` to the end; returns weights, samples, steps and states."""
     training = build(case)
-    optimizer = training.optimizer
-    if schedule is not None:
-        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, 0.9)
-        optimizer.attach(decay, *schedule)
     states: list[dict[str, Any]] = []
     if state is not None:
         training.load(state)
-    elif saves:
-        states.append(training.state())
     if saves:
-        optimizer.attach(lambda update: states.append(training.state()))
+        states.append(training.state())
+        training.optimizer.attach(lambda update: states.append(training.state()))
     return {
         "weights": training.train(),
         "samples": training.samples,
@@ -62,13 +46,7 @@ def run(
     }
 
 
-def resume_from_each(
-    rank: int,
-    case: Case,
-    states: list[dict[str, Any]],
-    build: Callable[[Case], Training] = EXACT,
-) -> list[dict[str, Any]]:
-    """Returns what a run from each state returns."""
+def resume_from_each(rank: int, case: Case, states: list[Any], build=EXACT):
     return [run(rank, case, state, saves=False, build=build) for state in states]
 
 

@@ -25,13 +25,14 @@ BETAS, EPS = (0.9, 0.99), 1e-3
 NUM_SAMPLES = 256
 # Ratios from 1/4 to 4; 8 replicas idle below 32 samples, and at first.
 TRACE = (4, 16, 64, 8, 40, 16, 24, 32, 4, 48)
+CASE = elastic.Case(
+    TRACE, lr=LR, num_samples=NUM_SAMPLES, minibatch_size=MINIBATCH, ref_batchsize=REF
+)
 SHAPES = ((3, 2), (5,), ())  # the first two in one parameter group, the last in another
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A rule under test."""
-
     rule: str
     inner: str = "sgd"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -101,8 +102,6 @@ def start() -> list[np.ndarray]:
 
 
 class Weights(nn.Module):
-    """Those that the gradients are for."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.each = nn.ParameterList(torch.tensor(w, dtype=dtype) for w in start())
@@ -117,24 +116,20 @@ def loss_of(model: Weights, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return sum((g.view_as(w) * w).sum() for g, w in zip(parts, model.each))
 
 
-class Training(elastic.Training):
-    """A run on one replica that can be stopped and resumed."""
+def inputs_of(dtype: torch.dtype) -> torch.Tensor:
+    """Returns samples, which are the gradients of minibatches that begin with them."""
+    rows = [np.hstack([*map(np.ravel, gradients(n))]) for n in range(NUM_SAMPLES)]
+    return torch.tensor(np.array(rows), dtype=dtype)
 
-    def __init__(
-        self,
-        row: Row,
-        trace: tuple[int, ...] = TRACE,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
-        case = elastic.Case(
-            trace, optimizer=INNER[row.inner], rule=row.rule, lr=LR,
-            num_samples=NUM_SAMPLES, minibatch_size=MINIBATCH, ref_batchsize=REF,
-        )  # fmt: skip
-        rows = [np.hstack([*map(np.ravel, gradients(n))]) for n in range(NUM_SAMPLES)]
-        inputs = torch.tensor(np.array(rows), dtype=dtype)
+
+class Training(elastic.Training):
+    def __init__(self, row: Row, trace=TRACE, dtype=torch.float64) -> None:
+        case = dataclasses.replace(
+            CASE, trace=trace, optimizer=INNER[row.inner], rule=row.rule
+        )
         noise = vbs.NoiseOptions(time_constant=50, **row.noise)
         options = {"noise": vbs.rule_named(row.rule).measured and noise, **row.options}
-        made = Weights(dtype), inputs, inputs
+        made = Weights(dtype), inputs_of(dtype), torch.zeros(NUM_SAMPLES)
         super().__init__(case, loss_of, made=made, **options)
 
     def result(self) -> dict[str, Any]:
@@ -147,29 +142,11 @@ class Training(elastic.Training):
 
 
 def train(rank: int, name: str, epochs: int, **options: Any) -> dict[str, Any]:
+    """Returns what came of epochs, and what was counted in the last one."""
     training = Training(ROWS[name], **options)
-    for epoch in range(epochs):
+    for epoch in range(epochs - 1):
         training.epoch(epoch)
-    return training.result()
-
-
-class Statistics:
-    """tr Sigma and |G|^2 of one parameter group, written in the plainest way."""
-
-    def __init__(self) -> None:
-        self.sums = np.zeros(3)
-
-    def add(self, found: np.ndarray) -> None:
-        """Adds the minibatch gradients, ``(n, d)``, of one step."""
-        n, mean = len(found), found.mean(0)
-        kept = math.exp(-n / 50)
-        if n > 1:
-            variance = ((found - mean) ** 2).sum() / (n - 1)
-            new = np.array([MINIBATCH * variance, mean @ mean - variance / n, 1])
-            self.sums = kept * self.sums + (1 - kept) * new
-
-    def estimate(self) -> np.ndarray:
-        return self.sums[:2] / self.sums[2] if self.sums[2] else np.zeros(2)
+    return {"count": training.counted_epoch(epochs - 1), **training.result()}
 
 
 def gain_of(estimate: np.ndarray, batch_size: float, base: float) -> float:
@@ -186,7 +163,8 @@ class ByHand:
 
     def __init__(self, row: Row) -> None:
         self.row = row
-        self.statistics = [Statistics(), Statistics()]
+        # Of both groups: averages of tr Sigma and |G|^2, and the weight of all of them.
+        self.averages = np.zeros((2, 3))
         self.progress = 0.0
         matrix, vector, number = start()
         self.groups = [np.hstack([matrix.ravel(), vector]), np.atleast_1d(number)]
@@ -196,20 +174,30 @@ class ByHand:
         self.moment_weights = np.zeros((2, 2))
         self.lrs: list[tuple[float, ...]] = []
 
+    def estimates(self) -> np.ndarray:
+        return self.averages[:, :2] / np.maximum(self.averages[:, 2:], 1e-300)
+
     def gains(self, batch_size: int, found: list[np.ndarray]) -> list[float]:
-        noise = self.row.noise
-        base = MINIBATCH if noise.get("compat") else REF
-        before = [s.estimate() for s in self.statistics]
-        for statistics, each in zip(self.statistics, found):
-            statistics.add(each)
-        after = [s.estimate() for s in self.statistics]
-        estimates = before if noise.get("causal") else after
+        """Returns those of the minibatch gradients ``(n, d)`` of each group."""
+        base, estimates = (
+            MINIBATCH if self.row.noise.get("compat") else REF,
+            self.estimates(),
+        )
+        n = len(found[0])
+        for average, each in zip(self.averages, found):
+            if n > 1:
+                mean, kept = each.mean(0), math.exp(-n / 50)
+                variance = ((each - mean) ** 2).sum() / (n - 1)
+                new = np.array([MINIBATCH * variance, mean @ mean - variance / n, 1])
+                average[:] = kept * average + (1 - kept) * new
+        if not self.row.noise.get("causal"):
+            estimates = self.estimates()
         overall = gain_of(sum(estimates), batch_size, base)
         self.progress += overall
-        per_group = [gain_of(e, batch_size, base) for e in estimates]
-        if noise.get("per_group") is False:
-            per_group = [overall, overall]
-        return [gain * base / REF for gain in per_group]
+        gains = [gain_of(each, batch_size, base) for each in estimates]
+        if self.row.noise.get("per_group") is False:
+            gains = [overall, overall]
+        return [gain * base / REF for gain in gains]
 
     def step(self, rows: np.ndarray) -> None:
         parts = [gradients(minibatch[0]) for minibatch in rows.reshape(-1, MINIBATCH)]
@@ -266,7 +254,6 @@ class ByHand:
 
 def by_hand(row: Row, epochs: int) -> ByHand:
     run = ByHand(row)
-    case = elastic.Case(TRACE, epochs, num_samples=NUM_SAMPLES)
-    for _, rows in elastic.batches(case):
+    for _, rows in elastic.batches(dataclasses.replace(CASE, epochs=epochs)):
         run.step(rows.numpy())
     return run

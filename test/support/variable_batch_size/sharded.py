@@ -19,8 +19,6 @@ HEAD_LR = 0.03
 
 
 class Run(NamedTuple):
-    """A training run, and what about it is not as usual."""
-
     case: Case
     options: tuple[tuple[str, Any], ...] = ()
     has_whole_part: bool = False
@@ -70,7 +68,6 @@ def data(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole(tensors: Any) -> list[torch.Tensor]:
-    """Returns tensors that may be sharded, on every process."""
     return [getattr(t.detach(), "full_tensor", t.detach)().clone() for t in tensors]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import random
 import re
@@ -19,6 +18,7 @@ from support.variable_batch_size.checkpointed import (
     CASE,
     Part,
     Training,
+    counted,
     full_disk,
     train,
 )
@@ -41,13 +41,12 @@ class SlowDisk:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.entered, self.may_go_on = threading.Event(), threading.Event()
-        self._write = files.write
 
-    def write(self, *args) -> Path:
+    def write(self, *args, write=files.write) -> Path:
         self.events.append("writing")
         self.entered.set()
         assert self.may_go_on.wait(PATIENCE), "the training waits for the writer"
-        path = self._write(*args)
+        path = write(*args)
         self.events.append("written")
         return path
 
@@ -90,35 +89,20 @@ def test_a_step_does_not_wait_and_the_state_does_not_change(backend, tmp_path):
     assert [file.num_updates for file in saved] == [24, 20, 16, 12, 8, 4]
     assert saved[0].path.name == newest
     state = saved[-1].read()
-    assert state["parts"]["seen"]["value"] == {0, 1, 2, 3}
-    received = state["parts"]["model"], state["optimizer"]["state"]
+    parts, of_adam = state["parts"], state["optimizer"]["state"]
+    assert parts["seen"]["value"] == {0, 1, 2, 3}
     correct = expected["model"], expected["optimizer"]["state"]
-    torch.testing.assert_close(received, correct, rtol=0, atol=0)
-    assert {float(one["step"]) for one in state["optimizer"]["state"].values()} == {4.0}
-
-
-def counted(rank: int, folder: Path):
-    """Returns compilations and transfers of epochs that end with a save."""
-    found = {}
-    for asynchronous in (False, True):
-        options = {"asynchronous": asynchronous, "every_updates": 1000}
-        training = Training(folder / str(asynchronous), ADAM, **options)
-        training.optimizer.attach(training.checkpointer)
-        found[asynchronous] = []
-        for epoch in range(3):
-            with xla_replica.count(training.replica) as counts:
-                training.epoch(epoch)
-                training.checkpointer.save()
-                training.checkpointer.wait()
-            found[asynchronous].append((counts.compilations, counts.transfers))
-    return found
+    torch.testing.assert_close((parts["model"], of_adam), correct, rtol=0, atol=0)
+    assert {float(one["step"]) for one in of_adam.values()} == {4.0}
 
 
 @pytest.mark.parametrize("backend", [row("xla", 1), row("xla", 3, slow=True)])
 def test_it_compiles_nothing_and_transfers_as_a_synchronous_one(backend, tmp_path):
-    for found in backend.run(counted, tmp_path):
-        assert found[True][1:] == found[False][1:]
-        assert [compilations for compilations, _ in found[True][1:]] == [0, 0]
+    options = {"case": ADAM, "every_updates": 8}
+    runs = [options | {"asynchronous": each} for each in (False, True)]
+    for synchronous, asynchronous in backend.run(counted, tmp_path, runs):
+        assert asynchronous[1:] == synchronous[1:]
+        assert [compilations for compilations, *_ in asynchronous[1:]] == [0, 0]
 
 
 def test_the_next_save_waits_before_it_copies_another_state(tmp_path, monkeypatch):
@@ -126,9 +110,8 @@ def test_the_next_save_waits_before_it_copies_another_state(tmp_path, monkeypatc
     monkeypatch.setattr(files, "write", disk.write)
     training = Training(tmp_path, asynchronous=True)
     replica = training.checkpointer.replica
-    to_host = replica.to_host
 
-    def copied(state):
+    def copied(state, to_host=replica.to_host):
         disk.events.append("copied")
         return to_host(state)
 
@@ -160,24 +143,18 @@ def test_errors_of_the_writer_reach_the_loop_once(later, tmp_path, caplog):
 
 
 def test_a_request_to_stop_waits_for_the_file(tmp_path, monkeypatch):
-    write = files.write
-
-    def slowly(*args):
-        time.sleep(0.2)
-        return write(*args)
-
-    monkeypatch.setattr(files, "write", slowly)
-    asynchronously = functools.partial(train, asynchronous=True)
+    disk = SlowDisk()
+    monkeypatch.setattr(files, "write", disk.write)
+    threading.Timer(0.5, disk.may_go_on.set).start()
     with pytest.raises(xla_replica.Stopped):
-        xla_replica.launch(asynchronously, (tmp_path, 6, (0,)), 1, "cpu")
+        train(0, tmp_path, 6, (0,), asynchronous=True, every_updates=1000)
     assert files.saved_files(tmp_path)[0].num_updates == 8
 
 
 def announce(folder: str, log: Path) -> None:
     """Trains for ever, saves all the time, and tells of each checkpoint in ``log``."""
-    save = torch.save
 
-    def hesitantly(*args, **options) -> None:
+    def hesitantly(*args, save=torch.save, **options) -> None:
         save(*args, **options)
         time.sleep(0.01)  # while the end of the file is not written
 

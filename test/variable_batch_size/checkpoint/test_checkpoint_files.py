@@ -9,6 +9,7 @@ import random
 import re
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from support.variable_batch_size.checkpointed import full_disk
 
 import variable_batch_size as vbs
 from variable_batch_size.checkpoint import files
+
+STATE = {"settings": {"lr": 0.1, "seed": 1}, "weights": torch.arange(5.0)}
 
 
 def state(number: int) -> dict:
@@ -27,19 +30,16 @@ def state(number: int) -> dict:
 
 def test_a_file_can_be_read_with_and_without_us(tmp_path, caplog):
     path = files.write(tmp_path / "new" / "folder", 7, state(7))
-    found = files.newest_whole(path.parent)
-    assert found is not None
+    found, content = files.newest_whole(path.parent)
     assert not caplog.records
-    assert (found[0].path, found[0].num_updates) == (path, 7)
-    for loaded in (found[1], torch.load(path)):
+    assert (found.path, found.num_updates) == (path, 7)
+    for loaded in (content, torch.load(path)):
         assert loaded["number"] == 7
         assert torch.equal(loaded["weights"], state(7)["weights"])
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
-    """All processes of a host read it."""
-
     def own_kilobytes() -> int:
         status = Path("/proc/self/status").read_text()
         return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])
@@ -53,15 +53,12 @@ def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
     assert path.read_bytes()[:4096] == content
 
 
-def test_without_memory_mapping_a_file_is_read(tmp_path, monkeypatch):
+def test_without_memory_mapping_a_file_is_read(tmp_path):
     files.write(tmp_path, 1, state(1))
-
-    def refuse(*args):
-        raise RuntimeError("unable to mmap 3 bytes from file <x>: No such device (19)")
-
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
-    found = files.newest_whole(tmp_path)
-    assert torch.equal(found[1]["weights"], state(1)["weights"])
+    refused = RuntimeError("unable to mmap 3 bytes from file <x>: No such device (19)")
+    with mock.patch.object(torch.UntypedStorage, "from_file", side_effect=refused):
+        _, found = files.newest_whole(tmp_path)
+    assert torch.equal(found["weights"], state(1)["weights"])
 
 
 def test_an_empty_folder_and_none_have_no_checkpoint(tmp_path):
@@ -79,7 +76,6 @@ def test_the_last_one_written_of_an_update_counts(tmp_path):
 
 
 def damaged(content: bytes, number: int) -> tuple[str, bytes]:
-    """Returns what was done to ``content``, and the damaged bytes."""
     at = random.Random(number)
     offset = at.randrange(len(content))
     if number % 3 == 0:
@@ -96,20 +92,16 @@ def damaged(content: bytes, number: int) -> tuple[str, bytes]:
 def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
     before, newest = (files.write(tmp_path, n, state(n)) for n in (1, 2))
     content = newest.read_bytes()
-    num_damaged = 0
-    for number in range(450):
-        what, bad = damaged(content, number)
-        if bad == content:  # zeros were replaced by zeros
-            continue
+    # Not those where zeros are replaced by zeros.
+    cases = [case for n in range(450) if (case := damaged(content, n))[1] != content]
+    assert len(cases) > 300
+    for what, bad in cases:
         newest.write_bytes(bad)
         caplog.clear()
-        found = files.newest_whole(tmp_path)
-        assert found is not None, what
-        assert (found[0].path, found[1]["number"]) == (before, 1), what
+        found, read = files.newest_whole(tmp_path)
+        assert (found.path, read["number"]) == (before, 1), what
         assert f"{newest} is damaged" in caplog.text
         assert newest.read_bytes() == bad
-        num_damaged += 1
-    assert num_damaged > 300
 
 
 def test_if_all_are_damaged_it_is_an_error(tmp_path):
@@ -120,14 +112,9 @@ def test_if_all_are_damaged_it_is_an_error(tmp_path):
             files.newest_whole(tmp_path)
 
 
-class Hostile:
-    """What runs a command where torch's protection is switched off."""
-
-    def __init__(self, proof: Path) -> None:
-        self._proof = proof
-
+class Hostile(str):
     def __reduce__(self):
-        return os.system, (f"touch {self._proof}",)
+        return os.system, (f"touch {self}",)
 
 
 def put_folder(path: Path, proof: Path) -> Path:
@@ -164,17 +151,13 @@ NO_CHECKPOINTS = pytest.mark.parametrize(
 
 @NO_CHECKPOINTS
 @pytest.mark.parametrize("kind", ["update", "best"])
-def test_what_is_not_a_checkpoint_is_passed_over_and_left(
-    tmp_path, caplog, put, how, kind
-):
+def test_what_is_no_checkpoint_is_passed_over(tmp_path, caplog, put, how, kind):
     """Opening the pipe would wait for a writer for ever."""
     before = files.copy_as_best(files.write(tmp_path, 1, state(1)))
     proof = tmp_path / "proof"
     other = put(tmp_path / f"{kind}-00000002-{'0' * 32}.pt", proof)
     is_file = other.is_file()
-    found = files.newest_whole(tmp_path, kind)
-    assert found is not None
-    assert found[0].num_updates == 1
+    assert files.newest_whole(tmp_path, kind)[0].num_updates == 1
     [record] = caplog.records
     assert re.search(rf"{kind}-00000002-\w+.pt is damaged: .*{how}", record.message)
     assert "weights_only" not in record.message
@@ -189,16 +172,12 @@ def test_what_is_not_a_checkpoint_is_passed_over_and_left(
     assert files.newest_whole(tmp_path, "best")[0].path == best
 
 
-def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path):
     path = files.write(tmp_path, 1, state(1))
-
-    def stale(self, mode):
-        raise OSError(116, "Stale file handle")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(type(path), "open", stale)
-        with pytest.raises(OSError, match="Stale"):
-            files.newest_whole(tmp_path)
+    stale = OSError(116, "Stale file handle")
+    opened = mock.patch.object(type(path), "open", side_effect=stale)
+    with opened, pytest.raises(OSError, match="Stale"):
+        files.newest_whole(tmp_path)
     assert files.newest_whole(tmp_path)[0].path == path
 
 
@@ -221,12 +200,6 @@ def test_a_disk_that_is_full_loses_nothing(tmp_path, room):
     assert files.newest_whole(tmp_path)[0].path == before
     files.tidy(tmp_path, keep=3)
     assert list(tmp_path.iterdir()) == [before]
-
-
-# --- one file for a loop that saves itself --------------------------------------------
-
-
-STATE = {"settings": {"lr": 0.1, "seed": 1}, "weights": torch.arange(5.0)}
 
 
 def test_what_is_written_is_read_by_the_same_run(tmp_path):

@@ -27,13 +27,7 @@ CASE = Case(TRACE, epochs=2, optimizer="adamw", rule="root", max_grad_norm=1.0)
 RUN = Run(CASE, (("noise", True),))
 
 
-def resumed(
-    rank: int,
-    folder: Path,
-    stop_at: int | None = None,
-    die_at: int | None = None,
-    asynchronous: bool = False,
-) -> dict[str, Any]:
+def resumed(rank: int, folder: Path, stop_at=None, die_at=None, asynchronous=False):
     """Trains from the newest checkpoint on, and saves after every third update.
 
     The run is asked to stop in the update of step ``stop_at``, or the last process is
@@ -42,18 +36,18 @@ def resumed(
     """
     number = xla_replica.current().num_replicas
     training = Training(RUN, (number,) if number > 1 else None)
-    parts = {"model": training.model, "asynchronous": asynchronous}
-    checkpointer = vbs.Checkpointer(
-        folder, training.optimizer, every_updates=3, **parts
-    )
-    trained_on = threading.Event()
-    write_parts = replica_module.write_parts
+    options = {
+        "model": training.model,
+        "asynchronous": asynchronous,
+        "every_updates": 3,
+    }
+    checkpointer = vbs.Checkpointer(folder, training.optimizer, **options)
+    trained_on, write_parts = threading.Event(), replica_module.write_parts
+    restored = checkpointer.load()
 
     def late(*args: Any) -> dict[str, str]:
         assert trained_on.wait(60), "the training waits for the writer"
         return write_parts(*args)
-
-    restored = checkpointer.load()
 
     def after_update(update: vbs.Update) -> None:
         if update.step >= 3:
@@ -63,8 +57,8 @@ def resumed(
         if update.step == die_at and rank == number - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    training.optimizer.attach(after_update)
-    training.optimizer.attach(checkpointer)
+    for each in (after_update, checkpointer):
+        training.optimizer.attach(each)
     patch = mock.patch.object(replica_module, "write_parts", late)
     with patch if asynchronous else contextlib.nullcontext():
         training.train()
@@ -108,20 +102,15 @@ def check(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
         assert outcome["progress"] == pytest.approx(alone["progress"], rel=1e-9)
 
 
-def test_three_processes_continue_what_two_have_saved(stopped, alone, tmp_path):
+def test_three_processes_and_one_continue_what_two_have_saved(stopped, alone, tmp_path):
+    check([resumed(0, shutil.copytree(stopped, tmp_path / "copy"))], alone)
     found = run_on(3, shutil.copytree(stopped, tmp_path, dirs_exist_ok=True))
     assert found[0]["num_updates"] == 6
     check(found, alone)
     # Of the files, those of the checkpoints that are kept are left.
-    kept = [file.num_updates for file in files.saved_files(tmp_path)]
+    kept = {file.num_updates for file in files.saved_files(tmp_path)}
     assert len(kept) == 3
-    folders = [int(path.name.split("-")[1]) for path in tmp_path.glob("*.shards")]
-    assert sorted(folders) == sorted(kept)
-
-
-def test_one_process_continues_with_the_whole_model(stopped, alone, tmp_path):
-    folder = shutil.copytree(stopped, tmp_path / "copy")
-    check([resumed(0, folder)], alone)
+    assert {int(path.name.split("-")[1]) for path in tmp_path.glob("*.shards")} == kept
 
 
 def test_parts_are_written_beside_the_training_as_they_were(alone, tmp_path):
@@ -140,14 +129,13 @@ def test_damaged_shards_make_the_checkpoint_before_count(stopped, tmp_path, capl
     folder = shutil.copytree(stopped, tmp_path / "copy")
     newest, before = files.saved_files(folder)
     name = newest.read()["shards"]["folder"]
-    parts = sorted((folder / name).glob("*.distcp"))
-    content = bytearray(parts[1].read_bytes())
+    part = sorted((folder / name).glob("*.distcp"))[1]
+    content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
-    parts[1].write_bytes(content)
+    part.write_bytes(content)
     assert files.newest_whole(folder)[0].path == before.path
-    assert f"{name}/{parts[1].name} is missing or has changed" in caplog.text
-    parts = next(iter(folder.glob(f"update-{before.num_updates:08d}-*.shards")))
-    next(iter(parts.glob("*.distcp"))).unlink()
+    assert f"{name}/{part.name} is missing or has changed" in caplog.text
+    next(folder.glob(f"update-{before.num_updates:08d}-*.shards/*.distcp")).unlink()
     with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
         files.newest_whole(folder)
 

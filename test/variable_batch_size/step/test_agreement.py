@@ -30,7 +30,7 @@ here = threading.local()  # the rank of the replica that a thread is
 
 
 class ThreadReplica(xla_replica.Replica):
-    """A replica in a thread, on the CPU, that behaves as one on another device.
+    """One of three on the CPU, in a thread, that behaves as one on another device.
 
     Its device lags the host by ``late`` updates.
     """
@@ -38,107 +38,88 @@ class ThreadReplica(xla_replica.Replica):
     is_host = has_streams = False
 
     def __init__(self, replicas: Replicas, rank: int, device: str, late: int) -> None:
-        num_replicas = len(replicas.board)
-        super().__init__(rank, num_replicas, torch.device("cpu"), "a thread")
+        super().__init__(rank, 3, torch.device("cpu"), "a thread")
         self.is_host, self.has_streams = device == "cpu", device == "cuda"
-        self._replicas, self._late = replicas, late
-        self.num_updates = self.num_reads = 0
+        self.replicas, self.late, self.num_updates = replicas, late, 0
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        board, meeting = self._replicas.board, self._replicas.meeting
-        board[self.rank] = tensor.detach().clone()
-        meeting.wait()  # all have written
-        gathered = torch.stack(board)
-        meeting.wait()  # all have read
+        self.replicas.board[self.rank] = tensor.detach().clone()
+        self.replicas.meeting.wait()  # all have written
+        gathered = torch.stack(self.replicas.board)
+        self.replicas.meeting.wait()  # all have read
         return gathered
 
     def fetch_later(self, tensor):
-        arrives, copy = self.num_updates + self._late, tensor.clone()
+        arrives, copy = self.num_updates + self.late, tensor.clone()
         return lambda: copy if self.num_updates >= arrives else None
 
 
 class Replicas:
-    """Several replicas that train, of which some have been asked to stop."""
+    """Three replicas that train, of which those ``asked`` are asked to stop.
+
+    Their minibatches take so many ``seconds``, by rank.
+    """
 
     def __init__(
-        self,
-        monkeypatch,
-        num_replicas: int,
-        device: str,
-        late: tuple[int, ...] = (),
-        trace: list[int] | None = None,
-        seconds: tuple[float, ...] = (0.0, 0.0, 0.0),
+        self, monkeypatch, device: str, late=(0, 0, 0), trace=3, seconds=(0, 0, 0)
     ) -> None:
-        """Updates of ``trace``, whose minibatches take so many seconds by rank."""
-        self.clocks, self._seconds = [0.0] * num_replicas, seconds
-        clock = types.SimpleNamespace(monotonic=lambda: self.clocks[here.rank])
-        monkeypatch.setattr(agreement, "time", clock)
-        self._trace = trace or num_replicas
+        self.clocks, self.seconds, self.trace = [0.0] * 3, seconds, trace
+        self.asked: set[int] = set()
+        self.board, self.meeting = [None] * 3, threading.Barrier(3, timeout=60)
+        self.reads: list[int] = []  # the ranks of those that have read the sum
         read = agreement.Agreement._read_votes
 
-        def counted(found):  # what a replica calls to read the sum
-            found._replica.num_reads += 1
+        def counted(found):
+            self.reads.append(here.rank)
             return read(found)
 
+        clock = types.SimpleNamespace(monotonic=lambda: self.clocks[here.rank])
+        monkeypatch.setattr(agreement, "time", clock)
         monkeypatch.setattr(agreement.Agreement, "_read_votes", counted)
-        self.asked: set[int] = set()
-        self.board = [None] * num_replicas
-        self.meeting = threading.Barrier(num_replicas, timeout=60)
-        monkeypatch.setattr(xla_replica, "stop_requested", self._request)
-        late = late or (0,) * num_replicas
-        self._replicas = [
-            ThreadReplica(self, rank, device, lag) for rank, lag in enumerate(late)
-        ]
-        self._pool = ThreadPoolExecutor(num_replicas)
-        self._training = list(self._pool.map(self._build, self._replicas))
-        if trace is None and device == "xla":
+        monkeypatch.setattr(xla_replica, "stop_requested", self.request)
+        replicas = [ThreadReplica(self, n, device, lag) for n, lag in enumerate(late)]
+        self.pool = ThreadPoolExecutor(3)
+        self.training = list(self.pool.map(self.build, replicas))
+        if trace == 3 and device == "xla":
             for _ in range(4):  # after the first updates all look less often
                 self.update()
-        for replica in self._replicas:
-            replica.num_reads = 0
+        self.reads.clear()
 
-    def _build(self, replica: ThreadReplica):
+    def build(self, replica: ThreadReplica):
         here.rank = replica.rank
-        place = {"rank": replica.rank, "num_replicas": replica.num_replicas}
-        options = {"size": 2000, "minibatch_size": 1, "sampler": place}
-        weight, sampler, optimizer = one_weight(self._trace, replica=replica, **options)
+        weight, sampler, optimizer = one_weight(
+            self.trace, replica=replica, size=2000, minibatch_size=1,
+            sampler={"rank": replica.rank, "num_replicas": 3},
+        )  # fmt: skip
         sampler.num_yielded = 2000  # which nobody iterates
         optimizer.set_epoch(0)
         return weight, optimizer
 
-    def _request(self):
-        asked = here.rank in self.asked
-        return xla_replica.StopRequest("test", 143) if asked else None
-
-    @property
-    def num_reads(self) -> int:
-        return sum(replica.num_reads for replica in self._replicas)
+    def request(self) -> xla_replica.StopRequest | None:
+        return xla_replica.StopRequest("test", 143) if here.rank in self.asked else None
 
     def update(self, look: bool = False, every_seconds: float = 1e9) -> list[bool]:
-        """Returns what every replica finds after an update."""
-
-        def train(replica: ThreadReplica) -> bool:
-            here.rank = replica.rank
-            weight, optimizer = self._training[replica.rank]
-            is_made = 0
+        def train(found) -> bool:
+            weight, optimizer = found
+            here.rank, is_made = optimizer.replica.rank, 0
             while not is_made:
                 weight.sum().backward()
                 is_made = optimizer.step()
-                self.clocks[replica.rank] += self._seconds[replica.rank]
-            replica.num_updates += 1
+                self.clocks[here.rank] += self.seconds[here.rank]
+            optimizer.replica.num_updates += 1
             return optimizer.asked_to_stop(look, every_seconds)
 
-        return list(self._pool.map(train, self._replicas))
+        return list(self.pool.map(train, self.training))
 
 
 @pytest.mark.parametrize("device", ["xla", "cuda"])
 def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
-    replicas = Replicas(monkeypatch, 3, device)
+    replicas = Replicas(monkeypatch, device)
     # Before all are asked, those who are read the sum, and continue.
-    for asked, num_reads in ((set(), 0), ({0, 2}, 2)):
-        replicas.asked = asked
+    for asked in ([], [0, 2]):
+        replicas.asked = {*asked}
         assert replicas.update() == [False] * 3
-        assert replicas.num_reads == num_reads
+        assert sorted(replicas.reads) == asked
     replicas.asked = {0, 1, 2}
     assert replicas.update() == [True] * 3
 
@@ -146,23 +127,21 @@ def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
 @pytest.mark.parametrize("late", [(1, 1, 1), (3, 1, 2)])
 def test_on_gpus_the_others_hear_of_one_that_was_asked_alone(monkeypatch, late):
     """After a signal in update t all save at t + 2, or later if the device lags."""
-    replicas = Replicas(monkeypatch, 3, "cuda", late)
+    replicas = Replicas(monkeypatch, "cuda", late)
     for _ in range(4):
         assert replicas.update() == [False] * 3
-    assert replicas.num_reads == 0
+    assert not replicas.reads
     replicas.asked = {1}
     until = 1 + max(late)
-    for _ in range(until - 1):
-        assert replicas.update() == [False] * 3
-    assert replicas.update() == [True] * 3
+    found = [replicas.update() for _ in range(until)]
+    assert found == [[False] * 3] * (until - 1) + [[True] * 3]
     # Only those read that were asked, or have heard.
-    assert replicas.num_reads == until + sum(until - late[rank] for rank in (0, 2))
+    assert len(replicas.reads) == until + sum(until - late[rank] for rank in (0, 2))
 
 
 @pytest.mark.parametrize(("device", "look"), [("xla", True), ("cpu", False)])
 def test_one_that_was_asked_alone_is_found_where_all_look(monkeypatch, device, look):
-    """On CPUs everybody always does."""
-    replicas = Replicas(monkeypatch, 3, device)
+    replicas = Replicas(monkeypatch, device)
     assert replicas.update() == [False] * 3
     replicas.asked = {1}
     if device == "xla":
@@ -173,20 +152,18 @@ def test_one_that_was_asked_alone_is_found_where_all_look(monkeypatch, device, l
 def test_all_look_at_the_same_updates_after_so_many_seconds(monkeypatch):
     """By replica 0's clock; also where updates are of four times the minibatches."""
     trace, seconds = [3] * 150 + [12] * 99, (0.1, 0.4, 0.001)
-    replicas = Replicas(monkeypatch, 3, "xla", trace=trace, seconds=seconds)
+    replicas = Replicas(monkeypatch, "xla", trace=trace, seconds=seconds)
     looked_at, num_looks = 0.0, 0
     for number in range(200):
-        before = replicas.num_reads
+        replicas.reads.clear()
         assert replicas.update(every_seconds=2.0) == [False] * 3
-        fetched = replicas.num_reads - before
-        assert fetched in (0, 3)
-        if fetched:
+        assert sorted(replicas.reads) in ([], [0, 1, 2])
+        if replicas.reads:
             looked_at, num_looks = replicas.clocks[0], num_looks + 1
         longest = 0.1 if number < 150 else 0.4
         assert replicas.clocks[0] - looked_at < 2.0 + longest
     assert num_looks <= replicas.clocks[0] / 2.0 + 7
-    replicas.asked = {1}
-    asked_at = replicas.clocks[0]
+    replicas.asked, asked_at = {1}, replicas.clocks[0]
     while (stops := replicas.update(every_seconds=2.0)) == [False] * 3:
         pass
     assert stops == [True] * 3
@@ -246,8 +223,6 @@ def test_replicas_of_a_member_leave_together(monkeypatch, members, leaves):
     assert asked == ["another replica of this member is to stop"]
 
 
-# --- settings, compared at construction ---------------------------------------------
-
 # By setting: what all replicas have, and what the last one has in its place.
 SETTINGS = {
     "trace": ([8, 16, 8], [8, 8, 16]),
@@ -266,7 +241,6 @@ SETTINGS = {
     "width": (3, 4),
     "frozen": (False, True),
 }
-SAME = {name: value for name, (value, _) in SETTINGS.items()}
 # What the message says where it does not show both values.
 SAID = {
     "trace": "'trace': '3 steps, sha256 ",
@@ -280,7 +254,6 @@ SAID = {
 
 
 def construct(**given: Any) -> None:
-    """Builds sampler and wrapper from values of `SETTINGS`."""
     for_sampler = ("trace", "seed", "minibatch_size", "dataset_size", "on_end", "order")
     sampler = vbs.CustomSampler(**{name: given.pop(name) for name in for_sampler})
     model = torch.nn.Linear(given.pop("width"), 1).to(xla_replica.current().device)
@@ -290,32 +263,29 @@ def construct(**given: Any) -> None:
 
 
 def disagreements(rank: int) -> dict[str, tuple[str, int]]:
-    """Returns what construction says where the last replica has another setting."""
-    construct(**SAME)
     is_last = rank == xla_replica.current().num_replicas - 1
-    found = {}
+    same, found = {name: value for name, (value, _) in SETTINGS.items()}, {}
     for name, (_, value) in SETTINGS.items():
         try:
-            construct(**SAME | ({name: value} if is_last else {}))
+            construct(**same | ({name: value} if is_last else {}))
         except xla_replica.ReplicaError as error:
             found[name] = str(error), error.rank
-    construct(**SAME)  # all have raised, so they can go on together
+    construct(**same)  # all have raised, so they can go on together
     return found
 
 
 @pytest.mark.parametrize("backend", [*SEVERAL_REPLICAS, TPU_LIKE, FOUR_TPU_LIKE])
 def test_settings_that_differ_are_named_at_construction(backend):
-    n = backend.num_replicas
+    last = backend.num_replicas - 1
     for found in backend.run(disagreements):
-        assert set(found) == set(SETTINGS)
         for name, (value, other) in SETTINGS.items():
-            message, rank = found[name]
+            message, rank = found.pop(name)
             said = f"{{{name!r}: {value!r}}}, replica 2 has {{{name!r}: {other!r}}}"
-            said = SAID.get(name, said).replace("replica 2", f"replica {n - 1}")
-            assert said in message
-            assert f", and 1 of {n} differ" in message
+            assert SAID.get(name, said).replace("a 2", f"a {last}") in message
+            assert f", and 1 of {last + 1} differ" in message
             assert "build sampler, model and optimizer alike" in message
-            assert rank == n - 1
+            assert rank == last
+        assert not found
 
 
 def train_in_order(rank: int, seeds: list[int]) -> int:

@@ -30,16 +30,14 @@ import variable_batch_size as vbs
 import xla_replica
 
 pytestmark = needs_lighthouse
-
-
+SLOW = pytest.mark.slow
 _expected: dict[tuple[str, ...], dict] = {}
 
 
 def undisturbed(arguments: tuple[str, ...], folder: Path, **variables: str) -> dict:
     """Returns what one process without any others finds, with these arguments."""
     if arguments not in _expected or variables:
-        at_once = (*arguments, "--minibatch-seconds", "0")
-        job = LiveJob(folder, at_once, variables)
+        job = LiveJob(folder, (*arguments, "--minibatch-seconds", "0"), variables)
         job.start()
         [_expected[arguments]] = job.wait(job.results)
         job.stop()
@@ -79,18 +77,19 @@ def more_updates(job: LiveJob) -> Callable[[], bool]:
 
 
 def check(job: LiveJob, expected: dict) -> None:
-    """Asserts that members have ended with the bits of an undisturbed run."""
     results = job.results()
     assert results, job.log()
     assert results == [expected] * len(results), job.log()
     assert job.check_samples() == expected["num_updates"]
 
 
-SLOW = pytest.mark.slow
-
-
 def words(epochs: int, seconds: float = 0.03) -> tuple[str, ...]:
     return "--epochs", str(epochs), "--minibatch-seconds", str(seconds)
+
+
+def ends(job: LiveJob) -> list[int]:
+    job.wait(lambda: not job.running)
+    return [each.exitcode for each in job.ended]
 
 
 @contextlib.contextmanager
@@ -102,41 +101,34 @@ def live(folder: Path, *arguments: str, more: tuple[str, ...] = (), **options):
     expected = undisturbed(arguments, folder / "alone")
     with live_job(folder / "live", *arguments, *more, **options) as job:
         yield job
-        job.wait(lambda: not job.running)
+        ends(job)
         check(job, expected)
 
 
 def started(job: LiveJob, number: int) -> list[Any]:
-    """Returns so many members, which train."""
     members = [job.start() for _ in range(number)]
     job.wait(lambda: job.num_ready() == number)
     return members
 
 
-# How many times of a phase a member has for certain.
-RARE = {"set_epoch": 2, "save": 2, "transfer": 1}
-
-
 @of_torch_alone
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("plain", marks=SLOW), "projected", pytest.param("rigl", marks=SLOW)],
-)
-def test_deaths_in_every_phase_leave_the_bits(kind, tmp_path):
+def test_deaths_in_every_phase_leave_the_bits(tmp_path):
     fates = [Fate(phase, random.randrange(1, 6)) for phase in PHASES]
     options = {"more": ("--workers", "1"), "seconds": 1.0}
-    with live(tmp_path, "--kind", kind, *words(3, 0.02), **options) as job:
+    with live(tmp_path, "--kind", "projected", *words(3, 0.02), **options) as job:
         meet_fates(job, fates)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("number", range(20))
 def test_ten_random_deaths_leave_the_bits(number, tmp_path):
     kind = ("plain", "projected", "rigl")[number % 3]
     phases = [list(PHASES)[(10 * number + n) % len(PHASES)] for n in range(10)]
-    ways = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
+    # How many times of a phase a member has for certain.
+    rare = {"set_epoch": 2, "save": 2, "transfer": 1}
+    ways = (*[signal.SIGKILL] * 3, signal.SIGTERM)
     fates = [
-        Fate(phase, random.randrange(RARE.get(phase, 12)), random.choice(ways))
+        Fate(phase, random.randrange(rare.get(phase, 12)), random.choice(ways))
         for phase in phases
     ]
     options = {"more": ("--workers", str(number % 2)), "seconds": 1.0}
@@ -157,7 +149,7 @@ def test_members_leave_stop_and_join(tmp_path):
         os.kill(third.pid, signal.SIGSTOP)
         job.wait(lambda: job.results())
         os.kill(third.pid, signal.SIGCONT)
-        job.wait(lambda: not job.running)
+        ends(job)
         assert (second.exitcode, fourth.exitcode) == (0, 0)
         assert third.exitcode == 1
         assert "Superseded" in job.log()
@@ -170,9 +162,9 @@ def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
         job.wait(lambda: list(job.folder.glob("checkpoints/*.pt")))
         for each in members:
             each.kill()
-        job.wait(lambda: not job.running)
+        ends(job)
         job.start()
-        job.wait(lambda: not job.running)
+        ends(job)
         assert "resuming" in job.log()
 
 
@@ -184,7 +176,7 @@ def test_a_trace_of_batches_that_follow_members_replays_the_run(tmp_path):
         first.kill()
         job.wait(more_updates(job))
         job.start()
-        job.wait(lambda: not job.running)
+        ends(job)
         decided = job.folder / "decided.csv"
         assert len(decided.read_text().splitlines()) >= 4, job.log()
         assert second.exitcode == 0
@@ -201,10 +193,9 @@ class Member(xla_replica.LocalReplica):
     [({"lockstep": True}, "Hugging Face's, Lightning's"), ({}, "pass exact=model")],
 )
 def test_wrappers_that_cannot_be_live_are_refused(options, problem):
-    member = Member("cpu")
+    member, model = Member("cpu"), nn.Linear(2, 1)
     with pytest.raises(TypeError, match=problem):
         make(replica=member, **options)
-    model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), 0.1)
     options = {"replica": member, "exact": model}
     optimizer = vbs.LinearRuleOptimizer(inner, sampler_of(), 32, **options)
@@ -226,8 +217,7 @@ def lose_a_slice(folder: Path, kind: str, sizes: tuple[int, int, int], **variabl
         job.wait(lambda: lost in job.ended)
         assert lost.exitcode == 1
         job.start(**told[2])
-        job.wait(lambda: not job.running)
-        assert [each.exitcode for each in job.ended] == [1, 0, 0], job.log()
+        assert ends(job) == [1, 0, 0], job.log()
         variables.pop("MEMBER_DEVICE")
         check(job, undisturbed(arguments, folder / "alone", **variables))
         return json.loads((job.folder / f"{stays.pid}.compilations").read_text())
@@ -236,8 +226,7 @@ def lose_a_slice(folder: Path, kind: str, sizes: tuple[int, int, int], **variabl
 @needs_xla
 @pytest.mark.xla
 @pytest.mark.parametrize(
-    "kind",
-    [kind if kind == "plain" else pytest.param(kind, marks=SLOW) for kind in KINDS],
+    "kind", ["plain", *(pytest.param(kind, marks=SLOW) for kind in KINDS[1:])]
 )
 def test_a_slice_on_xla_dies_another_joins_and_nothing_compiles(kind, tmp_path):
     xla = {"PJRT_DEVICE": "CPU", "MEMBER_DEVICE": "xla"}
@@ -256,8 +245,7 @@ def test_a_member_on_torchtpu_dies_and_another_joins(tmp_path):
         job.wait(more_updates(job))
         members[0].kill()
         job.start()
-        job.wait(lambda: not job.running)
-        assert [each.exitcode for each in job.ended] == [-signal.SIGKILL, 0, 0, 0]
+        assert ends(job) == [-signal.SIGKILL, 0, 0, 0]
         told = (job.folder / f"{members[1].pid}.compilations").read_text()
         first, *later = json.loads(told)
         assert first > 0
@@ -280,8 +268,7 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
         assert [each.exitcode for each in others] == [1, 1]
         assert "LIVE_TOKEN" in job.log()
         assert "seed is '1', not '0'" in job.log()
-        job.wait(lambda: going_on in job.ended)
-        assert going_on.exitcode == 0
+        assert ends(job)[-1] == going_on.exitcode == 0
         assert len(job.results()) == 1
 
 
@@ -296,6 +283,6 @@ def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
     with lighthouse:
         job.wait(more_updates(job))
         members[0].kill()
-        job.wait(lambda: not job.running)
+        ends(job)
     assert members[1].exitcode == 0
     check(job, expected)

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training, large_batch_run
-from support.variable_batch_size.wrapping import backward, idle_replica, make, run_epoch
+from support.variable_batch_size.wrapping import backward, make, run_epoch
 from support.xla_replica.replicas import HAS_XLA, SEVERAL_REPLICAS, row
 from torch import nn
 
+import variable_batch_size as vbs
 import xla_replica
 from xla_replica import ReplicaError
 
 
-def test_idle_steps_are_joined_once():
-    model, sampler, wrapper = idle_replica()
+def test_idle_steps_are_joined_once_and_between_epochs_the_rate_may_change():
+    model, sampler, wrapper = make(**IDLE | {"trace": 2 * IDLE["trace"]})
     assert len(sampler) == 2
-    assert [wrapper.set_epoch(0), wrapper.set_epoch(0)] == [1, 0]
-    assert run_epoch(model, sampler, wrapper) == [3, 2]
-
-
-def test_between_epochs_the_learning_rate_may_change():
-    model, sampler, wrapper = idle_replica()
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        wrapper.set_epoch(epoch)
-        run_epoch(model, sampler, wrapper)
+        assert [wrapper.set_epoch(epoch), wrapper.set_epoch(epoch)] == [1, 0]
+        assert run_epoch(model, sampler, wrapper) == [3, 2]
         wrapper.set_lr((0.01,))
 
 
@@ -42,33 +36,12 @@ def test_epochs_follow_the_sampler():
         assert wrapper.epoch == epoch
 
 
-def test_an_abandoned_epoch_warns_and_loses_its_gradients(caplog):
-    model, sampler, wrapper = make()
-    backward(model)
-    wrapper.step()
-    wrapper.set_epoch(0)
-    assert "epoch 0 is abandoned after 0 of 3 steps: run every min" in caplog.text
-    assert torch.equal(model.weight.grad, torch.zeros(1, 2))
-    assert run_epoch(model, sampler, wrapper) == [0, 1, 0, 0, 1, 0, 0, 1]
-
-
-def test_an_epoch_number_that_is_trained_twice_warns(caplog):
-    model, sampler, wrapper = make(trace=128)
-    wrapper.set_epoch(0)
-    run_epoch(model, sampler, wrapper)
-    assert not caplog.text
-    wrapper.set_epoch(0)
-    assert "epoch 0 has been trained; another pass needs another" in caplog.text
-
-
 def test_set_epoch_past_the_end_of_the_trace():
     _, sampler, wrapper = make()
     sampler.set_epoch(7)
     assert wrapper.set_epoch(7) == 0
     assert wrapper.get_bs() == 0
 
-
-# --- in lockstep: a loop runs once per update, with or without minibatches ------------
 
 # Steps of 1 to 5 minibatches on 3 replicas, in some of which two of them are idle, the
 # first and the last of an epoch among them.
@@ -112,64 +85,36 @@ def test_loops_with_schedulers_and_collectives_train_as_one_large_batch(backend)
         assert [each[0][0] for each in outcome["met"]] == [*range(len(updates))]
 
 
-# --- loops that go wrong are told so before weights change, and what to do instead ----
+class Loop(NamedTuple):
+    model: nn.Module
+    sampler: vbs.CustomSampler
+    wrapper: vbs.ElasticOptimizer
 
 
-def clamp(t: Any) -> None:
-    nn.utils.clip_grad_value_(t.model.parameters(), 0.5)
-
-
-def replace(t: Any) -> None:
-    t.model.weight.grad = t.model.weight.grad * 0.5
-
-
-def reload(t: Any) -> None:
-    t.model.load_state_dict(copy.deepcopy(t.model.state_dict()), assign=True)
-
-
-def pass_of_zero(t: Any) -> None:
-    (0 * sum(p.sum() for p in t.model.parameters())).backward()
-
-
-def zero_data(t: Any) -> None:
-    """Zeroes gradients where torch does not count it, but the host sees it."""
-    for parameter in t.model.parameters():
-        parameter.grad.data.zero_()
-
-
-def add_to_the_inner_one(t: Any) -> None:
-    t.wrapper.inner.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-
-def share(t: Any) -> None:
-    t.other = type(t.wrapper)(
-        t.wrapper.inner, t.sampler, ref_batchsize=32, replica=t.wrapper.replica
-    )
-
-
-def epoch(t: Any) -> None:
-    run_epoch(t.model, t.sampler, t.wrapper)
-
-
-# What a loop does, of its model, its sampler and its wrapper.
 ACTIONS = {
     "pass": lambda t: backward(t.model),
-    "pass of zero": pass_of_zero,
+    "pass of zero": lambda t: (0 * t.model(torch.ones(1, 2)).sum()).backward(),
+    "pass of NaN": lambda t: (torch.nan * t.model(torch.ones(1, 2)).sum()).backward(),
     "step": lambda t: t.wrapper.step(),
     "minibatch": lambda t: (backward(t.model), t.wrapper.step()),
-    "epoch": epoch,
+    "epoch": lambda t: run_epoch(t.model, t.sampler, t.wrapper),
     "zero": lambda t: t.model.zero_grad(),
     "zero in place": lambda t: t.model.zero_grad(set_to_none=False),
-    "zero data": zero_data,
+    # Where torch does not count it, but the host sees it.
+    "zero data": lambda t: [p.grad.data.zero_() for p in t.model.parameters()],
     "zero by the wrapper": lambda t: t.wrapper.zero_grad(),
     "freeze": lambda t: t.model.bias.requires_grad_(False),
     "clip": lambda t: nn.utils.clip_grad_norm_(t.model.parameters(), 0.5),
-    "clamp": clamp,
+    "clamp": lambda t: nn.utils.clip_grad_value_(t.model.parameters(), 0.5),
     "scale": lambda t: t.model.weight.grad.mul_(0.5),
-    "replace": replace,
+    "replace": lambda t: setattr(t.model.weight, "grad", t.model.weight.grad / 2),
     "scale data": lambda t: t.model.weight.grad.data.mul_(0.5),  # torch counts nothing
-    "reload": reload,
-    "add to the inner one": add_to_the_inner_one,
+    "reload": lambda t: t.model.load_state_dict(
+        copy.deepcopy(t.model.state_dict()), assign=True
+    ),
+    "add to the inner one": lambda t: t.wrapper.inner.add_param_group(
+        {"params": [nn.Parameter(torch.zeros(2))]}
+    ),
     "step the inner one": lambda t: t.wrapper.inner.step(),
     "read from elsewhere": lambda t: setattr(t.sampler, "num_yielded", 0),
     "begin": lambda t: t.wrapper.set_epoch(0),
@@ -178,8 +123,9 @@ ACTIONS = {
     "join": lambda t: t.wrapper.join_step(),
     "attach": lambda t: t.wrapper.attach(print),
     "attach another": lambda t: t.wrapper.attach(repr),
-    "share": share,
-    "begin the other": lambda t: t.other.set_epoch(0),
+    "share": lambda t: type(t.wrapper)(
+        t.wrapper.inner, t.sampler, ref_batchsize=32, replica=t.wrapper.replica
+    ),
 }
 CHANGES = ("clip", "clamp", "scale", "replace", "scale data")
 ONE, TWO, THREE = {"trace": 32}, {"trace": 64}, {"trace": 96}
@@ -220,7 +166,6 @@ ON_SEVERAL = [
     (BESIDE_ONE, "pass, step", BEGIN_FIRST),
     (IDLE, "pass, step", BEGIN_FIRST),
     (IDLE, "share, begin", r"2 optimizers .* lockstep=True"),
-    (IDLE, "share, begin the other", r"2 optimizers .* lockstep=True"),
     # Replica 1 has done step 0 with another rate.
     (BESIDE_ONE, "begin, set the rate, pass, step", "before optimizer.set_epoch"),
     # Or without what is attached.
@@ -230,7 +175,7 @@ ON_SEVERAL = [
     (
         IDLE | {"lockstep": True},
         "begin, pass, step",
-        r"call join_step\(\) in place of step",
+        r"call join_step\(\) in place of s",
     ),
 ]
 OF_THE_INNER_ONE = [
@@ -242,9 +187,7 @@ OF_THE_INNER_ONE = [
 def loop(actions: str, **options: Any) -> Any:
     """Returns a loop that has done all but the last action, and that one."""
     *before, last = actions.split(", ")
-    found = SimpleNamespace(
-        **dict(zip(("model", "sampler", "wrapper"), make(**options)))
-    )
+    found = Loop(*make(**options))
     for action in before:
         ACTIONS[action](found)
     return found, ACTIONS[last]
@@ -270,14 +213,35 @@ def test_the_last_of_these_actions_is_refused(error, options, actions, message):
     ("options", "actions"),
     [
         (TWO, "pass of zero, step, minibatch"),  # as the message says
+        (TWO, "pass of NaN, step, minibatch"),  # which equals itself
         (BESIDE_ONE, "attach, begin, attach another"),
         (FULL, "begin, minibatch, minibatch, attach"),  # the epoch has ended
         (TWO, "begin, minibatch, minibatch, attach"),
+        (IDLE, "begin, epoch, attach"),
     ],
 )
 def test_what_is_like_it_and_harmless_is_not_refused(options, actions):
     found, last = loop(actions, **options)
     last(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "actions", "message", "then"),
+    [
+        ({}, "minibatch, begin", "is abandoned after 0 of 3", [0, 1, 0, 0, 1, 0, 0, 1]),
+        (ONE, "begin, epoch, begin", "epoch 0 has been trained; another pass", [1] * 8),
+        ({"trace": [32, 32], "rank": 1, "replicas": 2}, "begin, attach",
+         "Call attach before optimizer.set_epoch", []),
+    ],
+)  # fmt: skip
+def test_what_may_be_a_mistake_warns(options, actions, message, then, caplog):
+    """An epoch that begins anew has lost its gradients."""
+    found, last = loop(actions, **options)
+    assert not caplog.text
+    last(found)
+    assert message in caplog.text
+    assert not found.model.weight.grad.any()
+    assert run_epoch(*found) == then
 
 
 def refused(rank: int) -> list[str]:

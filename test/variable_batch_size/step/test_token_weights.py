@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.variable_batch_size import elastic
-from support.variable_batch_size.elastic import OPTIMIZERS, Case, batches
+from support.variable_batch_size.elastic import Case, batches, large_batch_run
 from support.variable_batch_size.wrapping import one_weight
 from support.xla_replica.replicas import TORCHTPU, backends, row
 from torch import nn
 
 import xla_replica
-from variable_batch_size import gradient_noise
 
 VOCABULARY, LENGTH, PADDING = 11, 7, -100
 NUM_SAMPLES = 96
@@ -26,22 +24,15 @@ NUM_SAMPLES = 96
 TRACE = (4, 24, 12, 32, 8, 16)
 
 
-def run(reference: dict[str, Any], rule: str = "linear", **changes):
-    """Returns a case, and options of the optimizer."""
-    options = {"reduction": "sum", "ref_batchsize": None, **reference}
-    case = Case(TRACE, 3, rule=rule, num_samples=NUM_SAMPLES, **changes)
-    return case, options
-
-
+CASE = Case(TRACE, 3, num_samples=NUM_SAMPLES)
+ADASCALE = replace(CASE, rule="adascale", optimizer="sgd-heavy-ball")
+BY_SAMPLES, BY_TOKENS = {"ref_batchsize": 16}, {"ref_weight": 64.0}
 RUNS = {
-    "by samples": run({"ref_batchsize": 16}),
-    "by samples, clipped": run({"ref_batchsize": 16}, "root", max_grad_norm=0.05),
-    "by tokens": run({"ref_weight": 64}),
-    "by tokens, in the buffer": run({"ref_weight": 64}, "linear-momentum"),
-    "by tokens, decay": run({"ref_weight": 64.0, "decay_per_sample": True}, "root"),
-    "by tokens, adamw": run({"ref_weight": 64}, "root", optimizer="adamw"),
+    "by samples": (CASE, BY_SAMPLES),
+    "by samples, clipped": (replace(CASE, rule="root", max_grad_norm=0.05), BY_SAMPLES),
+    "by tokens": (CASE, BY_TOKENS),
+    "by tokens, adamw": (replace(CASE, rule="root", optimizer="adamw"), BY_TOKENS),
 }
-ADASCALE = run({}, "adascale", optimizer="sgd-heavy-ball")
 
 
 def make_model() -> nn.Module:
@@ -67,14 +58,13 @@ def loss_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
 
 
 class Training(elastic.Training):
-    """Trains a language model; weights are numbers or tensors."""
-
     def __init__(self, name: str, texts=None, **changes) -> None:
-        case, options = ADASCALE if name == "adascale" else RUNS[name]
+        case, options = RUNS.get(name, (ADASCALE, {}))
         with xla_replica.current().seeded(0):
             made = (make_model(), *(texts or make_texts()))
         self.has_numbers = name in ("by samples", "by tokens, adamw")
-        super().__init__(case, loss_sum, made=made, **options | changes)
+        options = {"reduction": "sum", "ref_batchsize": None, **options, **changes}
+        super().__init__(case, loss_sum, made=made, **options)
 
     def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
         self.loss(self.model, x, y).backward()
@@ -97,80 +87,54 @@ def elastic_runs(rank: int) -> dict[str, tuple]:
     return found
 
 
-@functools.cache
+def mean_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return loss_sum(model, x, y) / (y != PADDING).sum()
+
+
 def one_process(name: str) -> tuple[list[torch.Tensor], list[float]]:
     """Trains in plain torch, with all tokens of a step in one batch."""
+    (case, options), (inputs, targets) = RUNS[name], make_texts()
     with xla_replica.seeded(0):
-        model = make_model()
-    inputs, targets = make_texts()
-    case, options = RUNS[name]
-    lr, told = case.lr, []
-    optimizer = OPTIMIZERS[case.optimizer](model.parameters(), lr)
-    for _, rows in batches(case):
-        optimizer.zero_grad()
-        num_tokens = int((targets[rows] != PADDING).sum())
-        (loss_sum(model, inputs[rows], targets[rows]) / num_tokens).backward()
-        if case.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
-        ratio = len(rows) / (options["ref_batchsize"] or math.inf)
-        ratio = ratio or num_tokens / options["ref_weight"]
-        factor = math.sqrt(ratio) if case.rule == "root" else ratio
-        [group] = optimizer.param_groups
-        decay = group["weight_decay"]
-        if case.rule == "linear-momentum":
-            for parameter in model.parameters():
-                parameter.grad.add_(parameter.detach(), alpha=decay).mul_(factor)
-            group["weight_decay"] = 0.0
-        else:
-            group["lr"] = lr * factor
-        if "decay_per_sample" in options:
-            group["weight_decay"] = decay * ratio / factor
-        optimizer.step()
-        group["weight_decay"] = decay
-        told += [num_tokens, lr * factor]
-    return [p.detach() for p in model.parameters()], told
+        made = make_model(), inputs, targets
+    counts = [int((targets[rows] != PADDING).sum()) for _, rows in batches(case)]
+    ratios = [count / options.get("ref_weight", math.inf) for count in counts]
+    weights, updates = large_batch_run(case, mean_loss, made, ratios=(*ratios,))
+    told = zip(counts, (lr for *_, [lr] in updates))
+    return weights, [*itertools.chain(*told)]
 
 
-@pytest.fixture(
-    scope="module", params=[*backends("cpu", 1, 2), *backends("xla", 2, slow=(1, 8))]
+@pytest.mark.parametrize(
+    "backend", [*backends("cpu", 1, 2), *backends("xla", 2, slow=(1, 8))]
 )
-def outcomes(request):
-    return request.param.run(elastic_runs, timeout=150)
+def test_ragged_batches_equal_one_process_with_all_tokens(backend):
+    for outcome in backend.run(elastic_runs, timeout=150):
+        for name, (found, own, count) in outcome.items():
+            weights, told = one_process(name)
+            torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-12)
+            assert own == pytest.approx(told, rel=1e-12), name
+            # After the first epochs nothing is compiled or read back.
+            assert count == (0, 0, 0)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_ragged_batches_equal_one_process_with_all_tokens(outcomes, name):
-    weights, told = one_process(name)
-    for outcome in outcomes:
-        found, own, count = outcome[name]
-        torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-12)
-        assert own == pytest.approx(told, rel=1e-12)
-        # After the first epochs nothing is compiled or read back.
-        assert count == (0, 0, 0)
-
-
-def test_a_minibatch_of_weight_zero_adds_nothing():
-    """A step of two minibatches, one of them padding, is a step of the other one."""
-    for weights in ((5.0, 0.0), (0.0, 5.0)):
-        parameter, sampler, optimizer = one_weight([8], reduction="sum")
-        for weight, _ in zip(weights, sampler):
-            (parameter.sum() * weight).backward()
-            optimizer.step(weight=weight)
-        assert torch.equal(parameter.detach(), torch.full((3,), 0.5))
-
-
-@pytest.mark.parametrize("reference", [{"ref_weight": 4}, {"ref_batchsize": 4}])
-def test_a_step_of_weight_zero_has_a_gradient_of_zero(reference):
-    has_noise = "ref_weight" in reference
+@pytest.mark.parametrize(
+    ("trace", "weights", "options", "expected"),
+    [
+        # A step of two minibatches, one of them padding, is a step of the other one.
+        ([8], (5, 0), {}, (1.0, 0.5)),
+        ([8], (0, 5), {}, (1.0, 0.5)),
+        # A step of nothing changes nothing.
+        ([4, 4], (0, 2), {"ref_batchsize": 4}, (1.0, 0.5)),
+        ([4, 4], (0, 2), {"ref_weight": 4, "noise": True}, (1.0, 0.75)),
+    ],
+)
+def test_a_minibatch_of_weight_zero_adds_nothing(trace, weights, options, expected):
     parameter, sampler, optimizer = one_weight(
-        [4, 4], "linear", reduction="sum", noise=has_noise, **reference
+        trace, "linear" if options else "constant", reduction="sum", **options
     )
-    for weight, _ in zip((0, 2), sampler):
-        before = parameter.detach().clone()
+    for weight, value, _ in zip(weights, expected, sampler):
         (parameter.sum() * weight).backward()
         optimizer.step(weight=weight)
-        assert torch.isfinite(parameter).all()
-        assert torch.equal(parameter, before) == (weight == 0)
+        assert torch.equal(parameter.detach(), torch.full((3,), value))
 
 
 def test_a_loss_without_any_weight_has_no_mean():
@@ -183,34 +147,15 @@ def test_a_loss_without_any_weight_has_no_mean():
     assert torch.equal(parameter, before)
 
 
-def test_the_estimates_are_unbiased_whatever_the_weights():
-    """Every outcome of six tokens, each of gradient m + 1 or m - 1, is averaged."""
-    mean, sizes = 0.75, (1, 3, 2)
-    total = torch.tensor([float(sum(sizes))], dtype=torch.float64)
-    count = torch.tensor([float(len(sizes))], dtype=torch.float64)
-    matrix = gradient_noise.weighted_coefficients(count, total)
-    estimates = []
-    for signs in itertools.product((-1.0, 1.0), repeat=sum(sizes)):
-        tokens = iter(mean + sign for sign in signs)
-        sums = [sum(next(tokens) for _ in range(size)) for size in sizes]
-        squares = total * 0 + sum(s**2 / size for s, size in zip(sums, sizes))
-        mean_square = (sum(sums) / total) ** 2
-        estimates.append(gradient_noise.estimate(squares, mean_square, matrix))
-    variance, square, _ = torch.stack(estimates).mean(0)[:, 0].tolist()
-    assert variance == pytest.approx(1.0, rel=1e-12)
-    assert square == pytest.approx(mean**2, rel=1e-12)
-
-
 class Measured(Training):
     """AdaScale where every sample is one token, with and without weights."""
 
-    def __init__(self, weighted: bool) -> None:
+    def __init__(self, reduction: str) -> None:
         inputs, targets = make_texts()
         texts = inputs[:, :1], targets.clamp(min=0)[:, :1]
-        self.weighted = weighted
-        options = {"ref_weight": 16} if weighted else {"ref_batchsize": 16}
-        options["reduction"] = "sum" if weighted else "mean"
-        super().__init__("adascale", texts, **options)
+        self.weighted = reduction == "sum"
+        reference = {"ref_weight" if self.weighted else "ref_batchsize": 16}
+        super().__init__("adascale", texts, reduction=reduction, **reference)
 
     def minibatch(self, x: torch.Tensor, y: torch.Tensor) -> int:
         if self.weighted:
@@ -221,20 +166,18 @@ class Measured(Training):
 
 def measured(rank: int) -> list[tuple[list[float], list[torch.Tensor]]]:
     """Returns measurements and weights of a run without weights, and one with them."""
-    found = []
-    for training in (Measured(False), Measured(True)):
-        weights, optimizer = training.train(), training.optimizer
-        found.append(([*optimizer.noise.measure(), optimizer.current_lr()], weights))
-    return found
+    runs = [Measured("mean"), Measured("sum")]
+    weights = [run.train() for run in runs]
+    noise = [run.optimizer.noise.measure() for run in runs]
+    rates = [run.optimizer.current_lr() for run in runs]
+    return [([*m, lr], w) for m, lr, w in zip(noise, rates, weights)]
 
 
 @pytest.mark.parametrize(
     "backend", [row("cpu", 1), row("cpu", 3), row("xla", 2), *TORCHTPU]
 )
 def test_adascale_with_equal_weights_is_adascale(backend):
-    outcomes = backend.run(measured)
-    [numbers, weights] = outcomes[0][0]
-    for _, found in outcomes:
+    for (numbers, weights), found in backend.run(measured):
         assert found[0] == pytest.approx(numbers, rel=1e-10)
         torch.testing.assert_close(found[1], weights, rtol=1e-11, atol=1e-12)
 
