@@ -29,10 +29,9 @@ class Training:
     """A small model, its elastic optimizer, and the sampler that orders its samples."""
 
     def __init__(self, name: str, attaches: bool = True, **given) -> None:
-        given = EVEN | given
+        given = EVEN | {"verbose": False, "on_end": "cycle"} | given
         self.replica = xla_replica.current()
-        self.grab = KINDS[name].sampler(given["dataset_size"])
-        given |= {"order": self.grab, "verbose": False, "on_end": "cycle"}
+        self.grab = given["order"] = KINDS[name].sampler(given["dataset_size"])
         self.sampler = vbs.CustomSampler(**given)
         self.model = nn.Linear(3, 1).to(self.replica.device)
         inner = torch.optim.SGD(self.model.parameters(), 0.01)
@@ -54,32 +53,30 @@ class Training:
         return self.grab.order.tolist()
 
 
-def train(name: str, epochs: int = EPOCHS, saved=None, **options):
+def train(name: str, epochs=range(EPOCHS), saved=None, **options):
     """Returns the orders of all epochs, the accumulators, and every epoch's counts."""
-    run = Training(name, **options)
+    run, orders, costs = Training(name, **options), [], []
     if saved is not None:
         run.grab.load_state_dict(saved)
-    first = 0 if saved is None else run.grab.epoch + 1
-    orders, costs = [], []
-    for epoch in range(first, epochs):
+    for epoch in epochs:
         with xla_replica.count(run.replica) as counts:
             orders.append(run.epoch(epoch))
         costs.append((counts.compilations, counts.transfers))
     return orders, run.grab.state_dict(), costs
 
 
+LATER = range(EPOCHS, EPOCHS + 2)
+
+
 def train_all(rank: int, saved) -> dict:
     """Returns what `train` does, and the orders of two epochs after a saved state."""
-    return {
-        name: (*train(name), train(name, EPOCHS + 2, saved[name])[0]) for name in NAMES
-    }
+    return {name: (*train(name), train(name, LATER, saved[name])[0]) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict:
-    return {
-        name: (*train(name)[:2], train(name, EPOCHS + 2)[0][EPOCHS:]) for name in NAMES
-    }
+    whole = {name: train(name, range(LATER.stop))[0] for name in NAMES}
+    return {name: (*train(name)[:2], whole[name][EPOCHS:]) for name in NAMES}
 
 
 @pytest.fixture(
@@ -114,8 +111,7 @@ def test_signs_are_credited_to_the_samples_they_are_of(together, alone, name):
 
 
 def train_pairs(rank: int) -> dict:
-    pairs = ("pair", "coordinated pair", "recursive-pair")
-    return {name: train(name, **ODD) for name in pairs}
+    return {name: train(name, **ODD) for name in KINDS if "pair" in name}
 
 
 @pytest.mark.parametrize(
@@ -166,12 +162,11 @@ def stepped_wrongly(rank: int, how: str) -> None:
 )
 def test_misuse_is_named(num_replicas, how, message):
     with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
-        xla_replica.launch(stepped_wrongly, (how,), num_replicas, "cpu")
-    if num_replicas == 1:  # it balances at once, in the right order of calls
-        xla_replica.launch(stepped_wrongly, ("not attached",), 1, "cpu")
+        Backend("cpu", num_replicas).run(stepped_wrongly, how)
 
 
-def test_an_order_that_is_gone_is_not_given():
+def test_one_replica_balances_at_once_and_gives_no_earlier_order():
+    stepped_wrongly(0, "not attached")
     grab = KINDS["mean"].sampler()
     assert grab(3).tolist() == grab(3).tolist()
     with pytest.raises(ValueError, match="gone"):

@@ -21,9 +21,8 @@ pytestmark = [needs_xla, pytest.mark.xla]
 
 def of_tokens() -> nn.Module:
     """Returns a model whose weights are applied to several positions of a sample."""
-    return nn.Sequential(
-        nn.Linear(8, 9), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 9, cases.CLASSES)
-    )
+    last = nn.Linear(5 * 9, cases.CLASSES)
+    return nn.Sequential(nn.Linear(8, 9), nn.ReLU(), nn.Flatten(), last)
 
 
 WORK = cases.Work(of_tokens, (5, 8), 6)
@@ -56,11 +55,8 @@ def test_only_the_balance_is_above_the_precision_of_training(
     monkeypatch.setenv("XLA_SAVE_TENSORS_FMT", "hlo")
     xla_replica.launch(run_all, (), num_replicas, "xla")
     last_steps = programs_by_case(Path(f"{log}.0").read_text(), last_step=True)
-    found = {
-        name: Counter(each for program in programs for each in products(program))
-        for name, programs in last_steps.items()
-    }
-    for name, counts in found.items():
+    for name, programs in last_steps.items():
+        counts = Counter(each for program in programs for each in products(program))
         expected = FORWARD_AND_BACK + OF_WEIGHTS * (name != "norms")
         by_training = Counter((shapes, "default") for shapes in expected)
         assert counts & by_training == by_training, name

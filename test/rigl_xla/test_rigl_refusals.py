@@ -15,14 +15,19 @@ from support.xla_replica.replicas import Backend
 from torch import nn
 
 import variable_batch_size as vbs
-from rigl_xla import Method, UpdateSchedule, allocate, cost_of, operations_of
+from rigl_xla import (
+    Method,
+    UpdateSchedule,
+    allocate,
+    cost_of,
+    operations_of,
+    weights_of,
+)
 
 
 def scores(bad):
     """Returns scores of a `convnet`'s weights, of which one is ``bad``."""
-    good = {
-        name: weight.detach().abs() for name, weight in convnet().named_parameters()
-    }
+    good = {name: weight.abs() for name, weight in convnet().state_dict().items()}
     return {"initial_masks": {**good, "5.weight": bad}}
 
 
@@ -87,11 +92,8 @@ def test_mistakes_are_found_before_anything_is_touched(options, error, says):
 
 
 def test_an_optimizer_that_steps_by_itself_needs_to_be_told():
-    images, labels = sparse.batch(0, 16)
-    dataset = torch.utils.data.TensorDataset(images, labels)
-    sampler = vbs.CustomSampler(dataset, [8], minibatch_size=4, on_end="cycle")
-    model = convnet()
-    optimizer = vbs.ConstantOptimizer(sgd(model), sampler)
+    sampler = vbs.CustomSampler(range(16), [8], minibatch_size=4, on_end="cycle")
+    optimizer = vbs.ConstantOptimizer(sgd(model := convnet()), sampler)
     with pytest.raises(ValueError, match="build the pruner with skip_step=False"):
         pruned(model, optimizer)
     pruned(model, optimizer, skip_step=False)
@@ -107,6 +109,8 @@ MODELS = [
     (lambda: nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 8)),
      {"include": "0", "dense_first": False}, TypeError,
      r"'0.weight' has sparse gradients, because"),
+    (lambda: nn.ConvTranspose1d(6, 8, 3), {"structure": "2:4", "dense_allocation": 1},
+     ValueError, "its 6 inputs are not a multiple of 4"),
     (lambda: nn.Linear(8, 8, dtype=torch.complex64), {}, TypeError,
      r"'weight' is torch.complex64; only real"),
     (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
@@ -171,8 +175,7 @@ def test_loops_without_the_second_line_or_its_answer_are_refused():
 def test_another_optimizer_than_the_pruners_is_noticed():
     for skip_step in (True, False):
         model = nn.Linear(8, 8)
-        optimizer, other = sgd(model), sgd(model)
-        pruner = pruned(model, optimizer, skip_step=skip_step)
+        other, pruner = sgd(model), pruned(model, skip_step=skip_step)
         model(torch.ones(1, 8)).square().sum().backward()
         pruner()
         with pytest.raises(RuntimeError, match="SGD that this pruner was not built wi"):
@@ -183,25 +186,29 @@ def test_another_optimizer_than_the_pruners_is_noticed():
 
 
 def test_weights_that_are_trained_without_the_optimizer_are_noticed():
-    model = nn.Linear(8, 8)
-    pruner = pruned(model)
-
-    def steps():
-        for _ in range(105):
-            model(torch.ones(1, 8)).square().sum().backward()
-            pruner()
-
+    pruner = pruned(model := nn.Linear(8, 8))
+    for _ in range(104):
+        model(torch.ones(1, 8)).square().sum().backward()
+        pruner()
     with pytest.raises(RuntimeError, match="has not stepped in 104 steps"):
-        steps()
+        pruner()
     assert pruner.step == 104
 
 
+LAYERS = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.LayerNorm(4))
+SELECTORS = [
+    ({"exclude": ["heads"]}, ValueError, "'heads', but the model has no such"),
+    ({"include": ["1"]}, ValueError, "two or more dimensions"),
+    ({"include": ["0"]}, ValueError, "requires_grad=False"),
+    ({"exclude": [3]}, TypeError, "a pattern of names"),
+    ({"exclude": nn.Sequential()}, TypeError, "a pattern of names"),
+    ({"exclude": [nn.Conv3d]}, ValueError, "Conv3d'>, but the model has no such"),
+]
 SHAPES = {"stem": (8, 3, 3, 3), "body": (64, 256), "head": (10, 64)}
 FC = {"fc": (1000, 10)}
 NO_SAMPLES = "the first tensor of it counts samples"
 DISTRIBUTIONS = [
     ((SHAPES, 1.0), ValueError, ">= 0 and < 1"),
-    ((SHAPES, -0.1), ValueError, ">= 0 and < 1"),
     ((SHAPES, 0.5, "erq"), ValueError, "one of .* or a function of .*, got 'erq'"),
     ((SHAPES, 0.5, "erk", {"hed": 0.1}), ValueError, "'hed', which is not among"),
     ((SHAPES, 0.5, "erk", {"head": 1}), ValueError, "sparsity of 'head'"),
@@ -218,9 +225,9 @@ DISTRIBUTIONS = [
 ]  # fmt: skip
 CALLS = [
     *((partial(allocate, *given), *refusal) for given, *refusal in DISTRIBUTIONS),
+    *((partial(weights_of, LAYERS, **given), *said) for given, *said in SELECTORS),
     (lambda: UpdateSchedule(7.5), TypeError, "T_end must be an integer"),
     (lambda: UpdateSchedule(9, delta=0), ValueError, "delta must be .*, got 0"),
-    (lambda: UpdateSchedule(9, delta=True), TypeError, "must be an integer"),
     (lambda: UpdateSchedule(9, alpha=2), ValueError, ">= 0 and <= 1"),
     (lambda: UpdateSchedule(9, annealing="warm"), ValueError, "must be one of"),
     (lambda: Method(drop="magnitude"), TypeError, "a function, got 'magnitude'"),

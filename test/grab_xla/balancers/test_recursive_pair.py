@@ -16,31 +16,32 @@ from grab_xla.balancing.decisions import TIES, Decisions
 @pytest.mark.parametrize("size", [2, 4, 32, 256])
 def test_a_block_is_sorted_as_by_an_oracle(size, has_thresholds, tie):
     draw = torch.Generator().manual_seed(size)  # many ties
-    products, thresholds = (
+    rows, thresholds = (
         torch.randint(-2, 3, (size, n), generator=draw).double() for n in (size - 1, 9)
     )
-    products[0] *= 1e300  # so large that no product with zero is formed of it
-    given = thresholds if has_thresholds else None
+    rows[0] *= 1e150  # the rows are their products with the sums
+    sums = torch.eye(size - 1).double()
+    decide = Decisions(tie, thresholds_RN=thresholds if has_thresholds else None)
     tree = RecursivePairBalance(batch_size=size)
-    signs, placements = tree._sort(products, given, Decisions(tie))
-    expected = torch.zeros_like(signs)
+    placements = tree.balance_blocks(sums, rows, decide)
+    signs = torch.zeros_like(rows)
 
     def sort(items, node, level):
         if len(items) == 1:
             return items
         left, right = [], []
         for x, y in zip(items[0::2], items[1::2]):
-            difference = products[x, node] - products[y, node]
+            difference = rows[x, node] - rows[y, node]
             limit = thresholds[x, level] if has_thresholds else 0.0
             wins = difference < limit or (tie == "positive" and difference == limit)
             left.append(x if wins else y)
             right.append(y if wins else x)
-        expected[left, node], expected[right, node] = 1.0, -1.0
+        signs[left, node], signs[right, node] = 1.0, -1.0
         children = (2 * node + 1, left), (2 * node + 2, right)
         return [i for child, part in children for i in sort(part, child, level + 1)]
 
     leaves = sort(list(range(size)), 0, 0)
-    assert torch.equal(signs, expected)
+    torch.testing.assert_close(sums, torch.eye(size - 1).double() + signs.T @ rows)
     for leaf, sample in enumerate(leaves):
         assert placements[sample] == (leaf + 1 if leaf % 2 == 0 else -leaf - 1)
 

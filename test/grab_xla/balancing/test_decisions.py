@@ -17,21 +17,16 @@ from grab_xla.balancing.decisions import TIES, Decisions
 from xla_replica import DeviceTraits
 
 
-def finite_rows(gram: torch.Tensor) -> torch.Tensor:
-    return torch.diagonal(gram).isfinite()
-
-
 def one_by_one(vectors, total, limits, tie_positive):
     """Returns signs, computed from the vectors themselves."""
-    signs, total = [], np.array(total)
+    signs = []
     for z, limit in zip(vectors, limits):
-        if not np.isfinite(z).all():
-            signs.append(0)
-            continue
-        product = total @ z
-        plus = product < limit or (tie_positive and product == limit)
-        signs.append(1 if plus else -1)
-        total = total + signs[-1] * z
+        signs.append(0)
+        if np.isfinite(z).all():
+            product = total @ z
+            plus = product < limit or (tie_positive and product == limit)
+            signs[-1] = 1 if plus else -1
+            total = total + signs[-1] * z
     return signs
 
 
@@ -45,14 +40,12 @@ def test_signs_are_those_of_the_loop(rows, tie_positive, walks, data):
     vectors = np.array(rows, dtype=np.float64)
     for row in data.draw(st.sets(st.integers(0, len(rows) - 1), max_size=2)):
         vectors[row, 1] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
-    limits = np.zeros(len(rows))
-    if walks:
-        limits = np.array([data.draw(st.integers(-9, 9)) for _ in rows], float)
+    limits = [float(walks and data.draw(st.integers(-9, 9))) for _ in rows]
     start = np.array([1.0, -2.0, 0.5])
     decide = Decisions(tie="positive" if tie_positive else "negative")
     gram, products = decide.gram(*map(torch.from_numpy, (vectors, start[None])))
-    thresholds = torch.from_numpy(limits) if walks else None
-    signs = decide.signs(products[:, 0], gram, finite_rows(gram), thresholds)
+    thresholds = torch.tensor(limits).double() if walks else None
+    signs = decide.signs(products[:, 0], gram, gram.diag().isfinite(), thresholds)
     assert signs.tolist() == one_by_one(vectors, start, limits, tie_positive)
 
 
@@ -94,7 +87,7 @@ def test_a_gpu_stops_soon_after_signs_have_settled(correlation, monkeypatch):
     for kind in (DeviceTraits(), DeviceTraits(True)):
         monkeypatch.setattr(decisions, "traits", lambda _, kind=kind: kind)
         with Kernels() as counted:
-            signs = Decisions().signs(products[:, 0], gram, finite_rows(gram))
+            signs = Decisions().signs(products[:, 0], gram, gram.diag().isfinite())
         found.append(signs)
         launches.append(counted.calls.total())
     gpu, cpu = launches
@@ -114,7 +107,7 @@ def compare_on_xla(rank: int) -> None:
         z = torch.randn(rows, 50, generator=draw) + torch.randn(50, generator=draw)
         z[3, 0] = float("nan")
         gram, products = Decisions().gram(z, torch.ones(1, 50))
-        given = [products[:, 0], gram, finite_rows(gram), torch.randn(rows)]
+        given = [products[:, 0], gram, gram.diag().isfinite(), torch.randn(rows)]
         for tie in TIES:
             sent = Decisions(tie).signs(*map(replica.send, given))
             program = torch_xla._XLAC._get_xla_tensors_hlo([sent])

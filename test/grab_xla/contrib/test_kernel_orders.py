@@ -1,4 +1,4 @@
-"""Orders from kernels: oracles, conventions, what is refused."""
+"""Neural tangent kernels against autograd, and orders from kernels."""
 
 from __future__ import annotations
 
@@ -6,39 +6,45 @@ import numpy as np
 import pytest
 import torch
 from support.grab_xla import balancing
+from support.xla_replica.replicas import ONE_XLA_BACKEND
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import TensorDataset
 
+import xla_replica
 from grab_xla import herding
-from grab_xla.contrib.ntk import eigen_order, ntk_fixed_order
+from grab_xla.contrib import ntk
+from grab_xla.contrib.ntk import (
+    eigen_order,
+    empirical_ntk,
+    ntk_fixed_order,
+    per_sample_gradients,
+)
 
 F64 = torch.float64
 
 
-def vectors(n: int, d: int, seed: int = 0, mean: float = 0.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def vectors(n: int, d: int, mean: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
     return mean + torch.randn(n, d, generator=generator, dtype=F64)
-
-
-def balanced_one_by_one(z, rounds, order) -> list[int]:
-    """Runs the algorithm as published, with the vectors themselves."""
-    z = (z - z.mean(0)).numpy()
-    for _ in range(rounds):
-        order = balancing.mean(order, z[order], 0.0)
-    return order
 
 
 @pytest.mark.parametrize("rounds", [1, 16])
 def test_the_fixed_order_balances_the_rows_of_the_kernel(rounds):
+    """By the algorithm as published, with the vectors; nothing given is changed."""
     features = vectors(200, 8, mean=1.0)
     kernel = features @ features.T
     draw = np.random.default_rng(0)
     begin, given = draw.permutation(200), kernel.clone()
-    first = begin.tolist()
+    order, centred = begin.tolist(), (kernel - kernel.mean(0)).numpy()
     found = ntk_fixed_order(kernel, rounds, begin)
-    assert found.dtype == np.int64
-    assert found.tolist() == balanced_one_by_one(kernel, rounds, first)
     eigen_order(kernel, largest=True)
-    assert torch.equal(kernel, given)  # nothing given is changed
-    assert begin.tolist() == first
+    assert torch.equal(kernel, given)
+    assert begin.tolist() == order
+    for _ in range(rounds):
+        order = balancing.mean(order, centred[order], 0.0)
+    assert found.dtype == np.int64
+    assert found.tolist() == order
     if rounds > 1:
         others = [draw.permutation(200) for _ in range(20)]
         for rows, share in ((kernel, 0.5), (features, 1.0)):
@@ -46,14 +52,9 @@ def test_the_fixed_order_balances_the_rows_of_the_kernel(rounds):
             assert herding(rows, found).euclidean < share * least
 
 
-def kernel_of(values, vectors) -> torch.Tensor:
-    return vectors @ torch.diag(torch.tensor(values, dtype=F64)) @ vectors.T
-
-
 # An orthonormal basis, each with its largest entry by magnitude positive.
-SMALL = torch.tensor([0.8, -0.6, 0.0, 0.0], dtype=F64)
-LARGE = torch.tensor([0.3, 0.4, 0.5, -(0.5**0.5)], dtype=F64) * -1
-BASIS = torch.linalg.qr(torch.stack([SMALL, LARGE, *torch.eye(4, dtype=F64)[2:]], 1))[0]
+FIRST = torch.tensor([[0.8, -0.6, 0, 0], [-0.3, -0.4, -0.5, 0.5**0.5]], dtype=F64)
+BASIS = torch.linalg.qr(torch.cat([FIRST, torch.eye(4, dtype=F64)[2:]]).T)[0]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -68,7 +69,8 @@ BASIS = torch.linalg.qr(torch.stack([SMALL, LARGE, *torch.eye(4, dtype=F64)[2:]]
     ],
 )
 def test_an_eigenvector_is_sorted(options, expected, sign):
-    kernel = kernel_of([1.0, 5.0, 3.0, 4.0], sign * BASIS)
+    values = torch.tensor([1.0, 5.0, 3.0, 4.0], dtype=F64)
+    kernel = (sign * BASIS * values) @ (sign * BASIS).T
     assert eigen_order(kernel, **options).tolist() == expected
 
 
@@ -95,28 +97,142 @@ def test_an_eigenvector_that_is_noise_is_warned_about(n, d, dtype):
     eigen_order(kernel, largest=True)
 
 
-ORDERS = [ntk_fixed_order, eigen_order]
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("order", ORDERS)
-def test_what_is_not_finite_is_refused_by_name(order, bad):
+@pytest.mark.parametrize("order", [ntk_fixed_order, eigen_order])
+def test_matrices_are_square_finite_and_of_a_floating_dtype(order, bad):
+    assert order(torch.ones(1, 1)).tolist() == [0]
     features, one = vectors(30, 3), torch.eye(30)
     features[[4, 17]] = one[2, 5] = bad
     for kernel, told in [
         (features @ features.T, r"samples \[4, 17\] of 30"),
         (one, r"samples \[2\] of 30"),
         (torch.full((30, 30), bad), r"\[0, 1, .*, 9\] and 20 more of 30"),
+        *((torch.zeros(size), r"\(n, n\).*got \(") for size in ((3, 2), (3,), (0, 0))),
     ]:
         with pytest.raises(ValueError, match=told):
             order(kernel)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_matrices_are_square_and_have_a_floating_dtype(order):
-    assert order(torch.ones(1, 1)).tolist() == [0]
-    for shape in ((3, 2), (3,), (0, 0)):
-        with pytest.raises(ValueError, match=r"shape \(n, n\).*got \("):
-            order(torch.zeros(shape))
     with pytest.raises(TypeError, match=r"floating dtype, got torch.int64"):
         order(torch.eye(2, dtype=torch.int64))
+
+
+SAMPLES = 21
+
+
+def mlp(dtype=F64, norm=nn.BatchNorm1d) -> nn.Module:
+    """Returns a model that flattens, so it needs a batch axis, and has buffers."""
+    with xla_replica.LocalReplica("cpu").seeded(0):
+        layers = nn.Linear(6, 5), norm(5), nn.Tanh(), nn.Linear(5, 3)
+        model = nn.Sequential(nn.Flatten(), *layers)
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.uniform_(0.5, 2)
+    return model.to(dtype).eval()
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 2, 3, generator=generator, dtype=F64)
+    return TensorDataset(inputs, torch.randint(0, 3, (SAMPLES,), generator=generator))
+
+
+def given(model: nn.Module, data=None, loss_fn=cross_entropy) -> tuple:
+    """Returns the arguments of `per_sample_gradients` that have no default."""
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    return model, params, buffers, loss_fn, dataset() if data is None else data
+
+
+def gradients_by_autograd(model, loss_fn=cross_entropy, data=None) -> torch.Tensor:
+    losses = (loss_fn(model(x[None]), y[None]) for x, y in data or dataset())
+    rows = (torch.autograd.grad(loss, list(model.parameters())) for loss in losses)
+    return torch.stack([torch.cat([each.flatten() for each in row]) for row in rows])
+
+
+@pytest.mark.parametrize("loss_fn", [cross_entropy, mse_loss])
+@pytest.mark.parametrize("batch_size", [1, 8, SAMPLES, 128])
+def test_gradients_are_those_of_autograd(batch_size, loss_fn):
+    """Targets may be numbers of classes, or real numbers."""
+    model, data = mlp(), dataset()
+    if loss_fn is mse_loss:
+        data = TensorDataset(data.tensors[0], data.tensors[0][:, 0] / 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    found = per_sample_gradients(*given(model, data, loss_fn), batch_size, F64)
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, gradients_by_autograd(model, loss_fn, data))
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_frozen_and_unused_parameters_have_columns_too():
+    """Whether gradients are enabled where it is called makes no difference."""
+    model = mlp()
+    expected = gradients_by_autograd(model)
+    model[1].requires_grad_(False)
+    model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=F64)))
+    with torch.no_grad():
+        found = per_sample_gradients(*given(model), 8, F64)
+    unused = torch.zeros(SAMPLES, 3, dtype=F64)
+    torch.testing.assert_close(found, torch.cat([unused, expected], 1))
+
+
+def test_a_dtype_is_that_of_the_whole_computation():
+    """A bfloat16 model and float64 data in float32 are as exact as float32."""
+    found = per_sample_gradients(*given(mlp(torch.bfloat16)))
+    assert found.dtype == torch.float32
+    exact = gradients_by_autograd(mlp(torch.bfloat16).double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 20, ntk.CHUNK])
+@pytest.mark.parametrize("centered", [True, False])
+def test_the_kernel_is_that_of_autograd(centered, chunk, monkeypatch):
+    monkeypatch.setattr(ntk, "CHUNK", chunk)
+    model = mlp()
+    features = gradients_by_autograd(model)
+    features = features - centered * features.mean(0)
+    kernel = empirical_ntk(*given(model), 8, F64, centered=centered)
+    assert torch.equal(kernel, kernel.T)
+    torch.testing.assert_close(kernel, features @ features.T, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:autograd's gradients of")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused_by_name(bad):
+    data = dataset()
+    data.tensors[0][[3, 20], 0, 0] = bad
+    with pytest.raises(ValueError, match=r"gradients must be finite.*\[3, 20\] of 21"):
+        empirical_ntk(*given(mlp(), data))
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        ([], ValueError, "or the dataset is empty"),
+        ([torch.ones(2, 3)], TypeError, r"pairs \(input, target\).*\['Tensor'\]"),
+        ([{"x": torch.ones(2, 3)}], TypeError, r"collate to \['dict'\]"),
+        ([(torch.ones(2, 3), "cat")], TypeError, r"collate to \['Tensor', '\w+'\]"),
+    ],
+)
+def test_datasets_that_are_refused(items, error, message):
+    with pytest.raises(error, match=message):
+        per_sample_gradients(*given(mlp(), items))
+
+
+def kernel_on_the_device(rank: int) -> tuple[torch.Tensor, xla_replica.Counts]:
+    replica = xla_replica.current()
+    # Not BatchNorm, which torch_xla 2.9 does not differentiate in evaluation mode.
+    model = mlp(torch.float32, nn.LayerNorm).to(replica.device)
+    with xla_replica.count(replica) as count:
+        [found] = replica.fetch([empirical_ntk(*given(model), 2)])
+    return found, count
+
+
+@pytest.mark.parametrize("backend", ONE_XLA_BACKEND[:1])
+def test_a_compiled_backend_makes_the_same_kernel(backend):
+    expected = empirical_ntk(*given(mlp(norm=nn.LayerNorm)), dtype=F64)
+    [(kernel, count)] = backend.run(kernel_on_the_device)
+    torch.testing.assert_close(kernel.double(), expected, rtol=1e-4, atol=1e-5)
+    assert count.compilations <= 5  # eleven batches share one program
+    # The comparison with autograd, whether the features are finite, and the fetch.
+    assert (count.transfers, count.fallbacks) == (3, {})

@@ -60,8 +60,7 @@ def test_a_step_does_not_copy_its_gradients(name, tile_size):
 
 
 def test_gradients_that_must_be_converted_are_not_copied_either():
-    transposed = gradients()
-    transposed["weight"] = transposed["weight"].mT.contiguous().mT
+    transposed = {**gradients(), "weight": gradients()["weight"].mT.contiguous().mT}
     for grads in (transposed, gradients(torch.bfloat16)):
         assert peak_of_step(sampler_of("mean"), grads) <= 0.8 * BATCH * NUM_BYTES
 
@@ -72,8 +71,10 @@ def test_a_projection_saves_memory(name):
     totals = []
     for projection in ("none", "kron"):
         sampler = sampler_of(name, pi_eps=0.5, random_projection=projection)
-        held = sum(value.nbytes for value in sampler._balancer.state.values())
-        totals.append(held + peak_of_step(sampler, gradients()))
+        state = sampler.state_dict()["engine"]["state"].values()
+        totals.append(
+            sum(each.nbytes for each in state) + peak_of_step(sampler, gradients())
+        )
     assert totals[1] < totals[0]
 
 
@@ -101,43 +102,31 @@ def test_an_epoch_begins_without_a_copy_of_the_accumulators():
     assert peak_memory(lambda: list(sampler)) <= 3 * NUM_BYTES
 
 
-def in_pieces(name: str, monkeypatch, numbers: int, **options):
-    """Returns orders, scalars and the last state, with so many numbers in a piece."""
-    monkeypatch.setattr(matrix, "PIECE_ON_HOST", numbers)
-    sampler = KINDS[name].sampler(**options)
-    orders = [ordering.run_epoch(sampler, epoch, 16 + epoch) for epoch in range(4)]
-    return orders, sampler.scalars(), sampler.state_dict()["engine"]["state"]
-
-
-OPTIONS = {
-    "plain": {},
-    "drawn": {"prob_balance": True, "prob_balance_c": 3.0},
-    "measured": {"normalize_grads": True, "record_norm": True, "record_herding": True},
-}
-
-
 @pytest.mark.parametrize("tile_size", [None, 3])
-@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "few"),
+    [
+        ({}, 0.0),
+        ({"prob_balance": True, "prob_balance_c": 3.0}, 0.0),
+        (dict.fromkeys(["normalize_grads", "record_norm", "record_herding"], 1), 0.0),
+        ({"fidelity": "projected", "projection_size": 8}, 1e-9),
+    ],
+)
 @pytest.mark.parametrize("name", BALANCING)
-def test_pieces_change_nothing(name, how, tile_size, monkeypatch):
-    """Bits are equal, but for the sums of means over a step's pieces."""
-    options = {**OPTIONS[how], "tile_size": tile_size}
-    orders, scalars, state = in_pieces(name, monkeypatch, 10**6, **options)
-    few = 0.0 if name in INVARIANT else 1e-12
-    for numbers in (1, 4 * ordering.NUM_PARAMETERS):
+def test_pieces_change_rounding_only(name, options, few, tile_size, monkeypatch):
+    """Of projections, and of the sums of means over a step's pieces."""
+    found, states = [], []
+    for numbers in (10**6, 1, 4 * ordering.NUM_PARAMETERS):
+        monkeypatch.setattr(matrix, "PIECE_ON_HOST", numbers)
+        sampler = KINDS[name].sampler(**options, tile_size=tile_size)
+        orders = [ordering.run_epoch(sampler, epoch, 16 + epoch) for epoch in range(4)]
+        found.append((orders, sampler.scalars()))
+        states.append(sampler.state_dict()["engine"]["state"])
         monkeypatch.setattr(row_by_row, "_PIECE", 4)
-        pieces = in_pieces(name, monkeypatch, numbers, **options)
-        assert pieces[:2] == (orders, pytest.approx(scalars))
-        torch.testing.assert_close(pieces[2], state, rtol=few, atol=few)
-
-
-@pytest.mark.parametrize("name", ["mean", "recursive-pair", "ema"])
-def test_projecting_in_pieces_changes_rounding_only(name, monkeypatch):
-    options = {"fidelity": "projected", "projection_size": 8}
-    orders, _, state = in_pieces(name, monkeypatch, 10**6, **options)
-    pieces = in_pieces(name, monkeypatch, 3 * 13, **options)
-    assert pieces[0] == orders
-    torch.testing.assert_close(pieces[2], state, rtol=1e-9, atol=1e-9)
+    few = few or (0.0 if name in INVARIANT else 1e-12)
+    for (orders, scalars), state in zip(found[1:], states[1:]):
+        assert (orders, pytest.approx(scalars)) == found[0]
+        torch.testing.assert_close(state, states[0], rtol=few, atol=few)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -152,7 +141,7 @@ def test_a_state_has_the_vectors_that_the_pages_table_says(name):
         order = list(sampler)
         for batch in ordering.batches(order, 5):
             ordering.take_steps(sampler, epoch, batch, 5)
-            state = sampler._balancer.state.values()
+            state = sampler.state_dict()["engine"]["state"].values()
             most = max(most, sum(len(value) for value in state if value.dim() == 2))
     kind = KINDS[name]
     options = {"orders": order} if kind.name == "fixed" else kind.options

@@ -23,12 +23,11 @@ def train(sampler, first: int, last: int, steps: int | None = None) -> list[list
     own_batch = GLOBAL_BATCH // replica.num_replicas
     orders = []
     for epoch in range(first, last):
-        cut = steps if epoch == last - 1 else None
-        moment = torch.arange(1.0, 14.0) + epoch
-        order = None if epoch % 2 else list(sampler)
+        begun = epoch % 2 or list(sampler)
         if sampler.balance_type == "adamean":  # the last epoch's last step may wait
-            sampler.sorter.update_v(moment)
-        order = list(sampler) if order is None else order
+            sampler.sorter.update_v(torch.arange(1.0, 14.0) + epoch)
+        order = list(sampler) if epoch % 2 else begun
+        cut = steps if epoch == last - 1 else None
         ordering.take_steps(sampler, epoch, order, own_batch, cut)
         orders.append(sampler.order.tolist())
     return orders

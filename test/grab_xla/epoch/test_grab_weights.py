@@ -11,7 +11,7 @@ import torch
 from support.grab_xla import balancing, ordering, training
 from support.grab_xla.ordering import KINDS, NUM_SAMPLES
 from support.grab_xla.training import MINIBATCH, REFERENCE, TRACE, samples
-from support.xla_replica.replicas import row
+from support.xla_replica.replicas import backends, row
 from torch import nn
 
 import variable_batch_size as vbs
@@ -56,13 +56,17 @@ def test_weighted_orders_are_the_oracles(name, tile_size):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_herding_is_that_of_weighted_gradients(stale):
-    options = {"record_herding": True, "stale_mean_herding": stale}
-    sampler = KINDS["mean"].sampler(**options, weights=weights_of)
+@pytest.mark.parametrize(
+    ("name", "given"), [("mean", weights_of), ("norm", "equal"), ("rr", "equal")]
+)
+def test_herding_is_that_of_gradients_with_their_weights(name, given, stale):
+    options = {"record_herding": True, "stale_mean_herding": stale, "weights": given}
+    sampler = KINDS[name].sampler(**options, record_norm=True)
     centre = Centre()
     for epoch in range(3):
+        assert sampler.sorter.herding == -np.inf or epoch
         rows = ordering.gradients(epoch)[ordering.run_epoch(sampler, epoch, 6)].numpy()
-        weights = weights_of(epoch)
+        weights = np.ones(NUM_SAMPLES) if given == "equal" else weights_of(epoch)
         deviations = centre.deviations(rows, weights)
         if not stale:
             deviations = weights[:, None] * (rows - centre.mean)
@@ -70,6 +74,8 @@ def test_herding_is_that_of_weighted_gradients(stale):
         assert sampler.sorter.herding == pytest.approx(np.abs(prefixes).max())
         longest = np.linalg.norm(prefixes, axis=1).max()
         assert sampler.sorter.avg_grad_error == pytest.approx(longest)
+        norms = np.linalg.norm(rows, axis=1)
+        assert sampler.sorter.grad_norms == pytest.approx(norms)
 
 
 def test_equal_weights_of_any_size_change_no_order():
@@ -81,32 +87,25 @@ def test_equal_weights_of_any_size_change_no_order():
     assert all(each == orders[0] for each in orders)
 
 
-@pytest.mark.parametrize(
-    ("weights", "told"),
-    [
-        *((lambda epoch, wrong=wrong: wrong, "must be 48 finite numbers of at least 0")
-          for wrong in ([1.0], [-1.0] * NUM_SAMPLES, [np.inf] * NUM_SAMPLES)),
+def test_weights_that_are_none_are_named():
+    bad = [1.0], [-1.0] * NUM_SAMPLES, [np.inf] * NUM_SAMPLES
+    for weights, told in [
+        *((lambda _, w=w: w, "must be 48 finite numbers of at least 0") for w in bad),
         ("mean", "weights must be one of 'equal', 'update'"),
         ("update", "weights='update' needs an elastic sampler"),
-    ],
-)  # fmt: skip
-def test_weights_that_are_none_are_named(weights, told):
-    with pytest.raises(ValueError, match=told):
-        iter(KINDS["mean"].sampler(weights=weights))
+    ]:
+        with pytest.raises(ValueError, match=told):
+            iter(KINDS["mean"].sampler(weights=weights))
 
 
 N, EPOCHS, LR = 24, 5, 0.3
-# What gradients are multiplied by in an update of some samples.
-RULES = {
-    "root": lambda size: LR * (size / REFERENCE) ** 0.5 / size,
-    "constant": lambda size: LR / size,
-}
 
 
 def recomputed(model: nn.Module, losses_of, weight_of) -> tuple[list, list]:
     """Returns orders and weights of a loop that knows no elastic training.
 
-    ``losses_of(model, samples)`` have the gradients; ``weight_of`` is as in `RULES`.
+    ``losses_of(model, samples)`` have the gradients, which are multiplied by
+    ``weight_of(size)`` in an update of so many samples.
     """
     params = list(model.parameters())
     order = torch.randperm(N, generator=torch.Generator().manual_seed(42)).tolist()
@@ -130,55 +129,36 @@ def recomputed(model: nn.Module, losses_of, weight_of) -> tuple[list, list]:
     return orders, [p.detach() for p in params]
 
 
-def trained(rank: int, rules: tuple[str, ...]) -> list[tuple]:
-    options = {"lr": LR, "weights": "update"}
-    return [
-        training.elastic(training.mlp(), samples(), EPOCHS, rule, **options)
-        for rule in rules
-    ]
+def trained(rank: int) -> list[tuple]:
+    options = {"rule": "root", "lr": LR, "weights": "update"}
+    return [training.elastic(training.mlp(), samples(), EPOCHS, **options)]
 
 
-def entropies(model: nn.Module, batch: list[int]) -> torch.Tensor:
-    return training.cross_entropies(model, *(each[batch] for each in samples()))
+def recomputed_alone(rank: int) -> list[tuple]:
+    def entropies(model: nn.Module, batch: list[int]) -> torch.Tensor:
+        return training.cross_entropies(model, *(each[batch] for each in samples()))
 
+    def weight_of(size: int) -> float:
+        return LR * (size / REFERENCE) ** 0.5 / size
 
-def recomputed_all(_: int, rules: tuple[str, ...]) -> list[tuple]:
-    return [
-        (*recomputed(training.mlp(), entropies, RULES[rule]), None) for rule in rules
-    ]
+    return [(*recomputed(training.mlp(), entropies, weight_of), None)]
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [row("cpu", 1), row("cpu", 3), row("xla", 1, slow=True), row("xla", 2),
-     row("xla", 8, slow=True)],
-)  # fmt: skip
+    "backend", [row("cpu", 1), row("cpu", 3), *backends("xla", 2, slow=(1, 8))]
+)
 def test_under_a_trace_samples_weigh_what_their_updates_gave_them(backend):
-    rules = ("root", "constant") if backend.num_replicas == 1 else ("root",)
-    training.assert_same_runs(trained, rules, backend=backend, oracle=recomputed_all)
+    training.assert_same_runs(trained, backend=backend, oracle=recomputed_alone)
 
 
 def test_only_the_linear_rule_weighs_all_samples_alike():
     dealt = vbs.CustomSampler(range(N), TRACE, minibatch_size=MINIBATCH, verbose=False)
     assert dealt.update_weights(0) is None
-    for rule, later in {"linear": None, "root": 0.5**0.5, "constant": 0.5}.items():
-        inner = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+    inner = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+    for rule, later in {"root": 0.5**0.5, "constant": 0.5, "linear": None}.items():
         vbs.ElasticOptimizer(inner, dealt, rule, REFERENCE)
-        found = dealt.update_weights(0)
-        assert later is None or found == pytest.approx([1] * 8 + [later] * 16)
-        assert (found is None) == (later is None)
-
-
-def test_weights_go_on_in_a_restored_epoch():
-    whole, stopped, restored = (
-        KINDS["mean"].sampler(weights=weights_of) for _ in range(3)
-    )
-    ordering.run_epoch(whole, 0, 6)
-    order = ordering.run_epoch(stopped, 0, 6, steps=3)
-    restored.load_state_dict(stopped.state_dict())
-    ordering.run_epoch(restored, 0, 6)
-    assert order == whole.order.tolist()
-    assert list(restored) == list(whole)
+        expected = later and pytest.approx([1] * 8 + [later] * 16)
+        assert dealt.update_weights(0) == expected
 
 
 def counting_tokens(reduction: str) -> tuple[tuple, tuple]:
@@ -213,8 +193,5 @@ def test_sums_over_tokens_are_balanced_as_the_linear_rule_weighs_them():
     assert orders == expected
     assert len(set(map(tuple, orders))) == EPOCHS
     torch.testing.assert_close(weights, others)
-
-
-def test_the_mean_of_losses_where_the_optimizer_counts_tokens_is_an_error():
     with pytest.raises(ValueError, match="optimizer's reduction is 'sum', but"):
         counting_tokens("mean")

@@ -31,24 +31,16 @@ class WeightGradients(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Unused(nn.Module):
-    """Two convolutions, and a layer that the losses do not depend on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 3, 3)
-        self.unused = nn.Linear(2, 2)
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu()).mean((2, 3))
+def convolutions() -> nn.Module:
+    """Returns two, and a layer that the losses do not depend on."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1)
+    model = nn.Sequential(*layers, nn.Flatten())
+    model[-1].unused = nn.Linear(2, 2)
+    return model.double()
 
 
-def images() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(BATCH, 1, 7, 7, dtype=torch.float64, generator=generator)
-    return x, torch.randint(0, 3, (BATCH,), generator=generator)
+X, Y = torch.randn(BATCH, 1, 7, 7, dtype=torch.float64), torch.arange(BATCH) % 3
 
 
 def sampler(model: nn.Module, **options) -> GraBSampler:
@@ -65,7 +57,7 @@ def recorded_step(network: nn.Module, grab: GraBSampler, **options) -> int:
     for mode in (contextlib.nullcontext(), WeightGradients()):
         network.zero_grad()
         with grab.record(network):
-            losses = cross_entropies(network, *images())
+            losses = cross_entropies(network, X, Y)
         with mode:
             grab.backward(losses, **options)
     return mode.count
@@ -74,42 +66,42 @@ def recorded_step(network: nn.Module, grab: GraBSampler, **options) -> int:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_no_gradient_is_formed_twice(reduction):
     """What the losses do not depend on keeps no gradient, so it takes no step."""
-    network, other = Unused(), Unused()
+    network, other = convolutions(), convolutions()
     options = {"from_samples": True, "reduction": reduction}
     assert recorded_step(network, sampler(network), **options) == 0
-    getattr(cross_entropies(other, *images()), reduction)().backward()
+    getattr(cross_entropies(other, X, Y), reduction)().backward()
     torch.testing.assert_close(grads(network), expected := grads(other))
     assert recorded_step(other, sampler(other), reduction=reduction) == 2
     torch.testing.assert_close(grads(other), expected, rtol=0, atol=0)
 
 
 def test_a_pass_of_another_fidelity_stays_as_it_is():
-    network = Unused()
+    network = convolutions()
     grab = sampler(network, fidelity="projected", projection_size=20)
     assert recorded_step(network, grab, from_samples=True) == 2
 
 
 def test_gradients_add_up_and_the_scale_is_that_of_the_pass():
-    network, other = Unused(), Unused()
+    network, other = convolutions(), convolutions()
     for _ in range(2):
         with psg.capture(network, scale=8.0) as recorded:
-            losses = cross_entropies(network, *images())
+            losses = cross_entropies(network, X, Y)
         found = recorded.backward(losses).materialize()
         recorded.add_gradients({name: rows.mean(0) for name, rows in found.items()})
-        (8 * cross_entropies(other, *images()).mean()).backward()
+        (8 * cross_entropies(other, X, Y).mean()).backward()
     assert [grad is None for grad in grads(other)] == [False] * 4 + [True] * 2
     torch.testing.assert_close(grads(network)[:4], grads(other)[:4])
 
 
 def test_who_would_get_no_gradient_is_named():
-    network, (x, y) = Unused(), images()
-    some = {n: p for n, p in network.named_parameters() if n.startswith("second")}
+    network = convolutions()
+    some = {n: p for n, p in network.named_parameters() if n.startswith("2")}
     list(grab := GraBSampler(range(2 * BATCH), some))
-    with pytest.raises(psg.PerSampleError, match=r"first\.weight, first\.bias, unused"):
+    with pytest.raises(psg.PerSampleError, match=r"0\.weight, 0\.bias, 4\.unused"):
         recorded_step(network, grab, from_samples=True)
-    grab, heat = sampler(network), torch.ones((), dtype=x.dtype, requires_grad=True)
-    for image in (x * heat, x.clone().requires_grad_()):
-        given = cross_entropies, network, image, y
+    grab, heat = sampler(network), torch.ones((), dtype=X.dtype, requires_grad=True)
+    for image in (X * heat, X.clone().requires_grad_()):
+        given = cross_entropies, network, image, Y
         with pytest.raises(psg.PerSampleError, match="a tensor outside of the model"):
             balance(grab, network, *given, from_samples=True)
         assert not any(grad is not None for grad in grads(network))
@@ -137,14 +129,13 @@ VALUES = [
     torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
     for shape, dtype in zip(SHAPES, itertools.cycle(DTYPES))
 ]
+CUBES = [each for each in VALUES if each.dim() == 3]
 
 
 def copies(rank: int) -> list[torch.Tensor]:
-    """Returns all values flattened, and those of three dimensions interleaved."""
     replica = xla_replica.current()
-    found = [flattened(replica.send(each)) for each in VALUES]
-    found += [interleaved(replica.send(each)) for each in VALUES if each.dim() == 3]
-    return replica.fetch(found)
+    found = [flattened(each) for each in replica.send(VALUES)]
+    return replica.fetch([*found, *map(interleaved, replica.send(CUBES))])
 
 
 @pytest.mark.parametrize(
@@ -152,7 +143,6 @@ def copies(rank: int) -> list[torch.Tensor]:
 )
 def test_copies_are_those_of_a_reshape(device):
     expected = [each.reshape(len(each), -1) for each in VALUES]
-    cubes = [each for each in VALUES if each.dim() == 3]
-    expected += [each.transpose(0, 1).flatten(0, 1) for each in cubes]
+    expected += [each.transpose(0, 1).flatten(0, 1) for each in CUBES]
     [found] = xla_replica.launch(copies, (), 1, device)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import functools
 import gc
 import weakref
-from collections.abc import Callable
+from types import SimpleNamespace
+from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 from support.grab_xla import balancing, ordering, training
@@ -18,7 +16,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-import xla_replica
 from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
 from per_sample_grad import CoverageError
 
@@ -28,22 +25,8 @@ N, GROUP, EPOCHS = 26, 4, 5
 def batch_norm_model() -> nn.Module:
     """Statistics of the batch: no sample has a gradient of its own."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)
-    ).double()
-
-
-class Recurrent(nn.Module):
-    """An LSTM over two steps of three numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(x.unflatten(1, (2, 3)))[0][:, -1])
+    layers = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)
+    return nn.Sequential(*layers).double()
 
 
 X, Y = training.samples(N)
@@ -68,11 +51,6 @@ def step(grab: GraBSampler, model: nn.Module, batch: torch.Tensor, **options) ->
     training.balance(grab, model, losses_of, model, batch, **options)
 
 
-def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return losses_of(model, batch).mean()
-
-
-assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 ORACLES = {
     "mean": balancing.mean,
     "pair": lambda numbers, rows, centre: balancing.pair(numbers, rows),
@@ -82,52 +60,51 @@ ORACLES = {
 }
 
 
-def trained(
-    balance: str,
-    accumulated: int = 1,
-    how: str = "recorded",
-    make: Callable[[], nn.Module] = batch_norm_model,
-    **options,
-):
-    """Returns every epoch's samples, and the oracle's, by materialised mean gradients.
+def whole_of(model: nn.Module) -> torch.Tensor:
+    """Returns ``.grad`` of all parameters."""
+    grads = ((p, p.grad) for p in model.parameters())
+    dense = (torch.zeros_like(p) if g is None else g.to_dense() for p, g in grads)
+    return torch.cat([each.flatten() for each in dense])
+
+
+def trained(balance: str, accumulated: int = 1, how: str = "recorded", **options):
+    """Returns every epoch's groups, and the oracle's, by materialised mean gradients.
 
     Asserts that ``.grad`` and statistics are those of an ordinary backward pass.
     """
-    model = make()
+
+    def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return losses_of(model, batch).mean()
+
+    model = batch_norm_model()
     grab, params = grouped(model, balance, **options), dict(model.named_parameters())
     optimizer = torch.optim.SGD(params.values(), 0.1, momentum=0.9)
-    orders, expected = [], []
-    groups, rest, centre = None, [], 0.0
+    orders, expected, groups, centre = [], [], [], 0.0
     for _ in range(EPOCHS):
         batches, rows = [], []
         for number, batch in enumerate(DataLoader(range(N), GROUP, sampler=grab)):
             batches.append(batch.tolist())
             twin = copy.deepcopy(model)  # whose statistics may change
             own = torch.autograd.grad(mean_loss(twin, batch), list(twin.parameters()))
-            rows.append(torch.cat([grad.flatten() for grad in own]).numpy())
-            whole = [
-                grad if p.grad is None else p.grad + grad
-                for p, grad in zip(params.values(), own)
-            ]
+            rows.append(torch.cat([grad.flatten() for grad in own]))
+            same = whole_of(model) + rows[-1], twin.state_dict()
             if how == "given":
                 mean_loss(model, batch).backward()
                 grab.step(dict(zip(params, own)), batch=False, indices=batch)
             else:
                 loss_of = mean_loss if how == "mean loss" else losses_of
                 training.balance(grab, model, loss_of, model, batch, indices=batch)
-            assert_equal([p.grad for p in params.values()], whole)
-            assert_equal(model.state_dict(), twin.state_dict())
+            found = whole_of(model), model.state_dict()
+            torch.testing.assert_close(found, same, rtol=0, atol=0)
             if (number + 1) % accumulated == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        orders.append([i for each in batches for i in each])
-        if groups is None:
-            groups, rest = batches[:-1], batches[-1]
-        expected.append([i for each in [*groups, rest] for i in each])
-        rows = np.stack(rows[:-1])
-        following = ORACLES[balance](list(range(len(groups))), rows, centre)
-        centre, groups = rows.mean(0), [groups[i] for i in following]
-    assert len({tuple(order) for order in orders}) > 2
+        orders.append(batches)
+        expected.append(groups := [*(groups or batches)[:-1], orders[0][-1]])
+        rows = torch.stack(rows[:-1]).numpy()
+        following = ORACLES[balance](list(range(len(rows))), rows, centre)
+        centre, groups = rows.mean(0), [groups[i] for i in [*following, -1]]
+    assert len(set(map(str, orders))) > 2
     return orders, expected
 
 
@@ -149,15 +126,6 @@ def test_projected_groups_are_those_of_their_gradients():
     assert recorded == given != exact
 
 
-def test_a_recurrent_model_is_told_of_groups_which_order_it():
-    model = Recurrent()
-    iter(grab := training.sampler_of(model, N))
-    with pytest.raises(CoverageError, match=r'(?s)LSTM.*fidelity="group"'):
-        step(grab, model, torch.arange(GROUP))
-    orders, expected = trained("mean", make=Recurrent)
-    assert orders == expected
-
-
 class Network(nn.Module):
     """Its middle is computed again within the pass, by a pass of its own."""
 
@@ -174,11 +142,11 @@ class Network(nn.Module):
 
 
 def sums(grab: GraBSampler) -> torch.Tensor:
+    """Returns the signed sum, and that of what is balanced."""
     return grab.state_dict()["engine"]["state"]["sums"]
 
 
 def row_of(grab: GraBSampler, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Returns what a step adds to the sum of what is balanced."""
     before = sums(grab)[-1]
     training.balance(grab, model, model, batch)
     return sums(grab)[-1] - before
@@ -195,13 +163,9 @@ def test_shared_sparse_and_unused_parameters_are_balanced():
             model.first = nn.Linear(3, 3).double()
         elif turn == 4:
             model.second.weight = nn.Parameter(torch.ones(3, 3).double())
-        old = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        row, added = row_of(grab, model, batch), []
-        for parameter, before in zip(model.parameters(), old):
-            new = parameter.grad
-            new = torch.zeros_like(parameter) if new is None else new
-            added.append((new if before is None else new - before).to_dense().flatten())
-        torch.testing.assert_close(row, torch.cat(added))
+        before = whole_of(model)
+        row = row_of(grab, model, batch)
+        torch.testing.assert_close(row, whole_of(model) - before)
 
 
 def test_hooks_are_there_during_the_pass_alone():
@@ -233,28 +197,29 @@ def test_hooks_are_there_during_the_pass_alone():
     assert gone() is None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Keeping(Balancer):
     """Keeps the rows themselves."""
 
+    kept: ClassVar[list[torch.Tensor]] = []
+
     def init(self, num_columns, dtype, device):
-        return {"rows": torch.zeros(1, num_columns, dtype=dtype, device=device)}
+        return {}
 
     def balance(self, state, rows, decide):
-        return {"rows": rows}, torch.ones(1, dtype=self.placement_dtype)
+        self.kept.append(rows)
+        return state, torch.ones(1, dtype=self.placement_dtype)
 
 
 def test_rows_that_somebody_keeps_do_not_change(monkeypatch):
     monkeypatch.setitem(BALANCE_TYPES, "keeping", Keeping)
     model = nn.Linear(6, 3).double()
-    grab, kept, wanted = grouped(model, "keeping"), [], []
+    grab, wanted = grouped(model, "keeping"), []
     for batch in groups_of(grab)[:3]:
         step(grab, model, batch)
-        kept.append(grab._balancer.state["rows"])
-        wanted.append(torch.cat([model.weight.grad.flatten(), model.bias.grad]))
+        wanted.append(whole_of(model))
         model.zero_grad()
-    assert torch.equal(torch.cat(kept), torch.stack(wanted))
-    assert len(torch.unique(torch.cat(kept), dim=0)) == 3
+    assert torch.equal(torch.cat(Keeping.kept), torch.stack(wanted))
+    assert len(set(map(str, wanted))) == 3
 
 
 @pytest.mark.parametrize("stop", [2, 6, 7])
@@ -300,13 +265,14 @@ def test_groups_can_be_reshuffled():
     assert list(restored) == second[2 * GROUP :]
 
 
-def other_shapes() -> nn.Module:
-    (model := batch_norm_model())[0] = nn.Linear(6, 4)
-    return model
+LSTM = nn.LSTM(6, 3, batch_first=True).double()
 
 
-class Update:
-    epoch, batch_size, minibatch_size = 0, 16, 8
+def of_lstm() -> torch.Tensor:
+    return LSTM(X[:4, None])[0].sum((1, 2))
+
+
+UPDATE = SimpleNamespace(epoch=0, batch_size=16, minibatch_size=8)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +283,7 @@ class Update:
         (lambda model, grab, order: grouped(model, fidelity="exact"),
          "group_size=4 needs fidelity='group', got"),
         (lambda model, grab, order: grouped(model, "swr"), "cannot be combined with"),
-        (lambda model, grab, order: grab.record(other_shapes()),
+        (lambda model, grab, order: grab.record(nn.Sequential(nn.Linear(6, 4))),
          r"0\.weight.*of the same shapes"),
         (lambda model, grab, order: grab.record(model[0]), "not trainable parameters"),
         (lambda model, grab, order: grab.record(model.requires_grad_(False)),
@@ -326,13 +292,15 @@ class Update:
          r"for a group of 4: .*batch_size= to the D"),
         (lambda model, grab, order: step(grab, model, order[:4], indices=order[1:5]),
          "indices are"),
-        (lambda model, grab, order: grab.after_update(Update()), "minibatch_size=4"),
+        (lambda model, grab, order: grab.after_update(UPDATE), "minibatch_size=4"),
+        (lambda *_: training.balance(training.sampler_of(LSTM), LSTM, of_lstm),
+         r'(?s)LSTM.*fidelity="group"'),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_groups_is_named(call, message):
+def test_what_does_not_fit_groups_or_needs_them_is_named(call, message):
     model = batch_norm_model()
     order = torch.tensor(list(grab := grouped(model)))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, CoverageError), match=message):
         call(model, grab, order)
 
 
@@ -356,40 +324,22 @@ def test_a_group_that_is_not_finite_keeps_its_place():
     for _ in range(3):
         order = list(grab)
         for number, batch in enumerate(torch.tensor(order).split(GROUP)):
-            bad = torch.nan if number == 2 else 1.0
-            training.balance(
-                grab, model, lambda *of: losses_of(*of[:2]) * of[2], model, batch, bad
-            )
+            with grab.record(model):
+                losses = losses_of(model, batch) * (torch.nan if number == 2 else 1.0)
+            grab.backward(losses)
             model.zero_grad()
         assert sums(grab).isfinite().all()
     assert list(grab)[2 * GROUP : 3 * GROUP] == order[2 * GROUP : 3 * GROUP]
 
 
-def dealt() -> tuple[list, list, list]:
-    """Orders by gradients at the first weights: replicas do not sum gradients."""
-    replica, model = xla_replica.current(), training.mlp()
-    grab = grouped(model)
-    orders, counts = [], []
-    for _ in range(EPOCHS):
-        with xla_replica.count(replica) as count:
-            for batch in DataLoader(range(N), GROUP, sampler=grab):
-                sent = replica.send((X[batch], Y[batch]))
-                given = training.cross_entropies, model, *sent
-                training.balance(grab, model, *given, indices=batch)
-                model.zero_grad()
-            replica.sync()
-        orders.append(grab.order.tolist())
-        counts.append((count.compilations, count.transfers))
-    return orders, [], counts
-
-
-def run_both(rank: int) -> list[tuple[list, list, list]]:
+def elastic(rank: int) -> list[tuple[list, list, list]]:
     options = {"fidelity": "group", "group_size": GROUP, "seed": 3}
-    return [training.elastic(training.mlp(), (X, Y), EPOCHS, **options), dealt()]
+    return [training.elastic(training.mlp(), (X, Y), EPOCHS, **options)]
 
 
 @pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
 @pytest.mark.parametrize("backend", training.BACKENDS)
 def test_replicas_order_groups_as_one_does(backend):
-    for orders in training.assert_same_runs(run_both, backend=backend):
-        assert len({tuple(order) for order in orders}) > 2
+    """And test_recording_beside_others.py, where the sampler deals them itself."""
+    [orders] = training.assert_same_runs(elastic, backend=backend)
+    assert len({tuple(order) for order in orders}) > 2

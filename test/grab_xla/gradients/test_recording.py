@@ -63,20 +63,15 @@ def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 MODELS = {"mlp": training.mlp, "cnn": cnn, "transformer": TiedTransformer}
 
 
-def options_of(name: str, model: nn.Module) -> dict[str, object]:
-    if name != "transformer":
-        return {}
-    inside = (n for n, _ in model.named_modules() if n.startswith("blocks"))
-    return {"batch_dim": {"": 0} | dict.fromkeys(inside, 1)}
-
-
 @functools.cache
 def trained(name: str, balance: str, how: str, **options) -> tuple[list, list]:
     """Returns every epoch's order, and the weights; ``how`` gradients are made."""
     torch.manual_seed(0)
     model, kind = MODELS[name]().double(), KINDS[balance]
-    given = {"captured": options_of(name, model), **kind.options, **options}
-    given |= {"losses_of": losses_of, "size": BATCH, "epochs": EPOCHS}
+    given = {"losses_of": losses_of, "size": BATCH, **kind.options, **options}
+    if name == "transformer":
+        inside = (n for n, _ in model.named_modules() if n.startswith("blocks"))
+        given["captured"] = {"batch_dim": {"": 0} | dict.fromkeys(inside, 1)}
     orders = training.ordered(model, samples(name), how, kind.name, **given)
     return orders, [parameter.detach() for parameter in model.parameters()]
 
@@ -90,14 +85,11 @@ def assert_same_training(one: tuple, other: tuple, rtol=0.0, atol=0.0) -> None:
 @pytest.mark.parametrize("balance", [b for b in KINDS if KINDS[b].oracle])
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_orders_are_those_of_formed_gradients(name, balance):
-    recorded = trained(name, balance, "recorded")
-    assert_same_training(recorded, trained(name, balance, "formed"))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_samples_may_make_those_of_the_model(name):
-    found, formed = (trained(name, "mean", how) for how in ("from samples", "formed"))
-    assert_same_training(found, formed, rtol=1e-9, atol=1e-12)
+    formed = trained(name, balance, "formed")
+    assert_same_training(trained(name, balance, "recorded"), formed)
+    if balance == "mean":  # gradients of samples may make those of the model
+        found = trained(name, balance, "from samples")
+        assert_same_training(found, formed, rtol=1e-9, atol=1e-12)
 
 
 def weights(epoch: int) -> np.ndarray:
@@ -141,39 +133,23 @@ def test_factors_and_whole_gradients_have_the_same_projected_order(
     assert recorded[0] != trained(name, balance, "formed")[0]
 
 
+GROUP = {"fidelity": "group", "group_size": BATCH}
 each_fidelity = pytest.mark.parametrize(
-    "options",
-    [{}, {"fidelity": "projected", "projection_size": 30},
-     {"fidelity": "group", "group_size": BATCH}],
-    ids=["exact", "projected", "group"],
-)  # fmt: skip
+    "options", [{}, {"fidelity": "projected", "projection_size": 30}, GROUP]
+)
 
 
 @each_fidelity
-def test_losses_of_a_model_that_was_not_recorded_are_refused(options):
+def test_models_that_were_not_recorded_or_are_frozen_are_named(options):
     model, other, (x, y) = training.mlp(), training.mlp(), samples("mlp")
     first = list(grab := training.sampler_of(model, **options))[:BATCH]
     for wrong, recorded in [(other, model), (model, other)]:
         with pytest.raises(RuntimeError, match="do not depend on the sampler's param"):
             training.balance(grab, recorded, losses_of, wrong, x[first], y[first])
-
-
-@each_fidelity
-def test_frozen_parameters_are_named_with_those_to_pass(options):
-    grab = training.sampler_of(model := training.mlp(), **options)
     model[0].weight.requires_grad_(False)
     told = "0.weight of GraBSampler's trainable_params .* if p.requires_grad}"
     with pytest.raises(ValueError, match=told):
         grab.record(model)
-
-
-@each_fidelity
-def test_what_is_balanced_has_the_size_of_the_projection(options):
-    grab = training.sampler_of(training.mlp(), **options)
-    assert (grab.projection is None) == (options.get("fidelity") != "projected")
-    size = grab.projection.size if grab.projection else 6 * 8 + 8 + 8 * 3 + 3
-    assert grab.state_dict()["num_columns"] == size
-    assert size <= options.get("projection_size", size)
 
 
 @pytest.mark.filterwarnings("ignore:random_projection")
@@ -189,14 +165,14 @@ def test_what_is_balanced_has_the_size_of_the_projection(options):
     ],
 )
 def test_the_size_of_the_model_chooses_the_fidelity(size, options, fidelity):
-    grab = GraBSampler(range(N), {"weight": torch.zeros(size)}, **options)
+    parameters = {"weight": torch.zeros(size)}
+    grab, other = (GraBSampler(range(N), parameters, **options) for _ in range(2))
     assert grab.fidelity == fidelity
-    same = GraBSampler(range(N), {"weight": torch.zeros(size)}, **options)
-    same.load_state_dict(grab.state_dict())
+    other.load_state_dict(grab.state_dict())
     list(grab)
     grab.step({"weight": torch.randn(2, size)})
     if grab.projection is not None and size > 8:
-        other = GraBSampler(range(N), {"weight": torch.zeros(size)}, fidelity="exact")
+        other = GraBSampler(range(N), parameters, fidelity="exact")
         with pytest.raises(ValueError, match="the state of another sampler"):
             other.load_state_dict(grab.state_dict())
 
@@ -217,7 +193,7 @@ def test_mistakes_are_named():
         grab.record(copy.deepcopy(model[0]))
 
 
-@pytest.mark.parametrize("options", [{}, {"fidelity": "group", "group_size": BATCH}])
+@pytest.mark.parametrize("options", [{}, GROUP])
 def test_an_order_that_needs_no_gradients_forms_none(options):
     """So any model will do: this one's samples have no gradients of their own."""
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
@@ -260,7 +236,7 @@ def test_recorded_losses_that_are_never_balanced_are_told(options):
     grab = training.sampler_of(model, **options)
     loader = torch.utils.data.DataLoader(range(N), BATCH, sampler=grab)
 
-    def epoch(backward) -> None:
+    def epoch(backward=grab.backward) -> None:
         for indices in loader:
             with grab.record(model):
                 losses = losses_of(model, x[indices], y[indices])
@@ -268,29 +244,22 @@ def test_recorded_losses_that_are_never_balanced_are_told(options):
 
     epoch(lambda losses: losses.mean().backward())
     with pytest.warns(grab_xla.GraBWarning, match="call sampler.backward"):
-        epoch(grab.backward)
-    epoch(grab.backward)
+        epoch()
+    epoch()
     assert len([*loader]) == N // BATCH  # as in an evaluation
-    epoch(grab.backward)
-
-
-def orders(*prefixes: str) -> list[list[int]]:
-    """Returns three epochs' orders; each epoch's sampler is restored from the last."""
-    model, (x, y) = training.mlp(), samples("mlp")
-    found, state = [], None
-    for prefix in prefixes:
-        whole = nn.ModuleDict({prefix: model}) if prefix else model
-        grab = training.sampler_of(whole, fidelity="projected", projection_size=12)
-        if state is not None:
-            grab.load_state_dict(state)
-        found.append(list(grab))
-        for batch in torch.tensor(found[-1]).split(6):
-            training.balance(grab, whole, losses_of, model, x[batch], y[batch])
-        state = copy.deepcopy(grab.state_dict())
-    return found
+    epoch()
 
 
 def test_a_run_that_is_wrapped_when_it_resumes_has_the_same_order():
-    plain = orders("", "", "")
-    assert plain[1] != plain[2]
-    assert orders("", "_orig_mod", "module") == plain
+    model, (x, y) = training.mlp(), samples("mlp")
+    orders, states = [], []
+    for prefix in (None, None, "_orig_mod", "module"):
+        whole = nn.ModuleDict({prefix: model}) if prefix else model
+        grab = training.sampler_of(whole, fidelity="projected", projection_size=12)
+        if states:
+            grab.load_state_dict(states[0])
+        for batch in torch.tensor(list(grab)).split(6):
+            training.balance(grab, whole, losses_of, model, x[batch], y[batch])
+        states.append(grab.state_dict())
+        orders.append(list(grab))
+    assert orders[0] != orders[1] == orders[2] == orders[3]

@@ -49,10 +49,9 @@ def beside(what: str, how: str) -> tuple[list, list, list[float]]:
         if pruner is None or pruner():
             optimizer.step()
 
+    data = training.samples(N, dtype)
     options = {"losses_of": losses_of, "update": update, "epochs": EPOCHS}
-    orders = training.ordered(
-        model, training.samples(N, dtype), how, size=BATCH, **options
-    )
+    orders = training.ordered(model, data, how, size=BATCH, **options)
     if what == "masks":
         assert 0.2 < float((model[0].weight == 0).double().mean()) < 0.9
     return orders, [p.detach() for p in model.parameters()], seen
@@ -81,11 +80,8 @@ def trained(
     called, recorded, named, passes: int, from_samples: bool = False, **options
 ) -> tuple[list, list]:
     """Returns orders and weights of training with some backward passes per update."""
-    dataset, grab = (
-        TensorDataset(*training.samples()),
-        training.sampler_of(named, **options),
-    )
-    parameters = list(called.parameters())
+    dataset = TensorDataset(*training.samples())
+    grab, parameters = training.sampler_of(named, **options), list(called.parameters())
     optimizer = torch.optim.SGD(parameters, 0.1)
     num_samples = BATCH // (passes * xla_replica.current().num_replicas)
     orders = []
@@ -113,10 +109,11 @@ def under_ddp(rank: int) -> list[tuple[list, list]]:
             trained(wrapper, recorded, named, 1)
     found = []
     for options in ({}, {"from_samples": True}, GROUPS):
-        for place in (0, 1):
-            either = (model := training.mlp(), DistributedDataParallel(model))
-            named = either[place]
-            found.append(trained(either[1], named, named, 1, **options))
+        for is_wrapped in (False, True):
+            model = training.mlp()
+            wrapper = DistributedDataParallel(model)
+            named = wrapper if is_wrapped else model
+            found.append(trained(wrapper, named, named, 1, **options))
     return found
 
 
@@ -153,39 +150,3 @@ def refused(rank: int) -> None:
 
 def test_sharded_models_are_refused_at_construction():
     Backend("cpu", 2).run(refused)
-
-
-def clipped(order=None) -> tuple[list, list[float]]:
-    """Trains an elastic run with clipping and a noise meter, in recorded orders.
-
-    Returns them, and what is measured; given an order, it records nothing.
-    """
-    model, (x, y) = training.mlp(), training.samples()
-    grab = training.sampler_of(model)
-    options = {"ref_batchsize": 8, "max_grad_norm": 0.2, "noise": True}
-    dealt, optimizer = training.under_trace(
-        model, N, order or grab, 0.1, "root", **options
-    )
-    if order is None:
-        optimizer.attach(grab.after_update)
-    found = []
-    for epoch in range(EPOCHS):
-        dealt.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for rows in dealt:
-            if order is None:
-                training.balance(
-                    grab, model, training.cross_entropies, model, x[rows], y[rows]
-                )
-            else:
-                training.cross_entropies(model, x[rows], y[rows]).mean().backward()
-            optimizer.step()
-        found.append(grab.order.tolist())
-    values = [float(p.detach().sum()) for p in model.parameters()]
-    return found, [*values, *optimizer.noise.measure()]
-
-
-def test_the_elastic_wrapper_clips_and_measures_as_without_recording():
-    orders, measured = clipped()
-    assert len(set(map(tuple, orders))) == EPOCHS
-    assert clipped(orders.__getitem__)[1] == measured

@@ -16,18 +16,11 @@ from rigl_xla.topology.update_schedule import gradual_sparsity
 from rigl_xla.update.steps import collects
 
 
-def test_updates_every_delta_steps_before_the_end():
-    schedule = UpdateSchedule(T_end=12, delta=3)
-    assert [*filter(schedule.is_update, range(-9, 30))] == [3, 6, 9]
-    assert schedule.last_update == 9
-
-
 @pytest.mark.parametrize("delta", [1, 2, 3, 5, 20])
 def test_snfs_collects_up_to_the_last_update_and_not_while_states_are_made(delta):
     schedule = UpdateSchedule(T_end=17, delta=delta)
     found = [t for t in range(1, 40) if collects(METHODS["snfs"], schedule, t)]
-    assert found == list(range(3 if delta > 2 else 1, schedule.last_update + 1))
-    assert schedule.last_update == {1: 16, 2: 16, 3: 15, 5: 15, 20: 0}[delta]
+    assert found == list(range(3 if delta > 2 else 1, 16 // delta * delta + 1))
 
 
 def test_a_topology_without_an_end_never_changes():
@@ -39,9 +32,11 @@ def test_a_topology_without_an_end_never_changes():
 @pytest.mark.parametrize(
     ("n", "delta"), [(1, 1), (1, 2), (1, 5), (2, 2), (2, 5), (4, 5), (5, 5)]
 )
-def test_gradients_are_collected_in_the_last_n_steps_up_to_an_update(n, delta):
+def test_updates_are_every_delta_steps_and_n_up_to_each_have_a_gradient(n, delta):
     schedule = UpdateSchedule(T_end=17, delta=delta, grad_accumulation_n=n)
-    updates = [t for t in range(1, 40) if schedule.is_update(t)]
+    updates = [t for t in range(-9, 40) if schedule.is_update(t)]
+    assert updates == [*range(delta, 17, delta)]
+    assert schedule.last_update == updates[-1]
     expected = {t for update in updates for t in range(update - n + 1, update + 1)}
     assert {t for t in range(1, 40) if schedule.collects(t)} == expected
 
@@ -70,7 +65,7 @@ def test_gradual_sparsity_rises_from_first_to_last():
     assert values == sorted(values)
 
 
-# Few values, so that many are equal; an active weight of zero is one of them.
+# Few scores, so that many are equal; that of an active weight of zero is one of them.
 VALUES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1e-30, 1e30])
 
 
@@ -80,32 +75,20 @@ def best(scores: list[float], eligible: list[bool], count: int) -> list[bool]:
     return [i in chosen for i in range(len(scores))]
 
 
-def updated(mask, weights, gradients, num_keep, num_grow):
-    keep = best([abs(w) for w in weights], mask, num_keep)
-    grow = best([abs(g) for g in gradients], [not k for k in keep], num_grow)
-    return [k or g for k, g in zip(keep, grow)]
-
-
-@st.composite
-def layers(draw):
-    size = draw(st.integers(1, 12))
-    mask = draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    weights = draw(st.lists(VALUES, min_size=size, max_size=size))
-    weights = [w if m else 0.0 for w, m in zip(weights, mask)]
-    gradients = draw(st.lists(VALUES, min_size=size, max_size=size))
-    dropped = draw(st.integers(0, sum(mask)))
-    return mask, weights, gradients, sum(mask) - dropped, dropped
+NUMBERS = st.lists(st.tuples(st.booleans(), VALUES, VALUES), min_size=1, max_size=12)
 
 
 @settings(max_examples=300)
-@given(layer=layers(), num_layers=st.integers(1, 2))
-def test_the_kernel_equals_the_slow_one(layer, num_layers):
-    mask, weights, gradients, *counts = (
-        torch.tensor([part] * num_layers) for part in layer
-    )
-    found, _ = masks.drop_and_grow(mask, weights.abs(), gradients.abs(), *counts)
-    assert found.tolist() == [updated(*layer)] * num_layers
-    assert torch.equal(found.sum(1), sum(counts))
+@given(numbers=NUMBERS, num_layers=st.integers(1, 2), data=st.data())
+def test_the_kernel_equals_the_slow_one(numbers, num_layers, data):
+    mask, drop, grow = map(list, zip(*numbers))
+    dropped = data.draw(st.integers(0, sum(mask)))
+    keep = best(drop, mask, sum(mask) - dropped)
+    expected = best(grow, [not k for k in keep], dropped)
+    given = mask, drop, grow, sum(mask) - dropped, dropped
+    found, _ = masks.drop_and_grow(*(torch.tensor([x] * num_layers) for x in given))
+    assert found.tolist() == [[k or g for k, g in zip(keep, expected)]] * num_layers
+    assert found.sum(1).tolist() == [sum(mask)] * num_layers
 
 
 @settings(max_examples=100)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.rigl_xla import sparse
-from support.xla_replica.replicas import Backend, on_xla, row
+from support.xla_replica.replicas import backends, row
 from torch import nn
 
 import per_sample_grad as psg
@@ -54,10 +54,19 @@ def by_passes(model, images, labels):
     assign(model, {name: torch.stack(found).mean(0) for name, found in rows.items()})
 
 
-def run_of(gradients, **options):
+OPTIONS = {
+    "rigl": {},
+    "single-call": {"skip_step": False},
+    "window": {"grad_accumulation_n": 3},
+    "snfs": {"method": "snfs"},
+}
+
+
+@functools.cache
+def run_of(gradients, kind: str):
     """Returns masks after every step, and the pruner."""
     model = sparse.convnet().double()
-    pruner = sparse.pruned(model, **options)
+    pruner = sparse.pruned(model, **OPTIONS[kind])
     found = []
 
     def backward(model, step):
@@ -71,31 +80,17 @@ def run_of(gradients, **options):
     return found, pruner
 
 
-OPTIONS = {
-    "rigl": {},
-    "single-call": {"skip_step": False},
-    "window": {"grad_accumulation_n": 3},
-    "snfs": {"method": "snfs"},
-}
-
-
-@functools.cache
-def run_by_backward(kind):
-    return run_of(by_backward, **OPTIONS[kind])
-
-
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("gradients", [by_capture, by_autograd, by_passes])
 def test_topology_and_weights_are_those_of_backward_passes(gradients, kind):
-    expected, other = run_by_backward(kind)
-    found, pruner = run_of(gradients, **OPTIONS[kind])
+    expected, other = run_of(by_backward, kind)
+    found, pruner = run_of(gradients, kind)
     assert all(map(sparse.equal, found, expected))
     assert not sparse.equal(found[0], found[-1])
     assert pruner.rigl_steps == other.rigl_steps == 4
     assert sparse.inactive_are_zero(pruner)
-    theirs = dict(other.model.named_parameters())
-    for name, parameter in pruner.model.named_parameters():
-        torch.testing.assert_close(parameter, theirs[name], rtol=0, atol=1e-12)
+    weights, others = (each.model.state_dict() for each in (pruner, other))
+    torch.testing.assert_close(weights, others, rtol=0, atol=1e-12)
 
 
 def test_a_gradient_that_is_masked_before_it_is_clipped_is_collected_first():
@@ -228,9 +223,7 @@ def composed_run(rank: int, hand: bool):
     return [replica.fetch(each) for each in masks], minibatches, totals
 
 
-@functools.cache
-def composed_run_of_one(hand: bool):
-    return composed_run(0, hand)
+composed_run_of_one = functools.cache(functools.partial(composed_run, 0))
 
 
 def plain_masks(minibatches):
@@ -264,30 +257,22 @@ def test_with_grab_captures_and_the_elastic_wrapper_as_in_a_plain_loop(hand):
     assert not sparse.same(masks[:1], masks[-1:])  # and so does the topology
 
 
-def masks_of_both(rank: int) -> list[list[list[torch.Tensor]]]:
-    return [composed_run(rank, hand)[0] for hand in (False, True)]
+def composed_runs(rank: int, hands: tuple[bool, ...]):
+    return [composed_run(rank, hand) for hand in hands]
 
 
-@pytest.mark.parametrize("backend", [row("cpu", 2), row("cpu", 3)])
-def test_on_replicas_of_which_some_are_idle(backend):
-    expected = [composed_run_of_one(hand)[0] for hand in (False, True)]
-    for found in backend.run(masks_of_both):
-        assert all(map(sparse.same, found, expected))
-
-
-SLOW = [(1, True), (2, False), (8, True)]
-
-
-@on_xla
 @pytest.mark.parametrize(
-    ("num_replicas", "hand"),
-    [(2, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+    "backend",
+    [row("cpu", 2), row("cpu", 3), row("xla", 2), *backends("xla", slow=(1, 8))],
 )
-def test_on_xla_nothing_compiles_after_the_first_epoch(num_replicas, hand):
-    backend = Backend("xla", num_replicas)
-    for masks, _, totals in backend.run(composed_run, hand, timeout=300.0):
-        assert sparse.same(masks, composed_run_of_one(hand)[0])
-        compilations, transfers, fallbacks = zip(*totals[1:])
-        assert (compilations, fallbacks) == ((0,) * (EPOCHS - 1), ({},) * (EPOCHS - 1))
-        # GraB's signs, once an epoch on each replica, whose epochs overlap.
-        assert sum(transfers) <= num_replicas * EPOCHS
+def test_on_replicas_of_which_some_are_idle(backend):
+    """On XLA nothing compiles after the first epoch."""
+    hands = (False, True) if backend.device == "cpu" else (backend.num_replicas > 1,)
+    for found in backend.run(composed_runs, hands, timeout=300.0):
+        for hand, (masks, _, totals) in zip(hands, found, strict=True):
+            assert sparse.same(masks, composed_run_of_one(hand)[0])
+            if backend.device == "xla":
+                compilations, transfers, fallbacks = zip(*totals[1:])
+                assert (compilations, fallbacks) == ((0, 0), ({}, {}))
+                # GraB's signs, once an epoch on each replica, whose epochs overlap.
+                assert sum(transfers) <= backend.num_replicas * EPOCHS

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import batch, convnet, pruned, same, sgd, sparse_convnet
+from support.rigl_xla.sparse import batch, convnet, pruned, same, sgd
 from support.xla_replica.replicas import (
     SEVERAL_REPLICAS,
     TORCHTPU,
@@ -65,8 +65,7 @@ class Run:
             gradients = [parameter.grad for parameter in self.model.parameters()]
             if not self.ddp:
                 replica.all_reduce_(gradients)
-                for gradient in gradients:
-                    gradient /= replica.num_replicas
+                torch._foreach_div_(gradients, replica.num_replicas)
             self.optimizer.step()
         if self.pruner.rigl_steps > len(self.reports):
             self.reports.append(self.pruner.report())
@@ -129,7 +128,6 @@ def test_under_ddp_with_gradients_accumulated_in_parts():
 
 # A weight and a number that is 1 on the first replica alone -> the changed weight.
 CHANGES = {
-    "": lambda weight, scale: weight,
     "nan": lambda weight, scale: torch.full_like(weight, torch.nan),
     "weights": lambda weight, scale: weight * scale,
     "signs": lambda weight, scale: torch.where(scale > 1, -weight, weight),
@@ -137,7 +135,6 @@ CHANGES = {
     "some nan": lambda weight, scale: torch.where(
         (scale > 1) & (weight == weight.max()), torch.nan, weight
     ),
-    "masks": lambda weight, scale: weight,
 }
 
 
@@ -145,18 +142,18 @@ def drift(rank: int) -> dict[str, str]:
     """Returns messages of the check for equal replicas, other weights, other masks."""
     replica = xla_replica.current()
     messages = {}
-    for what, change in CHANGES.items():
+    for what in ("", "masks", *CHANGES):
         model = convnet().to(replica.device)
         options = {"seed": rank if what == "masks" else 0, "method": "static"}
         if what == "places":  # a mask would have to be symmetric
             options |= {"sparsities": {"5": 0.0001}}
         pruner = pruned(model, **options)
-        with torch.no_grad():
-            weight = model[5].weight
-            weight.copy_(change(weight, replica.scalar(1 + rank)))
+        if what in CHANGES:
+            weight = model[5].weight.detach()
+            weight.copy_(CHANGES[what](weight, replica.scalar(1 + rank)))
+        messages[what] = ""
         try:
             pruner.check_replicas()
-            messages[what] = ""
         except ReplicaError as error:
             messages[what] = str(error)
     return messages
@@ -179,13 +176,11 @@ COUNTED = {
     "window": {"grad_accumulation_n": 3},
     "gmp": {"method": "gmp"},
     "single-call": {"skip_step": False},
-    "adam": {},
-}
-
-
-def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
-    lazy = xla_replica.current().is_lazy  # no count of steps may be in the program
-    return torch.optim.Adam(model.parameters(), 0.01, capturable=lazy)
+    "adam": {"optimizer_of": lambda model: torch.optim.Adam(
+        # No count of steps may be in the program.
+        model.parameters(), 0.01, capturable=xla_replica.current().is_lazy
+    )},
+}  # fmt: skip
 
 
 def counted_run(rank: int, kind: str):
@@ -197,8 +192,7 @@ def counted_run(rank: int, kind: str):
     replica = xla_replica.current()
     # Another shape for every kind, so other programs.
     size = 2 * (4 + list(COUNTED).index(kind))
-    options = {**COUNTED[kind], "delta": 10, "T_end": 102}
-    run, counts = Run(adam if kind == "adam" else sgd, **options), []
+    run, counts = Run(**{**COUNTED[kind], "delta": 10, "T_end": 102}), []
     for first in range(0, 110, 10):
         with xla_replica.count(replica) as count:
             for step in range(first, first + 10):
@@ -236,10 +230,11 @@ def _counted(backend, kinds: list[str], what: str = "rigl"):
 def test_after_the_first_update_nothing_compiles_and_nothing_is_read(backend, kinds):
     num_replicas = backend.num_replicas
     for found in backend.run(counted_runs, kinds, timeout=300.0):
-        for kind, (counts, masks, reported) in found.items():
-            _, on_cpu, expected = counted_run(0, kind)
-            assert reported == expected
-            assert [*reported] == [*range(10, 110, 10)]
+        for kind, (counts, *results) in found.items():
+            _, *expected = counted_run(0, kind)
+            assert [*results[1]] == [*range(10, 110, 10)]
+            assert results[1] == expected[1], kind
+            assert same(results[0], expected[0]), kind
             # The sum of a step that collects but does not update is one more program.
             apart = num_replicas > 1 and kind in ("window", "snfs")
             programs = [count[0] for count in counts]
@@ -249,30 +244,21 @@ def test_after_the_first_update_nothing_compiles_and_nothing_is_read(backend, ki
             # TorchTPU compiles operations, and some come after the first update.
             assert programs[2:] == [0] * 9, (kind, counts)
             assert all(count[1:] == (0, {}) for count in counts), (kind, counts)
-            assert same(masks, on_cpu), kind
 
 
 def saved_and_misplaced(rank: int) -> int:
     """Returns transfers of a state inside a window."""
-    replica = xla_replica.current()
-    model = convnet().to(replica.device)
-    pruner = pruned(model, delta=3, grad_accumulation_n=2)
+    run = Run(delta=3, grad_accumulation_n=2)
     for step in range(2):
-        x, y = replica.send(batch(step))
-        F.cross_entropy(model(x), y).backward()
-        assert pruner()
-        replica.sync()
+        run.step(step, SIZE)
+    replica, model = run.replica, run.model
     with xla_replica.count(replica) as count:
-        state = pruner.state_dict()
+        state = run.pruner.state_dict()
     assert all("gradient" in layer for layer in state["layers"].values())
-    pruner.close()
+    run.pruner.close()
     model[5].to("cpu")
     with pytest.raises(ValueError, match="have their values on one device"):
         pruned(model)
-    model, _, pruner = sparse_convnet()
-    model.to(replica.device)
-    with pytest.raises(ValueError, match="build optimizer and pruner after the move"):
-        pruner()
     return count.transfers
 
 

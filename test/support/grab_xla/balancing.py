@@ -11,16 +11,7 @@ import numpy as np
 
 def mean(order, rows, centre):
     """Returns the next order of mean balance around ``centre``."""
-    left, right, total = [], [], np.zeros(rows.shape[1])
-    for i, sample in enumerate(order):
-        z = rows[i] - centre
-        if total @ z < 0:
-            left.append(sample)
-            total = total + z
-        else:
-            right.insert(0, sample)
-            total = total - z
-    return left + right
+    return batch(order, rows, centre, [(i, i + 1) for i in range(len(order))])
 
 
 def pair(order, rows, num_workers: int = 1):
@@ -73,12 +64,12 @@ def recursive_pair(order, rows, size: int):
         totals[node] = totals[node] + rows[left].sum(0) - rows[right].sum(0)
         return sort(left, 2 * node + 1, before) + sort(right, 2 * node + 2, before)
 
-    blocks = []
-    for first in range(0, len(order), size):
-        blocks.append(sort(list(range(first, first + size)), 0, list(totals)))
-    columns = zip(*blocks)
-    ordered = [c if i % 2 == 0 else c[::-1] for i, c in enumerate(columns)]
-    return [order[i] for column in ordered for i in column]
+    blocks = [
+        sort(list(range(first, first + size)), 0, list(totals))
+        for first in range(0, len(order), size)
+    ]
+    columns = enumerate(zip(*blocks))
+    return [order[i] for n, column in columns for i in column[:: -1 if n % 2 else 1]]
 
 
 def batch(order, rows, centre, steps, centred_update: bool = True):

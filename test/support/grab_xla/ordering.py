@@ -60,8 +60,6 @@ ORACLES: dict[str, Callable[..., list[int]]] = {
     ],
 }
 ORACLES["sign"] = ORACLES["adamean"] = ORACLES["mean"]
-
-
 KINDS = {
     name: Kind(type_, options, invariant, ORACLES.get(name))
     for name, type_, options, invariant in [

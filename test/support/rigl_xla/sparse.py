@@ -34,16 +34,9 @@ def convnet(seed: int = 0) -> nn.Module:
     The weights 0, 2, 5 and 7 can be sparse.
     """
     with LocalReplica("cpu").seeded(seed):  # emulated replicas share a generator
-        return nn.Sequential(
-            nn.Conv2d(1, 8, 3),
-            nn.Tanh(),
-            nn.Conv2d(8, 16, 3),
-            nn.Tanh(),
-            nn.Flatten(),
-            nn.Linear(256, 16),
-            nn.Tanh(),
-            nn.Linear(16, 10),
-        )
+        convolutions = nn.Conv2d(1, 8, 3), nn.Tanh(), nn.Conv2d(8, 16, 3), nn.Tanh()
+        linears = nn.Linear(256, 16), nn.Tanh(), nn.Linear(16, 10)
+    return nn.Sequential(*convolutions, nn.Flatten(), *linears)
 
 
 def batch(step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,13 +76,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def pruned(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options):
     """Returns a pruner of 80 %, with updates at 3, 6, 9 and 12; default: under SGD."""
     optimizer = sgd(model) if optimizer is None else optimizer
-    defaults = {
-        "dense_allocation": 0.2,
-        "T_end": 14,
-        "delta": 3,
-        "ignore_linear_layers": False,
-    }
-    return RigLScheduler(model, optimizer, **{**defaults, **options})
+    defaults = {"dense_allocation": 0.2, "T_end": 14, "delta": 3}
+    options = {**defaults, "ignore_linear_layers": False, **options}
+    return RigLScheduler(model, optimizer, **options)
 
 
 def sparse_convnet(
@@ -103,11 +92,11 @@ def sparse_convnet(
 
 def inactive_are_zero(pruner: RigLScheduler) -> bool:
     """Returns whether inactive weights, and their optimizer state, are all zero."""
-    parameters = dict(pruner.model.named_parameters())
+    pairs = [(pruner.model.get_parameter(n), mask) for n, mask in pruner.masks.items()]
     return not any(
         tensor[~mask].any()
-        for name, mask in pruner.masks.items()
-        for tensor in [parameters[name], *kept_of(parameters[name], pruner.optimizer)]
+        for weight, mask in pairs
+        for tensor in [weight, *kept_of(weight, pruner.optimizer)]
     )
 
 
@@ -124,9 +113,7 @@ def counts(pruner: RigLScheduler) -> list[int]:
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Returns whether two dicts of tensors are equal bit for bit."""
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) for name in one
-    )
+    return one.keys() == other.keys() and same([*one.values()], [other[n] for n in one])
 
 
 def same(some: Any, others: Any) -> bool:
