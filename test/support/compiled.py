@@ -14,13 +14,9 @@ needs_cxx = pytest.mark.skipif(not HAS_CXX, reason="inductor needs a C++ compile
 
 
 class GraphCounter:
-    """A backend of torch.compile: another one, of which it counts the graphs.
+    """A backend of torch.compile: one of `BACKENDS`, of which it counts the graphs.
 
-    Args:
-        name: A key of `BACKENDS`.
-
-    Attributes:
-        num_graphs: Those compiled so far. A function that is differentiated has two.
+    A function that is differentiated has two.
     """
 
     def __init__(self, name: str) -> None:

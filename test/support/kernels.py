@@ -21,14 +21,10 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.written: Counter[str] = Counter()
-        self._pauses = False
-        if optimizer is None:
-            return
-        optimizer.register_step_pre_hook(lambda *_: self._pause(True))
-        optimizer.register_step_post_hook(lambda *_: self._pause(False))
-
-    def _pause(self, pauses: bool) -> None:
-        self._pauses = pauses
+        self._pauses: list[None] = []
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(lambda *_: self._pauses.append(None))
+            optimizer.register_step_post_hook(lambda *_: self._pauses.clear())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

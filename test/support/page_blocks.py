@@ -1,4 +1,7 @@
-"""The pages' blocks of code, and a process that runs those in Python."""
+"""The pages' blocks of code, and a process that runs those in Python.
+
+It takes a file, and the names of blocks, and writes there what each raises, as JSON.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,7 @@ from typing import Any, NamedTuple
 
 from support.documents import ROOT, pages, read
 
-FENCE = re.compile(
-    r"^(?:<!-- not run: (.+?) -->\n)?```(?P<language>\w*)\n(.*?)^```$",
-    re.DOTALL | re.MULTILINE,
-)
+FENCE = r"(?ms)^(?:<!-- not run: (.+?) -->\n)?```(?P<language>\w*)\n(.*?)^```$"
 
 
 class Block(NamedTuple):
@@ -44,7 +44,7 @@ def all_blocks() -> list[Block]:
     return [
         Block(page, *each.groups(), text.count("\n", 0, each.start("language")) + 1)
         for page, text in found.items()
-        for each in FENCE.finditer(text)
+        for each in re.finditer(FENCE, text)
     ]
 
 
@@ -252,23 +252,17 @@ def run_alone(block: Block, file: Path) -> None:
             raise
 
 
-def main(file: Path, names: list[str]) -> None:
-    """Writes what each block of these names raises into a file, as JSON.
-
-    Each has a process of its own, which need not import torch again.
-    """
+if __name__ == "__main__":
+    # Each has a process of its own, which need not import torch again.
     importlib.import_module("torch._dynamo")  # which others import when needed
     exec(IMPORTS, {})
+    file, names = Path(sys.argv[1]), sys.argv[2:]
     raised, fork = {}, multiprocessing.get_context("fork")
-    for block in filter(lambda block: block.name in names, all_blocks()):
+    for each in [each for each in all_blocks() if each.name in names]:
         file.write_text("it has died")
-        process = fork.Process(target=run_alone, args=(block, file))
+        process = fork.Process(target=run_alone, args=(each, file))
         process.start()
         process.join()
         if process.exitcode:
-            raised[block.name] = file.read_text()
+            raised[each.name] = file.read_text()
     file.write_text(json.dumps(raised))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

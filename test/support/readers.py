@@ -45,21 +45,17 @@ def on_replicas(num_replicas: int, script: str) -> str:
 def run_script_of_reader(script: str, folder: Path, *launcher: str) -> list[float]:
     """Returns the accuracies that the script's replicas print."""
     (folder / "my_project.py").write_text(MY_PROJECT)
-    (folder / "trace.csv").write_text(
-        "step,batchsize\n" + "".join(f"{n},{32 + 32 * (n % 6)}\n" for n in range(40))
-    )
+    rows = "".join(f"{n},{32 + 32 * (n % 6)}\n" for n in range(40))
+    (folder / "trace.csv").write_text(f"step,batchsize\n{rows}")
     script = script.replace("import Net, dataset", "import Net, accuracy, dataset")
     script = script.replace("    return model\n", REPORT)
     (folder / "train.py").write_text(script)
     kept = {k: v for k, v in os.environ.items() if k != "PJRT_DEVICE"}
     done = subprocess.run(
-        [sys.executable, *launcher, "train.py"],
-        cwd=folder,
+        [sys.executable, *launcher, "train.py"], cwd=folder,
         env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [float(value) for value in re.findall(r"accuracy ([\d.]+)", done.stdout)]
 

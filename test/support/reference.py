@@ -12,10 +12,6 @@ def not_compared(package: str, error: str) -> NoReturn:
     """Skips tests that need a package that is not available; in CI they fail.
 
     A green run of CI then means that the comparison was made.
-
-    Args:
-        package: Name and version.
-        error: What pip says.
     """
     message = (
         f"NOT COMPARED with {package} bit for bit: it cannot be installed, which needs "

@@ -30,21 +30,12 @@ def run_script(
     command: Iterable[object] = (sys.executable,),
     timeout: float = 300.0,
 ) -> tuple[int, str]:
-    """Runs a script in a new process; returns its exit status and output.
-
-    Args:
-        command: What runs the script.
-        timeout: The most seconds that it may take.
-    """
+    """Runs a script by a command in a new process; returns its status and output."""
     done = subprocess.run(
         words([*command, script, *arguments]),
-        cwd=cwd,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+        cwd=cwd, env=environment(), text=True, timeout=timeout,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     return done.returncode, done.stdout
 
 
@@ -57,11 +48,7 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python, which finds this checkout's packages and what supports its tests.
 
-    Args:
-        command: What runs the rest.
-        stdin: What it reads there.
-        timeout: The most seconds that it may take.
-        variables: Of its environment, besides those of this process.
+    Its environment has these variables besides those of this process.
     """
     path = os.pathsep.join(words([ROOT, ROOT / "test"]))
     environment = {**os.environ, "PYTHONPATH": path, **variables}

@@ -44,17 +44,15 @@ class BlockingCopies(TorchDispatchMode):
         return results
 
 
+class KnownOrder(OverlappedSum):
+    """Does not read in which order gradients have appeared, as it would once."""
+
+    def _learn_order(self) -> None:
+        self._has_order = True
+
+
 class OneOfTwo(Replica):
     """A replica of two, whose peer brings the same."""
-
-    def __init__(self, overlaps: bool) -> None:
-        super().__init__(0, 2, META, "a test")
-        self.overlaps = overlaps
-
-    def gradient_sum(self, may_begin, *others):
-        if self.overlaps:
-            return KnownOrder(self, may_begin, lambda flat: lambda: None)
-        return super().gradient_sum(may_begin, *others)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor.detach(), tensor.detach()])
@@ -63,11 +61,9 @@ class OneOfTwo(Replica):
         return [value, value]
 
 
-class KnownOrder(OverlappedSum):
-    """Does not read in which order gradients have appeared, as it would once."""
-
-    def _learn_order(self) -> None:
-        self._has_order = True
+class Overlapping(OneOfTwo):
+    def gradient_sum(self, may_begin, *others):
+        return KnownOrder(self, may_begin, lambda flat: lambda: None)
 
 
 def test_a_number_is_brought_to_the_device_without_a_copy():
@@ -78,14 +74,14 @@ def test_a_number_is_brought_to_the_device_without_a_copy():
         with BlockingCopies() as copies:
             found = LocalReplica(META).scalar(value, dtype)
         assert (copies.number, found.dtype, found.shape) == (0, dtype, (1,))
-    assert LocalReplica("cpu").scalar(True, torch.bool).tolist() == [True]
-    integers = [(value, torch.int64) for value in (3, 3.0, -(2**40))]
-    floats = [(value, d) for value in (0.1, 1e-40, 2**53 + 1, float("nan"))
-              for d in (torch.float32, torch.float64)]  # fmt: skip
-    for value, dtype in integers + floats:
-        found = LocalReplica("cpu").scalar(value, dtype)
-        expected = torch.tensor([value], dtype=dtype)
-        assert torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
+    floats, integers = (0.1, 1e-40, 2**53 + 1, float("nan")), (3, 3.0, -(2**40))
+    for values, dtype in (
+        ([True], torch.bool), (integers, torch.int64), (floats, torch.float32),
+        (floats, torch.float64),
+    ):  # fmt: skip
+        found = torch.cat([LocalReplica("cpu").scalar(each, dtype) for each in values])
+        expected = torch.tensor(values, dtype=dtype)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def model_on(device: torch.device) -> nn.Module:
@@ -122,7 +118,8 @@ def test_an_update_never_waits_for_the_device(
     )
     weighted = "reduction" in options
     options = {"ref_weight" if weighted else "ref_batchsize": 16, **options}
-    inner, replica = OPTIMIZERS[optimizer](model.parameters(), 0.25), OneOfTwo(overlaps)
+    inner = OPTIMIZERS[optimizer](model.parameters(), 0.25)
+    replica = (Overlapping if overlaps else OneOfTwo)(0, 2, META, "a test")
     wrapper = vbs.ElasticOptimizer(inner, sampler, rule, replica=replica, **options)
     if scheduled:
         wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 7))
@@ -220,10 +217,10 @@ def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(rule, options, wait
 class Stream:
     """Notes in which order streams wait for one another."""
 
-    entered = threading.local()  # a thread's current stream, in `stream`
+    entered = threading.local()  # a thread's current stream
 
-    def __init__(self, device: torch.device, log: list[Any]) -> None:
-        self.device, self.log = device, log
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.log = device, []
 
     def __enter__(self) -> None:
         self.entered.stream = self
@@ -231,53 +228,46 @@ class Stream:
     def __exit__(self, *error: Any) -> None:
         del self.entered.stream
 
-    def record_event(self) -> int:
-        self.log.append("recorded")
-        return len(self.log)
+    def record_event(self) -> list[int]:
+        return self.log.copy()
 
-    def wait_event(self, event: int) -> None:
-        assert self.log[event - 1] == "recorded"
-        self.log.append(("waits", event, threading.current_thread().name))
+    def wait_event(self, event: list[int]) -> None:
+        self.log.append((event, threading.current_thread().name))
 
 
 def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own(monkeypatch):
     """The training's stream waits for a batch's copies before anybody sees it."""
     monkeypatch.setitem(device_traits._TRAITS, "meta", DeviceTraits(has_streams=True))
-    log: list[Any] = []
-    training, to = Stream(META, log), torch.Tensor.to
-    monkeypatch.setattr(torch, "Stream", lambda device: Stream(device, log))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: training)
-    pinned: list[torch.Tensor] = []
-    copied: list[str] = []
+    training, to, pinned, threads, in_use = Stream(META), torch.Tensor.to, [], [], []
 
     def copy(tensor, device, non_blocking=False):
         assert any(tensor is each for each in pinned)
         assert non_blocking
-        assert Stream.entered.stream.device == META
-        log.append(("copied", int(tensor[0])))
-        copied.append(threading.current_thread().name)
+        stream = Stream.entered.stream
+        assert stream.device == META
+        stream.log.append(int(tensor[0]))
+        threads.append(threading.current_thread().name)
         return to(tensor, device)
 
-    def record(tensor, stream):
-        assert (tensor.device, stream) == (META, training)
-        log.append("in use")
+    def pin(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
 
-    monkeypatch.setattr(
-        torch.Tensor, "pin_memory", lambda t: pinned.append(t.clone()) or pinned[-1]
-    )
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: training)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", copy)
-    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *it: in_use.append(it))
     numbers, main = range(1, 6), threading.current_thread().name
     batches = [
         {"x": torch.full((n,), n), "y": [torch.full((1,), n), "text"]} for n in numbers
     ]
     for n, batch in zip(numbers, LocalReplica(META).loader(batches), strict=True):
         assert (len(batch["x"]), batch["y"][1]) == (n, "text")
-        waits = [entry for entry in log if entry[0] == "waits"]
-        assert len(waits) == n
-        _, event, thread = waits[-1]
-        assert thread == main
-        assert log[:event].count(("copied", n)) == 2  # tensors of the batch
-        assert log.count("in use") == 2 * n
-    assert len(copied) == 10
-    assert copied.count(main) == 2  # the first batch, see DeviceLoader
+        event, thread = training.log[-1]
+        assert (len(training.log), thread) == (n, main)
+        assert event.count(n) == 2  # tensors of the batch
+        assert len(in_use) == 2 * n
+    assert all((t.device, stream) == (META, training) for t, stream in in_use)
+    assert len(threads) == 10
+    assert threads.count(main) == 2  # the first batch, see DeviceLoader

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 import xla_replica
@@ -18,22 +17,25 @@ from xla_replica import stopping
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX")
 
 
-class Hangs(torch.utils.data.Dataset):
-    """A dataset whose second sample never comes."""
+class Signals:
+    """A dataset whose samples say which signals the worker has blocked.
+
+    The second never comes.
+    """
 
     def __len__(self) -> int:
         return 2
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> list[int]:
         while index:
             time.sleep(60)
-        return index
+        return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_ended_with_its_iterator(arms):
     """torch waits five seconds for it."""
-    iterator = iter(DataLoader(Hangs(), None, num_workers=1))
+    iterator = iter(DataLoader(Signals(), None, num_workers=1))
     next(iterator)
     [worker] = iterator._workers
     subprocess.run(["kill", "-s", "TERM", str(worker.pid)], check=True)
@@ -42,20 +44,6 @@ def test_a_worker_that_hangs_is_ended_with_its_iterator(arms):
     del iterator
     worker.join(20)
     assert worker.exitcode == -signal.SIGKILL
-
-
-class Signals:
-    """A dataset whose samples say which signals the worker has blocked."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> list[int]:
-        return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-
-
-def blocked() -> set[int]:
-    return set(next(iter(DataLoader(Signals(), None, num_workers=1))))
 
 
 @pytest.fixture
@@ -69,9 +57,11 @@ def arms(monkeypatch) -> Iterator[None]:
 
 
 def test_workers_block_the_signals_that_are_caught(arms):
-    assert blocked() >= {signal.SIGUSR1, signal.SIGTERM}
+    [blocked] = DataLoader(Signals(), None, sampler=[0], num_workers=1)
+    assert {*blocked} >= {signal.SIGUSR1, signal.SIGTERM}
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_workers_block_none_when_none_are_caught():
-    assert not blocked() & {signal.SIGUSR1, signal.SIGTERM}
+    [blocked] = DataLoader(Signals(), None, sampler=[0], num_workers=1)
+    assert not {*blocked} & {signal.SIGUSR1, signal.SIGTERM}

@@ -6,94 +6,73 @@ import pytest
 import torch
 
 import xla_replica
-from xla_replica import (
-    DeviceTraits,
-    LocalReplica,
-    Stopped,
-    default_num_replicas,
-    register_device,
-    request_stop,
-)
+from xla_replica import DeviceTraits, LocalReplica, Stopped, launch, request_stop
 from xla_replica.members.entering import as_member
 
-LOCAL, META = LocalReplica("cpu"), torch.device("meta")
+LOCAL, META, TRAITS = LocalReplica("cpu"), torch.device("meta"), DeviceTraits()
 ONE = torch.ones(1, requires_grad=True)
-
-
-def launch(**arguments):
-    return lambda: xla_replica.launch(**{"fn": print, **arguments})
-
-
-def registered(*arguments):
-    return lambda: xla_replica.register_backend(*arguments)
-
-
-def caught(signals):
-    return lambda: xla_replica.catch_signals(signals)
-
-
-def scalar(value, dtype=torch.float32):
-    return lambda: LOCAL.scalar(value, dtype)
-
-
+REGISTER, CATCH = xla_replica.register_backend, xla_replica.catch_signals
+# By error: what it says, and the call: a function and its arguments.
 REFUSED = {
     TypeError: [
-        (launch(fn=3), "fn must be a function, got 3"),
-        (launch(args="ab"), "args must be a tuple of the arguments .*, got 'ab' .str"),
-        (registered(3, str, str), r"device must be a name as `launch` takes it, got 3"),
-        (registered("a", "b", str), "register_backend: find must be a function, g"),
-        (registered("a", str, None), "register_backend: replica must be a fun"),
-        (registered("a", str, str, 3), "register_backend: launch must be a fu"),
-        (lambda: register_device("meta", None), "must be DeviceTraits, got None"),
-        (lambda: register_device(META, DeviceTraits()), "kind must be a torch.device."),
-        (lambda: xla_replica.traits("cpu"), "got 'cpu'; for a name give torch.device"),
-        (lambda: xla_replica.count("cpu").__enter__(), "replica must be a Repl"),
-        (lambda: LOCAL.seed(1.5), r"seed must be an integer .* got 1\.5"),
-        (scalar(torch.ones(1)), "^scalar: "),
-        (scalar("1"), "^scalar: "),
-        (lambda: xla_replica.AccumulationHook(3), "must be a function, got 3"),
-        (lambda: xla_replica.AccumulationNote(3), "must be a function, got 3"),
-        (lambda: xla_replica.lazy_operation(3), "must be a function, got 3"),
-        (lambda: LOCAL.on_gradient(ONE, 3), "must be a function, got 3"),
-        (lambda: Stopped(7), "reason must be a string, got 7"),
-        (lambda: request_stop(7), "reason must be a string, got 7"),
-        (caught("SIGTERM"), r"must be a sequence such as \('SIGTERM',\), got"),
-        (caught(15), "signals must be a sequence such as"),
+        ("fn must be a function, got 3", launch, 3),
+        ("args must be a tuple of the arguments .*, got 'ab' .s", launch, print, "ab"),
+        ("device must be a name as `launch` takes it, got 3", REGISTER, 3, str, str),
+        ("register_backend: find must be a function, g", REGISTER, "a", "b", str),
+        ("register_backend: replica must be a fun", REGISTER, "a", str, None),
+        ("register_backend: launch must be a fu", REGISTER, "a", str, str, 3),
+        ("must be DeviceTraits, got None", xla_replica.register_device, "meta", None),
+        ("kind must be a torch.device.", xla_replica.register_device, META, TRAITS),
+        ("got 'cpu'; for a name give torch.device", xla_replica.traits, "cpu"),
+        ("replica must be a Repl", lambda: xla_replica.count("cpu").__enter__()),
+        (r"seed must be an integer .* got 1\.5", LOCAL.seed, 1.5),
+        ("^scalar: ", LOCAL.scalar, torch.ones(1)),
+        ("^scalar: ", LOCAL.scalar, "1"),
+        ("must be a function, got 3", xla_replica.AccumulationHook, 3),
+        ("must be a function, got 3", xla_replica.AccumulationNote, 3),
+        ("must be a function, got 3", xla_replica.lazy_operation, 3),
+        ("must be a function, got 3", LOCAL.on_gradient, ONE, 3),
+        ("reason must be a string, got 7", Stopped, 7),
+        ("reason must be a string, got 7", request_stop, 7),
+        (r"must be a sequence such as \('SIGTERM',\), got", CATCH, "SIGTERM"),
+        ("signals must be a sequence such as", CATCH, 15),
     ],
     ValueError: [
-        (launch(num_replicas=0), "num_replicas must be an integer >= 1, got 0"),
-        (launch(device="cuda"), "device must be one of .*'accelerator'.*got 'cuda'"),
-        (launch(timeout=0), "timeout must be a finite number > 0 and <= 2000000.0"),
-        (lambda: default_num_replicas("gpu"), "device must be one of .*, got 'gpu'"),
-        (lambda: default_num_replicas("cpu", 0), "on_cpu must be an integer >= 1"),
-        (lambda: LOCAL.broadcast_([torch.ones(1)], 1), "broadcast_: source must be "),
-        (lambda: LOCAL.all_to_all(torch.ones(2, 2)), "first dimension must be 1"),
-        (lambda: LOCAL.all_to_all(torch.ones(())), "first dimension must be 1"),
-        (lambda: LOCAL.seed(2**64), "seed must be an integer"),
-        (lambda: LOCAL.loader([], 0), "prefetch must be an integer >= 1, got 0"),
-        (scalar(1.5, torch.int32), "^scalar: "),
-        (scalar(float("nan"), torch.int64), "^scalar: "),
-        (scalar(float("inf"), torch.int64), "^scalar: "),
-        (scalar(2, torch.bool), "^scalar: "),
-        (scalar(0.5, torch.bool), "^scalar: "),
-        (lambda: Stopped("why", 256), "exit_status must be .* <= 255, got 256"),
-        (lambda: request_stop("why", 256), "exit_status must be .* <= 255, got 256"),
-        (caught(["SIGTREM"]), "'SIGTREM' is not a signal here"),
-        (caught([1000]), "1000 is not a signal here"),
-        (caught(["SIGKILL"]), "SIGKILL cannot be caught"),
-        (caught([]), "needs at least one signal, got none"),
+        ("num_replicas must be an integer >= 1, got 0", launch, print, (), 0),
+        ("device must be one of .*'accelerator'.*'cuda'", launch, print, (), 1, "cuda"),
+        ("timeout must be a finite number > 0 and <= 2000000.0",
+         lambda: launch(print, timeout=0)),
+        ("device must be one .*, got 'gpu'", xla_replica.default_num_replicas, "gpu"),
+        ("on_cpu must be an integer >= 1", xla_replica.default_num_replicas, "cpu", 0),
+        ("broadcast_: source must be ", LOCAL.broadcast_, [torch.ones(1)], 1),
+        ("first dimension must be 1", LOCAL.all_to_all, torch.ones(2, 2)),
+        ("first dimension must be 1", LOCAL.all_to_all, torch.ones(())),
+        ("seed must be an integer", LOCAL.seed, 2**64),
+        ("prefetch must be an integer >= 1, got 0", LOCAL.loader, [], 0),
+        ("^scalar: ", LOCAL.scalar, 1.5, torch.int32),
+        ("^scalar: ", LOCAL.scalar, float("nan"), torch.int64),
+        ("^scalar: ", LOCAL.scalar, float("inf"), torch.int64),
+        ("^scalar: ", LOCAL.scalar, 2, torch.bool),
+        ("^scalar: ", LOCAL.scalar, 0.5, torch.bool),
+        ("exit_status must be .* <= 255, got 256", Stopped, "why", 256),
+        ("exit_status must be .* <= 255, got 256", request_stop, "why", 256),
+        ("'SIGTREM' is not a signal here", CATCH, ["SIGTREM"]),
+        ("1000 is not a signal here", CATCH, [1000]),
+        ("SIGKILL cannot be caught", CATCH, ["SIGKILL"]),
+        ("needs at least one signal, got none", CATCH, []),
     ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("error", "call", "words"),
-    [(error, *case) for error, cases in REFUSED.items() for case in cases],
+    ("error", "words", "call"),
+    [(error, words, call) for error in REFUSED for words, *call in REFUSED[error]],
 )
-def test_what_cannot_work_is_refused_and_leaves_nothing(error, call, words):
+def test_what_cannot_work_is_refused_and_leaves_nothing(error, words, call):
     before = dict(xla_replica.DEVICES)
+    function, *arguments = call
     with pytest.raises(error, match=words):
-        call()
+        function(*arguments)
     assert before == xla_replica.DEVICES
     assert xla_replica.stop_requested() is None
 
@@ -101,20 +80,20 @@ def test_what_cannot_work_is_refused_and_leaves_nothing(error, call, words):
 @pytest.mark.skipif("torch.cuda.is_available()")
 def test_an_accelerator_that_torch_does_not_find_is_refused():
     with pytest.raises(ValueError, match="device='accelerator', but torch finds"):
-        launch(device="accelerator")()
+        launch(print, device="accelerator")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value"),
     [
         # Slices that one runtime has joined are not members.
-        ("MEGASCALE_NUM_SLICES", "2", "MEGASCALE_NUM_SLICES"),
-        ("LIVE_MIN_MEMBERS", "two", "LIVE_MIN_MEMBERS='two'"),
+        ("MEGASCALE_NUM_SLICES", "2"),
+        ("LIVE_MIN_MEMBERS", "two"),
     ],
 )
-def test_a_member_is_told_which_variable_is_wrong(name, value, words, monkeypatch):
+def test_a_member_is_told_which_variable_is_wrong(name, value, monkeypatch):
     assert as_member(LOCAL) is LOCAL  # without a lighthouse
     monkeypatch.setenv("LIVE_LIGHTHOUSE", "http://127.0.0.1:1")
     monkeypatch.setenv(name, value)
-    with pytest.raises(xla_replica.ReplicaError, match=words):
+    with pytest.raises(xla_replica.ReplicaError, match=name):
         as_member(LOCAL)

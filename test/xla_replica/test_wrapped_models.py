@@ -22,21 +22,22 @@ def optimizer_of(parameters) -> vbs.ConstantOptimizer:
     return vbs.ConstantOptimizer(torch.optim.SGD(parameters, 0.1), sampler)
 
 
-def refused(call, *arguments) -> str:
-    with pytest.raises(TypeError, match="of a DistributedDataParallel model") as caught:
+def refused(call, *arguments) -> None:
+    says = (
+        "of a DistributedDataParallel model.*sums their gradients in every backward "
+        "pass.*Train the bare module, model.module in place of model"
+    )
+    with pytest.raises(TypeError, match=says):
         call(*arguments)
-    return str(caught.value)
 
 
-def wraps_its_model(rank: int) -> list[str]:
+def wraps_its_model(rank: int) -> None:
     """Before its optimizer is built."""
     model, optimizer = nn.Linear(3, 1), optimizer_of(nn.Linear(3, 1).parameters())
     wrapper = DistributedDataParallel(model)
-    said = [
-        refused(optimizer_of, wrapper.parameters()),
-        refused(optimizer_of, model.parameters()),
-        refused(optimizer.add_param_group, {"params": [model.weight]}),
-    ]
+    refused(optimizer_of, wrapper.parameters())
+    refused(optimizer_of, model.parameters())
+    refused(optimizer.add_param_group, {"params": [model.weight]})
     # Without the wrapper they can be trained, even while it waits to be collected.
     gone = weakref.ref(wrapper)
     gc.disable()
@@ -46,12 +47,10 @@ def wraps_its_model(rank: int) -> list[str]:
     optimizer_of(model.parameters())
     assert gone() is None
     xla_replica.current().check_parameters([])
-    return said
 
 
-def wraps_its_model_later(rank: int) -> list[str]:
+def wraps_its_model_later(rank: int) -> None:
     """After no step, and after two, which are the first that overlap with others."""
-    said = []
     for num_steps, as_view in itertools.product((0, 2), (False, True)):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
         optimizer = optimizer_of(model.parameters())
@@ -60,13 +59,9 @@ def wraps_its_model_later(rank: int) -> list[str]:
             optimizer.step()
         wrapper = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
         wrapper(torch.ones(1, 3)).sum().backward()
-        said.append(refused(optimizer.step))
-    return said
+        refused(optimizer.step)
 
 
 @pytest.mark.parametrize("wraps", [wraps_its_model, wraps_its_model_later])
 def test_a_ddp_models_parameters_are_refused_at_once_or_at_the_first_step(wraps):
-    for said in Backend("cpu", 2).run(wraps):
-        for message in said:
-            assert "sums their gradients in every backward pass" in message
-            assert "Train the bare module, model.module in place of model" in message
+    Backend("cpu", 2).run(wraps)

@@ -44,10 +44,6 @@ def _barrier() -> None:
     group.barrier().wait()
 
 
-def _create_group(store, rank, size, timeout):
-    return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
-
-
 def install(kind: str, count: int = 2) -> types.ModuleType:
     """Makes ``kind`` the accelerator of this process; returns its module in torch.
 
@@ -65,11 +61,10 @@ def install(kind: str, count: int = 2) -> types.ModuleType:
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
     torch._register_device_module(kind, module)
-    torch.accelerator.current_device_index = lambda: (
-        module.chosen[-1] if module.chosen else 0
-    )
+    torch.accelerator.current_device_index = lambda: [0, *module.chosen][-1]
+    group = torch.distributed.ProcessGroupGloo
     torch.distributed.Backend.register_backend(
-        f"{kind}_dist", _create_group, devices=[kind, "cpu"]
+        f"{kind}_dist", group, devices=[kind, "cpu"]
     )
     torch.distributed.barrier = _barrier
     _OnCPU(kind).__enter__()

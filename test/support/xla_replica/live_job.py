@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import xla_replica
 from support.xla_replica import torchtpu
 from support.xla_replica.live_process import be_member
 from support.xla_replica.torchrun import free_port, wait_for_server
@@ -95,12 +96,9 @@ class Weather:
 
 
 class LiveJob:
-    """Members of one run, at a lighthouse of their own.
+    """Members of one run, which write into a folder that is new.
 
-    Args:
-        folder: What members write into.
-        arguments: Those of `member.main` after the folder.
-        environment: Variables of all members.
+    They are given the arguments of `member.main` after the folder, and variables.
     """
 
     def __init__(
@@ -119,8 +117,8 @@ class LiveJob:
         arguments = {**self._environment, **environment}, self._arguments, fate
         # A server has imported torch, and so TorchTPU's runtime, which cannot fork.
         method = "spawn" if torchtpu.is_installed() else "forkserver"
-        context = child_process._context(method)
-        process = context.Process(target=be_member, args=arguments)
+        start = child_process._context(method).Process
+        process = start(target=be_member, args=arguments)
         process.start()
         self.running.append(process)
         return process
@@ -174,8 +172,8 @@ class LiveJob:
 
     def num_ready(self) -> int:
         """Returns how many of the running members train."""
-        ready = [self.folder / f"{each.pid}.ready" for each in self.running]
-        return sum(path.exists() for path in ready)
+        files = os.listdir(self.folder)
+        return sum(f"{each.pid}.ready" in files for each in self.running)
 
     def check_samples(self) -> int:
         """Asserts that every update is of its step's samples; returns their number."""
@@ -186,7 +184,7 @@ class LiveJob:
 
         And asserts that there are as many as the step has, each once.
         """
-        ran, commits, sizes = defaultdict(Counter), defaultdict(set), {}
+        ran, sizes, found = defaultdict(Counter), {}, defaultdict(list)
         for path in self.folder.glob("*.samples"):
             for text in path.read_text().splitlines():
                 if not text.endswith("}"):  # cut off, where the disk was full
@@ -196,21 +194,19 @@ class LiveJob:
                 if "samples" in line:
                     ran[attempt].update(line["samples"])
                 else:
-                    commits[line["step"]].add(attempt)
-                    sizes[line["step"]] = line["batch_size"]
-        for step, attempts in commits.items():
-            for attempt in attempts:
-                samples = ran[attempt]
-                assert len(samples) == sizes[step] == samples.total(), attempt
-        return {step: [ran[each] for each in commits[step]] for step in commits}
+                    sizes[attempt] = line["batch_size"]
+        for attempt, size in sizes.items():
+            samples = ran[attempt]
+            assert len(samples) == size == samples.total(), attempt
+            found[attempt[0]].append(samples)
+        return found
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """Kills what is left after a ``with`` block."""
-        try:
+        with contextlib.ExitStack() as ends:
+            ends.callback(self.stop)
             yield
-        finally:
-            self.stop()
 
     def stop(self) -> None:
         """Kills what is left."""
@@ -252,17 +248,15 @@ def live_job(
     *arguments: str,
     min_members: int = 1,
     seconds: float = 3.0,
-    **variables: str,
+    **more: str,
 ) -> Iterator[LiveJob]:
     """Runs a lighthouse; gives a job without members.
 
     A member that is silent for so many ``seconds``, as on a busy machine, is dead.
     """
-    from xla_replica.members.supervisor import lighthouse
-
-    with lighthouse(heartbeat_seconds=seconds) as address:
+    with xla_replica.lighthouse(heartbeat_seconds=seconds) as address:
         environment = {
-            **variables,
+            **more,
             "LIVE_LIGHTHOUSE": address,
             "LIVE_TOKEN": "secret",
             "LIVE_MIN_MEMBERS": str(min_members),

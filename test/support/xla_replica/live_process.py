@@ -15,10 +15,7 @@ from support.xla_replica import torchtpu
 def be_member(environment: dict[str, str], arguments: list[str], fate: Any) -> None:
     """Trains as `member.main`, in as many replicas as MEMBER_REPLICAS says.
 
-    Args:
-        environment: Variables.
-        arguments: Those of `member.main`, the folder first.
-        fate: A `Fate`, or None.
+    Its arguments begin with the folder; a fate is a `Fate`, or None.
     """
     os.environ.update(environment)
     if torchtpu.is_installed():

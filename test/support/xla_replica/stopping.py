@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from support.scripts import descendants, written
+from support.scripts import descendants, words, written
 from support.xla_replica import tpu_like
 from support.xla_replica.torchrun import LAUNCHER
 
@@ -49,12 +49,11 @@ def train(rank, folder, arms, workers, fate):
         time.sleep(0.01)
 
 if __name__ == "__main__":
-    folder, arms, workers, fate, device, num_replicas, timeout = sys.argv[1:]
-    if fate:
+    *args, device, num_replicas, timeout = sys.argv[1:]
+    if args[-1]:
         logging.basicConfig(level=logging.INFO)
-    args = folder, arms == "arms", workers, fate
-    num_replicas, timeout = int(num_replicas) or None, float(timeout)
-    xla_replica.launch(train, args, num_replicas, device, timeout=timeout)
+    number = int(num_replicas) or None
+    xla_replica.launch(train, (*args,), number, device, timeout=float(timeout))
 """
 
 
@@ -76,27 +75,24 @@ class Starter(NamedTuple):
         waits: bool = True,
         **where: int,
     ) -> Run:
-        """Starts the script and returns when all its replicas train.
+        """Starts the script and, if it ``waits``, returns when all replicas train.
 
         Args:
-            folder: What they write into.
             arms: Whether they catch signals.
             workers: How each starts two workers of a loader, if it has one.
             fate: What both replicas run once they have met, in place of training.
-            timeout: That of `launch`.
-            waits: Whether to return only then.
             where: Which host of a slice with TPU chips this is.
         """
-        how = "arms" if arms else "", workers, fate
-        launch = self.device, str(self.num_replicas), str(timeout)
+        how = folder, "arms" if arms else "", workers, fate, self.device
+        arguments = words([*how, self.num_replicas, timeout])
         chips = self.num_chips
         process = subprocess.Popen(
-            [*self.command, written(folder, SCRIPT), folder, *how, *launch],
+            [*self.command, written(folder, SCRIPT), *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env=tpu_like.environment(chips, folder, **where) if chips else None,
             start_new_session=True,  # a separate group, to be signalled as a whole
-        )  # fmt: skip
+        )
         run = Run(process, folder, self.num_replicas or 2)
         if waits:
             run.wait_until_ready()

@@ -17,21 +17,18 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def fake_digits(num_samples):
-    """Returns ten patterns in noise."""
-    generator = torch.Generator().manual_seed(7)
-    patterns = torch.randn(10, 1, 12, 12, generator=generator)
-    labels = torch.arange(num_samples) % 10
-    noise = torch.randn(num_samples, 1, 12, 12, generator=generator)
+    """Returns ten patterns in noise, the same in every process."""
+    patterns, labels = torch.randn(10, 1, 12, 12), torch.arange(num_samples) % 10
+    noise = torch.randn(num_samples, 1, 12, 12)
     return TensorDataset(patterns[labels] + 0.5 * noise, labels)
 
 
 def train(index, folder):
-    torch.manual_seed(1)  # every process draws the same weights
-    device = torch_xla.device()
+    torch.manual_seed(1)  # every process draws the same data and weights
+    device, dataset = torch_xla.device(), fake_digits(320)
     layers = nn.Conv2d(1, 8, 5), nn.MaxPool2d(2), nn.ReLU(), nn.BatchNorm2d(8)
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 4 * 4, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    dataset = fake_digits(320)
     sampler = DistributedSampler(dataset, xr.world_size(), xr.global_ordinal())
     loader = DataLoader(dataset, batch_size=8, sampler=sampler, drop_last=True)
     device_loader = pl.MpDeviceLoader(loader, device)

@@ -113,13 +113,11 @@ class _Client:
         return received.to(tensor.device), token
 
 
-def _see_chips(tpu: ModuleType) -> None:
-    tpu.num_available_chips = lambda: int(os.environ[CHIPS_OF_HOST])
-
-
 # By the modules that are changed when they have been imported, whoever imports them.
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    "torch_xla._internal.tpu": _see_chips,
+    "torch_xla._internal.tpu": lambda tpu: vars(tpu).update(
+        num_available_chips=lambda: int(os.environ[CHIPS_OF_HOST])
+    ),
     "torch_xla": lambda torch_xla: _Client(torch_xla).install(),
 }
 
@@ -132,14 +130,13 @@ class _Finder:
         if name not in _CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None:
-            execute = spec.loader.exec_module
+        execute = spec.loader.exec_module
 
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _CHANGES[name](module)
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _CHANGES[name](module)
 
-            spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module
         return spec
 
 

@@ -7,6 +7,7 @@ already: see `run`. Scripts are started in `environment`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import pickle
@@ -28,13 +29,8 @@ def environment(
     """Returns the variables of a process on a host of a slice of v5e.
 
     Python imports `tpu_host` there before all else, also in processes that a script
-    spawns, so that scripts need to know nothing.
-
-    Args:
-        num_chips: Of this host.
-        folder: A new one, the same on all hosts, in which processes meet.
-        host: The host's number.
-        num_hosts: How many are in the slice.
+    spawns, so that scripts need to know nothing. The folder is a new one, the same on
+    all hosts, in which processes meet.
     """
     Path(folder, "sitecustomize.py").write_text("import support.xla_replica.tpu_host")
     return {
@@ -82,16 +78,12 @@ class _Host:
         task = pickle.dumps((fn, args))  # `send` would share tensors' memory
         for channel in self._channels:
             channel.send_bytes(task)
-        results = {}
-        while len(results) < len(self._channels):
-            waiting = [c for c in self._channels if c not in results]
-            for channel in connection.wait(waiting):
-                try:
-                    results[channel] = pickle.loads(channel.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    self._process.wait()
-                    raise pickle.loads(Path(self._path("error")).read_bytes()) from None
-        return exit_results.values([results[channel] for channel in self._channels])
+        try:  # where one ends, all end
+            found = [pickle.loads(each.recv_bytes()) for each in self._channels]
+        except (EOFError, ConnectionResetError):
+            self._process.wait()
+            raise pickle.loads(Path(self._path("error")).read_bytes()) from None
+        return exit_results.values(found)
 
     def end(self) -> None:
         """Ends all processes, if they have not."""
@@ -117,15 +109,11 @@ def run(num_replicas: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> lis
 
 def _serve(rank: int, address: str) -> None:
     """Runs what comes, as the replica that this is."""
-    with connection.Client(address) as channel:
+    with connection.Client(address) as channel, contextlib.suppress(EOFError):
         channel.send(rank)
         while True:
-            try:
-                fn, args = pickle.loads(channel.recv_bytes())
-            except EOFError:
-                return
-            replica = xla_replica.current()
-            result = exit_results.run_replica(replica, fn, args)
+            fn, args = pickle.loads(channel.recv_bytes())
+            result = exit_results.run_replica(xla_replica.current(), fn, args)
             channel.send_bytes(exit_results._dump(result, "not to be pickled"))
 
 

@@ -34,7 +34,6 @@ class Loop:
 
     parameters: list[nn.Parameter]
     optimizer: vbs.ElasticOptimizer
-    rank: int
     num_updates: int = 0
     begins_step: bool = True
     seen: list[Any] = dataclasses.field(default_factory=list)
@@ -97,14 +96,9 @@ def look_at_gradients(loop: Loop) -> None:
 
 def fail_once(loop: Loop) -> None:
     """The third update fails, before the sum and on every replica."""
-    prepare, num_calls = loop.optimizer._loop.scaling.prepare, iter(range(100))
-
-    def prepare_twice(*args):
-        if next(num_calls) == 2:
-            raise OverflowError
-        return prepare(*args)
-
-    loop.optimizer._loop.scaling.prepare = prepare_twice
+    scaling, well = loop.optimizer._loop.scaling, [mock.DEFAULT]
+    effects = [*2 * well, OverflowError, *20 * well]
+    scaling.prepare = mock.Mock(wraps=scaling.prepare, side_effect=effects)
 
 
 DIFFERS = {"passes": lambda which: [[i for i in range(6) if (i + which) % 3]]}
@@ -115,10 +109,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.5},
     "adascale": {"rule": "adascale", "ref_batchsize": 4},
     "token weights": {"weighted": True, "reduction": "sum"},
-    "several dtypes": {
-        "dtypes": (torch.float64, torch.bfloat16, torch.float16, torch.float32)
-    },
-    "bfloat16": {"dtypes": (torch.bfloat16,)},
+    "several dtypes": {"dtypes": "float64 bfloat16 float16 float32"},
+    "bfloat16": {"dtypes": "bfloat16"},
     "differs": DIFFERS,
     "differs, no idle replicas": {**DIFFERS, "trace": ALL_BUSY},
     "one by one": {"passes": lambda _: [[3], [1], [3], [0], [5], [1]]},
@@ -147,14 +139,14 @@ def train(
     before_step: Callable[[Loop], None] = lambda loop: None,
     after_update: Callable[[Loop, vbs.Update], None] = lambda loop, update: None,
     trace: tuple[int, ...] = ELASTIC,
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    dtypes: str = "float32",
     weighted: bool = False,
     **options: Any,
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Returns weights after every update and what hooks have seen."""
     parameters = [
-        nn.Parameter(torch.zeros(shape, dtype=dtype))
-        for shape, dtype in zip(SHAPES, dtypes * len(SHAPES))
+        nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype)))
+        for shape, dtype in zip(SHAPES, dtypes.split() * len(SHAPES))
     ]
     parameters[3].data = parameters[3].data.to(memory_format=torch.channels_last)
     sampler = vbs.CustomSampler(
@@ -163,8 +155,7 @@ def train(
     inner = torch.optim.SGD(parameters, 2**-4, momentum=0.5)
     options = {"rule": "constant", **options, "overlap": overlap}
     optimizer = vbs.ElasticOptimizer(inner, sampler, **options)
-    loop = Loop(parameters, optimizer, xla_replica.current().rank)
-    weights: list[torch.Tensor] = []
+    loop, weights = Loop(parameters, optimizer), []
 
     def after(update: vbs.Update) -> None:
         loop.num_updates += 1
@@ -181,13 +172,11 @@ def train(
         if backward is not None:
             backward(loop, x)
         else:
-            for used in passes(loop.num_updates + loop.rank):
+            for used in passes(loop.num_updates + xla_replica.current().rank):
                 loop.loss(x, used).backward()
+        weight = {"weight": 1 + samples[0] % 3} if weighted else {}
         with contextlib.suppress(OverflowError):
-            loop.begins_step = (
-                optimizer.step(**({"weight": 1 + samples[0] % 3} if weighted else {}))
-                > 0
-            )
+            loop.begins_step = optimizer.step(**weight) > 0
     return weights, loop.seen
 
 
@@ -195,19 +184,16 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def both_ways(rank: int) -> dict[str, dict[str, bool]]:
-    """Returns what is as it should be in each scenario, everything in the end."""
+def both_ways(rank: int) -> dict[str, tuple[bool, bool, bool]]:
+    """Returns by scenario whether weights and what hooks see are equal, and move."""
     overlapped_sum.FIRST_BUCKET_BYTES = 8
     overlapped_sum.BUCKET_BYTES = 60
     found = {}
     for name, scenario in SCENARIOS.items():
         (now, saw), (before, had_seen) = (train(o, **scenario) for o in (True, False))
         last = before[-6 if len(before) % 6 == 0 else -7]
-        found[name] = {
-            "equal weights": equal(now, before),
-            "hooks see the same": equal(saw, had_seen),
-            "weights have moved": not torch.equal(before[0], last),
-        }
+        moved = not torch.equal(before[0], last)
+        found[name] = equal(now, before), equal(saw, had_seen), moved
     return found
 
 
@@ -218,62 +204,61 @@ def outcomes(request):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_weights_are_those_without_overlap(outcomes, name):
-    for outcome in outcomes:
-        assert all(outcome[name].values()), outcome[name]
+    assert {outcome[name] for outcome in outcomes} == {(True, True, True)}
 
 
-def comes_too_late(rank: int) -> dict[str, str]:
-    """Returns what the wrapper says after two steps that are in order."""
-    overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 8
-    found = {}
-    for wrong in ("again", "thrown away", "moved"):
-        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
-        sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, verbose=False)
-        sampler.num_yielded = 3  # it is not iterated
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = vbs.ConstantOptimizer(inner, sampler)
-
-        def backward(model: nn.Module = model) -> None:
-            model(torch.ones(1, 3)).sum().backward()
-
-        if wrong == "moved":  # to torch not "cpu", so gradients are copied
-            model.to("cpu:0")
-            with pytest.raises(ValueError, match="optimizer is built") as caught:
-                backward()
-        else:
-            optimizer.set_epoch(0)
-            for _ in range(2):
-                backward()
-                optimizer.step()
-            backward()
-            backward() if wrong == "again" else model.zero_grad()
-            with pytest.raises(ValueError, match="overlap=False") as caught:
-                optimizer.step()
-        found[wrong] = str(caught.value)
-    return found
-
-
-def test_what_comes_too_late_for_a_sum_is_an_error():
-    for found in Backend("cpu", 2).run(comes_too_late):
-        assert "accumulated twice in the last minibatch" in found["again"]
-        assert "while it is summed over replicas" in found["thrown away"]
-        assert "was given other memory" in found["moved"]
-
-
-def small_model() -> tuple[nn.Module, torch.optim.Optimizer, Kernels]:
-    """Returns four layers and an optimizer whose own kernels are not counted."""
+def small_model(width: int = 32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns four layers, the same on every replica, and an optimizer."""
     with xla_replica.current().seeded(0):
-        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-    return model, inner, Kernels(inner)
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+
+
+def comes_too_late(rank: int, wrong: str, message: str) -> None:
+    """Asserts what the wrapper says, in most cases after two steps."""
+    overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 8
+    model, inner = small_model(3)
+    sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, verbose=False)
+    optimizer = vbs.ConstantOptimizer(inner, sampler)
+    sampler.num_yielded = 3  # it is not iterated
+    optimizer.set_epoch(0)
+
+    def backward() -> None:
+        model(torch.ones(1, 3)).sum().backward()
+
+    for _ in range(0 if wrong == "moved" else 2):
+        backward()
+        optimizer.step()
+    if wrong == "moved":
+        model.to("cpu:0")  # to torch not "cpu", so gradients are copied
+
+    def goes_wrong() -> None:
+        backward()
+        backward() if wrong == "again" else model.zero_grad()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=message):
+        goes_wrong()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("again", "accumulated twice in the last minibatch.* overlap=False"),
+        ("thrown away", "while it is summed over replicas.* overlap=False"),
+        ("moved", "was given other memory.* optimizer is built"),
+    ],
+)
+def test_what_comes_too_late_for_a_sum_is_an_error(wrong, message):
+    Backend("cpu", 2).run(comes_too_late, wrong, message)
 
 
 def counted_steps(substeps: int) -> tuple[dict[str, int], list[tuple[str, int]]]:
     """Returns what the fourth step writes, and where it sums how many numbers."""
     overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 5000
-    model, inner, kernels = small_model()
-    data, size = range(64 * substeps), 2 * substeps
-    sampler = vbs.CustomSampler(data, size, minibatch_size=1, verbose=False)
+    model, inner = small_model()
+    kernels, data = Kernels(inner), range(64 * substeps)  # not the optimizer's own
+    sampler = vbs.CustomSampler(data, 2 * substeps, minibatch_size=1, verbose=False)
     optimizer = vbs.ConstantOptimizer(inner, sampler)
     all_reduce, sums, where = torch.distributed.all_reduce, [], "backward"
 
@@ -295,36 +280,32 @@ def counted_steps(substeps: int) -> tuple[dict[str, int], list[tuple[str, int]]]
 
 
 def counted_ddp_steps(substeps: int) -> dict[str, int]:
-    model, inner, kernels = small_model()
-    ddp = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=5000 / 2**20
-    )
+    model, inner = small_model()
+    kernels, options = Kernels(inner), {"gradient_as_bucket_view": True}
+    ddp = DistributedDataParallel(model, bucket_cap_mb=5000 / 2**20, **options)
     for _ in range(4):
         kernels.clear()
         with kernels:
-            for substep in range(substeps):
-                is_last = substep == substeps - 1
-                with contextlib.nullcontext() if is_last else ddp.no_sync():
+            with ddp.no_sync():
+                for _ in range(substeps - 1):
                     ddp(torch.ones(4, 32)).sum().backward()
+            ddp(torch.ones(4, 32)).sum().backward()
             inner.step()
             inner.zero_grad()
     return dict(kernels.written)
 
 
-def counts(rank: int) -> list[tuple[Any, ...]]:
-    return [(n, *counted_steps(n), counted_ddp_steps(n)) for n in (1, 3)]
+def counts(rank: int, substeps: int) -> tuple[dict, list, dict]:
+    return *counted_steps(substeps), counted_ddp_steps(substeps)
 
 
-def test_no_gradient_is_copied_more_often_than_ddp_does():
+@pytest.mark.parametrize("substeps", [1, 3])
+def test_no_gradient_is_copied_more_often_than_ddp_does(substeps):
     """A divisor of two costs nothing; six is not a power of two: the sum is divided."""
-    num_gradients = 4 * (32 * 32 + 32)
-    for found in Backend("cpu", 2).run(counts):
-        for substeps, written, sums, expected in found:
-            divided = written.pop("_foreach_div_", 0)
-            assert divided == (num_gradients if substeps == 3 else 0)
-            for name in ("mm", "mul", "copy_", "add_", "div_"):
-                few = written.get(name, 0) - expected.get(name, 0)
-                if substeps == 3 and name in ("copy_", "mul"):
-                    few += {"copy_": -1, "mul": 1}[name] * num_gradients
-                assert 0 <= few < 10, name
-            assert sums == [("backward", 2112), ("step", 2112 + overlapped_sum.TAIL)]
+    several = 4 * (32 * 32 + 32) if substeps == 3 else 0  # gradients
+    more = {"copy_": several, "mul": -several, "_foreach_div_": several}
+    for written, sums, expected in Backend("cpu", 2).run(counts, substeps):
+        for name in ("mm", "mul", "copy_", "add_", "div_", "_foreach_div_"):
+            few = written.get(name, 0) - expected.get(name, 0) - more.get(name, 0)
+            assert 0 <= few < 10, name
+        assert sums == [("backward", 2112), ("step", 2112 + overlapped_sum.TAIL)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import xla_replica
 from per_sample_grad.factors import forms
 from tools.tpu.program_checks import Program, products
 
-GPU = torch.device("cuda")  # whose settings exist even without one
+GPU, CPU = torch.device("cuda"), torch.device("cpu")  # each everywhere has settings
 MATMUL = torch.backends.cuda.matmul
 
 
@@ -30,7 +31,7 @@ def _settings():
 @pytest.mark.parametrize("chosen", ["tf32", "ieee", "none"])
 def test_a_gpu_keeps_all_digits_inside_and_its_setting_after(chosen):
     MATMUL.fp32_precision = chosen
-    for device, inside in ((GPU, "ieee"), (torch.device("cpu"), chosen)):
+    for device, inside in ((GPU, "ieee"), (CPU, chosen)):
         failing = pytest.raises(KeyError, match=inside)
         with failing, xla_replica.full_matmul_precision(device):
             raise KeyError(MATMUL.fp32_precision)
@@ -46,13 +47,13 @@ def test_torchs_older_setting_can_be_read_inside_and_is_as_before(
 ):
     """It must not differ from the newer one, which it sets."""
     torch.set_float32_matmul_precision(chosen)
-    usual = MATMUL.allow_tf32, MATMUL.fp32_precision
-    assert usual[0] == (chosen != "highest")
+    usual = MATMUL.fp32_precision
+    assert MATMUL.allow_tf32 == (chosen != "highest")
     with xla_replica.full_matmul_precision(GPU, of_bfloat16=of_bfloat16):
         assert MATMUL.allow_tf32 == of_bfloat16
         older = torch.get_float32_matmul_precision()
         assert (MATMUL.fp32_precision, older) == inside
-    assert (MATMUL.allow_tf32, MATMUL.fp32_precision) == usual
+    assert MATMUL.fp32_precision == usual
     assert torch.get_float32_matmul_precision() == chosen
 
 
@@ -67,28 +68,21 @@ def test_torch_tpu_computes_in_torchs_highest_precision_inside():
 
 
 def test_answers_about_samples_ask_for_it_and_sums_do_not(monkeypatch):
-    asked = []
-
-    def noted(device: torch.device, *, of_bfloat16: bool):
-        assert not of_bfloat16
-        asked.append(device)
-        return xla_replica.full_matmul_precision(device)
-
-    monkeypatch.setattr(forms, "full_matmul_precision", noted)
+    asked = mock.Mock(wraps=xla_replica.full_matmul_precision)
+    monkeypatch.setattr(forms, "full_matmul_precision", asked)
     model, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
     found = psg.per_sample_factors(model, fold, (x,))
     found.weighted_sum(torch.ones(4))
-    assert not asked
+    asked.assert_not_called()
     found.norms()
     found.gram()
     found.cross_gram(found)
     psg.per_sample_gram(model, fold, (x,))
-    assert asked == 4 * [torch.device("cpu")]
+    assert asked.call_args_list == 4 * [mock.call(CPU, of_bfloat16=False)]
 
 
-def products_inside(rank: int) -> tuple[list[str], str]:
+def products_inside(rank: int) -> tuple[set[str], int, str]:
     """Returns the precisions of a program's products, and then the process's."""
-    del rank
     import torch_xla.backends
 
     device = xla_replica.current().device
@@ -104,12 +98,11 @@ def products_inside(rank: int) -> tuple[list[str], str]:
     torch.testing.assert_close(sums[2:].cpu(), torch.zeros(2, 2))
     torch.testing.assert_close(sums[:2].cpu(), weight.cpu() @ inside[0].cpu())
     text = torch_xla._XLAC._get_xla_tensors_hlo([matrices[0] @ matrices[1] + inside])
-    found = sorted(precision for _, precision in products(Program(text, "")))
-    return found, torch_xla.backends.get_mat_mul_precision()
+    found = [precision for _, precision in products(Program(text, ""))]
+    return {*found}, len(found), torch_xla.backends.get_mat_mul_precision()
 
 
 @on_xla
 def test_on_torch_xla_products_inside_are_of_that_precision_and_no_others():
-    assert xla_replica.launch(products_inside, (), 1, "xla") == [
-        (["default", "highest"], "default")
-    ]
+    [found] = xla_replica.launch(products_inside, (), 1, "xla")
+    assert found == ({"default", "highest"}, 2, "default")

@@ -20,7 +20,7 @@ _turns = threading.Barrier(NUM_REPLICAS)
 _fetching, _switched = threading.Event(), threading.Event()
 
 
-def products(rank: int, fetches: bool) -> tuple[list[str], list[float]]:
+def products(rank: int, fetches: bool) -> list[tuple[str, float]]:
     """Multiplies before and after another precision is set, while peers wait.
 
     Replicas come to their first use one after the other, in the reverse sequence.
@@ -31,34 +31,27 @@ def products(rank: int, fetches: bool) -> tuple[list[str], list[float]]:
     sent = [replica.send(torch.ones(size, size)) for size in (2, 3)]
     replica.sync()
     write_mark(CASE_MARK + "products")
-    found, values = [], []
-
-    def multiply(matrix: torch.Tensor) -> None:
-        product = (matrix @ matrix).sum()
-        pending = matrix + 1  # which a fetch of the product leaves out
-        if not fetches:
-            replica.sync()
-        values.append(product.item())
-        found.append(torch_xla.backends.get_mat_mul_precision())
-        del product
-        replica.sync()
-        del pending
-
+    found = []
     for turn in range(NUM_REPLICAS):
-        if turn == NUM_REPLICAS - 1 - rank:
-            multiply(sent[0])
+        for matrix in sent if turn == NUM_REPLICAS - 1 - rank else []:
+            product = (matrix @ matrix).sum()
+            pending = matrix + 1  # which a fetch of the product leaves out
+            if not fetches:
+                replica.sync()
+            found.append((torch_xla.backends.get_mat_mul_precision(), product.item()))
+            del product
+            replica.sync()
+            del pending
             torch_xla.backends.set_mat_mul_precision("highest")
-            multiply(sent[1])
         # Not the replicas' own, which compiles, with the precision before.
         _turns.wait()
-    return found, values
+    return found
 
 
 class Awaited(float):
     """A number with which a fetch begins, and goes on after a peer's switch."""
 
-    def __eq__(self, matrix: object) -> torch.Tensor:
-        assert isinstance(matrix, torch.Tensor)
+    def __eq__(self, matrix: torch.Tensor) -> torch.Tensor:
         _fetching.set()
         _switched.wait(2)  # the peer waits until the fetch has ended
         return matrix @ matrix == float(self)
@@ -85,10 +78,8 @@ def fetch_beside_a_switch(rank: int) -> bool:
 def products_by_rank(log: Path, num_replicas: int) -> list[list[Program]]:
     """Returns the programs of every replica that multiply matrices."""
     logs = [Path(f"{log}.{rank}").read_text() for rank in range(num_replicas)]
-    return [
-        [each for each in programs_by_case(text)["products"] if " dot(" in each.text]
-        for text in logs
-    ]
+    programs = [programs_by_case(text)["products"] for text in logs]
+    return [[each for each in some if " dot(" in each.text] for some in programs]
 
 
 @pytest.fixture
@@ -104,11 +95,10 @@ def log(monkeypatch, tmp_path) -> Path:
 def test_programs_are_the_same_whoever_comes_first(log, fetches):
     """Text is compared, since XLA:CPU computes the same with every precision."""
     results = xla_replica.launch(products, (fetches,), NUM_REPLICAS, "xla")
-    assert results == [(["default", "highest"], [8.0, 27.0])] * NUM_REPLICAS
+    assert results == [[("default", 8.0), ("highest", 27.0)]] * NUM_REPLICAS
     by_rank = products_by_rank(log, NUM_REPLICAS)
     assert differences(by_rank) == []
-    precise = ["highest" in program.text for program in by_rank[0]]
-    assert precise == [False, True]
+    assert ["highest" in program.text for program in by_rank[0]] == [False, True]
 
 
 def test_a_switch_leaves_a_fetch_that_has_begun_as_it_is(log):

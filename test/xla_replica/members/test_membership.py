@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,16 +22,18 @@ from xla_replica.members.membership import Membership
 
 
 @needs_lighthouse
-def test_a_member_that_was_stopped_knows_it_whatever_has_been_summed():
+def test_a_member_that_was_stopped_knows_it_whatever_has_been_summed(monkeypatch):
+    from torchft.coordination import LighthouseClient as Client
+
+    heartbeat, seconds = Client.heartbeat, iter([0.0, 0.8])
+
+    def slow(client: Client, name: str, timeout: timedelta) -> None:
+        time.sleep(next(seconds, 0.0))  # as if all of it had been stopped
+        heartbeat(client, name, timeout)
+
+    monkeypatch.setattr(Client, "heartbeat", slow)
     with xla_replica.lighthouse(heartbeat_seconds=0.5) as address:
         member = Membership(address, heartbeat_seconds=0.5)
-        inner, seconds = member._client, iter([0.0, 0.8])
-
-        def heartbeat(name: str, timeout: timedelta) -> None:
-            time.sleep(next(seconds, 0.0))  # as if all of it had been stopped
-            inner.heartbeat(name, timeout)
-
-        member._client = types.SimpleNamespace(heartbeat=heartbeat, quorum=inner.quorum)
         member.agree(())
         assert not member.was_silent
         give_up = time.monotonic() + 10
@@ -44,18 +47,17 @@ def test_a_member_that_was_stopped_knows_it_whatever_has_been_summed():
 
 
 AMID_HEARTBEAT = """
-import sys, time, types
+import sys, time
+from torchft.coordination import LighthouseClient
 from xla_replica.members.membership import Membership
 
-def heartbeat(name, timeout):
+def heartbeat(client, name, timeout):
     print("begins", flush=True)
     time.sleep(0.5)
     print("ends", flush=True)
 
-member = Membership(sys.argv[1])
-quorum = member._client.quorum
-member._client = types.SimpleNamespace(heartbeat=heartbeat, quorum=quorum)
-member.agree(())
+LighthouseClient.heartbeat = heartbeat
+Membership(sys.argv[1]).agree(())
 time.sleep(0.3)  # its first heartbeat has begun
 """
 
@@ -69,55 +71,38 @@ def test_python_ends_after_the_heartbeat_under_way():
     assert said.split() == ["begins", "ends"]
 
 
-def of_two(**membership) -> MemberReplica:
+def of_two(was_silent: bool = False, has_lost: bool = False) -> MemberReplica:
     """Returns a member that has met another one."""
-    replica = MemberReplica(
-        xla_replica.LocalReplica("cpu"),
-        types.SimpleNamespace(host="127.0.0.1", **membership),
-    )
-    replica.met, replica._is_broken = types.SimpleNamespace(members="AB"), False
+    told = SimpleNamespace(host="127.0.0.1", was_silent=was_silent, has_lost=has_lost)
+    replica = MemberReplica(xla_replica.LocalReplica("cpu"), told)
+    replica.met = SimpleNamespace(members="AB")
     return replica
 
 
 def test_a_member_that_was_silent_begins_no_sum():
-    replica = of_two(was_silent=True)
     with pytest.raises(xla_replica.MemberLost, match="was silent"):
-        replica._wait("all_reduce_", lambda group: pytest.fail("it has begun"))
+        of_two(was_silent=True).all_reduce_([torch.ones(1)])
 
 
 def test_a_member_does_not_wait_for_a_group_of_who_is_lost():
     """gloo can wait for ever for one that dies while it connects."""
-    replica, dies = of_two(was_silent=False, has_lost=False), threading.Event()
-    assert replica._made(lambda: 3) == 3
+    dies = threading.Event()
     with pytest.raises(RuntimeError, match="inconsistent"):
-        replica._made(lambda: torch.ones(2) @ torch.ones(3))
-    replica._membership.has_lost = True
+        of_two()._made(lambda: torch.ones(2) @ torch.ones(3))
     with pytest.raises(xla_replica.MemberLost, match="not heard of"):
-        replica._made(dies.wait)
+        of_two(has_lost=True)._made(dies.wait)
     dies.set()
 
 
-class Work:
-    """What hangs in a group until it has ended; here the group, too."""
-
-    has_ended = False
-
-    def wait(self, timeout: timedelta) -> bool:
-        raise RuntimeError("not yet")
-
-    def is_completed(self) -> bool:
-        return self.has_ended
-
-
 def test_a_group_in_which_something_hangs_is_freed_when_that_has_ended():
-    replica = of_two(was_silent=False, has_lost=True)
-    group, work = Work(), Work()
-    replica._group, left = group, weakref.ref(group)
+    work = Mock(wait=Mock(side_effect=RuntimeError), is_completed=lambda: False)
+    replica = of_two(has_lost=True)
+    replica._group = type("Group", (), {"allreduce": lambda *_: work})()
+    left = weakref.ref(replica._group)
     with pytest.raises(xla_replica.MemberLost, match="not heard of"):
-        replica._wait("all_reduce_", lambda group: work)
-    del group
+        replica.all_reduce_([torch.ones(1)])
     for has_ended in (False, True):
-        work.has_ended = has_ended
+        work.is_completed = lambda has_ended=has_ended: has_ended
         replica._drop_group()
         gc.collect()
         assert (left() is None) == has_ended

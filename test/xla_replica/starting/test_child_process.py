@@ -18,13 +18,12 @@ from support.xla_replica.replicas import (
     row,
 )
 
-VARIABLE = "A_TEST_HAS_SET_THIS"
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="they are spawned")
 
 
-def environment(rank: int) -> tuple[str | None, str, bool, int]:
+def environment(rank: int) -> tuple[str | None, Path, bool, int]:
     has_torch_xla = "torch_xla" in sys.modules
-    return os.environ.get(VARIABLE), str(Path.cwd()), has_torch_xla, os.getpid()
+    return os.environ.get("A_TEST_HAS_SET"), Path.cwd(), has_torch_xla, os.getpid()
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
@@ -36,13 +35,15 @@ def test_a_run_has_the_environment_and_folder_that_its_parent_has_now(
     Only those that need it import torch_xla, which replaces modules such as nn.GRU.
     """
     processes = set()
-    for value in ("1", "2", ""):
-        monkeypatch.setenv(VARIABLE, value) if value else monkeypatch.delenv(VARIABLE)
+    for value in ("1", "2", None):
+        monkeypatch.delenv("A_TEST_HAS_SET", raising=False)
+        if value is not None:
+            monkeypatch.setenv("A_TEST_HAS_SET", value)
         folder = tmp_path / f"folder{value}"
         folder.mkdir()
         monkeypatch.chdir(folder)
         for *found, process in backend.run(environment):
-            assert found == [value or None, str(folder), backend.device == "xla"]
+            assert found == [value, folder, backend.device == "xla"]
             processes.add(process)
     # XLA's replicas are threads of one process.
     assert len(processes) == 3 * (1 if backend.device == "xla" else 3)
@@ -60,20 +61,20 @@ def test_what_processes_are_forked_from_has_no_thread_and_no_driver():
     assert "libcuda.so" not in mapped
 
 
-def imported_with_torch_xla(rank: int) -> list[str]:
-    """Returns the parts of torch that torch_xla imports in a forked process."""
+def imported_with_torch_xla(rank: int) -> int:
+    """Returns how many parts of torch torch_xla imports in a forked process."""
     os.environ["PJRT_DEVICE"] = "CPU"
     assert "torch_xla" not in sys.modules
     before = set(sys.modules)
     import torch_xla  # noqa: F401
 
-    return [name for name in set(sys.modules) - before if name.startswith("torch.")]
+    return sum(name.startswith("torch.") for name in set(sys.modules) - before)
 
 
 @on_xla
 @needs_forks
 def test_most_of_what_torch_xla_imports_is_there_before_a_process_is_forked():
-    [parts] = {len(each) for each in Backend("cpu", 2).run(imported_with_torch_xla)}
+    [parts] = set(Backend("cpu", 2).run(imported_with_torch_xla))
     assert parts < 20  # without it more than a hundred, in a second
 
 
@@ -97,10 +98,9 @@ if __name__ == "__main__":
 def test_a_run_writes_where_its_parent_writes_now(backend, tmp_path):
     done = python(written(tmp_path, PRINTS), backend.device, tmp_path)
     then = [(tmp_path / name).read_text() for name in ("out", "error")]
-    for word, other, seen in (
-        ("first", "second", [done.stdout, done.stderr]), ("second", "first", then)
-    ):  # fmt: skip
-        assert [(text.count(word), text.count(other)) for text in seen] == [(2, 0)] * 2
+    texts = [done.stdout, done.stderr, *then]
+    assert [text.count("first") for text in texts] == [2, 2, 0, 0]
+    assert [text.count("second") for text in texts] == [0, 0, 2, 2]
 
 
 # --- the script ---------------------------------------------------------------------
@@ -131,23 +131,19 @@ GUARDED = f"{DEFINES}\nif __name__ == '__main__':\n    main('cpu')\n"
 
 
 @pytest.mark.parametrize(
-    ("way", "num_imports"),
+    "way",
     [
-        pytest.param("-c", 0, marks=[pytest.mark.xla] if HAS_XLA else []),
-        pytest.param("standard input", 0, marks=of_torch_alone),
-        pytest.param("a file", 2, marks=of_torch_alone),
+        pytest.param("-c", marks=[pytest.mark.xla] if HAS_XLA else []),
+        pytest.param("-", marks=of_torch_alone),
+        pytest.param("a file", marks=of_torch_alone),
     ],
 )
-def test_processes_import_a_script_or_are_sent_its_functions(
-    way, num_imports, tmp_path
-):
-    if way == "a file":
-        done = python(written(tmp_path, GUARDED))
-    else:
-        done = python("-c", CALL) if way == "-c" else python("-", stdin=CALL)
+def test_processes_import_a_script_or_are_sent_its_functions(way, tmp_path):
+    what = {"-c": ["-c", CALL], "-": ["-"]}.get(way, [written(tmp_path, GUARDED)])
+    done = python(*what, stdin=CALL)
     assert done.stdout.count("FOUND [22.0, 22.0]") == 1, done.stderr
     assert done.stdout.count("IMPORTED __main__") == 1
-    assert done.stdout.count("IMPORTED __mp_main__") == num_imports
+    assert done.stdout.count("IMPORTED __mp_main__") == (2 if way == "a file" else 0)
 
 
 @of_torch_alone

@@ -40,13 +40,10 @@ xla_replica.launch(train, arguments, 1, "accelerator")
 
 
 def programs_of_a_start(folder: Path, host: str, ask_at: int) -> tuple[bool, int]:
-    """Returns whether a run has stopped, and how many programs it has compiled.
-
-    It is on a host that has seen none.
-    """
+    """Returns whether a run has stopped, and how many programs it has compiled."""
     # What is read more slowly than it is compiled would be compiled.
     always = {"TORCH_TPU_INTERNAL_TIER3_COMPILATION_CACHE_LOCAL_BACKUP_TASK": "0"}
-    here = {"TORCH_TPU_TIER2_COMPILATION_CACHE": host}
+    here = {"TORCH_TPU_TIER2_COMPILATION_CACHE": host}  # it has seen no program
     done = python("-c", SCRIPT, folder, ask_at, **here, **always)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "are not kept" not in done.stderr
