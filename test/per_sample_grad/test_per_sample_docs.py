@@ -24,20 +24,13 @@ COUNT = 1000  # the pages ask for the highest thousand
 
 def test_a_capture_and_a_stream():
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    names = {
-        "F": F,
-        "model": model,
-        "x": torch.randn(6, 5),
-        "y": torch.randint(0, 3, (6,)),
-        "v": {name: torch.ones_like(p) for name, p in model.named_parameters()},
-        "w": torch.ones(6),
-    }
+    x, y, w = torch.randn(6, 5), torch.randint(0, 3, (6,)), torch.ones(6)
+    v = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    names = {"F": F, "model": model, "x": x, "y": y, "v": v, "w": w}
     exec(block(PAGE, "python", "factors = recorded.backward"), names)
     factors = names["factors"]
     with psg.capture(model) as names["recorded"]:
-        names["losses"] = F.cross_entropy(
-            model(names["x"]), names["y"], reduction="none"
-        )
+        names["losses"] = F.cross_entropy(model(x), y, reduction="none")
     exec(block(PAGE, "python", "recorded.stream"), names)
     torch.testing.assert_close(names["squared"].sqrt(), factors.norms())
     torch.testing.assert_close(names["gram"], factors.gram())
@@ -47,7 +40,6 @@ def test_scoring_and_projecting_a_pool(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"psg": psg, "model": dense_model(), "dataset": Vectors(COUNT)}
     exec(block(POOLS, "python", "scores.to_csv"), names)
-    assert len(names["scores"]) == COUNT
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == COUNT + 1
     names |= {"dataset": Vectors(30), "few": Vectors(3), "np": np}
     exec(block(POOLS, "python", "score=projection"), names)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.per_sample_grad.agreement import assert_same_grads
 from support.per_sample_grad.gradient_oracle import captured, flat, fold, rules_kept
-from support.per_sample_grad.layer_cases import Apply, put
+from support.per_sample_grad.layer_cases import put
 from support.per_sample_grad.refused_models import turned
 from torch import nn
 
@@ -43,28 +43,11 @@ def ordinary(
     return m.last(m.drop(m.norm(second(x))))
 
 
-def one_left_out(m, x):
-    x = torch.tanh(m.first(x))
-    return m.last(m.drop(m.norm(x - x.mean(1, keepdim=True))))
-
-
-def without_gradients(m, x):
-    with torch.no_grad():
-        shifted = m.second(x)
-    return one_left_out(m, x) + shifted
-
-
 def input_changed(m, x):
     x = torch.tanh(m.first(x)) * 1
     out = m.second(x)
     x += 1
     return m.last(m.norm(out)) + x
-
-
-def output_changed(m, x):
-    x = m.first(x)
-    x.tanh_()
-    return m.last(m.drop(m.norm(m.second(x - x.mean(1, keepdim=True)))))
 
 
 def made(place: str, make: Callable) -> Callable[[nn.Module], nn.Module]:
@@ -81,16 +64,6 @@ def out_mixed(module: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor
     return out - out.mean(0)
 
 
-def another_class(model: Switched) -> None:
-    model.second = nn.Bilinear(4, 4, 4).double()
-    model.way = lambda m, x: m.last(m.norm(m.second(m.first(x), x)))
-
-
-def new_parameter(model: Switched) -> None:
-    model.extra = nn.Parameter(torch.ones(4).double())
-    model.way = lambda m, x: ordinary(m, x) * m.extra
-
-
 def computed_weight(model: Switched) -> None:
     weight = model.second.weight
     del model.second.weight
@@ -103,23 +76,13 @@ def wrong_rule(model: Switched) -> None:
     psg.register_rule(nn.Linear)(lambda call, grad: right(call, 2 * grad))
 
 
-def compiled(model: Switched) -> None:
-    model.second = Apply(lambda m, x: m.inner(x), inner=model.second)
-    model.second.compile(backend="eager")
-
-
-def renamed(model: Switched) -> None:
-    model.third = model._modules.pop("first")
-    model.way = lambda m, x: m.last(m.norm(m.second(torch.tanh(m.third(x)))))
-
-
 CHANGES = [
     to(lambda m, x: ordinary(m, x, dim=0)),  # as many operations, of the same names
     to(lambda m, x: ordinary(m, x, layers=("second", "first"))),
     to(lambda m, x: ordinary(m, x) + F.linear(x, m.first.weight)),
     to(lambda m, x: ordinary(m, ordinary(m, x))),
-    to(one_left_out), to(without_gradients), to(input_changed), to(output_changed),
-    another_class, new_parameter, computed_weight, wrong_rule, compiled, renamed,
+    to(lambda m, x: ordinary(m, x, layers=("first", "drop"))),
+    to(input_changed), computed_weight, wrong_rule,
     made("last.weight", lambda m: m.second.weight),
     made("second", lambda m: nn.Linear(4, 4).double()),
     made("norm", lambda m: nn.BatchNorm1d(4).double()),
@@ -205,11 +168,6 @@ def added(function: Callable) -> Callable[[Used], None]:
     return around(lambda before, m, x, h: before(m, x, h) + function(m, x, h))
 
 
-def within_no_grad(m: Used, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return h**m.own + h * m.other
-
-
 @around
 def edited_before(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
     with torch.no_grad():
@@ -223,13 +181,6 @@ def edited_after(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
     with torch.no_grad():
         for param in (m.own, m.sub.exponent):
             param.mul_(1.5)
-    return found
-
-
-@around
-def activations_edited(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
-    found = before(m, x, h)
-    h.mul_(2)
     return found
 
 
@@ -251,21 +202,11 @@ def exchanged(model: Used) -> None:
     model.own, model.other = model.other, model.own
 
 
-class TwoOutputs(Hidden):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + super().forward(x + 1)
-
-
 def moved(model: Used) -> None:
     """The parameter is another module's, and given to the one that had it."""
     model.drop.exponent, kept = model.sub.exponent, model.sub
     del kept.exponent
     kept.exponent = model.drop.exponent
-
-
-@around
-def cut(before: Callable, m: Used, x: torch.Tensor, h: torch.Tensor):
-    return before(m, x, h.detach())
 
 
 CHANGES_OF_USES = [
@@ -280,16 +221,15 @@ CHANGES_OF_USES = [
     added(lambda m, x, h: m.sub(h)),
     added(lambda m, x, h: h @ torch.outer(m.own, m.other)),
     added(lambda m, x, h: (h**m.own).detach()),
-    added(within_no_grad),
     to(lambda m, x, h: h * (m.own * m.scale) + m.other),
     to(lambda m, x, h: h * (m.own * m.scale) - m.other),
     to(lambda m, x, h: h * m.own + m.other + m.table(torch.arange(3)[None])),
     to(lambda m, x, h: turned(m.own, h) + turned(m.other * m.scale, h)),
     added(lambda m, x, h: turned(h, m.own)),
     to(lambda m, x, h: m.sub(h.flip(0))),
-    edited_before, edited_after, activations_edited, samples_instead_of_the_buffer,
+    edited_before, edited_after, samples_instead_of_the_buffer,
     shaped(1), shaped(3, 4), shaped(6, 1, 4), shaped(6, 3, 1), shaped(), exchanged,
-    made("sub.__class__", lambda m: TwoOutputs), moved, cut,
+    moved, around(lambda before, m, x, h: before(m, x, h.detach())),
     made("other", lambda m: m.own),
     lambda m: m.own.requires_grad_(False),
     lambda m: m.sub.register_forward_hook(out_mixed),
@@ -318,7 +258,7 @@ def outcome(model: nn.Module, x: torch.Tensor, fallback: str = "error") -> tuple
         found = flat(recorded.backward(losses, accumulate="mean").materialize())
     except (psg.PerSampleError, ValueError, RuntimeError) as error:
         return type(error), str(error)
-    return found, None
+    return (found,)
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
@@ -336,12 +276,11 @@ def test_a_change_is_seen_as_in_a_model_without_a_history(number):
         change(each)
     for _ in range(2):
         found, expected = outcome(model, x, fallback), outcome(fresh, x, fallback)
-        assert type(found[0]) is type(expected[0])
-        if isinstance(expected[0], type):
+        if isinstance(expected[0], torch.Tensor):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+            assert_same_grads(model, fresh)
+        else:
             assert found == expected
-            continue
-        assert torch.allclose(found[0], expected[0], rtol=1e-9, atol=1e-12)
-        assert_same_grads(model, fresh)
 
 
 @pytest.mark.parametrize("way", [None, *WAYS])
@@ -372,7 +311,6 @@ def test_insides_of_a_call_may_stop_gradients():
     x = torch.randn(3, 4, dtype=torch.float64)
     for stops in (False, False, True, False, True):
         model[1].stops = stops
-        expected, _ = outcome(copy.deepcopy(model), x)
-        found, _ = outcome(model, x)
-        assert torch.allclose(found, expected, rtol=1e-10, atol=0)
+        (found,) = outcome(model, x)
+        torch.testing.assert_close(outcome(copy.deepcopy(model), x), (found,))
         assert stops == (not found[:, :16].any())  # of the first weight

@@ -30,18 +30,19 @@ def attended(m: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lowest", [-torch.inf, -1e9])
+@pytest.mark.parametrize(("factor", "told"), [(1.01, r"0\.0"), (torch.nan, "inf")])
 @rules_kept()
-def test_a_mask_hides_no_wrong_rule(lowest):
+def test_a_mask_hides_no_wrong_rule_nor_one_that_is_not_finite(lowest, factor, told):
     right = RULES[nn.MultiheadAttention]
 
+    @psg.register_rule(nn.MultiheadAttention)
     def wrong(call: psg.Call, grad: torch.Tensor):
         found = dict(right(call, grad))
-        found["out_proj.bias"] = psg.Dense(1.01 * found["out_proj.bias"].values)
+        found["out_proj.bias"] = psg.Dense(factor * found["out_proj.bias"].values)
         return found
 
-    psg.register_rule(nn.MultiheadAttention)(wrong)
     mask = torch.full((5, 5), lowest).triu(1)
-    with pytest.raises(psg.CouplingError, match=r"out_proj\.bias: off by 0\.0"):
+    with pytest.raises(psg.CouplingError, match=rf"out_proj\.bias: off by {told}"):
         psg.per_sample_factors(attention(), attended, (torch.randn(3, 5, 4), mask))
 
 
@@ -64,7 +65,7 @@ def test_a_head_of_zeros_proves_nothing_of_what_is_below():
     call = (model, far_from_one, (torch.randn(6, 3),))
     for _ in range(2):
         below = psg.per_sample_factors(*call, params=["body.weight", "body.bias"])
-        assert below.norms().max() == 0
+        assert not below.norms().any()
     nn.init.ones_(model.head.weight)
     with pytest.raises(psg.CouplingError, match=r"body\.weight"):
         psg.per_sample_factors(*call)
@@ -91,25 +92,18 @@ def test_a_comparison_that_said_something_is_not_repeated():
     with torch.no_grad():
         small[1].weight.mul_(1e-9)
     for model, x in ((cancels, torch.randn(3, 2, 9)), (small, torch.randn(5, 3))):
-        steps = [lambda m, x=x: squares(torch.sin(m(x) - 1))] * 3
-        assert comparisons(model, steps) == [True, False, False]
+        steps = [lambda m, x=x: squares(torch.sin(m(x) - 1))] * 2
+        assert comparisons(model, steps) == [True, False]
 
 
 def test_a_zero_that_is_learnt_is_compared_as_soon_as_it_is_none():
     """While a layer stays dead, no backward pass is spent on it."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False))
     nn.init.zeros_(model[1].weight)
-    x = torch.randn(4, 3)
-
-    def step(m: nn.Module) -> torch.Tensor:
-        return far_from_one(m, x)
-
-    def later(m: nn.Module) -> torch.Tensor:
-        nn.init.ones_(m[1].weight)
-        return step(m)
-
-    made = comparisons(model, [step, step, later, step])
-    assert made == [True, False, True, False]
+    steps = [lambda m: far_from_one(m, torch.ones(4, 3))] * 2
+    assert comparisons(model, steps) == [True, False]
+    nn.init.ones_(model[1].weight)
+    assert comparisons(model, steps) == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +113,7 @@ def test_a_zero_that_is_learnt_is_compared_as_soon_as_it_is_none():
         (lambda out: out - out.mean(-1, True), lambda out: out - out.mean(-2, True)),
         (lambda out: (out.T * out.unbind(1)[0]).T, lambda out: out * out.unbind()[0]),
         (lambda out: out[:, :1] * out, lambda out: out[:1] * out),
+        (lambda out: out[torch.arange(4)], lambda out: out[torch.arange(4).roll(1)]),
     ],
 )
 def test_a_dimension_is_structure(own, other):
@@ -128,36 +123,14 @@ def test_a_dimension_is_structure(own, other):
         psg.per_sample_factors(model, lambda m, x: squares(other(m(x))), (x,))
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_so_are_activations_wherever_their_batch_is(dim):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    x, same = torch.randn(5, 5, 4), torch.arange(5)
-
-    def losses_of(m: nn.Module, order: torch.Tensor) -> torch.Tensor:
-        return squares(m[1](m[0](x).index_select(dim, order)).transpose(0, dim))
-
-    psg.per_sample_factors(model, losses_of, (same,), batch_dim=dim)
-    with pytest.raises(psg.CouplingError):
-        psg.per_sample_factors(model, losses_of, (same.roll(1),), batch_dim=dim)
-
-
-@rules_kept()
-def test_an_answer_that_is_not_finite_is_wrong():
-    right = RULES[nn.Linear]
-    psg.register_rule(nn.Linear)(lambda call, grad: right(call, torch.nan * grad))
-    with pytest.raises(psg.CouplingError, match="weight: off by inf"):
-        psg.per_sample_factors(nn.Linear(4, 2), fold, (torch.randn(3, 4),))
-
-
 def test_what_is_not_finite_is_not_compared_and_told_until_there_is_a_proof():
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     for bad in (torch.nan, torch.inf):
         given = x.clone()
         given[1, 2] = bad
-        told = "weight, bias are not finite, so the answ"
-        with pytest.warns(UserWarning, match=told):
+        with pytest.warns(UserWarning, match="weight, bias are not finite, so the ans"):
             assert comparisons(model, [lambda m, x=given: squares(m(x))]) == [False]
-    steps = [lambda m: squares(m(x)), lambda m: squares(m(given))]
+    steps = [lambda m, x=x: squares(m(x)) for x in (x, given)]
     assert comparisons(model, steps) == [True, False]
 
 
@@ -212,14 +185,13 @@ def test_functions_that_hide_modules_are_an_error(inner):
     psg.per_sample_factors(*call, params=["a.weight", "a.bias"])
 
 
-def test_a_function_beside_a_pass_without_gradients_is_none():
+def test_a_function_beside_a_pass_without_gradients_hides_none():
     def losses_of(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            target = m(x + 1)
-        return squares(Hiding.apply(nn.Identity(), m(x)) - target)
+            m(x)
+        return squares(Hiding.apply(nn.Identity(), m(x)))
 
-    call = (nn.Linear(3, 2), losses_of, (torch.randn(4, 3),))
-    assert psg.per_sample_factors(*call).norms().min() > 0
+    psg.per_sample_factors(nn.Linear(3, 2), losses_of, (torch.randn(4, 3),))
 
 
 def test_backward_once_and_after_a_forward_pass():

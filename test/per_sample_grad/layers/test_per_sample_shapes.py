@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import hypothesis
 import pytest
 import torch
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from support.per_sample_grad.agreement import METHODS, TOLERANCES, agree
 from support.per_sample_grad.drawn_layers import KINDS, convolutions
 from support.per_sample_grad.gradient_oracle import (
-    HALF,
     Case,
     Gradients,
     captured,
@@ -24,7 +21,6 @@ from support.per_sample_grad.layer_cases import CASES
 from torch import nn
 
 import per_sample_grad as psg
-from per_sample_grad.engine import comparison
 from per_sample_grad.factors import algebra, plan
 from per_sample_grad.layers import registry
 from per_sample_grad.layers.convolution import padding_widths
@@ -40,20 +36,6 @@ Inputs = tuple[torch.Tensor, ...]
 def examples(number: int) -> hypothesis.settings:
     checks = list(HealthCheck)
     return hypothesis.settings(max_examples=number, suppress_health_check=checks)
-
-
-def drawn(
-    number: int, kind: str, dtypes: Iterable[torch.dtype], **more: st.SearchStrategy
-) -> Callable[[Callable[..., None]], Callable[[], None]]:
-    """Runs a check on this number of drawn layers of a kind, with batches for them."""
-    strategies = given(
-        case=KINDS[kind],
-        batch=st.integers(1, 4),
-        dtype=st.sampled_from(list(dtypes)),
-        method=st.sampled_from(METHODS),
-        **more,
-    )
-    return lambda check: examples(number)(strategies(check))
 
 
 def reversed_order(x: torch.Tensor) -> torch.Tensor:
@@ -129,10 +111,12 @@ def test_every_parameter_may_be_the_only_one(case):
 @pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_layers_equal_the_loop(kind, number):
-    budgets, layouts = st.sampled_from([1, 1000, 2**28]), st.sampled_from([*LAYOUTS])
-    more = {"budget": budgets, "layout": layouts, "seed": st.integers(0, 3)}
-
-    @drawn(number, kind, TOLERANCES, **more)
+    @given(
+        case=KINDS[kind], batch=st.integers(1, 4), seed=st.integers(0, 3),
+        dtype=st.sampled_from([*TOLERANCES]), method=st.sampled_from(METHODS),
+        budget=st.sampled_from([1, 1000, 2**28]), layout=st.sampled_from([*LAYOUTS]),
+    )  # fmt: skip
+    @examples(number)
     def check(case, batch, dtype, method, budget, layout, seed):
         model, inputs = case.make(dtype, batch, seed)
         truth = oracle(case, model, inputs)
@@ -148,46 +132,6 @@ def test_drawn_layers_equal_the_loop(kind, number):
         if method == "factored":  # "auto" and "materialized" lose nothing
             tolerance = max(tolerance, lost_by_products(factors, truth))
         agree(factors, truth, tolerance)
-
-    check()
-
-
-def error_of_sum(case: Case, model: nn.Module, inputs: Inputs, truth: Gradients):
-    """Returns the error of autograd's sum, whose terms may cancel."""
-    losses = case.loss(model, *inputs)
-    weights = comparison._weights(losses, all_differ=False)
-    params = [param for param in model.parameters() if param.requires_grad]
-    sums = torch.autograd.grad((losses * weights).sum(), params, materialize_grads=True)
-    expected = [torch.tensordot(weights.double(), g, 1) for g in truth.values()]
-    return max(error(found, right) for found, right in zip(sums, expected))
-
-
-@pytest.mark.parametrize("number", [10, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_drawn_layers_in_half_precision_are_as_close_as_autograd(kind, number):
-    """Digits that the activations' gradients have lost cannot be recovered."""
-
-    @drawn(number, kind, HALF)
-    def check(case, batch, dtype, method):
-        model, inputs = case.make(dtype, batch)
-        truth = oracle(case, model, inputs)
-        grads = flat(truth)
-        lost = error(flat(oracle(case, model, inputs, dtype)), grads)
-        allowed = max(HALF[dtype], 2 * lost)
-
-        call, options = (model, case.loss, inputs), {"method": method, **case.options}
-        try:
-            factors = psg.per_sample_factors(*call, **options)
-        except psg.CouplingError:  # then autograd is wrong
-            assert error_of_sum(case, model, inputs, truth) > comparison._HALF_TOLERANCE
-            factors = psg.per_sample_factors(*call, **options, check="never")
-        norms = factors.norms()
-        assert norms.dtype == torch.float32
-        assert torch.isfinite(norms).all()
-        assert (norms >= 0).all()
-        assert error(flat(factors.materialize()), grads) <= allowed
-        assert error(norms, grads.norm(dim=1)) <= allowed
-        assert error(factors.gram(), grads @ grads.T) <= 3 * allowed
 
     check()
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from support.documents import read
 from support.per_sample_grad.gradient_oracle import Case, error, flat, fold, oracle
 from support.per_sample_grad.layer_cases import Apply
-from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone
+from support.xla_replica.replicas import Backend, of_torch_alone, on_xla
 from torch import nn
 from torch.nn.modules import activation
 from torch.testing._internal.common_methods_invocations import op_db
@@ -171,10 +171,8 @@ def answers(
     x, args, kwargs = given
     value = function(x * 1, *args, **kwargs)  # no leaf, so that it may be changed
     coefficients = torch.cos(torch.arange(float(value.numel()))).view(value.shape)
-    gradients = xla_replica.grad(
-        (value * coefficients.to(device)).sum(), leaves,
-        allow_unused=True, materialize_grads=True,
-    )  # fmt: skip
+    total, options = (value * coefficients.to(device)).sum(), {"allow_unused": True}
+    gradients = xla_replica.grad(total, leaves, **options, materialize_grads=True)
     return [value.detach(), *gradients]
 
 
@@ -197,8 +195,7 @@ def differing(rank: int) -> tuple[set[str], int]:
     return wrong, len({name for name, *_ in every})
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 @pytest.mark.slow
 def test_every_other_activation_and_loss_of_torch_is_right():
     """All are compared, so that one that is wrong and not in the table is found."""
@@ -227,11 +224,6 @@ def test_the_page_lists_them():
         assert f"| `{kind.__name__}` | {row.fault} | `{row.replacement}` |" in page
 
 
-def between(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    layers = {"a": nn.Linear(6, 6), "b": nn.Linear(6, 3)}
-    return Apply(lambda m, x: m.b(function(m.a(x))), **layers)
-
-
 def capture_all(rank: int) -> None:
     """Captures models with these operations, in every form."""
     replica = xla_replica.current()
@@ -244,14 +236,15 @@ def capture_all(rank: int) -> None:
         norms = psg.per_sample_grad_norms(model, fold, replica.send(inputs))
         assert error(replica.fetch([norms])[0], truth) <= 2e-5, module
     for kind, wrong in WRONG.items():
-        model = between(getattr(F, kind.__name__.lower())).to(replica.device)
+        function = getattr(F, kind.__name__.lower())
+        model = Apply(lambda m, x, f=function: m.b(f(m.a(x))), a=nn.Linear(6, 6),
+                      b=nn.Linear(6, 3)).to(replica.device)  # fmt: skip
         inputs = replica.send((torch.randn(3, 6),))
         for check in ("first", "never"):
             with pytest.raises(psg.PerSampleError, match=re.escape(wrong.replacement)):
                 psg.per_sample_grad_norms(model, fold, inputs, check=check)
 
 
-@needs_xla
-@pytest.mark.xla
+@on_xla
 def test_modules_are_corrected_in_a_capture_and_functions_refused():
     BACKEND.run(capture_all, timeout=300.0)

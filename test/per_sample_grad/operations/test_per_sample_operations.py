@@ -19,7 +19,7 @@ from support.per_sample_grad.gradient_oracle import (
     rules_kept,
 )
 from support.per_sample_grad.layer_cases import Apply, WithParameter, tokens
-from support.per_sample_grad.refused_models import BY_NAME, BY_OPERATIONS, positions
+from support.per_sample_grad.refused_models import BY_OPERATIONS, positions
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -39,21 +39,9 @@ class Norm(nn.Module):
         return x * (self.offset + self.weight) if self.offset else self.weight * x
 
 
-class OfChannels(nn.LayerNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.transpose(1, -1)).transpose(1, -1)
-
-
 class Scaled(nn.Embedding):
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         return 3 * super().forward(index + 1)
-
-
-class Standardised(nn.Conv2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        w = self.weight
-        w = (w - w.mean((1, 2, 3), True)) / (w.std((1, 2, 3), keepdim=True) + 0.1)
-        return F.conv2d(x, w, self.bias, self.stride, self.padding)
 
 
 def activated(kind: type[nn.Module]) -> type[nn.Module]:
@@ -81,18 +69,8 @@ def windowed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (scores.softmax(-1) @ x).unflatten(0, (-1, 2))
 
 
-def weighted_bag(m: nn.Module, index: torch.Tensor) -> torch.Tensor:
-    return m.a(index, per_sample_weights=((1.0 + index) / 3).to(m.a.weight))
-
-
 def after_linear(module: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), module)
-
-
-def frozen(layer: nn.Module, number: int) -> nn.Module:
-    """Returns a layer with weight norm, of which one parameter is not trained."""
-    getattr(layer.parametrizations.weight, f"original{number}").requires_grad_(False)
-    return layer
 
 
 def case_of(name, function, *shape: int, of=(5, 3), batch_dim=None, **layers) -> Case:
@@ -130,31 +108,21 @@ CASES = [
     Case("rms-norm", lambda: after_linear(Norm()), (5, 3)),
     Case("rms-norm-first", lambda: nn.Sequential(Norm(), nn.Linear(3, 2)), (5, 3)),
     Case("rms-norm-plus-one", lambda: after_linear(Norm(offset=1.0)), (5, 3)),
-    Case("rms-norm-2d", lambda: after_linear(Norm()), (3,)),
-    Case("channels-first", lambda: nn.Sequential(
-        nn.Conv2d(2, 3, 1), OfChannels(3)), (2, 4, 4)),
     Case("scaled-embedding", lambda: Scaled(6, 3), tokens(5, 4)),
     Case("scaled-padding", lambda: Scaled(6, 3, padding_idx=2), tokens(5, 4)),
     case_of("transposed", lambda m, x: torch.addmm(  # as GPT-2's layers
         m.a.bias, x.view(-1, 3), m.p).view(-1, 5, 4).tanh(), 3, 4, a=(3, 4)),
-    Case("standardised", lambda: nn.Sequential(
-        Standardised(2, 4, 3, 2, 1), nn.Tanh(), Standardised(4, 3, 1)), (2, 5, 5)),
-    case_of("standardised-by-batch-norm", lambda m, x: F.conv2d(x, F.batch_norm(
-        m.a.weight.view(1, 4, -1), None, None, m.p * 0.3, None, True
-    ).view_as(m.a.weight), m.a.bias), 4, of=(2, 5, 5), a=lambda: nn.Conv2d(2, 4, 3)),
-    Case("synchronised-batch-norm", lambda: nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.SyncBatchNorm(3)), (2, 5, 5)),
     Case("bag", lambda: nn.EmbeddingBag(6, 3, mode="sum"), tokens(5, 4)),
     Case("bag-mean", lambda: nn.EmbeddingBag(6, 3, padding_idx=2), tokens(5, 4)),
     Case("bag-weighted", lambda: Apply(
-        weighted_bag, a=nn.EmbeddingBag(6, 3, mode="sum")), tokens(5, 4)),
+        lambda m, i: m.a(i, per_sample_weights=((1.0 + i) / 3).to(m.a.weight)),
+        a=nn.EmbeddingBag(6, 3, mode="sum")), tokens(5, 4)),
     Case("bags-joined", lambda: Apply(
         lambda m, index: m.a(index.flatten(), torch.arange(len(index)) * 5),
         a=nn.EmbeddingBag(6, 3, padding_idx=2)), tokens(5, 4)),
-    Case("batch-norm", lambda: nn.Sequential(
-        nn.Conv2d(2, 3, 3), activated(nn.BatchNorm2d)(3)), (2, 5, 5)),
-    Case("group-norm", lambda: nn.Sequential(
-        nn.Conv2d(2, 4, 3), activated(nn.GroupNorm)(2, 4)), (2, 5, 5)),
+    *(Case(f"own-{kind}", lambda kind=kind, args=args: nn.Sequential(
+        nn.Conv2d(2, 4, 3), activated(getattr(nn, kind))(*args)), (2, 5, 5))
+      for kind, *args in (("BatchNorm2d", 4), ("GroupNorm", 2, 4), ("LayerNorm", 3))),
     case_of("layer-scale", lambda m, x: x + m.p * torch.tanh(m.a(x)), 3, a=(3, 3)),
     case_of("layer-scale-of-channels", lambda m, x: m.a(x) * m.p, 3, 1, 1,
             of=(2, 4, 4), a=lambda: nn.Conv2d(2, 3, 1)),
@@ -184,27 +152,13 @@ CASES = [
             a=(3, 4)),
     case_of("einsum-of-inputs", lambda m, x: torch.einsum("bti,oni->bton", x, m.p),
             4, 2, 3),
-    case_of("einsum-over-two", lambda m, x: torch.einsum(
-        "btno,hno->bth", m.a(x).unflatten(2, (2, 2)), m.p), 3, 2, 2, a=(3, 4)),
     case_of("einsum-by-head", lambda m, x: torch.einsum(
         "btno,sno->btns", m.a(x).unflatten(2, (2, 2)), m.p), 3, 2, 2, a=(3, 4)),
-    case_of("einsum-time-first", lambda m, x: torch.einsum(
-        "tbi,ino->tbno", m.a(x).transpose(0, 1), m.p).transpose(0, 1), 4, 2, 3,
-        batch_dim=TIME_FIRST, a=(3, 4)),
-    case_of("matmul-time-first", lambda m, x: (
-        m.a(x).transpose(0, 1) @ m.p).transpose(0, 1), 4, 3,
-        batch_dim=TIME_FIRST, a=(3, 4)),
     case_of("vector", lambda m, x: (m.a(x) @ m.p)[:, None], 4, of=(3,), a=(3, 4)),
-    case_of("vector-of-places", lambda m, x: F.linear(m.a(x), 3 * m.p), 4, a=(3, 4)),
     case_of("vector-of-the-input", lambda m, x: m.a(torch.tanh(x @ m.p)), 3, a=(5, 2)),
-    case_of("vector-time-first", lambda m, x: (
-        m.a(x).transpose(0, 1) @ m.p).transpose(0, 1), 4,
-        batch_dim=TIME_FIRST, a=(3, 4)),
     case_of("weight-and-bias", lambda m, x: F.linear(m.a(x), m.p, m.p[:, 0]), 5, 4,
             a=(3, 4)),
     case_of("linear", lambda m, x: F.linear(m.a(x), m.p), 5, 4, a=(3, 4)),
-    case_of("linear-of-vectors", lambda m, x: F.linear(m.a(x), m.p), 5, 4, of=(3,),
-            a=(3, 4)),
     case_of("batched-product", lambda m, x: torch.bmm(
         m.a(x).transpose(0, 1), m.p).transpose(0, 1), 5, 4, 3,
         batch_dim=TIME_FIRST, a=(3, 4)),
@@ -238,7 +192,6 @@ CASES = [
     pointwise("power-folded", lambda x, p: (x.flatten(0, 1) ** p).unflatten(
         0, (len(x), -1)), 4, of=(5, 3)),
     of_weight("times-a-number", lambda m, p: 3 * p / 2),
-    of_weight("product", lambda m, p: p @ m.b.weight.T, 5, 2),
     of_weight("product-turned", lambda m, p: (m.c.weight.T @ p) * 2, 2, 4),
     of_weight("low-rank-and-frozen", lambda m, p: m.mask + 0.5 * (p @ m.b.weight.T),
               5, 2),
@@ -248,7 +201,6 @@ CASES = [
     of_weight("again-and-again", lambda m, p: functools.reduce(
         lambda w, _: w + w, range(8), p)),
     of_weight("sums", lambda m, p: p * p.sum(1, keepdim=True) + p.sum()),
-    of_weight("spectral", lambda m, p: p / torch.dot(m.mask[:, 2], p @ m.mask[2])),
     of_weight("of-one-vector", lambda m, p: torch.outer(p, p)[:, :4] * 2, 5, of=(3,)),
     case_of("table", lambda m, index: F.embedding(index, torch.sigmoid(m.p)), 4, 3,
             of=tokens(5, 4)),
@@ -256,12 +208,8 @@ CASES = [
         x, m.p / m.p.norm(dim=(1, 2), keepdim=True)), 6, 5, 2),
     case_of("masked-groups", lambda m, x: F.conv1d(x, m.p * m.places[0], groups=2),
             6, 2, 2, of=(4, 3)),
-    *(Case(f"weight-norm-{name}", lambda change=change: nn.Sequential(
-        nn.Linear(3, 4), change(parametrizations.weight_norm(nn.Linear(4, 5)))), shape)
-      for name, change, shape in (
-          ("on-positions", lambda layer: layer, (6, 3)),
-          ("without-gain", lambda layer: frozen(layer, 0), (3,)),
-          ("without-direction", lambda layer: frozen(layer, 1), (3,)))),
+    Case("weight-norm-on-positions", lambda: nn.Sequential(
+        nn.Linear(3, 4), parametrizations.weight_norm(nn.Linear(4, 5))), (6, 3)),
     Case("spectral-norm", lambda: nn.Sequential(
         parametrizations.spectral_norm(nn.Linear(3, 5)).eval()), (3,)),
 ]  # fmt: skip
@@ -277,10 +225,8 @@ def test_operations_account_for_parameters(case, batch):
         with pytest.raises(psg.PerSampleError, match="is the input of a module"):
             psg.per_sample_factors(model, fold, inputs, **case.options)
         return
-    compared = psg.per_sample_factors(model, fold, inputs, **case.options)
-    truth = flat(oracle(case, model, inputs))
-    assert error(flat(compared.materialize()), truth) <= 1e-10
-    agree_with_loop(case, model, inputs)  # after a proof
+    for _ in range(2):  # before a proof, and after it
+        agree_with_loop(case, model, inputs)
 
 
 PRODUCTS = [c for c in CASES if c.name.split("-")[0] in ("einsum", "linear", "matmul")]
@@ -302,22 +248,19 @@ def test_a_stream_and_accumulated_gradients(name):
     norms = flat(oracle(OWN[name], model, inputs)).norm(dim=1)
     plain = copy.deepcopy(model)
     fold(plain, *inputs).mean().backward()
-    recorded, losses = captured(model, fold, *inputs)
-    squared = functools.partial(psg.Factors.norms, squared=True)
-    found = recorded.stream(losses, squared, accumulate="mean")
-    assert error(found.sqrt(), norms) <= 1e-10
-    assert_same_grads(model, plain)
-    assert error(psg.per_sample_grad_norms(model, fold, inputs), norms) <= 1e-10
+    for _ in range(2):
+        model.zero_grad()
+        recorded, losses = captured(model, fold, *inputs)
+        found = recorded.norms(losses, accumulate="mean")
+        assert error(found, norms) <= 1e-10
+        assert_same_grads(model, plain)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pointwise("Copysign", torch.copysign, 4),
-        pointwise("MaskedFill", lambda x, p: x.masked_fill(x > 0.5, p)),
-    ],
-    ids=lambda case: case.name,
-)
+SUMMED = [pointwise("Copysign", torch.copysign, 4),
+          pointwise("MaskedFill", lambda x, p: x.masked_fill(x > 0.5, p))]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SUMMED, ids=str)
 def test_a_formula_that_sums_over_samples_itself_is_not_taken(case):
     """Of some operations torch sums before the engine would."""
     model, inputs = case.make(torch.float64)
@@ -337,25 +280,22 @@ def test_a_vector_of_other_values_than_a_buffer_may_be_samples():
         psg.per_sample_factors(model, fold, inputs)
 
 
-FILTERS = {
-    "times": lambda f, w: f * torch.view_as_complex(w)[0],
-    "matmul": lambda f, w: f @ torch.view_as_complex(w),
-    "linear": lambda f, w: F.linear(f, torch.view_as_complex(w)),
-    "bmm": lambda f, w: (f.transpose(0, 1) @ torch.view_as_complex(w)[None].expand(
-        5, 2, 2)).transpose(0, 1),
-    "times-real": lambda f, w: f * w[0, 0],
-    "plus-real": lambda f, w: f + w[0, 0],
-    "matmul-real": lambda f, w: f @ w[0].to(f.dtype),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_parameters_meet_complex_numbers(name):
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda f, w: f * torch.view_as_complex(w)[0],
+        lambda f, w: f @ torch.view_as_complex(w),
+        lambda f, w: F.linear(f, torch.view_as_complex(w)),
+        lambda f, w: torch.view_as_complex(w).T.expand(len(f), 2, 2) @ f.mT,
+        lambda f, w: f * w[0, 0], lambda f, w: f + w[0, 0],
+        lambda f, w: f @ w[0].to(f.dtype),
+    ],
+)  # fmt: skip
+def test_parameters_meet_complex_numbers(function):
     """What is proven of a spectrum without an imaginary part holds for others."""
 
     def filtered(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        spectrum = torch.fft.rfft(x, dim=1)
-        return torch.fft.irfft(FILTERS[name](spectrum, m.p), n=8, dim=1)
+        return torch.fft.irfft(function(torch.fft.rfft(x, dim=1), m.p), n=8, dim=1)
 
     model = WithParameter(filtered, 2, 2, 2).double()
     x = torch.randn(3, 8, 2, dtype=torch.float64)
@@ -388,6 +328,10 @@ def test_operations_are_not_believed_before_a_comparison():
 
 @rules_kept()
 def test_one_line_says_that_a_class_computes_what_its_base_does():
+    norm = type("Own", (nn.InstanceNorm1d,), {})
+    psg.register_rule(norm, like=nn.InstanceNorm1d)
+    case = Case("", lambda: norm(2, affine=True), (2, 5))
+    agree_with_loop(case, *case.make(torch.float64))
     Thin = type("Thin", (nn.Linear,), {})
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Thin(4, 2)).double()
     x = torch.randn(4, 5, 3).double()
@@ -400,25 +344,13 @@ def test_one_line_says_that_a_class_computes_what_its_base_does():
             psg.register_rule(Thin, like=wrong)
 
 
-@rules_kept()
-def test_a_class_may_compute_what_an_instance_norm_does():
-    own = type("Own", (nn.InstanceNorm1d,), {})
-    psg.register_rule(own, like=nn.InstanceNorm1d)
-    case = Case("", lambda: nn.Sequential(own(2, affine=True)), (2, 5))
-    agree_with_loop(case, *case.make(torch.float64))
-
-
 COUPLED = [
     case_of("a-module-of-the-mean", lambda m, x: m.a(x) + m.b(
         m.a(x).mean(0, keepdim=True)), of=(3,), a=(3, 4), b=(4, 4)),
-    case_of("a-module-of-the-inputs'-mean", lambda m, x: m.a(x) + m.b(
-        x.mean(0, keepdim=True)), of=(3,), a=(3, 4), b=(3, 4)),
     case_of("a-parameter-times-the-mean", lambda m, x: m.a(x) + m.p * m.a(x).mean(
         0, keepdim=True), 4, of=(3,), a=(3, 4)),
     case_of("a-parameter-times-the-first", lambda m, x: x @ m.p + (x @ m.p)[:1], 3, 4,
             of=(3,)),
-    case_of("a-parameter-times-the-inputs'-mean", lambda m, x: m.a(x) + m.p * x.mean(
-        0, keepdim=True), 3, of=(3,), a=(3, 3)),
     case_of("a-product-with-the-inputs'-mean", lambda m, x: m.a(x) + x.mean(
         0, keepdim=True) @ m.p, 3, 3, of=(3,), a=(3, 3)),
     case_of("a-vector-times-the-mean", lambda m, x: m.a(x) + (
@@ -443,29 +375,11 @@ def test_samples_that_meet_below_are_an_error(case, batch):
         psg.per_sample_grad_norms(model, fold, inputs)
 
 
-def test_the_remedy_for_a_table_of_as_many_rows_as_samples_is_named():
-    case = BY_NAME["deep-positions-square"]
-    model, inputs = case.make(torch.float64)
-    with pytest.raises(psg.CouplingError, match="None for a module that returns the"):
-        psg.per_sample_grad_norms(model, fold, inputs)
-    agree_with_loop(case, model, inputs, batch_dim={"embed": None, "deep": None})
-
-
-def biased(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Attention with a table of relative positions, ``(T, T, heads)``, as in T5."""
-    steps = torch.arange(x.shape[1])
-    biases = m.b(steps[:, None] - steps + x.shape[1]).permute(2, 0, 1)[None]
-    scores = (x @ x.transpose(1, 2)).unsqueeze(1) + 2 * biases
-    return scores.softmax(-1) @ m.a(x).unsqueeze(1)
-
-
 TABLES = [
     Case("of-positions", positions, (3, 3)),
     Case("of-positions-with-a-row", lambda: Apply(
         lambda m, x: m.inner(x * m.embed(torch.arange(3)[None])),
         embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
-    Case("of-relative-positions", lambda: Apply(
-        biased, a=nn.Linear(3, 3), b=nn.Embedding(13, 2)), (6, 3)),
     # A class of each sample, which has a row for it, is used in the same way.
     Case("of-classes", lambda: Apply(
         lambda m, x, kind: m.inner(x + m.embed(kind)[:, None]),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.layer_cases import Apply, WithParameter
+from support.per_sample_grad.layer_cases import WithParameter
 from support.per_sample_grad.pool import (
     CLASSES,
     COUNT,
@@ -109,8 +108,6 @@ OWN_ROWS = {"score": projection_of(make_model())}
          "score= returned a list for factors of 4 samples; return a"),
         ({"params": ["0.weight"], **OWN_ROWS}, ValueError,
          "of parameters that are not selected"),
-        ({"model": dense_model(), "pool": Vectors(), **OWN_ROWS}, ValueError,
-         r"0\.weight of shape .* is made for \(3, 2, 3\)"),
         ({"labels": "expected", **OWN_ROWS}, ValueError,
          "labels must be one of 'given', 'pseudo'"),
     ],
@@ -173,25 +170,10 @@ def test_labels_of_another_kind_are_told_with_their_samples():
 
 
 def test_integers_of_any_width_are_classes_and_floats_may_be_probabilities():
-    def converted(function):
-        return scores(split=lambda batch: (batch[0], function(batch[1])))
-
-    for dtype in (torch.int32, torch.uint8, torch.int8):
-        np.testing.assert_array_equal(converted(lambda y, to=dtype: y.to(to)), scores())
-    found = converted(lambda y: F.one_hot(y, CLASSES).float())
-    np.testing.assert_allclose(found, scores(), rtol=1e-5)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
-def test_any_error_says_which_samples_were_scored():
-    def loss(logits, targets):
-        if (targets == CLASSES).any():
-            raise ZeroDivisionError("no")
-        return F.cross_entropy(logits, targets, reduction="none")
-
-    with pytest.raises(ZeroDivisionError) as error:
-        scores(pool=labelled(13, CLASSES), loss=loss)
-    assert error.value.__notes__ == ["while samples 12 to 15 of the pool were scored"]
+    for change in (torch.Tensor.int, torch.Tensor.byte, torch.Tensor.char,
+                   lambda y: F.one_hot(y, CLASSES).float()):  # fmt: skip
+        found = scores(split=lambda batch, to=change: (batch[0], to(batch[1])))
+        np.testing.assert_allclose(found, scores(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("labels", ["given", "pseudo", "expected"])
@@ -207,9 +189,8 @@ def test_a_function_of_factors_is_a_score(labels):
     truth = by_hand(model, "grad_norm", labels)
     np.testing.assert_allclose(found.scores, 2 * truth, rtol=1e-4)
     assert found.name == "doubled"
-    names = {name for name, _ in model.named_parameters()}
-    assert all(each == (4, names) for each in seen)
-    bias = scores(model, score=lambda f: f.norms(), params=["5.bias"], labels=labels)
+    assert all(each == (4, {*dict(model.named_parameters())}) for each in seen)
+    bias = scores(model, score=doubled, params=["5.bias"], labels=labels)
     assert (bias < found.scores).all()
 
 
@@ -217,30 +198,16 @@ def projected(model: nn.Module, labels: str = "given") -> np.ndarray:
     """Returns the projections of all gradients, which are formed in float64."""
     model = model.double()
     x, y = default_collate([Vectors()[i] for i in range(COUNT)])
-    y = y if labels == "given" else model(x.double()).argmax(1)
-
-    def loss_of(model, x, y):
-        return F.cross_entropy(model(x), y, reduction="none")
-
-    factors = psg.per_sample_factors(model, loss_of, (x.double(), y))
-    rows = factors.project(projection_of(model))
-    return torch.cat([*rows.values()], 1).float().numpy()
-
-
-def with_shared() -> nn.Module:
-    """Returns a model whose layer is used twice, and one parameter never."""
-    model = Apply(
-        lambda m, x: m.last(m.twice(m.twice(m.first(x)).tanh())),
-        first=nn.Linear(67, 9), twice=nn.Linear(9, 9), last=nn.Linear(9, CLASSES),
-    )  # fmt: skip
-    model.unused = nn.Parameter(torch.ones(3))
-    return model
+    with psg.capture(model) as recorded:
+        logits = model(x.double())
+        y = y if labels == "given" else logits.argmax(1)
+        losses = F.cross_entropy(logits, y, reduction="none")
+    return recorded.project(losses, projection_of(model)).float().numpy()
 
 
 @pytest.mark.parametrize("labels", ["given", "pseudo"])
-@pytest.mark.parametrize("make", [dense_model, with_shared])
-def test_a_row_is_the_projection_of_a_samples_gradient(make, labels, tmp_path):
-    model = make()
+def test_a_row_is_the_projection_of_a_samples_gradient(labels, tmp_path):
+    model = dense_model()
     score = {"score": projection_of(model), "labels": labels, "part_size": 8}
     found = scores(model, Vectors(), **score)
     truth = projected(model, labels)
@@ -252,9 +219,8 @@ def test_a_row_is_the_projection_of_a_samples_gradient(make, labels, tmp_path):
 
 def test_a_projection_with_room_for_all_keeps_the_gradients():
     model = dense_model()
-    options = {"score": projection_of(model, 10**6), "progress": False}
-    rows = psg.score_pool(model, Vectors(), **options)
-    assert rows.scores.shape == (COUNT, sum(p.numel() for p in model.parameters()))
+    projection = projection_of(model, 10**6)
+    rows = psg.score_pool(model, Vectors(), score=projection, progress=False)
     norms = np.linalg.norm(rows.scores, axis=1)
     np.testing.assert_allclose(norms, scores(model, Vectors()), rtol=1e-4)
     with pytest.raises(ValueError, match="rows of a projection have no rank; sort"):
@@ -272,7 +238,7 @@ def losses(*values: float) -> psg.PoolScores:
     return psg.PoolScores(np.array(values, dtype=np.float32), "loss")
 
 
-def test_nan_has_no_rank():
+def test_nan_has_no_rank_and_is_counted():
     bad = losses(1, np.nan, -np.nan, 3, np.inf, np.nan)
     for k in (0, 1, 6):
         told = r"3 of 6 scores are NaN, .* \(samples 1, 2, 5\): .*skip_nan"
@@ -283,15 +249,11 @@ def test_nan_has_no_rank():
         bad.top(4, skip_nan=True)
     with pytest.raises(TypeError, match="skip_nan must be True or False, got 'yes'"):
         bad.top(1, skip_nan="yes")
-    many = losses(*[np.nan] * 100)
+    many = losses(*[np.nan] * 100, 7)
     with pytest.raises(ValueError, match=r"\(samples 0, 1, .* and 88 more\)"):
         many.top(1)
     assert many.top(0, skip_nan=True).tolist() == []
-
-
-def test_the_repr_is_one_short_line():
-    text = "PoolScores('loss' of 100001 samples, 0 to 1e+05, 1 NaN)"
-    assert repr(losses(*range(100_000), np.nan)) == text
+    assert repr(many) == "PoolScores('loss' of 101 samples, 7 to 7, 100 NaN)"
     assert repr(losses()) == "PoolScores('loss' of 0 samples)"
 
 

@@ -8,12 +8,11 @@ import types
 import numpy as np
 import pytest
 import torch
-from support.per_sample_grad.gradient_oracle import captured, norms_of
+from support.per_sample_grad.gradient_oracle import captured
+from support.per_sample_grad.layer_cases import Apply
 from support.per_sample_grad.pool import Vectors, assert_same_bits, dense_model, scores
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
-
-import per_sample_grad as psg
 
 COUNT = 11
 Pair = collections.namedtuple("Pair", "inputs targets")
@@ -24,21 +23,17 @@ def mapped(function) -> list:
     return [function(*Vectors(COUNT)[index]) for index in range(COUNT)]
 
 
-def output(logits: torch.Tensor) -> types.SimpleNamespace:
-    """Returns what looks like that of models of Hugging Face's transformers."""
-    return types.SimpleNamespace(logits=logits, hidden_states=())
+class Keyworded(Apply):
+    """A model that takes its inputs in two halves, as keywords.
 
+    What it returns looks like that of models of Hugging Face's transformers.
+    """
 
-class Keyworded(nn.Module):
-    """A model that takes its inputs in two halves, as keywords."""
-
-    def __init__(self, wrap=output) -> None:
-        super().__init__()
-        self.inner = dense_model()
-        self.wrap = wrap
+    def __init__(self, wrap=lambda x: types.SimpleNamespace(logits=x)) -> None:
+        super().__init__(wrap, inner=dense_model())
 
     def forward(self, left: torch.Tensor, right: torch.Tensor):
-        return self.wrap(self.inner(torch.cat([left, right], 1)))
+        return self.function(self.inner(torch.cat([left, right], 1)))
 
 
 def halves(x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -58,8 +53,8 @@ OWN = {  # a dict that is split and given to the model by the user's functions
 @pytest.mark.parametrize(
     ("model", "item", "options"),
     [
-        *((Keyworded(wrap), item, {})
-          for wrap in (output, lambda x: {"logits": x}, lambda x: x)
+        *((Keyworded(*wrap), item, {})
+          for wrap in ((), (lambda x: {"logits": x},), (torch.clone,))
           for item in (labelled, lambda x, y: {**halves(x), "label": y})),
         *((Keyworded(), labelled, {"score": score})
           for score in ("last_layer_grad_norm", "el2n", "loss", "egl")),
@@ -69,13 +64,14 @@ OWN = {  # a dict that is split and given to the model by the user's functions
         (Keyworded(), lambda x, y: (tuple(halves(x).values()), y), {}),  # by position
         (dense_model(),
          lambda x, y: {"id": "a sample", "x": {"deep": x}, "class": y, "no": 0}, OWN),
+        (dense_model(), lambda x, y: {"x": x, "labels": y},
+         {"forward": lambda model, inputs: model(inputs["x"])}),
     ],
 )  # fmt: skip
 def test_batches_of_every_kind_have_the_same_bits(model, item, options):
+    found = scores(model, DataLoader(mapped(item), batch_size=5), **options)
     given = {name: each for name, each in options.items() if name not in OWN}
-    expected = scores(dense_model(), Vectors(COUNT), **given)
-    pool = DataLoader(mapped(item), batch_size=5)
-    assert_same_bits(scores(model, pool, **options), expected)
+    assert_same_bits(found, scores(dense_model(), Vectors(COUNT), **given))
 
 
 def test_targets_of_any_structure_reach_the_loss():
@@ -88,8 +84,7 @@ def test_targets_of_any_structure_reach_the_loss():
     found = scores(dense_model(), pool, loss=weighted)
     truth = scores(dense_model(), Vectors(COUNT))
     np.testing.assert_allclose(found, 2 * truth, rtol=1e-5)
-    columns = mapped(lambda x, y: (x, torch.tensor([y])))
-    for wrong in (pool, columns, mapped(lambda x, y: (x, float(y)))):
+    for wrong in (pool, mapped(lambda x, y: (x, torch.tensor([y])))):
         with pytest.raises(ValueError, match=r"el2n needs \(\d,\) classes"):
             scores(dense_model(), wrong, score="el2n")
 
@@ -101,16 +96,15 @@ def test_targets_may_be_wider_than_the_model():
     def squared(out, targets):
         return (out.squeeze(1) - targets).square()
 
-    pool = mapped(lambda x, y: (x, float(y)))
+    wide = mapped(lambda x, y: (x, float(y)))
     narrow = mapped(lambda x, y: (x, torch.tensor(float(y))))
-    found = scores(model, pool, loss=squared)
-    np.testing.assert_allclose(found, scores(model, narrow, loss=squared), rtol=1e-5)
-    x, y = default_collate([pool[i] for i in range(3)])
-    recorded, losses = captured(model, lambda m, x, y: squared(m(x), y), x, y)
+    found = [scores(model, pool, loss=squared) for pool in (wide, narrow)]
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    x, y = default_collate(wide)
+    recorded, losses = captured(model, lambda m: squared(m(x), y))
     factors = recorded.backward(losses)
-    assert losses.dtype == torch.float64
-    assert factors.gram().dtype == torch.float32
-    sums = factors.weighted_sum(torch.ones(3, dtype=torch.float64))
+    assert (losses.dtype, factors.gram().dtype) == (torch.float64, torch.float32)
+    sums = factors.weighted_sum(torch.ones_like(losses))
     torch.testing.assert_close(factors.dot(sums), factors.gram().sum(1))
 
 
@@ -144,24 +138,3 @@ OF_A_KIND = DataLoader(Vectors(COUNT), batch_size=4, collate_fn=lambda _: Batch(
 def test_what_is_not_understood_is_an_error(pool, options, error, match):
     with pytest.raises(error, match=match):
         scores(**{"model": dense_model(), "pool": pool, **options})
-
-
-def test_tokens_with_their_own_loss():
-    """In a language model every sample has a sequence of targets."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9))
-    pool = []
-    for index in range(COUNT):
-        ids = torch.randint(0, 9, (6,))
-        labels = torch.where(torch.arange(6) < 1 + index % 5, ids, -100)
-        pool.append({"input_ids": ids, "labels": labels})
-
-    def next_token(logits, labels):
-        return psg.token_cross_entropy(logits[:, :-1], labels[:, 1:])
-
-    options = {"loss": next_token, "forward": lambda m, batch: m(batch["input_ids"])}
-    found = scores(model, pool, **options)
-    batch = default_collate(pool)
-    losses = next_token(model(batch["input_ids"]), batch["labels"])
-    norms = norms_of(losses, model.parameters())
-    np.testing.assert_allclose(found, norms, rtol=1e-4, atol=1e-7)

@@ -27,7 +27,6 @@ import xla_replica
 from per_sample_grad.pool.items import compared_items
 
 COUNT, PART = 480, 2 * BLOCK
-PATIENCE = 120.0
 # The items that are read to describe the pool, besides being scored.
 IDENTITY = {*compared_items(COUNT)}
 
@@ -62,11 +61,10 @@ def kept(folder: Path) -> set[int]:
     """Returns the samples of the parts in a folder; asserts that each is complete."""
     found: set[int] = set()
     for path in folder.glob("part-*.npy"):
-        first = int(path.stem.split("-")[1]) * PART
-        samples, rows = range(first, min(first + PART, COUNT)), np.load(path)
-        assert len(rows) == len(samples)
-        assert rows.reshape(len(samples), -1).any(axis=1).all()
-        found.update(samples)
+        first, rows = int(path.stem.split("-")[1]) * PART, np.load(path)
+        assert len(rows) == PART
+        assert rows.reshape(PART, -1).any(axis=1).all()
+        found.update(range(first, first + PART))
     return found
 
 
@@ -76,17 +74,12 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
     code += "from support.xla_replica.replicas import Backend; "
     code += "device, number, *args = sys.argv[1:]; "
     code += "Backend(device, int(number)).run(t.job, *args, 3 * t.BLOCK)"
-    arguments = [backend.device, str(backend.num_replicas), str(folder), str(log)]
-    before = kept(folder)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    arguments = map(str, (backend.device, backend.num_replicas, folder, log))
+    before, end = kept(folder), time.monotonic() + 120
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, *arguments]
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        end = time.monotonic() + PATIENCE
         while kept(folder) == before:
             assert process.poll() is None, "the job ended before it kept a part"
             assert time.monotonic() < end
@@ -119,50 +112,48 @@ def test_a_killed_run_loses_two_parts_at_most_and_no_bit(
     for number, replicas in enumerate(killings):
         log, before = tmp_path / f"log{number}", kept(folder)
         killed(folder, log, Backend(device, replicas))
-        after = kept(folder)
+        after, done = kept(folder), set(asked(log))
         assert before < after < set(range(COUNT))
-        done = asked(log)
-        assert not set(done) & before  # nothing is scored twice
+        assert not done & before  # nothing is scored twice
         # One part was computed, one perhaps written. A lazy device also loads ahead:
         # two batches, and one in hand.
         ahead = 0 if device == "cpu" else 4 * 3 * BLOCK
-        assert len(set(done) - after) <= replicas * (2 * PART + ahead)
+        assert len(done - after) <= replicas * (2 * PART + ahead)
     log, before = tmp_path / "log", kept(folder)
-    for found in Backend(device, last).run(job, str(folder), str(log), 1):
-        alone = found
+    *_, found = Backend(device, last).run(job, str(folder), str(log), 1)
     assert asked(log) == dict.fromkeys(set(range(COUNT)) - before - IDENTITY, 1)
     paths = str(tmp_path / f"{what}-again"), str(tmp_path / "quiet")
-    assert_same_bits(alone, Backend(device, 1).run(job, *paths, 7)[0])
+    assert_same_bits(found, Backend(device, 1).run(job, *paths, 7)[0])
     assert not list(folder.glob("*.tmp"))
 
 
 def test_a_damaged_part_is_set_aside_and_scored_again(tmp_path):
-    options = {"block_size": BLOCK, "part_size": 8}
-    pool, folder = Vectors(20), tmp_path / "scores"
-    left = tmp_path / "other" / "part-00000000.0123.tmp"  # as by a run that was killed
-    left.parent.mkdir()
+    def run(seed: int, folder: Path) -> np.ndarray:
+        options = {"block_size": BLOCK, "part_size": 8, "folder": folder}
+        return scores(dense_model(seed), Vectors(20), **options)
+
+    other, path = tmp_path / "other", tmp_path / "scores" / "part-00000001.npy"
+    other.mkdir()
+    left = other / "part-00000000.0123.tmp"  # as by a run that was killed
     left.write_bytes(b"half")
-    scores(dense_model(1), pool, folder=left.parent, **options)
+    run(1, other)
     assert not left.exists()
-    truth = scores(dense_model(), pool, folder=folder, **options)
-    path = folder / "part-00000001.npy"
+    truth, aside = run(0, path.parent), path.with_suffix(".damaged")
     whole = path.read_bytes()
-    np.testing.assert_array_equal(np.load(path), truth[8:16])
     flipped = [bytearray(whole) for _ in range(4)]
     for content, bit in zip(flipped, (0, 8 * 128 + 3, 8 * 150, 8 * len(whole) - 1)):
         content[bit // 8] ^= 1 << bit % 8
-    next_to_it = (folder / "part-00000000.npy").read_bytes()
-    of_another_model = (tmp_path / "other" / path.name).read_bytes()
+    next_to_it = path.with_name("part-00000000.npy").read_bytes()
+    of_another_model = (other / path.name).read_bytes()
     cut = (b"", whole[:-1], whole[:64], bytes(len(whole)))
     for damaged in (*cut, next_to_it, of_another_model, *flipped, None):
-        path.unlink()
-        path.with_suffix(".damaged").unlink(missing_ok=True)
-        if damaged is None:
+        if damaged is None:  # a folder has taken its place
+            path.unlink()
+            aside.unlink()
             path.mkdir()
         else:
             path.write_bytes(damaged)
         with pytest.warns(UserWarning, match=r"part-00000001\.npy is damaged: .* aga"):
-            found = scores(dense_model(), pool, folder=folder, **options)
-        assert_same_bits(found, truth)
+            assert_same_bits(run(0, path.parent), truth)
         assert path.read_bytes() == whole
-        assert damaged is None or path.with_suffix(".damaged").read_bytes() == damaged
+        assert damaged is None or aside.read_bytes() == damaged

@@ -87,19 +87,15 @@ def embeddings(draw) -> Case:
 
 
 @st.composite
-def layer_norms(draw) -> Case:
+def norms(draw, kind: str) -> Case:
     outer = sizes(draw, draw(st.integers(0, 2)), 1, 3)
     shape = (*sizes(draw, draw(st.integers(0, 1)), 1, 3), draw(st.integers(2, 5)))
-    bias, eps = draw(st.booleans()), draw(st.sampled_from([1e-5, 1e-3]))
-    return layer("LayerNorm", (*outer, *shape), shape, eps=eps, bias=bias)
-
-
-@st.composite
-def rms_norms(draw) -> Case:
-    outer = sizes(draw, draw(st.integers(0, 2)), 1, 3)
-    shape = sizes(draw, draw(st.integers(1, 2)), 1, 4)
-    eps = draw(st.sampled_from([None, 1e-5, 1e-2]))
-    return layer("RMSNorm", (*outer, *shape), shape, eps=eps)
+    options = {"eps": draw(st.sampled_from([1e-5, 1e-2]))}
+    if kind == "LayerNorm":
+        options["bias"] = draw(st.booleans())
+    elif draw(st.booleans()):
+        options["eps"] = None
+    return layer(kind, (*outer, *shape), shape, **options)
 
 
 @st.composite
@@ -181,6 +177,6 @@ KINDS = {
     "attention": attentions(), "batch-norm": batch_norms(), "bilinear": bilinears(),
     "convolution": convolutions(), "embedding": embeddings(),
     "group-norm": group_norms(), "instance-norm": instance_norms(),
-    "layer-norm": layer_norms(), "linear": linears(), "prelu": prelus(),
-    "rms-norm": rms_norms(), "transposed": transposed(),
+    "layer-norm": norms("LayerNorm"), "linear": linears(), "prelu": prelus(),
+    "rms-norm": norms("RMSNorm"), "transposed": transposed(),
 }  # fmt: skip

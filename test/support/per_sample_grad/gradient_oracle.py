@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable
+from unittest import mock
 
 import torch
 from torch import nn
@@ -17,17 +18,8 @@ BATCH = 3
 # Errors that are allowed in half precision, relative to the answer.
 HALF = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 Gradients = dict[str, torch.Tensor]
-
-
-@contextlib.contextmanager
-def rules_kept() -> Iterator[None]:
-    """Restores the registry of rules afterwards; also a decorator of tests."""
-    kept = dict(RULES)
-    try:
-        yield
-    finally:
-        RULES.clear()
-        RULES.update(kept)
+# Restores the registry of rules after a block or, as a decorator, after a test.
+rules_kept = functools.partial(mock.patch.dict, RULES)
 
 
 def fold(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
@@ -61,12 +53,6 @@ def norms_of(
 ) -> torch.Tensor:
     """Returns the norm of each loss's gradient, ``(B,)``, of losses with a graph."""
     return flat(loop(losses, params)).norm(dim=1)
-
-
-def deviations(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Returns losses whose gradients, at the output's positions, sum to zero."""
-    out = model(x)
-    return (100 * (out - out.mean(1, keepdim=True))).square().sum((1, 2))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 import per_sample_grad as psg
@@ -21,10 +21,6 @@ from support.per_sample_grad.gradient_oracle import norms_of
 
 CLASSES, WIDTH, BLOCK = 4, 67, 8
 COUNT = 23  # samples of a small pool
-
-
-def same(value: Any) -> Any:
-    return value
 
 
 class Pool(Dataset):
@@ -37,7 +33,7 @@ class Pool(Dataset):
     shape: tuple[int, ...] = (2, 6)
 
     def __init__(
-        self, count: int = COUNT, change: Callable = same, watch: Callable = same
+        self, count: int = COUNT, change: Callable = Tensor.clone, watch: Callable = id
     ) -> None:
         self.count, self.change, self._watch = count, change, watch
         self.asked: list[int] = []

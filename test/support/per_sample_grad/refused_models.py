@@ -34,16 +34,9 @@ def positions(deep: nn.Module | None = None) -> nn.Module:
     return Apply(forward, **parts, deep=deep or nn.Identity())
 
 
-class Masked(nn.Module):
-    """A layer whose weight is a parameter times a buffer, as pruning leaves it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 3))
-        self.register_buffer("mask", (torch.arange(12).view(4, 3) % 3 > 0).float())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight * self.mask)
+def masked(m: WithParameter, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.arange(12, device=x.device).view(4, 3) % 3 > 0
+    return nn.functional.linear(x, m.p * mask)
 
 
 def pruned() -> nn.Module:
@@ -70,7 +63,6 @@ of_angle = with_parameter(turned)
 # What rules of operations account for, and no module's rule.
 BY_OPERATIONS = [
     Case("power", powered, (3,)),
-    Case("power-on-positions", powered, (5, 3)),
     Case("raw-parameter", with_parameter(torch.mul), (3,)),
     Case("functional-use", lambda: Apply(
         lambda m, x: nn.functional.linear(torch.tanh(m.inner(x)), m.inner.weight),
@@ -79,7 +71,8 @@ BY_OPERATIONS = [
     Case("weight-norm", lambda: nn.Sequential(
         parametrizations.weight_norm(nn.Linear(3, 2))), (3,)),
     Case("pruned", pruned, (3,)),
-    Case("masked", lambda: nn.Sequential(Masked(), nn.Tanh(), nn.Linear(4, 2)), (3,)),
+    Case("masked", lambda: nn.Sequential(
+        WithParameter(masked, 4, 3), nn.Tanh(), nn.Linear(4, 2)), (3,)),
     Case("weight-as-input", lambda: Apply(
         lambda m, x: m.inner(x) @ m.inner(m.outer.weight).T,
         inner=nn.Linear(3, 4), outer=nn.Linear(3, 2, bias=False)), (3,)),
