@@ -25,11 +25,6 @@ IMPORTS = {
 }
 PACKAGES = sorted(IMPORTS)
 RUNTIMES = ("torch_xla", "torch_tpu", "torch.distributed")
-# One file per member, as many as there are members.
-FAMILIES = {"grab_xla/balancers", "per_sample_grad/layers"}
-MODULES_PER_FOLDER = 12
-# The classes that users hold and that change; each is a room of its own.
-SHELLS = {"variable_batch_size.data.sampler", "grab_xla.sampler", "rigl_xla.scheduler"}
 # Modules without torch, by their folder.
 WITHOUT_TORCH = {
     "grab_xla.balancing": "reordering",
@@ -39,9 +34,8 @@ WITHOUT_TORCH = {
     "variable_batch_size.data": "lazy_orders minibatches schedule",
     "variable_batch_size.rules": "adam rule",
     "variable_batch_size.runs": "picture run_file",
-    "variable_batch_size.trace_tools": (
-        "columns conversion curves families options simulation step_time"
-    ),
+    "variable_batch_size.trace_tools": "columns conversion curves families options "
+    "simulation step_time",
     "variable_batch_size.traces": "batch_trace trace_csv",
     "xla_replica.common": "arguments differences files",
 }
@@ -74,14 +68,14 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = []
     for node in nodes_at_run_time(tree):
-        top = node in tree.body
-        if isinstance(node, ast.Import):
-            found += [(alias.name, top) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            module = node.module or ""
-            names = [f"{module}.{alias.name}" for alias in node.names]
-            found += [(name if name in MODULES else module, top) for name in names]
+            full = [f"{node.module}.{name}" for name in names]
+            names = [name if name in MODULES else node.module for name in full]
+        found += [(name, node in tree.body) for name in names]
     return found
 
 
@@ -121,22 +115,21 @@ def test_no_modules_and_no_folders_import_each_other():
     TopologicalSorter(folders).prepare()
 
 
-def test_shells_do_not_import_each_other():
-    for shell in SHELLS:
-        assert not IMPORTED[shell] & SHELLS, shell
-
-
-def crowded(*files: Path) -> dict[str, int]:
-    """How many modules are in each folder that has more than a reader looks through."""
-    modules = [path for path in files if path.name != "__init__.py"]
-    count = Counter(path.parent.relative_to(ROOT).as_posix() for path in modules)
-    return {name: n for name, n in count.items() if n > MODULES_PER_FOLDER}
+def test_classes_that_users_hold_and_that_change_do_not_import_each_other():
+    held = {
+        "variable_batch_size.data.sampler",
+        "grab_xla.sampler",
+        "rigl_xla.scheduler",
+    }
+    assert not any(IMPORTED[module] & held for module in held)
 
 
 def test_folders_are_small_enough_to_be_read():
-    assert crowded(*MODULES.values()).keys() <= FAMILIES
-    assert not crowded(*TESTS)
-    assert not crowded(*HELPERS)
+    modules = [path for path in MODULES.values() if path.name != "__init__.py"]
+    count = Counter(path.parent for path in [*modules, *TESTS, *HELPERS])
+    crowded = {path.relative_to(ROOT).as_posix() for path in count if count[path] > 12}
+    # One file per member, as many as there are members.
+    assert crowded <= {"grab_xla/balancers", "per_sample_grad/layers"}
     for package in PACKAGES:
         assert 3 <= len([*(ROOT / package).glob("*/__init__.py")]) <= 10, package
 
@@ -195,32 +188,23 @@ def test_the_tests_are_not_a_package_and_their_files_have_different_names():
 
 def test_folders_of_tests_are_those_of_the_packages():
     """Or, elsewhere, few: CONTRIBUTING.md says which tests are where."""
-    known = {path.parent for path in MODULES.values()}
-    for name in {path.parent.relative_to(ROOT / "test") for path in TESTS}:
-        if name.parts[:1] and name.parts[0] in PACKAGES:
-            assert ROOT / name in known, f"test/{name} is not a folder of a package"
+    known = {path.parent.relative_to(ROOT) for path in MODULES.values()}
+    folders = {path.parent.relative_to(ROOT / "test") for path in TESTS}
+    assert {each for each in folders if {*PACKAGES} & {*each.parts[:1]}} <= known
     helpers = {path.parent for path in HELPERS} - {ROOT / "test" / "support"}
     assert {path.name for path in helpers} == set(PACKAGES)
 
 
-def test_tests_import_helpers_that_exist_and_no_other_tests():
+def test_tests_import_no_other_tests():
     """A test's folder is not on the path when another folder's tests run alone."""
-    helpers = {".".join(p.relative_to(ROOT / "test").with_suffix("").parts)
-               for p in HELPERS}  # fmt: skip
     for path in [*TESTS, *HELPERS]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or not node.module:
-                continue
-            assert not node.module.startswith("test_"), f"{path}: {node.module}"
-            if node.module.split(".")[0] == "support":
-                names = {f"{node.module}.{alias.name}" for alias in node.names}
-                assert node.module in helpers or names <= helpers, f"{path}: {names}"
+        names = [name for name, _ in imports(path) if name.startswith("test_")]
+        assert not names, path
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_explains_itself(package):
     module = importlib.import_module(package)
-    assert len(set(module.__all__)) == len(module.__all__)
     for name in module.__all__:
         assert getattr(module, name).__doc__, name
 

@@ -1,73 +1,121 @@
-"""What the README shows works: its diff is applied, and both sides are run."""
+"""What the README shows works; so do its diffs, and those of the other pages."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.documents import ROOT, block, blocks, patched, read, sides
-from support.readers import check_trained, on_replicas, run_script_of_reader
-from support.xla_replica.replicas import HAS_XLA, of_torch_alone
+from support.documents import block, blocks, patched, read, sides
+from support.scripts import python
+from support.xla_replica.replicas import HAS_XLA, needs_xla, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 from tools.size.count_lines import PACKAGES
 
 README = read("README.md")
+# What the pages' scripts import from the reader's project.
+MY_PROJECT = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+generator = torch.Generator().manual_seed(0)
+labels = torch.arange(512) % 4
+images = torch.randn(512, 8, generator=generator) / 2 + torch.eye(8)[labels] * 3
+dataset = TensorDataset(images, labels)
 
-def scripts() -> tuple[str, str, str]:
-    """Returns the user's script, the elastic one, and that with AdaScale."""
-    [to_elastic] = blocks("README.md", "diff")
-    [to_adascale] = blocks("docs/rules.md", "diff")
-    ordinary, elastic = sides(to_elastic)
-    return ordinary, elastic, patched(elastic, to_adascale)
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+def accuracy(model):
+    model.eval()
+    with torch.no_grad():
+        guesses = model(images.to(next(model.parameters()).device)).argmax(1).cpu()
+    return (guesses == labels).double().mean().item()
+"""
+# One write, so that two processes cannot mix theirs.
+REPORT = "    print(f'accuracy {accuracy(model)}', flush=True)\n    return model\n"
 
 
 @of_torch_alone
-def test_the_quick_start_runs_as_it_is_printed(tmp_path):
+def test_the_quick_start_runs_as_it_is_printed(tmp_path, monkeypatch):
     """In an empty folder, with the packages installed."""
     pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
     [script] = blocks("README.md", "python")
-    (tmp_path / "train.py").write_text(script)
+    Path("train.py").write_text(script)
     section = README[README.index("## Quick start") : README.index("## Make your")]
-    commands = block("README.md", "sh", "vbs make ramp").strip()
+    commands = block("README.md", "sh", "vbs make ramp").strip().splitlines()
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    kept = os.environ | {"PATH": binaries, "PYTHONPATH": str(ROOT)}
-    assert len(commands.splitlines()) == 2
-    options = {"cwd": tmp_path, "env": kept, "capture_output": True, "text": True}
-    for command in commands.splitlines():
-        done = subprocess.run(shlex.split(command), **options)
+    monkeypatch.setenv("PATH", binaries)
+    for command in commands:
+        done = python(*shlex.split(command), command=(), timeout=600)
         assert done.returncode == 0, done.stderr
     [said] = re.findall(r"to a test accuracy of (\d+) %", " ".join(section.split()))
     [reached] = re.findall(r"^test accuracy ([\d.]+) %$", done.stdout, re.MULTILINE)
     assert float(reached) > float(said) - 1.5
-    assert (tmp_path / "run").is_dir()
+    assert Path("run").is_dir()
 
 
-@of_torch_alone
-def test_the_script_before_the_diff_trains(tmp_path):
-    check_trained(run_script_of_reader(scripts()[0], tmp_path), 1)
+def scripts() -> dict[str, str]:
+    """Returns the scripts before and after a diff, and the README's with AdaScale."""
+    [of_readme] = blocks("README.md", "diff")
+    [of_ddp] = blocks("docs/migration/distributed_data_parallel.md", "diff")
+    [of_xla] = blocks("docs/migration/torch_xla.md", "diff")
+    [to_adascale] = blocks("docs/rules.md", "diff")
+    diffs = {"README": of_readme, "DDP": of_ddp, "torch_xla": of_xla}
+    found = {
+        f"{side} {name}": script
+        for name, diff in diffs.items()
+        for side, script in zip(("before", "after"), sides(diff), strict=True)
+    }
+    return {**found, "AdaScale": patched(found["after README"], to_adascale)}
 
 
-def test_the_script_after_the_diff_trains_on_every_replica_alike(tmp_path):
-    script = on_replicas(3, scripts()[1])
-    check_trained(run_script_of_reader(script, tmp_path), 3)
-
-
-@of_torch_alone
-def test_the_script_after_the_diff_trains_under_torchrun(tmp_path):
-    check_trained(run_script_of_reader(scripts()[1], tmp_path, *LAUNCHER[1:]), 2)
-
-
-def test_the_script_with_adascale_trains_on_every_replica_alike(tmp_path):
-    num_replicas = 1 if HAS_XLA else 3
-    script = on_replicas(num_replicas, scripts()[2])
-    check_trained(run_script_of_reader(script, tmp_path), num_replicas)
+@pytest.mark.parametrize(
+    ("name", "num_replicas", "launcher"),
+    [
+        pytest.param("before README", 1, (), marks=of_torch_alone),
+        ("after README", 3, ()),
+        pytest.param("after README", 2, LAUNCHER, marks=of_torch_alone),
+        ("AdaScale", 1 if HAS_XLA else 3, ()),
+        pytest.param("before DDP", 2, LAUNCHER, marks=pytest.mark.slow),
+        pytest.param("after DDP", 2, LAUNCHER, marks=pytest.mark.slow),
+        pytest.param(
+            "before torch_xla", 1, (),
+            marks=[needs_xla, pytest.mark.xla, pytest.mark.slow],
+        ),
+        ("after torch_xla", 2 if HAS_XLA else 1, ()),
+    ],
+)  # fmt: skip
+def test_a_script_trains_on_every_replica_alike(
+    tmp_path, monkeypatch, name, num_replicas, launcher
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    Path("my_project.py").write_text(MY_PROJECT)
+    rows = "".join(f"{n},{32 + 32 * (n % 6)}\n" for n in range(40))
+    Path("trace.csv").write_text(f"step,batchsize\n{rows}")
+    script = scripts()[name].replace(
+        "import Net, dataset", "import Net, accuracy, dataset"
+    )
+    script = script.replace("    return model\n", REPORT)
+    if not launcher:
+        script = script.replace(
+            "xla_replica.launch(train)",
+            f"xla_replica.launch(train, (), {num_replicas})",
+        )
+    Path("train.py").write_text(script)
+    done = python(*launcher[1:], "train.py", timeout=300, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    first, *others = map(float, re.findall(r"accuracy ([\d.]+)", done.stdout))
+    assert others == [first] * (num_replicas - 1)
+    assert first > 0.9
 
 
 def test_the_diff_is_as_short_as_it_says():
@@ -85,7 +133,7 @@ def test_a_first_page_is_short(page, most):
 
 
 def test_the_readme_names_make_targets_and_python_versions_that_exist():
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = read("Makefile")
     for target in re.findall(r"(?<!vbs )make (\w+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    assert ">=3.10" in (ROOT / "setup.py").read_text()
+    assert ">=3.10" in read("setup.py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from support.documents import ROOT, read
+from support.documents import ROOT
 
 OWN = "test/test_withdrawn.py"
 FOLDERS = (
@@ -61,9 +61,3 @@ def test_nothing_names_what_was_withdrawn(package):
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert (found.returncode, found.stdout, found.stderr) == (1, "", "")
-
-
-def test_the_changelog_says_what_to_write_instead():
-    parts = read("CHANGELOG.md").split("\n### `")[1:]
-    told = {part.split("`")[0] for part in parts if "#### Withdrawn" in part}
-    assert told == {*WITHDRAWN}

@@ -42,19 +42,18 @@ def assert_same(ours, theirs) -> None:
 
 def test_an_elastic_loop():
     code = block("docs/variable_batch_size.md", "python", "def train_by_hand(")
-    train_by_hand = last_of(code)
     inputs, targets = data(512)
-    batch_sizes, seed = [64, 128, 96, 32, 160], 7
+    batch_sizes, replica = [64, 128, 96, 32, 160], xla_replica.LocalReplica("cpu")
     expected, plain = model_and_optimizer(momentum=0.9)
-    with xla_replica.LocalReplica("cpu").seeded(seed):  # for its randperm
-        train_by_hand(expected, plain, inputs, targets, batch_sizes, 64)
+    with replica.seeded(7):  # for its randperm
+        last_of(code)(expected, plain, inputs, targets, batch_sizes, 64)
 
     model, inner = model_and_optimizer(momentum=0.9)
     sampler = vbs.CustomSampler(
-        range(512), batch_sizes, minibatch_size=32, num_replicas=1, rank=0, seed=seed
+        range(512), batch_sizes, minibatch_size=32, num_replicas=1, rank=0, seed=7
     )
     optimizer = vbs.LinearRuleOptimizer(
-        inner, sampler, ref_batchsize=64, replica=xla_replica.LocalReplica("cpu")
+        inner, sampler, ref_batchsize=64, replica=replica
     )
     for indices in sampler:
         F.cross_entropy(model(inputs[indices]), targets[indices]).backward()
@@ -64,12 +63,10 @@ def test_an_elastic_loop():
 
 def test_mean_balance():
     code = block("docs/grab_xla.md", "python", "def train_by_hand(")
-    train_by_hand = last_of(code)
-    dataset, num_epochs = TensorDataset(*data(40)), 4
+    dataset, orders = TensorDataset(*data(40)), []
     model, optimizer = model_and_optimizer()
     sampler = sampler_of(model, len(dataset))
-    orders = []
-    for _ in range(num_epochs):
+    for _ in range(4):
         orders.append(list(sampler))
         for sample in orders[-1]:
             x, y = dataset[sample : sample + 1]
@@ -77,27 +74,23 @@ def test_mean_balance():
             balance(sampler, model, cross_entropies, model, x, y)
             optimizer.step()
     expected, plain = model_and_optimizer()
-    last = train_by_hand(expected, plain, dataset, orders[0], num_epochs)
+    last = last_of(code)(expected, plain, dataset, orders[0], 4)
     assert list(sampler) == last != orders[-1] != orders[0]
     assert_same(model.state_dict(), expected.state_dict())
 
 
 def test_gradients_of_samples():
     code = block("docs/per_sample_grad.md", "python", "def gradients_by_loop(")
-    gradients_by_loop = last_of(code)
-    inputs, targets = data(6)
     model, _ = model_and_optimizer()
     with psg.capture(model) as recorded:
-        losses = cross_entropies(model, inputs, targets)
-    expected = gradients_by_loop(model, losses)
-    found = recorded.backward(losses).materialize()
-    assert_same(found, expected)
+        losses = cross_entropies(model, *data(6))
+    expected = last_of(code)(model, losses)
+    assert_same(recorded.backward(losses).materialize(), expected)
 
 
 def test_a_topology_update():
     code = block("docs/rigl_xla.md", "python", "def update_by_hand(")
-    update_by_hand = last_of(code)
-    inputs, _ = data(8)
+    update_by_hand, [inputs, _] = last_of(code), data(8)
     model, optimizer = model_and_optimizer()
     layer, alpha, T_end, num_updates = model[2], 0.3, 100, 0
     pruner = rigl_xla.RigLScheduler(
@@ -107,12 +100,11 @@ def test_a_topology_update():
     for step in range(1, 16):
         before = layer.weight.detach().clone()
         mask = pruner.masks["2.weight"].clone()
-        dense = torch.func.grad(
-            lambda weight: torch.func.functional_call(
-                model, {"2.weight": weight}, inputs
-            ).square().mean()
-        )(before)  # fmt: skip
         optimizer.zero_grad()
+        hidden = model[:2](inputs).detach()
+        weight = before.clone().requires_grad_()
+        error = F.linear(hidden, weight, layer.bias).square().mean()
+        [dense] = torch.autograd.grad(error, [weight])
         model(inputs).square().mean().backward()
         if pruner():
             optimizer.step()

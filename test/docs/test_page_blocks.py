@@ -23,6 +23,7 @@ LANGUAGES = {"python", "sh", "diff", "csv", "text", "yaml"}
 # wheel runs again what this one does.
 PASSED_OVER = ("test_page_blocks.py", "test_wheel.py")
 TEXTS = (ast.Constant, ast.JoinedStr, ast.Tuple)
+PARSE = argparse.ArgumentParser.parse_args
 
 
 def asked_for(source: str) -> list[tuple[str, ...]]:
@@ -35,12 +36,11 @@ def asked_for(source: str) -> list[tuple[str, ...]]:
         if isinstance(getattr(node, "value", None), TEXTS):
             with contextlib.suppress(NameError):  # a name from elsewhere
                 exec(ast.unparse(node), names)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [
-        tuple(eval(ast.unparse(argument), names) for argument in node.args)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in ("block", "blocks")
+        tuple(eval(ast.unparse(argument), names) for argument in call.args)
+        for call in calls
+        if ast.unparse(call.func) in ("block", "blocks")
     ]
 
 
@@ -75,13 +75,6 @@ PYTHON = [each.name for each in HERE if each.language == "python"]
 SHELL = {each.name: each.code for each in HERE if each.language == "sh"}
 
 
-def test_what_a_module_asks_for_is_found():
-    source = "A, B = 'a', 'b'\nblocks(f'{B}.md', 'sh')\ndef f(): block(A, 'sh', 'x')"
-    assert asked_for(source) == [("b.md", "sh"), ("a", "sh", "x")]
-    with pytest.raises(NameError):
-        asked_for("def f(page): block(page, 'sh', 'x')")
-
-
 @pytest.mark.parametrize("page", sorted({each.page for each in ALL}))
 def test_no_block_escapes(page):
     text, found = read(page), [each for each in ALL if each.page == page]
@@ -111,23 +104,9 @@ class ParsedError(Exception):
     """A script has understood its command line."""
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    """A folder with the tutorial's last script, where parsers end what calls them."""
-    [script] = blocks("docs/tutorial.md", "python")
-    elastic, _, resumable, ordered = blocks("docs/tutorial.md", "diff")
-    for diff in (elastic, resumable, ordered):
-        script = patched(script, diff)
-    (tmp_path / "train.py").write_text(script)
-    parse = argparse.ArgumentParser.parse_args
-
-    def parse_args(self, args=None, namespace=None):
-        raise ParsedError(parse(self, args, namespace))
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def parse_args(self, args=None, namespace=None):
+    """Ends what calls it, once it has parsed."""
+    raise ParsedError(PARSE(self, args, namespace))
 
 
 def commands(code: str) -> list[list[str]]:
@@ -147,8 +126,14 @@ def run_as_main(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", SHELL)
-def test_what_is_called_takes_the_words_of_a_command(name, folder, monkeypatch):
-    makefile = read("Makefile")
+def test_what_is_called_takes_the_words_of_a_command(name, tmp_path, monkeypatch):
+    script, makefile = tmp_path / "train.py", read("Makefile")
+    elastic, _, resumable, ordered = blocks("docs/tutorial.md", "diff")
+    [ordinary] = blocks("docs/tutorial.md", "python")
+    script.write_text(patched(patched(patched(ordinary, elastic), resumable), ordered))
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.chdir(tmp_path)
     for program, *arguments in commands(SHELL[name]):
         if program == "make":
             for word in arguments:

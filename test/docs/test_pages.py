@@ -59,25 +59,17 @@ def present(page: Path) -> str:
 
 
 @PAGES
-def test_files_that_are_named_exist(page):
-    folders = "|".join(FOLDERS)
-    named = rf"(?<![\w/])(?:{folders})/[\w/.-]*\w\.(?:py|md|json|csv|png)"
-    for path in re.findall(named, present(page)):
-        assert (ROOT / path).exists(), path
+def test_files_and_public_names_that_are_named_exist(page):
+    text = present(page)
+    named = rf"(?<![\w/])(?:{'|'.join(FOLDERS)})/[\w/.-]*\w\.(?:py|md|json|csv|png)"
+    assert not [path for path in re.findall(named, text) if not (ROOT / path).exists()]
     tests = {path.name for path in ROOT.glob("test/**/*.py")}
-    for name in re.findall(r"`(test_\w+\.py)`", present(page)):
-        assert name in tests, name
-
-
-@PAGES
-def test_names_that_are_public_exist(page):
-    named = rf"\b({'|'.join(MODULES)})\.([a-zA-Z_]+)"
-    for alias, name in re.findall(named, present(page)):
-        if name in ("py", "md", "pyi", "json"):
-            continue
+    assert {*re.findall(r"`(test_\w+\.py)`", text)} <= tests
+    for alias, name in re.findall(rf"\b({'|'.join(MODULES)})\.([a-zA-Z_]+)", text):
         module = importlib.import_module(MODULES[alias])
+        is_file = name in ("py", "md", "pyi", "json")
         is_module = importlib.util.find_spec(f"{module.__name__}.{name}") is not None
-        assert hasattr(module, name) or is_module, f"{alias}.{name}"
+        assert is_file or is_module or hasattr(module, name), f"{alias}.{name}"
 
 
 def test_the_page_on_stability_lists_all_public_names():
@@ -116,6 +108,12 @@ def test_every_record_has_a_page_that_names_it():
         assert record.name in text or re.search(rf"`…-[\w-]*{end}`", text), record.name
 
 
+def test_the_changelog_says_what_to_write_instead_of_what_was_withdrawn():
+    parts = read("CHANGELOG.md").split("\n### `")[1:]
+    told = {part.split("`")[0] for part in parts if "#### Withdrawn" in part}
+    assert told == {*MODULES.values()}
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/grab_xla.md"])
 def test_a_gain_is_told_with_its_cost(page):
     """Orders are compared after equally many epochs, which do not cost the same."""
@@ -125,7 +123,12 @@ def test_a_gain_is_told_with_its_cost(page):
     assert "#what-an-epoch-costs" in text
 
 
-def test_headings_become_anchors_as_on_github(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# One: `a_b`\n## Two, 3\n```\n# not a heading\n```\n## Two, 3\n")
-    assert anchors(page) == {"one-a_b", "two-3", "two-3-1"}
+@pytest.mark.parametrize(
+    "family",
+    ["A learning-rate rule", "A balance type", "A layer rule", "A sparsity method",
+     "A replica backend", "A score of a pool", "A family of traces"],
+)  # fmt: skip
+def test_a_member_is_added_from_outside_in_thirty_lines_of_code(family):
+    _, _, section = read("docs/extending.md").partition(f"\n## {family}\n")
+    [code] = re.findall("```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    assert 0 < len([*filter(str.strip, code.splitlines())]) <= 30

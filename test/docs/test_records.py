@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 
 import pytest
 from support.documents import ROOT, read
 
-RECORDS = ROOT / "docs" / "benchmarks"
 BALANCE_TYPES = ("mean", "pair", "recursive", "recursive-pair")
 # How the tables call the models and the ways of the records.
 MODELS = {
@@ -20,7 +20,7 @@ MODELS = {
 
 
 def record(name: str) -> dict:
-    [path] = RECORDS.glob(f"*{name}*.json")
+    [path] = ROOT.glob(f"docs/benchmarks/*{name}*.json")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -38,16 +38,14 @@ def check(row: str, shown: str, expected: float, digits: int) -> None:
 
 def test_what_a_comparison_in_every_pass_costs():
     found = record("outside_compared")
-    rows = table("docs/outside.md", "| model | training, ms")
-    for name, training, once, always in rows:
+    for name, training, once, always in table(
+        "docs/outside.md", "| model | training, ms"
+    ):
         prices = found["prices"][name.split(",")[0]]
         check(name, training, prices["training_ms"], 0)
         check(name, always, prices["every pass"], 2)
         assert once == str(prices.get("once", ""))
-    reasons = list(found["compared"].values())
-    counts = [reasons.count(each) for each in dict.fromkeys(reasons)]
-    words = {4: "four", 12: "twelve"}
-    assert [words[count] for count in counts] == ["four", "twelve"]
+    assert [*Counter(found["compared"].values()).values()] == [4, 12]
     for text in ("four are compared in every pass", "In twelve more"):
         assert text in " ".join(read("docs/outside.md").split())
 
@@ -80,10 +78,9 @@ def test_what_a_training_step_costs():
 
 @pytest.mark.parametrize("page", ["grab_xla_details.md", "benchmarks/README.md"])
 def test_what_a_balance_step_takes_of_memory(page):
-    cells = record("bench_grab-memory")["cells"]
     rows = table(f"docs/{page}", "| | grab-sampler 0.1.3 | grab_xla |")
-    assert len(rows) <= len(cells)
-    for cell, (name, *numbers) in zip(cells, rows):
+    cells = record("bench_grab-memory")["cells"][: len(rows)]
+    for cell, (name, *numbers) in zip(cells, rows, strict=True):
         assert name.strip("`").startswith(cell["type"]), name
         found = [value for value in cell.values() if isinstance(value, float)]
         assert [int(shown) for shown in numbers] == [round(value) for value in found]
@@ -105,16 +102,17 @@ def test_what_groups_and_projections_keep_of_the_gain():
 def test_accuracies_of_sparse_networks():
     recorded = record("rigl_digits")["accuracy"]
     for name, *shown in table("docs/rigl_xla.md", "| test accuracy in % | dense"):
-        sparsity = f"0.{name.split()[0]}"
-        methods = ("dense", "static", "set", "rigl")
-        means = [sum(recorded[sparsity][m]) / 5 for m in methods]
+        found = recorded[f"0.{name.split()[0]}"]
+        means = [
+            sum(found[method]) / 5 for method in ("dense", "static", "set", "rigl")
+        ]
         assert [cell.strip("*") for cell in shown] == [f"{mean:.1f}" for mean in means]
 
 
 def test_what_seesaw_saves():
-    ways = record("seesaw")["ways"]
     rows = table("docs/traces.md", "| learning rate and batch | updates")
-    for way, (_, updates, train, test, accuracy) in zip(ways.values(), rows):
+    ways = record("seesaw")["ways"].values()
+    for way, (_, updates, train, test, accuracy) in zip(ways, rows):
         assert int(updates) == way["updates"]["mean"]
         digits = {"train_loss": 4, "test_loss": 3, "accuracy": 1}
         for shown, key in zip((train, test, accuracy.removesuffix(" %")), digits):
@@ -123,10 +121,9 @@ def test_what_seesaw_saves():
 
 
 def test_what_weights_in_the_balance_do():
-    distance = record("weights")["distance"]
     rows = table("docs/grab_xla_details.md", "| trace | rule | rr |")
     for trace, rule, *shown in rows:
-        found = distance[trace][rule].values()
+        found = record("weights")["distance"][trace][rule].values()
         assert shown == [f"{value:.1e}" for value in found], trace
 
 

@@ -75,11 +75,6 @@ def history(folder: Path) -> pd.DataFrame:
     return pd.read_csv(folder / "history.csv").drop(columns="seconds")
 
 
-def assert_same_history(folder: Path, one: str, other: str, rtol: float) -> None:
-    both = (history(folder / name) for name in (one, other))
-    pd.testing.assert_frame_equal(*both, rtol=rtol)
-
-
 def check_output(folder: Path, orders: list[str], epochs: int, seeds: int = 1) -> None:
     rows = history(folder)
     assert rows["order"].unique().tolist() == orders
@@ -90,12 +85,8 @@ def check_output(folder: Path, orders: list[str], epochs: int, seeds: int = 1) -
     saved = json.loads((folder / "results.json").read_text())
     assert len(saved["history"]) == len(rows)
     assert saved["settings"]["order"] == orders
-    for order in orders:
-        for seed in range(seeds):
-            assert list((folder / f"{order}-seed{seed}").glob("events.out.tfevents.*"))
-
-
-# --- whole runs
+    found = {path.parent.name for path in folder.glob("*/events.out.tfevents.*")}
+    assert {f"{order}-seed{n}" for order in orders for n in range(seeds)} <= found
 
 
 @pytest.mark.parametrize("name", ["images", pytest.param("text", marks=of_torch_alone)])
@@ -111,46 +102,44 @@ def test_orders_and_seeds_on_one_replica(tmp_path, tasks, name, capsys):
     assert "means over 2 seeds" in text
     assert "per-sample gradients are right" in text
     rows = history(tmp_path / "log")
-    herding = rows.set_index("order")["herding"]
-    assert herding["mean"].notna().sum() == 4  # after every epoch
+    of_mean = rows[rows["order"] == "mean"]
+    assert of_mean["herding"].notna().sum() == 4  # after every epoch
     # All orders of a seed begin with the same weights and the same first epoch's order.
     for epoch, most in ((0, 0), (1, 1e-5)):
         losses = rows[rows["epoch"] == epoch].groupby("seed")["train_loss"]
         assert (losses.max() - losses.min() <= most).all()
 
 
+ON_TWO = ("--num-replicas", 2, "--device", "cpu")
+EMULATED = ("--num-replicas", 2, "--device", "xla")
+
+
 @pytest.mark.parametrize(
-    ("name", "device"),
+    ("name", "replicas"),
     [
-        pytest.param("images", "cpu", marks=of_torch_alone),
-        pytest.param("images", "xla", marks=[slow, needs_xla]),
-        pytest.param("text", "cpu", marks=slow),
+        pytest.param("images", ON_TWO, marks=of_torch_alone),
+        pytest.param("images", EMULATED, marks=[slow, needs_xla]),
+        pytest.param("images", (), marks=slow),
+        pytest.param("text", ON_TWO, marks=slow),
         # Its programs take half a minute to compile.
-        pytest.param("text", "xla", marks=[slow, needs_xla]),
+        pytest.param("text", EMULATED, marks=[slow, needs_xla]),
+        pytest.param("text", (), marks=slow),
     ],
 )
-def test_two_replicas_do_what_one_does(tmp_path, tasks, name, device):
+def test_two_replicas_do_what_one_does(tmp_path, tasks, name, replicas):
+    """Those of torchrun, too."""
     arguments = (*tasks[name], "--order", "pair", "--epochs", 2)
     run_here(name, *arguments, "--logdir", tmp_path / "one")
+    options = replicas or ("--device", "cpu")
+    command = (sys.executable,) if replicas else LAUNCHER
     text = run(
-        name, *arguments, "--num-replicas", 2, "--device", device, "--logdir", "two",
-        cwd=tmp_path,
-    )  # fmt: skip
+        name, *arguments, *options, "--logdir", "two", cwd=tmp_path, command=command
+    )
     check_output(tmp_path / "two", ["pair"], epochs=2)
     assert "100%" in text  # the progress bar
-    assert_same_history(tmp_path, "one", "two", rtol=1e-4)
-
-
-@slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_under_torchrun(tmp_path, tasks, name):
-    text = run(
-        name, *tasks[name], "--order", "mean", "--epochs", 1, "--logdir", "log",
-        "--device", "cpu", "--no-progress",
-        cwd=tmp_path, command=LAUNCHER,
-    )  # fmt: skip
-    check_output(tmp_path / "log", ["mean"], epochs=1)
     assert text.count("means over 1 seeds") == 1
+    both = map(history, (tmp_path / "one", tmp_path / "two"))
+    pd.testing.assert_frame_equal(*both, rtol=1e-4)
 
 
 @of_torch_alone
@@ -170,11 +159,10 @@ def test_other_fidelities_train_in_bfloat16(tmp_path, tasks, name, fidelity):
     [
         pytest.param("images", (), marks=of_torch_alone),
         pytest.param("text", ("--device", "cpu"), marks=slow),
-        pytest.param("images", ("--num-replicas", 2, "--device", "cpu"), marks=slow),
-        pytest.param("images", ("--num-replicas", 2, "--device", "xla"),
-                     marks=[slow, needs_xla]),
+        pytest.param("images", ON_TWO, marks=slow),
+        pytest.param("images", EMULATED, marks=[slow, needs_xla]),
     ],
-)  # fmt: skip
+)
 def test_a_traced_run_in_two_parts_is_one_run(tmp_path, tasks, name, replicas):
     """It breaks off in the second epoch; the rest may run on other replicas."""
     (trace := tmp_path / "trace.csv").write_text(
@@ -197,45 +185,39 @@ def test_a_traced_run_in_two_parts_is_one_run(tmp_path, tasks, name, replicas):
         run(name, *arguments, *replicas, cwd=tmp_path)
     else:
         run_here(name, *arguments)
-    assert_same_history(tmp_path, "whole", "parts", rtol=1e-4)
-
-
-# --- resuming
+    both = map(history, (tmp_path / "whole", tmp_path / "parts"))
+    pd.testing.assert_frame_equal(*both, rtol=1e-4)
 
 
 @of_torch_alone
-def test_a_run_of_all_orders_in_two_parts_is_one_run(tmp_path, capsys):
-    """And another run, or one that does not say that it resumes, is refused."""
+def test_a_run_of_all_orders_in_parts_is_one_run(tmp_path, capsys):
+    """Another run, or one that does not say that it resumes, is refused.
+
+    Epochs have 8 steps: after one, 5 more steps of some orders are done, 3 of them
+    saved.
+    """
     arguments = (*IMAGES, "--order", ",".join(ORDERS))
     run_here("images", *arguments, "--epochs", 3, "--logdir", tmp_path / "whole")
     check_output(tmp_path / "whole", list(ORDERS), epochs=3)
-    arguments += ("--checkpoint", tmp_path / "saved", "--logdir", tmp_path / "parts")
-    run_here("images", *arguments, "--epochs", 1)
-    with pytest.raises(SystemExit):
-        run_here("images", *arguments, "--epochs", 3)
-    assert "-seed0.pt holds a run: add --resume" in capsys.readouterr().err
-    other = ("--epochs", 3, "--resume", "--lr", 0.2, "--model", "lenet")
-    with pytest.raises(ValueError, match=r"another run: lr was 0\.1 and is 0\.2; mode"):
-        run_here("images", *arguments, *other)
-    run_here("images", *arguments, "--epochs", 3, "--resume")
-    assert_same_history(tmp_path, "whole", "parts", rtol=1e-6)
-
-
-@of_torch_alone
-def test_a_run_that_breaks_off_amid_an_epoch_is_one_run(tmp_path, capsys):
-    """Epochs have 8 steps; 13 steps are done, 11 of them saved."""
-    arguments = (*IMAGES, "--order", "rr,mean,pair", "--epochs", 3)
-    run_here("images", *arguments, "--logdir", tmp_path / "whole")
     arguments += ("--checkpoint", tmp_path / "saved", "--checkpoint-steps", 3)
-    arguments += ("--resume", "--logdir", tmp_path / "parts")
-    for order in ("rr", "mean", "pair"):
+    arguments += ("--logdir", tmp_path / "parts")
+    run_here("images", *arguments, "--epochs", 1)
+    arguments += ("--epochs", 3)
+    with pytest.raises(SystemExit):
+        run_here("images", *arguments)
+    assert "-seed0.pt holds a run: add --resume" in capsys.readouterr().err
+    arguments += ("--resume",)
+    with pytest.raises(ValueError, match=r"another run: lr was 0\.1 and is 0\.2; mode"):
+        run_here("images", *arguments, "--lr", 0.2, "--model", "lenet")
+    for order in ("mean", "pair", "rr"):
         with breaking_off(ordered_training.Run, order, step=5):
             assert run_here("images", *arguments) == 130
         assert "interrupted; --resume continues what" in capsys.readouterr().err
         state = torch.load(tmp_path / "saved" / f"{order}-seed0.pt")
         assert (state["epoch"], state["step"]) == (1, 3)
     run_here("images", *arguments)
-    assert_same_history(tmp_path, "whole", "parts", rtol=1e-6)
+    both = map(history, (tmp_path / "whole", tmp_path / "parts"))
+    pd.testing.assert_frame_equal(*both, rtol=1e-6)
     assert not list((tmp_path / "saved").glob("*.unfinished"))
 
 
@@ -252,9 +234,6 @@ def breaking_off(run_class: type, order: str, step: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_class, "_update", interrupted)
         yield
-
-
-# --- messages
 
 
 def test_digits_stand_in_and_a_line_says_so(monkeypatch, caplog):
@@ -276,9 +255,6 @@ def test_the_repository_stands_in_and_a_line_says_so(monkeypatch, caplog, tmp_pa
     assert "wikitext-103 is not available" in caplog.text
     assert files == text_data.choose(None, None, str(tmp_path), 1000)
     assert {"README.md", "test_examples.py"} < {Path(file).name for file in files}
-
-
-# --- data, models, gradients
 
 
 def test_a_corpus_is_fetched_once(monkeypatch, tmp_path):
@@ -310,14 +286,13 @@ def test_windows_follow_one_another(book):
 def models() -> dict[str, tuple]:
     """Returns every model with inputs and targets of four samples."""
     torch.manual_seed(0)
-    labels = torch.randint(10, (4,))
-    rows = {}
+    labels, rows = torch.randint(10, (4,)), {}
     for name in MODELS:
-        channels, side = (3, 32) if name == "lenet" else (1, 8)
-        images = torch.randint(256, (4, channels, side, side), dtype=torch.uint8)
-        rows[name] = (image_model(name, channels, side, width=8), images, labels)
+        size = (3, 32) if name == "lenet" else (1, 8)
+        images = torch.randint(256, (4, size[0], size[1], size[1]), dtype=torch.uint8)
+        rows[name] = (image_model(name, *size, width=8), images, labels)
+    windows = torch.randint(256, (4, 13), dtype=torch.uint8)
     for tied in (True, False):
-        windows = torch.randint(256, (4, 13), dtype=torch.uint8)
         model = ByteGPT(12, width=16, num_layers=2, num_heads=2, tied=tied)
         rows[f"gpt, tied: {tied}"] = (model, windows[:, :-1], windows[:, 1:])
     return rows

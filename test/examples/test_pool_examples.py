@@ -1,15 +1,16 @@
-"""The examples with the rows of a pool: small runs, and what removal changes."""
+"""The examples with gradients of samples: of a pool, and by rules of one's own."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.documents import ROOT, read
+from support.per_sample_grad.gradient_oracle import rules_kept
 from support.scripts import run_script
 
 import per_sample_grad as psg
@@ -38,9 +39,10 @@ def test_an_example_measures_every_way(script, capsys):
     assert len({len(row) for row in rows.values()}) == 1
     assert np.isfinite([*rows.values()]).all()
     digits.table("title", ["column"], {name: np.array([r]) for name, r in rows.items()})
-    assert len(capsys.readouterr().out.splitlines()) == len(rows) + 1
-    path = Path(script.__file__)
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 120
+    told = capsys.readouterr().out
+    assert len(told.splitlines()) == len(rows) + 1
+    assert "±" not in told  # of a single seed
+    assert read(script.__file__).count("\n") <= 120
     assert "known against it" in script.__doc__
 
 
@@ -76,21 +78,6 @@ def test_removing_the_samples_that_the_gradients_name_changes_the_loss_more():
     assert abs(scores["random"].mean()) < 0.2
 
 
-def test_a_single_seed_has_no_standard_error(capsys):
-    for seeds, expected in ((1, 0), (3, 2)):
-        digits.table("means", ["a", "b"], {"row": np.ones((seeds, 2))})
-        assert capsys.readouterr().out.count("±") == expected
-
-
-@pytest.mark.parametrize("layer", ["conv1", "conv2", "fc"])
-def test_norms_of_a_batch_are_those_of_its_gradients(layer):
-    model, pool = score_pool.make_problem(7)
-    grads = psg.per_sample_grads(model, score_pool.losses_of, pool[:])
-    truth = grads[f"{layer}.weight"].flatten(1).norm(dim=1)
-    found = score_pool.layer_norms(model, layer, *pool[:])
-    torch.testing.assert_close(found, truth, rtol=1e-4, atol=0)
-
-
 def test_the_script_prints_norms_and_the_highest_scores(tmp_path):
     output = tmp_path / "scores.csv"
     arguments = ("--pool", 20, "--batch-size", 5, "--output", output)
@@ -99,12 +86,35 @@ def test_the_script_prints_norms_and_the_highest_scores(tmp_path):
     # The progress bar is beside them.
     lines = re.findall(r"(?:gradient norms|highest|index and score) .*", text)
     model, pool = score_pool.make_problem(20)
-    norms = score_pool.layer_norms(model, "conv2", *pool[:5])
-    assert lines[0].startswith("gradient norms in conv2, first 5 samples: ")
-    low, _, high = lines[0].split()[-3:]
-    assert float(low) == pytest.approx(float(norms.min()), abs=2e-3)
-    assert float(high) == pytest.approx(float(norms.max()), abs=2e-3)
+    grads = psg.per_sample_grads(model, score_pool.losses_of, pool[:5])
+    norms = grads["conv2.weight"].flatten(1).norm(dim=1)
+    said, low, high = re.fullmatch("(.*): (.*) to (.*)", lines[0]).groups()
+    assert said == "gradient norms in conv2, first 5 samples"
+    found, expected = [float(low), float(high)], [norms.min(), norms.max()]
+    assert found == pytest.approx([*map(float, expected)], abs=2e-3)
     scores = pd.read_csv(output)["score"]
     highest = scores.sort_values(ascending=False, kind="stable").index[:5].tolist()
     assert lines[1] == f"highest grad_norm of the whole model: {highest}"
     assert lines[2] == f"index and score of every sample: {output}"
+
+
+def test_rules_of_computed_weights_agree_with_a_loop_of_autograd(tmp_path):
+    script = ROOT / "examples/layer_rules/computed_weights.py"
+    status, output = run_script(script, "--samples", 5, "--width", 12, cwd=tmp_path)
+    assert status == 0, output
+    found = re.findall(r"^(\w+): norms differ .* by (\S+) of", output, re.MULTILINE)
+    assert [name for name, _ in found] == ["masked", "normalised"]
+    assert all(float(error) < 1e-9 for _, error in found)
+
+
+@rules_kept()
+def test_layers_of_computed_weights_are_covered_by_their_rules_alone():
+    from examples.layer_rules import computed_weights as example
+
+    layers = [example.MaskedLinear(4, 5, density=0.5), example.NormedLinear(5, 3)]
+    model = torch.nn.Sequential(*layers).double()
+    x, y = torch.randn(6, 2, 4, dtype=torch.float64), torch.arange(6) % 3
+    report = psg.coverage(model, example.losses_of, (x, y))
+    assert report.complete
+    for said in ("0.weight  ok", "MaskedLinear '0'", "NormedLinear '1'"):
+        assert said in str(report)

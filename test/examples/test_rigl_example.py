@@ -16,18 +16,12 @@ pytest.importorskip("sklearn")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 COMMON = ("--dataset", "digits", "--device", "cpu", "--delta", 10)
-TRACE = ("--trace", "96,32,64", "--epochs", 3)
 
 
-@pytest.fixture
-def run_here(capsys):
+def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """Runs one replica in this process; returns what it prints."""
-
-    def run(*arguments: object) -> str:
-        rigl_mnist.main(words([*COMMON, "--num-replicas", 1, *arguments]))
-        return capsys.readouterr().out
-
-    return run
+    rigl_mnist.main(words([*COMMON, "--num-replicas", 1, *arguments]))
+    return capsys.readouterr().out
 
 
 def accuracies(output: str) -> list[float]:
@@ -36,16 +30,16 @@ def accuracies(output: str) -> list[float]:
 
 @of_torch_alone
 @pytest.mark.filterwarnings("ignore:the saved schedule goes on")
-def test_it_learns_and_resumes(tmp_path, run_here):
+def test_it_learns_and_resumes(tmp_path, capsys):
     checkpoint = ("--checkpoint", tmp_path / "digits")
-    whole = run_here("--epochs", 12, *checkpoint)
+    whole = run_here(capsys, "--epochs", 12, *checkpoint)
     assert accuracies(whole)[-1] > 80
     assert "num_rigl_steps=13" in whole  # T_end is 135
     assert "complete" not in whole
-    again = run_here("--epochs", 12, *checkpoint)
+    again = run_here(capsys, "--epochs", 12, *checkpoint)
     assert f"complete: 12 epochs, test accuracy {accuracies(whole)[-1]:.2f} %" in again
     assert "the topology stays" not in again
-    more = run_here("--epochs", 14, *checkpoint)
+    more = run_here(capsys, "--epochs", 14, *checkpoint)
     assert "the topology stays from update 135 on, as this run began" in more
     assert "would stop at 157" in more
     assert len(accuracies(more)) == 2
@@ -57,13 +51,14 @@ def test_it_learns_and_resumes(tmp_path, run_here):
     assert updates["loss"].dropna().iloc[-1] < updates["loss"].dropna().iloc[0] / 2
     refusal = "of another run: .*lr was 0.1 and is 9.*sparsity was 0"
     with pytest.raises(ValueError, match=refusal):
-        run_here("--sparsity", 0.5, "--lr", 9, *checkpoint)
+        run_here(capsys, "--sparsity", 0.5, "--lr", 9, *checkpoint)
 
 
 @of_torch_alone
-def test_on_replicas_with_a_trace(tmp_path, run_here):
-    alone, script = run_here(*TRACE), Path(rigl_mnist.__file__)
-    arguments = (*COMMON, *TRACE, "--num-replicas", 2)
+def test_on_replicas_with_a_trace(tmp_path, capsys):
+    traced = ("--trace", "96,32,64", "--epochs", 3)
+    alone, script = run_here(capsys, *traced), Path(rigl_mnist.__file__)
+    arguments = (*COMMON, *traced, "--num-replicas", 2)
     status, together = run_script(script, *arguments, cwd=tmp_path)
     assert status == 0, together
     masks = re.compile(r"nonzero_params=.*")

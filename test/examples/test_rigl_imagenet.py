@@ -19,7 +19,6 @@ from variable_batch_size.checkpoint.files import saved_files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCRIPT = Path(rigl_imagenet.__file__)
 # 24 updates of 16 images: a run of a second.
 TINY = ("--fake-data", "--model", "small", "--width", 8, "--image-size", 16,
         "--num-classes", 4, "--num-samples", 96, "--epochs", 4, "--warmup-epochs", 1,
@@ -46,27 +45,14 @@ def saved(folder: Path) -> dict[str, Any]:
     return {"optimizer": state["optimizer"], **state["parts"]}
 
 
-def stopped(folder: Path, step: int, *arguments: object) -> None:
-    """Runs until it is asked to stop, as by SIGTERM, during update ``step``."""
-    whole = rigl_imagenet.Monitor.__call__
-
-    def asks(monitor: Any, update: Any) -> None:
-        whole(monitor, update)
-        if update.step == step:
-            xla_replica.request_stop("test")
-
-    patched = mock.patch.object(rigl_imagenet.Monitor, "__call__", asks)
-    with patched, pytest.raises(xla_replica.Stopped):
-        run_here(folder, *arguments)
+MONITOR = rigl_imagenet.Monitor.__call__
 
 
-def killed(folder: Path, *arguments: object) -> None:
-    """Runs until it is killed at the beginning of the second epoch."""
-    epoch = mock.Mock(wraps=rigl_imagenet.run_epoch)
-    epoch.side_effect = [mock.DEFAULT, MemoryError]
-    patched = mock.patch.object(rigl_imagenet, "run_epoch", epoch)
-    with patched, pytest.raises(MemoryError):
-        run_here(folder, *arguments)
+def asks_to_stop(monitor: Any, update: Any) -> None:
+    """Is told of an update; asks to stop, as by SIGTERM, within an epoch."""
+    MONITOR(monitor, update)
+    if update.step == 9:
+        xla_replica.request_stop("test")
 
 
 @pytest.mark.parametrize(
@@ -82,26 +68,26 @@ def test_it_learns_and_a_run_in_three_parts_is_one_run(tmp_path, capsys, argumen
     history = run_here(tmp_path / "whole", *arguments)
     assert [row["epoch"] for row in history] == [1, 2, 3, 4]
     assert history[-1]["train_loss"] < 0.8 * history[0]["train_loss"]
-    state = saved(tmp_path / "whole")["pruner"]
-    assert state["num_updates"] >= 3
-    sizes = [torch.Size(layer["shape"]).numel() for layer in state["layers"].values()]
-    active = sum(layer["num_active"] for layer in state["layers"].values())
-    assert active < 0.25 * sum(sizes)
+    assert saved(tmp_path / "whole")["pruner"]["num_updates"] >= 3
     (events,) = (tmp_path / "whole/log/train").glob("events.out.tfevents.*")
     for tag in (b"step/lr", b"rigl/exploration_rate", b"rigl/training_flops_ratio"):
         assert tag in events.read_bytes()
-    killed(tmp_path / "parts", *arguments)
+    # It is killed at the beginning of the second epoch.
+    epoch = mock.Mock(wraps=rigl_imagenet.run_epoch)
+    epoch.side_effect = [mock.DEFAULT, MemoryError]
+    killed = mock.patch.object(rigl_imagenet, "run_epoch", epoch)
+    with killed, pytest.raises(MemoryError):
+        run_here(tmp_path / "parts", *arguments)
     told = r"another run: lr was 0\.\d+ and is 0\.2; spar"
     with pytest.raises(ValueError, match=told):
         run_here(tmp_path / "parts", *arguments, "--lr", 0.2, "--sparsity", 0.9)
-    stopped(tmp_path / "parts", 9, *arguments)  # within an epoch
+    stopped = mock.patch.object(rigl_imagenet.Monitor, "__call__", asks_to_stop)
+    with stopped, pytest.raises(xla_replica.Stopped):
+        run_here(tmp_path / "parts", *arguments)
     more = run_here(tmp_path / "parts", *arguments)
     assert_equal(without_times(more), without_times(history))
     assert_equal(saved(tmp_path / "parts"), saved(tmp_path / "whole"))
     assert "all sparse layers" in capsys.readouterr().out
-
-
-TRACE = ("--trace", "8,32,16", "--epochs", 2, "--label-smoothing", 0.2)
 
 
 @pytest.mark.slow
@@ -111,57 +97,43 @@ TRACE = ("--trace", "8,32,16", "--epochs", 2, "--label-smoothing", 0.2)
 def test_replicas_do_what_one_does(tmp_path, device):
     """One of two replicas is idle in every third step."""
     (tmp_path / "two").mkdir()
-    run_here(tmp_path / "one", *TRACE)
-    line = (*TINY, *TRACE, "--checkpoint", tmp_path / "two", "--device", device)
+    traced = ("--trace", "8,32,16", "--epochs", 2, "--label-smoothing", 0.2)
+    run_here(tmp_path / "one", *traced)
+    line = (*TINY, *traced, "--checkpoint", tmp_path / "two", "--device", device)
     status, text = run_script(
-        SCRIPT, *line, "--num-replicas", 2, cwd=tmp_path / "two", timeout=600
-    )
+        Path(rigl_imagenet.__file__), *line, "--num-replicas", 2,
+        cwd=tmp_path / "two", timeout=600,
+    )  # fmt: skip
     assert status == 0, text
     two, one = (saved(tmp_path / folder) for folder in ("two", "one"))
-    for row, expected in zip(
-        two["monitor"]["rows"], one["monitor"]["rows"], strict=True
-    ):
-        assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=0.02)
-    two, one = two["pruner"], one["pruner"]
-    assert two["step"] == one["step"]
-    for name, layer in two["layers"].items():
-        assert layer["num_active"] == one["layers"][name]["num_active"], name
+    found, expected = (
+        [row["train_loss"] for row in state["monitor"]["rows"]] for state in (two, one)
+    )
+    assert found == pytest.approx(expected, rel=0.02)
+    assert two["pruner"]["step"] == one["pruner"]["step"]
+    found, expected = (
+        {name: layer["num_active"] for name, layer in s["pruner"]["layers"].items()}
+        for s in (two, one)
+    )
+    assert found == expected
     assert "100%" in text  # the progress bar
     assert text.count("all sparse layers") == 1
 
 
-def save(file: Path, pixels: np.ndarray) -> None:
-    """Saves an image; skips the test where nothing can."""
+def test_folders_of_images_augmented_by_seed_epoch_and_index_alone(tmp_path):
+    """They train torchvision's models."""
     pytest.importorskip("torchvision")
     from PIL import Image
 
-    file.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels.astype(np.uint8)).save(file)
-
-
-def test_torchvisions_models_and_folders_of_images(tmp_path):
     for part, number in (("train", 8), ("val", 3)):
         for label in ("cat", "dog"):
+            (folder := tmp_path / part / label).mkdir(parents=True)
+            pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
             for index in range(number):
-                pixels = np.random.default_rng(index).integers(0, 256, (40, 56, 3))
-                save(tmp_path / "data" / part / label / f"{index}.png", pixels)
-    arguments = ["--data", tmp_path / "data", "--model", "resnet18", "--image-size", 32,
-                 "--batch-size", 8, "--minibatch-size", 8, "--epochs", 1, "--delta", 1,
-                 "--distribution", "uniform", "--logdir", tmp_path / "log",
-                 "--no-progress", "--num-replicas", 1, "--device", "cpu",
-                 "--t-end-fraction", 1]  # fmt: skip
-    (row,) = rigl_imagenet.main(words(arguments))
-    assert np.isfinite(row["train_loss"])
-    assert row["test_accuracy"] in [pytest.approx(100 * hits / 6) for hits in range(7)]
-
-
-def test_augmentation_depends_on_seed_epoch_and_index_alone(tmp_path):
-    for name in "ab":
-        ramp = np.arange(60 * 90 * 3).reshape(60, 90, 3) % 256
-        save(tmp_path / "only" / f"{name}.png", ramp)
+                Image.fromarray(pixels).save(folder / f"{index}.png")
 
     def image(seed: int | None, epoch: int, index: int = 0) -> torch.Tensor:
-        data = imagenet_data.FolderImages(tmp_path, 24, seed)
+        data = imagenet_data.FolderImages(tmp_path / "train", 24, seed)
         data.epoch = epoch
         torch.rand(1)
         found, label = data[index]
@@ -172,20 +144,28 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(tmp_path):
     for other in [image(1, 1), image(0, 2), image(0, 1, index=1)]:
         assert not torch.equal(image(0, 1), other)
     assert torch.equal(image(None, 0), image(None, 1, index=1))
+    arguments = ["--data", tmp_path, "--model", "resnet18", "--image-size", 32,
+                 "--batch-size", 8, "--minibatch-size", 8, "--epochs", 1, "--delta", 1,
+                 "--distribution", "uniform", "--logdir", tmp_path / "log",
+                 "--no-progress", "--num-replicas", 1, "--device", "cpu",
+                 "--t-end-fraction", 1]  # fmt: skip
+    (row,) = rigl_imagenet.main(words(arguments))
+    assert np.isfinite(row["train_loss"])
+    assert row["test_accuracy"] in [pytest.approx(100 * hits / 6) for hits in range(7)]
 
 
 def test_parts_of_an_image():
     assert imagenet_data.middle(512, 256) == (144.0, 16.0, 368.0, 240.0)
-    areas = []
-    for index in range(300):
-        draw = imagenet_data.draw_for(index)
-        left, upper, right, lower = imagenet_data.random_part(80, 60, draw)
-        assert 0 <= left < right <= 80
-        assert 0 <= upper < lower <= 60
-        assert 0.74 < (right - left) / (lower - upper) < 1.34
-        areas.append((right - left) * (lower - upper) / 4800)
-    assert min(areas) < 0.12
-    assert max(areas) > 0.85
+    draws = map(imagenet_data.draw_for, range(300))
+    boxes = [imagenet_data.random_part(80, 60, draw) for draw in draws]
+    left, upper, right, lower = np.array(boxes).T
+    assert min(left.min(), upper.min()) >= 0
+    assert (right.max(), lower.max()) <= (80, 60)
+    shapes = (right - left) / (lower - upper)
+    assert 0.74 < shapes.min() < 1 < shapes.max() < 1.34
+    areas = (right - left) * (lower - upper) / 4800
+    assert areas.min() < 0.12
+    assert areas.max() > 0.85
 
 
 @pytest.mark.parametrize("decay", ["steps", "cosine"])

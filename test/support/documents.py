@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# A line of a diff that separates two of its hunks.
-SEPARATOR = "@@"
 
 
 def pages() -> list[Path]:
@@ -48,7 +46,7 @@ def patched(script: str, diff: str) -> str:
     Raises:
         AssertionError: A hunk's old lines are not in the script exactly once.
     """
-    for hunk in re.split(rf"^{SEPARATOR}\n", diff, flags=re.MULTILINE):
+    for hunk in re.split("^@@\n", diff, flags=re.MULTILINE):
         before, after = sides(hunk)
         assert script.count(before) == 1, before
         script = script.replace(before, after)

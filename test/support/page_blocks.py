@@ -55,8 +55,7 @@ SMALLER = {
     "most=4096": "most=256",
     "@torch.compile ": '@torch.compile(backend="eager") ',
 }
-# Whole scripts: they are given nothing.
-COMPLETE = ("docs/extending.md",)
+COMPLETE = "docs/extending.md"  # whole scripts: they are given nothing
 # What the other pages leave out.
 IMPORTS = """
 from argparse import Namespace
@@ -134,10 +133,8 @@ def model():
     convolutions = nn.Conv1d(1, 8, 1), nn.Conv1d(8, 16, 4)
     return nn.Sequential(nn.Unflatten(1, (1, 4)), *convolutions, nn.Flatten())
 """,
-    "join_step()": """
-def optimizer(inner, sampler):
-    return LinearRuleOptimizer(inner, sampler, ref_batchsize=64, lockstep=True)
-""",
+    "join_step()": "optimizer = lambda inner, sampler: LinearRuleOptimizer("
+    "inner, sampler, ref_batchsize=64, lockstep=True)",
     "fully_shard(": """
 def model():
     store = torch.distributed.FileStore("store", 1)
@@ -189,7 +186,7 @@ class Names(dict):
     def __init__(self, block: Block) -> None:
         super().__init__()
         self._makers: dict[str, Any] = {}
-        if block.page in COMPLETE:
+        if block.page == COMPLETE:
             return
         exec(IMPORTS, self)
         scope = dict(self)
@@ -222,7 +219,7 @@ def run(block: Block) -> None:
     import torch
 
     torch.manual_seed(0)
-    if block.page not in COMPLETE:
+    if block.page != COMPLETE:
         rows = "".join(f"{n},{32 + 32 * (n % 3)}\n" for n in range(200))
         Path("trace.csv").write_text("step,batchsize\n" + rows)
     code = block.code

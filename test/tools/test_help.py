@@ -38,7 +38,6 @@ for script in sys.argv[1:]:
 
 
 def test_the_help_of_every_script(tmp_path):
-    assert len(SCRIPTS) > 10
     run_all = tmp_path / "run_all.py"
     run_all.write_text(f"OURS = {{'tools', 'examples'}}\n{RUN_ALL}")
     status, text = run_script(run_all, *SCRIPTS, cwd=tmp_path)
@@ -47,7 +46,6 @@ def test_the_help_of_every_script(tmp_path):
     assert "default: None" not in text
     texts = text.split("END OF HELP")[:-1]
     for script, shown in zip(SCRIPTS, texts, strict=True):
-        assert "usage: " in shown, script
         assert "--" in shown.replace("--help", "") or "positional" in shown, script
         first_line = script.read_text(encoding="utf-8").split('"""')[1].splitlines()[0]
         assert first_line in shown, script

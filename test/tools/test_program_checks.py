@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.documents import ROOT, read
+from support.documents import read
 from support.xla_replica.replicas import needs_xla
+from torch import nn
 
 import xla_replica
-from tools.tpu import compile_programs, program_checks
+from tools.benchmarks import bench_start
+from tools.tpu import cases, compile_programs, program_checks
 from tools.tpu.cases import CASES, COSTS, EVERY, QUICK, write_mark
 from tools.tpu.program_checks import (
     CASE_MARK,
@@ -20,13 +25,10 @@ from tools.tpu.program_checks import (
     problems,
     programs_by_case,
 )
+from tools.tpu.tracing import scatter_add, tracing
 
-# Files of costs, by model.
-RECORDED = {
-    "transformer": "compile_costs",
-    "GPT-2": "compile_costs-gpt2",
-    "ResNet-50": "compile_costs-resnet50",
-}
+# Of a start; three are a minibatch, an update, and the update that makes the momentum.
+PROGRAMS = {"linear": 3, "adascale": 3, "GraB": 7, "RigL": 7}
 UPDATE = """\
 HloModule IrToHlo.{id}, entry_computation_layout={{(f32[4]{{0}})->(f32[4]{{0}})}}
 
@@ -86,14 +88,6 @@ def test_programs_that_are_right_have_no_problems():
     assert problems({0: own, 1: own[::-1]}) == []
 
 
-def test_a_number_written_into_a_program_is_caught():
-    own = programs(saved("0.1"), saved("0.1"), saved("0.05"), saved("0.025"))
-    [found] = problems({0: own, 1: own})
-    assert "3 programs at me/training/train.py:12 differ only in numbers" in found
-    assert "constant(0.05)" in found
-    assert "Replica.scalar" in found
-
-
 COMPARED = "pred[2,3]{1,0} compare(f64[2,3]{1,0} %a, f64[2,3]{1,0} %b)"
 
 
@@ -111,16 +105,6 @@ COMPARED = "pred[2,3]{1,0} compare(f64[2,3]{1,0} %a, f64[2,3]{1,0} %b)"
 def test_an_array_of_float64_is_caught(text, said):
     found = problems({0: [Program(f"  %x.1 = {text}", "a.py:1")]})
     assert said in found[0] if said else not found
-
-
-def test_a_different_program_on_one_replica_is_caught():
-    usual, other = programs(saved()), programs(saved(dtype="f32[5]"))
-    by_replica = dict(enumerate([usual, usual, other, usual]))
-    most, one = problems(by_replica)
-    assert "replicas [0, 1, 3] of 4" in most
-    assert "replicas [2] of 4" in one
-    [missing] = problems({0: usual, 1: []})
-    assert "replicas [0] of 2" in missing
 
 
 ROW = {"slice": "v5e:2x4", "place": "a.py:1", "seconds": 1.0, "CPU seconds": 1.0,
@@ -142,13 +126,13 @@ def test_the_command_fails_where_something_is_wrong(
 ):
     case, output = "broadcast of parameters", tmp_path / "found.json"
     by_rank = [programs(saved()), programs(replica_1)]
-    last = {case: programs(saved())}
-    made = {
-        "programs_of": lambda *args: ({case: by_rank}, last),
-        "compiled": lambda found, *args: {(p.text, "v5e:2x4"): row for p in found},
-    }
-    for name, stand_in in made.items():
-        monkeypatch.setattr(compile_programs, name, stand_in)
+
+    def compiled(found, *args):
+        return {(program.text, "v5e:2x4"): row for program in found}
+
+    monkeypatch.setattr(compile_programs, "compiled", compiled)
+    made = {case: by_rank}, {case: programs(saved())}
+    monkeypatch.setattr(compile_programs, "programs_of", lambda *args: made)
     arguments = ["x", "--cases", case, "--slices", "v5e:2x4", "--python", __file__]
     monkeypatch.setattr("sys.argv", [*arguments, "--output", str(output)])
     if message is None:
@@ -183,24 +167,103 @@ def wrong_runs(rank: int) -> None:
     run("one replica", lambda: weights * (quarter[:, None] if rank else quarter))
 
 
+@pytest.fixture
+def logs_of(monkeypatch, tmp_path):
+    """Returns the logs of a function's two replicas, and their results."""
+
+    def write(function: Callable[[int], Any]) -> tuple[list[str], list[Any]]:
+        path = tmp_path / function.__name__
+        monkeypatch.setenv("XLA_SAVE_TENSORS_FILE", str(path))
+        monkeypatch.setenv("XLA_SAVE_TENSORS_FMT", "hlo")
+        results = xla_replica.launch(function, (), 2, "xla")
+        return [Path(f"{path}.{rank}").read_text() for rank in (0, 1)], results
+
+    return write
+
+
 @needs_xla
 @pytest.mark.xla
-def test_the_programs_of_replicas_are_checked(monkeypatch, tmp_path):
-    monkeypatch.setenv("XLA_SAVE_TENSORS_FILE", str(tmp_path / "log"))
-    monkeypatch.setenv("XLA_SAVE_TENSORS_FMT", "hlo")
-    xla_replica.launch(wrong_runs, (), 2, "xla")
-    logs = [programs_by_case((tmp_path / f"log.{rank}").read_text()) for rank in (0, 1)]
+def test_the_programs_of_replicas_are_checked(logs_of):
+    logs = [*map(programs_by_case, logs_of(wrong_runs)[0])]
 
     def found(name: str) -> list[str]:
         return problems({rank: log[name] for rank, log in enumerate(logs)})
 
     assert found("right") == []
     [baked] = found("baked")
-    assert "differ only in numbers" in baked
-    assert "test_program_checks.py" in baked
+    assert re.match("2 programs at .*test_program_checks.py:.* only in numbers", baked)
+    assert "Replica.scalar" in baked
     assert any("parameter of f64[5]" in text for text in found("float64"))
     for rank, text in enumerate(found("one replica")):
         assert f"ran on replicas [{rank}] of 2" in text
+
+
+def run_elastic(rank: int) -> None:
+    xla_replica.current().sync()
+    write_mark(CASE_MARK + "adascale")
+    layers = nn.Flatten(), nn.Linear(5, 10)
+    cases.elastic(
+        "adascale", "sgd", cases.Work(lambda: nn.Sequential(*layers), (1, 5), 3)
+    )
+
+
+def run_traced(rank: int) -> list[float]:
+    """Sums bfloat16, too, and returns what a replica reads of it."""
+    with tracing(write_mark):
+        run_elastic(rank)
+        replica = xla_replica.current()
+        values = torch.full((4,), float(rank), dtype=torch.bfloat16)
+        values = values.to(replica.device)
+        write_mark(CASE_MARK + "narrow")
+        replica.all_reduce_([values])
+        assert not values.float().cpu().any()
+        return replica.fetch([values])[0].tolist()
+
+
+@needs_xla
+@pytest.mark.xla
+def test_programs_that_are_written_without_being_run_are_those_that_run(logs_of):
+    [_, run], _ = logs_of(run_elastic)
+    [_, traced], fetched = logs_of(run_traced)
+    expected, found = (
+        [one.text.strip() for one in programs_by_case(log, last_step=True)["adascale"]]
+        for log in (run, traced)
+    )
+    assert len(expected) == 2
+    assert expected == found
+    [program] = programs_by_case(traced)["narrow"]
+    [collective] = program.collectives
+    assert collective.startswith("all-reduce (bf16[4]{")
+    assert fetched == [[0.0] * 4] * 2
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_dense_scatter_is_torchs(dim):
+    size = [3, 4, 2]
+    index, values = torch.randint(0, 7, size), torch.randn(size)
+    size[dim] = 7
+    tensor = torch.randn(size)
+    torch.testing.assert_close(
+        scatter_add(tensor, dim, index, values), tensor.scatter_add(dim, index, values)
+    )
+
+
+def all_starts(rank: int) -> dict[str, int]:
+    return {kind: bench_start.start(rank, kind, 0.0)[1] for kind in bench_start.KINDS}
+
+
+@needs_xla
+@pytest.mark.xla
+def test_a_start_compiles_few_programs():
+    """Its cache on disk cannot be loaded, so every start compiles all of them."""
+    assert xla_replica.launch(all_starts, (), 2, "xla")[0] == PROGRAMS
+
+
+def test_the_page_says_how_many_programs_a_start_compiles():
+    record = json.loads(read("docs/benchmarks/report/bench_start.json"))
+    for kind, number in PROGRAMS.items():
+        assert record[kind]["programs"] == [number, number]
+        assert f"| {kind} | {number} |" in read("docs/tpu.md")
 
 
 def test_every_family_is_compiled():
@@ -211,7 +274,7 @@ def test_every_family_is_compiled():
 
 
 def test_the_recorded_table_is_that_of_all_cases_and_of_the_page():
-    record = json.loads((ROOT / "docs/benchmarks/compile_programs.json").read_text())
+    record = json.loads(read("docs/benchmarks/compile_programs.json"))
     assert set(record["cases"]) == set(CASES)
     page = read("docs/benchmarks/README.md")
     for case, by_slice in record["cases"].items():
@@ -225,11 +288,12 @@ def test_the_recorded_table_is_that_of_all_cases_and_of_the_page():
 
 
 def test_the_recorded_costs_are_those_of_all_cases_and_of_the_page():
-    folder, page = ROOT / "docs/benchmarks", read("docs/tpu.md")
-    for model, file in RECORDED.items():
-        record = json.loads((folder / f"{file}.json").read_text())
-        names = {name.removeprefix(f"{model}, ") for name in record["last steps"]}
+    files = {"transformer": "", "GPT-2": "-gpt2", "ResNet-50": "-resnet50"}
+    for model, end in files.items():
+        steps = json.loads(read(f"docs/benchmarks/compile_costs{end}.json"))[
+            "last steps"
+        ]
+        names = {name.removeprefix(f"{model}, ") for name in steps}
         assert names == COSTS[model].keys()
-        shown = compile_programs.cost_table(record["last steps"]).splitlines()[2:]
-        for line in shown:
-            assert line.replace(f"{model}, ", "") in page
+        for line in compile_programs.cost_table(steps).splitlines()[2:]:
+            assert line.replace(f"{model}, ", "") in read("docs/tpu.md")

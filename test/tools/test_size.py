@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from support.scripts import run_script
 
 import variable_batch_size as vbs
 from tools.size.count_calls import COUNTED, LIMITS, WAYS, counts, passed_by
 from tools.size.count_lines import PACKAGES, ROOT, size_of, size_of_source, total
 
-SCRIPT = ROOT / "tools/size/count_lines.py"
 SOURCE = '''\
 """A module.
 
@@ -83,12 +81,3 @@ def test_what_others_have_left_to_be_collected_is_not_counted():
     cycle.append(cycle)
     del batches, cycle
     assert passed_by(lambda: [[] for _ in range(100_000)]).calls == 0
-
-
-def test_a_table_of_folders(tmp_path):
-    status, output = run_script(SCRIPT, "rigl_xla", cwd=tmp_path)
-    code = f"{size_of(ROOT / 'rigl_xla').code:,}"
-    assert (status, output.splitlines()[1].split()[:2]) == (0, ["rigl_xla", code])
-    status, output = run_script(SCRIPT, "nothing", cwd=tmp_path)
-    assert status == 1
-    assert "nothing does not exist: name a folder" in output
