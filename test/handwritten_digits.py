@@ -38,11 +38,8 @@ def choose(name: str | None, folder: str) -> str:
         load("mnist", folder)
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1]
-        logger.warning(
-            "MNIST is not available (%s); using the 1797 real handwritten digits that "
-            "ship inside scikit-learn",
-            reason,
-        )
+        told = "the 1797 real handwritten digits that ship inside scikit-learn"
+        logger.warning("MNIST is not available (%s); using %s", reason, told)
         return "digits"
     return "mnist"
 
@@ -75,8 +72,7 @@ def _mnist(folder: str) -> Digits:
     )
 
 
-def _digits(folder: str) -> Digits:
-    del folder
+def _digits(_folder: str) -> Digits:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -89,9 +85,8 @@ def _digits(folder: str) -> Digits:
     return Digits(images[train], labels[train], images[test], labels[test])
 
 
-def _fake(folder: str) -> Digits:
+def _fake(_folder: str) -> Digits:
     """Returns ten random prototypes with noise, which one epoch suffices to learn."""
-    del folder
     generator = torch.Generator().manual_seed(0)
 
     def integers(high: int, *shape: int) -> torch.Tensor:

@@ -13,9 +13,6 @@ from tqdm import tqdm
 import variable_batch_size as vbs
 from xla_replica import Replica
 
-# What TensorBoard has as its own axis.
-AXES = ("step", "time", "samples", "epoch")
-
 
 class Recorder:
     """Is called after every update on every replica; replica 0 shows the run.
@@ -44,11 +41,10 @@ class Recorder:
             Path(args.logdir, "run.jsonl"), optimizer, log_steps=args.log_steps,
             settings=vars(args), shows=self._show,
         )  # fmt: skip
-        self._logdir = args.logdir
+        self._logdir, self._is_primary = args.logdir, replica.is_primary
         self._writer: SummaryWriter | None = None
         is_shown = replica.is_primary and args.progress
         self._bar = tqdm(total=num_steps, unit="step", disable=not is_shown)
-        self._is_primary = replica.is_primary
         if replica.is_primary:
             self._bar.write(f"{args.dataset}, on {replica}", sys.stderr)
 
@@ -84,7 +80,7 @@ class Recorder:
         """Writes the lines since the last logging step to TensorBoard."""
         assert self._writer is not None
         for line in lines:
-            for name in line.keys() - set(AXES):
+            for name in line.keys() - {"step", "time", "samples", "epoch"}:  # axes
                 folder = "test" if name == "accuracy" else "train"
                 self._writer.add_scalar(f"{folder}/{name}", line[name], line["step"])
             if "loss" in line:  # all numbers of one step

@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 
 import handwritten_digits
-import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -114,25 +113,16 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
     if args.closed_loop:
         least, most = args.closed_loop
         controller = vbs.BatchSizeController(  # elastic: decides its batch sizes itself
-            optimizer,
-            least=least,
-            most=most,
-            every=args.log_steps,
-            trace_file=Path(args.logdir, "decided.csv"),
-            log=recorder.log,
-        )
+            optimizer, least=least, most=most, every=args.log_steps,
+            trace_file=Path(args.logdir, "decided.csv"), log=recorder.log,
+        )  # fmt: skip
         optimizer.attach(controller)
     checkpointer = restored = None
     if args.checkpoint:
         checkpointer = vbs.Checkpointer(  # elastic: stops and resumes anywhere
-            args.checkpoint,
-            optimizer,
-            every_updates=args.checkpoint_steps,
-            best="max",
-            settings=lasting(args),
-            model=model,
-            log=recorder.log,
-        )
+            args.checkpoint, optimizer, every_updates=args.checkpoint_steps, best="max",
+            settings=lasting(args), model=model, log=recorder.log,
+        )  # fmt: skip
         restored = checkpointer.load()
         optimizer.attach(checkpointer)
     percent = None
@@ -168,33 +158,24 @@ def lasting(args: argparse.Namespace) -> dict[str, object]:
 def inner_optimizer(
     args: argparse.Namespace, model: nn.Module
 ) -> torch.optim.Optimizer:
+    options = {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(
-            model.parameters(), args.lr, weight_decay=args.weight_decay
-        )
-    return torch.optim.SGD(
-        model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay
-    )
+        return torch.optim.AdamW(model.parameters(), **options)
+    return torch.optim.SGD(model.parameters(), momentum=args.momentum, **options)
 
 
 def evaluate(
     model: nn.Module, data: handwritten_digits.Digits, batch_size: int, replica: Replica
 ) -> float:
-    """Returns the test accuracy in per cent; replicas share the samples equally."""
-    mine = np.arange(replica.rank, len(data.test_labels), replica.num_replicas)
-    share = -(-len(data.test_labels) // replica.num_replicas)
-    num_batches = -(-share // batch_size)
-    padded = torch.from_numpy(np.resize(mine, num_batches * batch_size))
-    real = (torch.arange(len(padded)) < len(mine)).float()
+    """Returns the test accuracy in per cent; replicas share the samples."""
     correct = torch.zeros(1, device=replica.device)
     model.eval()
     with torch.no_grad():
-        for rows, weights in zip(padded.split(batch_size), real.split(batch_size)):
+        for rows in vbs.EvaluationSampler(data.test_labels, batch_size):  # elastic
             guesses = model(data.test_images[rows].to(replica.device)).argmax(1)
-            hits = guesses == data.test_labels[rows].to(replica.device)
-            correct += (hits * weights.to(replica.device)).sum()
+            correct += (guesses == data.test_labels[rows].to(replica.device)).sum()
             replica.sync()
-        replica.all_reduce_([correct])
+        replica.all_reduce_([correct])  # elastic
     return 100 * replica.fetch([correct])[0].item() / len(data.test_labels)
 
 
@@ -202,10 +183,8 @@ def limits(text: str) -> tuple[int, int]:
     """Returns the integers of a text such as ``64:512``, the smaller one first."""
     least, _, most = text.partition(":")
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise argparse.ArgumentTypeError(
-            f"must be two batch sizes, the smaller one first, such as 64:512, got "
-            f"{text!r}"
-        )
+        told = "must be two batch sizes, the smaller one first, such as 64:512"
+        raise argparse.ArgumentTypeError(f"{told}, got {text!r}")
     return int(least), int(most)
 
 
@@ -214,8 +193,22 @@ def listed(defaults: dict[str, float]) -> str:
     return ", ".join(f"{value} for {name}" for name, value in defaults.items())
 
 
-# Name, type, default and help of options that are numbers.
-NUMBERS = (
+# Name, type or choices, default and help of every option with a value.
+OPTIONS = (
+    ("trace", str, str(HERE / "variable_trace.csv"),
+     "CSV with columns step,batchsize, or one number for a constant batch size"),
+    ("on-end", ("stop", "error", "hold", "cycle"), None,
+     "what follows the trace's last step (default: the trace begins again, or with "
+     "--closed-loop its last batch size is held)"),
+    ("closed-loop", limits, None,
+     "LEAST:MOST: let the measured gradient noise scale decide the batch size after "
+     "--trace, within these limits; decided.csv is a trace that repeats the run "
+     "(default: off)"),
+    ("rule", str, "linear",
+     f"how the learning rate follows the batch size: {', '.join(vbs.RULES)}, or "
+     "power:ALPHA (default: linear)"),
+    ("optimizer", sorted(LEARNING_RATES), None,
+     "default: adamw for the rules for Adam, sgd for the others"),
     ("iterations", float, None,
      "train whole epochs until the gains add up to this many steps at --ref-batchsize; "
      "implies --measure-noise (default: train --epochs)"),
@@ -235,10 +228,22 @@ NUMBERS = (
      "samples of a forward pass in evaluation (default: 64)"),
     ("seed", int, 42, "seed of weights and order (default: 42)"),
     ("log-steps", int, 10, "read the loss once every so many updates (default: 10)"),
+    ("checkpoint", str, None,
+     "save checkpoints in this folder, also on SIGTERM and Ctrl-C, and resume from the "
+     "newest one, on any number of replicas"),
     ("checkpoint-steps", int, None,
      "save every so many updates (default: every 10 minutes)"),
     ("target-accuracy", float, None,
      "in per cent; exit with status 1 if the test accuracy is lower"),
+    ("device", xla_replica.DEVICES, None,
+     "default: a TPU, else GPUs, else XLA on this CPU, else gloo processes"),
+    ("dataset", handwritten_digits.DATASETS, None,
+     "default: MNIST if it can be loaded, else scikit-learn's digits"),
+    ("data-dir", str, "data",
+     "folder of MNIST, which is downloaded if missing (default: data)"),
+    ("logdir", str, None,
+     "folder of run.jsonl, history.csv, TensorBoard logs and the picture (default: the "
+     "checkpoint's, or runs/mnist-TIME)"),
 )  # fmt: skip
 
 
@@ -246,73 +251,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add(
-        "--trace",
-        default=str(HERE / "variable_trace.csv"),
-        help="CSV with columns step,batchsize, or one number for a constant batch size",
-    )
-    add(
-        "--on-end",
-        choices=("stop", "error", "hold", "cycle"),
-        help="what follows the trace's last step (default: the trace begins again, or "
-        "with --closed-loop its last batch size is held)",
-    )
-    add(
-        "--closed-loop",
-        type=limits,
-        metavar="LEAST:MOST",
-        help="let the measured gradient noise scale decide the batch size after "
-        "--trace, within these limits; decided.csv is a trace that repeats the run "
-        "(default: off)",
-    )
-    add(
-        "--rule",
-        default="linear",
-        help=f"how the learning rate follows the batch size: {', '.join(vbs.RULES)}, "
-        "or power:ALPHA (default: linear)",
-    )
-    add(
-        "--optimizer",
-        choices=sorted(LEARNING_RATES),
-        help="default: adamw for the rules for Adam, sgd for the others",
-    )
-    add(
+    for name, kind, default, text in OPTIONS:
+        taken = {"type": kind} if callable(kind) else {"choices": kind}
+        parser.add_argument(f"--{name}", default=default, help=text, **taken)
+    parser.add_argument(
         "--measure-noise",
         action="store_true",
         help="log gain, gradient noise scale and efficiency under any rule "
         "(adascale always does)",
     )
-    for name, kind, default, text in NUMBERS:
-        add(f"--{name}", type=kind, default=default, help=text)
-    add(
-        "--device",
-        choices=xla_replica.DEVICES,
-        help="default: a TPU, else GPUs, else XLA on this CPU, else gloo processes",
+    parser.add_argument(
+        "--no-progress",
+        dest="progress",
+        action="store_false",
+        help="do not show a progress bar",
     )
-    add(
-        "--dataset",
-        choices=handwritten_digits.DATASETS,
-        help="default: MNIST if it can be loaded, else scikit-learn's digits",
-    )
-    add(
-        "--data-dir",
-        default="data",
-        help="folder of MNIST, which is downloaded if missing (default: data)",
-    )
-    add(
-        "--logdir",
-        help="folder of run.jsonl, history.csv, TensorBoard logs and the picture "
-        "(default: the checkpoint's, or runs/mnist-TIME)",
-    )
-    add(
-        "--checkpoint",
-        metavar="FOLDER",
-        help="save checkpoints there, also on SIGTERM and Ctrl-C, and resume from the "
-        "newest one, on any number of replicas",
-    )
-    add("--no-progress", dest="progress", action="store_false",
-        help="do not show a progress bar")  # fmt: skip
     args = parser.parse_args(argv)
     positive = (
         "epochs num_replicas log_steps test_batch_size checkpoint_steps batch_size "
@@ -327,10 +280,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.checkpoint_steps and not args.checkpoint:
         parser.error("--checkpoint-steps needs --checkpoint FOLDER, where to save")
     if args.closed_loop and args.on_end not in (None, "hold"):
-        parser.error(
-            "--closed-loop decides what follows the trace: leave out --on-end, got "
-            f"{args.on_end}"
-        )
+        told = "--closed-loop decides what follows the trace: leave out --on-end, got"
+        parser.error(f"{told} {args.on_end}")
     try:
         rule = vbs.rule_named(args.rule)
     except ValueError as error:

@@ -7,8 +7,11 @@ does one that gets better, until the table tells it.
 from __future__ import annotations
 
 import pytest
+import torch
 from support.outside import package
+from torch.nn.utils import get_total_norm
 
+import per_sample_grad as psg
 from tools.outside import models, sweep_models
 from tools.outside.sweep_models import Found
 
@@ -67,17 +70,70 @@ def test_an_outcome_that_changes_is_better_or_worse():
 
 
 def test_wrong_norms_end_a_sweep(monkeypatch):
-    from torch import nn
+    def of_sums(model, ids, classes):
+        return model(ids[:, :3].float()).square().sum(1)
 
-    case = models.Case(lambda: nn.Linear(3, 5), lambda: models.tokens(), _of_sums)
+    case = models.Case(lambda: torch.nn.Linear(3, 5), models.tokens, of_sums)
     assert sweep_models.examine(case).outcome == "covered"
-    wrong = sweep_models.psg.per_sample_grad_norms
-    monkeypatch.setattr(
-        sweep_models.psg, "per_sample_grad_norms", lambda *a, **o: 1.01 * wrong(*a, **o)
-    )
+    norms = psg.per_sample_grad_norms
+    wrong = lambda *a, **o: 1.01 * norms(*a, **o)  # noqa: E731
+    monkeypatch.setattr(psg, "per_sample_grad_norms", wrong)
     with pytest.raises(sweep_models.WrongNorms, match="differ"):
         sweep_models.examine(case)
 
 
-def _of_sums(model, ids, classes):
-    return model(ids[:, :3].float()).square().sum(1)
+# --- where data decide where rows go: images among the tokens of a text ---------------
+
+IMAGE = 60
+
+
+def llava() -> torch.nn.Module:
+    models.import_torchvision()
+    transformers = package("transformers")
+    text = {**models.SMALL, "max_position_embeddings": 64, "num_key_value_heads": 2}
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "image_size": 16, "patch_size": 8,
+        "projection_dim": 32,
+    }  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision),
+        text_config=transformers.LlamaConfig(**text),
+        image_token_id=IMAGE,
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-1,
+    )
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config).double().eval()
+
+
+def losses_of(model, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids, pixel_values=pixels).logits
+    return psg.token_cross_entropy(logits[:, -4:-1], ids[:, -3:])
+
+
+def test_images_among_tokens_are_right_or_refused():
+    model = llava()
+    params = [param for param in model.parameters() if param.requires_grad]
+    seen = []
+    for images_of in ([1, 1], [1, 1], [2, 0], [0, 2], [1, 1]):
+        torch.manual_seed(len(seen))
+        ids = torch.randint(4, IMAGE, (2, 14))  # with places for so many images each
+        for row, number in enumerate(images_of):
+            ids[row, : number * 4] = IMAGE
+        pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+        expected = []
+        for loss in losses_of(model, ids, pixels):
+            options = {"retain_graph": True, "materialize_grads": True}
+            grads = torch.autograd.grad(loss, params, allow_unused=True, **options)
+            expected.append(get_total_norm(grads))
+        with psg.capture(model) as recorded:
+            losses = losses_of(model, ids, pixels)
+        try:
+            found = recorded.norms(losses)
+        except psg.CouplingError:
+            found = None
+        else:
+            torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=0)
+        seen.append(found is not None)
+    assert seen == [True, True, False, False, True]

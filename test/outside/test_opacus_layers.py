@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from support.outside import package
-from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 import per_sample_grad as psg
@@ -25,45 +24,32 @@ package("opacus")
 theirs = package("opacus.utils.per_sample_gradients_utils")
 
 PACKAGE = "opacus.tests.grad_samples"
-# Tests of layers with parameters that no rule accounts for, and why. They pass with
-# fallback="loop", and are refused without it: what is covered is taken out of here.
-NEED_FALLBACK = {
-    "RNN_test": "it uses weights of layers that it does not call",
-}
+# Tests of layers with parameters that no rule accounts for: this one uses weights of
+# layers that it does not call. They pass with fallback="loop", and are refused without
+# it: what is covered is taken out of here.
+NEED_FALLBACK = ("RNN_test",)
 
 
 @pytest.fixture(autouse=True)
 def our_gradients(request, monkeypatch):
     """Answers where Opacus's tests ask Opacus for the gradient of each sample."""
-    fallback = request.cls.fallback
 
     def gradients(x, module, batch_first=True, loss_reduction="mean", **others):
         torch.manual_seed(0)
-        model = theirs.clone_module(module)
-        inputs = x if type(x) is tuple else (x,)
-        return per_sample(model, inputs, batch_first, loss_reduction, fallback)
+        options = {"batch_dim": 1 - batch_first, "fallback": request.cls.fallback}
+        with psg.capture(model := theirs.clone_module(module), **options) as recorded:
+            outputs = model(*(x if type(x) is tuple else (x,)))
+            if isinstance(outputs, PackedSequence):
+                samples = theirs.unpack_packedsequences(outputs)
+            else:
+                samples = outputs.movedim(1 - batch_first, 0).unbind()
+            losses = [getattr(sample.abs(), loss_reduction)() for sample in samples]
+            # Without samples the losses have a graph, too.
+            losses = torch.stack(losses) if losses else outputs.flatten()
+        return recorded.backward(losses).materialize()
 
     for module in (theirs, importlib.import_module(f"{PACKAGE}.common")):
         monkeypatch.setattr(module, "compute_opacus_grad_sample", gradients)
-
-
-def per_sample(
-    model: nn.Module, inputs: tuple[Any, ...], batch_first: bool, loss_reduction: str,
-    fallback: str,
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Returns our gradients of the losses that Opacus's tests differentiate."""
-    batch_dim = 0 if batch_first else 1
-    with psg.capture(model, batch_dim=batch_dim, fallback=fallback) as recorded:
-        outputs = model(*inputs)
-        if isinstance(outputs, PackedSequence):
-            samples = theirs.unpack_packedsequences(outputs)
-        else:
-            samples = outputs.movedim(batch_dim, 0).unbind()
-        reduce = torch.mean if loss_reduction == "mean" else torch.sum
-        losses = [reduce(sample.abs()) for sample in samples]
-        # Without samples the losses have a graph, too.
-        losses = torch.stack(losses) if losses else outputs.flatten()
-    return recorded.backward(losses).materialize()
 
 
 def adapted(tests: type) -> dict[str, type]:

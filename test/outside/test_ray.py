@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,25 +41,19 @@ SETTINGS = {
 START = ("-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
 
 
-def end_with_parent() -> None:
-    """Has Linux ask this process to end when pytest does, however it ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
 class Processes:
     """A command and all that it starts, which end together: they share a session."""
 
     def __init__(self, output: Path, *words: object, **variables: str) -> None:
         self.output = output
+        # Linux asks it to end when pytest does, however it ends.
+        ends = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         with output.open("wb") as file:
             self.first = subprocess.Popen(
-                [sys.executable, *map(str, words)],
-                env=environment() | SETTINGS | variables,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
+                [sys.executable, *map(str, words)], stdout=file,
+                env=environment() | SETTINGS | variables, stderr=subprocess.STDOUT,
+                start_new_session=True, preexec_fn=ends,
+            )  # fmt: skip
 
     def running(self) -> list[int]:
         """Returns their numbers, and those of Ray's workers, outside its group."""

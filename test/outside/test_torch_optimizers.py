@@ -1,31 +1,37 @@
-"""Every optimizer and option of torch's own tests, wrapped, against itself alone."""
+"""Torch's optimizers, options and LR schedulers, wrapped, against themselves alone."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.outside import package
 from torch import nn
+from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
 import variable_batch_size as vbs
 
 pytestmark = pytest.mark.outside
-package("expecttest")  # which torch's tests import
 
-MINIBATCH_SIZE = 2
 TRACE = (2, 6, 4, 2, 8, 4)  # 1, 3, 2, 1, 4 and 2 minibatches
 NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS",
     "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
 )  # fmt: skip
+REFUSED = {
+    "LBFGS": "evaluates the loss inside step",
+    "SparseAdam": "takes sparse gradients alone",
+}
 
 
 @functools.cache
 def database() -> dict[str, Any]:
     """Returns torch's description of each of its optimizers, by the class's name."""
+    package("expecttest")  # which torch's tests import
     allows = "__allow_nonbracketed_mutation_flag"
     before = getattr(torch.backends, allows)
     from torch.testing._internal.common_optimizers import optim_db
@@ -35,100 +41,159 @@ def database() -> dict[str, Any]:
     return {info.optim_cls.__name__: info for info in optim_db}
 
 
-def options(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns what torch tests an optimizer with: a description and arguments.
+def options(name: str) -> list[Any]:
+    """Returns what torch tests an optimizer with: descriptions and ``kwargs``.
 
     Each option is there with every implementation that a CPU has: a loop over the
     parameters, ``foreach`` and ``fused``.
     """
     from torch.testing._internal import common_optimizers
 
-    inputs = common_optimizers._get_optim_inputs_including_global_cliquey_kwargs(
+    return common_optimizers._get_optim_inputs_including_global_cliquey_kwargs(
         "cpu", torch.float32, database()[name], skip=("differentiable",)
     )
-    return [(each.desc, each.kwargs) for each in inputs]
 
 
-def make(
-    name: str, kwargs: dict[str, Any]
-) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    """Returns parameters in two groups, and their optimizer."""
+def weights(name: str, kwargs: dict[str, Any], is_wrapped: bool) -> list[torch.Tensor]:
+    """Returns those after an epoch of the trace, of parameters in two groups."""
     torch.manual_seed(0)
     # Muon takes matrices only.
     shapes = ((4, 3), (2, 2)) if name == "Muon" else ((4, 3), (3,), ())
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    info = database()[name]
-    if info.supports_param_groups:
+    groups: list[Any] = parameters
+    if database()[name].supports_param_groups:
         groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
-        return parameters, info.optim_cls(groups, **kwargs)
-    return parameters, info.optim_cls(parameters, **kwargs)
-
-
-def backward(parameters: list[nn.Parameter], minibatch: list[int]) -> None:
-    """Adds the gradient of a loss that is not linear in the weights."""
-    generator = torch.Generator().manual_seed(minibatch[0])
-    for parameter in parameters:
-        target = torch.randn(parameter.shape, generator=generator)
-        (parameter - target).tanh().square().sum().backward()
-
-
-def sampler() -> vbs.CustomSampler:
-    """Returns the minibatches of the trace, one epoch."""
+    optimizer = database()[name].optim_cls(groups, **kwargs)
     samples = range(sum(TRACE))
-    return vbs.CustomSampler(
-        samples, TRACE, minibatch_size=MINIBATCH_SIZE, verbose=False
+    sampler = vbs.CustomSampler(samples, TRACE, minibatch_size=2, verbose=False)
+    wrapper = (
+        vbs.ElasticOptimizer(optimizer, sampler, "constant") if is_wrapped else None
     )
-
-
-def wrapped(name: str, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the weights after an epoch of the trace, through the wrapper."""
-    parameters, inner = make(name, kwargs)
-    batches, updates = sampler(), 0
-    optimizer = vbs.ElasticOptimizer(inner, batches, "constant")
-    for minibatch in batches:
-        backward(parameters, minibatch)
-        updates += optimizer.step()
-    assert updates == len(TRACE)
-    return [parameter.detach() for parameter in parameters]
-
-
-def alone(name: str, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the weights after the same steps in plain torch."""
-    parameters, optimizer = make(name, kwargs)
-    minibatches = iter(sampler())
+    minibatches = iter(sampler)
     for batch_size in TRACE:
-        num_minibatches = batch_size // MINIBATCH_SIZE
-        optimizer.zero_grad()
-        for _ in range(num_minibatches):
-            backward(parameters, next(minibatches))
-        for parameter in parameters:
-            parameter.grad /= num_minibatches
-        optimizer.step()
+        if not is_wrapped:
+            optimizer.zero_grad()
+        for _ in range(batch_size // 2):
+            generator = torch.Generator().manual_seed(next(minibatches)[0])
+            for parameter in parameters:  # a loss that is not linear in the weights
+                target = torch.randn(parameter.shape, generator=generator)
+                (parameter - target).tanh().square().sum().backward()
+            made = wrapper.step() if is_wrapped else 0
+        assert made == is_wrapped
+        if not is_wrapped:
+            for parameter in parameters:
+                parameter.grad /= batch_size // 2
+            optimizer.step()
     return [parameter.detach() for parameter in parameters]
-
-
-def refusal(name: str, kwargs: dict[str, Any]) -> str | None:
-    """Returns what the error must say; None if the optimizer works."""
-    if name == "LBFGS":
-        return "evaluates the loss inside step"
-    if name == "SparseAdam":
-        return "takes sparse gradients alone"
-    if isinstance(kwargs.get("lr"), torch.Tensor):
-        return "must be a number, not a tensor"
-    return None
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrapped_optimizer_is_the_optimizer_to_the_bit(name):
-    for description, kwargs in options(name):
-        expected_error = refusal(name, kwargs)
-        if expected_error:
-            with pytest.raises((TypeError, RuntimeError), match=expected_error):
-                wrapped(name, kwargs)
+    for each in options(name):
+        refused = REFUSED.get(name)
+        if isinstance(each.kwargs.get("lr"), torch.Tensor):
+            refused = refused or "must be a number, not a tensor"
+        if refused:
+            with pytest.raises((TypeError, RuntimeError), match=refused):
+                weights(name, each.kwargs, True)
             continue
-        for found, expected in zip(wrapped(name, kwargs), alone(name, kwargs)):
-            assert torch.equal(found, expected), description
+        found, expected = (weights(name, each.kwargs, wraps) for wraps in (True, False))
+        assert all(map(torch.equal, found, expected)), each.desc
 
 
 def test_every_optimizer_of_torch_is_checked():
     assert sorted(database()) == sorted(NAMES)
+
+
+# --- LR schedulers --------------------------------------------------------------------
+
+NUM_UPDATES = 12
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.StepLR(o, 3)], o
+    ),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (t + 1)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
+    "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=6),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [5]
+    ),
+}
+# Of the others, what they take beside the optimizer.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "ConstantLR": {"factor": 0.5, "total_iters": 4},
+    "CosineAnnealingLR": {"T_max": 8},
+    "CosineAnnealingWarmRestarts": {"T_0": 3},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 3},
+    "ExponentialLR": {"gamma": 0.8},
+    "LinearLR": {"start_factor": 0.1, "total_iters": 5},
+    "MultiStepLR": {"milestones": [2, 7]},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": NUM_UPDATES + 1},
+    "PolynomialLR": {"total_iters": 9, "power": 2.0},
+    "ReduceLROnPlateau": {"patience": 1},
+    "StepLR": {"step_size": 4},
+}
+for name, arguments in ARGUMENTS.items():
+    SCHEDULERS[name] = functools.partial(getattr(lr_scheduler, name), **arguments)
+INNER = {
+    "sgd": lambda params: SGD(params, 0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda params: AdamW(params, 0.05),
+}
+
+
+def scheduled(
+    name: str, inner: str, place: str | None = None, by_hand: bool = True
+) -> tuple[torch.Tensor, list[float]]:
+    """Returns the last weights and the learning rate of every update.
+
+    The scheduler is of the inner optimizer, or of the ``"wrapper"`` of it under the
+    constant rule; without a place there is no wrapper.
+    """
+    weight, lrs = nn.Parameter(torch.linspace(-1, 1, 5)), []
+    optimizer = wrapper = INNER[inner]([weight])
+    samples = range(NUM_UPDATES)
+    sampler = vbs.CustomSampler(samples, 1, minibatch_size=1, verbose=False)
+    if place:
+        wrapper = vbs.ElasticOptimizer(optimizer, sampler, "constant")
+        wrapper.attach(lambda update: lrs.append(update.lr[0]))
+    scheduler = SCHEDULERS[name](wrapper if place == "wrapper" else optimizer)
+
+    def tick(index: int) -> None:
+        """Steps it; one that needs a metric gets one that stops improving."""
+        metric = [max(1.0, 4.0 - index)] if name == "ReduceLROnPlateau" else []
+        scheduler.step(*metric)
+
+    if not by_hand:
+        needs_metric = name == "ReduceLROnPlateau"
+        wrapper.attach(
+            (lambda update: tick(update.step)) if needs_metric else scheduler
+        )
+    for index, _ in enumerate(sampler):
+        if not place:
+            optimizer.zero_grad()
+        (weight * (1 + index % 3)).sin().square().sum().backward()
+        wrapper.step()
+        if not place:
+            lrs.append(optimizer.param_groups[0]["lr"])
+        if by_hand:
+            tick(index)
+    return weight.detach(), lrs
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["attached", "by hand"])
+@pytest.mark.parametrize("place", ["wrapper", "inner"])
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_does_what_it_does_in_torch(name, inner, place, by_hand):
+    expected_weight, expected_lrs = scheduled(name, inner)
+    found_weight, found_lrs = scheduled(name, inner, place, by_hand)
+    assert found_lrs == expected_lrs
+    assert len(set(found_lrs)) > 1
+    assert torch.equal(found_weight, expected_weight)
+
+
+def test_every_scheduler_of_torch_is_checked():
+    found = inspect.getmembers(lr_scheduler, inspect.isclass)
+    known = {n for n, each in found if issubclass(each, lr_scheduler.LRScheduler)}
+    known = {name for name in known if not name.endswith("LRScheduler")}
+    assert known | {"SWALR"} == set(SCHEDULERS)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support.documents import ROOT, block
 from support.outside import package
-from support.variable_batch_size.hugging_face import language_model, texts
+from support.variable_batch_size.hugging_face import language_model
 from torch import nn
+from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import per_sample_grad as psg
@@ -43,10 +46,14 @@ def sampler_of(dataset, order) -> vbs.CustomSampler:
     )
 
 
-def elastic(optimizer: torch.optim.Optimizer, dataset):
+def elastic(optimizer: torch.optim.Optimizer, dataset, **options):
     """Returns the sampler of an epoch in the order of the dataset, and a wrapper."""
     sampler = sampler_of(dataset, range(NUM_SAMPLES))
-    return sampler, vbs.LinearRuleOptimizer(optimizer, sampler, REFERENCE)
+    return sampler, vbs.LinearRuleOptimizer(optimizer, sampler, REFERENCE, **options)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def plain_loop(model, optimizer, loss_of, dataset) -> list[torch.Tensor]:
@@ -61,7 +68,7 @@ def plain_loop(model, optimizer, loss_of, dataset) -> list[torch.Tensor]:
         for group in optimizer.param_groups:
             group["lr"] = lr * size / REFERENCE
         optimizer.step()
-    return [p.detach() for p in model.parameters() if p.requires_grad]
+    return [parameter.detach() for parameter in trained(model)]
 
 
 def mean_square(model, x, y):
@@ -69,36 +76,33 @@ def mean_square(model, x, y):
 
 
 def assert_same(model, expected) -> None:
-    found = [p.detach() for p in model.parameters() if p.requires_grad]
-    for own, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
+    found = [parameter.detach() for parameter in trained(model)]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("prepared", ["nothing", "model", "optimizer", "loader"])
 def test_a_loop_with_accelerate(prepared):
     accelerate, dataset = package("accelerate"), data()
-    expected = mlp()
-    sgd = torch.optim.SGD(expected.parameters(), 0.05, momentum=0.9)
-    weights = plain_loop(expected, sgd, mean_square, dataset)
-    accelerator, model = accelerate.Accelerator(cpu=True), mlp()
-    inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    sampler, optimizer = elastic(inner, dataset)
-    loader = DataLoader(dataset, batch_sampler=sampler)
-    trained = accelerator.prepare(model) if prepared == "model" else model
-    if prepared == "optimizer":
-        optimizer = accelerator.prepare(optimizer)
-    if prepared == "loader":
-        loader = accelerator.prepare(loader)
-    for x, y in loader:
-        accelerator.backward(mean_square(trained, x, y))
-        optimizer.step()
+    expected, model = mlp(), mlp()
+    of = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    weights = plain_loop(expected, of(expected.parameters()), mean_square, dataset)
+    accelerator = accelerate.Accelerator(cpu=True)
+    sampler, optimizer = elastic(of(model.parameters()), dataset)
+    parts = {
+        "model": model, "optimizer": optimizer,
+        "loader": DataLoader(dataset, batch_sampler=sampler),
+    }  # fmt: skip
+    if prepared in parts:
+        parts[prepared] = accelerator.prepare(parts[prepared])
+    for x, y in parts["loader"]:
+        accelerator.backward(mean_square(parts["model"], x, y))
+        parts["optimizer"].step()
     assert_same(model, weights)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_accelerates_own_accumulation_is_refused():
     accelerate, dataset, model = package("accelerate"), data(), mlp()
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     sampler, optimizer = elastic(torch.optim.SGD(model.parameters(), 1), dataset)
     x, y = next(iter(DataLoader(dataset, batch_sampler=sampler)))
@@ -120,15 +124,14 @@ def test_a_schedule_free_optimizer():
     optimizer = optimizer_of(expected)
     plain_loop(expected, optimizer, mean_square, dataset)
     optimizer.eval()
-    model = mlp()
-    sampler, wrapper = elastic(optimizer_of(model), dataset)
+    sampler, wrapper = elastic(optimizer_of(model := mlp()), dataset)
     for x, y in DataLoader(dataset, batch_sampler=sampler):
         mean_square(model, x, y).backward()
         wrapper.step()
-    trained = [p.detach().clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
     wrapper.eval()
-    assert_same(model, list(expected.parameters()))
-    assert not all(map(torch.equal, trained, model.parameters()))
+    assert_same(model, [parameter.detach() for parameter in expected.parameters()])
+    assert not all(map(torch.equal, before, model.parameters()))
 
 
 # --- PEFT -----------------------------------------------------------------------------
@@ -151,17 +154,14 @@ OF_LINEARS = ("loha", "lokr", "oft")
 def adapted(name: str) -> nn.Module:
     """Returns a small model with an adapter whose parameters are all random."""
     peft, (kind, options, _) = package("peft"), ADAPTERS[name]
+    model, target = language_model(), TARGET
     if name in OF_LINEARS:
-        config = getattr(peft, kind)(target_modules=["0", "2"], **options)
-        model = peft.get_peft_model(mlp(), config).double()
-    else:
-        config = getattr(peft, kind)(**TARGET, **options)
-        model = peft.get_peft_model(language_model(), config).double()
-    generator = torch.Generator().manual_seed(2)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            noise = torch.randn(parameter.shape, generator=generator).double() / 4
-            parameter.data.add_(noise)
+        model, target = mlp(), {"target_modules": ["0", "2"]}
+    config = getattr(peft, kind)(**target, **options)
+    model = peft.get_peft_model(model, config).double()
+    torch.manual_seed(2)
+    for parameter in trained(model):
+        parameter.data.add_(torch.randn(parameter.shape).double() / 4)
     return model
 
 
@@ -178,11 +178,10 @@ def test_per_sample_norms_of_an_adapter_are_those_of_a_loop(name):
     model, inputs, losses_of = adapted(name), tokens(3), token_losses
     if name in OF_LINEARS:
         inputs, losses_of = data().tensors[0][:3], lambda m, x: m(x).square().sum(1)
-    trained = [p for p in model.parameters() if p.requires_grad]
     expected = []
     for row in inputs.split(1):
-        found = torch.autograd.grad(losses_of(model, row).sum(), trained)
-        expected.append(sum(each.square().sum() for each in found).sqrt())
+        found = torch.autograd.grad(losses_of(model, row).sum(), trained(model))
+        expected.append(get_total_norm(found))
     with psg.capture(model, fallback=ADAPTERS[name][2]) as recorded:
         losses = losses_of(model, inputs)
     torch.testing.assert_close(recorded.norms(losses), torch.stack(expected))
@@ -190,20 +189,51 @@ def test_per_sample_norms_of_an_adapter_are_those_of_a_loop(name):
 
 def test_an_adapter_trains_under_a_trace():
     dataset, expected = TensorDataset(tokens(NUM_SAMPLES)), adapted("lora")
-    trained = [p for p in expected.parameters() if p.requires_grad]
-    adam = torch.optim.AdamW(trained, 0.01)
-    loss_of = lambda model, ids: token_losses(model, ids).mean()  # noqa: E731
+
+    def loss_of(model, ids):
+        return token_losses(model, ids).mean()
+
+    adam, model = torch.optim.AdamW(trained(expected), 0.01), adapted("lora")
     weights = plain_loop(expected, adam, loss_of, dataset)
-    model = adapted("lora")
-    inner = [p for p in model.parameters() if p.requires_grad]
-    sampler, optimizer = elastic(torch.optim.AdamW(inner, 0.01), dataset)
+    sampler, optimizer = elastic(torch.optim.AdamW(trained(model), 0.01), dataset)
     for [ids] in DataLoader(dataset, batch_sampler=sampler):
         loss_of(model, ids).backward()
         optimizer.step()
     assert_same(model, weights)
 
 
-# --- streams and notebooks ------------------------------------------------------------
+# --- logs, streams and notebooks -----------------------------------------------------
+
+
+def test_mlflow_takes_the_numbers_of_a_run_by_log_metrics(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow 3 asks for
+    mlflow = package("mlflow")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    parameter, dataset = nn.Parameter(torch.ones(1)), range(NUM_SAMPLES)
+    sampler, optimizer = elastic(
+        torch.optim.SGD([parameter], 0.125), dataset, noise=True
+    )
+    with mlflow.start_run() as run:
+        log = vbs.RunLog(None, optimizer, log_steps=3, sinks=[mlflow.log_metrics])
+        optimizer.attach(log)
+        for rows in sampler:
+            loss = (parameter * len(rows)).sum()
+            loss.backward()
+            log.add(loss)
+            optimizer.step()
+        log.write(accuracy=70.5)
+        log.close()
+    client, run_id = mlflow.MlflowClient(), run.info.run_id
+    found = {}
+    for name in client.get_run(run_id).data.metrics:
+        history = client.get_metric_history(run_id, name)
+        found[name] = [(metric.step, metric.value) for metric in history]
+    assert found["batch_size"] == [(step, TRACE[step]) for step in (0, 3, 6)]
+    assert found["lr"] == [(step, TRACE[step] / 64) for step in (0, 3, 6)]
+    for name in ("loss", "noise_scale"):
+        assert [step for step, _ in found[name]] == [0, 3, 6]
+    assert all(value > 0 for _, value in found["samples_per_second"])
+    assert found["accuracy"] == [(7, 70.5)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -235,32 +265,6 @@ def test_a_notebook_launches_a_function_of_a_cell(monkeypatch):
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     assert notebook.cells[-1].outputs[-1]["data"]["text/plain"] == "[12.0, 12.0, 12.0]"
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder with the trace of the pages' code."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "trace.csv").write_text("step,batchsize\n" + "0,32\n1,64\n" * 20)
-    return tmp_path
-
-
-def test_the_page_shows_lightning(folder):
-    package("lightning.pytorch")
-    from support.variable_batch_size.lightning_runs import Small
-
-    names = {"vbs": vbs, "DataLoader": DataLoader, "module": (module := Small())}
-    names |= {"dataset": range(256), "validation_loader": None}
-    exec(block("docs/trainers.md", "python", "L.Trainer("), names)
-    assert module.weight < 0
-    assert [*folder.glob("lightning_logs/*/checkpoints/*.ckpt")]
-
-
-def test_the_page_shows_hugging_face(folder):
-    package("transformers")
-    names = {"model": language_model(), "texts": texts() * 4}
-    exec(block("docs/trainers.md", "python", "ElasticTrainer("), names)
-    assert [*folder.glob("out/checkpoint-*")]
 
 
 def test_the_page_shows_opacus():

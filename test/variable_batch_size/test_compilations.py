@@ -6,23 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compiled import GraphCounter, needs_cxx
-from support.variable_batch_size.elastic import (
-    OPTIMIZERS,
-    Case,
-    Training,
-    assert_as_one_large_batch,
-    elastic_run,
-    loss_of,
-)
+from support.variable_batch_size import elastic
 from support.variable_batch_size.wrapping import CPU, make
-from support.xla_replica.replicas import (
-    HAS_XLA,
-    TORCHTPU,
-    XLA_BACKENDS,
-    Backend,
-    needs_xla,
-    on_xla,
-)
+from support.xla_replica import replicas
 from torch import nn
 
 import variable_batch_size as vbs
@@ -47,8 +33,8 @@ def counted_epochs(
     with xla_replica.current().seeded(0):
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         inputs, targets = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
-    case = Case(BATCH_SIZES, 3, optimizer, rule, 0.25, max_grad_norm=1.0)
-    training = Training(case, cross_entropy, made=(model, inputs, targets))
+    case = elastic.Case(BATCH_SIZES, 3, optimizer, rule, 0.25, max_grad_norm=1.0)
+    training = elastic.Training(case, cross_entropy, made=(model, inputs, targets))
     if backend:
         called = torch.compile(model, backend=backend)
         training.loss = lambda _, x, y: cross_entropy(called, x, y)
@@ -70,11 +56,11 @@ RUNS = [
 
 
 def all_counted_epochs(rank: int) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:
-    runs = [run for run in RUNS if HAS_XLA or "openxla" not in run]
+    runs = [run for run in RUNS if replicas.HAS_XLA or "openxla" not in run]
     return {run: counted_epochs(rank, *run) for run in runs}
 
 
-@pytest.fixture(scope="module", params=[*XLA_BACKENDS, *TORCHTPU])
+@pytest.fixture(scope="module", params=[*replicas.XLA_BACKENDS, *replicas.TORCHTPU])
 def counts(request):
     return request.param.run(all_counted_epochs)
 
@@ -95,7 +81,7 @@ def deferred(rank: int) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:
         return all_counted_epochs(rank)
 
 
-@pytest.mark.parametrize("backend", TORCHTPU)
+@pytest.mark.parametrize("backend", replicas.TORCHTPU)
 def test_deferred_operations_compile_as_little(backend):
     for counted in backend.run(deferred):
         for run, (_, *later) in counted.items():
@@ -105,35 +91,36 @@ def test_deferred_operations_compile_as_little(backend):
 def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
     trace = [4 * (1 + n % num_batch_sizes) for n in range(32)]
     made = nn.Linear(6, 3), torch.ones(2048, 6), torch.zeros(2048, dtype=torch.int64)
-    training = Training(Case(trace), cross_entropy, {"on_end": "stop"}, made)
+    training = elastic.Training(
+        elastic.Case(trace), cross_entropy, {"on_end": "stop"}, made
+    )
     return training.counted_epoch(0)[0]
 
 
-@pytest.mark.parametrize("backend", XLA_BACKENDS)
+@pytest.mark.parametrize("backend", replicas.XLA_BACKENDS)
 @pytest.mark.parametrize("num_batch_sizes", [1, 16])
 def test_three_graphs_for_any_number_of_batch_sizes(backend, num_batch_sizes):
     """They are the minibatch, the update, and the update that creates momentum."""
     assert set(backend.run(graphs_of_first_epoch, num_batch_sizes)) == {3}
 
 
+@replicas.on_xla
+def test_the_counter_sees_transfers_and_compilations():
+    assert replicas.Backend("xla", 1).run(a_fetch_and_numbers_in_a_graph) == [(1, 1, 3)]
+
+
 def a_fetch_and_numbers_in_a_graph(rank: int) -> tuple[int, int, int]:
     replica = xla_replica.current()
     tensors = [torch.ones(3, device=replica.device) * replica.scalar(k) for k in (2, 3)]
     replica.wait()
-    with xla_replica.count() as count:
-        values = replica.fetch(tensors)
-    assert [v.tolist() for v in values] == [[2.0] * 3, [3.0] * 3]
-    with xla_replica.count() as items:
+    with xla_replica.count() as fetch:
+        assert [v.tolist() for v in replica.fetch(tensors)] == [[2.0] * 3, [3.0] * 3]
+    with xla_replica.count() as item:
         assert tensors[0][0].item() == 2.0
     with xla_replica.count() as programs:
         for shape in (2, 3, 4):
             tensors[0].expand(shape, 3).sum().item()
-    return count.transfers, items.transfers, programs.compilations
-
-
-@on_xla
-def test_the_counter_sees_transfers_and_compilations():
-    assert Backend("xla", 1).run(a_fetch_and_numbers_in_a_graph) == [(1, 1, 3)]
+    return fetch.transfers, item.transfers, programs.compilations
 
 
 # --- by torch.compile: minibatches have one size, so that two graphs serve all ------
@@ -142,8 +129,10 @@ def test_the_counter_sees_transfers_and_compilations():
 # first step makes replicas run compiled functions while others still compile them.
 TRACE = (40, 8, 12, 32, 64, 4, 20, 4)
 CASES = {
-    "exact": Case((32, 4, 64, 4, 8), optimizer="sgd-heavy-ball", lr=2**-3, exact=True),
-    "clipped": Case(
+    "exact": elastic.Case(
+        (32, 4, 64, 4, 8), optimizer="sgd-heavy-ball", lr=2**-3, exact=True
+    ),
+    "clipped": elastic.Case(
         TRACE, epochs=3, optimizer="adamw", rule="root", lr=2**-8, max_grad_norm=0.05
     ),
 }
@@ -154,26 +143,26 @@ def compiled_runs(rank: int, backend: str) -> dict[str, tuple[list, int]]:
     runs = {}
     for name, case in CASES.items():
         counter = GraphCounter(backend)
-        found = elastic_run(rank, case, torch.compile(loss_of, backend=counter))
+        found = elastic.elastic_run(
+            rank, case, torch.compile(elastic.loss_of, backend=counter)
+        )
         runs[name] = found["weights"], counter.num_graphs
     return runs
 
 
-COMPILERS = {
-    "aot_eager": (Backend("cpu", 2), []),
-    "inductor": (Backend("cpu", 2), [needs_cxx, pytest.mark.slow]),
-    "openxla": (Backend("xla", 3), [needs_xla, pytest.mark.xla]),
-}
-
-
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=marks) for name, (_, marks) in COMPILERS.items()],
+    params=[
+        ("aot_eager", "cpu"),
+        pytest.param(("inductor", "cpu"), marks=[needs_cxx, pytest.mark.slow]),
+        pytest.param(("openxla", "xla"), marks=[replicas.needs_xla, pytest.mark.xla]),
+    ],
 )
 def runs(request):
-    replicas, _ = COMPILERS[request.param]
-    yield replicas.run(compiled_runs, request.param)
-    torch.compiler.reset()  # what a single replica has compiled in this process
+    compiler, device = request.param
+    return replicas.Backend(device, 3 if device == "xla" else 2).run(
+        compiled_runs, compiler
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -181,7 +170,7 @@ def test_two_graphs_and_the_weights_of_a_large_batch_run(runs, name):
     for run in runs:
         weights, num_graphs = run[name]
         assert num_graphs == 2  # forward and backward
-        assert_as_one_large_batch(CASES[name], weights)
+        elastic.assert_as_one_large_batch(CASES[name], weights)
 
 
 def test_a_compiled_loop_body_is_refused():
@@ -217,24 +206,19 @@ def test_numbers_are_uploaded_once_and_never_shared_between_uses():
 
 
 def steps(name: str, as_tensor: bool) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    parameters = [torch.nn.Parameter(random(3, 4)), torch.nn.Parameter(random(5))]
-    optimizer = OPTIMIZERS[name](parameters, 0.1)
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape).double()) for shape in ((3, 4), (5,))]
+    optimizer = elastic.OPTIMIZERS[name](parameters, 0.1)
+    [group] = optimizer.param_groups
     for lr in (0.1, 1.0, 0.0, 0.3, 0.5):
         for parameter in parameters:
-            parameter.grad = random(*parameter.shape)
-        group = optimizer.param_groups[0]
-        if as_tensor:
-            group["lr"] = torch.tensor([lr], dtype=torch.float64)
-            group["foreach"] = False
-            with NoReads(), TensorScalars():  # the last entered sees a call first
-                optimizer.step()
-        else:
-            group["lr"] = lr
+            parameter.grad = torch.randn(parameter.shape).double()
+        group["lr"] = lr
+        if not as_tensor:
+            optimizer.step()
+            continue
+        group |= {"lr": torch.tensor([lr], dtype=torch.float64), "foreach": False}
+        with NoReads(), TensorScalars():  # the last entered sees a call first
             optimizer.step()
     return [parameter.detach() for parameter in parameters]
 
@@ -244,13 +228,12 @@ class NoReads(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for name in ("alpha", "value"):
-            scalar = kwargs.get(name)
-            assert not isinstance(scalar, torch.Tensor), f"{func} would read {name}"
+        for name in kwargs.keys() & {"alpha", "value"}:
+            assert not torch.is_tensor(kwargs[name]), f"{func} would read {name}"
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", elastic.OPTIMIZERS)
 def test_every_optimizer_steps_the_same(name):
     found, expected = steps(name, True), steps(name, False)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
@@ -258,7 +241,7 @@ def test_every_optimizer_steps_the_same(name):
 
 def test_without_it_torch_reads_the_learning_rate():
     """What the module is for: this must keep failing, or it can be deleted."""
-    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = torch.optim.SGD([parameter], torch.tensor(0.1), foreach=False)
     with pytest.raises(AssertionError, match="would read"), NoReads():

@@ -32,13 +32,9 @@ NAN, ONES = float("nan"), torch.ones(3)
 LOG = tools.Availability(np.array([0.0, 10.0]), np.array([2, 0]))
 SCHEDULE = Schedule(vbs.Trace([16, 32]), 48, 8)
 simulated = partial(simulate, SCHEDULE)
-lost = partial(tools.time_lost, simulated())
 converted = partial(tools.convert, LOG, lambda devices: 8)
 blocks = partial(vbs.BlockDataset, len)
-constant = partial(made.make, "constant", steps=2)
-stream = partial(vbs.BlockDataset.from_stream, iter)
 seeded = vbs.SeededDataset
-momentum = partial(make, cls=vbs.LinearRuleMomentumOptimizer)
 dealt = partial(sampler_of, trace=64)
 HALF = {"cls": vbs.LinearRuleMomentumOptimizer, "weight_decay": 0.5}
 every_step = partial(StepLR, step_size=1)
@@ -67,17 +63,11 @@ def log(**options: Any) -> vbs.RunLog:
     return vbs.RunLog(None, wrapped(), **options)
 
 
-def attached(target: Any, *arguments: Any) -> None:
+def attached(target: Any, *arguments: Any, times: int = 1) -> None:
     """Attaches what is made of a wrapper of SGD."""
     wrapper = wrapped()
-    wrapper.attach(target(wrapper), *arguments)
-
-
-def twice(target: Any) -> None:
-    wrapper = wrapped()
-    targets = [target(wrapper)] * 2
-    for each in targets:
-        wrapper.attach(each)
+    for each in [target(wrapper)] * times:
+        wrapper.attach(each, *arguments)
 
 
 def resumed(saved: dict[str, Any], own: dict[str, Any], **options: Any) -> None:
@@ -157,22 +147,17 @@ OF_TYPES = [
     (lambda: vbs.IndexShuffle(1.5), "seed must be an integer, got"),
     (lambda: seeded(ChainDataset([]), 1), "ChainDataset has no numbered samples"),
     (lambda: seeded({1, 2}, 1), "pass a map-style dataset"),
-    (lambda: seeded([1], 0.5), "seed must be an integer"),
     (lambda: seeded([1], 1).set_epoch("2"), "epoch must be an integer >= 0, got '2'"),
     (lambda: dealt(order=vbs.IndexShuffle), "order=IndexShuffle is a class: give"),
     (lambda: dealt(order=iter(range(256))), "order= is an iterator"),
     (lambda: dealt(dataset_size=None), "either dataset= or dataset_size="),
     (lambda: dealt(dataset=range(256)), "either dataset= or dataset_size="),
-    (lambda: dealt(dataset_size=256.0), "dataset_size must be an integer"),
     (lambda: dealt(dataset=256, dataset_size=None), "has no length"),
     (lambda: dealt(trace=None), "needs trace="),
-    (lambda: constant(batch_size=8, seed=1), "unexpected keyword"),
+    (lambda: made.make("constant", steps=2, batch_size=8, seed=1), "unexpected"),
     (lambda: wrapped(ref_batchsize=None), "rule 'linear' needs ref_batchsize="),
     (lambda: wrapped(log_steps=2.5), "log_steps must be an int"),
     (lambda: wrapped(overlap="no"), "overlap must be True or False"),
-    (lambda: wrapped(decay_per_sample="no"), "decay_per_sample must be True or"),
-    (lambda: wrapped(momentum_correction=1), "momentum_correction must be True or"),
-    (lambda: wrapped(clip=1), "clip"),
     (lambda: wrapped(sampler=[1]), "must be a CustomSampler"),
     (lambda: wrapped(replica="cpu"), "replica must be an xla_replica"),
     (lambda: wrapped(3), "must be a torch.optim.Opt"),
@@ -181,6 +166,8 @@ OF_TYPES = [
     (lambda: wrapped(torch.optim.Optimizer, {}), "group .* has no 'lr'"),
     (lambda: wrapped(AdamW, rule="linear-momentum"), "which only SGD turns into a"),
     (lambda: wrapped(SGD, torch.tensor(0.1)), "be a number, not a tensor"),
+    (lambda: wrapped().add_param_group({"params": ONES, "lr": torch.tensor(0.1)}),
+     "must be a number, not a tensor"),
     (lambda: wrapped(make()[2], rule="root"), "a LinearRuleOptimizer, which is a"),
     (lambda: make(cls=vbs.AdaScaleOptimizer, noise=vbs.NoiseOptions()),
      "time_constant=, not noise=, got NoiseOptions"),
@@ -196,13 +183,11 @@ OF_TRACES = [
     (lambda: planned([40], 256, 32), r"minibatch_size=32; .* 32 or 64\. With pad_mini"),
     (lambda: planned([8], 256, 32), "multiple of minibatch_size=32; nearest is 32"),
     (lambda: planned([512], 256, 32), "exceeds epoch capacity: 256 samples hold 8"),
-    (lambda: planned([288], 287, 32), "exceeds epoch capacity"),
     (lambda: convert_rows(LOG, lambda _: 0), "element 0, batchsize: 0 must be > 0"),
     (lambda: wrapped(sampler=dealt(minibatch_size=4)).change_batch_size(6),
      "not a multiple of minibatch_size=4"),
     (lambda: converted(lambda *_: 11), "^0 steps are completed in the 10 seconds"),
     (lambda: converted(lambda *_: 1e-9), "^10000000000 steps are completed"),
-    (lambda: constant(batch_size=0), "batchsize: 0 must be > 0"),
 ]  # fmt: skip
 OF_VALUES = [
     (lambda: weighed(-1), "got -1"),
@@ -213,13 +198,9 @@ OF_VALUES = [
     (lambda: weighed(1, reduction="tokens"), "got 'tokens'"),
     (lambda: rule_named("lars"), r"'lars' is unknown; allowed are \['adam-half.*power"),
     (lambda: rule_named("power"), "allowed are .* 'power:0.75'"),
-    (lambda: rule_named("power:"), "'power:' is unknown"),
     (lambda: rule_named("power:x"), "'x' is not a finite number"),
-    *(
-        (lambda factor=factor: of_rule(rule=vbs.Rule("mine", lambda ratio: factor)),
-         "rule 'mine' makes the factor .* finite")
-        for factor in (-1.0, NAN, None)
-    ),
+    (lambda: of_rule(rule=vbs.Rule("mine", lambda ratio: -1.0)), "factor .* finite"),
+    (lambda: of_rule(rule=vbs.Rule("mine", lambda ratio: NAN)), "rule 'mine' makes th"),
     (lambda: of_rule([32, 256], AdamW, rule="adam-root", ref_batchsize=16),
      "batch ratio 16.* use rule 'adam-half-life'"),
     (lambda: measured(time_constant=0), "time_constant must be a finite number > 0"),
@@ -237,8 +218,8 @@ OF_VALUES = [
     (lambda: attached(every_step, "minutes"), "'updates', .* 'iterations', got"),
     (lambda: attached(every_step, "samples", 0), "every must be a finite number > 0"),
     # It would run twice after every update, or change what nobody uses.
-    (lambda: twice(lambda _: [].append), "is attached already, and would run tw"),
-    (lambda: twice(every_step), "is attached already, and would run"),
+    (lambda: attached(lambda _: [].append, times=2), "already, and would run tw"),
+    (lambda: attached(every_step, times=2), "is attached already, and would run"),
     (lambda: attached(lambda _: StepLR(wrapped().inner, 1)),
      "learning rate of another optimizer: build"),
     (lambda: exact.wrapped(nn.Linear(4, 4), nn.Linear(4, 4).parameters()),
@@ -250,10 +231,8 @@ OF_VALUES = [
     (lambda: blocks([0, 0]), "not all 0"),
     (lambda: vbs.BlockShuffle([3, -1]), "must be >= 0"),
     (lambda: vbs.BlockShuffle([3], 0), "window must be an int"),
-    (lambda: stream(0), "num_samples must"),
-    (lambda: stream(9, 0), "block_size mu"),
+    (lambda: vbs.BlockDataset.from_stream(iter, 0), "num_samples must"),
     (lambda: dealt(rank=1), "rank must be an integer >= 0 and <= 0, got 1"),
-    (lambda: dealt(num_replicas=0), "num_replicas must be an integer >= 1"),
     (lambda: dealt(seed=2**70), "seed must be an integer >= .* got 11805916207"),
     (lambda: planned([32], 31, 32), "31 samples, fewer than one minibatch"),
     (lambda: planned([32], 256, 0), "minibatch_size must be an integer >= 1, got 0"),
@@ -262,7 +241,6 @@ OF_VALUES = [
     (lambda: vbs.Trace([64], tokens_per_sample=0), "tokens_per_sample must be"),
     (lambda: fit_step_time([], []), "arrays of one length above 0, got shapes"),
     (lambda: fit_step_time([1.0], [1, 2]), "arrays of one length above 0, got shapes"),
-    (lambda: fit_step_time(1.0, 1), "arrays of one length above 0, got shapes"),
     (lambda: fit_step_time([NAN], [1]), "seconds must be finite and >= 0"),
     (lambda: fit_step_time([-1.0], [1]), "seconds must be finite and >= 0"),
     (lambda: fit_step_time([1.0], [0]), "num_substeps must be finite and >= 1"),
@@ -271,23 +249,15 @@ OF_VALUES = [
     (lambda: simulated(noise_scale=9.0), "noise_scale needs ref_batchsize, got None"),
     (lambda: simulated(rule="adascale", ref_batchsize=8), "measures the gradients"),
     (lambda: simulated(rule="adam-root", ref_batchsize=1), "adam-root"),
-    (lambda: simulated(rule="cubic"), "rule='cubic' is unknown"),
-    (lambda: simulated(devices=0), "devices must be an integer >= 1, got 0"),
     (lambda: simulated(devices=np.array([1])), "for each of the 2 rows of the list"),
-    (lambda: simulated(lr=-0.1), "lr must be a finite number >= 0, got -0.1"),
-    (lambda: simulated(0), "num_epochs must be an integer >= 1, got 0"),
     (lambda: simulate(planned(16, 48, 8)), "has no end with on_end='hold': num_epochs"),
-    (lambda: lost(-1.0), "losses_per_hour must"),
-    (lambda: lost(2.0), r"losses_per_hour=2\.0 needs a step time"),
+    (lambda: tools.time_lost(simulated(), 2.0), "losses_per_hour=2.0 needs a ste"),
     (lambda: LOG.longer(-1), "last_row_seconds must be"),
     (lambda: converted(lambda *_: 0), r"seconds of a step must be .* > 0, got 0.0"),
-    (lambda: tools.POLICIES["capped"](samples_per_device=1, least=8, most=7),
-     "most must be an integer >= 8, got 7"),
     (lambda: made.make("ramps"), "family must be one of 'constant', 'ramp'"),
     (lambda: made.make("thresholds", rows="768", total=9), "rows must be like '0:768"),
     (lambda: made.make("critical-batch", first=8, most=64, total_samples=4000),
      "either curve or coefficient"),
-    (lambda: wrapped(rule="lars"), "rule='lars' is unknown"),
     (lambda: wrapped(ref_batchsize=0), "ref_batchsize must .* > 0, got 0"),
     (lambda: wrapped(max_grad_norm=0.0), "max_grad_norm must"),
     (lambda: wrapped(replica=LocalReplica("meta")), "is on cpu, but this is repl"),
@@ -295,21 +265,17 @@ OF_VALUES = [
     (lambda: wrapped(SGD, 0.1, NAN), "momentum must be a number, got nan"),
     (lambda: wrapped(SGD, 0.1, 0, 0, NAN), "weight_decay must .*, got nan"),
     (lambda: wrapped(SGD, NAN), "reference learning rate must .*got nan"),
-    (lambda: wrapped(SGD, float("inf")), "reference learning rate must .*got inf"),
     (lambda: wrapped().set_lr((0.1, 0.2)), "one learning rate for each of 1 parameter"),
     (lambda: wrapped().set_lr(0.1), "needs a tuple with one .* got 0.1"),
-    (lambda: momentum(weight_decay=-1), "weight_decay must be a finite number >= 0"),
+    (lambda: make(**HALF | {"weight_decay": -1}), "weight_decay must be a fin.* >= 0"),
     (lambda: controlled(most=2), "most must be an integer >= 4, got 2"),
-    (lambda: controlled(factor=1), "factor must be a finite number > 1, got 1"),
     (lambda: controlled(policy="x"), "policy must be one of 'noise-scale', 'g"),
     (lambda: controlled(trace=[16, 8]), "constant trace, or on_end='hold'"),
     (lambda: controlled(least=5, most=7), "multiples of the minibatch size, 4"),
     (lambda: controlled(most=10**6), "most: steps of 1000000 .*exceeds epoch"),
-    (lambda: log(log_steps=0), "log_steps must be an integer >= 1, got 0"),
     (lambda: log().add(ONES), r"got a tensor of shape \(3,"),
     (lambda: log().write(accuracy=1.0), "there has been no update"),
     (lambda: log().write(step=3), "step= is what the log itself"),
-    (lambda: log().write(lr_1=3), "lr_1= is what the log itself"),
 ]  # fmt: skip
 
 

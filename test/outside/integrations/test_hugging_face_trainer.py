@@ -7,10 +7,11 @@ import subprocess
 import sys
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from support.documents import ROOT
+from support.documents import ROOT, block
 from support.outside import package
 from support.scripts import run_script, words
 from support.variable_batch_size import hugging_face as runs
@@ -20,6 +21,8 @@ from support.xla_replica.replicas import Backend
 from support.xla_replica.torchrun import LAUNCHER
 
 import xla_replica
+from examples.ordering import causal_language_model, ordered_training
+from examples.ordering.hugging_face_model import GPTNeoX
 from tools.outside import models
 from xla_replica import ReplicaError
 
@@ -35,15 +38,15 @@ def library():
 
 def check(outcomes: list[dict[str, Any]], kind: str | None = None) -> None:
     """Fails unless a run has ended, from where it began, as one in plain torch."""
-    losses, norms = [], []
+    measured = []
 
     def loss_of(model, tokens, labels):
         logits = model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
         loss = F.cross_entropy(logits, labels[:, 1:].flatten())
         loss = loss + (runs.penalty(model) if kind == "term" else 0)
         gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
-        norms.append(torch.nn.utils.get_total_norm(gradients).item())
-        losses.append(loss.item())
+        norm = torch.nn.utils.get_total_norm(gradients)
+        measured.append({"loss": loss.item(), "grad_norm": norm.item()})
         return loss
 
     columns = {n: torch.stack([t[n] for t in runs.texts()]) for n in runs.texts()[0]}
@@ -57,17 +60,13 @@ def check(outcomes: list[dict[str, Any]], kind: str | None = None) -> None:
         expected = columns["input_ids"][rows].tolist()
         assert step < min(seen) or sorted(seen[step]) == sorted(expected)
     for outcome in outcomes:
-        for ours, expected in zip(outcome["weights"], weights, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(outcome["weights"], weights, rtol=1e-6, atol=1e-9)
         logs = [log for log in outcome["logs"] if "loss" in log]
         assert len(logs) == len(updates)
-        for log, (_, step, size, (lr,)), loss, norm in zip(
-            logs, updates, losses, norms
-        ):
+        for log, (_, step, size, (lr,)), told in zip(logs, updates, measured):
             expected = {
                 "step": step + 1, "batch_size": size, "effective_learning_rate": lr,
-                "learning_rate": TEXTS.lr * DECAY**step, "loss": loss,
-                "grad_norm": norm,
+                "learning_rate": TEXTS.lr * DECAY**step, **told,
             }  # fmt: skip
             assert {n: log[n] for n in expected} == pytest.approx(expected, rel=1e-5)
         evaluated = [log["epoch"] for log in outcome["logs"] if "eval_loss" in log]
@@ -165,15 +164,59 @@ def test_the_example_trains_and_continues(tmp_path, capsys):
         assert steps == ["1", "2", "3", "4", "5", "6"]
 
 
+def test_the_page_shows_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.csv").write_text("step,batchsize\n" + "0,32\n1,64\n" * 20)
+    names = {"model": runs.language_model(), "texts": runs.texts() * 4}
+    exec(block("docs/trainers.md", "python", "ElasticTrainer("), names)
+    assert [*tmp_path.glob("out/checkpoint-*")]
+
+
 @pytest.mark.slow
 def test_the_example_under_torchrun_is_continued_by_one_process(tmp_path):
     code = [sys.executable, "-c", "import torch, transformers.image_utils"]
     if subprocess.run(code, capture_output=True).returncode:
         pytest.skip("torchvision does not fit this torch, and transformers imports it")
-    script = ROOT / "examples" / "huggingface" / "language_model.py"
+    arguments = (
+        ROOT / "examples/huggingface/language_model.py",
+        *SMALL,
+        "--folder",
+        "run",
+    )
     for command in (LAUNCHER, (sys.executable,)):
-        status, output = run_script(
-            script, *SMALL, "--folder", tmp_path / "run", cwd=tmp_path, command=command
-        )
+        status, output = run_script(*arguments, cwd=tmp_path, command=command)
         assert status == 0, output
         assert (tmp_path / "run" / "checkpoint-6").exists()
+
+
+# --- a model of transformers in the example that orders samples -----------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_has_a_gradient_of_each_sample(tied):
+    torch.manual_seed(0)
+    model = GPTNeoX(12, width=16, num_layers=2, num_heads=2, tied=tied)
+    windows = torch.randint(256, (4, 13), dtype=torch.uint8)
+    batch = windows[:, :-1], windows[:, 1:]
+    assert ordered_training.check_gradients(model, *batch) < 1e-4
+    losses_of = ordered_training.sample_losses
+    alone = [losses_of(model, *(each[[i]] for each in batch)) for i in range(4)]
+    torch.testing.assert_close(torch.cat(alone), losses_of(model, *batch))
+
+
+@pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
+def test_it_trains_in_bfloat16_under_a_trace(tmp_path, fidelity):
+    book, trace = tmp_path / "book.txt", tmp_path / "trace.csv"
+    book.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
+    trace.write_text("step,batchsize\n0,8\n1,16\n2,24\n")
+    arguments = [
+        "--model", "gpt-neox", "--text", book, "--max-bytes", 6000, "--context", 24,
+        "--width", 16, "--num-layers", 1, "--num-heads", 2, "--batch-size", 8,
+        "--order", "rr,mean", "--epochs", 2, "--bf16", "--trace", trace,
+        "--fidelity", fidelity, "--projection-size", 60, "--no-progress",
+        "--num-replicas", 1, "--device", "cpu", "--logdir", tmp_path / "log",
+    ]  # fmt: skip
+    assert causal_language_model.main(words(arguments)) == 0
+    rows = pd.read_csv(tmp_path / "log" / "history.csv").set_index("epoch")
+    for _, losses in rows.groupby("order")["train_loss"]:
+        assert losses[2] < losses[0]

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from support.variable_batch_size.elastic import (
-    OPTIMIZERS,
-    Case,
-    batches,
-    large_batch_run,
-    make,
-    sampler_of,
-)
-from support.variable_batch_size.lightning_runs import (
-    ElasticStrategy,
-    Small,
-    lightning,
-    small_fit,
-    trainer_of,
-)
+from support.documents import block
+from support.outside import package
+from support.variable_batch_size import elastic
 from support.variable_batch_size.resuming import loss_of
 from support.xla_replica.replicas import Backend
 from torch.distributed.fsdp import fully_shard
@@ -35,15 +25,33 @@ from torch.utils.data import DataLoader
 import variable_batch_size as vbs
 import xla_replica
 from examples.lightning import digits
+from tools.outside import models
 from xla_replica import ReplicaError
+
+if importlib.util.find_spec("lightning"):
+    models.import_torchvision()
+lightning = package("lightning.pytorch")
+from variable_batch_size.integrations.lightning import ElasticStrategy  # noqa: E402
 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
 
+
+def trainer_of(sampler: vbs.CustomSampler, strategy: Any = (), **options: Any) -> Any:
+    """Returns a trainer; ``strategy`` has arguments of the strategy."""
+    defaults = {"logger": False, "enable_checkpointing": False, "max_epochs": 2}
+    return lightning.Trainer(
+        strategy=ElasticStrategy(sampler, **dict(strategy)), accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False, **defaults | options,
+    )  # fmt: skip
+
+
 # Two epochs of different numbers of steps, of 1 to 9 minibatches: some replicas are
 # idle in some steps, the first and the last of an epoch among them.
-CASE = Case((4, 36, 8, 4, 12, 32, 20, 4, 48, 40, 4), 2, "sgd-heavy-ball", exact=True)
+CASE = elastic.Case(
+    (4, 36, 8, 4, 12, 32, 20, 4, 48, 40, 4), 2, "sgd-heavy-ball", exact=True
+)
 DECAY = 0.5
-STEPS = [*batches(CASE)]
+STEPS = [*elastic.batches(CASE)]
 LENGTHS = [[epoch for epoch, _ in STEPS].count(epoch) for epoch in range(CASE.epochs)]
 
 
@@ -52,7 +60,7 @@ class Module(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model, _, _ = make(CASE)
+        self.model, _, _ = elastic.make(CASE)
         self.told: list[tuple[int, float, list[int]]] = []
 
     def training_step(self, batch, batch_idx):
@@ -67,7 +75,7 @@ class Module(lightning.LightningModule):
         self.log("val", ((self.model(x)[:, 0] - y) ** 2).mean(), sync_dist=True)
 
     def configure_optimizers(self):
-        optimizer = OPTIMIZERS[CASE.optimizer](self.parameters(), CASE.lr)
+        optimizer = elastic.OPTIMIZERS[CASE.optimizer](self.parameters(), CASE.lr)
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)
         return [optimizer], [{"scheduler": decay, "interval": "step"}]
 
@@ -77,7 +85,7 @@ class Seen(lightning.Callback):
 
     def __init__(self, kill_after: int | None) -> None:
         self.steps, self.validated, self.num_batches = [], [], []
-        self._kill_after = kill_after
+        self.kill_after = kill_after
 
     def on_train_epoch_start(self, trainer, module):
         self.num_batches.append(trainer.num_training_batches)
@@ -85,7 +93,7 @@ class Seen(lightning.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         lr = trainer.optimizers[0].param_groups[0]["lr"]
         self.steps.append((trainer.global_step, batch_idx, lr, len(batch)))
-        if trainer.global_step == self._kill_after:
+        if trainer.global_step == self.kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_validation_end(self, trainer, module):
@@ -101,23 +109,22 @@ def fit(
 ) -> dict[str, Any]:
     """Trains with all of Lightning's extras, as a user writes it."""
     torch.set_num_threads(1)
-    _, x, y = make(CASE)
+    _, x, y = elastic.make(CASE)
     data = torch.utils.data.TensorDataset(torch.arange(len(x)), x, y)
-    sampler, module, seen = sampler_of(CASE, data), Module(), Seen(kill_after)
-    kinds = ("{step}", "every_n_train_steps", 5), ("{epoch}", "every_n_epochs", 1)
-    options_of = {"save_top_k": -1, "save_on_train_epoch_end": True}
-    saves = [
-        lightning.callbacks.ModelCheckpoint(folder, name, **options_of, **{every: num})
-        for name, every, num in kinds
-    ]
-    defaults = {
-        "logger": lightning.loggers.CSVLogger(folder, name="log", version=""),
-        "callbacks": [seen, *saves], "enable_checkpointing": True,
-        "val_check_interval": 3, "check_val_every_n_epoch": None,
-        "num_sanity_val_steps": 1, "log_every_n_steps": 2,
-    }  # fmt: skip
+    sampler, module, seen = elastic.sampler_of(CASE, data), Module(), Seen(kill_after)
+    saving = partial(
+        lightning.callbacks.ModelCheckpoint, folder, save_top_k=-1,
+        save_on_train_epoch_end=True,
+    )  # fmt: skip
+    saves = saving("{step}", every_n_train_steps=5), saving("{epoch}", every_n_epochs=1)
     strategy = {"rule": CASE.rule, "ref_batchsize": CASE.ref_batchsize, "noise": True}
-    trainer = trainer_of(sampler, strategy, **defaults | options)
+    trainer = trainer_of(
+        sampler, strategy,
+        logger=lightning.loggers.CSVLogger(folder, name="log", version=""),
+        callbacks=[seen, *saves], enable_checkpointing=True, val_check_interval=3,
+        check_val_every_n_epoch=None, num_sanity_val_steps=1, log_every_n_steps=2,
+        **options,
+    )  # fmt: skip
     loader = DataLoader(data, batch_sampler=sampler, num_workers=rank % 2)
     trainer.fit(module, loader, DataLoader(data, batch_size=64), ckpt_path=ckpt)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -137,23 +144,21 @@ def undisturbed(tmp_path_factory):
 
 def check_end(outcome, reference, first: int) -> None:
     """Fails unless a run has ended, to the bit, as another one, from a step on."""
-    pairs = zip(outcome["weights"], reference["weights"], strict=True)
-    assert all(torch.equal(ours, expected) for ours, expected in pairs)
+    assert all(map(torch.equal, outcome["weights"], reference["weights"]))
     assert outcome["end"] == reference["end"]
-    ours, expected = outcome["steps"], reference["steps"][first:]
-    assert [step[:3] for step in ours] == [step[:3] for step in expected]
+    ours, expected = ([step[:3] for step in o["steps"]] for o in (outcome, reference))
+    assert ours == expected[first:]
 
 
 def test_it_is_large_batch_training_that_counts_updates_on_every_replica(undisturbed):
-    weights, updates = large_batch_run(CASE, loss_of, None, DECAY)
+    weights, updates = elastic.large_batch_run(CASE, loss_of, None, DECAY)
     outcomes, steps = undisturbed[1], [[] for _ in updates]
     for step, _, samples in [each for outcome in outcomes for each in outcome["told"]]:
         steps[step] += samples
     assert [*map(sorted, steps)] == [sorted(rows.tolist()) for _, rows in STEPS]
     assert len(set(LENGTHS)) > 1
     for rank, outcome in enumerate(outcomes):
-        for ours, expected in zip(outcome["weights"], weights, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(outcome["weights"], weights, rtol=1e-12, atol=1e-14)
         check_end(outcome, outcomes[0], 0)
         assert outcome["end"] == (len(updates), CASE.epochs)
         assert outcome["num_batches"] == LENGTHS
@@ -170,7 +175,7 @@ def test_it_is_large_batch_training_that_counts_updates_on_every_replica(undistu
 
 def test_the_trainers_logger_has_its_own_and_our_numbers(undisturbed):
     folder, outcomes = undisturbed
-    _, updates = large_batch_run(CASE, loss_of, None, DECAY)
+    _, updates = elastic.large_batch_run(CASE, loss_of, None, DECAY)
     table = pd.read_csv(folder / "log" / "metrics.csv").set_index("step")
     told = [each[:2] for outcome in outcomes for each in outcome["told"]]
     logged = table[table["elastic/batch_size"].notna()]
@@ -217,6 +222,45 @@ def test_a_run_that_has_ended_goes_on(tmp_path, undisturbed, ended, name):
 
 
 # --- other promises -----------------------------------------------------------------
+
+
+class Small(lightning.LightningModule):
+    """One weight, whose gradients are chosen; ``how`` its loss is logged."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.weight, self.how = torch.nn.Parameter(torch.zeros(())), how
+
+    def training_step(self, batch, batch_idx):
+        loss = self.weight * batch.float().mean()
+        if self.how:
+            self.log("loss", loss, sync_dist=True, **self.how)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1.0)
+
+
+def small_fit(
+    module, trace=(4, 12, 8), validation: Any = None, ckpt: Any = None, **options: Any
+) -> Any:
+    """Returns the trainer after the one epoch of the trace; minibatches of four."""
+    sampler = vbs.CustomSampler(range(24), [*trace], minibatch_size=4, verbose=False)
+    loader = DataLoader(range(24), batch_sampler=sampler)
+    strategy = {"rule": "constant", **options.pop("strategy", {})}
+    trainer = trainer_of(sampler, strategy, **options)
+    trainer.fit(module, loader, validation, ckpt_path=ckpt)
+    return trainer
+
+
+def test_the_page_shows_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.csv").write_text("step,batchsize\n" + "0,32\n1,64\n" * 20)
+    names = {"vbs": vbs, "DataLoader": DataLoader, "module": (module := Small())}
+    names |= {"dataset": range(256), "validation_loader": None}
+    exec(block("docs/trainers.md", "python", "L.Trainer("), names)
+    assert module.weight < 0
+    assert [*tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt")]
 
 
 class Weighted(Small):
@@ -327,7 +371,7 @@ def on_two(rank: int, folder: Path) -> dict[str, Any]:
 def test_two_processes_meet_between_updates_alone(tmp_path):
     first, second = Backend("cpu", 2).run(on_two, tmp_path)
     # 24 samples are seen once: their mean is 11.5, on both, and in the checkpoint.
-    assert first["mean"] == second["mean"] == pytest.approx(11.5)
+    assert [first["mean"], second["mean"]] == pytest.approx([11.5, 11.5])
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]
     assert saved["norm.running_mean"].item() == pytest.approx(11.5)
     assert first["stopped"] == second["stopped"] == 2
@@ -337,20 +381,6 @@ def test_two_processes_meet_between_updates_alone(tmp_path):
 
 
 # --- what a trace cannot carry -------------------------------------------------------
-
-
-class Hooked(Small):
-    def on_before_batch_transfer(self, batch, dataloader_idx):
-        return batch
-
-
-class Manual(Small):
-    automatic_optimization = False
-
-
-class Skips(Small):
-    def training_step(self, batch, batch_idx):
-        return None
 
 
 def change(trainer, *_: Any) -> None:
@@ -364,23 +394,24 @@ SCALED = lightning.plugins.MixedPrecision("16-mixed", "cpu", SCALER)
 
 
 @pytest.mark.parametrize(
-    ("module", "options", "says"),
+    ("attributes", "options", "says"),
     [
-        (Small, {"accumulate_grad_batches": 2}, "the trace says"),
-        (Small, {"callbacks": [ACCUMULATES]}, "the trace says"),
-        (Small, {"gradient_clip_val": 1.0}, "pass max_grad_norm="),
-        (Small, {"plugins": [SCALED]}, "use bf16-mixed"),
-        (Manual, {}, "return a loss"),
-        (Small, {"sync_batchnorm": True}, "statistics"),
-        (Hooked, {}, "use on_after_batch_transfer"),
-        (Small, {"devices": 2}, "with torchrun"),
-        (Skips, {}, r"0 \* loss"),
-        (Small, {"callbacks": [CHANGES]}, "replay the decided trace"),
+        ({}, {"accumulate_grad_batches": 2}, "the trace says"),
+        ({}, {"callbacks": [ACCUMULATES]}, "the trace says"),
+        ({}, {"gradient_clip_val": 1.0}, "pass max_grad_norm="),
+        ({}, {"plugins": [SCALED]}, "use bf16-mixed"),
+        ({"automatic_optimization": False}, {}, "return a loss"),
+        ({}, {"sync_batchnorm": True}, "statistics"),
+        ({"on_before_batch_transfer": print}, {}, "use on_after_batch_transfer"),
+        ({}, {"devices": 2}, "with torchrun"),
+        ({"training_step": lambda *_: None}, {}, r"0 \* loss"),
+        ({}, {"callbacks": [CHANGES]}, "replay the decided trace"),
     ],
 )
-def test_what_a_trace_cannot_carry_is_refused(module, options, says):
+def test_what_a_trace_cannot_carry_is_refused(attributes, options, says):
+    module = type("Module", (Small,), attributes)()
     with pytest.raises(ValueError, match=f"not supported under a trace.*{says}"):
-        small_fit(module(), **options)
+        small_fit(module, **options)
 
 
 def test_another_loader_and_replicas_on_xla_are_refused(monkeypatch):
@@ -412,18 +443,16 @@ def test_a_checkpoint_of_another_strategy_is_refused(tmp_path, every):
 
 
 def run_example(rank: int, arguments: list[str]) -> pd.DataFrame:
-    torch.set_num_threads(1)
     return digits.train(rank, digits.parse(arguments))
 
 
 def test_the_example_goes_on_with_another_number_of_processes(tmp_path):
-    common = ["--no-progress", "--save-every", "4", "--logdir"]
-    whole = digits.main([*common, str(tmp_path / "whole"), "--epochs", "3"])
-    folder = str(tmp_path / "resumed")
-    first = digits.main([*common, folder, "--epochs", "3", "--stop-after", "9"])
-    assert first["updates"].sum() == 9
-    table, _ = Backend("cpu", 2).run(run_example, [*common, folder, "--epochs", "3"])
+    common = ["--no-progress", "--save-every", "4", "--epochs", "3", "--logdir"]
+    whole = digits.main([*common, str(tmp_path / "whole")])
+    resumed = [*common, str(tmp_path / "resumed")]
+    assert digits.main([*resumed, "--stop-after", "9"])["updates"].sum() == 9
+    table, _ = Backend("cpu", 2).run(run_example, resumed)
     columns = ["epoch", "updates", "smallest batch", "largest", "learning rate"]
     assert table[columns].equals(whole[columns])
     assert table["accuracy (%)"].iloc[-1] > 80
-    assert digits.main([*common, folder, "--epochs", "3"]).equals(table)
+    assert digits.main(resumed).equals(table)

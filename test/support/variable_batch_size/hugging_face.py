@@ -41,13 +41,11 @@ def language_model() -> nn.Module:
 def texts() -> list[dict[str, torch.Tensor]]:
     """Returns texts in which different numbers of tokens count; in some, none."""
     generator = torch.Generator().manual_seed(1)
-    samples = []
-    for number in range(TEXTS.num_samples):
-        tokens = torch.randint(32, (LENGTH,), generator=generator)
-        labels = tokens.clone()
-        labels[: number % (LENGTH + 1)] = -100
-        samples.append({"input_ids": tokens, "labels": labels})
-    return samples
+    tokens = torch.randint(32, (TEXTS.num_samples, LENGTH), generator=generator)
+    labels = tokens.clone()
+    for number, each in enumerate(labels):
+        each[: number % (LENGTH + 1)] = -100
+    return [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels)]
 
 
 def penalty(model: nn.Module) -> torch.Tensor:
@@ -69,19 +67,14 @@ def with_own_loss(kind: str | None, *others: type) -> type:
 
     class Term(ElasticTrainer, *others):
         def compute_loss(self, model, inputs, *given, **options):
-            return super().compute_loss(model, inputs, *given, **options) + penalty(
-                model
-            )
+            loss = super().compute_loss(model, inputs, *given, **options)
+            return loss + penalty(model)
 
     return {None: ElasticTrainer, "own": Own, "term": Term}[kind]
 
 
 def trainer_of(
-    folder: Any,
-    cls: Any = None,
-    callbacks: Any = None,
-    on_end: str = "cycle",
-    **changes: Any,
+    folder: Any, cls: Any = None, callbacks: Any = None, on_end="cycle", **changes: Any
 ) -> Any:
     """Returns an elastic trainer; ``changes`` are of the training arguments."""
     from transformers import Seq2SeqTrainingArguments
@@ -95,25 +88,15 @@ def trainer_of(
     optimizer = OPTIMIZERS[TEXTS.optimizer](model.parameters(), TEXTS.lr)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)
     return (cls or with_own_loss(None))(
-        model,
-        Seq2SeqTrainingArguments(str(folder), **settings | changes),
-        train_dataset=texts(),
-        eval_dataset=texts()[:10],
-        optimizers=(optimizer, decay),
-        callbacks=callbacks,
-        trace=TEXTS.trace,
-        rule=TEXTS.rule,
-        ref_batchsize=TEXTS.ref_batchsize,
-        on_end=on_end,
-    )
+        model, Seq2SeqTrainingArguments(str(folder), **settings | changes),
+        train_dataset=texts(), eval_dataset=texts()[:10], optimizers=(optimizer, decay),
+        callbacks=callbacks, trace=TEXTS.trace, rule=TEXTS.rule,
+        ref_batchsize=TEXTS.ref_batchsize, on_end=on_end,
+    )  # fmt: skip
 
 
 def run(
-    rank: int,
-    folder: str,
-    kind: str | None = None,
-    at: dict[int, tuple[int, int]] | None = None,
-    **changes: Any,
+    rank: int, folder: str, kind: str | None = None, at: Any = None, **changes: Any
 ) -> dict[str, Any]:
     """Trains from the newest whole checkpoint on; returns weights, samples and logs.
 

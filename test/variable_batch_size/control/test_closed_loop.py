@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from support.variable_batch_size import elastic
 from support.variable_batch_size.resuming import CASE as RESUMED
 from support.variable_batch_size.resuming import loss_of
 from support.variable_batch_size.wrapping import one_weight
-from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone, row
+from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone, on_xla
 
 import variable_batch_size as vbs
 from variable_batch_size.control import policies
@@ -24,9 +25,8 @@ from variable_batch_size.trace_tools.step_time import StepTime
 from xla_replica import ReplicaError
 
 # Sums are never rounded, so that any number of replicas gives the same bits.
-START, LEAST, MOST, EVERY, EPOCHS = 16, 4, 64, 3, 3
-CASE = dataclasses.replace(RESUMED, optimizer="sgd-heavy-ball")
-AHEAD = 3
+START, EVERY = 16, 3
+CASE = dataclasses.replace(RESUMED, optimizer="sgd-heavy-ball", epochs=3)
 
 
 def zigzag(seen: vbs.Observation) -> float:
@@ -36,30 +36,25 @@ def zigzag(seen: vbs.Observation) -> float:
 POLICIES = {"zigzag": zigzag, "noise-scale": "noise-scale", "goodput": "goodput"}
 
 
-def ahead(items: Iterator, number: int) -> Iterator:
-    """Yields items after so many more were fetched, as a loader with workers does."""
-    fetched: collections.deque = collections.deque()
-    for item in items:
-        fetched.append(item)
-        if len(fetched) > number:
-            yield fetched.popleft()
-    yield from fetched
-
-
 class Training(elastic.Training):
     def __init__(self, folder: Path, trace, policy=None, **options) -> None:
-        case = dataclasses.replace(CASE, trace=trace, epochs=EPOCHS)
+        case = dataclasses.replace(CASE, trace=trace)
         super().__init__(case, loss_of, noise=policy is not None)
-        self.ahead = AHEAD  # minibatches that the loader fetches before they are run
-        self.log = vbs.RunLog(folder / "run.jsonl", self.optimizer)
+        self.ahead = 3  # minibatches that the loader fetches before they are run
         if policy is not None:
-            options = {"least": LEAST, "most": MOST, "every": EVERY} | options
-            options |= {"trace_file": folder / "decided.csv", "log": self.log}
-            options["policy"] = policy
+            log = vbs.RunLog(folder / "run.jsonl", self.optimizer)
+            options = {"least": 4, "most": 64, "every": EVERY, "log": log} | options
+            options |= {"trace_file": folder / "decided.csv", "policy": policy}
             self.optimizer.attach(vbs.BatchSizeController(self.optimizer, **options))
 
     def dealt(self) -> Iterator[list[int]]:
-        return ahead(super().dealt(), self.ahead)
+        """Yields those that were fetched ahead, as a loader with workers does."""
+        minibatches = super().dealt()
+        fetched = collections.deque(itertools.islice(minibatches, self.ahead))
+        for minibatch in minibatches:
+            fetched.append(minibatch)
+            yield fetched.popleft()
+        yield from fetched
 
     def changes(self) -> list[tuple[int, int]]:
         return self.sampler.state_dict()["changes"]
@@ -80,41 +75,25 @@ def train(rank: int, folder: Path, policy: str, kill_at: float = math.inf):
     return training.weights(), training.told()
 
 
-def replay(rank: int, folder: Path):
-    training = Training(folder, folder / "decided.csv")
-    training.ahead = 0
-    return training.train(), training.told()
-
-
-ALONE = Backend("cpu", 1)
-
-
 @pytest.mark.parametrize(
-    ("first", "second", "last", "policy"),
+    ("device", "first", "second", "policy"),
     [
-        *((ALONE, ALONE, ALONE, policy) for policy in POLICIES),
-        pytest.param(
-            Backend("cpu", 3), Backend("cpu", 2), ALONE, "zigzag", marks=of_torch_alone
-        ),
-        pytest.param(
-            Backend("xla", 3),
-            Backend("xla", 2),
-            ALONE,
-            "zigzag",
-            marks=[needs_xla, pytest.mark.xla],
-        ),
+        *(("cpu", 1, 1, policy) for policy in POLICIES),
+        pytest.param("cpu", 3, 2, "zigzag", marks=of_torch_alone),
+        pytest.param("xla", 3, 2, "zigzag", marks=[needs_xla, pytest.mark.xla]),
     ],
 )
 def test_a_run_that_is_killed_and_resized_equals_the_replay_of_its_decisions(
-    tmp_path, first, second, last, policy
+    tmp_path, device, first, second, policy
 ):
-    first.run(train, tmp_path, policy, 10)
-    outcomes = second.run(train, tmp_path, policy)
-    whole = last.run(replay, tmp_path)
-    weights, replayed = whole[0]
+    Backend(device, first).run(train, tmp_path, policy, 10)
+    outcomes = Backend(device, second).run(train, tmp_path, policy)
+    again = Training(tmp_path, tmp_path / "decided.csv")
+    again.ahead = 0
+    weights, replayed = again.train(), again.told()
     for received, told in outcomes:
         assert told == replayed[8:]  # from the checkpoint of eight updates on
-        assert all(torch.equal(*pair) for pair in zip(received, weights))
+        assert all(map(torch.equal, received, weights))
     sizes = {size for _, size, _, _ in replayed}
     assert len(sizes) >= (4 if policy == "zigzag" else 1)
     assert replayed[-1][3]
@@ -129,10 +108,10 @@ def counted(rank: int, folder: Path) -> tuple[int, int, int]:
     return compilations, fallbacks, len(training.changes()) - num_decisions
 
 
-@pytest.mark.parametrize("backend", [row("xla", 2)])
-def test_a_decision_compiles_nothing(backend, tmp_path):
-    for compilations, fallbacks, num_decisions in backend.run(counted, tmp_path):
-        assert (compilations, fallbacks) == (0, 0)
+@on_xla
+def test_a_decision_compiles_nothing(tmp_path):
+    for *compiled, num_decisions in Backend("xla", 2).run(counted, tmp_path):
+        assert compiled == [0, 0]
         assert num_decisions >= 1
 
 
@@ -141,11 +120,11 @@ def test_decisions_are_told_in_the_run_s_log(tmp_path):
     events = vbs.read_run(tmp_path / "run.jsonl").events
     decisions = [event for event in events if event["event"] == "decision"]
     assert len(decisions) > 3
-    trace = vbs.Trace(tmp_path / "decided.csv")
+    sizes = vbs.Trace(tmp_path / "decided.csv").batch_sizes
     for told in decisions:
-        assert trace.batch_sizes[told["first_step"]] == told["batch_size"]
-        assert trace.batch_sizes[told["first_step"] - 1] == told["before"]
-        assert told["first_step"] > told["step"]
+        first = told["first_step"]
+        assert [*sizes[first - 1 : first + 1]] == [told["before"], told["batch_size"]]
+        assert first > told["step"]
 
 
 def test_what_is_available_limits_at_once(tmp_path):
@@ -153,8 +132,7 @@ def test_what_is_available_limits_at_once(tmp_path):
     left = iter([64, 16, 12, 4, *[64] * 50])
     options = {"available": lambda: next(left), "least": 8}
     training = Training(tmp_path, 16, lambda seen: 64, **options)
-    for epoch in range(6):
-        training.epoch(epoch)
+    training.train()
     assert [size for _, size in training.changes()][:4] == [64, 16, 12, 4]
 
 
@@ -203,8 +181,7 @@ def test_goodput_is_best_at_the_size_that_is_returned():
     most = max(map(progress_per_second, range(1, 5000)))
     found = progress_per_second(policies.goodput(SEEN))
     assert found == pytest.approx(most, rel=1e-6)
-    unknown = SEEN._replace(step_time=StepTime(0.0, 0.1))
-    assert policies.goodput(unknown) == 300
+    assert policies.goodput(SEEN._replace(step_time=StepTime(0.0, 0.1))) == 300
 
 
 @pytest.mark.parametrize(

@@ -55,24 +55,17 @@ def test_samples_come_once_in_a_window_of_whole_blocks(sizes, window, epoch, in_
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_blocks_and_samples_are_shuffled_by_seed_and_epoch(in_order):
-    orders = [
-        whole(vbs.BlockShuffle(SIZES, WINDOW, seed, in_order=in_order), epoch)
-        for seed in (0, 1)
-        for epoch in (0, 1)
-    ]
-    assert len({tuple(order) for order in orders}) == 4
-    first = sum(SIZES[:WINDOW])
-    for order in orders:
+    orders, first = set(), sum(SIZES[:WINDOW])
+    for seed, epoch in itertools.product((0, 1), (0, 1)):
+        order = whole(vbs.BlockShuffle(SIZES, WINDOW, seed, in_order=in_order), epoch)
         assert (sorted(order[:first]) == list(range(first))) == in_order
+        orders.add(tuple(order))
+    assert len(orders) == 4
 
 
 def sampler_of(dataset, order, **options) -> vbs.CustomSampler:
     common = {"minibatch_size": 8, "on_end": "cycle", "verbose": False}
     return vbs.CustomSampler(dataset, TRACE, order=order, **common, **options)
-
-
-def of_stream(stream) -> vbs.BlockDataset:
-    return vbs.BlockDataset.from_stream(stream, NUM_SAMPLES, 32)
 
 
 class Run:
@@ -87,12 +80,21 @@ class Run:
         options |= {"batch_sampler": self.sampler, "collate_fn": list}
         self.loader = DataLoader(dataset, **options)
 
+    @staticmethod
+    def of_stream(stream, **options) -> Run:
+        dataset = vbs.BlockDataset.from_stream(stream, NUM_SAMPLES, 32)
+        return Run(dataset, **options)
+
     def steps(self, epoch: int) -> list[list]:
         """Returns the samples of each step of an epoch that are this replica's."""
         self.sampler.set_epoch(epoch)
         minibatches, plan = iter(self.loader), self.sampler.plan
         numbers = plan.num_substeps(self.sampler.rank)[plan.start_step :]
         return [[s for _ in range(n) for s in next(minibatches)] for n in numbers]
+
+    def state_at(self, epoch: int, step: int) -> dict:
+        self.sampler.commit(epoch, step)
+        return self.sampler.state_dict()
 
 
 def flat(parts) -> list[int]:
@@ -103,22 +105,14 @@ def together(runs: list[Run], epoch: int) -> list[list]:
     return [flat(parts) for parts in zip(*(r.steps(epoch) for r in runs))]
 
 
-def state_at(run: Run, epoch: int, step: int) -> dict:
-    run.sampler.set_epoch(epoch)
-    run.sampler.commit(epoch, step)
-    return run.sampler.state_dict()
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
 def test_any_number_of_replicas_reads_the_same_steps_and_every_block_once(num_replicas):
     runs = [Run(dataset_of(), rank, num_replicas) for rank in range(num_replicas)]
     for epoch in (0, 1):
-        reference = Run(dataset_of())
-        expected = together([reference], epoch)
+        expected = together([Run(dataset_of())], epoch)
         assert together(runs, epoch) == expected
-        used = sum(map(len, expected))
-        assert reference.sampler.plan.num_dropped_samples == NUM_SAMPLES - used
-        assert flat(expected) == sorted(whole(runs[0].sampler.order, epoch)[:used])
+        used = flat(expected)
+        assert used == sorted(whole(runs[0].sampler.order, epoch)[: len(used)])
     for run in runs:
         assert run.dataset.num_blocks_read <= 2 * sum(size > 0 for size in SIZES)
 
@@ -128,7 +122,7 @@ def test_any_number_of_replicas_reads_the_same_steps_and_every_block_once(num_re
 def test_a_resumed_run_reads_no_more_than_a_window_of_what_was_seen(step, num_replicas):
     before = Run(dataset_of())
     expected = together([before], 1)
-    state = state_at(before, 1, step)
+    state = before.state_at(1, step)
     ranks = range(num_replicas)
     runs = [Run(dataset_of(), rank, num_replicas, state) for rank in ranks]
     for run in runs:
@@ -137,7 +131,7 @@ def test_a_resumed_run_reads_no_more_than_a_window_of_what_was_seen(step, num_re
     assert together(runs, 1) == expected[step:]
     place = before.sampler.plan.start(step)
     block_of = np.repeat(np.arange(len(SIZES)), SIZES)
-    left = {block_of[sample] for sample in whole(before.sampler.order, 1)[place:]}
+    left = set(block_of[whole(before.sampler.order, 1)[place:]])
     for run in runs:
         assert run.dataset.num_blocks_read <= len(left) + 2 * WINDOW
 
@@ -170,15 +164,15 @@ class Sharded(IterableDataset):
 @pytest.mark.parametrize("stream", [Numbers(), Sharded])
 def test_workers_of_a_loader_change_nothing(stream):
     """Nor does pickling, as for workers that are spawned, nor a stream's own parts."""
-    dataset = of_stream(stream)
-    expected = Run(dataset).steps(1)
-    assert Run(pickle.loads(pickle.dumps(dataset))).steps(1) == expected
-    assert Run(dataset, num_workers=2).steps(1) == expected
+    run = Run.of_stream(stream)
+    expected = run.steps(1)
+    assert Run(pickle.loads(pickle.dumps(run.dataset))).steps(1) == expected
+    assert Run(run.dataset, num_workers=2).steps(1) == expected
 
 
 def test_a_stream_is_read_once_an_epoch_and_goes_on_within_a_window():
     stream = Numbers()
-    run = Run(of_stream(stream))
+    run = Run.of_stream(stream)
     expected = run.steps(0)
     used = sum(map(len, expected))
     assert stream.opened == [0]
@@ -188,29 +182,25 @@ def test_a_stream_is_read_once_an_epoch_and_goes_on_within_a_window():
     assert stream.opened == [0, 0]
     for step in range(run.sampler.plan.num_steps):
         stream = Numbers()
-        resumed = Run(of_stream(stream), state=state_at(run, 0, step))
+        resumed = Run.of_stream(stream, state=run.state_at(0, step))
         assert resumed.steps(0) == expected[step:]
         place = run.sampler.schedule.plan(0, 1).start(step)
         # Looked at once from the beginning, to see that it can seek.
-        begun = [position for position in stream.opened if position]
-        if len(begun) == len(stream.opened):
-            assert step == 0
-        else:
-            assert place - WINDOW * 32 <= min(begun, default=0) <= place
+        begun = min(filter(None, stream.opened), default=0)
+        assert place - WINDOW * 32 <= begun <= place
         assert stream.num_read <= NUM_SAMPLES - place + 2 * WINDOW * 32 + 32
 
 
 def test_a_stream_that_begins_elsewhere_or_ends_too_early_is_noticed():
-    run, again = (of_stream(lambda at: range(500)) for _ in range(2))
-    state = state_at(Run(run), 0, Run(run).sampler.plan.num_steps - 1)
+    run = Run.of_stream(lambda at: range(500))
+    state = run.state_at(0, run.sampler.plan.num_steps - 1)
+    again = Run.of_stream(lambda at: range(500), state=state)
     with pytest.raises(ValueError, match=r"begins with the samples of open_at\(0\)"):
-        Run(again, state=state).steps(0)
-    run = Run(of_stream(Numbers(end=390)))
+        again.steps(0)
+    run = Run.of_stream(Numbers(end=390))
     with pytest.raises(ValueError, match=r"block 12 has 6 samples, .* says 16"):
         [run.steps(epoch) for epoch in range(9)]
-
-
-def test_samples_that_cannot_be_compared_may_begin_anywhere():
+    # What cannot be compared may begin anywhere.
     dataset = vbs.BlockDataset.from_stream(
         lambda at: ((lambda n=n: n) for n in range(at, 64)), 64, 8
     )
@@ -220,43 +210,29 @@ def test_samples_that_cannot_be_compared_may_begin_anywhere():
 def test_parquet_files_are_read_by_row_groups(tmp_path):
     """Of three files of 133 or 134 rows in row groups of 16."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    paths = []
-    for file, rows in enumerate(np.array_split(np.arange(NUM_SAMPLES), 3)):
+    paths = [tmp_path / f"part-{file}.parquet" for file in range(3)]
+    for path, rows in zip(paths, np.array_split(np.arange(NUM_SAMPLES), 3)):
         table = pa.table({"id": rows, "text": [f"text {row}" for row in rows]})
-        paths.append(tmp_path / f"part-{file}.parquet")
-        pq.write_table(table, paths[-1], row_group_size=16)
+        pq.write_table(table, path, row_group_size=16)
     dataset = vbs.BlockDataset.from_parquet(paths, columns=["text"])
     assert dataset.num_blocks_read == 0
-    assert dataset.block_sizes.max() == 16
-    assert [dataset[i] for i in range(NUM_SAMPLES)] == [
-        {"text": f"text {row}"} for row in range(NUM_SAMPLES)
-    ]
-    assert dataset.num_blocks_read == len(dataset.block_sizes)
+    assert [*dataset] == [{"text": f"text {row}"} for row in range(NUM_SAMPLES)]
+    assert dataset.num_blocks_read == 27  # three times nine
     everything = vbs.BlockDataset.from_parquet(str(paths[1]))
     assert everything[-1] == {"id": 266, "text": "text 266"}
     with pytest.raises(ValueError, match=r"'text'\], and columns= asks for \['txt'\]"):
         vbs.BlockDataset.from_parquet(paths, columns=["txt"])
 
 
-def test_a_map_style_dataset_in_every_other_way():
-    dataset = dataset_of()
-    assert [*dataset] == list(range(NUM_SAMPLES))
-    assert dataset[-1] == dataset[np.int64(NUM_SAMPLES - 1)] == NUM_SAMPLES - 1
-    for index in (NUM_SAMPLES, -NUM_SAMPLES - 1):
-        with pytest.raises(IndexError):
-            dataset[index]
-    assert vbs.SeededDataset(dataset, 1)[3] == 3
-
-
 def test_another_window_or_other_blocks_are_another_run():
     def sampler(order, size=NUM_SAMPLES):
         return sampler_of(None, order, dataset_size=size)
 
-    state = sampler(dataset_of().shuffled(3)).state_dict()
+    same, sizes = dataset_of(), [NUM_SAMPLES - 8, 8]
+    state = sampler(same.shuffled(3)).state_dict()
     sampler(dataset_of().shuffled(3)).load_state_dict(state)
-    others = [dataset_of([NUM_SAMPLES - 8, 8]), dataset_of(in_order=True)]
-    others = [other.shuffled(3) for other in others]
-    for other in (*others, dataset_of().shuffled(4), dataset_of().shuffled(3, seed=1)):
+    others = [dataset_of(sizes).shuffled(3), dataset_of(in_order=True).shuffled(3)]
+    for other in (*others, same.shuffled(4), same.shuffled(3, seed=1)):
         with pytest.raises(ValueError, match="order was 'BlockShuffle"):
             sampler(other).load_state_dict(state)
     with pytest.raises(ValueError, match=r"=Block.* is of 400 samples, .* has 399"):
@@ -264,20 +240,21 @@ def test_another_window_or_other_blocks_are_another_run():
 
 
 def test_orders_that_read_blocks_over_and_over_are_refused():
-    seeded = vbs.SeededDataset(dataset_of(), 1)
-    for order in (None, vbs.IndexShuffle(seed=1)):
-        for dataset in (dataset_of(), seeded):
-            with pytest.raises(ValueError, match=r"10 blocks.*window=11 shuffles"):
-                sampler_of(dataset, order)
-        sampler_of(dataset_of([NUM_SAMPLES, 0]), order)  # one block, which is kept
-    window = vbs.BlockShuffle(SIZES, WINDOW, seed=5)
-    with pytest.raises(ValueError, match=r"keeps 1.*shuffled\(window=3, seed=5\)"):
-        sampler_of(dataset_of(), window)
-    # As the message says: all blocks at once, each of which is then read once.
     dataset = dataset_of()
+    for order in (None, vbs.IndexShuffle(seed=1)):
+        for each in (dataset, vbs.SeededDataset(dataset, 1)):
+            with pytest.raises(ValueError, match=r"10 blocks.*window=11 shuffles"):
+                sampler_of(each, order)
+        sampler_of(dataset_of([NUM_SAMPLES, 0]), order)  # one block, which is kept
+    with pytest.raises(ValueError, match=r"keeps 1.*shuffled\(window=3, seed=5\)"):
+        sampler_of(dataset, vbs.BlockShuffle(SIZES, WINDOW, seed=5))
+    # As the message says: all blocks at once, each of which is then read once.
     order = dataset.shuffled(window=11)
     sampler_of(dataset, order)
     assert sorted(dataset[i] for i in whole(order, 0)) == list(range(NUM_SAMPLES))
     assert dataset.num_blocks_read == 10
+    for index in (NUM_SAMPLES, -NUM_SAMPLES - 1):
+        with pytest.raises(IndexError):
+            dataset[index]
     # Whoever has an order of blocks alone may bring it.
-    sampler_of(dataset_of(), lambda epoch: range(NUM_SAMPLES))
+    sampler_of(dataset, lambda epoch: range(NUM_SAMPLES))

@@ -7,6 +7,7 @@ import itertools
 import logging
 import pickle
 from types import SimpleNamespace
+from unittest.mock import NonCallableMagicMock
 
 import numpy as np
 import pytest
@@ -54,35 +55,27 @@ def test_steps_do_not_depend_on_the_number_of_replicas(trace, replicas, epoch, d
 
 def test_the_order_is_pinned():
     """``torch.randperm`` of seed 42 + epoch: a change would break every earlier run."""
-    one = sampler(trace=[4, 4], dataset_size=10, minibatch_size=2)
-    assert list(one) == [[2, 6], [1, 8], [4, 5], [0, 9]]
-    one.set_epoch(1)
+    one, two = (sampler(t, dataset_size=10, minibatch_size=2) for t in ([4, 4], 4))
+    assert list(one) == list(two) == [[2, 6], [1, 8], [4, 5], [0, 9]]
+    for each in (one, two):
+        each.set_epoch(1)
     assert list(one) == []  # the trace has ended
     assert one  # a sampler without minibatches is true
-    two = sampler(trace=4, dataset_size=10, minibatch_size=2)
-    two.set_epoch(1)
     generator = torch.Generator().manual_seed(43)
     assert flat(two) == torch.randperm(10, generator=generator)[:8].tolist()
 
 
-class Backwards:
-    iterations = 0
-
-    def __iter__(self):
-        self.iterations += 1
-        return iter(range(255, -1, -1))
-
-
 def test_order_providers():
-    expected = list(range(255, -1, -1))
-    function = sampler(order=lambda epoch: np.roll(np.arange(256), epoch))
-    function.set_epoch(0)
-    assert flat(function) == list(range(256))
-    iterated = Backwards()
-    assert flat(sampler(order=iterated)) == expected
-    assert iterated.iterations == 1
-    assert flat(sampler(order=lambda epoch: torch.tensor(expected))) == expected
-    assert sorted(flat(sampler(order=RandomSampler(range(256))))) == list(range(256))
+    expected, random = list(range(255, -1, -1)), RandomSampler(range(256))
+    once = NonCallableMagicMock(spec=["__iter__"])
+    once.__iter__.return_value = iter(expected)
+    for order in (
+        lambda epoch: np.array(expected),
+        lambda epoch: torch.tensor(expected),
+    ):
+        assert flat(sampler(order=order)) == expected
+    assert flat(sampler(order=once)) == expected
+    assert sorted(flat(sampler(order=random))) == list(range(256))
 
 
 @pytest.mark.parametrize(
@@ -158,13 +151,15 @@ def test_the_state_of_another_replica_than_the_first_loads_on_that_one_alone():
 def test_a_pass_does_not_move_a_sampler_whose_place_is_known():
     """The optimizer's state has the place; a loader's may agree, but not differ."""
     iteration = iter(sampler(on_end="cycle"))
-    states = [iteration.state_dict() for _ in iteration]
+    whole, states = zip(*((rows, iteration.state_dict()) for rows in iteration))
     for step, state in zip((1, 2, 3), (states[1], states[4], states[7])):
         placed = placed_at(step)
         left = through_a_stateful_loader(placed, state)
-        assert left == list(sampler(on_end="cycle"))[placed.plan.starts[step] :]
-    between = sampler(on_end="cycle")
-    between.load_state_dict({**between.state_dict(), "epoch": 1, "step": 0})
+        assert left == [*whole[placed.plan.starts[step] :]]
+    between, ended = sampler(on_end="cycle"), sampler(on_end="cycle")
+    assert list(ended)  # a checkpoint then has the digest of that epoch's order
+    between.load_state_dict({**ended.state_dict(), "epoch": 1, "step": 0})
+    assert between.order_digest(1) is None
     assert len(through_a_stateful_loader(between, states[-1])) == 8  # the same place
     with pytest.raises(ValueError, match=r"after step 1 of epoch 0, .* at step 2"):
         through_a_stateful_loader(placed_at(2), states[1])
@@ -180,16 +175,6 @@ def placed_at(step: int, **options):
     one = sampler(**{"on_end": "cycle", **options})
     one.load_state_dict({**one.state_dict(), "epoch": 0, "step": step})
     return one
-
-
-def test_a_state_between_two_epochs_tells_no_order_of_the_coming_one():
-    """A checkpoint at the end of an epoch has the digest of that epoch's order."""
-    one = sampler(on_end="cycle")
-    list(one)
-    state = one.state_dict() | {"epoch": 1, "step": 0}
-    one.load_state_dict(state)
-    assert one.order_digest(1) is None
-    assert state["order"] is not None
 
 
 class Loader(SimpleNamespace):
@@ -239,13 +224,11 @@ def test_what_only_has_a_loader_or_the_sampler_is_no_loader_of_it():
     assert len(next(iter(one))) == 32
     del loader
     assert len(next(iter(DataLoader(whole, batch_sampler=sampler(trace=64))))) == 32
-    wrapped = BatchSampler(range(9), 3, False)
-    wrapped.inside = one  # as accelerate's, which is one and yields another's
 
-    def through(self):
-        return next(iter(self.inside))
+    def through(self):  # as in accelerate's, which is one and yields another's
+        return next(iter(one))
 
-    assert len(through(wrapped)) == 32
+    assert len(through(BatchSampler(range(9), 3, False))) == 32
 
 
 def test_a_state_of_the_next_epoch_ends_the_iteration():
@@ -253,18 +236,15 @@ def test_a_state_of_the_next_epoch_ends_the_iteration():
         common = {"trace": [16, 8], "dataset_size": 64, "minibatch_size": 4}
         return sampler(on_end="cycle", num_replicas=num_replicas, rank=rank, **common)
 
-    one, other = dealt(2, 3), dealt(1, 2)
+    one, waits, other = dealt(2, 3), dealt(2, 3), dealt(1, 2)
     minibatches = iter(one)
     next(minibatches)
     one.deal_to(1, 2, Cursor(1, 0))
     assert list(minibatches) == []
-    other.set_epoch(1)
-    one.set_epoch(1)
-    assert list(one) == list(other)
-    waits = dealt(2, 3)
-    waits.set_epoch(1)  # where others end epoch 0
+    for each in (one, waits, other):
+        each.set_epoch(1)  # where others end epoch 0
     waits.deal_to(1, 2, Cursor(0, waits.plan_of(0).num_steps))
-    assert list(waits) == list(other)
+    assert list(one) == list(waits) == list(other)
 
 
 # --- redeal: a step that is run again gets its minibatches again --------------------
@@ -280,10 +260,7 @@ def redealt(trace=(8, 24, 4, 12), **options):
 def expected(one, redone=()) -> list[list[int]]:
     """Returns the minibatches of an epoch in the obvious way, with steps run again."""
     plan, minibatches = one.plan, []
-    generator = torch.Generator().manual_seed(42 + one.epoch)
-    order = torch.randperm(NUM_SAMPLES, generator=generator).numpy()
-    if one.order is not None:
-        order = one.order.samples(one.epoch, NUM_SAMPLES, np.arange(NUM_SAMPLES))
+    order = one.order_of(plan)(np.arange(NUM_SAMPLES))
     for step, size in enumerate(plan.batch_sizes.tolist()):
         samples, order = order[:size], order[size:]
         parts = [samples[at : at + UNIT] for at in range(0, size, UNIT)]
@@ -364,12 +341,11 @@ def train(rank: int, is_followed: bool, options) -> None:
     replica = xla_replica.current()
     one = redealt(num_replicas=replica.num_replicas, rank=rank)
     one.load_state_dict(one.state_dict() | {"step": 3})
-    loader = DataLoader(range(NUM_SAMPLES), batch_sampler=one, **options)
-    batches = replica.loader(loader) if is_followed else loader
-    for epoch in (0, 1):
+    batches = DataLoader(range(NUM_SAMPLES), batch_sampler=one, **options)
+    batches = replica.loader(batches) if is_followed else batches
+    last = one.plan.num_steps - 1
+    for epoch, redone in enumerate([[3, 5, last - 1, last, last], [4, 4]]):
         one.set_epoch(epoch)
-        last = one.plan.num_steps - 1
-        redone = [4, 4] if epoch else [3, 5, last - 1, last, last]
         assert len(batches) == len(expected(one))
         assert run(one, batches, redone) == expected(one, redone)
 

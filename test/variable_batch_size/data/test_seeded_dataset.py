@@ -34,8 +34,7 @@ class Noisy(Dataset):
 def load(dataset=None, replica=None, **options) -> torch.Tensor:
     """Returns two epochs; replicas of one process share the dataset."""
     dataset = dataset or vbs.SeededDataset(Noisy(), 1)
-    loader = DataLoader(dataset, batch_size=4, **options)
-    loaded = []
+    loader, loaded = DataLoader(dataset, batch_size=4, **options), []
     for epoch in range(2):
         dataset.set_epoch(epoch)
         loaded.append(torch.cat(list(loader)))
@@ -73,12 +72,6 @@ def test_replicas_load_the_same(backend):
     assert torch.equal(torch.stack(parts, dim=2).flatten(1, 2), load())
 
 
-class Faulty(Noisy):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        super().__getitem__(index)
-        raise KeyError(index)
-
-
 def test_the_states_of_the_generators_are_restored_even_after_an_error():
     def states() -> tuple:
         of_numpy = repr(np.random.get_state())
@@ -88,22 +81,16 @@ def test_the_states_of_the_generators_are_restored_even_after_an_error():
     vbs.SeededDataset(Noisy(), 1)[3]
     assert states() == before
     with pytest.raises(KeyError):
-        vbs.SeededDataset(Faulty(), 1)[3]
+        vbs.SeededDataset({}, 1)[3]
     assert states() == before
 
 
-def test_a_sample_is_the_same_under_any_index():
+def test_a_sample_is_the_same_under_any_index_and_a_copy_has_its_own_epoch():
     dataset = vbs.SeededDataset(Noisy(), 1)
     last = dataset[NUM_SAMPLES - 1]
     assert torch.equal(dataset[-1][1:], last[1:])
     assert torch.equal(dataset[np.int64(NUM_SAMPLES - 1)], last)
-    [same] = dataset.__getitems__([NUM_SAMPLES - 1])
-    assert torch.equal(same, last)
     assert len(dataset) == NUM_SAMPLES
-
-
-def test_a_copy_has_its_own_epoch():
-    dataset = vbs.SeededDataset(Noisy(), 1)
     dataset.set_epoch(3)
     copy = pickle.loads(pickle.dumps(dataset))
     dataset.set_epoch(4)

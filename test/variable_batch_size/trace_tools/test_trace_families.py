@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +58,7 @@ def test_seesaw_doubles_where_the_schedule_has_halved():
     """The cosine has halved after 1/2, 2/3 - its arccos -, of the way; then it ends."""
     total = 100_000
     found = np.array(sizes("seesaw", first=50, most=800, total_samples=total))
-    begun = np.cumsum([0, *found])[:-1]
+    begun = np.cumsum(found) - found
     cosine = (1 + np.cos(np.pi * begun / total)) / 2
     doublings = np.clip(np.floor(1e-9 - np.log2(np.maximum(cosine, 1e-9))), 0, 4)
     assert (found == 50 * 2**doublings).all()
@@ -71,14 +70,13 @@ def test_seesaw_divides_the_rate_by_the_root_of_two_where_it_doubles_the_batch()
     total, warm_up = 60_000, 6_000
     options = {"total_samples": total, "warm_up_samples": warm_up}
     batch = np.array(sizes("seesaw", first=20, most=80, **options))
-    rates = decay("cosine", total, warm_up).halved()
     samples = np.cumsum(batch)
     begun = samples - batch
-    lr = 0.1 * rates.factor(begun) * np.sqrt(batch / 20)  # the rule 'root'
+    rates = decay("cosine", total, warm_up).halved().factor(begun)
+    lr = 0.1 * rates * np.sqrt(batch / 20)  # the rule 'root'
     rising = begun < warm_up
-    assert (batch[rising] == 20).all()
     assert lr[rising] == pytest.approx(0.1 * begun[rising] / warm_up)
-    assert set(batch[~rising]) == {20, 40, 80}
+    assert [set(batch[rising]), set(batch[~rising])] == [{20}, {20, 40, 80}]
     whole = ~rising & (samples < 0.65 * total)  # before the third halving
     assert (lr * np.sqrt(batch / 20))[whole] == pytest.approx(0.1)
     assert len(batch) < total / 20
@@ -124,22 +122,15 @@ def test_random_walks_stay_within_their_bounds(multiple, seed, below, above):
     assert max(found) <= most
     assert all(size % multiple == 0 for size in found)
     assert found == sizes("random-walk", **options)
-
-
-def test_another_seed_is_another_trace():
-    walk = partial(sizes, "random-walk", first=64, least=8, most=512)
-    market = partial(sizes, "spot-market", devices=16, samples_per_device=4, lost=0.2)
-    for family in (walk, market):
-        first, again, other = (family(steps=50, seed=seed) for seed in (1, 1, 2))
-        assert first == again != other
+    if least + multiple < most:  # there is room for another one
+        assert found != sizes("random-walk", **options | {"seed": seed + 1})
 
 
 def test_a_spot_market_has_the_devices_that_its_probabilities_say():
-    table = make(
-        "spot-market", steps=20_000, devices=8, samples_per_device=32, lost=0.1,
-        returned=0.3, devices_per_machine=2, seed=3,
-    )  # fmt: skip
-    assert isinstance(table, pd.DataFrame)
+    options = {"steps": 20_000, "devices": 8, "samples_per_device": 32, "lost": 0.1}
+    options |= {"returned": 0.3, "devices_per_machine": 2}
+    table, other = (make("spot-market", seed=seed, **options) for seed in (3, 4))
+    assert not table.equals(other)
     assert Trace(table).batch_sizes.tolist() == (32 * table["devices"]).tolist()
     assert table["devices"][0] == 8
     assert set(table["devices"]) == {2, 4, 6, 8}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.variable_batch_size.elastic import Case, Training, batches
+from support.variable_batch_size.elastic import Case, Training
 from support.xla_replica.replicas import row
 
 from variable_batch_size import trace_tools as tools
@@ -59,32 +59,30 @@ def test_it_is_the_run_that_replicas_make(backend):
         assert substeps[0] == steps["num_substeps"].sum()
         idle = sum(substeps[0] - others for others in substeps)
         assert idle == steps["idle_substeps"].sum()
-    counted = check(schedule_of(case), devices, case.epochs)
-    assert counted["idle replica-substeps"] == idle
-    assert counted["steps"] == len(found)
-    assert counted["samples"] == sum(size for _, _, size, _ in found)
-    assert steps["samples"].iloc[-1] == counted["samples"]
+    expected = {"idle replica-substeps": idle, "steps": len(found)}
+    expected["samples"] = sum(size for _, _, size, _ in found)
+    assert check(schedule_of(case), devices, case.epochs).items() >= expected.items()
+    assert steps["samples"].iloc[-1] == expected["samples"]
 
 
-def test_epochs_are_those_of_an_obvious_loop():
-    case = Case(TRACE, epochs=5)
-    expected = [(epoch, len(rows)) for epoch, rows in batches(case)]
-    steps = simulate(schedule_of(case), case.epochs)
-    assert [*zip(steps["epoch"], steps["batch_size"])] == expected
-    table = tools.epoch_table(schedule_of(case), case.epochs)
-    used = [sum(size for e, size in expected if e == n) for n in range(case.epochs)]
+def test_a_table_tells_what_epochs_use_and_drop():
+    schedule = schedule_of(Case(TRACE, epochs=5))
+    table = tools.epoch_table(schedule, 5)
+    used = simulate(schedule, 5).groupby("epoch")["batch_size"].sum().tolist()
     assert table["samples"].tolist() == used
-    assert table["dropped_samples"].tolist() == [case.num_samples - n for n in used]
+    assert table["dropped_samples"].tolist() == [128 - samples for samples in used]
     assert len(simulate(Schedule(Trace(16), 48, 8), 2)) == 6  # a trace without end
 
 
 def test_padded_steps_have_the_samples_of_the_trace():
     schedule = Schedule(Trace([10, 25, 13]), 60, 10, pad_minibatches=True)
     steps = simulate(schedule, rule="linear", ref_batchsize=10, devices=2)
-    assert steps["batch_size"].tolist() == [10, 25, 13]
-    assert steps["samples"].tolist() == [10, 35, 48]
-    assert steps["lr"].tolist() == [1.0, 2.5, 1.3]
-    assert steps["num_substeps"].tolist() == [1, 2, 1]
+    found = steps[["batch_size", "samples", "lr", "num_substeps"]]
+    assert found.values.tolist() == [
+        [10, 10, 1.0, 1],
+        [25, 35, 2.5, 2],
+        [13, 48, 1.3, 1],
+    ]
     assert tools.epoch_table(schedule)["samples"].tolist() == [48]
     assert check(schedule, 2)["samples of padding"] == 5 + 7
 
@@ -93,29 +91,26 @@ def test_the_end_of_the_trace_is_not_a_dropped_sample():
     """40 + 40 of 100 samples, 40 + 60, and then the trace ends after 20."""
     schedule = Schedule(Trace([40, 40, 40, 60, 20]), 100, 20)
     counted = check(schedule, 4, seconds_per_substep=0.5)
-    assert counted["epochs"] == 3
-    assert counted["dropped samples"] == 20
-    assert counted["dropped samples in per cent"] == 10
-    assert counted["samples of the last epoch after the trace's end"] == 80
-    assert counted["idle replica-substeps"] == 2 + 2 + 2 + 1 + 3
-    assert counted["idle replica-seconds"] == 5
-    assert counted["steps with a replica that is idle throughout"] == 5
-    first = check(schedule, 1, num_epochs=1)
-    assert first["steps of the trace that are not used"] == 3
-    assert first["dropped samples"] == 20
-    assert first["idle replica-substeps"] == 0
+    assert counted.items() >= {
+        "epochs": 3, "dropped samples": 20, "dropped samples in per cent": 10,
+        "samples of the last epoch after the trace's end": 80,
+        "idle replica-substeps": 2 + 2 + 2 + 1 + 3, "idle replica-seconds": 5,
+        "steps with a replica that is idle throughout": 5,
+    }.items()  # fmt: skip
+    expected = {"steps of the trace that are not used": 3, "dropped samples": 20}
+    expected["idle replica-substeps"] = 0
+    assert check(schedule, 1, num_epochs=1).items() >= expected.items()
 
 
 def test_stats_are_those_of_the_numbers():
     told = stats(Trace([64, 96, 96, 32]))
     assert told["largest minibatch size"] == 32
-    assert (told["steps"], told["samples"], told["changes"]) == (4, 288, 2)
+    assert told["changes"] == 2
     assert (told["mean batch size"], told["median batch size"]) == (72, 80)
-    told = stats(Trace(pd.DataFrame({"samples": [0, 128], "batchsize": [64, 96]})))
-    assert (told["steps"], told["samples"], told["mean batch size"]) == (2, 128, 64)
-    assert told["without end, after these steps"] == 96
-    told = stats(Trace(64))
-    assert (told["steps"], told["samples"], told["mean batch size"]) == (0, 0, 64)
+    names = ("steps", "samples", "mean batch size", "without end, after these steps")
+    endless = pd.DataFrame({"samples": [0, 128], "batchsize": [64, 96]})
+    told = [[stats(Trace(source))[name] for name in names] for source in (endless, 64)]
+    assert told == [[2, 128, 64, 96], [0, 0, 64, 64]]
 
 
 @pytest.mark.parametrize("noise", [0.0, 3.0, 500.0])
@@ -131,10 +126,10 @@ def test_progress_follows_the_noise_scale():
     schedule = Schedule(Trace([8, 16, 32]), 56, 8)
     options = {"rule": "adascale", "ref_batchsize": 8, "noise_scale": 24.0}
     steps = simulate(schedule, lr=0.5, **options)
-    gains = [1, 2 * 32 / 40, 4 * 32 / 56]
-    assert steps["gain"].tolist() == pytest.approx(gains)
-    assert steps["progress"].tolist() == pytest.approx(np.cumsum(gains))
-    assert steps["lr"].tolist() == pytest.approx([0.5 * g for g in gains])
+    gains = np.array([1, 2 * 32 / 40, 4 * 32 / 56])
+    expected = {"gain": gains, "progress": gains.cumsum(), "lr": 0.5 * gains}
+    for name, values in expected.items():
+        assert steps[name].tolist() == pytest.approx(values)
     told = totals(steps)["progress in steps at the reference"]
     assert told == pytest.approx(sum(gains))
 
@@ -151,12 +146,13 @@ def test_time_and_cost_with_and_without_restarts():
     options = {"restart_seconds": 30, "compile_seconds": 7, "step_time": step_time}
     told = totals(steps, price=3.6, **options)
     assert told["restarts"] == 1
-    without, also = "without restarts and compiling", "with restarts and compiling"
-    assert told[f"hours {without}"] * 3600 == pytest.approx(19)
-    assert told[f"device-hours {without}"] * 3600 == pytest.approx(2 * 10 + 9)
-    assert told[f"cost {without}"] * 1000 == pytest.approx(29)
-    assert told[f"hours {also}"] * 3600 == pytest.approx(19 + 7 + 30 + 7)
-    assert told[f"cost {also}"] * 1000 == pytest.approx(29 + 2 * 7 + 30 + 7)
+    expected = {
+        "hours without": 19 / 3600, "device-hours without": (2 * 10 + 9) / 3600,
+        "cost without": 29 / 1000, "hours with": (19 + 7 + 30 + 7) / 3600,
+        "cost with": (29 + 2 * 7 + 30 + 7) / 1000,
+    }  # fmt: skip
+    found = {name: told[f"{name} restarts and compiling"] for name in expected}
+    assert found == pytest.approx(expected)
 
 
 def test_lost_replicas_cost_less_with_live_members():

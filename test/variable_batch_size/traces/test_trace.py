@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.documents import ROOT
 
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule
@@ -49,65 +50,48 @@ GOOD = {
 @pytest.mark.parametrize("content", GOOD.values(), ids=GOOD)
 def test_good_files_are_read(tmp_path, content):
     path = write(tmp_path, content)
-    for source in (path, str(path)):
-        assert Trace(source).batch_sizes.tolist() == [64, 96]
     with open(path, "rb") as binary, open(path, encoding="utf-8", newline="") as text:
-        assert Trace(binary).batch_sizes.tolist() == [64, 96]
-        assert Trace(text).batch_sizes.tolist() == [64, 96]
+        for source in (path, str(path), binary, text):
+            assert Trace(source).batch_sizes.tolist() == [64, 96]
 
 
 # The content, and a part of the message. Lines are physical and count from 1.
-BAD = {
-    "blank cell": ("step,batchsize\n0,64\n1,\n", "line 3, batchsize: missing batch"),
-    "fraction": ("step,batchsize\n0,64.5\n", "line 2, batchsize: '64.5' is not an int"),
-    "text": ("step,batchsize\n0,abc\n", "line 2, batchsize: 'abc' is not an integer"),
-    "nan": ("step,batchsize\n0,nan\n", "line 2, batchsize: 'nan' is not an integer"),
-    "underscore": ("step,batchsize\n0,1_0\n", "line 2, batchsize: '1_0' is not an int"),
-    "other digits": ("batchsize\n٣\n", "line 2, batchsize: '٣' is not an integer"),
-    "boolean": ("step,batchsize\n0,True\n", "line 2, batchsize: 'True' is not an int"),
-    "thousands": ('step,batchsize\n0,"1,024"\n', "'1,024' is not an integer"),
-    "bare thousands": ("step,batchsize\n0,1,024\n", "line 2: 3 cells under 2 columns"),
-    "zero": ("step,batchsize\n\n\n0,0\n", "line 4, batchsize: 0 must be > 0"),
-    "huge": (f"batchsize\n{2**70}\n", "is too large"),
-    "other columns": ("step,size\n0,64\n", "found none; columns are ['step', 'size']"),
-    "no header": ("0,64\n1,96\n", "seems to lack its header 'step,batchsize'"),
-    "twice": ("batchsize,batchsize\n64,96\n", "found several"),
-    "empty": ("", "no steps; the file is empty"),
-    "blank": (" \n\n", "no steps; the file is empty"),
-    "header only": ("step,batchsize\n", "no steps; a trace needs at least one row"),
-    "not text": (b"\xff\xfe\x00", "not UTF-8 text"),
+BAD = [
+    ("step,batchsize\n0,64\n1,\n", "line 3, batchsize: missing batch"),
+    ("step,batchsize\n0,64.5\n", "line 2, batchsize: '64.5' is not an int"),
+    ("step,batchsize\n0,abc\n", "line 2, batchsize: 'abc' is not an integer"),
+    ("step,batchsize\n0,nan\n", "line 2, batchsize: 'nan' is not an integer"),
+    ("step,batchsize\n0,1_0\n", "line 2, batchsize: '1_0' is not an int"),
+    ("batchsize\n٣\n", "line 2, batchsize: '٣' is not an integer"),
+    ("step,batchsize\n0,True\n", "line 2, batchsize: 'True' is not an int"),
+    ('step,batchsize\n0,"1,024"\n', "'1,024' is not an integer"),
+    ("step,batchsize\n0,1,024\n", "line 2: 3 cells under 2 columns"),
+    ("step,batchsize\n\n\n0,0\n", "line 4, batchsize: 0 must be > 0"),
+    (f"batchsize\n{2**70}\n", "is too large"),
+    ("step,size\n0,64\n", "found none; columns are ['step', 'size']"),
+    ("0,64\n1,96\n", "seems to lack its header 'step,batchsize'"),
+    ("batchsize,batchsize\n64,96\n", "found several"),
+    ("", "no steps; the file is empty"),
+    (" \n\n", "no steps; the file is empty"),
+    ("step,batchsize\n", "no steps; a trace needs at least one row"),
+    (b"\xff\xfe\x00", "not UTF-8 text"),
     # Lines are counted through quoted cells.
-    "line of a size": (
-        'batchsize,note\n64,"two\nlines"\n-1,x\n', "line 4, batchsize: -1 must be",
-    ),
-    "line of a row": (
-        'batchsize,note\n64,"two\nlines"\n1,x,\n', "line 4: 3 cells under 2 col",
-    ),
-    "open quote": ('\nbatchsize\n64\n"96\n', "not CSV text (unexpected end of data)"),
-    "first": ("samples,batchsize\n5,64\n", "line 2, samples: 5 must be 0: "),
-    "order": (
-        "samples,batchsize\n0,64\n9,64\n9,32\n", "line 4, samples: 9 must be > 9",
-    ),
-    "negative start": (
-        "samples,batchsize\n0,64\n-9,32\n",
-        "line 3, samples: -9 must be >= 0; it is the samples after which the row holds",
-    ),
-    "fraction of tokens": (
-        "batchsize,tokens\n64,0\n\n64,0.5\n",
-        "line 4, tokens: '0.5' is not an integer; allowed are integers >= 0",
-    ),
-    "huge start": (f"tokens,batchsize\n0,6\n{2**63},9\n", "line 3, tokens"),
-    "size": ("samples,batchsize\n0,64\n9,0\n", "line 3, batchsize: 0 must be > 0"),
-    "two units": ("samples,tokens,batchsize\n0,0,64\n", "rows count one unit"),
-    "per sample": ("tokens,batchsize\n0,64\n", "vbs.Trace(source, tokens_per_sample="),
-    "too many": (
-        f"samples,batchsize\n0,1\n{2**40},2\n",
-        f"{2**40 + 1} steps lead to the last row",
-    ),
-}  # fmt: skip
+    ('batchsize,note\n64,"two\nlines"\n-1,x\n', "line 4, batchsize: -1 must"),
+    ('batchsize,note\n64,"two\nlines"\n1,x,\n', "line 4: 3 cells under 2 col"),
+    ('\nbatchsize\n64\n"96\n', "not CSV text (unexpected end of data)"),
+    ("samples,batchsize\n5,64\n", "line 2, samples: 5 must be 0: "),
+    ("samples,batchsize\n0,64\n9,64\n9,32\n", "line 4, samples: 9 must be > 9"),
+    ("samples,batchsize\n0,64\n-9,32\n", "samples: -9 must be >= 0; it is t"),
+    ("batchsize,tokens\n64,0\n\n64,0.5\n", "line 4, tokens: '0.5' is not an in"),
+    (f"tokens,batchsize\n0,6\n{2**63},9\n", "line 3, tokens"),
+    ("samples,batchsize\n0,64\n9,0\n", "line 3, batchsize: 0 must be > 0"),
+    ("samples,tokens,batchsize\n0,0,64\n", "rows count one unit"),
+    ("tokens,batchsize\n0,64\n", "vbs.Trace(source, tokens_per_sample="),
+    (f"samples,batchsize\n0,1\n{2**40},2\n", "7 steps lead to the last row"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("content", "message"), BAD)
 def test_bad_files_say_where_and_why(tmp_path, content, message):
     path = write(tmp_path, content)
     with pytest.raises(TraceError) as caught:
@@ -160,14 +144,7 @@ def test_sources_in_memory(source):
     trace = Trace(source)
     assert trace.batch_sizes.tolist() == [64, 96]
     assert trace.batch_sizes.dtype == np.int64
-    assert not trace.endless
-    assert len(trace) == 2
-
-
-def test_a_number_is_an_endless_trace():
-    for source in (64, np.int64(64)):
-        assert Trace(source).endless
-        assert Trace(source).batch_sizes.tolist() == [64]
+    assert (trace.endless, len(trace)) == (False, 2)
 
 
 @pytest.mark.parametrize(
@@ -202,17 +179,15 @@ def test_errors_of_the_schedule_name_the_physical_line_or_the_element(tmp_path):
     path = write(tmp_path, "step,batchsize\n\n0,64\n\n1,40\n2,512\n")
     with pytest.raises(TraceError, match=r"trace.csv, line 5: batch size 40 is not a"):
         Schedule(Trace(path), 256, 32)
-    path = write(tmp_path, "step,batchsize\n0,64\n1,512\n")
-    with pytest.raises(TraceError, match=r"line 3: batch size 512 exceeds epoch cap"):
-        Schedule(Trace(path), 256, 32)
+    with pytest.raises(TraceError, match=r"line 6: batch size 512 exceeds epoch cap"):
+        Schedule(Trace(path), 256, 8)
     table = pd.DataFrame({"samples": [0, 100, 300], "batchsize": [32, 40, 64]})
     with pytest.raises(TraceError, match="DataFrame, element 1: batch size 40 is not"):
         Schedule(Trace(table), 256, 32)
 
 
 def thresholds(rows: list[tuple[int, int]]) -> Trace:
-    text = "".join(f"{start},{size}\n" for start, size in rows)
-    return Trace(io.StringIO(f"samples,batchsize\n{text}"))
+    return Trace(pd.DataFrame(rows, columns=["samples", "batchsize"]))
 
 
 def unrolled_by_hand(rows: list[tuple[int, int]], num_steps: int) -> list[int]:
@@ -235,13 +210,12 @@ ROWS = st.lists(st.integers(1, 300), max_size=5, unique=True).flatmap(
 @given(ROWS)
 def test_thresholds_are_unrolled_to_the_step(rows):
     trace = thresholds(rows)
-    expected = unrolled_by_hand(rows, len(trace) + 5)
+    sizes = unrolled_by_hand(rows, len(trace))
     assert trace.endless
-    assert trace.batch_sizes.tolist() == expected[: len(trace)]
-    assert set(expected[len(trace) - 1 :]) == {rows[-1][1]}
-    begun = np.cumsum([0, *expected])  # the last row's first step is the last one
-    assert begun[len(trace) - 1] >= rows[-1][0]
-    assert len(trace) == 1 or begun[len(trace) - 2] < rows[-1][0]
+    assert trace.batch_sizes.tolist() == sizes
+    begun = [0, *np.cumsum(sizes)]  # the last row's first step is the last one
+    assert begun[-2] >= rows[-1][0]
+    assert len(trace) == 1 or begun[-3] < rows[-1][0]
     schedule = Schedule(trace, 1000, 1)
     assert schedule.num_epochs == np.inf
     sizes = [n for e in range(3) for n in schedule.plan(e, 1).num_minibatches.tolist()]
@@ -260,7 +234,6 @@ def test_thresholds_and_their_steps_are_the_same_run():
     found.commit(1, 2)
     state = found.state_dict()
     expected.load_state_dict(state)  # so it may be resumed
-    assert expected.fingerprint() == found.fingerprint()
     assert expected.cursor == (1, 2)
     for other in (sampler(Trace(steps)), sampler(Trace([*steps, 12]), "hold")):
         with pytest.raises(ValueError, match="is of another run"):
@@ -268,7 +241,6 @@ def test_thresholds_and_their_steps_are_the_same_run():
 
 
 def test_the_shipped_trace_is_good():
-    path = Path(__file__).resolve().parents[2] / "variable_trace.csv"
-    trace = Trace(path)  # a warning would be an error here
+    trace = Trace(ROOT / "test/variable_trace.csv")  # a warning would be an error here
     assert np.diff(trace.batch_sizes).all()  # the batch size changes at every step
     Schedule(trace, 1437, 32)  # it fits scikit-learn's digits
