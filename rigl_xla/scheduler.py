@@ -492,7 +492,7 @@ def _note_accumulation(
     """Notes that a masked gradient was added to ``.grad``."""
     layer.hooked = True
     if (alive := steps()) is not None:
-        alive.note_accumulation(layer, parameter)
+        alive.note_accumulation(layer)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -17,6 +17,20 @@ from xla_replica import Replica, traits
 # What `SparseLayer.counts` counts, in this order: connections that are active, that the
 # last update grew and dropped, and that were ever active.
 COUNTS = ("num_active", "num_grown", "num_dropped", "num_explored")
+
+
+class Accumulated(NamedTuple):
+    """A masked ``.grad`` as a backward pass has left it.
+
+    Attributes:
+        grad: The tensor.
+        version: How often it had been written into.
+        signs: The signs of its numbers.
+    """
+
+    grad: TensorWeakRef
+    version: int
+    signs: torch.Tensor
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,7 +54,7 @@ class SparseLayer:
             backward passes.
         hooked: Whether ``.grad`` holds what backward passes of the current step have
             added, masked.
-        accumulated: The ``.grad`` that they have added to.
+        accumulated: The ``.grad`` that they have added to, after the last of them.
         discarded: The pending ones whose ``.grad`` was taken away in this step.
         gradient: The dense gradient of earlier steps, over all replicas.
         hold: The hooks of the layer's pruner.
@@ -55,7 +69,7 @@ class SparseLayer:
     counts: torch.Tensor = dataclasses.field(init=False)
     pending: torch.Tensor | None = None
     hooked: bool = False
-    accumulated: TensorWeakRef | None = None
+    accumulated: Accumulated | None = None
     discarded: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     hold: Hold | None = None
@@ -105,33 +119,61 @@ class SparseLayer:
         # Autograd may have given the gradient to others too.
         self.pending = dense.clone() if before is None else before + dense
 
-    def drop_discarded(self) -> None:
-        """Forgets what is pending if `zero_grad` has thrown it away since."""
+    def note_accumulation(self) -> None:
+        """Notes how a backward pass has left ``.grad``."""
+        grad = self.weight.parameter.grad
+        assert grad is not None
+        signs = torch.sign(grad.detach())
+        self.accumulated = Accumulated(TensorWeakRef(grad), grad._version, signs)
+
+    def drop_discarded(self, ends: bool = False) -> None:
+        """Forgets what is pending if `zero_grad` has thrown it away since.
+
+        Args:
+            ends: Whether the step ends; otherwise a backward pass begins.
+        """
         if not self.hooked:
             return
-        grad = self.weight.parameter.grad
+        grad, left = self.weight.parameter.grad, self.accumulated
         if grad is None:
             before, self.discarded = self.discarded, self.pending
             if before is not None and self.pending is not None:
                 self.discarded = before + self.pending
             self.pending, self.hooked = None, False
-        elif self.pending is not None:  # it may have been zeroed in place
+        elif self.pending is not None and left is not None:
+            if grad is left.grad() and grad._version == left.version:
+                return
+            # It may have been zeroed in place. A masked gradient that was zero before
+            # tells nothing: it may have been clipped, which comes before a step's end.
+            is_gone = ~(grad != 0).any()
+            if ends:
+                is_gone = is_gone & (left.signs != 0).any()
             zero = self.pending.new_zeros(())
-            self.pending = torch.where((grad != 0).any(), self.pending, zero)
+            self.pending = torch.where(is_gone, zero, self.pending)
 
     def end_backward(self) -> None:
-        """Makes up for what only seemed to be discarded.
+        """Makes up for what was assigned to ``.grad`` after backward passes.
 
-        Where ``.grad`` was taken away after several backward passes, and something made
-        of all that assigned in the end (a mean of samples, a sum of tasks), none of the
-        passes is discarded.
+        If it is dense, it counts, and no pass does. If it is masked, it is made of
+        passes: of those whose ``.grad`` was taken away too, as a mean of samples or a
+        sum of tasks is, unless it has the signs of the last one (clipped, scaled).
         """
-        self.drop_discarded()
-        grad, before = self.weight.parameter.grad, self.discarded
-        accumulated = self.accumulated and self.accumulated()
-        if before is not None and grad is not None and grad is not accumulated:
-            self.pending = before if self.pending is None else before + self.pending
+        self.drop_discarded(ends=True)
+        grad, before, left = self.weight.parameter.grad, self.discarded, self.accumulated
         self.discarded = self.accumulated = None
+        if grad is None or left is None or grad is left.grad():
+            return
+        signs = torch.sign(grad.detach())
+        is_dense = ((signs != 0) & ~self.mask).any()
+        if before is not None:
+            is_of_all = ~is_dense
+            if self.hooked:
+                is_of_all = is_of_all & (signs != left.signs).any()
+            before = torch.where(is_of_all, before, before.new_zeros(()))
+            self.pending = before if self.pending is None else before + self.pending
+        if self.hooked and self.pending is not None:
+            self.pending = torch.where(is_dense, grad.detach(), self.pending)
+            zero_inactive_(grad.detach(), self.mask)
 
     def take_pending(self) -> torch.Tensor | None:
         """Returns what is pending, and begins anew."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
 
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
@@ -84,10 +83,10 @@ class TopologySteps:
         if self.collects:
             layer.add(gradient.detach())
 
-    def note_accumulation(self, layer: SparseLayer, parameter: torch.Tensor) -> None:
+    def note_accumulation(self, layer: SparseLayer) -> None:
         """Notes that ``.grad`` has grown by a masked gradient."""
         if self.collects:
-            layer.accumulated = TensorWeakRef(parameter.grad)
+            layer.note_accumulation()
 
     def end_backward(self) -> None:
         """Makes up for what only seemed to be discarded; see `SparseLayer`."""
