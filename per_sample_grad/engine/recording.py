@@ -14,7 +14,7 @@ from torch import nn
 from per_sample_grad.engine import graph
 from per_sample_grad.engine.settings import Settings
 from per_sample_grad.errors import CoverageError, PerSampleError
-from per_sample_grad.layers import batch_norm
+from per_sample_grad.layers import batch_norm, registry
 from per_sample_grad.layers.registry import Call, Rule, rule_of
 from per_sample_grad.operations import wrong_operations
 from xla_replica.common.trees import map_tensors, tensors_in
@@ -34,6 +34,7 @@ class RecordedModule:
         names: Those in the model, each once.
         is_operation: It stands for one operation that happens in the module.
         places: Where it holds them: a module's parameters, the key, and the parameter.
+        reads: The tensors of the module that its rule reads.
     """
 
     name: str
@@ -43,6 +44,7 @@ class RecordedModule:
     names: tuple[str, ...]
     is_operation: bool = False
     places: tuple[tuple[Mapping[str, Any], str, nn.Parameter], ...] = ()
+    reads: Sequence[torch.Tensor] = ()
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}"
@@ -56,7 +58,7 @@ class RecordedCall(NamedTuple):
         call: What the rule sees.
         region: The part of the graph that the call made.
         shape: The shape of its output.
-        versions: How often each tensor among its arguments had been changed in place.
+        versions: How often each tensor that its rule reads had been changed in place.
         has_batch: Whether its output may have rows for samples.
     """
 
@@ -86,14 +88,20 @@ class RecordedCall(NamedTuple):
         )
 
     def refuse_changes(self) -> None:
-        """Raises PerSampleError if an input was changed in place after the call."""
-        tensors = tensors_in((self.call.args, self.call.kwargs))
-        if self.versions != tuple([tensor._version for tensor in tensors]):
+        """Raises PerSampleError if its rule would read what was changed in place."""
+        if self.versions != versions_read(self.owner, self.call):
             raise PerSampleError(
-                f"the input of {self.owner} was changed in place after the module had "
-                "used it, so its gradient cannot be computed (an ordinary backward "
-                "pass fails likewise); use an operation that is not in place"
+                f"an input of {self.owner}, or a tensor of it that its rule reads, was "
+                "changed in place after the module had used it, so its gradient cannot "
+                "be computed (an ordinary backward pass fails likewise): use an "
+                "operation that is not in place, or change weights afterwards"
             )
+
+
+def versions_read(owner: RecordedModule, call: Call) -> tuple[int, ...]:
+    """Returns how often each tensor that a call's rule reads was changed in place."""
+    tensors = (*tensors_in((call.args, call.kwargs)), *owner.reads)
+    return tuple([tensor._version for tensor in tensors])
 
 
 class Recorder:
@@ -154,7 +162,10 @@ class Recorder:
                 if param is not None and id(param) in self._names
             )
             kind = type(module).__name__
-            owner = RecordedModule(name, kind, rule, params, names, places=places)
+            reads = registry.tensors_read(module, rule)
+            owner = RecordedModule(
+                name, kind, rule, params, names, False, places, reads
+            )
             hooks.append(functools.partial(self._record, owner))
         # The output is replaced before the call is recorded.
         if isinstance(module, batch_norm.NORMALISING):
@@ -198,15 +209,16 @@ class Recorder:
         own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
         # Appended afterwards: Dynamo breaks its graph at `region_of`, and cannot carry
         # the `append` of a list over the break.
-        call = RecordedCall(
+        call = Call(module, own[0], own[1], default if dim is None else dim)
+        recorded = RecordedCall(
             owner,
-            Call(module, own[0], own[1], default if dim is None else dim),
+            call,
             graph.region_of(tensors, output),
             output.shape,
-            tuple([tensor._version for tensor in tensors]),
+            versions_read(owner, call),
             dim is not None,
         )
-        self.calls.append(call)
+        self.calls.append(recorded)
 
 
 def _refuse_traced(name: str, tensors: Sequence[torch.Tensor]) -> None:

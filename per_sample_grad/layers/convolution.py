@@ -12,7 +12,7 @@ from per_sample_grad.layers.patches import Unfolding, windows
 from per_sample_grad.layers.registry import Call, register_rule
 
 
-@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, reads_module=False)
 def convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` ``(N, C_in, *S)`` and ``grad`` ``(N, C_out, *P)``.
 
@@ -42,7 +42,9 @@ def padding_widths(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[tuple[int,
     return [(int(width), int(width)) for width in module.padding]
 
 
-@register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+@register_rule(
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, reads_module=False
+)
 def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` ``(N, C_in, *P)`` and ``grad`` ``(N, C_out, *S)``.
 

@@ -14,7 +14,7 @@ COUNTS_OF_THE_BATCH = (
 )
 
 
-@register_rule(nn.Embedding)
+@register_rule(nn.Embedding, reads_module=False)
 def embedding(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` ``(N, *)`` of integers and ``grad`` ``(N, *, q)``.
 
@@ -37,7 +37,7 @@ def rows(index: torch.Tensor, grad: torch.Tensor, padding_idx: int | None) -> Lo
     return Lookup(index, values)
 
 
-@register_rule(nn.EmbeddingBag)
+@register_rule(nn.EmbeddingBag, reads_module=False)
 def embedding_bag(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` ``(N, T)`` of integers, or all bags joined; ``grad`` ``(N, q)``.
 
@@ -57,6 +57,11 @@ def embedding_bag(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
         # As rows of the longest bag's length.
         ends = index.new_tensor([len(index)])
         ends = offsets if module.include_last_offset else torch.cat([offsets, ends])
+        if int(ends[-1]) != len(index):
+            raise Refusal(
+                f"its last offset is {int(ends[-1])} and its input has {len(index)}: "
+                "beyond the last offset torch's own gradient may be any number"
+            )
         sizes = ends.diff()[: len(grad)].unsqueeze(1)
         steps = torch.arange(max(1, int(sizes.max())), device=index.device)
         places = (ends[: len(grad), None] + steps).clamp(max=max(0, len(index) - 1))

@@ -8,7 +8,7 @@ from per_sample_grad.layers import registry
 from per_sample_grad.layers.registry import Call, register_rule
 
 
-@register_rule(nn.Linear)
+@register_rule(nn.Linear, reads_module=False)
 def linear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` ``(N, *, q)`` and ``grad`` ``(N, *, p)``."""
     inputs = call.input
@@ -16,7 +16,7 @@ def linear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     return _of_product(grad, inputs)
 
 
-@register_rule(nn.Bilinear)
+@register_rule(nn.Bilinear, reads_module=False)
 def bilinear(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes inputs ``(N, *, q1)`` and ``(N, *, q2)`` and ``grad`` ``(N, *, p)``.
 

@@ -19,7 +19,7 @@ from per_sample_grad.layers.registry import (
 )
 
 
-@register_rule(nn.LayerNorm)
+@register_rule(nn.LayerNorm, reads_module=False)
 def layer_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, *, *normalized_shape)``."""
     shape = list(call.module.normalized_shape)
@@ -30,7 +30,7 @@ def layer_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     return affine(call, grad, kept, normalize)
 
 
-@register_rule(nn.RMSNorm)
+@register_rule(nn.RMSNorm, reads_module=False)
 def rms_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, *, *normalized_shape)``."""
     kept = range(grad.dim() - len(call.module.normalized_shape), grad.dim())
@@ -45,7 +45,7 @@ def rms_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     return affine(call, grad, kept, normalize)
 
 
-@register_rule(nn.GroupNorm)
+@register_rule(nn.GroupNorm, reads_module=False)
 def group_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, C, *)``."""
     normalize = functools.partial(

@@ -8,7 +8,7 @@ from per_sample_grad.layers import registry
 from per_sample_grad.layers.registry import Call, register_rule
 
 
-@register_rule(nn.PReLU)
+@register_rule(nn.PReLU, reads_module=False)
 def prelu(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, C, *)`` or ``(N,)``."""
     module, inputs = call.module, call.input

@@ -78,9 +78,14 @@ Rule = Callable[
 # The rules by exact type: a subclass may compute something else.
 RULES: dict[type[nn.Module], Rule] = {}
 
+# Those that read arguments alone, and no tensor of the module.
+ONLY_ARGUMENTS: set[Rule] = set()
+
 
 def register_rule(
-    *module_types: type[nn.Module], like: type[nn.Module] | None = None
+    *module_types: type[nn.Module],
+    like: type[nn.Module] | None = None,
+    reads_module: bool = True,
 ) -> Callable[[Rule], Rule]:
     """Returns a decorator: the function becomes the rule of exactly these types.
 
@@ -95,6 +100,10 @@ def register_rule(
     A subclass of a module that has a rule has none until it is registered: it may
     compute something else. If it does not, ``register_rule(Subclass, like=nn.Linear)``
     is enough, and decorates nothing. Registering a type again replaces its rule.
+
+    A rule runs in the backward pass, so parameters of the module that it may read must
+    not have changed since the call, which is an error. ``reads_module=False`` says that
+    it reads none, and what they are then does not matter.
 
     Raises:
         TypeError: One of the arguments is not a subclass of `torch.nn.Module`, or
@@ -124,6 +133,8 @@ def register_rule(
 
     def register(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(module_types, rule))
+        if not reads_module:
+            ONLY_ARGUMENTS.add(rule)
         return rule
 
     if like is not None:
@@ -144,6 +155,16 @@ def register_rule(
 def rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule for this very module, or None; `why_no_rule` says why."""
     return None if why_no_rule(module) else RULES[type(module)]
+
+
+def tensors_read(module: nn.Module, rule: Rule | None) -> list[torch.Tensor]:
+    """Returns the tensors of a module that its rule may read in the backward pass.
+
+    A forward pass that trains may write into buffers, which then are of no gradient.
+    """
+    if rule is None or rule in ONLY_ARGUMENTS:
+        return []
+    return [*module.parameters(), *(() if module.training else module.buffers())]
 
 
 def why_no_rule(module: nn.Module) -> str | None:
