@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 import logging
 import os
 import weakref
@@ -18,7 +20,7 @@ from variable_batch_size.checkpoint.checkpointer import Checkpointer
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
-from xla_replica.common.arguments import check_flag, check_integer
+from xla_replica.common.arguments import check_flag, check_integer, check_type
 
 logger = logging.getLogger(__name__)
 # Optimizers whose epochs have been asked for.
@@ -53,8 +55,9 @@ class Epoch:
             yield minibatch
             if optimizer.num_minibatches == before:
                 raise ValueError(
-                    f"step() was not called for a minibatch of epoch {self.number}; "
-                    "loss = 0 * sum(p.sum() for p in model.parameters()) adds nothing"
+                    f"step() was not called for a minibatch of epoch {self.number}: "
+                    "remove an accumulation of your own, since step() accumulates; to "
+                    "skip one, loss = 0 * sum(p.sum() for p in model.parameters())"
                 )
         optimizer.average_buffers(self._model)
         self.has_run = True
@@ -101,7 +104,8 @@ def epochs(
         loader: A loader whose ``batch_sampler`` is the optimizer's sampler.
         num_epochs: How many epochs the run has in all.
         model: The model; saved, and its buffers averaged over replicas.
-        checkpoint: A folder, or a `Checkpointer` that is not attached.
+        checkpoint: A folder, or a `Checkpointer` that is not attached; one whose
+            ``load`` was called, as with ``allow_changes=True``, is not loaded again.
         every_updates: For a folder: see `Checkpointer`, which saves every 10 minutes.
         log: A file, or a `RunLog` that is not attached.
         settings: What a run must have in common with this one to resume it; the log's
@@ -118,6 +122,7 @@ def epochs(
     """
     check_integer("num_epochs", num_epochs, least=1)
     check_flag("progress", progress)
+    check_type("optimizer", optimizer, ElasticOptimizer, "an elastic wrapper")
     sampler = optimizer.sampler
     if optimizer in _BEGUN:
         raise ValueError(
@@ -139,6 +144,13 @@ def epochs(
             optimizer.attach(parts.pop(name))
         elif hasattr(part, "after_update"):
             optimizer.attach(part.after_update)
+        elif not hasattr(part, "load_state_dict"):
+            near = difflib.get_close_matches(name, inspect.signature(epochs).parameters)
+            raise TypeError(
+                f"epochs: {name}={part!r} is neither an option nor a part of the run, "
+                "which has load_state_dict() or after_update(); give the members of a "
+                f"list one by one{', or ' + near[0] + '=' if near else ''}"
+            )
     if isinstance(log, (str, os.PathLike)):
         log = RunLog(log, optimizer, settings=settings)
     if log is not None:
@@ -152,7 +164,8 @@ def epochs(
     elif every_updates is not None:
         raise ValueError("every_updates= needs checkpoint=, a folder to save in")
     if checkpoint is not None:
-        checkpoint.load()
+        if not checkpoint.has_loaded:
+            checkpoint.load()
         optimizer.attach(checkpoint)
     last = _last_epoch(optimizer, num_epochs)
     _BEGUN.add(optimizer)

@@ -105,6 +105,7 @@ class Checkpointer:
         num_updates: Updates that the run has made.
         best_metric: The best metric passed to `save` so far, or None.
         updates_of: The optimizer, the only one that this may be attached to.
+        has_loaded: Whether `load` was called, other than for the best checkpoint.
 
     Raises:
         ValueError, TypeError: An argument is out of range, or of the wrong type.
@@ -152,6 +153,9 @@ class Checkpointer:
         )
         self._writer = Writer(asynchronous)
         self._proven: set[type] = set()  # of values, which were loaded once
+        # Steps of schedulers that are parts, after the first epoch; None before that.
+        self._num_steps: dict[str, int] | None = None
+        self.has_loaded = False
         self._has_looked = False  # at the folder, for a run to resume
         # Where the run began, until this has been called after an update.
         self._begun: Cursor | None = optimizer.sampler.cursor
@@ -166,8 +170,9 @@ class Checkpointer:
         Raises OSError if writing failed, and `xla_replica.Stopped` if all have saved
         because they were asked to stop.
         """
-        del update
         self._writer.check()
+        if update.ends_epoch:
+            self._warn_of_schedulers()
         if self._begun is not None and self.replica.is_primary:
             self._check_folder()
         num_updates = self.num_updates + 1
@@ -188,6 +193,25 @@ class Checkpointer:
             raise xla_replica.Stopped(request.reason, request.exit_status)
         if due:
             self._save()
+
+    def _warn_of_schedulers(self) -> None:
+        """Warns, once, of parts that have not stepped in the second epoch."""
+        found = {
+            name: part.last_epoch
+            for name, part in self._parts.items()
+            if hasattr(part, "get_last_lr") and hasattr(part, "last_epoch")
+        }
+        before, self._num_steps = self._num_steps, found
+        if before is None or not self.replica.is_primary:
+            return
+        self._num_steps = {}  # no more of it
+        for name, number in before.items():
+            if found[name] == number:
+                logger.warning(
+                    f"the scheduler {name}= has not stepped for an epoch: Checkpointer "
+                    "saves it alone. Call optimizer.attach(scheduler), which steps it "
+                    "after every update, or step it at the end of every epoch"
+                )
 
     def saves(self, part: Any) -> bool:
         """Returns whether checkpoints hold the state of a part or attached scheduler.
@@ -373,6 +397,7 @@ class Checkpointer:
         check_flag("best", best)
         self._writer.wait()
         self._has_looked = True
+        self.has_loaded |= not best
         if self.replica.is_live and not best:
             return self._enter(allow_changes)
         found = self._choose("best" if best else "update")
@@ -420,7 +445,10 @@ class Checkpointer:
             )
         other_run = f"{path} is of another run"
         if not allow_changes:
-            remedy = "Give the run another folder, or call load(allow_changes=True)"
+            remedy = (
+                "Give the run another folder, or call Checkpointer.load("
+                "allow_changes=True), before vbs.epochs where that runs the loop"
+            )
             check_same(state["settings"], self._settings, other_run, remedy)
         saved, own = {"parts": sorted(state["parts"])}, {"parts": sorted(self._parts)}
         check_same(saved, own, other_run, "Pass the same parts to Checkpointer")

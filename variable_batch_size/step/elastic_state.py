@@ -33,6 +33,7 @@ class ElasticState:
             "rule": settings.rule.name,
             "ref_batchsize": settings.ref_batchsize,
             "settings": self._lasting,
+            "trained": [p.requires_grad for p in self._context.parameters()],
             "scaling": self._loop.scaling.state_dict(),
             "noise": noise.state_dict() if noise else None,
             "grid": exact.grid.state_dict() if exact else None,
@@ -71,6 +72,7 @@ class ElasticState:
                 "all the same, with the saved hyperparameters of parameter groups, and "
                 "set others after that",
             )
+            self._check_trained(state["trained"])
         self._loop.attached.check_state(state.get("schedules", []))
         if not (noise and state.get("noise")):
             return
@@ -80,6 +82,22 @@ class ElasticState:
                 f"samples, and this optimizer's ref_batchsize={ref_batchsize}"
             )
         noise.check_state(state["noise"])
+
+    def _check_trained(self, trained: list[bool]) -> None:
+        """Raises ValueError if other parameters were trained where it was saved."""
+        parameters = self._context.parameters()
+        others = [
+            f"number {number} of shape {tuple(parameter.shape)} was "
+            f"{'trained' if was_trained else 'frozen'}"
+            for number, (parameter, was_trained) in enumerate(zip(parameters, trained))
+            if parameter.requires_grad != was_trained
+        ]
+        if others:
+            raise ValueError(
+                f"requires_grad of {len(others)} of the optimizer's {len(parameters)} "
+                f"parameters is not as it was saved: {'; '.join(others[:5])}. Freeze "
+                "and unfreeze before you load, or pass allow_changes=True"
+            )
 
     def load(self, state: dict[str, Any], allow_changes: bool) -> None:
         """Loads a state that `check` has let pass."""
