@@ -1,7 +1,7 @@
 """What a pool holds, as a digest: all of it where that is cheap, and some items.
 
-Cheap are the tensors, arrays and lists that a dataset has as attributes, files that are
-listed there (by size and time), and functions such as transforms.
+Cheap are what a dataset has as attributes (tensors, lists, dicts, objects, functions
+such as transforms), and files that are listed there, by size and time.
 """
 
 from __future__ import annotations
@@ -69,15 +69,27 @@ def _add(value: Any, found: Any, tag: str | None) -> None:
         found.update(value._fingerprint.encode())
     elif isinstance(value, Dataset):
         found.update(kind.__qualname__.encode())
-        for name, part in sorted(vars(value).items()):
+        for name, part in sorted(_attributes(value).items()):
             # What it keeps for itself may change, and so may notes of what was read.
             is_note = type(part) in (list, tuple) and len(part) != len(value)
             is_note = is_note and all(isinstance(each, _PLAIN) for each in part)
             if not (name.startswith("_") or is_note):
                 found.update(name.encode())
                 _add(part, found, tag)
-    elif isinstance(value, torch.Tensor | np.ndarray | range) or callable(value):
+    elif kind is dict:
+        _add_sequence([*value.items()], found, tag)
+    else:
         found.update(repr(fingerprint({"pool": value}, tag)).encode())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Returns what an object holds, by name, in slots too."""
+    found = {**vars(value)}
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        names = [slots] if isinstance(slots, str) else slots
+        found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return found
 
 
 def _add_sequence(values: Sequence[Any], found: Any, tag: str | None) -> None:
