@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 of_member = options_of(args, members[args.member])
                 output = run(args.member, of_member, **options)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        choices.choices[args.command].error(_in_options(str(error), vars(args)))
+        message = _in_options(str(error), vars(args))
+        parser.exit(2, f"vbs {args.command}: error: {message}\n")
     for warning in caught:
         sys.stderr.write(f"warning: {warning.message}\n")
     if getattr(args, "json", False):

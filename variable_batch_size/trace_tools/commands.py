@@ -308,7 +308,7 @@ def run_simulate(
         )
     if out is not None:
         steps = steps.rename(columns={"batch_size": COLUMN})
-        numbers = {"written": _written(steps, out), **numbers}
+        numbers = {"file": _written(steps, out).removeprefix("wrote "), **numbers}
     return numbers
 
 

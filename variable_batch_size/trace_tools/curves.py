@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -120,6 +121,10 @@ def schedule_named(
     """
     if text in SHAPES:
         return decay(text, total_samples, warm_up_samples)
+    if not Path(text).exists():
+        raise ValueError(
+            f"schedule must be {', '.join(SHAPES)} or a CSV file, got {text!r}"
+        )
     table = Columns(text)
     samples = table.numbers("samples", ("samples",))
     rates = table.numbers("the learning rate")

@@ -48,6 +48,10 @@ def ramp(*, steps: int, first: int, last: int, multiple_of: int = 1) -> Made:
         last: The batch size of the last step.
         multiple_of: Batch sizes are rounded to multiples of it.
     """
+    check_integer("multiple_of", multiple_of, least=1)
+    for name, size in (("first", first), ("last", last)):
+        if check_integer(name, size, least=multiple_of) % multiple_of:
+            raise ValueError(f"{name} must be a multiple of {multiple_of}, got {size}")
     return _rounded(np.linspace(first, last, steps), multiple_of)
 
 
@@ -68,7 +72,11 @@ def doubling(*, steps: int, first: int, every: int, most: int) -> Made:
 
 
 def thresholds(
-    *, rows: str, total: int, unit: str = "samples", tokens_per_sample: int = 1
+    *,
+    rows: str,
+    total: int,
+    unit: str = "samples",
+    tokens_per_sample: int | None = None,
 ) -> Made:
     """Batch sizes that hold from some number of steps, samples or tokens on.
 
@@ -79,13 +87,17 @@ def thresholds(
         rows: Such as "0:768 250B:1536": from where on, a colon, and the batch size.
         total: How many steps, samples or tokens the trace has, the last step whole.
         unit: steps, samples or tokens.
-        tokens_per_sample: With unit=tokens.
+        tokens_per_sample: With unit=tokens, which needs it.
     """
     check_choice("unit", unit, ("steps", "samples", "tokens"))
     check_integer("total", total, least=1)
-    check_integer("tokens_per_sample", tokens_per_sample, least=1)
+    if unit != "tokens":
+        tokens_per_sample = 1
+    elif tokens_per_sample is None:
+        raise ValueError("unit='tokens' needs tokens_per_sample")
+    per_sample = check_integer("tokens_per_sample", tokens_per_sample, least=1)
     pairs = [row.partition(":") for row in rows.split()]
-    if not pairs or not all(colon for _, colon, _ in pairs):
+    if not pairs or not all(colon for _, colon, _ in pairs) or "," in rows:
         raise ValueError(f"rows must be like '0:768 250B:1536', got {rows!r}")
     starts = [amount(start) for start, _, _ in pairs]
     sizes = [amount(size) for _, _, size in pairs]
@@ -95,9 +107,9 @@ def thresholds(
         ends = [min(end, total) for end in (*starts[1:], total)]
         return np.repeat(sizes, np.maximum(np.subtract(ends, starts), 0))
     table = pd.DataFrame({unit: starts, COLUMN: sizes})
-    trace = Trace(table, tokens_per_sample=tokens_per_sample)
+    trace = Trace(table, tokens_per_sample=per_sample)
     if unit == "tokens":
-        total = -(-total // tokens_per_sample)
+        total = -(-total // per_sample)
     known = trace.batch_sizes.tolist()
     all_sizes = itertools.chain(known, itertools.repeat(known[-1]))
     return _by_samples(total, lambda used: next(all_sizes))

@@ -319,11 +319,17 @@ def gain_at(
 
 def _epochs(schedule: Schedule, num_epochs: int | None) -> range:
     if num_epochs is not None:
-        return range(check_integer("num_epochs", num_epochs, least=1))
+        num = check_integer("num_epochs", num_epochs, least=1)
+        if num > schedule.num_epochs:
+            raise ValueError(
+                f"{schedule.trace.name} ends in epoch {schedule.num_epochs}, counted "
+                f"from 1, and num_epochs={num}: add rows, or on_end='hold' or 'cycle'"
+            )
+        return range(num)
     if schedule.num_epochs == float("inf"):
         raise ValueError(
-            f"{schedule.trace.name} has no end with on_end={schedule.on_end!r}: "
-            "num_epochs must be an integer >= 1, got None"
+            f"{schedule.trace.name} has no end, so num_epochs must be an integer >= 1, "
+            "got None"
         )
     return range(int(schedule.num_epochs))
 

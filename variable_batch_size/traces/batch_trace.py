@@ -212,8 +212,8 @@ class Trace:
         if unit == "tokens":
             if tokens_per_sample is None:
                 raise TraceError(
-                    f"{self.name}: the column 'tokens' needs the number of tokens in a "
-                    "sample: pass vbs.Trace(source, tokens_per_sample=...)"
+                    f"{self.name}: the column 'tokens' needs tokens_per_sample, the "
+                    "number of tokens in a sample"
                 )
             starts = [-(-start // tokens_per_sample) for start in starts]
         sizes, used = self.batch_sizes.tolist(), 0
