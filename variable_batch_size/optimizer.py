@@ -171,7 +171,7 @@ class ElasticOptimizer(OptimizerProxy):
         if settings.exact and hasattr(order, "ride"):
             order.ride(settings.exact)
         self._loop = UpdateLoop(self._context, self)
-        sampler.num_optimizers += 1
+        sampler.add_loop(self._loop)
         self._saved = ElasticState(self._context, self._loop)
 
     def _meter(
@@ -211,7 +211,9 @@ class ElasticOptimizer(OptimizerProxy):
 
         Returns:
             The number of updates made: 0 while accumulating; 1 for an update; more if
-            this replica is idle in the steps that follow, which it joins at once.
+            this replica is idle in the steps that follow, which it joins at once. Of
+            several optimizers of one sampler all make their updates in the `step` of
+            the last one, so that no loss of the step is of weights after it.
 
         Raises:
             ValueError: The epoch has no such step: `set_epoch` was forgotten, or the
@@ -239,9 +241,9 @@ class ElasticOptimizer(OptimizerProxy):
         return num_updates
 
     def join_step(self) -> int:
-        """Takes part in a step in which this replica has no minibatch; returns 1.
+        """Takes part in a step in which this replica has no minibatch.
 
-        With ``lockstep``, in place of the step's minibatches.
+        Returns what `step` does. With ``lockstep``, in place of the step's minibatches.
 
         Raises:
             ValueError: It has minibatches in the step, or there is no ``lockstep``.

@@ -159,8 +159,9 @@ class SparseLayer:
         sum of tasks is, unless it has the signs of the last one (clipped, scaled).
         """
         self.drop_discarded(ends=True)
-        grad, before, left = self.weight.parameter.grad, self.discarded, self.accumulated
+        before, left = self.discarded, self.accumulated
         self.discarded = self.accumulated = None
+        grad = self.weight.parameter.grad
         if grad is None or left is None or grad is left.grad():
             return
         signs = torch.sign(grad.detach())

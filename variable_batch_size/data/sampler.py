@@ -9,6 +9,7 @@ import hashlib
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,8 @@ class CustomSampler(Sampler[list[int]]):
         schedule: The trace, cut into epochs.
         order: As it was given.
         num_yielded: Minibatches that all iterations have yielded so far.
-        num_optimizers: Optimizers that were built with it.
+        waiting: Update loops that have ended the step under way, while loops of other
+            optimizers of this sampler have not.
         newest_pass: The iteration that was made last; None before the first.
         begun: That which dealt its first minibatch last.
         on_handing_out: Called before a minibatch is loaded, and again before it is run
@@ -143,7 +145,9 @@ class CustomSampler(Sampler[list[int]]):
         self._order_digests: dict[int, str] = {}  # of the epoch under way
         self._padded = False
         self._weights: dict[int, float] | None = None  # by batch size
-        self.num_yielded = self.num_optimizers = 0
+        self.num_yielded = 0
+        self._loops: list[weakref.ref[Any]] = []  # of the optimizers built with it
+        self.waiting: list[Any] = []
         self.redone: Cursor | None = None
         self.moved: Cursor | None = None
         self.newest_pass: Minibatches | None = None
@@ -188,6 +192,16 @@ class CustomSampler(Sampler[list[int]]):
         """Returns how many updates so many epochs have, or those that the trace has."""
         last = int(min(check_integer("num_epochs", num_epochs, 1), self.num_epochs))
         return self.schedule.steps(last - 1).stop
+
+    def add_loop(self, loop: Any) -> None:
+        """Notes an optimizer's update loop; it counts as long as it is alive."""
+        self._loops = [each for each in self._loops if each() is not None]
+        self._loops.append(weakref.ref(loop))
+
+    @property
+    def num_optimizers(self) -> int:
+        """How many optimizers there are that were built with it."""
+        return sum(each() is not None for each in self._loops)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration yields, or what is left of it.
@@ -475,6 +489,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_dealing": None, "newest_pass": None, "on_handing_out": tuple}
+        own |= {"_loops": [], "waiting": []}
         return vars(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:

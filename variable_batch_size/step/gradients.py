@@ -99,6 +99,15 @@ class StepGradients:
                     return False
         return next(before, None) is None
 
+    def refuse_changes(self) -> None:
+        """Raises ValueError if other parameters are trained than in the step so far."""
+        if not self._is_unchanged():
+            raise ValueError(
+                "requires_grad of a parameter is not as it was in this optimizer's "
+                "step(), while another optimizer of the sampler ends the step: set it "
+                "back after the other's loss.backward(), before its step()"
+            )
+
     def _allocate(self, after_backward: bool) -> None:
         context, gradients = self._context, self.sums.gradients
         parameters = context.parameters()

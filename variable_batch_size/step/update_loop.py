@@ -94,6 +94,8 @@ class UpdateLoop:
         """Continues at the sampler's place, without what was accumulated."""
         if self.live is None:  # whose iterations go to the new place
             self._left_pass = self._context.sampler.begun
+        waiting = self._context.sampler.waiting
+        waiting[:] = [loop for loop in waiting if loop is not self]
         self.position.restart(self._context.sampler.plan)
         self._check_padding()
         self.num_seen = 0
@@ -112,6 +114,7 @@ class UpdateLoop:
         Raises ReplicaError where other replicas would not begin it too.
         """
         position, context = self.position, self._context
+        self.refuse_waiting()
         self._check_live()
         if self.live:
             self.live.check_attached()
@@ -189,6 +192,7 @@ class UpdateLoop:
         Args:
             weight: As the user gives it to `ElasticOptimizer.step`.
         """
+        self.refuse_waiting()
         position, counted = self.follow_sampler(), None
         if self._is_weighted or weight is not None:
             counted = self._weigh(weight)
@@ -288,12 +292,45 @@ class UpdateLoop:
 
     # --- an update ------------------------------------------------------------------
 
+    def refuse_waiting(self) -> None:
+        """Raises ValueError if other optimizers have not ended the step yet."""
+        if self in self._context.sampler.waiting:
+            raise ValueError(
+                f"one of {self._context.sampler.num_optimizers} optimizers of this "
+                "sampler has ended a step, and others have not: call step() of each "
+                "for every minibatch, and drop (del) one that is not used any more"
+            )
+
     def update(self) -> int:
-        """Makes the update of the step under way on all replicas; returns 1.
+        """Makes the updates of the step under way once its backward passes are over.
+
+        These are the updates of all optimizers of the sampler, when the last of them
+        has come here; what is attached runs, and saves, after all of them. Returns the
+        number of updates of each, 0 before.
+        """
+        waiting = self._context.sampler.waiting
+        waiting.append(self)
+        if len(waiting) < self._context.sampler.num_optimizers:
+            self._hyperparameters = hyperparameters(self._context.inner.param_groups)
+            return 0
+        loops = [*waiting]
+        waiting.clear()
+        for loop in loops[:-1]:  # since their own step()
+            loop._check_hyperparameters()
+            loop.gradients.refuse_changes()
+        found = [loop._make_update() for loop in loops]
+        for loop, update in zip(loops, found):
+            if isinstance(update, Update):
+                loop._end_update(update)
+        return 1 if isinstance(found[-1], Update) else found[-1]
+
+    def _make_update(self) -> Update | int:
+        """Makes the update of the step under way on all replicas, and returns it.
 
         What needs a peer comes first and changes nothing that lasts; then the weights
         and the position change. If an exception ends the update, the step is lost and
-        gradients are zero. Returns 0 if all replicas are to run the step again.
+        gradients are zero. Returns 0 if all replicas are to run the step again, and a
+        number if another member has made updates that this one has missed.
         """
         context, position = self._context, self.position
         plan, step, batch_size = position.plan, position.step, position.batch_size
@@ -342,8 +379,7 @@ class UpdateLoop:
             weight=weight,
         )
         self.attached.num_done = 0
-        self._end_update(update)
-        return 1
+        return update
 
     def _end_update(self, update: Update) -> None:
         """Runs what is attached, and what else follows an update."""
