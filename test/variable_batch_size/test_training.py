@@ -160,6 +160,43 @@ def test_what_cannot_be_run_is_refused(tmp_path):
         vbs.epochs(optimizer, loader, 3, model=model)
 
 
+def test_what_is_no_part_of_a_run_is_refused_by_its_name():
+    model, _, optimizer, scheduler, loader = parts()
+    wrong = {"chekpoint": ("x", ", or checkpoint="), "on_end": (print, "or a part")}
+    for name, (value, told) in {**wrong, "schedules": ([scheduler], "one by")}.items():
+        with pytest.raises(TypeError, match=f"epochs: {name}=.*{told}"):
+            vbs.epochs(optimizer, loader, 1, model=model, **{name: value})
+    with pytest.raises(TypeError, match="optimizer must be an elastic wrapper"):
+        vbs.epochs(optimizer.inner, loader, 1, model=model)
+
+
+def test_a_checkpointer_that_was_loaded_is_not_loaded_again(tmp_path):
+    for settings, num_epochs in ((1, 1), (2, 2)):
+        model, _, optimizer, _, loader = parts()
+        options = {"settings": {"version": settings}, "model": model}
+        checkpointer = vbs.Checkpointer(tmp_path, optimizer, **options)
+        checkpointer.load(allow_changes=True)
+        [*trained(optimizer, loader, num_epochs, model, checkpoint=checkpointer)]
+    assert checkpointer.num_updates == optimizer.sampler.num_updates(2)
+
+
+@pytest.mark.parametrize("how", ["never", "attached", "by hand"])
+def test_a_scheduler_that_is_only_saved_is_told(how, tmp_path, caplog):
+    model, sampler, optimizer, scheduler, loader = parts()
+    checkpointer = vbs.Checkpointer(tmp_path, optimizer, model=model, lr=scheduler)
+    if how == "attached":
+        optimizer.attach(scheduler)
+    optimizer.attach(checkpointer)
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        train(model, optimizer, loader)
+        if how == "by hand":
+            scheduler.step()
+    told = "the scheduler lr= has not stepped for an epoch"
+    assert caplog.text.count(told) == (how == "never")
+
+
 @pytest.mark.parametrize("skipped", [0, 3, 7])
 def test_a_minibatch_without_a_step_is_an_error(skipped):
     model, _, optimizer, _, loader = parts([16])

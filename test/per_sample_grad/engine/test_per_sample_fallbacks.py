@@ -160,6 +160,40 @@ def test_an_input_changed_in_place_is_an_error():
         recorded.backward(losses)
 
 
+def attention(module, x):
+    return module(x, x, x)[0].pow(2).sum((1, 2))
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "change"),
+    [
+        (nn.MultiheadAttention(4, 2, batch_first=True), attention,
+         lambda module: module.in_proj_weight.mul_(1.5)),
+        (nn.BatchNorm1d(5).eval(), lambda module, x: module(x).pow(2).sum((1, 2)),
+         lambda module: module.running_mean.add_(1)),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_a_rule_reads_later_must_not_have_changed(module, loss, change):
+    recorded, losses = captured(module, loss, torch.randn(3, 5, 4))
+    with torch.no_grad():
+        change(module)
+    with pytest.raises(psg.PerSampleError, match="or a tensor of it that its rule"):
+        recorded.norms(losses)
+
+
+def test_bags_whose_last_offset_is_not_the_end_are_refused():
+    """Beyond it torch's own gradient may be of memory that nobody has set."""
+    bags, index = nn.EmbeddingBag(20, 3, mode="sum", include_last_offset=True), None
+    for offsets, is_allowed in (([0, 3, 6, 9, 12], True), ([0, 1, 5, 9, 11], False)):
+        index = torch.randint(0, 20, (12,))
+        found = captured(bags, lambda m, *x: m(*x).sum(1), index, torch.tensor(offsets))
+        if is_allowed:
+            assert found[0].norms(found[1]).shape == (4,)
+            continue
+        with pytest.raises(psg.CoverageError, match="its last offset is 11 and its"):
+            found[0].norms(found[1])
+
+
 def linear(answer="backward", *args, loss=fold, accumulate=None, **options) -> None:
     """Asks a capture of a Linear with these options for an answer."""
     recorded, losses = captured(nn.Linear(3, 2), loss, torch.randn(4, 3), **options)

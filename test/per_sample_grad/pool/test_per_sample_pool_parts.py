@@ -8,6 +8,7 @@ import gc
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -193,6 +194,23 @@ def tensors(corrected: bool = False, exchanged: bool = False) -> TensorDataset:
     return TensorDataset(x, y)
 
 
+class Slots:
+    __slots__ = ("labels",)
+
+    def __init__(self, labels):
+        self.labels = labels
+
+
+class Held(Slots, torch.utils.data.Dataset):
+    """A pool whose items do not show what it holds, in a slot."""
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        return index
+
+
 def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
     """Though few of its items differ, and none of those that are looked at."""
     for number in range(400):
@@ -209,6 +227,11 @@ def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
         "files": Files(tmp_path),
         "transformed": Files(tmp_path, change=lambda x: x + (x == 7 / 400)),
     }
+    for right in (1, 2):  # labels wherever a dataset may hold them
+        labels = {**dict.fromkeys(range(400), 0), 7: right}
+        held = {"dict": labels, "set": {*range(399), 500 + right}, "number": right}
+        held |= {"object": types.SimpleNamespace(y=labels), "slots": Slots(labels)}
+        pools |= {f"{name} {right}": Held(value) for name, value in held.items()}
     digests = {name: pool_digest(pool, None) for name, pool in pools.items()}
     assert len({*digests.values()}) == len(digests)
     assert pool_digest(tensors(), None) == digests["tensors"]

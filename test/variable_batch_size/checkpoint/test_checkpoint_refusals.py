@@ -211,6 +211,17 @@ def test_other_settings_are_refused_on_resuming(changes, message):
         wrapped(**changes).load_state_dict(saved, place=False)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_other_trained_parameters_are_refused_on_resuming(is_frozen):
+    saved, other = wrapped(), wrapped()
+    (other if is_frozen else saved).param_groups[1]["params"][0].requires_grad_(False)
+    state = copy.deepcopy(saved.state_dict())
+    was = "trained" if is_frozen else "frozen"
+    with pytest.raises(ValueError, match=rf"number 1 of shape \(1,\) was {was}"):
+        other.load_state_dict(state)
+    other.load_state_dict(state, allow_changes=True)
+
+
 def test_an_earlier_format_is_refused_by_name():
     saved = wrapped().state_dict()
     own = saved["elastic"]

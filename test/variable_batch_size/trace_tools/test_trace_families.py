@@ -26,7 +26,7 @@ def test_simple_families_and_those_of_others_are_what_they_say(monkeypatch):
     assert sizes("ramp", steps=5, first=32, last=96) == [32, 48, 64, 80, 96]
     ramp = partial(sizes, "ramp", multiple_of=32)
     assert ramp(steps=5, first=32, last=96) == [32, 64, 64, 64, 96]
-    assert ramp(steps=3, first=64, last=1) == [64, 32, 32]
+    assert ramp(steps=3, first=64, last=32) == [64, 64, 32]
     doubling = sizes("doubling", steps=7, first=3, every=2, most=13)
     assert doubling == [3, 3, 6, 6, 12, 12, 12]
     monkeypatch.setitem(FAMILIES, "saw", lambda *, steps: [8, 16] * steps)
