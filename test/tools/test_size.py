@@ -40,8 +40,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_100
-TEST_LINES = 37_759
+CODE = 23_600
+TEST_LINES = 34_209
 
 
 def test_lines_are_counted():
