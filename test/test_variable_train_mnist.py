@@ -199,63 +199,34 @@ def test_the_bar_shows_numbers_of_one_step(monkeypatch, tmp_path):
     assert [{name: float(row[name]) for name in row} for row in shown] == rows
 
 
-# The calls of the earlier implementation's MNIST example, with names and positional
-# arguments as they were. Only two functions have other names, which torch_xla has
-# removed: `xrt_world_size` and `get_ordinal`.
-def train_as_earlier(index: int, trace: str) -> tuple[float, list[bool], list[float]]:
-    """Returns accuracy in per cent, what `step` returned, and losses."""
+def train_as_earlier(index: int, trace: str) -> tuple[list[bool], list[float]]:
+    """Trains as scripts for the earlier implementation, by torch_xla's own functions.
+
+    Returns what `step` returned, and losses.
+    """
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.parallel_loader as pl
-    import torch_xla.runtime as xr
 
     torch.manual_seed(1)
-    images, labels, *test = handwritten_digits.load("fake", "unused")
-    train_dataset = TensorDataset(images.float() / 255, labels)
-    test_dataset = TensorDataset(test[0].float() / 255, test[1])
-    place = {"num_replicas": xr.world_size(), "rank": xr.global_ordinal()}
-    train_sampler = vbs.CustomSampler(train_dataset, trace, minibatch_size=32, **place)
-    train_loader = DataLoader(train_dataset, batch_sampler=train_sampler, num_workers=0)
-    test_loader = DataLoader(test_dataset, batch_size=64, shuffle=False)
+    images, labels, *_ = handwritten_digits.load("fake", "unused")
+    dataset = TensorDataset(images.float() / 255, labels)
+    sampler = vbs.CustomSampler(dataset, trace, minibatch_size=32)
     device = xm.xla_device()
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, kernel_size=3, stride=2), nn.ReLU(), nn.BatchNorm2d(8),
-        nn.Flatten(), nn.Linear(8 * 3 * 3, 10), nn.LogSoftmax(dim=1),
-    ).to(device)  # fmt: skip
-    internal_optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    optimizer = vbs.LinearRuleOptimizer(
-        internal_optimizer, train_sampler, ref_batchsize=128, log_steps=2
-    )
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    inner = optim.SGD(model.to(device).parameters(), lr=0.05, momentum=0.5)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=128, log_steps=2)
+    loader = pl.MpDeviceLoader(DataLoader(dataset, batch_sampler=sampler), device)
     losses, returned = [], []
-
-    def train_loop_fn(loader) -> None:
-        tracker = xm.RateTracker()
-        model.train()
-        for step, (data, target) in enumerate(loader):
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for data, target in loader:
             optimizer.zero_grad()
-            loss = nn.functional.nll_loss(model(data), target)
+            loss = nn.functional.cross_entropy(model(data), target)
             loss.backward()
             returned.append(bool(optimizer.step()))
-            tracker.add(32)
-            if step % 2 == 0:
-                xm.add_step_closure(lambda x: losses.append(x.item()), args=(loss,))
-
-    def test_loop_fn(loader) -> float:
-        correct = 0
-        model.eval()
-        for data, target in loader:
-            pred = model(data).max(1, keepdim=True)[1]
-            correct += pred.eq(target.view_as(pred)).sum()
-        accuracy = 100.0 * correct.item() / len(test_dataset)
-        return xm.mesh_reduce("test_accuracy", accuracy, np.mean)
-
-    train_device_loader = pl.MpDeviceLoader(train_loader, device)
-    for epoch in range(4):
-        train_sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        train_loop_fn(train_device_loader)
-    accuracy = test_loop_fn(pl.MpDeviceLoader(test_loader, device))
-    xm.master_print(f"accuracy {accuracy:.2f}")
-    return accuracy, returned, losses
+            xm.add_step_closure(lambda x: losses.append(x.item()), args=(loss,))
+    return returned, losses
 
 
 @needs_xla
@@ -265,10 +236,7 @@ def test_a_script_for_the_earlier_implementation_trains(tmp_path):
     trace = tmp_path / "trace.csv"
     rows = "".join(f"{n},{(32, 64, 192, 96)[n % 4]}\n" for n in range(120))
     trace.write_text(f"step,batchsize\n{rows}")
-    accuracies, returned, losses = zip(
-        *Backend("xla", 3).run(train_as_earlier, str(trace))
-    )
-    assert min(accuracies) == max(accuracies) >= 80.0
-    assert all(each and np.isfinite(each).all() for each in losses)
+    returned, losses = zip(*Backend("xla", 3).run(train_as_earlier, str(trace)))
+    assert all(np.mean(each[-9:]) < np.mean(each[:9]) / 2 for each in losses)
     assert all(map(any, returned))
     assert not all(returned[0])  # replica 0 accumulates in the largest batches

@@ -43,17 +43,6 @@ def test_what_can_be_asked():
 EPOCH = [0, 1, 0, 0, 1, 0, 0, 1]
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_a_layer_may_be_frozen_after_gradients_were_thrown_away(frozen):
-    """As in a function that Lightning calls before the first epoch."""
-    model, sampler, wrapper = make()
-    model.zero_grad()
-    getattr(model, frozen).requires_grad_(False)
-    assert run_epoch(model, sampler, wrapper) == EPOCH
-    moved = {name for name, p in model.named_parameters() if (p != 0).any()}
-    assert moved == {"weight", "bias"} - {frozen}
-
-
 def test_losses_that_accelerate_divides_too_are_refused(monkeypatch):
     state = types.SimpleNamespace(num_steps=4)
     module = types.SimpleNamespace(GradientState=lambda: state)

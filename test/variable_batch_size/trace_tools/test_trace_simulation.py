@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.variable_batch_size.elastic import Case, Training
@@ -17,9 +16,7 @@ from support.xla_replica.replicas import row
 
 from variable_batch_size import trace_tools as tools
 from variable_batch_size.data.schedule import Schedule
-from variable_batch_size.gradient_noise import gain
 from variable_batch_size.trace_tools import StepTime, check, simulate, stats, totals
-from variable_batch_size.trace_tools.simulation import gain_at
 from variable_batch_size.trace_tools.step_time import fit_step_time
 from variable_batch_size.traces.batch_trace import Trace
 
@@ -111,14 +108,6 @@ def test_stats_are_those_of_the_numbers():
     endless = pd.DataFrame({"samples": [0, 128], "batchsize": [64, 96]})
     told = [[stats(Trace(source))[name] for name in names] for source in (endless, 64)]
     assert told == [[2, 128, 64, 96], [0, 0, 64, 64]]
-
-
-@pytest.mark.parametrize("noise", [0.0, 3.0, 500.0])
-def test_the_gain_is_that_of_the_estimators(noise):
-    ratios = np.array([0.25, 1.0, 4.0, 16.0])
-    statistics = torch.tensor([[noise], [1.0], [1.0]], dtype=torch.float64)
-    expected = [gain(statistics, torch.tensor([r]).double(), 8).item() for r in ratios]
-    assert gain_at(noise, ratios, 8).tolist() == pytest.approx(expected)
 
 
 def test_progress_follows_the_noise_scale():

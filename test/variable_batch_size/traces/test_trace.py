@@ -9,8 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.documents import ROOT
 
 from variable_batch_size.data.sampler import CustomSampler
@@ -188,38 +186,6 @@ def test_errors_of_the_schedule_name_the_physical_line_or_the_element(tmp_path):
 
 def thresholds(rows: list[tuple[int, int]]) -> Trace:
     return Trace(pd.DataFrame(rows, columns=["samples", "batchsize"]))
-
-
-def unrolled_by_hand(rows: list[tuple[int, int]], num_steps: int) -> list[int]:
-    """Returns the first batch sizes: each that of the last row that has begun."""
-    sizes, used = [], 0
-    for _ in range(num_steps):
-        sizes.append([size for start, size in rows if start <= used][-1])
-        used += sizes[-1]
-    return sizes
-
-
-ROWS = st.lists(st.integers(1, 300), max_size=5, unique=True).flatmap(
-    lambda starts: st.lists(
-        st.integers(1, 40), min_size=len(starts) + 1, max_size=len(starts) + 1
-    ).map(lambda sizes: list(zip([0, *sorted(starts)], sizes)))
-)
-
-
-@pytest.mark.filterwarnings("ignore::variable_batch_size.TraceWarning")
-@given(ROWS)
-def test_thresholds_are_unrolled_to_the_step(rows):
-    trace = thresholds(rows)
-    sizes = unrolled_by_hand(rows, len(trace))
-    assert trace.endless
-    assert trace.batch_sizes.tolist() == sizes
-    begun = [0, *np.cumsum(sizes)]  # the last row's first step is the last one
-    assert begun[-2] >= rows[-1][0]
-    assert len(trace) == 1 or begun[-3] < rows[-1][0]
-    schedule = Schedule(trace, 1000, 1)
-    assert schedule.num_epochs == np.inf
-    sizes = [n for e in range(3) for n in schedule.plan(e, 1).num_minibatches.tolist()]
-    assert sizes == unrolled_by_hand(rows, len(sizes))
 
 
 def test_thresholds_and_their_steps_are_the_same_run():
