@@ -135,13 +135,17 @@ def test_what_is_not_finite_keeps_its_place(name, tile_size):
     assert "not finite" in str(caught[0].message)
 
 
+def weights_of(epoch: int) -> np.ndarray:  # which can be pickled
+    return np.arange(48) % (5 + epoch) + 1.0
+
+
 @each("steps", [0, 2, 3, 6])
 @each("name", ordering.ALL)
 def test_a_saved_run_goes_on_where_it_was(name, steps, tmp_path):
     """As does what another process gets of it, whoever looks at the rest."""
     kind = KINDS[name]
-    weights = {"weights": lambda epoch: np.arange(48) % (5 + epoch) + 1.0}
-    for options in ({}, {"prob_balance": True, "prob_balance_c": 3.0}, weights):
+    drawn = {"prob_balance": True, "prob_balance_c": 3.0}
+    for options in ({}, drawn, {"weights": weights_of}):
         undisturbed, sampler = kind.sampler(**options), kind.sampler(**options)
         for each_sampler in (undisturbed, sampler):
             ordering.run_epoch(each_sampler, 0, 8)

@@ -84,7 +84,7 @@ BAD = [
     (f"tokens,batchsize\n0,6\n{2**63},9\n", "line 3, tokens"),
     ("samples,batchsize\n0,64\n9,0\n", "line 3, batchsize: 0 must be > 0"),
     ("samples,tokens,batchsize\n0,0,64\n", "rows count one unit"),
-    ("tokens,batchsize\n0,64\n", "vbs.Trace(source, tokens_per_sample="),
+    ("tokens,batchsize\n0,64\n", "needs tokens_per_sample, the number of"),
     (f"samples,batchsize\n0,1\n{2**40},2\n", "7 steps lead to the last row"),
 ]  # fmt: skip
 
