@@ -171,7 +171,7 @@ class ElasticOptimizer(OptimizerProxy):
         if settings.exact and hasattr(order, "ride"):
             order.ride(settings.exact)
         self._loop = UpdateLoop(self._context, self)
-        sampler.add_loop(self._loop)
+        sampler.add_loop(self._loop, optimizer)
         self._saved = ElasticState(self._context, self._loop)
 
     def _meter(

@@ -146,7 +146,7 @@ class CustomSampler(Sampler[list[int]]):
         self._padded = False
         self._weights: dict[int, float] | None = None  # by batch size
         self.num_yielded = 0
-        self._loops: list[weakref.ref[Any]] = []  # of the optimizers built with it
+        self._loops: dict[int, weakref.ref[Any]] = {}  # by the optimizer's id
         self.waiting: list[Any] = []
         self.redone: Cursor | None = None
         self.moved: Cursor | None = None
@@ -193,15 +193,14 @@ class CustomSampler(Sampler[list[int]]):
         last = int(min(check_integer("num_epochs", num_epochs, 1), self.num_epochs))
         return self.schedule.steps(last - 1).stop
 
-    def add_loop(self, loop: Any) -> None:
-        """Notes an optimizer's update loop; it counts as long as it is alive."""
-        self._loops = [each for each in self._loops if each() is not None]
-        self._loops.append(weakref.ref(loop))
+    def add_loop(self, loop: Any, optimizer: Any) -> None:
+        """Notes the newest update loop of an optimizer; it counts while it is alive."""
+        self._loops[id(optimizer)] = weakref.ref(loop)
 
     @property
     def num_optimizers(self) -> int:
         """How many optimizers there are that were built with it."""
-        return sum(each() is not None for each in self._loops)
+        return sum(each() is not None for each in self._loops.values())
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration yields, or what is left of it.
@@ -489,7 +488,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_dealing": None, "newest_pass": None, "on_handing_out": tuple}
-        own |= {"_loops": [], "waiting": []}
+        own |= {"_loops": {}, "waiting": []}
         return vars(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
