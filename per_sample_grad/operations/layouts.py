@@ -20,6 +20,8 @@ from per_sample_grad.operations import rules
 Shape = tuple[int, ...]
 # For each input, the dimension that counts samples; None: it must be the same for all.
 Layout = Sequence[int | None]
+# In the names of functions that XLA's backend has in place of torch's.
+_OF_XLA = "::aten_autograd_ops::"
 
 
 class Unknown(Exception):
@@ -48,6 +50,9 @@ class LayoutQuery(NamedTuple):
     def layout(self) -> Layout | None:
         """Returns where the inputs have their samples; None: samples may meet."""
         name = self.node.name()
+        if _OF_XLA in name:
+            name = name.partition(_OF_XLA)[2]
+            name = name.replace("dAutogradFunction>", "DWithIndicesBackward0")
         rule = LAYOUTS.get(name)
         if rule is None and rules.is_pointwise(name):
             rule = _broadcast

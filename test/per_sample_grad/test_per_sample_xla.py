@@ -85,6 +85,23 @@ def test_every_answer_equals_the_loop(names):
     assert COMPILED.run(compared, names, timeout=LONG) == [[]]
 
 
+def compared_twice(rank: int) -> list[bool]:
+    """Returns whether a first and a second pass of one structure were compared."""
+    device = xla_replica.current().device
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Conv2d(2, 1, 2))
+    model, found = model.to(device), []
+    for _ in range(2):
+        recorded, losses = captured(model, fold, torch.randn(3, 1, 8, 8).to(device))
+        recorded.norms(losses)
+        found.append(recorded.compared)
+    return found
+
+
+def test_what_is_proven_once_is_not_compared_again_below_a_maximum():
+    """XLA's backend has a pooling of its own, which keeps samples apart, too."""
+    assert COMPILED.run(compared_twice) == [[True, False]]
+
+
 def all_answers(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
     factors = psg.per_sample_factors(model, fold, inputs)
     direction = factors.weighted_sum(torch.ones_like(factors.losses))
