@@ -186,10 +186,6 @@ def test_errors_of_the_schedule_name_the_physical_line_or_the_element(tmp_path):
         Schedule(Trace(table), 256, 32)
 
 
-def thresholds(rows: list[tuple[int, int]]) -> Trace:
-    return Trace(pd.DataFrame(rows, columns=["samples", "batchsize"]))
-
-
 def unrolled_by_hand(rows: list[tuple[int, int]], num_steps: int) -> list[int]:
     """Returns the first batch sizes: each that of the last row that has begun."""
     sizes, used = [], 0
@@ -209,7 +205,7 @@ ROWS = st.lists(st.integers(1, 300), max_size=5, unique=True).flatmap(
 @pytest.mark.filterwarnings("ignore::variable_batch_size.TraceWarning")
 @given(ROWS)
 def test_thresholds_are_unrolled_to_the_step(rows):
-    trace = thresholds(rows)
+    trace = Trace(pd.DataFrame(rows, columns=["samples", "batchsize"]))
     sizes = unrolled_by_hand(rows, len(trace))
     assert trace.endless
     assert trace.batch_sizes.tolist() == sizes
@@ -227,7 +223,8 @@ def test_thresholds_and_their_steps_are_the_same_run():
         options = {"num_replicas": 2, "rank": 0, "minibatch_size": 4}
         return CustomSampler(range(50), trace, on_end=on_end, **options)
 
-    trace = thresholds([(0, 8), (30, 4), (70, 12)])
+    rows = {"samples": [0, 30, 70], "batchsize": [8, 4, 12]}
+    trace = Trace(pd.DataFrame(rows))
     steps = [8] * 4 + [4] * 10 + [12]
     assert trace.batch_sizes.tolist() == steps
     found, expected = sampler(trace), sampler(Trace(steps), "hold")
