@@ -54,7 +54,10 @@ def group_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     return affine(call, grad, [1], normalize)
 
 
-@register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+# Its running statistics, which it may read, are written to by every call in torch 2.9.
+@register_rule(
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, reads_module=False
+)
 def instance_norm(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """Takes ``input`` and ``grad`` of shape ``(N, C, *S)``."""
     module = call.module

@@ -101,10 +101,6 @@ def test_a_wrapped_optimizer_is_the_optimizer_to_the_bit(name):
         assert all(map(torch.equal, found, expected)), each.desc
 
 
-def test_every_optimizer_of_torch_is_checked():
-    assert sorted(database()) == sorted(NAMES)
-
-
 # --- LR schedulers --------------------------------------------------------------------
 
 NUM_UPDATES = 12
@@ -192,7 +188,8 @@ def test_a_scheduler_does_what_it_does_in_torch(name, inner, place, by_hand):
     assert torch.equal(found_weight, expected_weight)
 
 
-def test_every_scheduler_of_torch_is_checked():
+def test_every_optimizer_and_scheduler_of_torch_is_checked():
+    assert sorted(database()) == sorted(NAMES)
     found = inspect.getmembers(lr_scheduler, inspect.isclass)
     known = {n for n, each in found if issubclass(each, lr_scheduler.LRScheduler)}
     known = {name for name in known if not name.endswith("LRScheduler")}

@@ -23,13 +23,17 @@ from variable_batch_size.step.settings import ElasticOptions
 from xla_replica import ReplicaError
 
 
-def test_what_can_be_asked():
-    model, sampler, wrapper = make()
+def test_what_can_be_asked_and_is_logged(caplog):
+    caplog.set_level(logging.INFO)
+    model, sampler, wrapper = make(log_steps=2)
     seen = []
     for _ in sampler:
         seen.append((wrapper.get_bs(), round(wrapper.current_lr(), 6)))
         backward(model)
         wrapper.step()
+    first, second = "step 0: batch size 64, ", "step 2: batch size 96, "
+    told = [f"{first}learning rate 0.2", f"{second}learning rate 0.3"]
+    assert caplog.messages == told
     assert seen == [(64, 0.2)] * 2 + [(96, 0.3)] * 6
     assert (wrapper.get_bs(), wrapper.epoch) == (0, 0)
     assert wrapper.current_lr() == pytest.approx(0.3)  # the last update's
@@ -68,14 +72,6 @@ def test_it_is_an_optimizer_with_train_and_eval_where_the_inner_one_has_them():
     assert model.weight.grad is not None
     assert wrapper.train() == "trains"
     assert not hasattr(wrapper, "eval")
-
-
-def test_log_steps(caplog):
-    with caplog.at_level(logging.INFO):
-        run_epoch(*make(log_steps=2))
-    first, second = "step 0: batch size 64, ", "step 2: batch size 96, "
-    told = [f"{first}learning rate 0.2", f"{second}learning rate 0.3"]
-    assert caplog.messages == told
 
 
 def test_step_hooks_run_once_an_update_around_the_inner_step():
@@ -211,11 +207,8 @@ def test_a_load_amid_a_loop_needs_a_new_one():
 
 def test_state_dict_hooks_run():
     (_, _, wrapper), calls = make(), []
-    hooks = [
-        f"{name}_{when}"
-        for name in ("state_dict", "load_state_dict")
-        for when in ("pre", "post")
-    ]
+    saving = ["state_dict_pre", "state_dict_post"]
+    hooks = [*saving, *(f"load_{name}" for name in saving)]
     for name in hooks:
         getattr(wrapper, f"register_{name}_hook")(lambda *_, n=name: calls.append(n))
     wrapper.load_state_dict(wrapper.state_dict())

@@ -68,6 +68,7 @@ class CustomSampler(Sampler[list[int]]):
         schedule: The trace, cut into epochs.
         order: As it was given.
         num_yielded: Minibatches that all iterations have yielded so far.
+        loops: Weak references to the newest update loop of every optimizer, by its id.
         waiting: Update loops that have ended the step under way, while loops of other
             optimizers of this sampler have not.
         newest_pass: The iteration that was made last; None before the first.
@@ -146,7 +147,7 @@ class CustomSampler(Sampler[list[int]]):
         self._padded = False
         self._weights: dict[int, float] | None = None  # by batch size
         self.num_yielded = 0
-        self._loops: dict[int, weakref.ref[Any]] = {}  # by the optimizer's id
+        self.loops: dict[int, weakref.ref[Any]] = {}
         self.waiting: list[Any] = []
         self.redone: Cursor | None = None
         self.moved: Cursor | None = None
@@ -195,12 +196,12 @@ class CustomSampler(Sampler[list[int]]):
 
     def add_loop(self, loop: Any, optimizer: Any) -> None:
         """Notes the newest update loop of an optimizer; it counts while it is alive."""
-        self._loops[id(optimizer)] = weakref.ref(loop)
+        self.loops[id(optimizer)] = weakref.ref(loop)
 
     @property
     def num_optimizers(self) -> int:
         """How many optimizers there are that were built with it."""
-        return sum(each() is not None for each in self._loops.values())
+        return sum(each() is not None for each in self.loops.values())
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration yields, or what is left of it.
@@ -488,7 +489,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_dealing": None, "newest_pass": None, "on_handing_out": tuple}
-        own |= {"_loops": {}, "waiting": []}
+        own |= {"loops": {}, "waiting": []}
         return vars(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:

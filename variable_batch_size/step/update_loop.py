@@ -192,7 +192,9 @@ class UpdateLoop:
         Args:
             weight: As the user gives it to `ElasticOptimizer.step`.
         """
-        self.refuse_waiting()
+        sampler = self._context.sampler
+        if sampler.waiting:
+            self.refuse_waiting()
         position, counted = self.follow_sampler(), None
         if self._is_weighted or weight is not None:
             counted = self._weigh(weight)
@@ -231,6 +233,8 @@ class UpdateLoop:
         is_last = position.count_minibatch()
         if self._is_lazy:  # the minibatch graph ends here, on every replica alike
             self._context.replica.sync()
+        if is_last and len(sampler.loops) > 1:
+            return self.update_with_others()
         if is_last:
             return self.update()
         self._hyperparameters = hyperparameters(self._context.inner.param_groups)
@@ -301,12 +305,11 @@ class UpdateLoop:
                 "for every minibatch, and drop (del) one that is not used any more"
             )
 
-    def update(self) -> int:
-        """Makes the updates of the step under way once its backward passes are over.
+    def update_with_others(self) -> int:
+        """Makes the updates of all optimizers of the sampler, when the last comes here.
 
-        These are the updates of all optimizers of the sampler, when the last of them
-        has come here; what is attached runs, and saves, after all of them. Returns the
-        number of updates of each, 0 before.
+        So all backward passes of the step are over; what is attached runs, and saves,
+        after all updates. Returns the number of updates of each, 0 before.
         """
         waiting = self._context.sampler.waiting
         waiting.append(self)
@@ -318,19 +321,19 @@ class UpdateLoop:
         for loop in loops[:-1]:  # since their own step()
             loop._check_hyperparameters()
             loop.gradients.refuse_changes()
-        found = [loop._make_update() for loop in loops]
+        found = [loop.update(ends=False) for loop in loops]
         for loop, update in zip(loops, found):
             if isinstance(update, Update):
                 loop._end_update(update)
         return 1 if isinstance(found[-1], Update) else found[-1]
 
-    def _make_update(self) -> Update | int:
-        """Makes the update of the step under way on all replicas, and returns it.
+    def update(self, ends: bool = True) -> Any:
+        """Makes the update of the step under way on all replicas; returns 1.
 
         What needs a peer comes first and changes nothing that lasts; then the weights
         and the position change. If an exception ends the update, the step is lost and
-        gradients are zero. Returns 0 if all replicas are to run the step again, and a
-        number if another member has made updates that this one has missed.
+        gradients are zero. Returns 0 if all replicas are to run the step again. Without
+        ``ends`` returns the update, after which nothing that is attached has run.
         """
         context, position = self._context, self.position
         plan, step, batch_size = position.plan, position.step, position.batch_size
@@ -379,7 +382,10 @@ class UpdateLoop:
             weight=weight,
         )
         self.attached.num_done = 0
-        return update
+        if not ends:
+            return update
+        self._end_update(update)
+        return 1
 
     def _end_update(self, update: Update) -> None:
         """Runs what is attached, and what else follows an update."""

@@ -87,22 +87,6 @@ def sampler_of(case: Case, inputs: torch.Tensor, **options: Any) -> vbs.CustomSa
     return vbs.CustomSampler(inputs, case.trace, **own | options)
 
 
-def steps_of(samplers: list[vbs.CustomSampler], epoch: int) -> list[list[int]]:
-    """Returns the samples of every step, sorted, over all replicas' samplers."""
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-    streams = [iter(sampler) for sampler in samplers]
-    steps = []
-    for step in range(samplers[0].plan.num_steps):
-        rows: list[int] = []
-        for sampler, stream in zip(samplers, streams):
-            for _ in range(sampler.plan.num_substeps(sampler.rank)[step]):
-                rows += next(stream)
-        steps.append(sorted(rows))
-    assert all(next(stream, None) is None for stream in streams)
-    return steps
-
-
 def loss_of(case: Case, model: nn.Module, x, y) -> torch.Tensor:
     if case.exact:
         return ((model(x)[:, 0] - y) ** 2).sum() / len(x)

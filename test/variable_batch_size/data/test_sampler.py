@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.variable_batch_size.elastic import steps_of
 from support.variable_batch_size.wrapping import sampler_of as sampler
 from support.xla_replica.replicas import row
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -31,9 +30,17 @@ def flat(minibatches) -> list[int]:
 
 def global_order(num_replicas: int, epoch: int, **options) -> list[list[int]]:
     """Returns every step's samples, sorted: they do not depend on who runs them."""
-    ranks = range(num_replicas)
     options["num_replicas"] = num_replicas
-    return steps_of([sampler(rank=rank, **options) for rank in ranks], epoch)
+    samplers = [sampler(rank=rank, **options) for rank in range(num_replicas)]
+    for one in samplers:
+        one.set_epoch(epoch)
+    dealt = [(iter(one), one.plan.num_substeps(one.rank)) for one in samplers]
+    steps = []
+    for step in range(samplers[0].plan.num_steps):
+        parts = (itertools.islice(rows, numbers[step]) for rows, numbers in dealt)
+        steps.append(sorted(flat(itertools.chain(*parts))))
+    assert all(next(rows, None) is None for rows, _ in dealt)
+    return steps
 
 
 @given(
@@ -69,11 +76,8 @@ def test_order_providers():
     expected, random = list(range(255, -1, -1)), RandomSampler(range(256))
     once = NonCallableMagicMock(spec=["__iter__"])
     once.__iter__.return_value = iter(expected)
-    for order in (
-        lambda epoch: np.array(expected),
-        lambda epoch: torch.tensor(expected),
-    ):
-        assert flat(sampler(order=order)) == expected
+    for kind in (np.array, torch.tensor):
+        assert flat(sampler(order=lambda epoch, kind=kind: kind(expected))) == expected
     assert flat(sampler(order=once)) == expected
     assert sorted(flat(sampler(order=random))) == list(range(256))
 

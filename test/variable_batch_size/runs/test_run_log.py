@@ -151,18 +151,14 @@ def test_a_log_without_a_file_has_sinks_alone(tmp_path):
     assert {**history[4], **history[max(history)]} == newest
 
 
-def test_the_header_tells_versions_and_settings(adascale):
-    backend, _, run = adascale
+def test_the_header_has_settings_and_it_compiles_and_reads_next_to_nothing(adascale):
+    backend, outcomes, run = adascale
     expected = {"event": "start", "num_replicas": backend.num_replicas}
     expected |= {"rule": "adascale", "minibatch_size": 4}
     assert run.header.items() >= expected.items()
     assert run.header["versions"]["torch"] == torch.__version__
     assert run.header["settings"]["name"] == "a run"
     assert [event["event"] for event in run.events] == ["start", "stop"]
-
-
-def test_it_compiles_nothing_and_reads_on_logging_steps_alone(adascale):
-    backend, outcomes, run = adascale
     last = run.updates[run.updates["epoch"] == CASE.epochs - 1]
     num_logged = last["loss"].notna().sum()
     assert num_logged == 2

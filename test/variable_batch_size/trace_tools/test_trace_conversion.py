@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,44 +73,27 @@ LOGS = st.lists(
 @given(LOGS, st.integers(2, 9), st.integers(0, 5))
 @example(availability([0, 3, 4, 5, 6, 20], [2, 3, 2, 3, 2, 0]), 9, 0)
 def test_steps_are_those_of_a_run_second_by_second(found, duration, restart):
-    """Every device-second is in a step, lost or idle."""
+    """Every device-second is in a step, lost or idle; a second is a quarter, too."""
     policy = tools.POLICIES["capped"](samples_per_device=32, most=64)
 
-    def seconds(size: int, devices: int) -> int:
-        return duration - (size > 32)
+    def seconds(unit: float, size: int, devices: int) -> float:
+        return unit * (duration - (size > 32))
 
-    steps, lost, idle = by_the_second(found, policy, seconds, restart)
-    if not steps:
-        with pytest.raises(TraceError, match=r"^0 steps are completed"):
-            tools.convert(found, policy, seconds, restart)
-        return
-    result = tools.convert(found, policy, seconds, restart)
-    table = result.steps[["step", "start_seconds", "batchsize", "devices"]]
-    assert table.values.tolist() == [[n, *step] for n, step in enumerate(steps)]
-    assert (result.lost, result.idle) == (lost, idle)
-    total = result.in_steps + lost + idle
-    assert total == result.device_seconds == found.device_seconds
-
-
-@given(LOGS, st.floats(0.05, 7), st.floats(0, 3))
-def test_device_seconds_are_conserved_at_any_duration(found, duration, restart):
-    policy = tools.POLICIES["proportional"](samples_per_device=8)
-    try:
-        result = tools.convert(found, policy, lambda size, devices: duration, restart)
-    except TraceError:
-        return
-    starts, devices = (result.steps[c].to_numpy() for c in ("start_seconds", "devices"))
-    slack = 1e-6
-    assert (np.diff(starts) >= duration - slack).all()
-    assert starts[-1] + duration <= found.seconds + slack
-    for start, held in zip(starts, devices):  # no step uses what is not there
-        times = found.times - found.times[0]
-        first = np.searchsorted(times, start + slack, side="right") - 1
-        last = np.searchsorted(times, start + duration - slack, side="left")
-        assert (found.devices[first:last] >= held).all()
-    assert result.in_steps == pytest.approx(duration * devices.sum())
-    assert result.idle >= -slack
-    assert result.lost >= 0
+    steps, lost, idle = by_the_second(found, policy, partial(seconds, 1), restart)
+    for unit in (1, 0.25):
+        scaled = tools.Availability(found.times * unit, found.devices)
+        numbers = scaled, policy, partial(seconds, unit), unit * restart
+        if not steps:
+            with pytest.raises(TraceError, match=r"^0 steps are completed"):
+                tools.convert(*numbers)
+            continue
+        result = tools.convert(*numbers)
+        table = result.steps[["step", "start_seconds", "batchsize", "devices"]]
+        expected = [[n, unit * start, *of] for n, (start, *of) in enumerate(steps)]
+        assert table.values.tolist() == expected
+        assert (result.lost, result.idle) == (unit * lost, unit * idle)
+        total = result.in_steps + unit * (lost + idle)
+        assert total == result.device_seconds == scaled.device_seconds
 
 
 @given(

@@ -193,7 +193,8 @@ def test_thresholds_and_their_steps_are_the_same_run():
         options = {"num_replicas": 2, "rank": 0, "minibatch_size": 4}
         return CustomSampler(range(50), trace, on_end=on_end, **options)
 
-    trace = thresholds([(0, 8), (30, 4), (70, 12)])
+    rows = {"samples": [0, 30, 70], "batchsize": [8, 4, 12]}
+    trace = Trace(pd.DataFrame(rows))
     steps = [8] * 4 + [4] * 10 + [12]
     assert trace.batch_sizes.tolist() == steps
     found, expected = sampler(trace), sampler(Trace(steps), "hold")
