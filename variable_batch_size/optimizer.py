@@ -171,7 +171,7 @@ class ElasticOptimizer(OptimizerProxy):
         if settings.exact and hasattr(order, "ride"):
             order.ride(settings.exact)
         self._loop = UpdateLoop(self._context, self)
-        sampler.add_loop(self._loop, optimizer)
+        sampler.add_loop(self._loop, optimizer.param_groups[0]["params"][0])
         self._saved = ElasticState(self._context, self._loop)
 
     def _meter(

@@ -21,6 +21,7 @@ from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
 from xla_replica.common.arguments import check_flag, check_integer, check_type
+from xla_replica.stopping import end_run
 
 logger = logging.getLogger(__name__)
 # Optimizers whose epochs have been asked for.
@@ -230,3 +231,4 @@ def _run(
         log.close()
     if checkpointer is not None:
         checkpointer.wait()
+        end_run()

@@ -217,6 +217,22 @@ def forwarding(folder: str) -> Iterator[None]:
         _restore(installed)
 
 
+def end_run() -> None:
+    """Forgets the request to a run that has ended, and no longer catches its signals.
+
+    Only where no `launch` surrounds it, as in a notebook, where another run may follow.
+    """
+    with _process.lock:
+        if _process.num_runs or _process.folder is not None:
+            return
+        if threading.current_thread() is threading.main_thread():
+            _restore(_process.installed_late)
+            _process.installed_late, _process.listened = {}, frozenset()
+        _process.armed = frozenset()
+        spare_workers(_process.armed)
+        _process.request, _process.first = None, _FirstSignal()
+
+
 def check_stop(reason: Any, exit_status: Any) -> None:
     """Raises TypeError or ValueError unless these can end a run."""
     check_type("reason", reason, str, "a string")

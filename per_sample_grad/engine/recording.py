@@ -89,19 +89,14 @@ class RecordedCall(NamedTuple):
 
     def refuse_changes(self) -> None:
         """Raises PerSampleError if its rule would read what was changed in place."""
-        if self.versions != versions_read(self.owner, self.call):
+        tensors = (*tensors_in((self.call.args, self.call.kwargs)), *self.owner.reads)
+        if self.versions != tuple([tensor._version for tensor in tensors]):
             raise PerSampleError(
                 f"an input of {self.owner}, or a tensor of it that its rule reads, was "
                 "changed in place after the module had used it, so its gradient cannot "
                 "be computed (an ordinary backward pass fails likewise): use an "
                 "operation that is not in place, or change weights afterwards"
             )
-
-
-def versions_read(owner: RecordedModule, call: Call) -> tuple[int, ...]:
-    """Returns how often each tensor that a call's rule reads was changed in place."""
-    tensors = (*tensors_in((call.args, call.kwargs)), *owner.reads)
-    return tuple([tensor._version for tensor in tensors])
 
 
 class Recorder:
@@ -162,7 +157,9 @@ class Recorder:
                 if param is not None and id(param) in self._names
             )
             kind = type(module).__name__
-            reads = registry.tensors_read(module, rule)
+            reads: Sequence[torch.Tensor] = ()
+            if rule is not None and rule not in registry.ONLY_ARGUMENTS:
+                reads = registry.tensors_read(module)
             owner = RecordedModule(
                 name, kind, rule, params, names, False, places, reads
             )
@@ -215,7 +212,7 @@ class Recorder:
             call,
             graph.region_of(tensors, output),
             output.shape,
-            versions_read(owner, call),
+            tuple([tensor._version for tensor in (*tensors, *owner.reads)]),
             dim is not None,
         )
         self.calls.append(recorded)

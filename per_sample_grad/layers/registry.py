@@ -157,13 +157,11 @@ def rule_of(module: nn.Module) -> Rule | None:
     return None if why_no_rule(module) else RULES[type(module)]
 
 
-def tensors_read(module: nn.Module, rule: Rule | None) -> list[torch.Tensor]:
-    """Returns the tensors of a module that its rule may read in the backward pass.
+def tensors_read(module: nn.Module) -> list[torch.Tensor]:
+    """Returns the tensors of a module that a rule may read in the backward pass.
 
     A forward pass that trains may write into buffers, which then are of no gradient.
     """
-    if rule is None or rule in ONLY_ARGUMENTS:
-        return []
     return [*module.parameters(), *(() if module.training else module.buffers())]
 
 

@@ -250,7 +250,7 @@ OF_VALUES = [
     (lambda: simulated(rule="adascale", ref_batchsize=8), "measures the gradients"),
     (lambda: simulated(rule="adam-root", ref_batchsize=1), "adam-root"),
     (lambda: simulated(devices=np.array([1])), "for each of the 2 rows of the list"),
-    (lambda: simulate(planned(16, 48, 8)), "has no end with on_end='hold': num_epochs"),
+    (lambda: simulate(planned(16, 48, 8)), "has no end, so num_epochs"),
     (lambda: tools.time_lost(simulated(), 2.0), "losses_per_hour=2.0 needs a ste"),
     (lambda: LOG.longer(-1), "last_row_seconds must be"),
     (lambda: converted(lambda *_: 0), r"seconds of a step must be .* > 0, got 0.0"),

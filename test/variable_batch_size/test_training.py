@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -219,3 +221,17 @@ def test_evaluation_deals_every_sample_once():
             assert len([*batches]) == len(batches)
         assert repr(sorted(itertools.chain(*found))) == repr([*range(100)])  # integers
         assert max(map(len, found)) == size
+
+
+def test_a_request_ends_with_its_run_where_nothing_launched_it(tmp_path):
+    """As in a notebook: the next run goes on, and its end is as before."""
+    for is_asked in (True, False):
+        model, _, optimizer, _, loader = parts()
+        if is_asked:
+            optimizer.attach(lambda update: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(xla_replica.Stopped) if is_asked else nullcontext():
+            [*trained(optimizer, loader, 2, model, checkpoint=tmp_path)]
+        assert xla_replica.stop_requested() is None
+        handler = signal.getsignal(signal.SIGINT)
+        assert getattr(handler, "__module__", None) != "xla_replica.stopping"
+    assert optimizer.sampler.cursor == (1, optimizer.sampler.plan.num_steps)

@@ -35,6 +35,7 @@ from xla_replica.common.arguments import (
 )
 from xla_replica.common.differences import check_same
 from xla_replica.common.trees import leaves, map_tensors, without_numpy
+from xla_replica.stopping import end_run
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +191,7 @@ class Checkpointer:
                     f"stopped after {self.num_updates} updates: {request.reason}. "
                     f"Started again, the run continues from {written}"
                 )
+            end_run()  # a notebook may begin another one
             raise xla_replica.Stopped(request.reason, request.exit_status)
         if due:
             self._save()

@@ -68,7 +68,8 @@ class CustomSampler(Sampler[list[int]]):
         schedule: The trace, cut into epochs.
         order: As it was given.
         num_yielded: Minibatches that all iterations have yielded so far.
-        loops: Weak references to the newest update loop of every optimizer, by its id.
+        loops: Weak references to the newest update loop of every optimizer, by the id
+            of its first parameter.
         waiting: Update loops that have ended the step under way, while loops of other
             optimizers of this sampler have not.
         newest_pass: The iteration that was made last; None before the first.
@@ -194,9 +195,9 @@ class CustomSampler(Sampler[list[int]]):
         last = int(min(check_integer("num_epochs", num_epochs, 1), self.num_epochs))
         return self.schedule.steps(last - 1).stop
 
-    def add_loop(self, loop: Any, optimizer: Any) -> None:
-        """Notes the newest update loop of an optimizer; it counts while it is alive."""
-        self.loops[id(optimizer)] = weakref.ref(loop)
+    def add_loop(self, loop: Any, parameter: Any) -> None:
+        """Notes the newest update loop of a parameter; it counts while it is alive."""
+        self.loops[id(parameter)] = weakref.ref(loop)
 
     @property
     def num_optimizers(self) -> int:
@@ -488,8 +489,8 @@ class CustomSampler(Sampler[list[int]]):
         return samples_at
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_dealing": None, "newest_pass": None, "on_handing_out": tuple}
-        own |= {"loops": {}, "waiting": []}
+        own: dict[str, Any] = {"_dealing": None, "newest_pass": None}
+        own |= {"on_handing_out": tuple, "loops": {}, "waiting": []}
         return vars(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:

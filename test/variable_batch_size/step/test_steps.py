@@ -123,8 +123,15 @@ ACTIONS = {
     "join": lambda t: t.wrapper.join_step(),
     "attach": lambda t: t.wrapper.attach(print),
     "attach another": lambda t: t.wrapper.attach(repr),
-    "share": lambda t: type(t.wrapper)(
-        t.wrapper.inner, t.sampler, ref_batchsize=32, replica=t.wrapper.replica
+    "share": lambda t: setattr(
+        t.sampler,
+        "other",
+        type(t.wrapper)(
+            torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1),
+            t.sampler,
+            ref_batchsize=32,
+            replica=t.wrapper.replica,
+        ),
     ),
 }
 CHANGES = ("clip", "clamp", "scale", "replace", "scale data")
