@@ -128,6 +128,7 @@ def test_what_is_not_finite_keeps_its_place(name, tile_size):
             state = sampler.state_dict()["engine"]["state"]
             assert all(value.isfinite().all() for value in state.values())
             assert np.isfinite(sampler.sorter.herding)
+            assert sampler.scalars().keys() == {"herding", "avg_grad_error"}
             following = list(sampler)
             assert {p: following[p] for p in places} == places
             assert sorted(following) == list(range(48))

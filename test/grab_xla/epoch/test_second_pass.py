@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
-from support.xla_replica.replicas import of_torch_alone
 from torch.utils.data import DataLoader
 
 from grab_xla import GraBSampler, GraBWarning
 from xla_replica.device.loader import DeviceLoader
 
-pytestmark = of_torch_alone
 N, BATCH = 22, 4  # six batches, the last one of two samples
 LEFT = "only 0 are left of this epoch .* evaluate in the middle of an epoch with a"
 TOLD = f"{LEFT}|samples of epoch \\d were drawn, and \\d+ had a step"

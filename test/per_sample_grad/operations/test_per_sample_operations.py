@@ -123,6 +123,9 @@ CASES = [
     *(Case(f"own-{kind}", lambda kind=kind, args=args: nn.Sequential(
         nn.Conv2d(2, 4, 3), activated(getattr(nn, kind))(*args)), (2, 5, 5))
       for kind, *args in (("BatchNorm2d", 4), ("GroupNorm", 2, 4), ("LayerNorm", 3))),
+    case_of("standardised-by-batch-norm", lambda m, x: F.conv2d(x, F.batch_norm(
+        m.a.weight.view(1, 4, -1), None, None, m.p * 0.3, None, True
+    ).view_as(m.a.weight), m.a.bias), 4, of=(2, 5, 5), a=lambda: nn.Conv2d(2, 4, 3)),
     case_of("layer-scale", lambda m, x: x + m.p * torch.tanh(m.a(x)), 3, a=(3, 3)),
     case_of("layer-scale-of-channels", lambda m, x: m.a(x) * m.p, 3, 1, 1,
             of=(2, 4, 4), a=lambda: nn.Conv2d(2, 3, 1)),
@@ -152,6 +155,11 @@ CASES = [
             a=(3, 4)),
     case_of("einsum-of-inputs", lambda m, x: torch.einsum("bti,oni->bton", x, m.p),
             4, 2, 3),
+    case_of("einsum-over-two", lambda m, x: torch.einsum(
+        "btno,hno->bth", m.a(x).unflatten(2, (2, 2)), m.p), 3, 2, 2, a=(3, 4)),
+    case_of("einsum-time-first", lambda m, x: torch.einsum(
+        "tbi,ino->tbno", m.a(x).transpose(0, 1), m.p).transpose(0, 1), 4, 2, 3,
+        batch_dim=TIME_FIRST, a=(3, 4)),
     case_of("einsum-by-head", lambda m, x: torch.einsum(
         "btno,sno->btns", m.a(x).unflatten(2, (2, 2)), m.p), 3, 2, 2, a=(3, 4)),
     case_of("vector", lambda m, x: (m.a(x) @ m.p)[:, None], 4, of=(3,), a=(3, 4)),
