@@ -19,7 +19,7 @@ from support.per_sample_grad.gradient_oracle import (
 )
 from support.per_sample_grad.layer_cases import CASES, share
 from support.per_sample_grad.refused_models import BY_NAME
-from support.xla_replica.replicas import COMPILED, HAS_XLA, IS_COMPILED
+from support.xla_replica.replicas import COMPILED, HAS_XLA, IS_COMPILED, needs_xla
 from torch import nn
 
 import per_sample_grad as psg
@@ -97,6 +97,7 @@ def compared_twice(rank: int) -> list[bool]:
     return found
 
 
+@needs_xla
 def test_what_is_proven_once_is_not_compared_again_below_a_maximum():
     """XLA's backend has a pooling of its own, which keeps samples apart, too."""
     assert COMPILED.run(compared_twice) == [[True, False]]
