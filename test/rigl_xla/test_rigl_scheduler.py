@@ -100,13 +100,16 @@ def test_a_layer_outside_of_the_loss_keeps_its_mask():
     assert torch.equal(masks["2.weight"], pruner.masks["2.weight"])
 
 
-def test_the_gradient_is_sparse_before_anyone_clips_it():
+@pytest.mark.parametrize("factor", [1.0, float("nan")])
+def test_the_gradient_is_sparse_before_anyone_clips_it(factor):
     model, _, pruner = sparse.sparse_convnet(delta=2, grad_accumulation_n=2)
     for step in range(4):
         model.zero_grad()
-        sparse.backward(model, step)
+        sparse.backward(model, step, factor)
         for name, mask in pruner.masks.items():
-            assert not model.get_parameter(name).grad[~mask].any()
+            grad = model.get_parameter(name).grad
+            assert not grad[~mask].any()
+            assert grad[mask].isnan().all() == (factor != 1)
         pruner()
 
 

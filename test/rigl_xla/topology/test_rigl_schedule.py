@@ -111,11 +111,13 @@ def test_rows_keep_their_number_of_connections(seed, rows, data):
         assert found[row].tolist() == [k or g for k, g in zip(kept, grown)]
 
 
-def test_initial_masks_have_exactly_as_many_connections_and_leave_torch_random():
+def test_initial_masks_have_as_many_connections_and_depend_on_seed_and_name_alone():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     mask = masks.random_mask(0, "fc.weight", 1000, 137)
     assert int(mask.sum()) == 137
     assert torch.equal(before, torch.get_rng_state())
+    for other in (1, "fc.weight"), (0, "head.weight"):
+        assert not torch.equal(mask, masks.random_mask(*other, 1000, 137))
     # A literal, so that a run resumes under another release: do not change it lightly.
     assert masks.random_mask(0, "fc.weight", 8, 3).nonzero().tolist() == [[4], [6], [7]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,13 @@ def sparse_convnet(
     model = convnet()
     optimizer = OPTIMIZERS[kind](model.parameters())
     return model, optimizer, pruned(model, optimizer, **options)
+
+
+def through_a_file(parts: Any, weights_only: bool = True) -> Any:
+    """Returns what was saved and loaded."""
+    torch.save(parts, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def inactive_are_zero(pruner: RigLScheduler) -> bool:
