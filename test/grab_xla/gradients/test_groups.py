@@ -51,15 +51,6 @@ def step(grab: GraBSampler, model: nn.Module, batch: torch.Tensor, **options) ->
     training.balance(grab, model, losses_of, model, batch, **options)
 
 
-ORACLES = {
-    "mean": balancing.mean,
-    "pair": lambda numbers, rows, centre: balancing.pair(numbers, rows),
-    "recursive-pair": lambda numbers, rows, centre: balancing.recursive_pair(
-        numbers, rows, 2
-    ),
-}
-
-
 def whole_of(model: nn.Module) -> torch.Tensor:
     """Returns ``.grad`` of all parameters."""
     grads = ((p, p.grad) for p in model.parameters())
@@ -102,7 +93,11 @@ def trained(balance: str, accumulated: int = 1, how: str = "recorded", **options
         orders.append(batches)
         expected.append(groups := [*(groups or batches)[:-1], orders[0][-1]])
         rows = torch.stack(rows[:-1]).numpy()
-        following = ORACLES[balance](list(range(len(rows))), rows, centre)
+        numbers = list(range(len(rows)))
+        if balance == "recursive-pair":
+            following = balancing.recursive_pair(numbers, rows, 2)
+        else:
+            following = ordering.ORACLES[balance](numbers, rows, centre, None)
         centre, groups = rows.mean(0), [groups[i] for i in [*following, -1]]
     assert len(set(map(str, orders))) > 2
     return orders, expected
@@ -324,22 +319,8 @@ def test_a_group_that_is_not_finite_keeps_its_place():
     for _ in range(3):
         order = list(grab)
         for number, batch in enumerate(torch.tensor(order).split(GROUP)):
-            with grab.record(model):
-                losses = losses_of(model, batch) * (torch.nan if number == 2 else 1.0)
-            grab.backward(losses)
+            bad = losses_of if number != 2 else lambda *of: losses_of(*of) * torch.nan
+            training.balance(grab, model, bad, model, batch)
             model.zero_grad()
         assert sums(grab).isfinite().all()
     assert list(grab)[2 * GROUP : 3 * GROUP] == order[2 * GROUP : 3 * GROUP]
-
-
-def elastic(rank: int) -> list[tuple[list, list, list]]:
-    options = {"fidelity": "group", "group_size": GROUP, "seed": 3}
-    return [training.elastic(training.mlp(), (X, Y), EPOCHS, **options)]
-
-
-@pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
-@pytest.mark.parametrize("backend", training.BACKENDS)
-def test_replicas_order_groups_as_one_does(backend):
-    """And test_recording_beside_others.py, where the sampler deals them itself."""
-    [orders] = training.assert_same_runs(elastic, backend=backend)
-    assert len({tuple(order) for order in orders}) > 2

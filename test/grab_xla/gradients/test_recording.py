@@ -92,8 +92,7 @@ def test_exact_orders_are_those_of_formed_gradients(name, balance):
         assert_same_training(found, formed, rtol=1e-9, atol=1e-12)
 
 
-def weights(epoch: int) -> np.ndarray:
-    return np.random.default_rng(epoch).uniform(0.5, 2.0, N)
+WEIGHTS = {"weights": lambda epoch: np.random.default_rng(epoch).uniform(0.5, 2.0, N)}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def weights(epoch: int) -> np.ndarray:
         ("recursive", {"prob_balance": True, "tie": "positive"}),
         ("recursive-pair", {"batch_size": 2}),  # two blocks in a step
         ("mean", {"backwards": True}),
-        *((name, {"weights": weights}) for name in ("mean", "pair", "batch")),
+        *((name, WEIGHTS) for name in ("mean", "pair", "batch")),
         ("mean", {"normalize_grads": True}),
         ("mean", {"record_norm": True}),
     ],
@@ -152,14 +151,12 @@ def test_models_that_were_not_recorded_or_are_frozen_are_named(options):
         grab.record(model)
 
 
-@pytest.mark.filterwarnings("ignore:random_projection")
 @pytest.mark.parametrize(
     ("size", "options", "fidelity"),
     [
         (2**20, {}, "exact"),
         (2**20 + 1, {}, "projected"),
         (2**20 + 1, {"fidelity": "exact"}, "exact"),
-        (8, {"random_projection": "kron", "pi_eps": 0.9}, "projected"),
         (2**20 + 1, {"balance_type": "rr"}, "exact"),
         (8, {"fidelity": "projected"}, "projected"),
     ],
@@ -216,7 +213,9 @@ def test_an_order_that_needs_no_gradients_forms_none(options):
 
 
 # Of `training.elastic`; test_grab_weights.py compares the plain way with an oracle.
-WAYS = [{"from_samples": True}, {"fidelity": "projected", "projection_size": 40}]
+# In test_recording_beside_others.py the sampler deals groups itself.
+PROJECTED = {"fidelity": "projected", "projection_size": 40}
+WAYS = [{"from_samples": True}, PROJECTED, GROUP]
 
 
 def elastic(rank: int) -> list[tuple[list, list, list]]:
