@@ -246,41 +246,29 @@ def test_a_caught_signal_stops_all_replicas_at_one_update(
 
 
 @pytest.mark.parametrize(
-    ("starter", "name"),
+    ("starter", "name", "workers"),
     [
-        starts("local", "SIGTERM"),
-        starts("local", "SIGINT"),
-        starts("gloo", "SIGTERM"),
-        starts("gloo", "SIGINT", slow=True),
-        starts("emulated", "SIGTERM", slow=True),
-        starts("emulated", "SIGINT", slow=True),
+        starts("local", "SIGTERM", ""),
+        starts("local", "SIGINT", ""),
+        starts("gloo", "SIGTERM", ""),
+        starts("gloo", "SIGINT", "", slow=True),
+        starts("emulated", "SIGTERM", "", slow=True),
+        starts("emulated", "SIGINT", "", slow=True),
+        *(starts(name, "SIGKILL", "") for name in ("gloo", "emulated", "tpu-like")),
+        starts("local", "SIGKILL", "fork", slow=True),
     ],
 )
-def test_a_signal_that_is_not_caught_ends_the_process(starter, name, tmp_path):
-    """Its replicas end with it."""
-    run = starter.start(tmp_path, arms=False)
-    children = run.children()
-    run.process.send_signal(signal.Signals[name])
-    status, error = run.ends()
-    assert status == -signal.Signals[name]
-    assert ("KeyboardInterrupt" in error) == (name == "SIGINT")
-    assert run.files("saved") == []
-    all_end(children)
-
-
-@pytest.mark.parametrize(
-    ("starter", "workers"),
-    [
-        *(starts(name, "") for name in ("gloo", "emulated", "tpu-like")),
-        starts("local", "fork", slow=True),
-    ],
-)
-def test_no_replica_or_worker_outlives_a_killed_parent(starter, workers, tmp_path):
+def test_no_replica_or_worker_outlives_a_parent_that_a_signal_ends(
+    starter, name, workers, tmp_path
+):
     """It does not save either: another run may have begun in the same folder."""
-    run = starter.start(tmp_path, workers=workers)
+    number = signal.Signals[name]
+    run = starter.start(tmp_path, arms=name == "SIGKILL", workers=workers)
     children = run.children()
-    assert len(children) >= (1 if starter is EMULATED else 2)
-    run.process.kill()
-    run.process.communicate()
+    assert len(children) >= {LOCAL: 2 if workers else 0, EMULATED: 1}.get(starter, 2)
+    run.process.send_signal(number)
+    status, error = run.ends()
+    assert status == -number
+    assert ("KeyboardInterrupt" in error) == (name == "SIGINT")
     all_end(children)
     assert run.files("saved") == []

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,11 +114,6 @@ if __name__ == "__main__" or sys.argv[1] == "no guard":
 """
 
 
-@pytest.fixture
-def script(tmp_path) -> Path:
-    return written(tmp_path, SCRIPT)
-
-
 @on_xla
 @pytest.mark.parametrize(
     ("how", "status", "expected"),
@@ -138,8 +132,8 @@ def script(tmp_path) -> Path:
         slow("no guard", 1, ["is not going to be frozen to produce an executable"]),
     ],
 )  # fmt: skip
-def test_a_script_ends_as_it_would_on_a_tpu(script, how, status, expected):
-    found, printed = run(2, script, how, "--lr", "1")
+def test_a_script_ends_as_it_would_on_a_tpu(how, status, expected, tmp_path):
+    found, printed = run(2, written(tmp_path, SCRIPT), how, "--lr", "1")
     assert found == status, printed
     for line in expected:
         assert line in printed
@@ -162,9 +156,9 @@ def test_a_module_runs_as_with_python_and_can_be_told_that_it_has_a_tpu(
 
 @on_xla
 @pytest.mark.slow
-def test_ctrl_c_ends_everything(script):
+def test_ctrl_c_ends_everything(tmp_path):
     process = subprocess.Popen(
-        [*COMMAND, "--num-replicas", "2", script, "hangs"],
+        [*COMMAND, "--num-replicas", "2", written(tmp_path, SCRIPT), "hangs"],
         cwd=ROOT, env=environment(), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
