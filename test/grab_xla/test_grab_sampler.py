@@ -318,7 +318,6 @@ LARGE = {"w": torch.zeros(100, 100), "b": torch.zeros(100), "s": torch.zeros(())
 @pytest.mark.parametrize(
     ("options", "num_samples", "size"),
     [
-        ({"random_projection": "none"}, 1000, None),
         ({"random_projection": "jl"}, 1000, 5920),
         ({"random_projection": "jl_sparse"}, 1000, 5920),
         ({"random_projection": "kron"}, 1000, 77**2),
@@ -330,9 +329,6 @@ LARGE = {"w": torch.zeros(100, 100), "b": torch.zeros(100), "s": torch.zeros(())
 )
 def test_a_kind_is_a_projection_of_its_size(options, num_samples, size):
     sampler = GraBSampler(range(num_samples), LARGE, **options)
-    if size is None:
-        assert sampler.projection is None
-        return
     assert repr(sampler.projection) == repr(psg.Projection(LARGE, size, seed=42))
     assert sampler.fidelity == options.get("fidelity", "projected")
     other = GraBSampler(range(num_samples), LARGE, seed=1, **options)

@@ -20,13 +20,6 @@ from grab_xla import GraBSampler
 N, BATCH, EPOCHS, VOCABULARY = 24, 4, 3, 11
 
 
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(),
-        nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(36, 3),
-    )  # fmt: skip
-
-
 class TiedTransformer(nn.Module):
     """The output layer's weight is that of the embedding."""
 
@@ -43,14 +36,11 @@ class TiedTransformer(nn.Module):
 
 
 def samples(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    if name == "transformer":
-        tokens = torch.randint(0, VOCABULARY, (N, 6), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
     if name == "mlp":
         return training.samples(N)
-    inputs = torch.randn(N, 2, 5, 5, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 3, (N,), generator=generator)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (N, 6), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -60,7 +50,7 @@ def losses_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return psg.token_cross_entropy(outputs, y)
 
 
-MODELS = {"mlp": training.mlp, "cnn": cnn, "transformer": TiedTransformer}
+MODELS = {"mlp": training.mlp, "transformer": TiedTransformer}
 
 
 @functools.cache

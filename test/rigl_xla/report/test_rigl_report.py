@@ -90,7 +90,6 @@ def test_a_report_prints_as_a_table():
     ("options", "method", "num_collected"),
     [
         ({"sparsity_distribution": "erk"}, "rigl", 1),
-        ({"grad_accumulation_n": 2}, "rigl", 2),
         ({"grad_accumulation_n": 3}, "rigl", 3),
         ({"method": "set"}, "set", 0),
         ({"method": "set", "grow": "sensitivity"}, "rigl", 1),

@@ -18,8 +18,6 @@ import xla_replica
 from grab_xla import GraBSampler
 from xla_replica import LocalReplica
 
-STEPS = 13
-
 
 def by_backward(model, images, labels):
     F.cross_entropy(model(images), labels).backward()
@@ -73,7 +71,7 @@ def run_of(gradients, kind: str):
         images, labels = sparse.batch(step)
         gradients(model, images.double(), labels)
 
-    for step in range(STEPS):
+    for step in range(13):
         steps = range(step, step + 1)
         sparse.train(model, pruner.optimizer, pruner, steps, backward)
         found.append(copy.deepcopy(pruner.masks))
@@ -93,7 +91,8 @@ def test_topology_and_weights_are_those_of_backward_passes(gradients, kind):
     torch.testing.assert_close(weights, others, rtol=0, atol=1e-12)
 
 
-def test_a_gradient_that_is_masked_before_it_is_clipped_is_collected_first():
+def test_gradients_that_are_masked_before_they_are_clipped_are_collected_first():
+    """What is not finite is masked, too, and a layer without a gradient keeps none."""
     found = []
     for gradients in (by_backward, by_capture):
         model, _, pruner = sparse.sparse_convnet(delta=1)
@@ -104,9 +103,6 @@ def test_a_gradient_that_is_masked_before_it_is_clipped_is_collected_first():
         assert not pruner()
         found.append(pruner.masks)
     assert sparse.equal(*found)
-
-
-def test_what_is_not_finite_is_masked_and_a_layer_without_gradient_keeps_none():
     model, _, pruner = sparse.sparse_convnet()
     layer, mask = model[5], pruner.masks["5.weight"]
     layer.weight.grad = torch.where(mask, 2.0, torch.nan)
@@ -161,8 +157,6 @@ def test_a_capture_neither_collects_nor_masks():
 NUM_SAMPLES = 96
 TRACE = [8, 24, 12, 4]
 EPOCHS = 3
-
-
 OFTEN = {"skip_step": False, "T_end": 30, "delta": 2, "dense_first": False}
 
 

@@ -201,13 +201,6 @@ class LiveJob:
             found[attempt[0]].append(samples)
         return found
 
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Kills what is left after a ``with`` block."""
-        with contextlib.ExitStack() as ends:
-            ends.callback(self.stop)
-            yield
-
     def stop(self) -> None:
         """Kills what is left."""
         for process in self.running:
@@ -263,5 +256,7 @@ def live_job(
             "LIVE_HEARTBEAT_SECONDS": str(seconds),
         }
         job = LiveJob(folder, arguments, environment)
-        with job.stopped():
+        try:
             yield job
+        finally:
+            job.stop()

@@ -18,8 +18,6 @@ from xla_replica.backends.small_sum import SmallSum, digits_of, value_of
 from xla_replica.device import device_traits
 
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
-
-
 LOCAL = xla_replica.LocalReplica("cpu")
 
 

@@ -253,11 +253,14 @@ def test_what_comes_too_late_for_a_sum_is_an_error(wrong, message):
     Backend("cpu", 2).run(comes_too_late, wrong, message)
 
 
-def counted_steps(substeps: int) -> tuple[dict[str, int], list[tuple[str, int]]]:
-    """Returns what the fourth step writes, and where it sums how many numbers."""
+def counts(rank: int, substeps: int) -> tuple[dict, dict, list[tuple[str, int]]]:
+    """Returns what the fourth step writes, here and under DDP, and what it sums where.
+
+    An optimizer's own work does not count.
+    """
     overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 5000
-    model, inner = small_model()
-    kernels, data = Kernels(inner), range(64 * substeps)  # not the optimizer's own
+    x, (model, inner), (of_ddp, plain) = torch.ones(4, 32), small_model(), small_model()
+    kernels, of_plain, data = Kernels(inner), Kernels(plain), range(64 * substeps)
     sampler = vbs.CustomSampler(data, 2 * substeps, minibatch_size=1, verbose=False)
     optimizer = vbs.ConstantOptimizer(inner, sampler)
     all_reduce, sums, where = torch.distributed.all_reduce, [], "backward"
@@ -272,31 +275,22 @@ def counted_steps(substeps: int) -> tuple[dict[str, int], list[tuple[str, int]]]
                 sums.clear()
                 kernels.clear()
             with kernels:
-                model(torch.ones(4, 32)).sum().backward()
+                model(x).sum().backward()
                 where = "step"
                 optimizer.step()
                 where = "backward"
-    return dict(kernels.written), sums
-
-
-def counted_ddp_steps(substeps: int) -> dict[str, int]:
-    model, inner = small_model()
-    kernels, options = Kernels(inner), {"gradient_as_bucket_view": True}
-    ddp = DistributedDataParallel(model, bucket_cap_mb=5000 / 2**20, **options)
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 5000 / 2**20}
+    ddp = DistributedDataParallel(of_ddp, **options)
     for _ in range(4):
-        kernels.clear()
-        with kernels:
+        of_plain.clear()
+        with of_plain:
             with ddp.no_sync():
                 for _ in range(substeps - 1):
-                    ddp(torch.ones(4, 32)).sum().backward()
-            ddp(torch.ones(4, 32)).sum().backward()
-            inner.step()
-            inner.zero_grad()
-    return dict(kernels.written)
-
-
-def counts(rank: int, substeps: int) -> tuple[dict, list, dict]:
-    return *counted_steps(substeps), counted_ddp_steps(substeps)
+                    ddp(x).sum().backward()
+            ddp(x).sum().backward()
+            plain.step()
+            plain.zero_grad()
+    return dict(kernels.written), dict(of_plain.written), sums
 
 
 @pytest.mark.parametrize("substeps", [1, 3])
@@ -304,7 +298,7 @@ def test_no_gradient_is_copied_more_often_than_ddp_does(substeps):
     """A divisor of two costs nothing; six is not a power of two: the sum is divided."""
     several = 4 * (32 * 32 + 32) if substeps == 3 else 0  # gradients
     more = {"copy_": several, "mul": -several, "_foreach_div_": several}
-    for written, sums, expected in Backend("cpu", 2).run(counts, substeps):
+    for written, expected, sums in Backend("cpu", 2).run(counts, substeps):
         for name in ("mm", "mul", "copy_", "add_", "div_", "_foreach_div_"):
             few = written.get(name, 0) - expected.get(name, 0) - more.get(name, 0)
             assert 0 <= few < 10, name
