@@ -41,7 +41,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 23_600
-TEST_LINES = 34_112
+TEST_LINES = 33_981
 
 
 def test_lines_are_counted():
