@@ -255,8 +255,7 @@ class ElasticOptimizer(OptimizerProxy):
                 "lockstep=True, in steps in which this replica has no minibatch; "
                 "call backward() and step() for every one that it has"
             )
-        alone = len(self.sampler.loops) == 1
-        return self._loop.update() if alone else self._loop.update_with_others()
+        return self._loop.update_with_others()
 
     def set_epoch(self, epoch: int) -> int:
         """Begins an epoch; call it, like the sampler's, before iterating.

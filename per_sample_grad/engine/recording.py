@@ -161,7 +161,7 @@ class Recorder:
             if rule is not None and rule not in registry.ONLY_ARGUMENTS:
                 reads = registry.tensors_read(module)
             owner = RecordedModule(
-                name, kind, rule, params, names, False, places, reads
+                name, kind, rule, params, names, places=places, reads=reads
             )
             hooks.append(functools.partial(self._record, owner))
         # The output is replaced before the call is recorded.
@@ -206,16 +206,15 @@ class Recorder:
         own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
         # Appended afterwards: Dynamo breaks its graph at `region_of`, and cannot carry
         # the `append` of a list over the break.
-        call = Call(module, own[0], own[1], default if dim is None else dim)
-        recorded = RecordedCall(
+        call = RecordedCall(
             owner,
-            call,
+            Call(module, own[0], own[1], default if dim is None else dim),
             graph.region_of(tensors, output),
             output.shape,
             tuple([tensor._version for tensor in (*tensors, *owner.reads)]),
             dim is not None,
         )
-        self.calls.append(recorded)
+        self.calls.append(call)
 
 
 def _refuse_traced(name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -57,10 +57,10 @@ def embedding_bag(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
         # As rows of the longest bag's length.
         ends = index.new_tensor([len(index)])
         ends = offsets if module.include_last_offset else torch.cat([offsets, ends])
-        if int(ends[-1]) != len(index):
+        if module.include_last_offset and (last := int(ends[-1])) != len(index):
             raise Refusal(
-                f"its last offset is {int(ends[-1])} and its input has {len(index)}: "
-                "beyond the last offset torch's own gradient may be any number"
+                f"its last offset is {last} and its input has {len(index)}: beyond the "
+                "last offset torch's own gradient may be any number"
             )
         sizes = ends.diff()[: len(grad)].unsqueeze(1)
         steps = torch.arange(max(1, int(sizes.max())), device=index.device)

@@ -71,17 +71,18 @@ def metadata() -> Iterator[Metadata]:
         server.shutdown()
 
 
-def begin(metadata: Metadata) -> subprocess.Popen[str]:
+def begin(metadata: Metadata, command: str = TRAINS) -> subprocess.Popen[str]:
     own = {"GCE_METADATA_HOST": f"127.0.0.1:{metadata.server_port}"}
     own["http_proxy"] = "http://127.0.0.1:9"  # which metadata never pass
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, sys.executable, "-c", TRAINS], text=True,
+        [sys.executable, SCRIPT, sys.executable, "-c", command], text=True,
         env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert process.stdout.readline() == "trains\n"
-    while set(metadata.asked) < set(metadata.entries):
-        assert process.poll() is None
-        time.sleep(0.01)
+    if command is TRAINS:
+        assert process.stdout.readline() == "trains\n"
+        while set(metadata.asked) < set(metadata.entries):
+            assert process.poll() is None
+            time.sleep(0.01)
     return process
 
 
@@ -112,13 +113,15 @@ def test_a_notice_stops_the_training_and_no_answer_is_told_once(
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 7)],
 )
 def test_signals_are_passed_on_and_the_exit_status_is_the_command_s(
     metadata, number, status
 ):
     """The command catches SIGTERM alone."""
-    with begin(metadata) as process:
-        process.send_signal(number)
+    with begin(metadata, TRAINS if number else "raise SystemExit(7)") as process:
+        if number:
+            process.send_signal(number)
         process.communicate(timeout=30)
     assert process.returncode == status

@@ -142,8 +142,8 @@ def scheduled(
 ) -> tuple[torch.Tensor, list[float]]:
     """Returns the last weights and the learning rate of every update.
 
-    The scheduler is of the inner optimizer, or of the ``"wrapper"`` of it under the
-    constant rule; without a place there is no wrapper.
+    With a place the optimizer is wrapped, under the constant rule, and the scheduler
+    is built with the inner optimizer or, if it is ``"wrapper"``, with that.
     """
     weight, lrs = nn.Parameter(torch.linspace(-1, 1, 5)), []
     optimizer = wrapper = INNER[inner]([weight])

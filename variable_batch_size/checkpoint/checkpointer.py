@@ -154,7 +154,8 @@ class Checkpointer:
         )
         self._writer = Writer(asynchronous)
         self._proven: set[type] = set()  # of values, which were loaded once
-        # Steps of schedulers that are parts, after the first epoch; None before that.
+        # Steps of schedulers that are parts, at the end of the first epoch: None before
+        # that, and nothing once they were looked at again.
         self._num_steps: dict[str, int] | None = None
         self.has_loaded = False
         self._has_looked = False  # at the folder, for a run to resume
@@ -203,17 +204,14 @@ class Checkpointer:
             for name, part in self._parts.items()
             if hasattr(part, "get_last_lr") and hasattr(part, "last_epoch")
         }
-        before, self._num_steps = self._num_steps, found
-        if before is None or not self.replica.is_primary:
-            return
-        self._num_steps = {}  # no more of it
-        for name, number in before.items():
-            if found[name] == number:
+        for name, number in (self._num_steps or {}).items():
+            if found[name] == number and self.replica.is_primary:
                 logger.warning(
                     f"the scheduler {name}= has not stepped for an epoch: Checkpointer "
                     "saves it alone. Call optimizer.attach(scheduler), which steps it "
                     "after every update, or step it at the end of every epoch"
                 )
+        self._num_steps = found if self._num_steps is None else {}
 
     def saves(self, part: Any) -> bool:
         """Returns whether checkpoints hold the state of a part or attached scheduler.

@@ -9,7 +9,7 @@ from variable_batch_size.step.totals import hyperparameters
 from variable_batch_size.step.update_loop import UpdateLoop
 from xla_replica.common.differences import check_same
 
-VERSION = 2  # of the state
+VERSION = 3  # of the state
 # Hyperparameters that say how a device computes, not what.
 _OF_DEVICES = ("foreach", "fused", "capturable", "differentiable")
 

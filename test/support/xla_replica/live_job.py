@@ -201,6 +201,14 @@ class LiveJob:
             found[attempt[0]].append(samples)
         return found
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Kills what is left after a ``with`` block."""
+        try:
+            yield
+        finally:
+            self.stop()
+
     def stop(self) -> None:
         """Kills what is left."""
         for process in self.running:
@@ -256,7 +264,5 @@ def live_job(
             "LIVE_HEARTBEAT_SECONDS": str(seconds),
         }
         job = LiveJob(folder, arguments, environment)
-        try:
+        with job.stopped():
             yield job
-        finally:
-            job.stop()
