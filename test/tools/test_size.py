@@ -41,7 +41,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 23_293
-TEST_LINES = 33_993
+TEST_LINES = 33_997
 
 
 def test_lines_are_counted():

@@ -65,6 +65,10 @@ def joined(backend, own=None, uses=None):
         world_size=2,
         device_id=own and torch.device("metal", own()),
     )
+    here = [f"{__file__}.{backend}.{rank}" for rank in (int(os.environ["RANK"]), swapped())]
+    open(here[0], "w").close()  # nobody leaves a group that the other is still joining
+    while not os.path.exists(here[1]):
+        time.sleep(0.01)
     found = tried(lambda: str(xla_replica.current().device))
     launched = tried(lambda: devices(*xla_replica.launch(train)))
     torch.distributed.destroy_process_group()
