@@ -65,7 +65,7 @@ def joined(backend, own=None, uses=None):
         world_size=2,
         device_id=own and torch.device("metal", own()),
     )
-    here = [f"{__file__}.{backend}.{rank}" for rank in (int(os.environ["RANK"]), swapped())]
+    here = [f"{__file__}.{backend}.{rank}" for rank in (1 - swapped(), swapped())]
     open(here[0], "w").close()  # nobody leaves a group that the other is still joining
     while not os.path.exists(here[1]):
         time.sleep(0.01)
