@@ -171,10 +171,10 @@ def evaluate(
     correct = torch.zeros(1, device=replica.device)
     model.eval()
     with torch.no_grad():
-        for rows in vbs.EvaluationSampler(data.test_labels, batch_size):  # elastic
+        batches = vbs.EvaluationSampler(data.test_labels, batch_size)  # elastic
+        for rows in replica.loader(batches):
             guesses = model(data.test_images[rows].to(replica.device)).argmax(1)
             correct += (guesses == data.test_labels[rows].to(replica.device)).sum()
-            replica.sync()
         replica.all_reduce_([correct])  # elastic
     return 100 * replica.fetch([correct])[0].item() / len(data.test_labels)
 

@@ -40,8 +40,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_293
-TEST_LINES = 33_997
+CODE = 23_310
+TEST_LINES = 34_012
 
 
 def test_lines_are_counted():

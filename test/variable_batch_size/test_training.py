@@ -223,6 +223,21 @@ def test_evaluation_deals_every_sample_once():
         assert max(map(len, found)) == size
 
 
+def summed(rank: int) -> float:
+    """What the docstring of EvaluationSampler shows; batches are 7, 7, 2 and none."""
+    replica = xla_replica.current()
+    batches = DataLoader(range(16), batch_sampler=vbs.EvaluationSampler(range(16), 7))
+    found = torch.zeros(1, device=replica.device)
+    for numbers in replica.loader(batches):
+        found += numbers.sum()
+    replica.all_reduce_([found])
+    return replica.fetch([found])[0].item()
+
+
+def test_what_replicas_with_other_or_no_batches_count_is_summed():
+    assert xla_replica.launch(summed, num_replicas=4) == [120] * 4
+
+
 def test_a_request_ends_with_its_run_where_nothing_launched_it(tmp_path):
     """As in a notebook: the next run goes on, and its end is as before."""
     for is_asked in (True, False):

@@ -27,7 +27,12 @@ from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import accumulation_hook
-from xla_replica.device.loader import DeviceLoader, FreshBatches, StreamCopies
+from xla_replica.device.loader import (
+    CutBatches,
+    DeviceLoader,
+    FreshBatches,
+    StreamCopies,
+)
 from xla_replica.device.seeding import check_seed, seeded
 from xla_replica.errors import ReplicaError
 
@@ -424,7 +429,8 @@ class Replica(abc.ABC):
 
         An exception in the dataset is raised in the training loop, at its place. If a
         step is run again, what was fetched ahead is dropped, see `FreshBatches`. On a
-        CPU, where nothing has to be moved, other ``batches`` are returned themselves.
+        CPU, where nothing has to be moved, other ``batches`` are returned themselves;
+        on a lazy device their graphs end with each, as an optimizer ends its own.
         """
         check_integer("prefetch", prefetch, least=1)
         sampler = getattr(batches, "batch_sampler", None)
@@ -432,7 +438,8 @@ class Replica(abc.ABC):
         if hasattr(sampler, "newest_pass"):
             ahead = functools.partial(self._ahead, prefetch=prefetch)
             return FreshBatches(batches, sampler, ahead)
-        return self._ahead(batches, prefetch)
+        found = self._ahead(batches, prefetch)
+        return CutBatches(found, self.sync) if self.is_lazy else found
 
     def _ahead(self, batches: Iterable[Any], prefetch: int) -> Iterable[Any]:
         """Returns ``batches`` on the device; on a CPU themselves."""

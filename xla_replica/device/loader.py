@@ -105,6 +105,27 @@ class FreshBatches:
                 return
 
 
+@dataclasses.dataclass(eq=False)
+class CutBatches:
+    """Ends the lazy graph after every batch, and where there was none.
+
+    So replicas with other numbers of batches, and batches of other sizes, are alike
+    after the loop: what they sum there is the same program on all.
+    """
+
+    batches: Iterable[Any]
+    sync: Callable[[], None]
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            yield batch
+            self.sync()
+        self.sync()
+
+
 class StreamCopies:
     """Copies batches to a GPU while it trains, as `DeviceLoader` sends and receives.
 
