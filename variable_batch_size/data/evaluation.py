@@ -24,8 +24,11 @@ class EvaluationSampler(Sampler[list[int]]):
         accuracy = replica.fetch([correct])[0].item() / len(dataset)
 
     Replicas may have different numbers of batches, so that the loop has no collective.
-    The last batch of all may be smaller, which is one more program on XLA.
+    The last batch of all may be smaller, which is one more program on XLA, where
+    `Replica.loader` ends a program with each batch, so that the sum is the same on all.
     """
+
+    ends_graphs = True
 
     def __init__(
         self, dataset: Sized, batch_size: int, *, replica: Replica | None = None

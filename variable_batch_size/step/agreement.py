@@ -117,8 +117,9 @@ class Agreement:
         if hyperparameter == 0:
             return
         raise ReplicaError(
-            "replicas differ in learning rates, other settings or attached functions: "
-            "call optimizer.attach(scheduler) in place of scheduler.step()",
+            "replicas differ in learning rates, other settings, attached functions or "
+            "trained parameters (requires_grad): change these on all replicas alike, "
+            "and call optimizer.attach(scheduler) in place of scheduler.step()",
             self._replica.rank,
         )
 

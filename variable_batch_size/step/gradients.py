@@ -8,6 +8,8 @@ gradients would bring an empty list to the collective.
 from __future__ import annotations
 
 import ctypes
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +41,11 @@ class StepGradients:
 
     Attributes:
         sums: What holds the gradients, and sums them over replicas.
+        trained: A checksum of which parameters are trained.
+        on_change: Called when others are, before gradients are held for these.
     """
+
+    on_change: Callable[[], None] | None = None
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
@@ -113,6 +119,9 @@ class StepGradients:
         parameters = context.parameters()
         self._allocated_for = [(p, p.requires_grad) for p in parameters]
         trained = [p for p in parameters if p.requires_grad]
+        self.trained = zlib.crc32(bytes(p.requires_grad for p in parameters))
+        if self.on_change is not None:
+            self.on_change()
         new = {p for p in trained if after_backward and p not in gradients}
         for parameter in parameters:
             is_held = parameter in gradients

@@ -115,26 +115,23 @@ class StepTotals:
     # --- an update ------------------------------------------------------------------
 
     def to_sum(
-        self, position: Position, scaling: Scaling, attached: Sequence[str] = ()
+        self, position: Position, scaling: Scaling, common: Sequence[Any] = ()
     ) -> list[torch.Tensor]:
         """Returns what is to be summed over replicas, in place.
 
         Args:
             position: The step.
             scaling: The rule, whose state must be that of all replicas.
-            attached: What runs after the update, the same on all members of a live run.
+            common: What else is the same on all replicas: which parameters are trained,
+                and what runs after the update on members of a live run.
         """
         context = self._context
         totals = []
         if self.agreement is None:
             self._was_asked |= xla_replica.stop_requested() is not None
         else:
-            groups = context.inner.param_groups
-            used = hyperparameters(groups), scaling.state_dict(), *attached
             order = context.sampler.order_digest(position.plan.epoch)
-            self._ballots = self.agreement.ballots(
-                used, order, position.num_minibatches
-            )
+            self._ballots = self._cast(scaling, common, order, position.num_minibatches)
             totals.append(self._ballots)
         if context.noise:
             totals += context.noise.to_sum(
@@ -143,6 +140,22 @@ class StepTotals:
         if context.exact:
             totals += context.exact.to_sum(position)
         return totals if self._weight is None else [*totals, self._weight.total]
+
+    def of_nothing(self, scaling: Scaling, common: Sequence[Any]) -> list[torch.Tensor]:
+        """Returns what `to_sum` does, of no minibatch; on one of several replicas."""
+        noise = self._context.noise
+        others = noise.to_sum(1, 1) if noise else []
+        if self._weight is not None:
+            others.append(self._weight.total)
+        ballots = self._cast(scaling, common, None, 0)
+        return [ballots, *(torch.zeros_like(other) for other in others)]
+
+    def _cast(
+        self, scaling: Scaling, common: Sequence[Any], order: str | None, num: int
+    ) -> torch.Tensor:
+        groups = self._context.inner.param_groups
+        used = hyperparameters(groups), scaling.state_dict(), *common
+        return self.agreement.ballots(used, order, num)
 
     def take(self) -> tuple[Any, torch.Tensor | None]:
         """Reads what `to_sum` returned, once it is summed.

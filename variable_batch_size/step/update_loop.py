@@ -66,6 +66,8 @@ class UpdateLoop:
         self.scaling = Scaling(context)
         self.totals = StepTotals(context)
         self.gradients = StepGradients(context)
+        if not (self._is_lazy or context.exact or context.sharded):
+            self.gradients.on_change = weak_hook(self._agree_on_trained)
         self.attached = Attached(context.noise)
         self.last_lrs: tuple[Any, ...] | None = None
         self.grad_norm: torch.Tensor | None = None
@@ -476,8 +478,8 @@ class UpdateLoop:
         context, position = self._context, self.position
         settings = context.settings
         # Prepare: changing numbers go to the device before the collective is traced.
-        attached = self.attached.names() if self.live else []
-        totals = self.totals.to_sum(position, self.scaling, attached)
+        common = [self.gradients.trained, *(self.attached.names() if self.live else ())]
+        totals = self.totals.to_sum(position, self.scaling, common)
         divisor: Any = None if self._is_weighted else position.num_minibatches
         if self._is_lazy and not self._is_weighted:
             divisor = context.scalars.get("divisor", divisor)
@@ -511,6 +513,19 @@ class UpdateLoop:
             self.is_stepping = False
         self._wrapper._opt_called = True  # torch's schedulers look before their step
         return lrs, weight
+
+    def _agree_on_trained(self) -> None:
+        """Raises ReplicaError unless all replicas train other parameters from now on.
+
+        One that did so alone would sum tensors of other sizes, which gloo aborts the
+        process for. So it takes part in the next sum of its peers as it was, or in one
+        that all make for this; the ballots differ in the first case.
+        """
+        if self.totals.agreement is not None:
+            totals = self.totals.of_nothing(self.scaling, [self.gradients.trained])
+            self.gradients.sums.sum_zeros(totals)
+            self.totals.agreement.count(totals[0])
+            self.totals.agreement.check()
 
     def _log(self, update: Update) -> None:
         """Logs one line on replica 0; every replica reads its device."""

@@ -107,6 +107,16 @@ class GradientSum:
         if divisor is not None:
             divide_(self.tensors, divisor)
 
+    def sum_zeros(self, others: Sequence[torch.Tensor]) -> None:
+        """Sums ``others`` as `sum_` does, and zeros in place of the gradients."""
+        tensors = self.tensors
+        kept = [tensor.clone() for tensor in tensors]
+        for tensor in tensors:
+            tensor.zero_()
+        self.sum_(others, None)
+        for tensor, numbers in zip(tensors, kept):
+            tensor.copy_(numbers)
+
     def divide_(self, divisor: int | torch.Tensor) -> None:
         """Divides gradients by a number, or by a tensor of one, ``(1,)``.
 

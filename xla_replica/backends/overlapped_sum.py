@@ -318,6 +318,10 @@ class OverlappedSum(GradientSum):
         if not self._has_order:
             self._learn_order()
 
+    def sum_zeros(self, others: Sequence[torch.Tensor]) -> None:
+        self._has_order = True  # buckets stay, and with them what they hold
+        super().sum_zeros(others)
+
     def _tail_of(self, others: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns the others, in the last bucket; None if they do not fit in there."""
         size = sum(other.numel() for other in others)

@@ -429,17 +429,19 @@ class Replica(abc.ABC):
 
         An exception in the dataset is raised in the training loop, at its place. If a
         step is run again, what was fetched ahead is dropped, see `FreshBatches`. On a
-        CPU, where nothing has to be moved, other ``batches`` are returned themselves;
-        on a lazy device their graphs end with each, as an optimizer ends its own.
+        CPU, where nothing has to be moved, other ``batches`` are returned themselves.
+        On a lazy device a sampler whose ``ends_graphs`` is true ends one with each.
         """
         check_integer("prefetch", prefetch, least=1)
         sampler = getattr(batches, "batch_sampler", None)
-        sampler = sampler or getattr(batches, "sampler", batches)
+        if sampler is None:
+            sampler = getattr(batches, "sampler", batches)
         if hasattr(sampler, "newest_pass"):
             ahead = functools.partial(self._ahead, prefetch=prefetch)
             return FreshBatches(batches, sampler, ahead)
         found = self._ahead(batches, prefetch)
-        return CutBatches(found, self.sync) if self.is_lazy else found
+        cuts = self.is_lazy and getattr(sampler, "ends_graphs", False)
+        return CutBatches(found, self.sync) if cuts else found
 
     def _ahead(self, batches: Iterable[Any], prefetch: int) -> Iterable[Any]:
         """Returns ``batches`` on the device; on a CPU themselves."""

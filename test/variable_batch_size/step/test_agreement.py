@@ -307,3 +307,27 @@ def test_orders_that_differ_are_found(backend):
     assert sum(backend.run(train_in_order, [7] * n)) == 32
     with pytest.raises(xla_replica.ReplicaError, match="what order= returns must be t"):
         backend.run(train_in_order, [7] * (n - 1) + [8])
+
+
+def train_partly(rank: int, frozen: list[bool], is_attached: bool) -> None:
+    """Freezes a bias in mid-run, in a function that is attached or in the loop."""
+    training = Training(Case((4, 24, 36), rule="adascale", num_samples=64))
+    *_, bias = training.model.parameters()
+
+    def freeze(*_: Any) -> None:
+        bias.requires_grad_(not frozen[rank])
+
+    if is_attached:
+        training.optimizer.attach(freeze)
+    training.epoch(0)
+    freeze()
+    training.epoch(1)
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+@of_torch_alone
+def test_parameters_that_one_replica_alone_trains_are_found(is_attached):
+    xla_replica.launch(train_partly, ([True] * 2, is_attached), 2, "cpu")
+    for frozen in ([True, False], [False, True]):
+        with pytest.raises(xla_replica.ReplicaError, match=r"\(requires_grad\)"):
+            xla_replica.launch(train_partly, (frozen, is_attached), 2, "cpu")
