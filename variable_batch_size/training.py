@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
 from variable_batch_size.checkpoint.checkpointer import Checkpointer
+from variable_batch_size.data.minibatches import left_out
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
@@ -55,11 +56,7 @@ class Epoch:
             before = optimizer.num_minibatches
             yield minibatch
             if optimizer.num_minibatches == before:
-                raise ValueError(
-                    f"step() was not called for a minibatch of epoch {self.number}: "
-                    "remove an accumulation of your own, since step() accumulates; to "
-                    "skip one, loss = 0 * sum(p.sum() for p in model.parameters())"
-                )
+                raise left_out(self.number)
         optimizer.average_buffers(self._model)
         self.has_run = True
 

@@ -61,6 +61,24 @@ def test_an_elastic_loop():
     assert_same(model.state_dict(), expected.state_dict())
 
 
+def test_the_loop_of_lockstep_goes_on_within_an_epoch():
+    (inputs, targets), (model, inner) = data(512), model_and_optimizer()
+    replica, options = xla_replica.LocalReplica("cpu"), {"num_replicas": 1, "rank": 0}
+    sampler = vbs.CustomSampler(range(512), [64, 96], minibatch_size=32, **options)
+    sampler.load_state_dict(sampler.state_dict() | {"step": 1})
+    optimizer = vbs.LinearRuleOptimizer(
+        inner, sampler, ref_batchsize=64, replica=replica, lockstep=True
+    )
+    optimizer.set_epoch(0)
+    minibatches = ((inputs[rows], targets[rows]) for rows in sampler)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(inner)
+    exec(
+        block("docs/variable_batch_size.md", "python", "join_step()"),
+        globals() | locals(),
+    )
+    assert (optimizer.num_minibatches, optimizer.get_bs()) == (3, 0)
+
+
 def test_mean_balance():
     code = block("docs/grab_xla.md", "python", "def train_by_hand(")
     dataset, orders = TensorDataset(*data(40)), []

@@ -211,6 +211,26 @@ def test_a_minibatch_without_a_step_is_an_error(skipped):
         next(minibatches, None)
 
 
+@pytest.mark.parametrize(
+    ("left_out", "is_followed"),
+    [(0, True), (3, True), (7, True), (3, False), (7, False)],  # others may read ahead
+)
+def test_a_minibatch_that_a_loop_by_hand_leaves_out_is_an_error(left_out, is_followed):
+    model, _, optimizer, _, loader = parts([16])
+    minibatches = optimizer.replica.loader(loader) if is_followed else loader
+    next(iter(minibatches))  # looking at the data does no harm
+    optimizer.set_epoch(0)
+
+    def run() -> None:
+        for number, (x, _) in enumerate(minibatches):
+            if number != left_out:
+                model(optimizer.replica.send(x)).mean().backward()
+                optimizer.step()
+
+    with pytest.raises(ValueError, match="was not called for a minibatch of epoch 0"):
+        run()
+
+
 def test_evaluation_deals_every_sample_once():
     for num_replicas, size in itertools.product((1, 2, 3), (1, 7, 64, 100)):
         found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,6 +40,8 @@ class Minibatches(Iterator[list[int]]):
         self._redone = sampler.redone  # the last redeal that it has followed
         self._num_dealt = self._num_stale = 0
         self._num_asked = self._num_stepped = self._num_handed_out = 0
+        self._counted_at = 0  # minibatches that were read at the last step
+        self._reads_ahead = True  # unless the first step shows that nobody does
         self.resumes = False
 
     def __next__(self) -> list[int]:
@@ -52,6 +55,8 @@ class Minibatches(Iterator[list[int]]):
         # Batch sizes to come may have changed.
         plan = self._plan = sampler.look(self._plan, self._next_step)
         if self._step >= plan.num_steps:
+            if not self._reads_ahead and self._thread == threading.get_ident():
+                self.refuse_left_out(self._num_asked - 1)
             raise StopIteration
         last = plan.num_minibatches_of(self._step) - 1
         number = min(self._substep * plan.num_replicas + sampler.rank, last)
@@ -66,7 +71,7 @@ class Minibatches(Iterator[list[int]]):
     def _begin(self) -> Callable[[np.ndarray], np.ndarray]:
         """Takes plan and order as they are at the first minibatch's moment."""
         sampler = self._sampler
-        sampler.begun = self
+        sampler.begun, self._thread = self, threading.get_ident()
         check_loader(self._loader, sampler.dataset_length)
         self._loader = None
         plan = self._plan = sampler.plan
@@ -109,15 +114,40 @@ class Minibatches(Iterator[list[int]]):
         self.resumes = is_behind and not self.resumes  # a loader may ignore it
         return self.resumes
 
-    def count_step(self) -> None:
-        """Counts one as run; raises ValueError if a redeal would lose others."""
-        self._num_stepped += 1
+    def count_step(self, strict: bool) -> None:
+        """Counts a minibatch as run, once for several optimizers.
+
+        Args:
+            strict: Whether nothing may be read ahead, since a redeal would lose it.
+
+        Raises:
+            ValueError: Something was read ahead, or the loop has left out a minibatch,
+                as far as is known: loaders and trainers read ahead, too.
+        """
         num_read = self._num_handed_out or self._num_asked
-        if num_read > self._num_stepped:
+        if num_read == self._counted_at:
+            return
+        self._num_stepped, self._counted_at = self._num_stepped + 1, num_read
+        if strict and num_read > self._num_stepped:
             raise ValueError(
                 f"step() is at minibatch {self._num_stepped}, and the loop has read "
                 f"{num_read}: iterate replica.loader(loader); nothing may read ahead"
             )
+        if self._num_handed_out:
+            self.refuse_left_out(num_read)
+        elif self._num_stepped == 1:
+            is_other = self._thread != threading.get_ident()
+            self._reads_ahead = num_read > 1 or is_other
+
+    def refuse_left_out(self, num_read: int | None = None) -> None:
+        """Raises ValueError if the loop has left out minibatches of a training.
+
+        Args:
+            num_read: How many it has read; None if `Replica.loader` has counted them.
+        """
+        num_read = self._num_handed_out if num_read is None else num_read
+        if 0 < self._num_stepped < num_read:
+            raise left_out(self._plan.epoch)
 
     # --- for torchdata --------------------------------------------------------------
 
@@ -180,6 +210,15 @@ class Minibatches(Iterator[list[int]]):
                 f"sampler.set_epoch({cursor.epoch}) before you iterate the loader"
             )
         sampler.resume_at(state)
+
+
+def left_out(epoch: int) -> ValueError:
+    """Returns the error of a loop that has left out a minibatch of an epoch."""
+    return ValueError(
+        f"step() was not called for a minibatch of epoch {epoch}: remove an "
+        "accumulation of your own, since step() accumulates; to skip one, "
+        "loss = 0 * sum(p.sum() for p in model.parameters())"
+    )
 
 
 def loader_in(names: Mapping[str, Any], sampler: Any) -> Any:

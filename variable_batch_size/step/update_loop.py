@@ -223,8 +223,8 @@ class UpdateLoop:
         self._pass = begun
         if position.step == position.plan.start_step:
             checks.refuse_other_accumulation()
-        if self._context.exact and self._context.sampler.newest_pass:
-            self._context.sampler.newest_pass.count_step()
+        if begun is not None:
+            begun.count_step(strict=self._context.exact is not None)
         is_empty = weight is not None and is_zero(weight)
         self.gradients.accept(position.substep, counted, needs_backward=not is_empty)
         if self._is_weighted:

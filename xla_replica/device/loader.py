@@ -79,10 +79,11 @@ class FreshBatches:
     Args:
         batches: A loader, iterated again if it has read to its end too early.
         sampler: What deals its minibatches. Its ``newest_pass``, the iteration that
-            began last, has three methods: ``is_stale(number)``, whether the minibatch
+            began last, has four methods: ``is_stale(number)``, whether the minibatch
             that it handed out, counted from 0, is to be dropped; ``hand_out()``, called
-            before one is yielded; and ``goes_on()``, whether it has more after its end,
-            which the sampler's next ``iter()`` then yields.
+            before one is yielded; ``goes_on()``, whether it has more after its end,
+            which the sampler's next ``iter()`` then yields; and ``refuse_left_out()``,
+            called after the last one.
         ahead: Returns an iterable over what it is given, as `DeviceLoader`.
     """
 
@@ -102,7 +103,9 @@ class FreshBatches:
                     dealt.hand_out()
                     yield batch
             if dealt is None or not dealt.goes_on():
-                return
+                break
+        if dealt is not None:
+            dealt.refuse_left_out()
 
 
 @dataclasses.dataclass(eq=False)

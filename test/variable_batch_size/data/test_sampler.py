@@ -295,7 +295,7 @@ def run(one, loader, redone=(), change=None) -> list[list[int]]:
         advance()
     for batch in loader:
         got.append(torch.as_tensor(batch).tolist())
-        one.newest_pass.count_step()
+        one.newest_pass.count_step(strict=True)
         if position.count_minibatch() and position.step in redone:
             redone.remove(position.step)
             position.rollback()
@@ -378,13 +378,13 @@ def test_a_loader_that_reads_ahead_is_refused_unless_it_is_followed():
     ):
         assert [next(ahead), next(ahead)] == expected(one)[:2]
         with pytest.raises(ValueError, match=rf"1, .* has read 2.* {message}"):
-            one.newest_pass.count_step()
+            one.newest_pass.count_step(strict=True)
     assert list(one) == expected(one)
     with pytest.raises(ValueError, match=r"1, .* has read"):
-        one.newest_pass.count_step()
+        one.newest_pass.count_step(strict=True)
     next(iter(one))  # looking at the data does no harm
     assert run(one, one) == expected(one)
-    one.newest_pass.count_step()  # the pass has ended
+    one.newest_pass.count_step(strict=True)  # the pass has ended
 
 
 def test_a_redeal_leaves_iterations_of_other_epochs_and_copies_alone():
