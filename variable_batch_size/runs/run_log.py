@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import re
 import time
@@ -21,6 +23,8 @@ from xla_replica.common.arguments import check_integer, check_type
 
 if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -83,13 +87,15 @@ class RunLog:
             step with the numbers of its line, and with ``samples_per_second`` and
             ``idle_share`` (of the replicas' time) since the last one; and with what
             `write` is given. An exception in one ends the run.
+        max_nonfinite: After so many logging steps in a row whose loss is not finite the
+            run ends, on all replicas, with a FloatingPointError. None: one warning.
 
     Attributes:
         updates_of: The optimizer, the only one that this may be attached to.
 
     Raises:
-        ValueError, TypeError: ``log_steps`` is not an integer above zero, or a sink is
-            not a function.
+        ValueError, TypeError: ``log_steps`` or ``max_nonfinite`` is not an integer
+            above zero, or a sink is not a function.
     """
 
     def __init__(
@@ -101,8 +107,12 @@ class RunLog:
         settings: Mapping[str, Any] | None = None,
         shows: Callable[[list[dict[str, Any]]], Any] | None = None,
         sinks: Sequence[Sink] = (),
+        max_nonfinite: int | None = None,
     ) -> None:
         self._log_steps = check_integer("log_steps", log_steps, least=1)
+        if max_nonfinite is not None:
+            check_integer("max_nonfinite", max_nonfinite, least=1)
+        self._max_nonfinite, self._num_nonfinite = max_nonfinite, 0
         self._sinks = list(sinks)
         for sink in self._sinks:
             if not callable(sink):
@@ -329,6 +339,23 @@ class RunLog:
         self._tell(lines)
         if measure:
             self._send_line(lines[-1])
+            self._check_finite(lines[-1])
+
+    def _check_finite(self, line: dict[str, Any]) -> None:
+        """Warns of a loss that is not finite; raises FloatingPointError of several."""
+        if math.isfinite(loss := line.get("loss", 0.0)):
+            self._num_nonfinite = 0
+            return
+        self._num_nonfinite += 1
+        text = f"the mean loss on the logging step {line['step']} is {loss}"
+        if self._num_nonfinite == self._max_nonfinite:
+            raise FloatingPointError(
+                f"{text}, as on {self._num_nonfinite} logging steps in a row: resume "
+                "from a checkpoint before these, with a smaller learning rate or "
+                "max_grad_norm="
+            )
+        if self._num_nonfinite == 1 and self._replica.is_primary:
+            logger.warning(f"{text}; RunLog(max_nonfinite=) ends a run for that")
 
     def _add_measurements(self, line: dict[str, Any], loss: float, num: float) -> None:
         """Adds the mean loss since the last logging step, and the gradient noise."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import logging
 import math
 import time
 from pathlib import Path
@@ -360,3 +361,30 @@ def test_waiting_for_the_device_is_time_of_the_step_that_waits(tmp_path, monkeyp
     training.log.close()
     table = vbs.read_run(training.log.path).updates
     assert (table["seconds"][table["loss"].notna()] >= 0.05).all()
+
+
+def train_to_nan(rank: int, folder: Path, most: int | None) -> list[str]:
+    """Returns the warnings of a run whose losses are NaN from step 4 on."""
+    training, told = Training(folder, log=False), []
+    logger = logging.getLogger("variable_batch_size.runs.run_log")
+    logger.addFilter(lambda record: told.append(record.getMessage()) or False)
+    log = vbs.RunLog(None, training.optimizer, log_steps=2, max_nonfinite=most)
+    training.optimizer.attach(log)
+    training.log = log
+    of_number = training.loss
+    training.loss = lambda *given: (
+        of_number(*given) * (math.nan if training.step >= 4 else 1.0)
+    )
+    for epoch in range(3):
+        training.epoch(epoch)
+    return told
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 2), row("xla", 2)])
+def test_a_loss_that_is_not_finite_is_told_once_or_ends_the_run(tmp_path, backend):
+    told = backend.run(train_to_nan, tmp_path, None)
+    assert sum(len(each) for each in told) == 1, told
+    with pytest.raises(
+        xla_replica.ReplicaError, match="FloatingP.* 3 logging steps in"
+    ):
+        backend.run(train_to_nan, tmp_path, 3)
