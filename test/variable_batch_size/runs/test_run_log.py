@@ -384,7 +384,5 @@ def train_to_nan(rank: int, folder: Path, most: int | None) -> list[str]:
 def test_a_loss_that_is_not_finite_is_told_once_or_ends_the_run(tmp_path, backend):
     told = backend.run(train_to_nan, tmp_path, None)
     assert sum(len(each) for each in told) == 1, told
-    with pytest.raises(
-        xla_replica.ReplicaError, match="FloatingP.* 3 logging steps in"
-    ):
+    with pytest.raises(xla_replica.ReplicaError, match="as on 3 logging steps in a ro"):
         backend.run(train_to_nan, tmp_path, 3)
