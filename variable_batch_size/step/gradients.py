@@ -27,6 +27,8 @@ _KEPT_OUT = (
     "discriminator, is kept out by requires_grad_(False) while that loss is computed, "
     "or by backward(inputs=[*network.parameters()])"
 )
+# Sums of many numbers of these dtypes lose most of what the last ones add.
+_NARROW = (torch.bfloat16, torch.float16)
 # How many numbers of a gradient are compared where reading is free.
 _NUM_COMPARED = 8
 
@@ -49,10 +51,13 @@ class StepGradients:
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
+        self._is_lazy = context.replica.is_lazy
         self._known: set[nn.Parameter] = set()
         # All parameters when gradients were last allocated, and which required them.
         self._allocated_for: list[tuple[nn.Parameter, bool]] = []
         self._records: dict[nn.Parameter, GradientRecord] = {}
+        # Of gradients of 16 bits, what the minibatches of the step have added up to.
+        self._wide: dict[nn.Parameter, torch.Tensor] = {}
         self._nodes: dict[nn.Parameter, tuple[Any, Any]] = {}
         parameters = context.parameters()
         replica, overlap = context.replica, context.settings.overlap
@@ -128,6 +133,12 @@ class StepGradients:
             if parameter.requires_grad != is_held and parameter not in new:
                 parameter.grad = None
         self.sums.hold(trained)
+        if context.settings.float32_sums and not (context.exact or context.sharded):
+            self._wide = {
+                parameter: torch.zeros_like(gradient, dtype=torch.float32)
+                for parameter, gradient in self.sums.gradients.items()
+                if gradient.dtype in _NARROW
+            }
         self._watch(new)
         context.replica.sync()  # zeros on the device, not in the first graph
         if context.noise:
@@ -165,12 +176,15 @@ class StepGradients:
     def prepare_backward(self, position: Position) -> None:
         """Tells the sum and the meter which minibatch the next backward pass is."""
         context, num_minibatches = self._context, position.num_minibatches
+        self._is_last = position.substep == position.num_substeps - 1
+        if self._wide and self._is_last and position.substep and not self._is_lazy:
+            self.narrow()  # the last pass adds its own, and may begin the sum
         if context.noise:
             context.noise.prepare_step(num_minibatches)
         has_divisor = context.settings.reduction == "mean"
         self.sums.prepare_backward(
             is_first=position.substep == 0,
-            is_last=position.substep == position.num_substeps - 1,
+            is_last=self._is_last,
             divisor=num_minibatches if has_divisor else None,
             counts=not position.is_padding,
         )
@@ -210,6 +224,8 @@ class StepGradients:
             context.exact.end_minibatch()
         else:
             self._take_back_detached(num_accumulated)
+            if self._wide and (self._is_lazy or not self._is_last):
+                self._widen()
         self._start_records()
         if context.noise:
             context.noise.end_minibatch(weight)
@@ -268,6 +284,25 @@ class StepGradients:
                     gradient.zero_()
             parameter.grad = gradient
 
+    def _widen(self) -> None:
+        """Moves what a minibatch has added to gradients of 16 bits to float32 sums.
+
+        Through ``.data``: whoever counts writes to ``.grad``, as RigL does, would take
+        them for a `zero_grad` that throws gradients away.
+        """
+        for parameter, wide in self._wide.items():
+            gradient = self.sums.gradients[parameter].data
+            wide.add_(gradient)
+            gradient.zero_()
+
+    def narrow(self) -> None:
+        """Moves float32 sums back to the gradients; on a lazy device before the sum."""
+        for parameter, wide in self._wide.items():
+            gradient = self.sums.gradients[parameter]
+            gradient.data.copy_(wide)
+            wide.zero_()
+            self._records[parameter].look(gradient)
+
     def _start_records(self) -> None:
         """Records gradients as they are now, the baseline of the next minibatch."""
         gradients = self.sums.gradients
@@ -298,6 +333,8 @@ class StepGradients:
     def clear(self) -> None:
         """Zeroes the gradients, and forgets what was measured of the step."""
         (self._context.exact or self.sums).clear()
+        for wide in self._wide.values():
+            wide.zero_()
         self._start_records()
         if self._context.noise:
             self._context.noise.clear()

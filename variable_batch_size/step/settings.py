@@ -30,6 +30,7 @@ class ElasticOptions(TypedDict, total=False):
     noise: NoiseOptions | bool
     overlap: bool
     lockstep: bool
+    float32_sums: bool
     exact: torch.nn.Module | None
     replica: Replica | None
 
@@ -46,6 +47,7 @@ class Settings:
     max_grad_norm: float | None
     overlap: bool
     lockstep: bool
+    float32_sums: bool
     exact: ExactModel | None
 
     def options(self) -> dict[str, Any]:
@@ -57,6 +59,7 @@ class Settings:
             "reduction": self.reduction,
             "ref_weight": self.ref_weight,
             "max_grad_norm": self.max_grad_norm,
+            "float32_sums": self.float32_sums,
             "exact": self.exact is not None,
             **(self.exact.environment() if self.exact else {}),
         }

@@ -131,7 +131,11 @@ class StepTotals:
             self._was_asked |= xla_replica.stop_requested() is not None
         else:
             order = context.sampler.order_digest(position.plan.epoch)
-            self._ballots = self._cast(scaling, common, order, position.num_minibatches)
+            groups = context.inner.param_groups
+            used = hyperparameters(groups), scaling.state_dict(), *common
+            self._ballots = self.agreement.ballots(
+                used, order, position.num_minibatches
+            )
             totals.append(self._ballots)
         if context.noise:
             totals += context.noise.to_sum(
@@ -141,21 +145,17 @@ class StepTotals:
             totals += context.exact.to_sum(position)
         return totals if self._weight is None else [*totals, self._weight.total]
 
-    def of_nothing(self, scaling: Scaling, common: Sequence[Any]) -> list[torch.Tensor]:
-        """Returns what `to_sum` does, of no minibatch; on one of several replicas."""
+    def of_nothing(self, common: Sequence[Any]) -> list[torch.Tensor]:
+        """Returns what `to_sum` does, with no minibatch, rate or scaling in it.
+
+        Its ballots differ from those of a replica that makes an update.
+        """
         noise = self._context.noise
         others = noise.to_sum(1, 1) if noise else []
         if self._weight is not None:
             others.append(self._weight.total)
-        ballots = self._cast(scaling, common, None, 0)
+        ballots = self.agreement.ballots(tuple(common), None, 0)
         return [ballots, *(torch.zeros_like(other) for other in others)]
-
-    def _cast(
-        self, scaling: Scaling, common: Sequence[Any], order: str | None, num: int
-    ) -> torch.Tensor:
-        groups = self._context.inner.param_groups
-        used = hyperparameters(groups), scaling.state_dict(), *common
-        return self.agreement.ballots(used, order, num)
 
     def take(self) -> tuple[Any, torch.Tensor | None]:
         """Reads what `to_sum` returned, once it is summed.

@@ -488,6 +488,8 @@ class UpdateLoop:
             ratio = position.batch_size / (settings.ref_batchsize or 1)
         self.scaling.prepare(ratio)
         # Sum, and look whether replicas agree.
+        if self._is_lazy:
+            self.gradients.narrow()
         self.gradients.sums.sum_(totals, divisor)
         weight, divisor = self.totals.take()
         if context.exact:
@@ -522,7 +524,7 @@ class UpdateLoop:
         that all make for this; the ballots differ in the first case.
         """
         if self.totals.agreement is not None:
-            totals = self.totals.of_nothing(self.scaling, [self.gradients.trained])
+            totals = self.totals.of_nothing([self.gradients.trained])
             self.gradients.sums.sum_zeros(totals)
             self.totals.agreement.count(totals[0])
             self.totals.agreement.check()

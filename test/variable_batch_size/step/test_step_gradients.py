@@ -18,10 +18,12 @@ from support.variable_batch_size.wrapping import (
     run_epoch,
     sampler_of,
 )
+from support.xla_replica.replicas import row
 from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
+import rigl_xla
 import variable_batch_size as vbs
 import xla_replica
 
@@ -206,3 +208,61 @@ def test_an_update_of_resnet_50_takes_few_kernels(rule):
             updated = wrapper.step()
         if updated and index >= 3:  # the batch size has been uploaded before
             assert kernels.calls.total() <= 60, kernels.calls
+
+
+def error_of_16_bits(rank: int, float32_sums: bool) -> float:
+    """Returns the relative error of an update of 384 minibatches of one sample."""
+    replica = xla_replica.current()
+    x = torch.rand(384, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    model = nn.Linear(64, 1, bias=False).to(replica.device, torch.bfloat16)
+    nn.init.zeros_(model.weight)
+    sampler = vbs.CustomSampler(x, [384, 384], minibatch_size=1)
+    wrapper = vbs.ConstantOptimizer(
+        SGD(model.parameters(), 1.0), sampler, float32_sums=float32_sums
+    )
+    before = 0.0
+    for step in range(2):  # the second one finds buckets in their order
+        sampler.set_epoch(step)
+        wrapper.set_epoch(step)
+        for [sample] in sampler:
+            model(replica.send(x[sample])).sum().backward()
+            wrapper.step()
+        [weight] = replica.fetch([model.weight])
+        change, before = weight.double() - before, weight.double()
+    expected = -x.double().mean(0)
+    return float((change - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 2), row("xla", 2)])
+def test_minibatches_of_16_bits_add_up_in_float32(backend):
+    assert max(backend.run(error_of_16_bits, True)) < 0.004
+    assert min(backend.run(error_of_16_bits, False)) > 0.01
+
+
+@pytest.mark.parametrize("float32_sums", [True, False])
+def test_rigl_grows_by_all_minibatches_of_16_bits(float32_sums):
+    replica = xla_replica.LocalReplica("cpu")
+    model = nn.Linear(8, 1, bias=False).bfloat16()
+    x = torch.eye(8)[4:].bfloat16() * torch.tensor([[1], [9], [1], [2]])  # 5 grows
+    sgd = SGD(model.parameters(), 0.1)
+    active = torch.tensor([[1.0, 1, 1, 1, 0, 0, 0, 0]])
+    pruner = rigl_xla.RigLScheduler(
+        model, sgd, T_end=100, delta=1, alpha=0.5, dense_allocation=0.5,
+        dense_first=False, initial_masks={"weight": active}, replica=replica,
+        skip_step=False, ignore_linear_layers=False,
+    )  # fmt: skip
+    sampler = vbs.CustomSampler(
+        x,
+        [4],
+        minibatch_size=1,
+        num_replicas=1,
+        rank=0,
+        order=lambda epoch: [0, 1, 2, 3],
+    )
+    options = {"float32_sums": float32_sums, "replica": replica}
+    wrapper = vbs.ConstantOptimizer(sgd, sampler, **options)
+    wrapper.attach(lambda update: pruner())
+    for [sample] in sampler:
+        model(x[sample]).sum().backward()
+        wrapper.step()
+    assert pruner.masks["weight"][0].nonzero().flatten().tolist()[-1] == 5
