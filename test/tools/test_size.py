@@ -40,8 +40,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_423
-TEST_LINES = 34_160
+CODE = 23_438
+TEST_LINES = 34_170
 
 
 def test_lines_are_counted():

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.sharded_files import read_parts, write_parts
@@ -419,6 +420,26 @@ class Replica(abc.ABC):
         """
         on_cpu = iter(self.fetch([t for t in tensors_in(state) if not t.is_meta]))
         return map_tensors(state, lambda t: t if t.is_meta else next(on_cpu))
+
+    def setup(self, model: nn.Module) -> nn.Module:
+        """Moves a model to `device`, with the weights and buffers of replica 0.
+
+        Collective; returns the model. Tied parameters stay tied, which ``model.to``
+        makes independent ones of on XLA.
+        """
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, tensor in {**module._parameters, **module._buffers}.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((module, name))
+        model.to(self.device)
+        for (first, name), *others in places.values():
+            for module, other in others:
+                setattr(module, other, getattr(first, name))
+        self.sync()  # what is pending differs, where replicas drew other weights
+        tensors = [*model.parameters(), *model.buffers()]
+        self.broadcast_([tensor.detach() for tensor in tensors])
+        return model
 
     def send(self, batch: Any) -> Any:
         """Returns ``batch`` with every tensor in it, as in `to_host`, on `device`."""

@@ -15,6 +15,7 @@ from support.xla_replica.replicas import (
     Backend,
     row,
 )
+from torch import nn
 from torch.utils.data import DataLoader
 
 import xla_replica
@@ -67,6 +68,15 @@ def every_verb(rank: int) -> list[float]:
     assert torch.equal(torch.random.get_rng_state(), state)
     assert replica.all_gather_object(seeded) == [seeded] * n
     replica.seed(0)
+    models = []
+    for drawn in (rank, 0):  # tied, and of other weights on every replica
+        with replica.seeded(drawn):
+            models.append(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+        models[-1][2].weight = models[-1][0].weight
+    model, expected = models
+    assert replica.setup(model) is model
+    assert model[2].weight is model[0].weight
+    gives([*model.parameters()], [*expected.parameters()])
     # Short objects need one round; one that does not fit into it needs two.
     texts = [{"rank": r, "text": "ä" * r * 700} for r in range(n)]
     assert replica.all_gather_object(texts[rank]) == texts
