@@ -144,9 +144,10 @@ class SparseLayer:
             if grad is left.grad() and grad._version == left.version:
                 return
             # It may have been zeroed in place. A masked gradient that was zero before
-            # tells nothing: it may have been clipped, which comes before a step's end.
+            # tells nothing: it may have been clipped, which comes before a step's end,
+            # or replaced by another tensor.
             is_gone = ~(grad != 0).any()
-            if ends:
+            if ends or grad is not left.grad():
                 is_gone = is_gone & (left.signs != 0).any()
             zero = self.pending.new_zeros(())
             self.pending = torch.where(is_gone, zero, self.pending)

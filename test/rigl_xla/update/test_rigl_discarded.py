@@ -85,3 +85,13 @@ def test_a_discarded_batch_does_not_grow_if_the_next_gradient_is_replaced(replac
     row.pruner()
     assert max(row.active) == 4
     assert not row.model.weight.grad[0, 5:].any()
+
+
+@pytest.mark.parametrize("replace", [torch.clone, lambda grad: grad.clamp(-1, 1)])
+def test_a_masked_gradient_of_zeros_may_be_replaced_between_passes(replace):
+    row = Row()
+    row.backward(*A)
+    row.model.weight.grad = replace(row.model.weight.grad)
+    row.backward(*B)
+    row.pruner()
+    assert max(row.active) == 4
