@@ -212,8 +212,8 @@ class BackwardPass:
         if check == "always" or not apart:
             proof = None
         known = proof is not None and (not proof.wrong or self.settings.has_fallback)
-        # A parameter whose gradient was zero is compared again as soon as it has a
-        # gradient, which is known after the pass.
+        # A parameter whose gradient was zero, or no more than rounding, is compared
+        # again as soon as it is more, which is known after the pass.
         params, total_norm = self._params, 0.0
         if proof is not None and known:
             params = {n: p for n, p in params.items() if n in proof.unseen}
@@ -304,9 +304,7 @@ class BackwardPass:
             if gradient is not None:
                 gradient = gradient.detach().reshape(call.shape)
                 if self._comparer is not None:
-                    self._comparer.add_gradient(
-                        call.call, names, gradient, self._multiplier
-                    )
+                    self._comparer.add_gradient(call, gradient, self._multiplier)
                 self._add_contributions(call, gradient)
             self._calls[number] = call = None  # its arguments can be freed
             complete = {}
@@ -409,7 +407,8 @@ class BackwardPass:
     def _conclude(self, comparer: Comparer, key: Hashable, apart: bool) -> None:
         """Compares; replaces wrong answers by a fallback's; remembers the proof."""
         if not comparer.has_reference:
-            if comparer.all_gradients_were_zero():
+            proof = comparison.PROVEN[self.settings.model][key]
+            if comparer.says_nothing_new(proof.unseen):
                 return
             comparer.compute_reference(self.retain_graph or self.settings.has_fallback)
         self.compared = comparer.result()

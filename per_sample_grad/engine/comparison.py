@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 import xla_replica
+from per_sample_grad.engine.recording import RecordedCall
 from per_sample_grad.engine.settings import listed
 from per_sample_grad.errors import CouplingError, PerSampleError
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.forms import accumulation_dtype
-from per_sample_grad.layers.registry import Call
 from xla_replica.common.trees import tensors_in
 
 # Largest relative difference that counts as rounding. Accelerators multiply float32
@@ -47,8 +47,8 @@ class Comparison:
     Attributes:
         errors: Relative differences by parameter; NaN where the gradient is not finite,
             so that nothing can be said.
-        unseen: Parameters that the losses depend on, but with a gradient so small that
-            no error in it would have been seen, as below a head that is zero.
+        unseen: Parameters with a contribution so small that no error of a tenth in it
+            would have been seen, as below a head that is zero, and how many were seen.
         tolerance: The largest error that counts as rounding.
         total_norm: The norm of the whole gradient.
         underflow: The largest share, in one call, of the nonzero float16 gradients of
@@ -58,7 +58,7 @@ class Comparison:
     """
 
     errors: Mapping[str, float]
-    unseen: frozenset[str]
+    unseen: Mapping[str, int]
     tolerance: float
     total_norm: float
     underflow: float
@@ -79,8 +79,8 @@ class Comparison:
 class Comparer:
     """Compares what the factors add up to with autograd, parameter by parameter.
 
-    A difference is relative to the gradient's size, or where that is less, to 1/1000
-    of the whole gradient's or to what rounding explains.
+    A difference is relative to the gradient's size, or where that is less, to what
+    rounding explains.
 
     Attributes:
         losses: ``(B,)``.
@@ -106,7 +106,8 @@ class Comparer:
         # Weighted sums from the factors, until autograd's gradient is there.
         self._sums: dict[str, torch.Tensor] = {}
         self._distances: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._rounding: dict[str, torch.Tensor] = {}
+        # By parameter, and by what contributes: one rule is right or wrong everywhere.
+        self._rounding: dict[str, dict[str, torch.Tensor]] = {}
         self._underflow: list[torch.Tensor] = []
         self._cancelling: dict[str, torch.Tensor] = {}
         self._used: set[str] = set()
@@ -161,7 +162,7 @@ class Comparer:
             self._distances[name] = (weighted.sub_(truth).norm(), truth.norm())
 
     def add_gradient(
-        self, call: Call, names: Collection[str], gradient: torch.Tensor, times: float
+        self, recorded: RecordedCall, gradient: torch.Tensor, times: float
     ) -> None:
         """Takes the gradient of a call's output: what rounding may explain there.
 
@@ -170,7 +171,8 @@ class Comparer:
         are summed, times the dtype's precision. Keeps that norm, the product, and the
         product times the largest inputs.
         """
-        wanted = [name for name in dict.fromkeys(names) if name in self.params]
+        owner = recorded.owner
+        wanted = [name for name in dict.fromkeys(owner.names) if name in self.params]
         if not wanted:
             return
         if gradient.is_complex():
@@ -181,7 +183,7 @@ class Comparer:
         plain = size * (_ROUNDINGS * eps)
         scaled = plain
         # Masks are not multiplied, and may be -inf.
-        given = call.arguments.items()
+        given = recorded.call.arguments.items()
         multiplied = [value for name, value in given if "mask" not in name]
         for value in tensors_in(multiplied):
             if value.is_floating_point() and value.numel():
@@ -192,63 +194,87 @@ class Comparer:
                 scaled = scaled * largest.clamp(min=1).to(scaled.dtype)
         terms = torch.stack([size, plain, scaled]) * times
         for name in wanted:
-            before = self._rounding.get(name)
-            self._rounding[name] = terms if before is None else before + terms
+            by_kind = self._rounding.setdefault(name, {})
+            before = by_kind.get(owner.kind)
+            by_kind[owner.kind] = terms if before is None else before + terms
         if gradient.dtype == torch.float16:
             nonzero = (gradient != 0).sum()
             tiny = torch.finfo(torch.float16).tiny
             small = nonzero - (gradient.abs() >= tiny).sum()
             self._underflow.append(small / nonzero.clamp(min=1))
 
-    def all_gradients_were_zero(self) -> bool:
-        """Returns whether all gradients that came to these parameters were zero.
+    def says_nothing_new(self, seen: Mapping[str, int]) -> bool:
+        """Returns whether no contribution can be judged that could not be before.
 
-        Then the parameters' gradients are zero, too, whatever the rules say. Reads one
-        value back from the device.
+        On a host these are all that have grown out of what rounding explains. Elsewhere
+        one value is read back, and only a gradient that was zero has said nothing.
+
+        Args:
+            seen: How many contributions of each parameter were seen before.
         """
-        sizes = [terms[0].float() for terms in self._rounding.values()]
+        if xla_replica.traits(self.losses).is_host:
+            zero = self.losses.new_zeros(())
+            self._distances = {n: (zero, each.norm()) for n, each in self._sums.items()}
+            unseen = self.result().unseen
+            return all(unseen.get(name, math.inf) <= seen[name] for name in self._sums)
+        kinds = [
+            each for by_kind in self._rounding.values() for each in by_kind.values()
+        ]
+        sizes = [terms[0].float() for terms in kinds]
         return not sizes or not bool(torch.stack(sizes).count_nonzero())
 
     def result(self) -> Comparison:
         """Returns the distances; reads back from the device once."""
         zeros = next(iter(self._distances.values()))[0].new_zeros(3)
         most = torch.stack(self._underflow).max() if self._underflow else zeros[0]
+        kinds = {n: [*self._rounding.get(n, {}).values()] for n in self.params}
+        width = max(map(len, kinds.values()))
         columns = []
-        for name in self.params:
-            rounding = self._rounding.get(name, zeros)
+        for name, terms in kinds.items():
             cancels = self._cancelling.get(name, zeros[0])
             last = torch.stack([most, cancels.to(most.dtype)])
-            parts = (torch.stack(self._distances[name]), rounding, last)
+            filling = [zeros] * (width - len(terms))
+            parts = (torch.stack(self._distances[name]), last, *terms, *filling)
             columns.append(torch.cat([part.to(zeros.dtype) for part in parts]))
         # One transfer for all of them.
         fetched = torch.stack(columns, 1).cpu().double()
-        distance, size, terms, *roundings, underflow, cancels = fetched.unbind()
+        (distance, size, underflow, cancels), each = fetched[:4], fetched[4:]
+        each = each.view(width, 3, len(kinds))
+        terms, *roundings = each.sum(0)
         # The gradients that are finite are judged whatever the others are.
         finite = torch.isfinite(size)
         total_norm = max(float(size[finite].norm()), self.total_norm)
-        floor = max(1e-3 * total_norm, 1e-30)
         tolerance = max(_TOLERANCES.get(each, _HALF_TOLERANCE) for each in self.dtypes)
         on_host = xla_replica.traits(self.losses).is_host
         if 1e-4 < tolerance < _ACCELERATOR_TOLERANCE and not on_host:
             tolerance = _ACCELERATOR_TOLERANCE
         plain, scaled = (
-            torch.where(torch.isfinite(each), each, 0.0) / tolerance
-            for each in roundings
+            torch.where(torch.isfinite(rounding), rounding, 0.0) / tolerance
+            for rounding in roundings
         )
         allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * total_norm))
-        errors = distance / torch.maximum(size.clamp(min=floor), allowed)
+        judged = torch.maximum(size.clamp(min=1e-30), allowed)
+        errors = distance / judged
         errors[~torch.isfinite(errors)] = torch.inf
         errors[~finite] = torch.nan
-        # Where the terms are not small, but their sum is, they cancel (a bias before a
-        # normalisation), and that was seen.
-        unseen = torch.maximum(size, terms) <= tolerance * floor
-        # A gradient that is right to its own size was seen, too, however small it is.
-        unseen &= (size == 0) | (distance > tolerance * size)
-        names = list(self.params)
+        # Each kind's share of the gradient, as large as its part of the terms.
+        shares = size * each[:, 0] / terms.clamp(min=1e-300)
+        num_seen = (shares > min(10 * tolerance, 0.1) * judged).sum(0).tolist()
+        unseen = {n for n, count in zip(kinds, num_seen) if count < len(kinds[n])}
+        if not on_host:
+            # Others are not looked at again: terms that are not small, with a sum that
+            # is (of a bias before a normalisation), and gradients right to their size.
+            tiny = torch.maximum(size, terms) <= 1e-3 * tolerance * total_norm
+            tiny &= (size == 0) | (distance > tolerance * size)
+            unseen = {name for name, is_so in zip(kinds, tiny.tolist()) if is_so}
+        names = list(kinds)
         return Comparison(
             errors=dict(zip(names, errors.tolist())),
-            unseen=frozenset(n for n, is_so in zip(names, unseen.tolist()) if is_so)
-            & self._used,
+            unseen={
+                name: count
+                for name, count in zip(names, num_seen)
+                if name in unseen and name in self._used
+            },
             tolerance=tolerance,
             total_norm=total_norm,
             underflow=float(underflow[0]),
@@ -317,7 +343,7 @@ class Proof:
     """What earlier comparisons found for one structure of one model.
 
     Attributes:
-        unseen: Parameters about which nothing was learnt yet.
+        unseen: How many contributions were seen, of parameters where that is not all.
         wrong: Those that a fallback had to replace.
         total_norm: The norm of the whole gradient.
         cancelling: Those whose positions cancel.
@@ -325,7 +351,7 @@ class Proof:
             `independence.samples_stay_apart`.
     """
 
-    unseen: frozenset[str]
+    unseen: Mapping[str, int]
     wrong: frozenset[str] = frozenset()
     total_norm: float = 0.0
     cancelling: frozenset[str] = frozenset()
@@ -349,7 +375,11 @@ def remember(
         proven = PROVEN.setdefault(model, {})
         before = proven.get(key, Proof(found.unseen))
         proven[key] = Proof(
-            found.unseen & before.unseen,
+            {
+                name: max(count, before.unseen[name])
+                for name, count in found.unseen.items()
+                if name in before.unseen
+            },
             before.wrong | frozenset(wrong),
             max(found.total_norm, before.total_norm),
             before.cancelling | found.cancelling,

@@ -247,3 +247,33 @@ def test_couplings_are_told_from_rounding_down_to_the_documented_size(
     psg.per_sample_factors(model, coupled, (hidden,), check="always")
     with pytest.raises(psg.CouplingError):
         psg.per_sample_factors(model, coupled, (told,), check="always")
+
+
+class Off(nn.Linear):
+    """A layer whose registered rule is a tenth off."""
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@rules_kept()
+def test_a_small_contribution_is_compared_with_itself_and_again_when_it_grows(is_tied):
+    """Beside a large one to the same weight a tenth of it is rounding, at first."""
+
+    @psg.register_rule(Off)
+    def off(call: psg.Call, grad: torch.Tensor):
+        return {
+            "weight": psg.Outer(1.1 * grad[:, None, None], call.input[:, None, None])
+        }
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m.large(x) + m.scale * m.small(x)
+
+    parts = {"large": nn.Linear(3, 3, bias=False), "small": Off(3, 3, bias=False)}
+    model = Apply(forward, **parts)
+    model.register_buffer("scale", torch.tensor(1e-6))
+    if is_tied:
+        model.small.weight = model.large.weight
+        steps = [lambda m: far_from_one(m, torch.eye(3))] * 2
+        assert comparisons(model, steps) == [True, False]
+        model.scale.fill_(1.0)
+    with pytest.raises(psg.CouplingError, match="weight: off by 0"):
+        psg.per_sample_factors(model, far_from_one, (torch.eye(3),))
