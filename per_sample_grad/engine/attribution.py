@@ -69,6 +69,9 @@ def attribute(
         _refuse_hidden(recorder.unrecorded, calls, walk)
     reasons = dict.fromkeys(walk.outside, "it was called outside of the capture")
     if reasons and recorder.called:
+        # A checkpoint that calls no module with parameters was not noticed.
+        nodes = graph.backward_nodes(losses.grad_fn)
+        recorder.saved_by_hooks |= graph.is_saved_by_hooks(nodes)
         found, reasons = _operations(
             settings, losses, walk, constant, not recorder.saved_by_hooks
         )

@@ -17,6 +17,7 @@ from typing import get_args
 
 import torch
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointError
 
 import xla_replica
 from per_sample_grad.engine import comparison, fallback, graph
@@ -39,6 +40,12 @@ _EDITED = (
     "backward function of torch.autograd.Function or a tensor's hook edits what it is "
     "given (grad.mul_(2)), which other users of that gradient see; return a new tensor "
     "(grad * 2)"
+)
+
+_CHECKPOINTED = (
+    "a checkpoint (use_reentrant=False) uses a parameter, and calls no module that has "
+    "parameters: call one in it, with a rule (register_rule), or leave the parameter "
+    "out (params=), or do without the checkpoint"
 )
 
 
@@ -268,15 +275,19 @@ class BackwardPass:
                     hook = functools.partial(come_by, number)
                     placed.callback(edge.node.register_prehook(hook).remove)
             total = self._total()
-            if self.accumulate is None:
-                found = xla_replica.grad(
-                    total,
-                    [edges[number] for number in numbers],
-                    retain_graph=retain_graph,
-                    allow_unused=True,
-                )
-            else:
-                xla_replica.backward(total, retain_graph=retain_graph)
+            try:
+                if self.accumulate is None:
+                    found = xla_replica.grad(
+                        total,
+                        [edges[number] for number in numbers],
+                        retain_graph=retain_graph,
+                        allow_unused=True,
+                    )
+                else:
+                    xla_replica.backward(total, retain_graph=retain_graph)
+            except CheckpointError as error:
+                # This version of torch does not tell that hooks keep what was saved.
+                raise PerSampleError(_CHECKPOINTED) from error
         for number, kept in late.items():
             for gradient, versions in kept:
                 versions.refuse_changes(_EDITED.format(self._calls[number].owner))

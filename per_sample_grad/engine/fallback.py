@@ -23,7 +23,10 @@ def loop(
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     inputs = list(params.values())
     rows = [xla_replica.grad(loss, inputs, **options) for loss in losses.unbind()]
-    return {name: torch.stack(column) for name, column in zip(params, zip(*rows))}
+    return {
+        name: torch.stack([x.to_dense() if x.is_sparse else x for x in column])
+        for name, column in zip(params, zip(*rows))
+    }
 
 
 def raise_uncovered(

@@ -208,6 +208,21 @@ def _settings(node: Node) -> list[tuple[str, object]]:
     ]
 
 
+def is_saved_by_hooks(nodes: Iterable[Node]) -> bool:
+    """Returns whether hooks keep what an operation has saved, where torch tells."""
+    return any(
+        getattr(getattr(node, name), "unpack_hook", None) is not None
+        for node in nodes
+        for name in _raw_names(type(node))
+    )
+
+
+@functools.cache
+def _raw_names(kind: type[Node]) -> tuple[str, ...]:
+    """Returns the attributes that hold a saved tensor as hooks keep it."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
 @functools.cache
 def _setting_names(kind: type[Node]) -> tuple[str, ...]:
     """Returns the saved attributes except tensors, whose hooks reading would run."""

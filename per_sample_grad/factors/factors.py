@@ -91,6 +91,7 @@ class Factors:
         It is not that of the losses: float64 targets make it wider than the model's.
         """
         dtypes = [forms.float_factor(use).dtype for use in self._uses]
+        self._is_mixed = len({*dtypes}) > 1
         return forms.accumulation_dtype(*(dtypes or [self.losses.dtype]))
 
     def __len__(self) -> int:
@@ -176,6 +177,8 @@ class Factors:
                 rows = vectors[name].detach().to(self._dtype)
                 rows = rows if many else rows.unsqueeze(0)
                 count = len(rows)
+                if self._is_mixed:
+                    uses = [forms.cast(use, self._dtype) for use in uses]
                 terms += [algebra.dot(use, rows, self._budget) for use in uses]
             found = self._sum(terms, (len(self), count))
         return found if many else found[:, 0]
@@ -216,6 +219,8 @@ class Factors:
         with self._precision(products=False):
             rows = weights.detach().to(self._dtype) * self._multiplier
             for name, uses in self.merged.items():
+                if self._is_mixed:
+                    uses = [forms.cast(use, self._dtype) for use in uses]
                 for use in uses:
                     algebra.add_weighted_sums_(totals[name], use, rows, self._budget)
 

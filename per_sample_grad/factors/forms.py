@@ -207,6 +207,13 @@ def widened(contribution: Contribution) -> Contribution:
     return dataclasses.replace(contribution, **changed) if changed else contribution
 
 
+def cast(contribution: Contribution, dtype: torch.dtype) -> Contribution:
+    """Returns it with all floats in a dtype."""
+    floats = {n: x for n, x in _tensors(contribution).items() if x.is_floating_point()}
+    changed: Any = {name: tensor.to(dtype) for name, tensor in floats.items()}
+    return dataclasses.replace(contribution, **changed)
+
+
 def multiplied(contribution: Contribution, number: float) -> Contribution:
     """Returns what contributes ``number`` times as much."""
     if number == 1:

@@ -14,6 +14,7 @@ from support.per_sample_grad.gradient_oracle import (
     error,
     flat,
     fold,
+    norms_of,
     oracle,
     rules_kept,
 )
@@ -303,3 +304,28 @@ def test_several_contributions_are_added():
     expected = psg.per_sample_grad_norms(*call)
     psg.register_rule(nn.Linear)(halves)
     torch.testing.assert_close(psg.per_sample_grad_norms(*call), expected)
+
+
+@rules_kept()
+def test_sparse_gradients_are_exact_by_the_loop():
+    del registry.RULES[nn.EmbeddingBag]
+    model = nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2))
+    index = torch.randint(5, (3, 4))
+    recorded, losses = captured(model, fold, index, fallback="loop")
+    found = recorded.norms(losses)
+    model[0].sparse = False
+    truth = norms_of(fold(model, index), model.parameters())
+    torch.testing.assert_close(found, truth)
+
+
+def test_answers_about_layers_of_several_dtypes_are_of_the_widest():
+    narrow = Apply(lambda m, x: m.inner(x.float()).double(), inner=nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 4).double(), narrow)
+    recorded, losses = captured(model, fold, torch.randn(5, 3).double())
+    factors = recorded.backward(losses, retain_graph=True)
+    gradients = torch.autograd.grad(losses.sum(), [*model.parameters()])
+    sums = factors.weighted_sum(torch.ones(5))
+    for found, truth in zip(sums.values(), gradients):
+        torch.testing.assert_close(found, truth.double(), rtol=1e-5, atol=1e-6)
+    dots = factors.dot({n: each.float() for n, each in sums.items()})
+    torch.testing.assert_close(dots, factors.gram().sum(0), rtol=1e-5, atol=1e-6)

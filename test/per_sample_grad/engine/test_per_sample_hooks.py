@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import pytest
 import torch
-from support.per_sample_grad.gradient_oracle import captured, fold, loop
+from support.per_sample_grad.gradient_oracle import captured, fold, loop, norms_of
 from support.per_sample_grad.layer_cases import Apply
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -142,3 +145,16 @@ def test_hooks_leave_no_trace():
                 assert isinstance(item, nn.Module) or not callable(item)
     assert model[0].weight.grad is None
     assert torch.equal(model[2].weight.grad, torch.ones_like(model[2].weight))
+
+
+@pytest.mark.parametrize("fallback", ["error", "loop"])
+def test_a_parameter_in_a_checkpoint_without_a_module_is_exact_or_an_error(fallback):
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        product = functools.partial(torch.matmul, other=m.b.weight)
+        return checkpoint(lambda x: torch.tanh(product(x)), m.a(x), use_reentrant=False)
+
+    model = Apply(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3, bias=False))
+    recorded, losses = captured(model, fold, torch.randn(4, 3), fallback=fallback)
+    truth = norms_of(losses, model.parameters())
+    with contextlib.suppress(psg.PerSampleError):
+        torch.testing.assert_close(recorded.norms(losses), truth)
