@@ -188,3 +188,11 @@ def test_the_study_of_rigl_measures_records_and_draws(tmp_path, capsys):
     with pytest.raises(SystemExit):
         rigl_digits.main(["--steps", "100", "--every", "30"])
     assert "--steps 100 must be a multiple of --every" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tool", "option"), [("models", "models"), ("rigl", "runs")])
+def test_what_is_drawn_is_right_or_refused(tool, option, tmp_path):
+    saved = run(f"drawn_{tool}.py", tmp_path, f"--{option}", "3", draws=False)
+    assert saved["drawn"]
+    assert saved["outcomes"]["right"]
+    assert not saved["outcomes"].get("wrong")
