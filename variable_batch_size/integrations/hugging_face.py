@@ -16,15 +16,24 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_utils import unwrap_peft_model
 
 import variable_batch_size as vbs
 import xla_replica
@@ -61,9 +70,11 @@ class ElasticTrainer(Trainer):
     sampler's place. `train` resumes it on any number of processes. On SIGTERM and
     SIGINT it saves and raises `xla_replica.Stopped`, as `Checkpointer` does.
 
-    A subclass may have its own ``compute_loss``, which returns a mean as in `Trainer`.
-    For a subclass of `Trainer`, such as ``Seq2SeqTrainer``, put this class first among
-    the bases: ``class Mine(ElasticTrainer, Seq2SeqTrainer)``.
+    A subclass may have its own ``compute_loss``, which returns a mean as in `Trainer`:
+    over tokens, with ``num_items_in_batch``, or, where ``loss_is_scaled_for_ga`` is
+    False, over the samples of a minibatch. For a subclass of `Trainer`, such as
+    ``Seq2SeqTrainer``, put this class first among the bases: ``class
+    Mine(ElasticTrainer, Seq2SeqTrainer)``.
 
     Args:
         model, args, *others, **options: As for `Trainer`; ``args.max_steps`` is
@@ -106,6 +117,7 @@ class ElasticTrainer(Trainer):
         args.average_tokens_across_devices = False  # the optimizer does
         args.ignore_data_skip = True  # the sampler is where the run continues
         self.replica, self._run = _replica_of(args), _Run(self)
+        self._reads_count = False  # that of the first minibatch's tokens
         callbacks = [self._run, *(callbacks or ())]
         super().__init__(model, args, *others, callbacks=callbacks, **options)
         self._refuse()
@@ -192,13 +204,15 @@ class ElasticTrainer(Trainer):
         """
         wrapper = nn.parallel.DistributedDataParallel
         refuse(f"{wrapper}: install accelerate 1.15", isinstance(model, wrapper))
-        own, loss, weight = type(self).compute_loss, 0.0, 0
+        own, loss, weight = self._checked_loss(), 0.0, 0
+        over_tokens = self.loss_is_scaled_for_ga is not False
         # Shadows the method, which a subclass may have overridden and returns a mean.
         self.__dict__["compute_loss"] = lambda *a, **b: own(self, *a, **b) * weight
         try:
             for minibatch in inputs:
                 _, num = self.get_batch_samples(iter([minibatch]), 1, self.args.device)
-                weight = self.sampler.minibatch_size if num is None else num
+                is_counted = num is not None and over_tokens
+                weight = num if is_counted else self.sampler.minibatch_size
                 num = None if num is None else num.clamp(min=1)  # of no token: zero
                 loss = loss + super().training_step(model, minibatch, num)
                 self.current_flos += self.floating_point_ops(minibatch)
@@ -210,6 +224,31 @@ class ElasticTrainer(Trainer):
             self.optimizer.join_step()
         total = torch.as_tensor(self._update.weight)
         return loss * self.replica.num_replicas / total.clamp(min=1).reshape(())
+
+    def _checked_loss(self) -> Callable[..., torch.Tensor]:
+        """Returns ``compute_loss``; what it returns is a mean over known weights.
+
+        A loss that is the user's must once read the count that it is weighted by, or
+        say what it is.
+        """
+        cls, own = type(self), type(self).compute_loss
+        is_own = own is not Trainer.compute_loss or self.compute_loss_func is not None
+        is_own |= not isinstance(unwrap_peft_model(self.model), PreTrainedModel)
+        if self._reads_count or not is_own or self.loss_is_scaled_for_ga is not None:
+            return own
+
+        def checked(*given: Any, num_items_in_batch: Any, **named: Any) -> torch.Tensor:
+            with _Reads(num_items_in_batch) as reads:
+                loss = own(*given, num_items_in_batch=num_items_in_batch, **named)
+            self._reads_count = reads.any or num_items_in_batch is None
+            refuse(
+                f"a loss of {cls.__name__} that does not use num_items_in_batch: set "
+                "loss_is_scaled_for_ga = False if it is the mean over a minibatch's "
+                "samples, or True if over its tokens", not self._reads_count,
+            )  # fmt: skip
+            return loss
+
+        return checked
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """Logs as the trainer does, and the step's batch size and learning rate."""
@@ -237,6 +276,21 @@ class ElasticTrainer(Trainer):
                 TrainerState.load_from_json(str(file))
                 found = str(file.parent)
         return self.replica.all_gather_object(found)[0]
+
+
+class _Reads(TorchFunctionMode):
+    """Sees whether a function of torch reads a tensor, also in a compiled model."""
+
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        super().__init__()
+        self.tensor, self.any = tensor, False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.any |= any(each is self.tensor for each in tree_leaves((args, kwargs)))
+        return function(*args, **kwargs)
 
 
 class _Run(steps.Steps, TrainerCallback):

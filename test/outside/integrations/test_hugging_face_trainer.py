@@ -41,8 +41,9 @@ def check(outcomes: list[dict[str, Any]], kind: str | None = None) -> None:
     measured = []
 
     def loss_of(model, tokens, labels):
-        logits = model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
-        loss = F.cross_entropy(logits, labels[:, 1:].flatten())
+        logits = model(input_ids=tokens).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss = runs.over_sequences(logits, labels) if kind == "sequences" else loss
         loss = loss + (runs.penalty(model) if kind == "term" else 0)
         gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -74,7 +75,8 @@ def check(outcomes: list[dict[str, Any]], kind: str | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_processes", "kind"), [(1, None), (3, None), (1, "own"), (2, "term")]
+    ("num_processes", "kind"),
+    [(1, None), (3, None), (1, "own"), (2, "term"), (2, "sequences")],
 )
 def test_a_language_model_is_that_of_a_plain_loop_over_tokens(
     tmp_path, num_processes, kind
@@ -96,6 +98,33 @@ def test_killed_and_asked_to_stop_it_goes_on_with_other_numbers_of_processes(tmp
     outcome = runs.run(0, folder, dataloader_num_workers=1)
     assert outcome["seen"][0][0] in (5, 6)
     check([outcome])
+
+
+def test_a_loss_that_does_not_read_the_count_says_what_it_is_a_mean_over(tmp_path):
+    """Also a function, and that of a module that is not of the library."""
+
+    def function(outputs, labels, num_items_in_batch):
+        return runs.over_sequences(outputs.logits, labels)
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = runs.language_model()
+
+        def forward(self, input_ids, labels, **options):
+            return {"loss": self.inner(input_ids, labels=labels).loss}
+
+    trainers = [
+        runs.trainer_of(tmp_path, runs.with_own_loss("unsaid")),
+        runs.trainer_of(tmp_path, compute_loss_func=function),
+        runs.trainer_of(tmp_path, model=Module()),
+    ]
+    for trainer in trainers:
+        with pytest.raises(ValueError, match="set loss_is_scaled_for_ga = False if"):
+            trainer.train()
+    told = runs.trainer_of(tmp_path, max_steps=2, compute_loss_func=function)
+    told.loss_is_scaled_for_ga = False
+    told.train()
 
 
 REFUSED = {

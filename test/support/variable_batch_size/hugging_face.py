@@ -53,9 +53,16 @@ def penalty(model: nn.Module) -> torch.Tensor:
     return 0.1 * sum((1 - each).square().sum() for each in model.parameters())
 
 
+def over_sequences(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Returns a mean over sequences, each of which adds its tokens up."""
+    losses = F.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+    return losses.sum(1).mean()
+
+
 def with_own_loss(kind: str | None, *others: type) -> type:
     """Returns `ElasticTrainer`, or a subclass as users write it: with a loss of its own
-    (``"own"``), or with a term added to the trainer's (``"term"``).
+    (``"own"``), which may be a mean over sequences (``"sequences"``) and not say so
+    (``"unsaid"``), or with a term added to the trainer's (``"term"``).
     """
     from variable_batch_size.integrations.hugging_face import ElasticTrainer
 
@@ -70,12 +77,21 @@ def with_own_loss(kind: str | None, *others: type) -> type:
             loss = super().compute_loss(model, inputs, *given, **options)
             return loss + penalty(model)
 
-    return {None: ElasticTrainer, "own": Own, "term": Term}[kind]
+    class Unsaid(ElasticTrainer, *others):
+        def compute_loss(self, model, inputs, **options):
+            return over_sequences(model(inputs["input_ids"]).logits, inputs["labels"])
+
+    class Sequences(Unsaid):
+        loss_is_scaled_for_ga = False
+
+    kinds = {None: ElasticTrainer, "own": Own, "term": Term, "unsaid": Unsaid}
+    return {**kinds, "sequences": Sequences}[kind]
 
 
 def trainer_of(
-    folder: Any, cls: Any = None, callbacks: Any = None, on_end="cycle", **changes: Any
-) -> Any:
+    folder: Any, cls: Any = None, callbacks: Any = None, on_end="cycle", model=None,
+    compute_loss_func=None, **changes: Any,
+) -> Any:  # fmt: skip
     """Returns an elastic trainer; ``changes`` are of the training arguments."""
     from transformers import Seq2SeqTrainingArguments
 
@@ -84,14 +100,14 @@ def trainer_of(
         "num_train_epochs": 2, "max_grad_norm": TEXTS.max_grad_norm, "save_steps": 2,
         "report_to": [], "disable_tqdm": True,
     }  # fmt: skip
-    model = language_model()
+    model = model or language_model()
     optimizer = OPTIMIZERS[TEXTS.optimizer](model.parameters(), TEXTS.lr)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)
     return (cls or with_own_loss(None))(
         model, Seq2SeqTrainingArguments(str(folder), **settings | changes),
         train_dataset=texts(), eval_dataset=texts()[:10], optimizers=(optimizer, decay),
-        callbacks=callbacks, trace=TEXTS.trace, rule=TEXTS.rule,
-        ref_batchsize=TEXTS.ref_batchsize, on_end=on_end,
+        callbacks=callbacks, compute_loss_func=compute_loss_func, trace=TEXTS.trace,
+        rule=TEXTS.rule, ref_batchsize=TEXTS.ref_batchsize, on_end=on_end,
     )  # fmt: skip
 
 
