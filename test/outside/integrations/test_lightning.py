@@ -380,6 +380,50 @@ def test_two_processes_meet_between_updates_alone(tmp_path):
     assert "fully_shard: write a loop" in first["said"]
 
 
+class Thaws(lightning.callbacks.BaseFinetuning):
+    """Freezes statistics, too, and unfreezes before the second epoch."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.backbone, train_bn=False)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.25)
+
+
+class Tuned(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2, affine=True)
+        self.backbone = torch.nn.Sequential(*layers)
+
+    def training_step(self, batch, batch_idx):
+        return self.weight + self.backbone(batch.float()[:, None]).square().mean()
+
+    def configure_optimizers(self):
+        trained = [each for each in self.parameters() if each.requires_grad]
+        return torch.optim.SGD(trained, 0.01, momentum=0.5)
+
+
+@pytest.mark.parametrize("saved_after", [1, 2])  # before and after unfreezing
+@pytest.mark.parametrize(
+    "callback", [Thaws, partial(lightning.callbacks.BackboneFinetuning, 1)]
+)
+def test_what_a_callback_has_unfrozen_trains_on_in_a_resumed_run(
+    tmp_path, callback, saved_after
+):
+    saves = lightning.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    options = {"trace": [4, 12, 8] * 3, "enable_checkpointing": True, "max_epochs": 3}
+    small_fit(whole := Tuned(), callbacks=[callback(), saves], **options)
+    ckpt = tmp_path / f"epoch={saved_after - 1}.ckpt"
+    small_fit(resumed := Tuned(), ckpt=ckpt, callbacks=[callback()], **options)
+    assert not torch.equal(whole.backbone[0].weight, Tuned().backbone[0].weight)
+    expected = whole.state_dict()
+    for name, value in resumed.state_dict().items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
 # --- what a trace cannot carry -------------------------------------------------------
 
 
