@@ -324,6 +324,8 @@ class Checkpointer:
             "optimizer": self._optimizer.state_dict(),
             "parts": {n: p.state_dict() for n, p in self._parts.items()},
         }
+        for name, part in state["parts"].items():
+            files.check_tensors(f"the state of {name}", part)
         # NumPy's numbers would not be loaded again.
         loadable: dict[str, Any] = without_numpy(state)
         return loadable

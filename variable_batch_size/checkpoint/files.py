@@ -25,7 +25,7 @@ import torch
 from variable_batch_size.checkpoint import shards
 from xla_replica.common.differences import check_same
 from xla_replica.common.files import sha256, write_whole
-from xla_replica.common.trees import map_tensors, without_numpy
+from xla_replica.common.trees import map_tensors, named_tensors, without_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -213,14 +213,31 @@ def _delete(files: Iterable[SavedFile]) -> None:
             file.path.unlink(missing_ok=True)
 
 
+def check_tensors(what: str, state: Any) -> None:
+    """Raises TypeError if a state holds itself, or a tensor without content."""
+    try:
+        hollow = [name for name, tensor in named_tensors(state) if tensor.is_meta]
+    except RecursionError:
+        raise TypeError(
+            f"{what} contains itself: save what it refers to by a name or a number"
+        ) from None
+    if hollow:
+        raise TypeError(
+            f"{what} has tensors on the device 'meta', such as {hollow[0]!r}, which "
+            "have no content: give them some with to_empty() or load_state_dict(), or "
+            "leave them out"
+        )
+
+
 def check_loadable(what: str, state: Any) -> None:
     """Raises TypeError if a state has values that `parse` would not let pass."""
     buffer, usual = io.BytesIO(), (torch.Tensor, torch.nn.Parameter)
-    torch.save(map_tensors(state, lambda t: None if type(t) in usual else t), buffer)
-    buffer.seek(0)
+    plain = map_tensors(state, lambda t: None if type(t) in usual else t)
     try:
+        torch.save(plain, buffer)
+        buffer.seek(0)
         parse(buffer)
-    except CheckpointError as error:
+    except (CheckpointError, pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"{what} has values that torch.load(weights_only=True) refuses; states may "
             f"hold tensors, numbers, texts, lists and dicts: {error}"

@@ -44,14 +44,29 @@ def test_another_run_is_refused_and_nothing_is_touched(options, message, tmp_pat
     assert not other.optimizer.inner.state
 
 
-@pytest.mark.parametrize("num_before", [0, 1])
-def test_a_state_that_would_not_load_is_an_error_when_it_is_saved(num_before, tmp_path):
+CYCLE: list[object] = [1]
+CYCLE.append({"itself": CYCLE})
+
+
+@pytest.mark.parametrize(
+    ("num_before", "value", "says"),
+    [
+        (0, Path("/somewhere"), "weights_only"),
+        (1, Path("/somewhere"), "weights_only"),
+        (1, [lambda: 1], "weights_only.*lambda"),
+        (1, CYCLE, "contains itself"),
+        (1, [torch.ones(2, device="meta")], r"device 'meta', such as 'value\.0'"),
+    ],
+)
+def test_a_state_that_would_not_load_is_an_error_when_it_is_saved(
+    num_before, value, says, tmp_path
+):
     parts = {"safe": Part({1}), "unsafe": Part()}
     training = Training(tmp_path, parts=parts)
     for _ in range(num_before):
         training.checkpointer.save()
-    parts["unsafe"].value = Path("/somewhere")
-    with pytest.raises(TypeError, match=r"the state of unsafe has .*weights_only"):
+    parts["unsafe"].value = value
+    with pytest.raises(TypeError, match=rf"the state of unsafe .*{says}"):
         training.checkpointer.save()
     assert len(files.saved_files(tmp_path)) == num_before
 
