@@ -16,6 +16,7 @@ class Columns:
 
     Args:
         source: A path, or a file that is open for reading.
+        header: See `read_table`.
 
     Attributes:
         name: What errors call the file.
@@ -25,8 +26,8 @@ class Columns:
         TraceError: See `read_table`.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._table = read_table(source)
+    def __init__(self, source: Source, header: Collection[str] = ()) -> None:
+        self._table = read_table(source, header)
         self.name, self.header = self._table.name, self._table.header
         self._found: dict[str, tuple[str, np.ndarray]] = {}  # header and numbers
 

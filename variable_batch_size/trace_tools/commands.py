@@ -150,7 +150,8 @@ def run_convert(
     """Turns a log of devices into a trace.
 
     The log is a CSV file with the columns Time (seconds, such as Unix times) and
-    TPU_cores or GPUs. Its rows may be irregular, and zeros are pauses. Without a step
+    TPU_cores or GPUs, two columns of numbers without a header, or SkyPilot's JSON of
+    available instances. Rows may be irregular, and zeros are pauses. Without a step
     time every row with devices is one step. With one, steps follow each other as long
     as there are devices; a step during which some are lost is run again. The trace also
     has the columns devices and start_seconds.
@@ -163,7 +164,7 @@ def run_convert(
           --seconds-per-update 0.1 --seconds-per-substep 0.4 --out trace.csv
 
     Args:
-        log: The CSV file of the log.
+        log: The file of the log.
         out: The CSV file to write.
         time_column: Default: Time, time or timestamp.
         device_column: Default: TPU_cores, GPUs, devices or replicas.

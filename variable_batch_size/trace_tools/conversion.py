@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
+import logging
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from variable_batch_size.trace_tools.columns import Columns
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
-from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, Source, TraceError
+from variable_batch_size.traces.trace_csv import (
+    COLUMN,
+    STEP_COLUMN,
+    Source,
+    TraceError,
+    read_text,
+)
 from xla_replica.common.arguments import check_integer, check_number
 from xla_replica.common.later import pd
+
+logger = logging.getLogger(__name__)
 
 TIME_COLUMNS = ("Time", "time", "timestamp")
 DEVICE_COLUMNS = ("TPU_cores", "GPUs", "devices", "replicas")
 # A Unix time in seconds is below it for 3000 years; one in milliseconds was in 1973.
 MOST_SECONDS = 1e11
+_HEADLESS = re.compile(r"\s*[0-9.eE+-]+[ \t]*,[ \t]*[0-9.]+[ \t]*(\n|$)")
 # From the number of devices, at least 1, to the global batch size in samples.
 BatchSize = Callable[[int], int]
 # From the global batch size and the number of devices to the seconds of a step.
@@ -64,7 +77,11 @@ class Availability:
 def read_availability(
     source: Source, time: str | None = None, devices: str | None = None
 ) -> Availability:
-    """Returns the log of a CSV file, with irregular rows and zeros for pauses.
+    """Returns the log of a file, with irregular rows and zeros for pauses.
+
+    Of rows with one time the last one holds, with a warning. Two columns of numbers
+    without a header are times and devices. A file of JSON is one of SkyPilot's spot
+    traces: the number of available instances, every ``gap_seconds``.
 
     Args:
         source: The file.
@@ -74,19 +91,44 @@ def read_availability(
             `DEVICE_COLUMNS`.
 
     Raises:
-        TraceError: A column is missing; or a time is not above the one before, or a
+        TraceError: A column is missing; or a time is below the one before, or a
             number of devices is not an integer >= 0. It names the line.
     """
-    table = Columns(source)
+    name, text = read_text(source)
+    is_json = text.lstrip().startswith("{")
+    file = io.StringIO(_rows_of_ticks(name, text) if is_json else text)
+    file.name = name
+    has_header = not is_json and (time or devices or not _HEADLESS.match(text))
+    table = Columns(file, () if has_header else ("Time", "devices"))
     times = table.numbers("times", TIME_COLUMNS if time is None else (time,))
     counts = table.numbers("devices", DEVICE_COLUMNS if devices is None else (devices,))
     table.refuse("times", times > MOST_SECONDS, "must be in seconds, not milliseconds")
-    table.check_increasing("times", "must be later than the row before")
+    gaps = np.diff(times, append=np.inf)
+    table.refuse("times", np.roll(gaps, 1) < 0, "must not be before the row above")
     table.refuse("devices", counts < 0, "must be >= 0; 0 means paused")
     table.refuse("devices", counts != np.floor(counts), "is not an integer")
-    if not counts.any():
+    if not counts[gaps > 0].any():
         raise TraceError(f"{table.name}: no row has a device, so no step can run")
-    return Availability(times, counts.astype(np.int64))
+    if again := times[gaps == 0].tolist():
+        logger.warning(
+            f"{name}: the last of the rows of one time holds; left out because of a "
+            f"later one: {len(again)}, the first at {again[0]:.16g}"
+        )
+    return Availability(times[gaps > 0], counts[gaps > 0].astype(np.int64))
+
+
+def _rows_of_ticks(name: str, text: str) -> str:
+    """Returns the CSV text of a file of JSON with a number at every tick."""
+    try:
+        found = json.loads(text)
+        gap, counts = found["metadata"]["gap_seconds"], [*found["data"], 0]
+        check_number("gap_seconds", gap, above=0)
+    except (ValueError, TypeError, KeyError) as error:
+        raise TraceError(
+            f"{name}: no CSV file, and not JSON such as "
+            f'{{"metadata": {{"gap_seconds": 300}}, "data": [4, 3, 0]}}: {error!r}'
+        ) from error
+    return "\n".join(f"{tick * gap},{count}" for tick, count in enumerate(counts))
 
 
 def proportional(*, samples_per_device: int) -> BatchSize:

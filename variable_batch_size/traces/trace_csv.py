@@ -7,6 +7,7 @@ import csv
 import io
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
@@ -42,11 +43,10 @@ class Table(NamedTuple):
     lines: list[int]
 
 
-def read_table(source: Source) -> Table:
-    """Returns the cells of a CSV file, a path or a file that is open for reading.
+def read_text(source: Source) -> tuple[str, str]:
+    """Returns what errors call a file, a path or open for reading, and its text.
 
-    Raises TraceError if it is not UTF-8 or CSV text, is empty, or has a row with more
-    cells than there are columns.
+    Lines end in a newline alone. Raises TraceError if it is not UTF-8 text.
     """
     given: Any = source
     is_path = isinstance(source, (str, os.PathLike))
@@ -58,7 +58,21 @@ def read_table(source: Source) -> Table:
     except UnicodeDecodeError as error:
         raise TraceError(f"{name}: not UTF-8 text ({error})") from error
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    header: list[str] = []
+    return str(name), text
+
+
+def read_table(source: Source, header: Collection[str] = ()) -> Table:
+    """Returns the cells of a CSV file, a path or a file that is open for reading.
+
+    Args:
+        source: The file.
+        header: The names of its columns, if its first row does not have them.
+
+    Raises TraceError if it is not UTF-8 or CSV text, is empty, or has a row with more
+    cells than there are columns.
+    """
+    name, text = read_text(source)
+    header = [*header]
     rows, lines = [], []
     reader = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
     line = 1
@@ -81,7 +95,7 @@ def read_table(source: Source) -> Table:
     if not header:
         raise TraceError(f"{name}: no steps; the file is empty")
     columns = [[row[index] for row in rows] for index in range(len(header))]
-    return Table(str(name), header, columns, lines)
+    return Table(name, header, columns, lines)
 
 
 def check_header(columns: list[str], name: str) -> str | None:
