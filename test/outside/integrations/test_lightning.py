@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support.documents import block
+from support.documents import ROOT, block
 from support.outside import package
+from support.scripts import python, written
 from support.variable_batch_size import elastic
 from support.variable_batch_size.resuming import loss_of
 from support.xla_replica.replicas import Backend
+from support.xla_replica.torchrun import LAUNCHER
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -257,10 +260,34 @@ def test_the_page_shows_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trace.csv").write_text("step,batchsize\n" + "0,32\n1,64\n" * 20)
     names = {"vbs": vbs, "DataLoader": DataLoader, "module": (module := Small())}
-    names |= {"dataset": range(256), "validation_loader": None}
+    names |= {"dataset": range(256), "validation_loader": None, "__name__": "__main__"}
     exec(block("docs/trainers.md", "python", "L.Trainer("), names)
     assert module.weight < 0
     assert [*tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt")]
+
+
+PRELUDE = """
+import os
+from test_lightning import DataLoader, Small, vbs
+
+os.chdir(os.path.dirname(os.path.abspath(__file__)))
+dataset, validation_loader, module = range(256), None, Small()
+"""
+WRITES = """
+    os.write(1, f"WEIGHT {module.weight.item()}\\n".encode())
+"""
+
+
+def test_the_page_s_script_runs_under_torchrun(tmp_path):
+    (tmp_path / "trace.csv").write_text("step,batchsize\n" + "0,32\n1,64\n" * 20)
+    code = PRELUDE + block("docs/trainers.md", "python", "L.Trainer(") + WRITES
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "test", Path(__file__).parent]))
+    script = written(tmp_path, code)
+    done = python(script, command=LAUNCHER, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    first, second = re.findall("WEIGHT (.*)", done.stdout)
+    assert first == second
+    assert float(first) < 0
 
 
 class Weighted(Small):
