@@ -17,7 +17,12 @@ from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.runs.run_file import installed_version
 from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Unit
-from variable_batch_size.step.buffers import average_buffers
+from variable_batch_size.step.buffers import (
+    average_buffers,
+    follow,
+    guess,
+    no_starts,
+)
 from variable_batch_size.step.elastic_state import ElasticState
 from variable_batch_size.step.exact import ExactModel
 from variable_batch_size.step.live_run import LiveRun, State
@@ -178,6 +183,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._loop = UpdateLoop(self._context, self)
         sampler.add_loop(self._loop, optimizer.param_groups[0]["params"][0])
         self._saved = ElasticState(self._context, self._loop)
+        self._starts = no_starts()
 
     def _meter(
         self, noise: NoiseOptions | bool, scalars: DeviceScalars
@@ -375,11 +381,12 @@ class ElasticOptimizer(OptimizerProxy):
         checks.check_groups(self._settings, groups, schedule, self.replica)
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Makes the model's floating-point buffers equal on all replicas.
+        """Makes the model's buffers equal on all replicas.
 
         Each replica weighs as many samples as it has seen since the last call. Call it
         on every replica before evaluation and before a checkpoint: BatchNorm's running
-        statistics drift apart. It costs two sums over the buffers. See
+        statistics drift apart. It costs two sums over the buffers. Integer buffers get
+        what every replica has added since the last call, or since `follow_buffers`. See
         `variable_batch_size.step.buffers` for what it cannot restore.
 
         Raises:
@@ -389,8 +396,23 @@ class ElasticOptimizer(OptimizerProxy):
         self._loop.check_agreement()
         if self.replica.is_live:  # exact sums keep them equal
             return
-        average_buffers(model, self._loop.num_seen, self.replica)
+        if self._context.exact is None:  # else counts have all replicas' already
+            guess(model, self._loop.num_seen, self._starts)
+        average_buffers(model, self._loop.num_seen, self.replica, self._starts)
         self._loop.num_seen = 0
+
+    def follow_buffers(self, model: nn.Module) -> None:
+        """Tells that the model's integer buffers are equal on all replicas now.
+
+        `epochs`, `Checkpointer` and the trainers' adapters call it; in a loop of your
+        own call it before training if forward passes change integer buffers other
+        than BatchNorm's. Does nothing between a minibatch and `average_buffers`.
+        """
+        is_needed = self._context.exact is None and self.replica.num_replicas > 1
+        if is_needed and self._loop.num_seen == 0:
+            self.replica.sync()
+            follow(model, self._starts)
+            self.replica.sync()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""

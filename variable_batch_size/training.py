@@ -165,6 +165,7 @@ def epochs(
         if not checkpoint.has_loaded:
             checkpoint.load()
         optimizer.attach(checkpoint)
+    optimizer.follow_buffers(model)
     last = _last_epoch(optimizer, num_epochs)
     _BEGUN.add(optimizer)
     return _run(optimizer, loader, last, model, checkpoint, log, progress)

@@ -316,6 +316,7 @@ class _Run(steps.Steps, TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         listen()
+        self._trainer.optimizer.follow_buffers(self._trainer.model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         epoch, step = self.batches.cursor

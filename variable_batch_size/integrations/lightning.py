@@ -249,6 +249,9 @@ class _EqualBuffers(Callback):
     def on_validation_start(self, trainer: Any, module: Any, *_: Any) -> None:
         trainer.strategy.optimizer.average_buffers(module)
 
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.optimizer.follow_buffers(module)
+
     on_save_checkpoint = on_validation_start  # the checkpoint has the same tensors
 
 

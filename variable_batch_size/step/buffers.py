@@ -1,4 +1,4 @@
-"""Makes a model's floating-point buffers equal on all replicas.
+"""Makes a model's buffers equal on all replicas.
 
 Replicas see different minibatches and different numbers of them, so BatchNorm's
 running statistics drift apart although the weights stay equal. The average here is
@@ -9,39 +9,101 @@ step of n minibatches is not the same function as one large batch. The running m
 the same expectation as in a large-batch run; the running variance too, because each
 minibatch's is unbiased; but a large-batch run moves them once a step, and here a
 replica moves them once a minibatch, so their averaging window is shorter.
+
+Integer buffers that a forward pass changes are counts, such as BatchNorm's of
+minibatches. Where their values are known from when replicas were last equal, all become
+that value and what every replica has added to it since. With ``momentum=None``
+BatchNorm's statistics are means over that count, so they are joined as its sums.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, MutableMapping
+
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from variable_batch_size.device_scalars import dtype_for
 from xla_replica import Replica
 
+# Buffers, and their values when they were equal on all replicas.
+Starts = MutableMapping[torch.Tensor, torch.Tensor]
 
-def average_buffers(model: nn.Module, num_samples: float, replica: Replica) -> None:
+
+def no_starts() -> Starts:
+    """Returns an empty mapping, which keeps no buffer alive."""
+    starts: Starts = WeakTensorKeyDictionary()
+    return starts
+
+
+def follow(model: nn.Module, starts: Starts) -> None:
+    """Keeps the values of the model's counts, which are equal on all replicas now."""
+    for buffer in (*_counts(model), *(b for b, _ in _means(model))):
+        starts[buffer] = buffer.detach().clone()
+
+
+def guess(model: nn.Module, num_minibatches: int, starts: Starts) -> None:
+    """Keeps BatchNorm's counts of before so many minibatches, if nobody has."""
+    for layer in model.modules():
+        count = getattr(layer, "num_batches_tracked", None)
+        if isinstance(layer, _NormBase) and count is not None and layer.training:
+            starts.setdefault(count, count.detach() - num_minibatches)
+
+
+def _counts(model: nn.Module) -> list[torch.Tensor]:
+    """Returns the integer buffers."""
+    others = (torch.bool, torch.uint8)  # masks, states of random generators
+    return [
+        b
+        for b in model.buffers()
+        if not (b.is_floating_point() or b.is_complex() or b.dtype in others)
+    ]
+
+
+def _means(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields statistics that are means over minibatches, each with their number."""
+    for layer in model.modules():
+        if isinstance(layer, _NormBase) and layer.momentum is None:
+            count, found = layer.num_batches_tracked, list(layer._buffers.values())[:2]
+            yield from (
+                (b, count) for b in found if b is not None and count is not None
+            )
+
+
+def average_buffers(
+    model: nn.Module, num_samples: float, replica: Replica, starts: Starts | None = None
+) -> None:
     """Replaces each floating-point buffer by its weighted mean over replicas.
 
     Collective. A buffer that is equal on all replicas, such as a table of constants,
     stays exactly as it is. With no samples on any replica, buffers become those of
-    replica 0. Integer buffers stay as they are.
+    replica 0. Integer buffers without a start stay as they are.
 
     Args:
         model: Its buffers, of any floating-point dtype, are changed in place.
         num_samples: The weight of this replica's buffers; with 0 they do not count,
             whatever they hold.
         replica: The replica that the caller runs in.
+        starts: Values of counts when they were equal; see `follow`.
     """
+    starts = no_starts() if starts is None else starts
+    counts = [b for b in _counts(model) if b in starts and b.numel()]
+    means = [(b, n) for b, n in _means(model) if b in starts and n in starts]
+    joined = {id(b) for b, _ in means}
     buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
-    if not buffers or replica.num_replicas == 1:
+    buffers = [b for b in buffers if id(b) not in joined]
+    if not (buffers or counts) or replica.num_replicas == 1:
         return
     replica.sync()  # what this replica has pending must not enter the common graph
     with torch.no_grad():
         weight, is_base, total = _weights(num_samples, replica)
         values = [buffer.detach().to(dtype_for([buffer])) for buffer in buffers]
         bases = [torch.where(is_base, v, torch.zeros_like(v)) for v in values]
-        replica.all_reduce_(bases)  # zeros from all others
+        if bases:
+            replica.all_reduce_(bases)  # zeros from all others
         # Deviations from one of them, not values: equal buffers stay bit for bit, also
         # where they are infinite, as a mask may be.
         deviations = [
@@ -49,10 +111,39 @@ def average_buffers(model: nn.Module, num_samples: float, replica: Replica) -> N
             * weight
             for v, base in zip(values, bases)
         ]
-        replica.all_reduce_(deviations)
+        # Counts ride in the same sum, in pieces of which it is exact.
+        num_bits = 23 - (replica.num_replicas - 1).bit_length()
+        added = [(b.long() - starts[b].long()) * (weight > 0) for b in counts]
+        pieces = [_pieces(each, num_bits) for each in added]
+        sums = [
+            torch.where(weight > 0, _sum(b, n) - _sum(starts[b], starts[n]), 0.0)
+            for b, n in means
+        ]
+        replica.all_reduce_([*deviations, *itertools.chain(*pieces), *sums])
         for buffer, base, deviation in zip(buffers, bases, deviations):
             buffer.copy_(base + deviation / total)
+        for count, own in zip(counts, pieces):
+            moved = [each.long() << (n * num_bits) for n, each in enumerate(own)]
+            count.copy_(starts[count] + sum(moved))
+        for (buffer, count), each in zip(means, sums):
+            mean = (_sum(starts[buffer], starts[count]) + each) / count.clamp(min=1)
+            buffer.copy_(torch.where(count > starts[count], mean, starts[buffer]))
+        follow(model, starts)
     replica.sync()
+
+
+def _sum(mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    return mean.detach().to(dtype_for([mean])) * count
+
+
+def _pieces(number: torch.Tensor, num_bits: int) -> list[torch.Tensor]:
+    """Returns so many bits each of int64 numbers, as floats; the last has the sign."""
+    found = []
+    for _ in range(0, 64 - num_bits, num_bits):
+        piece = number & (2**num_bits - 1)
+        number = (number - piece) >> num_bits  # exact: XLA rounds what is odd to zero
+        found.append(piece.float())
+    return [*found, number.float()]
 
 
 def _weights(

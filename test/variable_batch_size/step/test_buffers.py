@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training, batches
-from support.xla_replica.replicas import SEVERAL_REPLICAS
+from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend
 from torch import nn
 
 import variable_batch_size as vbs
@@ -81,3 +81,62 @@ def test_batchnorm_statistics_are_those_of_a_large_batch_run(backend):
         oracle(INPUTS[rows])
     expected = torch.stack([oracle.running_mean, oracle.running_var])
     torch.testing.assert_close(averaged[0], expected, rtol=0.08, atol=0.0)
+
+
+class Counting(nn.Module):
+    """Counts minibatches, samples and large numbers; its means are over minibatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(2, momentum=None), nn.Linear(2, 1)
+        self.register_buffer("samples", torch.tensor(5, dtype=torch.int32))
+        self.register_buffer("large", torch.tensor([2**62, -(2**40)]))
+        self.register_buffer("table", torch.tensor([2**62 + 1, -7]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.samples += len(x)
+        self.large += torch.tensor([2**33 + 1, -(2**33) - 1], device=x.device)
+        return self.last(self.norm(x))
+
+
+def counted(rank: int, folder: str | None, last: int, by_hand: bool = False):
+    replica = xla_replica.current()
+    with replica.seeded(0):
+        model = Counting()
+    model.to(replica.device)
+    data = torch.utils.data.TensorDataset(INPUTS[:96])
+    sampler = vbs.CustomSampler(
+        data, [8, 16, 4, 4, 12], minibatch_size=4, on_end="cycle"
+    )
+    inner = torch.optim.SGD(model.parameters(), 0.0)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
+    if by_hand:
+        epochs = range(last)
+    else:
+        options = {"every_updates": 3, "progress": False, "checkpoint": folder}
+        epochs = vbs.epochs(optimizer, loader, last, model=model, **options)
+    for epoch in epochs:
+        if by_hand:
+            sampler.set_epoch(epoch)
+            optimizer.set_epoch(epoch)
+        for (x,) in replica.loader(loader) if by_hand else epoch:
+            model(x).mean().backward()
+            optimizer.step()
+        if by_hand:
+            optimizer.average_buffers(model)
+    return dict(zip(model.state_dict(), replica.fetch([*model.state_dict().values()])))
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_counts_are_those_of_all_replicas_also_of_a_resumed_run(backend, tmp_path):
+    alone = Backend(backend.device, 1)  # weights do not move; XLA's variance is biased
+    [expected] = alone.run(counted, None, 3, True)
+    for first in (alone, backend):
+        folder = str(tmp_path / str(first.num_replicas))
+        first.run(counted, folder, 1)
+        for state in (backend if first is alone else alone).run(counted, folder, 3):
+            torch.testing.assert_close(state, expected)
+    for state in backend.run(counted, None, 3, True):  # which is not told of the model
+        name = "norm.num_batches_tracked"
+        assert state[name] == expected[name]
