@@ -87,6 +87,7 @@ def _in_options(message: str, options: Mapping[str, Any]) -> str:
         message = re.sub(rf"\b(?<!-){name}=True\b", option, message)
         message = re.sub(rf"\b(?<!-){name}='(\S+)'", rf"{option} \1", message)
         message = re.sub(rf"\b(?<!-){name}=(?=\S)", f"{option} ", message)
+        message = re.sub(rf"\A{name} must\b", f"{option} must", message)
         if "_" in name:
             message = re.sub(rf"\b{name}\b", option, message)
     return message

@@ -317,16 +317,17 @@ class Checkpointer:
 
     def _snapshot(self) -> dict[str, Any]:
         """Returns the state without random numbers, tensors where they are."""
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        for name, part in parts.items():
+            files.check_tensors(f"the state of {name}", part)
         state = {
             "version": VERSION,
             "num_updates": self.num_updates,
             "best": self.best_metric,
             "settings": self._settings,
             "optimizer": self._optimizer.state_dict(),
-            "parts": {n: p.state_dict() for n, p in self._parts.items()},
+            "parts": parts,
         }
-        for name, part in state["parts"].items():
-            files.check_tensors(f"the state of {name}", part)
         # NumPy's numbers would not be loaded again.
         loadable: dict[str, Any] = without_numpy(state)
         return loadable

@@ -323,7 +323,8 @@ def _epochs(schedule: Schedule, num_epochs: int | None) -> range:
         if num > schedule.num_epochs:
             raise ValueError(
                 f"{schedule.trace.name} ends in epoch {schedule.num_epochs}, counted "
-                f"from 1, and num_epochs={num}: add rows, or on_end='hold' or 'cycle'"
+                f"from 1, and num_epochs={num}: add rows, or pass on_end='hold' or "
+                "on_end='cycle'"
             )
         return range(num)
     if schedule.num_epochs == float("inf"):
