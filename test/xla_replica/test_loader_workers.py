@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -9,10 +11,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.xla_replica.replicas import SEVERAL_REPLICAS, TPU_LIKE
 from torch.utils.data import DataLoader
 
 import xla_replica
-from xla_replica import stopping
+from xla_replica import LocalReplica, stopping
+from xla_replica.device.loader import _warn_of_slow_workers
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX")
 
@@ -64,3 +68,41 @@ def test_workers_block_the_signals_that_are_caught(catches, request):
     caught = {signal.SIGUSR1, signal.SIGTERM}
     assert {*blocked} & caught == (caught if catches else set())
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def loads(rank: int) -> tuple[str, list[int]]:
+    """Forked workers need nothing that can be pickled."""
+    method = multiprocessing.get_start_method()
+    loader = DataLoader([1, 2], collate_fn=lambda batch: batch[0], num_workers=1)
+    return method, [*loader] if method == "fork" else []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are spawned elsewhere")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("backend", [*SEVERAL_REPLICAS, TPU_LIKE])
+def test_workers_start_in_replicas_as_in_the_script(backend, method):
+    """On a TPU, whose processes are spawned, they are spawned."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        found = backend.run(loads)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    expected = "spawn" if backend.device == "tpu-like" else method
+    has = expected, [1, 2] if expected == "fork" else []
+    assert found == [has] * backend.num_replicas
+
+
+def test_workers_that_import_the_script_at_every_epoch_are_warned_of_once(caplog):
+    """They are what a TPU's process starts."""
+    replica = LocalReplica("cpu")
+    options = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    _warn_of_slow_workers.cache_clear()
+    with caplog.at_level(logging.WARNING, "xla_replica"):
+        replica.loader(DataLoader([1], **options, persistent_workers=True))
+        replica.loader(DataLoader([1], num_workers=1, multiprocessing_context="fork"))
+        assert caplog.messages == []
+        for _ in range(2):
+            replica.loader(DataLoader([1], **options))
+    [message] = caplog.messages
+    assert "pass persistent_workers=True" in message

@@ -33,6 +33,7 @@ from xla_replica.device.loader import (
     DeviceLoader,
     FreshBatches,
     StreamCopies,
+    warn_of_slow_workers,
 )
 from xla_replica.device.seeding import check_seed, seeded
 from xla_replica.errors import ReplicaError
@@ -454,6 +455,8 @@ class Replica(abc.ABC):
         On a lazy device a sampler whose ``ends_graphs`` is true ends one with each.
         """
         check_integer("prefetch", prefetch, least=1)
+        if self.is_primary:
+            warn_of_slow_workers(batches)
         sampler = getattr(batches, "batch_sampler", None)
         if sampler is None:
             sampler = getattr(batches, "sampler", batches)

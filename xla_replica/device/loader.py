@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import logging
+import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +18,28 @@ from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors
 from xla_replica.device.device_traits import traits
 
+logger = logging.getLogger(__name__)
+
 _END = object()
+
+
+def warn_of_slow_workers(loader: Any) -> None:
+    """Warns, once, where every epoch's workers import torch and the script again."""
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    if (
+        getattr(loader, "num_workers", 0)
+        and not getattr(loader, "persistent_workers", True)
+        and context.get_start_method(allow_none=True) in ("spawn", "forkserver")
+    ):
+        _warn_of_slow_workers()
+
+
+@functools.cache
+def _warn_of_slow_workers() -> None:
+    logger.warning(
+        "this DataLoader's workers are not forked, so each imports torch and the "
+        "script, which takes seconds, at every epoch: pass persistent_workers=True"
+    )
 
 
 @dataclasses.dataclass(eq=False)

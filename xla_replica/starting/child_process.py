@@ -64,11 +64,12 @@ def run_in_children(
     importing torch loads.
     """
     context = _context(start_method)
+    surroundings = _Surroundings(variables, context.get_start_method())
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
         processes = [
             context.Process(
                 target=_run_child,
-                args=(_Surroundings(variables), len(arguments), main, folder, *own),
+                args=(surroundings, len(arguments), main, folder, *own),
             )
             for own in arguments
         ]
@@ -168,20 +169,26 @@ def _context(start_method: str) -> BaseContext:
 
 
 class _Surroundings:
-    """The environment and output files of this process, for a child."""
+    """The environment, start method and output files of this process, for a child."""
 
-    def __init__(self, variables: Mapping[str, str] | None) -> None:
+    def __init__(self, variables: Mapping[str, str] | None, start_method: str) -> None:
         self._variables = {**os.environ, **(variables or {})}
         self._files: list[Any] = []
+        # What the script has chosen (None: nothing), which its loaders' workers start
+        # by. A child that is spawned because it cannot be forked spawns them, too.
+        self._start_method: str | None = start_method
+        if start_method != "spawn":
+            self._start_method = mp.get_start_method(allow_none=True)
 
     def __getstate__(self) -> dict[str, Any]:
         files = [reduction.DupFd(number) for number in _FILES]
-        return {"_variables": self._variables, "_files": files}
+        return {**vars(self), "_files": files}
 
     def enter(self) -> None:
         """Makes them this process's own, and unblocks signals."""
         os.environ.clear()
         os.environ.update(self._variables)
+        mp.set_start_method(self._start_method, force=True)
         for number, file in zip(_FILES, self._files):
             received = file.detach()
             if received != number:  # a spawned process has it already
