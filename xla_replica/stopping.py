@@ -22,7 +22,12 @@ from typing import Any, NamedTuple
 from xla_replica.common.arguments import check_integer, check_type
 from xla_replica.loader_workers import spare_workers
 
-LISTENED = (signal.SIGTERM, signal.SIGINT)
+# Some schedulers send others before a job's time is up.
+SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)  # not all on Windows
+)
 # Ctrl-C reaches parent and child, and the parent passes it on: signals within this time
 # are copies of one.
 DUPLICATE_SECONDS = 1.0
@@ -103,9 +108,10 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
     after the first, acts as if it were not caught.
 
     Args:
-        signals: Numbers or names. Only SIGTERM and SIGINT can be caught where replicas
-            are threads of a process, as emulated ones are, and only these are passed
-            on by the launching process; others must be sent to the replicas' processes.
+        signals: Numbers or names. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are
+            passed on by the launching process. Others must be sent to the replicas'
+            processes, and cannot be caught where replicas are threads of a process,
+            as emulated ones are.
 
     Raises:
         TypeError: ``signals`` is not a sequence.
@@ -125,7 +131,8 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
             names = ", ".join(sorted(signal.Signals(n).name for n in unheard))
             raise RuntimeError(
                 f"catch_signals: only the main thread can begin to listen for {names}; "
-                "or call xla_replica.launch in the main thread (SIGTERM and SIGINT)"
+                "or call xla_replica.launch in the main thread, for "
+                + ", ".join(number.name for number in SIGNALS)
             )
         _process.installed_late |= _install(unheard, _on_signal)
         _process.listened |= unheard
@@ -174,7 +181,7 @@ def listening_for_parent(folder: str) -> Iterator[None]:
     """
     _process.num_runs += 1
     _process.folder = folder
-    _process.listened |= _install(LISTENED, _on_signal).keys()
+    _process.listened |= _install(_to_be_heard(), _on_signal).keys()
     try:
         yield
     finally:
@@ -210,7 +217,7 @@ def forwarding(folder: str) -> Iterator[None]:
                 os.kill(int(path.name.split(".")[0]), number)
         return True
 
-    installed = _install(LISTENED, forward)
+    installed = _install(_to_be_heard(), forward)
     try:
         yield
     finally:
@@ -248,6 +255,26 @@ def _on_signal(number: int) -> bool:
         name = signal.Signals(number).name
         _process.request = StopRequest(f"received {name}", 128 + number)
     return True
+
+
+def _to_be_heard() -> list[int]:
+    """Returns what to listen for before anybody has asked for it.
+
+    Not what nohup ignores, which an exec inherits, nor what has a handler written in C,
+    such as faulthandler's, of which Python does not know.
+    """
+    caught = 0
+    with contextlib.suppress(OSError):  # only Linux says what has a handler
+        status = Path("/proc/self/status").read_text()
+        caught = int(status.split("SigCgt:")[1].split()[0], 16)
+    heard = []
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        in_c = caught >> (number - 1) & 1 and not callable(handler)
+        usual = number in (signal.SIGTERM, signal.SIGINT)
+        if usual or not (in_c or handler == signal.SIG_IGN):
+            heard.append(int(number))
+    return heard
 
 
 def _install(numbers: Iterable[int], caught: Callable[[int], bool]) -> _Installed:

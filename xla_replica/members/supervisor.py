@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from xla_replica.stopping import SIGNALS
+
 logger = logging.getLogger(__name__)
 
 _MILLISECONDS = 1000
@@ -21,7 +23,7 @@ _LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0  # for members that were asked to stop
 _STEADY_SECONDS = 30.0  # one that has lived so long was not wrong from the start
 _MOST_FAILURES = 2
-_LEFT = (143, 130, -signal.SIGTERM, -signal.SIGINT)
+_LEFT = (*(128 + n for n in SIGNALS), -signal.SIGTERM, -signal.SIGINT)
 
 
 @contextlib.contextmanager

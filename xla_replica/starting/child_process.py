@@ -26,7 +26,7 @@ import torch
 
 from xla_replica.errors import ReplicaError
 from xla_replica.starting import exit_results
-from xla_replica.stopping import forwarding
+from xla_replica.stopping import SIGNALS, forwarding
 
 _IMPORTED = [
     "torch",
@@ -38,9 +38,7 @@ _IMPORTED = [
 _IMPORTED_BY_TORCH_XLA = "torch._inductor.fx_passes.post_grad"
 # A signal to the process group is meant for the replicas too. The server, in the same
 # group, must outlive them, because it reports how they ended.
-_FOR_REPLICAS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
+_FOR_REPLICAS = frozenset(SIGNALS) - {signal.SIGINT}  # which it ignores
 _FILES = (1, 2)
 
 
@@ -156,9 +154,10 @@ def _context(start_method: str) -> BaseContext:
     # Other systems: forking after an import is not always safe there.
     if start_method == "spawn" or sys.platform != "linux":
         return mp.get_context("spawn")
-    resource_tracker.ensure_running()  # which would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_REPLICAS)
     try:
+        resource_tracker.ensure_running()  # which unblocks signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_REPLICAS)
         has_xla = importlib.util.find_spec("torch_xla") is not None
         more = [_IMPORTED_BY_TORCH_XLA] if has_xla else []
         forkserver.set_forkserver_preload([*_IMPORTED, *more])

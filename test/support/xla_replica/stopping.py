@@ -24,7 +24,7 @@ def train(rank, folder, arms, workers, fate):
     replica = xla_replica.current()
     ready = Path(folder, f"ready-{rank}")
     if arms:
-        xla_replica.catch_signals()
+        xla_replica.catch_signals(["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
     if fate:
         ready.touch()
         while len(list(Path(folder).glob("ready-*"))) < 2:
