@@ -12,6 +12,7 @@ import contextlib
 import functools
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
@@ -30,6 +31,20 @@ def spare_workers(signals: frozenset[int]) -> None:
         begin = getattr(iterator.__init__, "__wrapped__", iterator.__init__)
         blocks = signals and hasattr(signal, "pthread_sigmask")
         iterator.__init__ = _with_signals_blocked(begin, signals) if blocks else begin
+
+
+def check_workers(error: BaseException) -> None:
+    """Raises RuntimeError if an exception says that a loader's worker has died.
+
+    torch's own handler of SIGCHLD, which would, is installed in main threads alone.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    # Where an iterator of torch's, or torchdata's, asks its workers' queue.
+    if any(frame.f_code.co_name == "_try_get_data" for frame, _ in frames):
+        raise RuntimeError(
+            f"a worker of a DataLoader has died ({type(error).__name__}): it was "
+            "killed, as where memory runs out (dmesg says so), or has ended itself"
+        ) from error
 
 
 def _with_signals_blocked(

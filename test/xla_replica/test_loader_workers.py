@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from support.xla_replica.replicas import SEVERAL_REPLICAS, TPU_LIKE
@@ -106,3 +107,34 @@ def test_workers_that_import_the_script_at_every_epoch_are_warned_of_once(caplog
             replica.loader(DataLoader([1], **options))
     [message] = caplog.messages
     assert "pass persistent_workers=True" in message
+
+
+def lose() -> None:
+    raise ConnectionResetError("reset by a worker that is gone")
+
+
+class Lost:
+    """What arrives of a batch whose worker was killed while it was sent."""
+
+    def __reduce__(self):
+        return lose, ()
+
+
+class Unreachable:
+    """A dataset on a server that is away."""
+
+    def __getitem__(self, index: int) -> None:
+        lose()
+
+
+def test_a_worker_that_died_is_the_error_where_no_handler_can_say_so():
+    """A TPU's replicas are threads, in which torch has no handler."""
+
+    def reads(rank: int, dataset: Sequence[Any], collate: Callable) -> None:
+        loader = DataLoader(dataset, 1, sampler=[0], collate_fn=collate, num_workers=1)
+        list(xla_replica.current().loader(loader))
+
+    with pytest.raises(RuntimeError, match="a worker of a DataLoader has died"):
+        xla_replica.launch(reads, ([0], lambda batch: Lost()), device="cpu")
+    with pytest.raises(ConnectionResetError):
+        xla_replica.launch(reads, (Unreachable(), list), device="cpu")

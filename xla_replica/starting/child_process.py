@@ -88,6 +88,7 @@ def run_in_children(
 def first_death(
     name: Callable[[int], str],
     processes: Sequence[BaseProcess],
+    has_returned: Callable[[int], bool],
     late: Callable[[], ReplicaError | None] = lambda: None,
     aborts: str = "",
 ) -> ReplicaError | None:
@@ -96,6 +97,7 @@ def first_death(
     Args:
         name: Returns what errors call the process of a number, their ``rank``.
         processes: In the order of their numbers.
+        has_returned: Asked about a process that has ended without an error.
         late: Asked about once a second; an error that it returns ends the wait.
         aborts: Why a process aborts, for people.
     """
@@ -110,6 +112,9 @@ def first_death(
             if process.exitcode != 0:
                 cause = cause_of_death(process.exitcode, aborts)
                 return ReplicaError(f"{name(number)} died ({cause})", number)
+            if not has_returned(number):  # os._exit(0), or native code
+                early = f"{name(number)} exited before its function returned"
+                return ReplicaError(early, number)
         if error is not None:
             return error
     return None

@@ -84,7 +84,10 @@ def _launch(device: torch.device, job: Job) -> list[Any]:
             _child_main,
             arguments,
             lambda processes, folder: child_process.first_death(
-                "replica {}".format, processes, aborts=aborts
+                "replica {}".format,
+                processes,
+                lambda rank: rank in exit_results.returned(folder),
+                aborts=aborts,
             ),
             num_replicas,
             start_method="spawn" if device.type in BOUND_KINDS else "forkserver",

@@ -26,6 +26,7 @@ from xla_replica.backends.registry import bound
 from xla_replica.backends.replica import Replica
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
+from xla_replica.loader_workers import check_workers
 from xla_replica.members.entering import as_member
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,9 @@ def run_replica(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...])
             return fn(replica.rank, *args)
         except Stopped as stopped:
             return stopped
+        except (ConnectionError, EOFError) as error:
+            check_workers(error)
+            raise
 
 
 def values(results: list[Any]) -> list[Any]:
@@ -180,10 +184,13 @@ def fail(folder: str, rank: int | None, error: BaseException) -> NoReturn:
     """
     _failing.acquire()  # for good
     try:
-        with contextlib.suppress(OSError):  # nobody reads any more
-            sys.stdout.flush()
-            sys.stderr.flush()
-        write_failure(folder, rank, error)
+        try:
+            with contextlib.suppress(OSError):  # nobody reads any more
+                sys.stdout.flush()
+                sys.stderr.flush()
+            write_failure(folder, rank, error)
+        except BaseException as later:  # as of torch's handler, that a worker has died
+            write_failure(folder, rank, later)
     finally:
         os._exit(1)
 

@@ -54,7 +54,10 @@ class HostProgress:
         def late() -> ReplicaError | None:
             return self.late(exit_results.returned(folder))
 
-        death = child_process.first_death(self._name, processes, late)
+        def has_returned(number: int) -> bool:
+            return self._ranks[number] in exit_results.returned(folder)
+
+        death = child_process.first_death(self._name, processes, has_returned, late)
         if death is not None and death.rank is not None:  # now a process's number
             rank = self._ranks[death.rank]
             death.rank = None if rank < 0 else rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from support.xla_replica.replicas import (
     on_xla,
     row,
 )
+
+from xla_replica import ReplicaError
 
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="they are spawned")
 
@@ -76,6 +79,32 @@ def imported_with_torch_xla(rank: int) -> int:
 def test_most_of_what_torch_xla_imports_is_there_before_a_process_is_forked():
     [parts] = set(Backend("cpu", 2).run(imported_with_torch_xla))
     assert parts < 20  # without it more than a hundred, in a second
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise KeyError("meanwhile")
+
+
+def ends_early(rank: int, how: str) -> None:
+    if rank == 1:
+        if how == "exits":
+            os._exit(0)
+        raise Unreadable
+    time.sleep(30)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exits", "^replica 1 exited before its function returned"),
+        ("is interrupted", "^replica 1 raised KeyError: 'meanwhile'"),
+    ],
+)
+def test_a_process_that_ends_without_a_word_is_named_at_once(how, said):
+    """A loader's dead worker interrupts what its replica writes of an exception."""
+    with pytest.raises(ReplicaError, match=said):
+        Backend("cpu", 2).run(ends_early, how)
 
 
 PRINTS = """

@@ -30,6 +30,7 @@ time.sleep(3600)
 """
 RAISES = FATE.format('raise KeyError("the mistake of a user")')
 HANGS, EXITS = FATE.format("time.sleep(3600)"), FATE.format("sys.exit(21)")
+VANISHES = FATE.format("os._exit(0)")
 
 
 @on_chips
@@ -43,8 +44,9 @@ HANGS, EXITS = FATE.format("time.sleep(3600)"), FATE.format("sys.exit(21)")
             f"replicas [0, 1] are on host {HOST}; 0 is here",
         ]),
         (EXITS, 21, []),
+        (VANISHES, 1, [f"1 on host {HOST} exited before its function returned"]),
     ],
-    ids=["raises", "hangs", "exits"],
+    ids=["raises", "hangs", "exits", "vanishes"],
 )  # fmt: skip
 def test_a_failure_is_seen_at_once_and_ends_all(tmp_path, fate, status, said):
     """torch_xla's launcher waits for its first process for ever."""
