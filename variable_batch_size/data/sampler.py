@@ -170,6 +170,15 @@ class CustomSampler(Sampler[list[int]]):
         if order is not None and hasattr(order, "follow_weights"):
             order.follow_weights(self.update_weights)
 
+    def __repr__(self) -> str:
+        epoch, step, *_ = self.cursor
+        return (
+            f"CustomSampler({self.schedule.num_samples} samples, "
+            f"{self.schedule.trace!r}, minibatch_size={self.minibatch_size}, "
+            f"seed={self.seed}, rank={self.rank} of {self.num_replicas}, "
+            f"at epoch={epoch}, step={step})"
+        )
+
     @property
     def epoch(self) -> int:
         """The epoch that iterating yields now."""

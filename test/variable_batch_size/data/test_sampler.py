@@ -395,3 +395,11 @@ def test_a_redeal_leaves_iterations_of_other_epochs_and_copies_alone():
         one.redeal(1, 2)
     assert earlier == expected(redealt())
     assert list(pickle.loads(pickle.dumps(one))) == list(one) == expected(one)
+
+
+def test_a_sampler_says_what_it_is_and_where():
+    sampler = vbs.CustomSampler(None, [32] * 4, dataset_size=64, minibatch_size=16)
+    sampler.set_epoch(1)
+    said = repr(sampler)
+    assert "CustomSampler(64 samples" in said
+    assert "minibatch_size=16, seed=42, rank=0 of 1, at epoch=1, step=0)" in said

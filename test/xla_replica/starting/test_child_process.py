@@ -107,6 +107,27 @@ def test_a_process_that_ends_without_a_word_is_named_at_once(how, said):
         Backend("cpu", 2).run(ends_early, how)
 
 
+FAILS = """
+import multiprocessing, sys, time, xla_replica
+
+def train(rank):
+    lock = multiprocessing.RLock()  # as a progress bar and a loader's workers have
+    if rank == 1:
+        raise KeyError("the mistake of a user")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    xla_replica.launch(train, num_replicas=2, device=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+def test_processes_that_are_ended_leave_no_semaphore_behind(backend, tmp_path):
+    done = python(written(tmp_path, FAILS), backend.device)
+    assert "the mistake of a user" in done.stderr
+    assert "leaked" not in done.stderr
+
+
 PRINTS = """
 import os, sys, xla_replica
 
