@@ -54,3 +54,32 @@ def test_a_line_prints_what_the_page_says(name, tmp_path, monkeypatch):
         assert done.stdout == "2\n"
     for said in re.findall("`([^`]+)`", prints):
         assert said.replace("8", "2") in text, text
+
+
+FAKES = {
+    "curl": "case $* in *endpoints) echo a:1:10.0.0.1,b:2:10.0.0.2;; "
+    "*) echo \"WORKER_ID: '1'\";; esac",
+    "python": "[ -z $FAILS ] && echo NNODES=2 && echo WORLD_SIZE=16 && "
+    "echo MASTER_PORT=29500 MASTER_ADDR=${TPU_WORKER_HOSTNAMES%%,*}",
+    "torchrun": 'echo "$*" on $TPU_WORKER_HOSTNAMES of $TORCH_TPU_TOPOLOGY',
+}
+
+
+@pytest.mark.parametrize("fails", ["", "1"])
+def test_the_lines_for_torchtpu_on_several_hosts(fails, tmp_path, monkeypatch):
+    """torchrun does not start where the environment could not be set."""
+    for name, text in FAKES.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"):
+        monkeypatch.delenv(name, raising=False)
+    lines = block("docs/launching.md", "sh", "TORCH_TPU_TOPOLOGY")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = python("-c", lines, command=["sh"], PATH=path, FAILS=fails)
+    assert (done.returncode, done.stdout) == ((1, "") if fails else (0, STARTED))
+
+
+STARTED = (
+    "--nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500 "
+    "--nproc_per_node 8 train.py on 10.0.0.1,10.0.0.2 of 4x8\n"
+)

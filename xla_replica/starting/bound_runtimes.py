@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import urllib.request
 from collections.abc import Iterator, Mapping
 from unittest import mock
 
@@ -22,6 +23,35 @@ from xla_replica.errors import ReplicaError
 BOUND_KINDS = ("tpu",)
 # What the parent sets, without which a process of several fails.
 _REQUIRED = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
+# Where a TPU VM's metadata lists the hosts of its slice, as "name:id:address,...".
+_HOSTS = (
+    "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+    "worker-network-endpoints"
+)
+
+
+def check_is_only_host(device: torch.device) -> None:
+    """Raises ValueError if this host is one of several of a slice.
+
+    GKE sets their names; elsewhere the metadata server knows them, if there is one.
+    """
+    if device.type not in BOUND_KINDS:
+        return
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES")
+    if hosts is None and "TPU_SKIP_MDS_QUERY" not in os.environ:
+        request = urllib.request.Request(_HOSTS, headers={"Metadata-Flavor": "Google"})
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(request, timeout=5) as answer,
+        ):
+            hosts = answer.read().decode()
+    number = len((hosts or "").split(","))
+    if number > 1:
+        raise ValueError(
+            f"this host is one of {number} of its slice, and launch would train a "
+            "model on it alone: start torchrun on every host (docs/launching.md), or "
+            "set TPU_WORKER_HOSTNAMES=localhost for a job of this host"
+        )
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from xla_replica.errors import ReplicaError
 from xla_replica.starting import child_process, exit_results
 from xla_replica.starting.bound_runtimes import (
     BOUND_KINDS,
+    check_is_only_host,
     check_variables,
     starting_on,
     variables_of_process,
@@ -58,6 +59,7 @@ def _launch(device: torch.device, job: Job) -> list[Any]:
     if job.is_started:
         return [_run_here(job, device)]
     check_is_alone()
+    check_is_only_host(device)
     num_replicas = job.num_replicas or 1
     if not traits(device).is_host:
         count = torch.accelerator.device_count()

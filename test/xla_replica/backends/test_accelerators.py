@@ -6,9 +6,12 @@ script has a process, or two under torchrun, of its own, and does several things
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from support.xla_replica.torchrun import LAUNCHER
 
 import xla_replica
 from xla_replica import LocalReplica
+from xla_replica.starting.bound_runtimes import check_is_only_host
 
 # Replica r brings r + 1, so that the sum over two replicas is 3.
 SCRIPT = """
@@ -219,6 +223,10 @@ def test_torch_tpus_processes_have_its_environment_and_are_not_forked(tmp_path):
         # With torch 2.13 the module's get_rng_state is torch's alone.
         ("xla_replica.launch(draws_again, num_replicas=1)", [("tpu:0", True, True)]),
         (f"[os.environ.get(name) for name in {VARIABLES}]", [None, None]),
+        ("os.environ.update(TPU_WORKER_HOSTNAMES='a,b')", None),
+        ("xla_replica.launch(train, num_replicas=1)",
+         Says("ValueError: this host is one of 2 of its slice, and launch")),
+        ("os.environ.update(TPU_WORKER_HOSTNAMES='a')", None),
         ("xla_replica.launch(train, num_replicas=4)",
          Says("ValueError: num_replicas=4 on 'tpu', but TORCH_TPU_SLICEBUILDER_AD")),
         ("xla_replica.launch(train, num_replicas=3)",
@@ -241,3 +249,26 @@ def test_torch_tpu_under_torchrun_needs_its_environment(tmp_path):
         ("xla_replica.launch(train, ())", [(3.0, [["tpu", "tpu_dist"]] * 2)]),
     ]
     check(tmp_path, "install_torch_tpu()", calls, *LAUNCHER)
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [(b"a:1:10.0.0.1,b:2:10.0.0.2", True), (b"a:1:10.0.0.1", False)],
+)
+def test_hosts_of_a_slice_are_known_from_the_metadata(answer, refused, monkeypatch):
+    """A Compute Engine VM has them nowhere else."""
+    asked = []
+
+    def urlopen(request, timeout):
+        asked.append((request.full_url.rsplit("/")[-1], request.headers))
+        return io.BytesIO(answer)
+
+    for name in ("TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    raises = pytest.raises(ValueError, match="torchrun on every host")
+    with raises if refused else contextlib.nullcontext():
+        check_is_only_host(SimpleNamespace(type="tpu"))
+    [(what, headers)] = asked
+    assert what == "worker-network-endpoints"
+    assert headers == {"Metadata-flavor": "Google"}
