@@ -49,6 +49,7 @@ def test_the_quick_start_runs_as_it_is_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     [script] = blocks("README.md", "python")
     Path("train.py").write_text(script)
+    assert "xla_replica.launch(train)\n" in script  # on a TPU, too, trains on the TPU
     section = README[README.index("## Quick start") : README.index("## Make your")]
     commands = block("README.md", "sh", "vbs make ramp").strip().splitlines()
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
