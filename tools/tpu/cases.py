@@ -435,13 +435,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
-    parser.add_argument("--num-replicas", type=int, default=8, help="default: 8")
+    parser.add_argument(
+        "--num-replicas", type=int, help="default: every chip of the slice; on a CPU 8"
+    )
     parser.add_argument("--trace", action="store_true", help="compile and run nothing")
     args = parser.parse_args()
     names = args.cases or list(CASES)
     if unknown := set(names) - set(EVERY):
         parser.error(f"no case is called {sorted(unknown)}")
-    xla_replica.launch(run_cases, (names, args.trace), args.num_replicas, "xla")
+    number = args.num_replicas or xla_replica.default_num_replicas("xla", on_cpu=8)
+    xla_replica.launch(run_cases, (names, args.trace), number, "xla")
 
 
 if __name__ == "__main__":
