@@ -90,3 +90,16 @@ STARTED = (
     "--nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500 "
     "--nproc_per_node 8 train.py on 10.0.0.1,10.0.0.2 of 4x8\n"
 )
+
+
+def test_what_hosts_are_told_to_do_is_shell_and_ends_the_job_alone():
+    """No shell of ssh is ended with it, and none is left in another folder."""
+    lines = block("docs/tpu.md", "sh", "tpu-vm create")
+    assert python("-n", "-c", lines, command=["sh"]).returncode == 0
+    commands = re.findall("--command '(.*?)'", lines, re.DOTALL)
+    [pattern] = re.findall('-f "(.*)"', commands[-1])
+    assert not any(re.search(pattern, command) for command in commands[-1:])
+    assert re.search(pattern, commands[1])
+    for command in commands:
+        assert python("-n", "-c", command, command=["sh"]).returncode == 0
+        assert "work" in command or "pkill" in command
