@@ -40,8 +40,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_438
-TEST_LINES = 34_170
+CODE = 23_791
+TEST_LINES = 34_693
 
 
 def test_lines_are_counted():
