@@ -18,7 +18,6 @@ BatchNorm's statistics are means over that count, so they are joined as its sums
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, MutableMapping
 
 import torch
@@ -111,20 +110,16 @@ def average_buffers(
             * weight
             for v, base in zip(values, bases)
         ]
-        # Counts ride in the same sum, in pieces of which it is exact.
-        num_bits = 23 - (replica.num_replicas - 1).bit_length()
-        added = [(b.long() - starts[b].long()) * (weight > 0) for b in counts]
-        pieces = [_pieces(each, num_bits) for each in added]
+        added = [(b - starts[b]) * (weight > 0) for b in counts]
         sums = [
             torch.where(weight > 0, _sum(b, n) - _sum(starts[b], starts[n]), 0.0)
             for b, n in means
         ]
-        replica.all_reduce_([*deviations, *itertools.chain(*pieces), *sums])
+        replica.all_reduce_([*deviations, *added, *sums])
         for buffer, base, deviation in zip(buffers, bases, deviations):
             buffer.copy_(base + deviation / total)
-        for count, own in zip(counts, pieces):
-            moved = [each.long() << (n * num_bits) for n, each in enumerate(own)]
-            count.copy_(starts[count] + sum(moved))
+        for count, each in zip(counts, added):
+            count.copy_(starts[count] + each)
         for (buffer, count), each in zip(means, sums):
             mean = (_sum(starts[buffer], starts[count]) + each) / count.clamp(min=1)
             buffer.copy_(torch.where(count > starts[count], mean, starts[buffer]))
@@ -134,16 +129,6 @@ def average_buffers(
 
 def _sum(mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return mean.detach().to(dtype_for([mean])) * count
-
-
-def _pieces(number: torch.Tensor, num_bits: int) -> list[torch.Tensor]:
-    """Returns so many bits each of int64 numbers, as floats; the last has the sign."""
-    found = []
-    for _ in range(0, 64 - num_bits, num_bits):
-        piece = number & (2**num_bits - 1)
-        number = (number - piece) >> num_bits  # exact: XLA rounds what is odd to zero
-        found.append(piece.float())
-    return [*found, number.float()]
 
 
 def _weights(
