@@ -127,7 +127,10 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
         raise ValueError("catch_signals needs at least one signal, got none")
     with _process.lock:
         unheard = numbers - _process.listened
-        if unheard and threading.current_thread() is not threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main:  # nohup's promise: a signal that it ignores stays so
+            unheard = {n for n in unheard if signal.getsignal(n) != signal.SIG_IGN}
+        if unheard and not is_main:
             names = ", ".join(sorted(signal.Signals(n).name for n in unheard))
             raise RuntimeError(
                 f"catch_signals: only the main thread can begin to listen for {names}; "

@@ -100,9 +100,9 @@ def average_buffers(
     with torch.no_grad():
         weight, is_base, total = _weights(num_samples, replica)
         values = [buffer.detach().to(dtype_for([buffer])) for buffer in buffers]
-        bases = [torch.where(is_base, v, torch.zeros_like(v)) for v in values]
-        if bases:
-            replica.all_reduce_(bases)  # zeros from all others
+        begun = [starts[count] for count in counts]  # guesses may differ
+        bases = [torch.where(is_base, v, torch.zeros_like(v)) for v in values + begun]
+        replica.all_reduce_(bases)  # zeros from all others
         # Deviations from one of them, not values: equal buffers stay bit for bit, also
         # where they are infinite, as a mask may be.
         deviations = [
@@ -118,8 +118,8 @@ def average_buffers(
         replica.all_reduce_([*deviations, *added, *sums])
         for buffer, base, deviation in zip(buffers, bases, deviations):
             buffer.copy_(base + deviation / total)
-        for count, each in zip(counts, added):
-            count.copy_(starts[count] + each)
+        for count, base, each in zip(counts, bases[len(values) :], added):
+            count.copy_(base + each)
         for (buffer, count), each in zip(means, sums):
             mean = (_sum(starts[buffer], starts[count]) + each) / count.clamp(min=1)
             buffer.copy_(torch.where(count > starts[count], mean, starts[buffer]))

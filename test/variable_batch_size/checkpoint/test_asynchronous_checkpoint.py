@@ -174,10 +174,10 @@ def lines(log: Path, what: str) -> list[str]:
 @pytest.mark.parametrize("num_kills", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_the_newest_announced_one_is_whole(num_kills, tmp_path):
     folder, at = tmp_path / "run", random.Random(num_kills)
-    context, announced = child_process._context(True), None
+    context, announced = child_process._context("forkserver"), None
     for kill in range(num_kills):
         log = tmp_path / f"log-{kill}"
-        own = child_process._Surroundings(None), 1, announce, str(folder), log
+        own = child_process._Surroundings(None, "forkserver"), 1, announce, str(folder), log
         process = context.Process(target=child_process._run_child, args=own)
         process.start()
         try:
