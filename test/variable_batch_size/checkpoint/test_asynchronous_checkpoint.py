@@ -177,7 +177,13 @@ def test_killed_at_any_moment_the_newest_announced_one_is_whole(num_kills, tmp_p
     context, announced = child_process._context("forkserver"), None
     for kill in range(num_kills):
         log = tmp_path / f"log-{kill}"
-        own = child_process._Surroundings(None, "forkserver"), 1, announce, str(folder), log
+        own = (
+            child_process._Surroundings(None, "forkserver"),
+            1,
+            announce,
+            str(folder),
+            log,
+        )
         process = context.Process(target=child_process._run_child, args=own)
         process.start()
         try:
