@@ -49,6 +49,12 @@ def test_norms_are_right_and_the_outcome_is_in_the_table(library, name):
     assert found.rank() == before.rank(), f"better: {found}; {REGENERATE}"
 
 
+@pytest.mark.parametrize("library", ["torchvision", "timm", "peft"])
+def test_what_models_need_is_imported_beside_a_torch_for_cpus(library):
+    models.import_torchvision()
+    package(library)
+
+
 @pytest.mark.parametrize("library", models.LIBRARIES)
 def test_every_model_is_in_the_table(library):
     assert cases(library).keys() == RECORDED[library]["models"].keys()
