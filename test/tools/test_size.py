@@ -41,7 +41,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 23_783
-TEST_LINES = 34_693
+TEST_LINES = 34_706
 
 
 def test_lines_are_counted():

@@ -199,7 +199,8 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_pa
     ("starter", "name", "workers"),
     [
         *(starts(name, "SIGTERM", "") for name in STARTERS),
-        *(starts(name, "SIGUSR1", "") for name in ("gloo", "emulated", "tpu-like")),
+        *(starts(name, "SIGUSR1", "") for name in ("gloo", "tpu-like")),
+        starts("emulated", "SIGUSR1", "", slow=True),
         starts("gloo", "SIGHUP", "fork"),
         starts("local", "SIGTERM", "fork"),
         starts("local", "SIGTERM", "spawn", slow=HAS_XLA),

@@ -35,7 +35,6 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # after PYTHONPATH
 
 import per_sample_grad as psg
-from per_sample_grad.layers.registry import RULES
 from tools.record import parser_with_output, save
 
 WIDTH, ENTRIES = 4, 5  # every layer takes and returns (B, T, WIDTH)
@@ -274,8 +273,8 @@ def study(num_models: int, seed: int) -> tuple[Counter[str], Counter[str], list[
         model.to(dtype := draw.choice((torch.float32, torch.float32, torch.float64)))
         drawn.update((f"layer: {n}" for n in chosen), **{f"reads: {reads}": 1})
         drawn[f"dtype: {dtype}"] += 1
-        drawn.update({f"rule: {type(m).__name__}" for m in model.modules()
-                      if type(m) in RULES})  # fmt: skip
+        drawn.update({f"module: {type(m).__name__}" for m in model.modules()
+                      if [*m.parameters(recurse=False)]})  # fmt: skip
         attention = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
         for batch in range(3):
             x, special = inputs(reads, draw, draw.randint(2, 5), draw.randint(2, 4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training, batches
-from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend
+from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, row
 from torch import nn
 
 import variable_batch_size as vbs
@@ -128,7 +128,7 @@ def counted(rank: int, folder: str | None, last: int, by_hand: bool = False):
     return dict(zip(model.state_dict(), replica.fetch([*model.state_dict().values()])))
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3, slow=True)])
 def test_counts_are_those_of_all_replicas_also_of_a_resumed_run(backend, tmp_path):
     alone = Backend(backend.device, 1)  # weights do not move; XLA's variance is biased
     [expected] = alone.run(counted, None, 3, True)

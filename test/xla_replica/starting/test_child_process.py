@@ -121,7 +121,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3, slow=True)])
 def test_processes_that_are_ended_leave_no_semaphore_behind(backend, tmp_path):
     done = python(written(tmp_path, FAILS), backend.device)
     assert "the mistake of a user" in done.stderr
