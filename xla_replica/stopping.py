@@ -129,7 +129,8 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
         unheard = numbers - _process.listened
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main:  # nohup's promise: a signal that it ignores stays so
-            unheard = {n for n in unheard if signal.getsignal(n) != signal.SIG_IGN}
+            ignored = {n for n in unheard if signal.getsignal(n) == signal.SIG_IGN}
+            unheard -= ignored
         if unheard and not is_main:
             names = ", ".join(sorted(signal.Signals(n).name for n in unheard))
             raise RuntimeError(
