@@ -172,9 +172,9 @@ def write_failure(folder: str, rank: int | None, error: BaseException) -> None:
         with_error = _dump((rank, text, error), "")
         pickle.loads(with_error)
         content = with_error
-    path = Path(folder, f"{rank}.unfinished")
+    path = Path(folder, f"{rank}.{os.getpid()}")  # of no rank there may be several
     path.write_bytes(content)
-    path.rename(path.with_suffix(".failure"))  # never read half-written
+    path.rename(Path(folder, f"{rank}.failure"))  # never read half-written
 
 
 def fail(folder: str, rank: int | None, error: BaseException) -> NoReturn:
