@@ -253,7 +253,10 @@ class Comparer:
             for rounding in roundings
         )
         allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * total_norm))
-        judged = torch.maximum(size.clamp(min=1e-30), allowed)
+        # What upstream has rounded to nothing, as below a softmax, is no gradient.
+        eps = max(torch.finfo(each).eps for each in self.dtypes)
+        floor = max(min(eps / tolerance, 1e-3) * total_norm, 1e-30)
+        judged = torch.maximum(size.clamp(min=floor), allowed)
         errors = distance / judged
         errors[~torch.isfinite(errors)] = torch.inf
         errors[~finite] = torch.nan

@@ -269,7 +269,7 @@ def test_a_small_contribution_is_compared_with_itself_and_again_when_it_grows(is
 
     parts = {"large": nn.Linear(3, 3, bias=False), "small": Off(3, 3, bias=False)}
     model = Apply(forward, **parts)
-    model.register_buffer("scale", torch.tensor(1e-6))
+    model.register_buffer("scale", torch.tensor(1e-5))
     if is_tied:
         model.small.weight = model.large.weight
         steps = [lambda m: far_from_one(m, torch.eye(3))] * 2
