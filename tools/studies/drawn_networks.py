@@ -9,7 +9,7 @@ in float64, and a run is
     refused  if it ends in an error,
     wrong    otherwise: without a word, so that the status is 1.
 
-Takes about five minutes, half a minute with --quick. Another version is compared by
+Takes a minute or more, ten seconds with --quick. Another version is compared by
 PYTHONPATH, as here:
 
     python tools/studies/drawn_networks.py --quick
