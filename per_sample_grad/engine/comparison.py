@@ -253,7 +253,8 @@ class Comparer:
             for rounding in roundings
         )
         allowed = torch.maximum(plain, scaled.clamp(max=_LARGEST_NOISE * total_norm))
-        # What upstream has rounded to nothing, as below a softmax, is no gradient.
+        # A gradient may be rounding errors alone, as that of a constant added to the
+        # logits of a softmax: these are as large as the whole gradient explains.
         eps = max(torch.finfo(each).eps for each in self.dtypes)
         floor = max(min(eps / tolerance, 1e-3) * total_norm, 1e-30)
         judged = torch.maximum(size.clamp(min=floor), allowed)

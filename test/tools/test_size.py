@@ -40,7 +40,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_786
+CODE = 23_787
 TEST_LINES = 34_706
 
 

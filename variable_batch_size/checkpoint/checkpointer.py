@@ -148,8 +148,9 @@ class Checkpointer:
         self.best_metric: float | None = None
         self.updates_of = self._optimizer = optimizer
         self._parts = parts
-        self._modules = [part for part in parts.values() if isinstance(part, nn.Module)]
-        optimizer.follow_buffers(nn.ModuleList(self._modules))
+        modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+        self._modules = nn.ModuleList(modules)
+        optimizer.follow_buffers(self._modules)
         self._keep, self._best, self._look_every = keep, best, look_every_seconds
         self._times = save_and_stop.SaveTimes(
             self.replica, every_updates, every_minutes
@@ -279,7 +280,7 @@ class Checkpointer:
         self.replica.sync()
         random_numbers = self.replica.rng_state()
         # All modules at once: averaging resets the count of minibatches that weighs.
-        self._optimizer.average_buffers(nn.ModuleList(self._modules))
+        self._optimizer.average_buffers(self._modules)
         for log in self._logs():
             log.event("checkpoint")
         state = self._snapshot()
@@ -467,7 +468,7 @@ class Checkpointer:
         )
         for name, part in self._parts.items():
             part.load_state_dict(copied(state["parts"][name]))
-        self._optimizer.follow_buffers(nn.ModuleList(self._modules))
+        self._optimizer.follow_buffers(self._modules)
         if "random" in state:  # in a live run every minibatch has a seed
             random_state.restore(copied(state["random"]), self.replica)
         self.num_updates, self.best_metric = state["num_updates"], state["best"]

@@ -24,6 +24,7 @@ import torch
 
 from xla_replica.backends.registry import bound
 from xla_replica.backends.replica import Replica
+from xla_replica.common.files import unfinished_name, write_whole
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.loader_workers import check_workers
@@ -172,9 +173,8 @@ def write_failure(folder: str, rank: int | None, error: BaseException) -> None:
         with_error = _dump((rank, text, error), "")
         pickle.loads(with_error)
         content = with_error
-    path = Path(folder, f"{rank}.{os.getpid()}")  # of no rank there may be several
-    path.write_bytes(content)
-    path.rename(Path(folder, f"{rank}.failure"))  # never read half-written
+    path = Path(folder, f"{rank}.failure")  # of no rank several may fail at once
+    write_whole(unfinished_name(path), lambda file: file.write(content), path)
 
 
 def fail(folder: str, rank: int | None, error: BaseException) -> NoReturn:
