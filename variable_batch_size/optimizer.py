@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.schedule import Place
 from variable_batch_size.device_scalars import DeviceScalars, as_floats
 from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.proxy import OptimizerProxy
@@ -459,6 +460,16 @@ class ElasticOptimizer(OptimizerProxy):
     def epoch(self) -> int:
         """The epoch under way."""
         return self._loop.position.plan.epoch
+
+    @property
+    def place(self) -> Place:
+        """The epoch, step and substep of the minibatch that `step` trains next.
+
+        Steps are numbered within their epoch. After the last one the step is their
+        number, `EpochPlan.num_steps`.
+        """
+        position = self._loop.position
+        return Place(position.plan.epoch, position.step, position.substep)
 
     @property
     def num_minibatches(self) -> int:

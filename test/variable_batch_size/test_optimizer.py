@@ -43,6 +43,23 @@ def test_what_can_be_asked_and_is_logged(caplog):
         wrapper.max_grad_norm = 1.0
 
 
+def test_the_place_is_that_of_the_next_minibatch():
+    model, sampler, wrapper = make(trace=(64, 96, 96, 64))
+    places = [wrapper.place]
+    for _ in sampler:
+        backward(model)
+        wrapper.step()
+        places.append(wrapper.place)
+    expected = [(0, step, n) for step, num in enumerate((2, 3, 3)) for n in range(num)]
+    assert places == [*expected, (0, 3, 0)]  # after the last
+    sampler.set_epoch(1)
+    wrapper.set_epoch(1)
+    assert wrapper.place == (1, 0, 0)
+    _, _, idle = idle_replica()
+    idle.set_epoch(0)  # joins step 0
+    assert idle.place._asdict() == {"epoch": 0, "step": 1, "substep": 0}
+
+
 # The updates that every minibatch of `make`'s epoch has made.
 EPOCH = [0, 1, 0, 0, 1, 0, 0, 1]
 
@@ -120,9 +137,11 @@ def test_an_exception_before_an_idle_step_ends_training():
 
     wrapper.attach(fail)
     wrapper.set_epoch(0)
+    next(wrapper.minibatches)
     backward(model)
     with pytest.raises(ArithmeticError):
         wrapper.step()
+    next(wrapper.minibatches)
     backward(model)
     with pytest.raises(ReplicaError, match="replica 1 is idle in step 2 of"):
         wrapper.step()
@@ -155,6 +174,7 @@ def test_an_inner_optimizer_may_be_wrapped_again_or_used_alone_later():
     """Wrappers that are dropped are gone at once, without a collection."""
     model, sampler, wrapper = make(trace=32)
     inner, again = wrapper.inner, vbs.ConstantOptimizer(wrapper.inner, sampler)
+    next(wrapper.minibatches)
     backward(model)
     assert again.step() == 1
     with pytest.raises(RuntimeError, match="that a ConstantOptimizer wraps"):

@@ -139,10 +139,13 @@ def misuses(rank: int) -> dict[str, str]:
             messages[name] = str(error)
 
     def begun(num_substeps: int, run: Run = run) -> Training:
+        """Returns a run that has taken one more minibatch than it has trained."""
         training = Training(run, (2,))
-        training.sampler.num_yielded = 1000
+        minibatches = iter(training.sampler)
+        next(minibatches)
         for _ in range(num_substeps):
             training.minibatch(*minibatch)
+            next(minibatches)
         return training
 
     def wrapped(parameters: Any, sampler: Any = None) -> vbs.ElasticOptimizer:
@@ -160,7 +163,7 @@ def misuses(rank: int) -> dict[str, str]:
     training = Training(run, (2,))
     training.train()
     training.sampler.set_epoch(1)
-    training.sampler.num_yielded = 1000
+    next(iter(training.sampler))
     note("no set_epoch", training.minibatch, *minibatch)
     training = Training(run, (2,))
     plain = Training(run, None)
@@ -187,7 +190,7 @@ def misuses(rank: int) -> dict[str, str]:
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), before):
                 parameter.copy_(distribute_tensor(value, mesh, [Shard(0)]))
-        for scale in scales:
+        for scale, _ in zip(scales, optimizer.sampler):
             model(scale * torch.ones(4, 6)).sum().backward()
             optimizer.step()
         messages["abandoned"].append(whole(model.parameters()))

@@ -37,6 +37,14 @@ class Cursor(NamedTuple):
     step: int  # how many are done; one that was interrupted is run again
 
 
+class Place(NamedTuple):
+    """Where one replica is in its training, to the minibatch."""
+
+    epoch: int  # from 0
+    step: int  # of the epoch; `EpochPlan.num_steps` after the last
+    substep: int  # how many minibatches of that step the replica has run
+
+
 # What follows the last row of a trace.
 OnEnd = Literal["stop", "error", "hold", "cycle"]
 

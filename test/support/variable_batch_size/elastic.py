@@ -156,8 +156,7 @@ class Training:
                 yield self.inputs[rows], self.targets[rows]
 
         for x, y in self.replica.loader(loaded()):
-            substep = self.optimizer._loop.position.substep
-            place = self.step, substep, self.replica.rank
+            place = self.step, self.optimizer.place.substep, self.replica.rank
             self.samples.append((*place, fetched.popleft()))
             made += self.minibatch(x, y)
         return made
@@ -178,7 +177,7 @@ class Training:
     @property
     def step(self) -> int:
         """The step under way, since training began."""
-        return self.sampler.plan.first_step + self.optimizer._loop.position.step
+        return self.sampler.plan.first_step + self.optimizer.place.step
 
     @property
     def steps(self) -> list[int]:

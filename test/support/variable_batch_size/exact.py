@@ -107,6 +107,7 @@ class Training:
 
     Attributes:
         repeated: Steps that were run again.
+        num_minibatches: How many it has run, some of them again.
         counts: Of every epoch: see `xla_replica.count`.
     """
 
@@ -135,7 +136,7 @@ class Training:
             saved = copy.deepcopy(saved)  # replicas were sent the same memory
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
-        self.repeated, self.counts = [], []
+        self.repeated, self.counts, self.num_minibatches = [], [], 0
 
     def order(self) -> Any:
         """Returns what orders samples."""
@@ -153,9 +154,9 @@ class Training:
         losses.mean().backward()
 
     def minibatch(self, rows: list[int]) -> int:
-        position = self.optimizer._loop.position
-        step = position.plan.first_step + position.step
-        number = position.substep * self.replica.num_replicas + self.replica.rank
+        _, step, substep = self.optimizer.place
+        step += self.sampler.plan.first_step
+        number = substep * self.replica.num_replicas + self.replica.rank
         losses, weight = self.losses(rows)
         scale = self.replica.scalar(self.run.scales.get(step, 1.0))
         own = math.nan if (step, number) == NAN_MINIBATCH else 0.1 * step
@@ -164,9 +165,10 @@ class Training:
         if step == self.run.zero_step and self.is_exact:
             for parameter in self.model.parameters():
                 parameter.grad = None if parameter.dim() == 1 else parameter.grad
-        is_last = position.substep == position.num_substeps - 1
         made = self.optimizer.step(weight=weight)
-        self.repeated += [step] if is_last and not made else []
+        self.num_minibatches += 1
+        is_dropped = not made and self.optimizer.place.substep == 0
+        self.repeated += [step] if is_dropped else []
         return made
 
     def train(self, loader: Iterable[Any] | None = None) -> Iterator[None]:
@@ -196,14 +198,14 @@ class Training:
         found = self.replica.fetch([each.detach() for each in tensors])
         text = b"".join(each.contiguous().numpy().tobytes() for each in found)
         self.replica.barrier()
-        digest, number = hashlib.sha256(text).hexdigest(), self.sampler.num_yielded
+        digest, number = hashlib.sha256(text).hexdigest(), self.num_minibatches
         return Outcome(digest, self.repeated, number, self.counts)
 
 
 class Outcome(NamedTuple):
     digest: str
     repeated: list[int]
-    num_yielded: int
+    num_minibatches: int
     counts: list[xla_replica.Counts]
 
 
@@ -213,7 +215,7 @@ def assert_same_bits(*runs: list[Outcome]) -> None:
     assert {0} < set(alone.repeated)  # another step than the first is run again, too
     for run in runs:
         assert {each.digest for each in run} == {alone.digest}
-        assert sum(each.num_yielded for each in run) == alone.num_yielded
+        assert sum(each.num_minibatches for each in run) == alone.num_minibatches
         for each in run:
             assert set(each.repeated) <= set(alone.repeated)
             assert not any(x.compilations for x in each.counts[len(each.counts) // 2 :])

@@ -49,7 +49,7 @@ class Record:
     """Writes which samples this member runs for which attempt at a step."""
 
     def __init__(self, path: Path, optimizer: vbs.ElasticOptimizer) -> None:
-        self._path, self._position = path, optimizer._loop.position
+        self._path, self._optimizer = path, optimizer
         self._replica, self._generation, self._num_dropped = optimizer.replica, "", 0
 
     def _write(self, step: int, **values: Any) -> None:
@@ -62,7 +62,9 @@ class Record:
             file.write(json.dumps({**line, "attempt": self._num_dropped}) + "\n")
 
     def run(self, samples: list[int]) -> None:
-        self._write(self._position.mark, samples=samples)
+        epoch, step, _ = self._optimizer.place
+        first = self._optimizer.sampler.schedule.steps(epoch).start
+        self._write(first + step, samples=samples)
 
     def __call__(self, update: vbs.Update) -> None:
         self._write(update.step, batch_size=update.batch_size)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import SGD
 
 import variable_batch_size as vbs
+from support.variable_batch_size.wrapping import minibatches
 from xla_replica import LocalReplica
 
 CPU = LocalReplica("cpu")
@@ -27,12 +28,13 @@ def make(
         range(64), trace, num_replicas=1, rank=0, minibatch_size=1, verbose=False,
         on_end="cycle",
     )  # fmt: skip
-    sampler.num_yielded = 10_000  # tests call step() without iterating it
     options = {"ref_batchsize": 1, "replica": CPU} | options
-    return parameters, cls(inner(parameters, 0.01), sampler, **options)
+    optimizer = cls(inner(parameters, 0.01), sampler, **options)
+    optimizer.minibatches = minibatches(sampler)
+    return parameters, optimizer
 
 
 def step(optimizer, parameter, rows) -> None:
-    for row in rows:
+    for row, _ in zip(rows, optimizer.minibatches):
         (parameter * torch.as_tensor(row, dtype=parameter.dtype)).sum().backward()
         optimizer.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.optim import SGD
@@ -34,20 +36,37 @@ def sampler_of(trace=(64, 96, 96), size=256, **options) -> vbs.CustomSampler:
     return vbs.CustomSampler(trace=trace, **common | options)
 
 
+def minibatches(sampler, optimizer=None) -> Iterator[list[int]]:
+    """Yields what a sampler deals, epoch after epoch, for loops of another kind.
+
+    Epochs are set on the sampler and, if it is given, on the optimizer.
+    """
+    epoch = sampler.epoch
+    while epoch < sampler.num_epochs:
+        sampler.set_epoch(epoch)
+        if optimizer is not None:
+            optimizer.set_epoch(epoch)
+        yield from sampler
+        epoch += 1
+
+
 def make(
     trace=(64, 96, 96), inner=SGD, cls=vbs.LinearRuleOptimizer, rank=0, replicas=1,
     lr=0.1, replica=None, **options,
 ):  # fmt: skip
-    """Returns model, sampler and wrapper: 256 samples in minibatches of 32."""
+    """Returns model, sampler and wrapper: 256 samples in minibatches of 32.
+
+    The wrapper's ``minibatches`` are those of the sampler, to be taken one by one.
+    """
     replica = replica or FakeReplica(rank, replicas)
     model = nn.Linear(2, 1).to(replica.device)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     place = {"rank": replica.rank, "num_replicas": replica.num_replicas}
     sampler = sampler_of(trace, dataset=range(256), dataset_size=None, **place)
-    sampler.num_yielded = 1000  # tests may call step() without iterating it
     options = {"ref_batchsize": 32, "replica": replica} | options
     wrapper = cls(inner(model.parameters(), lr), sampler, **options)
+    wrapper.minibatches = minibatches(sampler)
     return model, sampler, wrapper
 
 

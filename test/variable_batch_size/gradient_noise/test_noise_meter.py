@@ -221,7 +221,7 @@ def test_what_is_seen_is_the_gradient_of_the_minibatch(how):
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     _, optimizer = make(trace=(2,), parameters=parameters)
     parameters[1].requires_grad_(how != "beside a frozen parameter")
-    for scale in (1.0, 3.0):
+    for scale, _ in zip((1.0, 3.0), optimizer.minibatches):
         LOSSES[how](*parameters, scale).backward()
         optimizer.step()
     assert optimizer.noise.measure().variance == pytest.approx(2.0)
@@ -233,7 +233,7 @@ def test_what_is_seen_is_the_gradient_of_the_minibatch(how):
 def test_complex_parameters(dtype, precision):
     parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
     _, optimizer = make(trace=(2,), parameters=[parameter])
-    for scale in (1.1j, 3.3j):
+    for scale, _ in zip((1.1j, 3.3j), optimizer.minibatches):
         (parameter * scale).sum().real.backward()
         optimizer.step()
     expected = pytest.approx((2.0 * 1.1**2, 3.0 * 1.1**2), rel=precision)
@@ -280,6 +280,7 @@ def test_requires_grad_may_not_change_between_minibatches():
 
 def test_two_backward_passes_in_a_minibatch_are_an_error():
     [parameter], optimizer = make(trace=(2,))
+    next(optimizer.minibatches)
     parameter.sum().backward()
     parameter.sum().backward()
     with pytest.raises(ValueError, match="two gradients within one minibatch"):

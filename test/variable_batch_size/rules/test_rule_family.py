@@ -15,7 +15,7 @@ import torch
 from support.variable_batch_size import rules
 from support.variable_batch_size.elastic import large_batch_run
 from support.variable_batch_size.rules import LR, REF, ROWS, Training, train
-from support.variable_batch_size.wrapping import make, sampler_of
+from support.variable_batch_size.wrapping import make, minibatches, sampler_of
 from support.xla_replica.replicas import (
     FEW_BACKENDS,
     SLOW_XLA_BACKENDS,
@@ -173,12 +173,13 @@ def unfreezing(own_group: bool) -> tuple[list[float], list[float]]:
     late.requires_grad_(False)
     groups = [[early], [late]] if own_group else [[early, late]]
     sampler = sampler_of((4, 8, 8, 16, 4, 8, 12) * 6, 10_000, minibatch_size=4)
-    sampler.num_yielded = 1000  # is not iterated
     inner = torch.optim.Adam([{"params": g} for g in groups], LR, (0.9, 0.99), 0.0)
     wrapper = vbs.AdamRootRuleOptimizer(inner, sampler, ref_batchsize=4)
     updates, weights = [], [0.0]
     wrapper.attach(updates.append)
+    dealt = minibatches(sampler)
     while len(updates) < 40:
+        next(dealt)
         (early + late).sum().backward()
         if wrapper.step():
             late.requires_grad_(len(updates) >= 20)
@@ -202,7 +203,7 @@ def test_a_frozen_group_survives_a_checkpoint():
         make(32, lambda *_: torch.optim.Adam(groups, LR), vbs.AdamRootRuleOptimizer)[2]
         for _ in range(2)
     )
-    for _ in range(4):
+    for _ in zip(range(4), wrapper.minibatches):
         weight.sum().backward()
         wrapper.step()
     state = wrapper.state_dict()

@@ -91,18 +91,18 @@ class Replicas:
             self.trace, replica=replica, size=2000, minibatch_size=1,
             sampler={"rank": replica.rank, "num_replicas": 3},
         )  # fmt: skip
-        sampler.num_yielded = 2000  # which nobody iterates
         optimizer.set_epoch(0)
-        return weight, optimizer
+        return weight, optimizer, iter(sampler)
 
     def request(self) -> xla_replica.StopRequest | None:
         return xla_replica.StopRequest("test", 143) if here.rank in self.asked else None
 
     def update(self, look: bool = False, every_seconds: float = 1e9) -> list[bool]:
         def train(found) -> bool:
-            weight, optimizer = found
+            weight, optimizer, minibatches = found
             here.rank, is_made = optimizer.replica.rank, 0
             while not is_made:
+                next(minibatches)
                 weight.sum().backward()
                 is_made = optimizer.step()
                 self.clocks[here.rank] += self.seconds[here.rank]

@@ -70,17 +70,14 @@ def make():
     weight, sampler, optimizer = wrapping.one_weight(
         8, size=64, minibatch_size=2, numbers=1, lr=1.0, ref_batchsize=2, noise=True
     )
-    sampler.num_yielded = 10_000  # `run` does not iterate it
+    optimizer.minibatches = wrapping.minibatches(sampler, optimizer)
     return weight, optimizer
 
 
 def run(weight, optimizer, updates: int) -> None:
-    for index in range(4 * updates):
+    for index, _ in zip(range(4 * updates), optimizer.minibatches):
         (weight * (1 + index % 4)).sum().backward()
         optimizer.step()
-        if not optimizer.get_bs():
-            optimizer.sampler.set_epoch(optimizer.epoch + 1)
-            optimizer.set_epoch(optimizer.epoch + 1)
 
 
 def test_what_belongs_to_another_optimizer_is_refused(tmp_path):
@@ -142,10 +139,9 @@ def test_a_saved_state_knows_how_far_its_schedulers_are(unit, attach_first):
     restored.load_state_dict(of_scheduler)
     if not attach_first:
         other.attach(restored, unit, EVERY[unit])
-    other.sampler.set_epoch(1)
-    other.set_epoch(1)
     run(again, other, 1)  # where the first one stood: 9 updates, one into epoch 1
     other.load_state_dict(state)
+    other.minibatches = wrapping.minibatches(other.sampler, other)
     restored.load_state_dict(of_scheduler)
     run(again, other, 9)
     assert other.get_lr() == optimizer.get_lr()
@@ -226,6 +222,7 @@ def test_what_a_step_hook_changes_and_would_be_restored_is_an_error(name, when):
     other = (0.5, 0.5) if name == "betas" else before / 2
     hook = getattr(wrapper, f"register_step_{when}_hook")
     hook(lambda *_: group.update({name: other}))
+    next(wrapper.minibatches)
     wrapping.backward(model)
     with pytest.raises(ValueError, match=rf"'{name}' of .*use optimizer\.attach"):
         wrapper.step()

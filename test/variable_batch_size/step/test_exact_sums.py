@@ -327,11 +327,11 @@ def test_gradients_mean_what_they_do_without_exact_sums(kind):
 
 def test_a_resumed_pruner_has_the_same_bits():
     run = Pruned("rigl")
-    saved = [(run.state(), len(run.seen), run.sampler.num_yielded) for _ in run.train()]
-    state, num_seen, num_yielded = saved[7]
+    saved = [(run.state(), len(run.seen), run.num_minibatches) for _ in run.train()]
+    state, num_seen, num_before = saved[7]
     results = Backend("cpu", 2).run(functools.partial(train, saved=state), ["rigl"])
     # No other step is run again: the units of dense gradients are resumed too.
     expected = run.outcome(run.seen[num_seen:])
     assert {each.digest for [each] in results} == {expected.digest}
-    num_after = sum(each.num_yielded for [each] in results)
-    assert num_after == expected.num_yielded - num_yielded
+    num_after = sum(each.num_minibatches for [each] in results)
+    assert num_after == expected.num_minibatches - num_before

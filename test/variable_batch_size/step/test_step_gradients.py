@@ -109,6 +109,7 @@ def test_a_change_of_one_number_is_seen_in_any_layout(value, place):
     """It is one of those in the middle; the gradient has the parameter's strides."""
     parameter, (_, sampler, _) = nn.Parameter(value), make(trace=64)
     wrapper = vbs.ConstantOptimizer(SGD([parameter], 0.1), sampler, replica=CPU)
+    next(iter(sampler))
     parameter.sum().backward()
     parameter.grad.data[place] = 0.5
     with pytest.raises(ValueError, match="was changed between backward"):
@@ -124,9 +125,12 @@ def test_an_accumulation_may_count_as_two_writes():
     wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
     assert run_epoch(model, sampler, wrapper) == [0, 0, 1] * 2
     sampler.set_epoch(1)
+    minibatches = iter(sampler)
+    next(minibatches)
     backward(model)
     wrapper.step()
     model.zero_grad(set_to_none=False)
+    next(minibatches)
     backward(model)
     with pytest.raises(ValueError, match="first 1 minibatches would be lost"):
         wrapper.step()
@@ -168,14 +172,18 @@ def test_a_minibatch_may_accumulate_several_times(checkpointed):
 
 def test_what_has_no_gradient_needs_no_backward_pass():
     model, _, wrapper = make(trace=64, reduction="sum", cls=vbs.ConstantOptimizer)
+    next(wrapper.minibatches)
     assert wrapper.step(weight=0) == 0
+    next(wrapper.minibatches)
     with pytest.raises(ValueError, match="without backward"):
         wrapper.step(weight=2)
     backward(model)
     assert wrapper.step(weight=2) == 1
+    next(wrapper.minibatches)
     assert wrapper.step(weight=torch.tensor(0.0)) == 0
     model, _, wrapper = make(trace=32)
     model.requires_grad_(False)
+    next(wrapper.minibatches)
     assert wrapper.step() == 1
 
 
@@ -183,6 +191,7 @@ def test_a_hook_does_not_travel_with_a_copy_of_the_model():
     model, _, wrapper = make(trace=32)
     copied = copy.deepcopy(model)
     assert pickle.loads(pickle.dumps(model)).weight.equal(copied.weight)
+    next(wrapper.minibatches)
     backward(copied)
     nn.utils.clip_grad_norm_(copied.parameters(), 0.5)
     with pytest.raises(ValueError, match="without backward"):

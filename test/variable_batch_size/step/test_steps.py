@@ -91,12 +91,20 @@ class Loop(NamedTuple):
     wrapper: vbs.ElasticOptimizer
 
 
+def passes(t: Loop, scale: float = 1.0) -> None:
+    """Takes a minibatch, and runs it."""
+    next(t.wrapper.minibatches)
+    (scale * t.model(torch.ones(1, 2)).sum()).backward()
+
+
 ACTIONS = {
-    "pass": lambda t: backward(t.model),
-    "pass of zero": lambda t: (0 * t.model(torch.ones(1, 2)).sum()).backward(),
-    "pass of NaN": lambda t: (torch.nan * t.model(torch.ones(1, 2)).sum()).backward(),
+    "take": lambda t: next(t.wrapper.minibatches),
+    "pass": passes,
+    "pass of zero": lambda t: passes(t, 0.0),
+    "pass of NaN": lambda t: passes(t, torch.nan),
+    "pass of data from elsewhere": lambda t: backward(t.model),
     "step": lambda t: t.wrapper.step(),
-    "minibatch": lambda t: (backward(t.model), t.wrapper.step()),
+    "minibatch": lambda t: (passes(t), t.wrapper.step()),
     "epoch": lambda t: run_epoch(t.model, t.sampler, t.wrapper),
     "zero": lambda t: t.model.zero_grad(),
     "zero in place": lambda t: t.model.zero_grad(set_to_none=False),
@@ -116,7 +124,6 @@ ACTIONS = {
         {"params": [nn.Parameter(torch.zeros(2))]}
     ),
     "step the inner one": lambda t: t.wrapper.inner.step(),
-    "read from elsewhere": lambda t: setattr(t.sampler, "num_yielded", 0),
     "begin": lambda t: t.wrapper.set_epoch(0),
     "begin another": lambda t: t.wrapper.set_epoch(1),
     "set the rate": lambda t: t.wrapper.set_lr((0.5,)),
@@ -152,16 +159,16 @@ ON_ANY_REPLICA = [
         (TWO, f"freeze, zero, minibatch, pass, {change}, step", CHANGED)
         for change in CHANGES
     ),
-    (TWO, "step", NO_PASS),
-    (TWO, "minibatch, step", NO_PASS),
+    (TWO, "take, step", NO_PASS),
+    (TWO, "minibatch, take, step", NO_PASS),
     ({}, "zero by the wrapper, pass, zero by the wrapper", KEEPS),
     ({}, "minibatch, zero by the wrapper, pass, zero by the wrapper", KEEPS),
     ({}, "add to the inner one, pass, step", "through the wrapper's add_param_group"),
     ({}, "reload, pass, step", r"load_state_dict\(..., assign=True\)"),
-    ({}, "epoch, step", "after the last of the 3 steps of epoch 0"),
+    ({}, "epoch, take, step", "after the last of the 3 steps of epoch 0"),
     ({}, "join", "lockstep=False"),
     (TWO | {"lockstep": True}, "pass, join", r"call backward\(\) and step\(\) for ev"),
-    (ONE, "read from elsewhere, pass, step", r"batch_sampler=sampler\), or iterate"),
+    (ONE, "pass of data from elsewhere, step", r"batch_sampler=sampler\), or iterate"),
     (ONE, "begin another, pass, step", "at step 0 of epoch 1 and the sampler at ep"),
 ]
 BEGIN_FIRST = r"call optimizer.set_epoch\(0\) before"
@@ -254,7 +261,7 @@ def test_what_may_be_a_mistake_warns(options, actions, message, then, caplog):
 def refused(rank: int) -> list[str]:
     """Returns what is told on a device, of which the last loop does nothing wrong."""
     told = []
-    for actions in ("pass, clip", "minibatch, zero in place, pass", "begin", "pass"):
+    for actions in ("pass, clip", "minibatch, zero in place, pass", "take", "pass"):
         found, last = loop(actions, trace=192, replica=xla_replica.current())
         last(found)
         try:

@@ -37,7 +37,7 @@ def real_runs(rank: int, case: Case) -> dict[str, Any]:
         training = Training(dataclasses.replace(case, rule=rule, optimizer=optimizer))
         training.train()
         told = [(u.epoch, u.step, u.batch_size, u.lr[0]) for u in training.updates]
-        runs[rule] = (told, training.sampler.num_yielded)
+        runs[rule] = (told, len(training.samples))
     return runs
 
 

@@ -94,11 +94,21 @@ def look_at_gradients(loop: Loop) -> None:
         )
 
 
-def fail_once(loop: Loop) -> None:
-    """The third update fails, before the sum and on every replica."""
-    scaling, well = loop.optimizer._loop.scaling, [mock.DEFAULT]
-    effects = [*2 * well, OverflowError, *20 * well]
-    scaling.prepare = mock.Mock(wraps=scaling.prepare, side_effect=effects)
+class FailsOnce:
+    """A rule's factor of one; the next one is an error where that was asked for."""
+
+    next_one = False
+
+    def __call__(self, batch_ratio: float) -> float:
+        if self.next_one:
+            self.next_one = False
+            raise OverflowError
+        return 1.0
+
+
+def fail_in_the_third(loop: Loop, update: vbs.Update) -> None:
+    """The update fails before the sum, and on every replica."""
+    loop.optimizer.rule.lr_factor.next_one = update.step == 1
 
 
 DIFFERS = {"passes": lambda which: [[i for i in range(6) if (i + which) % 3]]}
@@ -123,7 +133,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "freezes in the loop": {"before_step": freeze_two, "trace": ALL_BUSY},
     "by hand": {"backward": by_hand},
     "sparse": {"backward": sparse},
-    "an update fails": {"prepare": fail_once, "trace": ALL_BUSY},
+    "an update fails": {
+        "rule": vbs.Rule("fails once", FailsOnce(), needs_reference=False),
+        "after_update": fail_in_the_third,
+        "trace": ALL_BUSY,
+    },
     "freezes after updates": {"after_update": freeze_some},
     "hooks": {"prepare": look_at_gradients},
     "hooks, no idle replicas": {"prepare": look_at_gradients, "trace": ALL_BUSY},
@@ -220,19 +234,21 @@ def comes_too_late(rank: int, wrong: str, message: str) -> None:
     model, inner = small_model(3)
     sampler = vbs.CustomSampler(range(32), 8, minibatch_size=4, verbose=False)
     optimizer = vbs.ConstantOptimizer(inner, sampler)
-    sampler.num_yielded = 3  # it is not iterated
     optimizer.set_epoch(0)
+    minibatches = iter(sampler)
 
     def backward() -> None:
         model(torch.ones(1, 3)).sum().backward()
 
     for _ in range(0 if wrong == "moved" else 2):
+        next(minibatches)
         backward()
         optimizer.step()
     if wrong == "moved":
         model.to("cpu:0")  # to torch not "cpu", so gradients are copied
 
     def goes_wrong() -> None:
+        next(minibatches)
         backward()
         backward() if wrong == "again" else model.zero_grad()
         optimizer.step()
