@@ -168,7 +168,7 @@ class ElasticOptimizer(OptimizerProxy):
         groups = optimizer.param_groups
         sharded = self.replica.is_sharded([p for g in groups for p in g["params"]])
         if sharded:
-            sampler.pad_steps()
+            sampler.ledger.pad()
         if ref_weight is None and not self.rule.measured:
             sampler.follow_rule(self.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
@@ -182,7 +182,6 @@ class ElasticOptimizer(OptimizerProxy):
         if settings.exact and hasattr(order, "ride"):
             order.ride(settings.exact)
         self._loop = UpdateLoop(self._context, self)
-        sampler.add_loop(self._loop, optimizer.param_groups[0]["params"][0])
         self._saved = ElasticState(self._context, self._loop)
         self._starts = no_starts()
 
@@ -248,7 +247,7 @@ class ElasticOptimizer(OptimizerProxy):
                 "train in bfloat16, which needs no scaling"
             )
         num_updates = self._loop.end_minibatch(weight)
-        if self._loop.position.idle:
+        if self._loop.account.idle:
             num_updates += self._join_idle_steps()
         return num_updates
 
@@ -262,7 +261,7 @@ class ElasticOptimizer(OptimizerProxy):
         """
         if not (self._settings.lockstep and self.is_idle):
             raise ValueError(
-                f"join_step() in step {self._loop.position.step} of epoch {self.epoch}"
+                f"join_step() in step {self._loop.account.number} of epoch {self.epoch}"
                 f", with lockstep={self._settings.lockstep}: it is for wrappers with "
                 "lockstep=True, in steps in which this replica has no minibatch; "
                 "call backward() and step() for every one that it has"
@@ -285,12 +284,13 @@ class ElasticOptimizer(OptimizerProxy):
 
     def _join_idle_steps(self) -> int:
         """Joins the steps that come next without a minibatch, unless in lockstep."""
-        num_updates, sampler = 0, self.sampler
-        while self._loop.position.idle and not self._settings.lockstep:
-            if sampler.num_optimizers > 1:
+        num_updates, account = 0, self._loop.account
+        num_optimizers = len(account.ledger.accounts)
+        while account.idle and not self._settings.lockstep:
+            if num_optimizers > 1:
                 raise ReplicaError(
-                    f"this replica is idle in step {self._loop.position.step} of "
-                    f"epoch {self.epoch}: build its {sampler.num_optimizers} "
+                    f"this replica is idle in step {account.number} of "
+                    f"epoch {self.epoch}: build its {num_optimizers} "
                     "optimizers with lockstep=True, and call join_step()",
                     self.replica.rank,
                 )
@@ -357,10 +357,10 @@ class ElasticOptimizer(OptimizerProxy):
                 `Schedule.changed`.
             ReplicaError: Replicas have brought different sizes.
         """
-        sampler, position = self.sampler, self._loop.position
-        with sampler.dealing_paused() as dealt:
+        sampler, account = self.sampler, self._loop.account
+        with account.ledger.paused() as dealt:
             # The step after this one is looked at: it begins an epoch, or does not.
-            latest = max(dealt, position.mark)
+            latest = max(dealt, account.global_step)
             given = self.replica.all_gather_object((batch_size, latest))
             sizes = [size for size, _ in given]
             if any(size != sizes[0] for size in sizes):
@@ -372,7 +372,6 @@ class ElasticOptimizer(OptimizerProxy):
             first: int = 1 + max(step for _, step in given)
             self.check_batch_size(batch_size, first)
             sampler.change_from(first, batch_size)
-            position.replan(sampler.replanned(position.plan))
         return first
 
     def check_batch_size(self, batch_size: int, first_step: int = 1) -> None:
@@ -459,7 +458,7 @@ class ElasticOptimizer(OptimizerProxy):
     @property
     def epoch(self) -> int:
         """The epoch under way."""
-        return self._loop.position.plan.epoch
+        return self._loop.account.epoch
 
     @property
     def place(self) -> Place:
@@ -468,8 +467,8 @@ class ElasticOptimizer(OptimizerProxy):
         Steps are numbered within their epoch. After the last one the step is their
         number, `EpochPlan.num_steps`.
         """
-        position = self._loop.position
-        return Place(position.plan.epoch, position.step, position.substep)
+        account = self._loop.account
+        return Place(account.epoch, account.number, account.substep)
 
     @property
     def num_minibatches(self) -> int:
@@ -479,7 +478,7 @@ class ElasticOptimizer(OptimizerProxy):
     @property
     def is_idle(self) -> bool:
         """Whether this replica has no minibatch in the step under way."""
-        return self._loop.position.idle
+        return self._loop.account.idle
 
     @property
     def is_padding(self) -> bool:
@@ -489,7 +488,7 @@ class ElasticOptimizer(OptimizerProxy):
         minibatch left in a step runs one that another replica runs too. Its gradient
         and its weight are zero. Leave it out of metrics.
         """
-        return self._loop.position.is_padding
+        return self._loop.account.is_padding
 
     @property
     def sample_weights(self) -> torch.Tensor:
@@ -499,8 +498,8 @@ class ElasticOptimizer(OptimizerProxy):
         ``(losses * optimizer.sample_weights).sum()``, and `step` knows how many samples
         count. It is data on the device, not read and not compiled anew.
         """
-        position = self._loop.follow_sampler()
-        return self._loop.totals.sample_weights(position.num_real_samples)
+        account = self._loop.follow_sampler()
+        return self._loop.totals.sample_weights(account.num_real_samples)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -512,7 +511,8 @@ class ElasticOptimizer(OptimizerProxy):
 
     def get_bs(self) -> int:
         """Returns the global batch size of the step under way; 0 after the last."""
-        return self._loop.position.batch_size
+        now = self._loop.account.now
+        return now.batch_size if now else 0
 
     def asked_to_stop(self, look: bool = False, every_seconds: float = 2.0) -> bool:
         """Returns whether all replicas stop after the update that was made last.
@@ -582,7 +582,7 @@ class ElasticOptimizer(OptimizerProxy):
         """Returns the learning rates of the step under way, or of the last update."""
         lrs, batch_size = self.get_lr(), self.get_bs()
         is_late = self.ref_weight is not None and not self.rule.measured
-        if self._loop.position.ended or is_late:
+        if self._loop.account.ended or is_late:
             return as_floats(self._loop.last_lrs or lrs, self.replica)
         if self.rule.measured and self.noise is not None:
             inputs = self.noise.lr_factors(batch_size)

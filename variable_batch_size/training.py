@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
 from variable_batch_size.checkpoint.checkpointer import Checkpointer
-from variable_batch_size.data.minibatches import left_out
+from variable_batch_size.data.account import left_out
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update

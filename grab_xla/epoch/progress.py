@@ -277,10 +277,9 @@ class Progress(Rider):
         self._num_new = batch_size // size
         self._gathered = self._balancer.gather(self._num_new, minibatch_size // size)
 
-    def exchange(self, position: Any) -> None:
+    def exchange(self, step: Any) -> None:
         """Gathers what a step balances, before it is made. Collective."""
-        plan = position.plan
-        self._gather(plan.epoch, position.batch_size, plan.minibatch_size)
+        self._gather(step.epoch, step.batch_size, step.minibatch_size)
         if self._uses_gradients:
             self._gathered = list(self._gathered)
 

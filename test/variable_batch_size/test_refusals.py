@@ -89,7 +89,8 @@ def compiled(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 def weighed(weight: Any, **options: Any) -> None:
     """Runs a minibatch of a weight; options are the wrapper's."""
-    parameter, _, optimizer = one_weight([4], **{"reduction": "sum"} | options)
+    parameter, sampler, optimizer = one_weight([4], **{"reduction": "sum"} | options)
+    next(iter(sampler))
     if optimizer.rule.measured:
         optimizer.attach(StepLR(optimizer, 1), unit="iterations")
     parameter.sum().backward()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import hashlib
 import logging
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 import xla_replica
 from variable_batch_size.data.lazy_orders import LazyOrder
+from variable_batch_size.data.ledger import Ledger
 from variable_batch_size.data.minibatches import Minibatches, loader_in
 from variable_batch_size.data.schedule import Cursor, EpochPlan, OnEnd, Schedule
 from variable_batch_size.traces.batch_trace import Trace, TraceSource
@@ -64,20 +61,9 @@ class CustomSampler(Sampler[list[int]]):
             which `ElasticOptimizer.sample_weights` marks with zeros.
 
     Attributes:
-        plan: The plan of the epoch that iterating yields now.
-        schedule: The trace, cut into epochs.
+        seed: As it was given.
         order: As it was given.
-        num_yielded: Minibatches that all iterations have yielded so far.
-        loops: Weak references to the newest update loop of every optimizer, by the id
-            of its first parameter.
-        waiting: Update loops that have ended the step under way, while loops of other
-            optimizers of this sampler have not.
-        newest_pass: The iteration that was made last; None before the first.
-        begun: That which dealt its first minibatch last.
-        on_handing_out: Called before a minibatch is loaded, and again before it is run
-            if it was fetched ahead; in the threads in which that happens.
-        redone: Where the last `redeal` went back to, another object each time.
-        moved: Where the last `deal_to` went; iterations of epochs before it have ended.
+        ledger: Which minibatches were dealt, and trained by whom.
         dataset_length: The length of ``dataset``; None with ``dataset_size``.
 
     Raises:
@@ -112,8 +98,8 @@ class CustomSampler(Sampler[list[int]]):
                 "order= is an iterator: pass a function from the epoch to an order"
             )
         self.seed = check_integer("seed", seed, -(2**63), 2**63)  # as torch has it
-        self.num_replicas = check_integer("num_replicas", num_replicas, least=1)
-        self.rank = check_integer("rank", rank, 0, self.num_replicas - 1)
+        num_replicas = check_integer("num_replicas", num_replicas, least=1)
+        rank = check_integer("rank", rank, 0, num_replicas - 1)
         trace = Trace(trace)
         if (dataset is None) == (dataset_size is None):
             raise TypeError("CustomSampler needs either dataset= or dataset_size=")
@@ -132,30 +118,18 @@ class CustomSampler(Sampler[list[int]]):
                     f"dataset={dataset!r} has no length; pass dataset_size="
                 ) from error
             self.dataset_length = num_samples
-        self.schedule = Schedule(
+        # Without what `change_from` has changed.
+        self._first_schedule = schedule = Schedule(
             trace, num_samples, minibatch_size, on_end, pad_minibatches
         )
-        self._first_schedule = self.schedule  # without what `change_from` has changed
         self._changes: list[list[int]] = []  # (step, batch size)
-        # Held while a minibatch is dealt; loaders do that in threads of their own.
-        self._dealing = threading.Lock()
-        self._dealt = -1  # the last step whose batch size this replica has used
+        self.ledger = Ledger(schedule, rank, num_replicas)
         self.order = order
         self._verbose = check_flag("verbose", verbose)
-        self._committed: Cursor | None = None
-        self._restored: Cursor | None = None
         self._order_digests: dict[int, str] = {}  # of the epoch under way
-        self._padded = False
         self._weights: dict[int, float] | None = None  # by batch size
-        self.num_yielded = 0
-        self.loops: dict[int, weakref.ref[Any]] = {}
-        self.waiting: list[Any] = []
-        self.redone: Cursor | None = None
-        self.moved: Cursor | None = None
-        self.newest_pass: Minibatches | None = None
-        self.begun: Minibatches | None = None
-        self.on_handing_out: Callable[[], object] = tuple  # nothing
-        self.plan: EpochPlan = self.plan_of(0)
+        self._newest: Minibatches | None = None
+        self.ledger.plan(0)  # the trace may be empty
         if isinstance(order, type):
             raise TypeError(
                 f"order={order.__name__} is a class: give {order.__name__}(...)"
@@ -171,7 +145,7 @@ class CustomSampler(Sampler[list[int]]):
             order.follow_weights(self.update_weights)
 
     def __repr__(self) -> str:
-        epoch, step, *_ = self.cursor
+        epoch, step = self.cursor
         return (
             f"CustomSampler({self.schedule.num_samples} samples, "
             f"{self.schedule.trace!r}, minibatch_size={self.minibatch_size}, "
@@ -180,14 +154,34 @@ class CustomSampler(Sampler[list[int]]):
         )
 
     @property
+    def schedule(self) -> Schedule:
+        """The trace, cut into epochs."""
+        return self.ledger.schedule
+
+    @property
+    def rank(self) -> int:
+        """The replica that it deals to."""
+        return self.ledger.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas share the steps."""
+        return self.ledger.num_replicas
+
+    @property
     def epoch(self) -> int:
         """The epoch that iterating yields now."""
-        return self.plan.epoch
+        return self.ledger.epoch
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan of that epoch, from where a loaded state resumes it."""
+        return self.ledger.plan(self.ledger.epoch)
 
     @property
     def cursor(self) -> Cursor:
         """Where the run is: the steps that are done, not what a loader prefetches."""
-        return self._committed or Cursor(self.plan.epoch, self.plan.start_step)
+        return self.ledger.cursor
 
     @property
     def minibatch_size(self) -> int:
@@ -204,23 +198,14 @@ class CustomSampler(Sampler[list[int]]):
         last = int(min(check_integer("num_epochs", num_epochs, 1), self.num_epochs))
         return self.schedule.steps(last - 1).stop
 
-    def add_loop(self, loop: Any, parameter: Any) -> None:
-        """Notes the newest update loop of a parameter; it counts while it is alive."""
-        self.loops[id(parameter)] = weakref.ref(loop)
-
-    @property
-    def num_optimizers(self) -> int:
-        """How many optimizers there are that were built with it."""
-        return sum(each() is not None for each in self.loops.values())
-
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration yields, or what is left of it.
 
         Raises TraceExhausted if the trace has ended and ``on_end='error'``, and
         ValueError if a restored run is in a later epoch.
         """
-        self.plan = self.plan_of(epoch)
-        plan, trace = self.plan, self.schedule.trace
+        plan, trace = self.plan_of(epoch), self.schedule.trace
+        self.ledger.epoch = epoch
         if plan.num_steps == 0:
             logger.warning(
                 f"epoch {epoch} is empty: {trace.name} ended after {len(trace)} steps"
@@ -234,19 +219,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def plan_of(self, epoch: int) -> EpochPlan:
         """Returns the plan of an epoch from where it resumes; raises as `set_epoch`."""
-        restored, start_step = self._restored, 0
-        if restored is not None and epoch <= restored.epoch:
-            if epoch < restored.epoch:
-                raise ValueError(
-                    f"set_epoch({epoch}): the restored run is in epoch "
-                    f"{restored.epoch}; begin with range(sampler.epoch, num_epochs)"
-                )
-            start_step = restored.step
-        return self._plan(self.schedule, epoch, start_step)
-
-    def _plan(self, schedule: Schedule, epoch: int, start_step: int = 0) -> EpochPlan:
-        plan = schedule.plan(epoch, self.num_replicas)
-        return dataclasses.replace(plan, start_step=start_step, padded=self._padded)
+        return self.ledger.begin_epoch(epoch)
 
     def follow_rule(
         self, lr_factor: Callable[[float], float], ref_batchsize: int
@@ -274,69 +247,14 @@ class CustomSampler(Sampler[list[int]]):
         weights[: sizes.sum()] = np.repeat(of_steps, sizes)
         return weights
 
-    def pad_steps(self) -> None:
-        """Yields every replica as many minibatches in each step as replica 0.
-
-        Those that it adds are padding, see `EpochPlan.num_real_samples`. The optimizer
-        wrapper asks for it where every replica must run every pass.
-        """
-        self._padded = True
-        self.plan = dataclasses.replace(self.plan, padded=True)
-
-    def look(self, plan: EpochPlan, next_step: Callable[[EpochPlan], int]) -> EpochPlan:
-        """Returns a pass's plan as it is now, and notes its next step as looked at."""
-        with self._dealing:
-            plan = self.plan if self.plan.epoch == plan.epoch else plan
-            # The step that does not fit is looked at, too.
-            self._dealt = max(self._dealt, plan.first_step + next_step(plan))
-        return plan
-
-    @contextlib.contextmanager
-    def dealing_paused(self) -> Iterator[int]:
-        """Deals nothing in the block; gives the last step that was looked at so far.
-
-        Steps are numbered since training began. A loader that reads ahead waits.
-        """
-        with self._dealing:
-            yield self._dealt
-
     def change_from(self, step: int, batch_size: int) -> None:
         """Changes the batch size from ``step`` on, which nobody may have looked at.
 
         Call `ElasticOptimizer.change_batch_size`, which finds such a step. Changes are
         part of the state. Raises as `Schedule.changed`.
         """
-        self.schedule = self.schedule.changed(step, batch_size)
+        self.ledger.replan(self.schedule.changed(step, batch_size))
         self._changes.append([step, batch_size])
-        self.plan = self.replanned(self.plan)
-
-    def replanned(self, plan: EpochPlan) -> EpochPlan:
-        """Returns a plan with the batch sizes that its steps have now."""
-        return self._plan(self.schedule, plan.epoch, plan.start_step)
-
-    def redeal(self, epoch: int, step: int) -> None:
-        """Deals a step, the one under way, and what follows once more.
-
-        Iterations go back when they are next asked, after their end too. What loaders
-        have fetched ahead is dropped by `xla_replica.Replica.loader`.
-        """
-        self.redone = Cursor(epoch, step)
-
-    def deal_to(self, rank: int, num_replicas: int, cursor: Cursor) -> None:
-        """Goes on as another replica, from a cursor on, as `redeal` does."""
-        self.rank, self.num_replicas = rank, num_replicas
-        self._restored = cursor
-        # The next epoch, where the script has chosen that already.
-        self.plan = self.plan_of(max(cursor.epoch, self.plan.epoch))
-        self.redone = self.moved = cursor
-
-    def commit(self, epoch: int, step: int) -> None:
-        """Notes, after every update, that ``step`` steps of ``epoch`` are done."""
-        self._committed = Cursor(epoch, step)
-        if self._restored is None:
-            return
-        if epoch > self._restored.epoch or step >= len(self.schedule.steps(epoch)):
-            self._restored = None  # another pass over that epoch is a whole one
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the cursor after the last update, for any number of replicas.
@@ -366,36 +284,22 @@ class CustomSampler(Sampler[list[int]]):
         torchdata's StatefulDataLoader calls it, too, with a state that is too old, and
         loads that of `Minibatches` afterwards: the former changes nothing.
         """
-        if self.newest_pass is None or not self.newest_pass.is_being_restored:
-            self.place_at(state, allow_changes)
+        if self._newest is None or not self._newest.is_being_restored:
+            self.resume_at(state, allow_changes)
+            self.ledger.is_placed = True
 
-    def place_at(self, state: Mapping[str, Any], allow_changes: bool) -> None:
-        """Resumes at a state's cursor, which is then where the run is."""
-        self._committed = self.resume_at(state, allow_changes)
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether updates or a loaded state say where the run is."""
-        return self._committed is not None
-
-    def resume_at(
-        self, state: Mapping[str, Any], allow_changes: bool = False
-    ) -> Cursor:
-        """Yields the minibatches after a state's cursor next; returns that."""
+    def resume_at(self, state: Mapping[str, Any], allow_changes: bool = False) -> None:
+        """Deals the minibatches after a state's cursor next."""
         cursor = self.check_state(state, allow_changes)
-        self.schedule = self._schedule_of(state)
         self._changes = [[*change] for change in state["changes"]]
-        self._dealt = -1
-        self._restored = cursor
         # At step 0 no order is fixed.
         is_of_epoch = cursor.step > 0 and not allow_changes and bool(state["order"])
         self._order_digests = {cursor.epoch: state["order"]} if is_of_epoch else {}
-        self.plan = self.plan_of(cursor.epoch)
-        return cursor
+        self.ledger.load(self._schedule_of(state), cursor)
 
     def plan_after(self, state: Mapping[str, Any]) -> EpochPlan:
         """Returns the plan of a state's epoch, with the batch sizes that it tells."""
-        return self._plan(self._schedule_of(state), state["epoch"])
+        return self._schedule_of(state).plan(state["epoch"], self.num_replicas)
 
     def check_state(self, state: Mapping[str, Any], allow_changes: bool) -> Cursor:
         """Returns the saved cursor; raises ValueError if it cannot be loaded."""
@@ -465,9 +369,8 @@ class CustomSampler(Sampler[list[int]]):
                 "to all processes once more: CustomSampler deals them to replicas "
                 "itself, so leave its loader out of accelerator.prepare(...)"
             )
-        if self.newest_pass is None or not self.newest_pass.resumes:
-            self.newest_pass = Minibatches(self, loader_in(names, self))
-        return self.newest_pass
+        self._newest = Minibatches(self, loader_in(names, self))
+        return self._newest
 
     def order_of(self, plan: EpochPlan) -> Callable[[np.ndarray], np.ndarray]:
         """Returns a function from positions in an epoch's order to their samples.
@@ -498,12 +401,7 @@ class CustomSampler(Sampler[list[int]]):
         return samples_at
 
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"_dealing": None, "newest_pass": None}
-        own |= {"on_handing_out": tuple, "loops": {}, "waiting": []}
-        return vars(self) | own
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _dealing=threading.Lock())
+        return vars(self) | {"_newest": None}
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Returns the epoch's permutation: ``(num_samples,)`` integers."""

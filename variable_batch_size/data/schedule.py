@@ -25,7 +25,6 @@ import numpy as np
 
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import TraceError
-from xla_replica import ReplicaError
 from xla_replica.common.arguments import check_choice, check_flag, check_integer
 from xla_replica.common.later import pd
 
@@ -38,11 +37,25 @@ class Cursor(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where one replica is in its training, to the minibatch."""
+    """The place of a minibatch among those of one replica."""
 
     epoch: int  # from 0
-    step: int  # of the epoch; `EpochPlan.num_steps` after the last
-    substep: int  # how many minibatches of that step the replica has run
+    step: int  # of the epoch
+    substep: int  # minibatches of the step that come before
+
+
+class Step(NamedTuple):
+    """One step of an epoch, as one replica sees it."""
+
+    epoch: int
+    number: int  # within the epoch
+    global_step: int  # since training began
+    batch_size: int  # in samples, over all replicas
+    minibatch_size: int
+    num_minibatches: int  # over all replicas
+    num_substeps: int  # minibatches that this replica runs
+    idle: bool  # it runs none
+    ends_epoch: bool
 
 
 # What follows the last row of a trace.
@@ -140,12 +153,30 @@ class EpochPlan:
         """Returns how many minibatches of one step replica ``rank`` runs."""
         return int(self._substeps(np.array(self.batch_size(step)), rank))
 
-    def num_remaining(self, rank: int) -> int:
-        """Returns how many minibatches replica ``rank`` runs from `start_step` on."""
+    def step(self, number: int, rank: int) -> Step | None:
+        """Returns a step as replica ``rank`` sees it; None after the epoch's last."""
+        head, size = self.head, self.minibatch_size
+        num_steps = len(head) + self.num_held
+        if number >= num_steps:
+            return None
+        batch_size = int(head[min(number, len(head) - 1)])
+        num_minibatches = -(-batch_size // size)
+        left = num_minibatches - (0 if self.padded else rank)
+        own = max(-(-left // self.num_replicas), 0)
+        sizes = batch_size, size, num_minibatches, own
+        place = self.epoch, number, self.first_step + number
+        return Step(*place, *sizes, own == 0, number + 1 == num_steps)
+
+    def num_remaining(self, rank: int, first: int | None = None) -> int:
+        """Returns how many minibatches replica ``rank`` runs from a step on.
+
+        From `start_step` on without ``first``.
+        """
+        first = self.start_step if first is None else first
         substeps = self._substeps(self.head, rank)
-        num_held = min(self.num_held, self.num_steps - self.start_step)
+        num_held = min(self.num_held, self.num_steps - first)
         held = num_held * int(substeps[-1]) if num_held else 0
-        return int(substeps[self.start_step :].sum()) + held
+        return int(substeps[first:].sum()) + held
 
     def _substeps(self, batch_sizes: np.ndarray, rank: int) -> np.ndarray:
         """Returns the minibatches of replica ``rank`` in steps of these sizes."""
@@ -187,143 +218,6 @@ class EpochPlan:
         """Returns the part of the order that minibatch ``number`` of a step has."""
         first = self.start(step) + number * self.minibatch_size
         return slice(first, min(first + self.minibatch_size, self.start(step + 1)))
-
-
-class Position:
-    """Where one replica is in an epoch: its step, and the minibatch within that.
-
-    Args:
-        plan: The epoch's plan.
-        rank: The replica.
-        announced: See the attribute.
-
-    Attributes:
-        rank: The replica, which may become another one between two steps.
-        plan: The epoch's plan.
-        step: The step under way; `EpochPlan.num_steps` after the last.
-        substep: Minibatches of that step that the replica has run.
-        announced: Whether the user began the epoch with ``set_epoch``, in which
-            replicas join the first steps if they are idle in them; also true once the
-            first minibatch has passed.
-        has_run: Whether the replica has run a minibatch of this epoch.
-        ended: Whether the last step of the epoch is done.
-        num_substeps: Minibatches of the step that are this replica's.
-        num_minibatches: Minibatches of the step, over all replicas; 0 after the last.
-        batch_size: The global batch size of the step, in samples; 0 after the last.
-        idle: Whether this replica has no minibatch in the step.
-    """
-
-    def __init__(self, plan: EpochPlan, rank: int, announced: bool = False) -> None:
-        self.rank = rank
-        self.restart(plan, announced)
-
-    def restart(self, plan: EpochPlan, announced: bool = False) -> None:
-        """Goes to the first step of a plan."""
-        self.plan, self.step, self.substep = plan, plan.start_step, 0
-        self.announced, self.has_run = announced, False
-        self._read_step()
-
-    @property
-    def mark(self) -> int:
-        """How many steps of the training are done."""
-        return self.plan.first_step + self.step
-
-    def move(self, plan: EpochPlan, rank: int) -> None:
-        """Goes on as another replica, at the first step of a plan of this epoch."""
-        has_run, self.rank = self.has_run, rank
-        self.restart(plan, self.announced)
-        self.has_run = has_run
-
-    def replan(self, plan: EpochPlan) -> None:
-        """Takes another plan of the epoch, equal in the steps that have begun."""
-        self.plan = plan
-        self._read_step()
-
-    def _read_step(self) -> None:
-        plan, step = self.plan, self.step
-        self.ended = step >= plan.num_steps
-        self.num_substeps = self.num_minibatches = self.batch_size = 0
-        if not self.ended:
-            self.num_substeps = plan.num_substeps_of(step, self.rank)
-            self.num_minibatches = plan.num_minibatches_of(step)
-            self.batch_size = plan.batch_size(step)
-        self.idle = not self.ended and self.num_substeps == 0
-
-    @property
-    def num_real_samples(self) -> int:
-        """Samples of the next minibatch that count; the others are padding."""
-        return self.plan.num_real_samples(self.rank, self.step, self.substep)
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether the next minibatch is run for its collectives alone."""
-        return self.plan.padded and not self.ended and self.num_real_samples == 0
-
-    def count_minibatch(self) -> bool:
-        """Counts one; returns whether it was this replica's last of the step."""
-        self.has_run = True
-        self.substep += 1
-        return self.substep == self.num_substeps
-
-    def rollback(self) -> None:
-        """Goes back to the first minibatch of the step under way."""
-        self.substep = 0
-
-    def advance(self) -> None:
-        """Counts the step under way as done."""
-        self.step, self.substep = self.step + 1, 0
-        self._read_step()
-
-    def follow(self, plan: EpochPlan) -> bool:
-        """Goes to the sampler's plan for the next minibatch.
-
-        Returns:
-            Whether it is another plan than before, as in a new epoch.
-
-        Raises:
-            ValueError: The epoch has no such minibatch, or the one before has not
-                ended.
-            ReplicaError: The replica is idle in the step, or was and did not join it.
-        """
-        before = self.plan
-        is_new = (plan.epoch, plan.start_step) != (before.epoch, before.start_step)
-        if is_new:
-            if not self.ended and (self.announced or self.has_run):
-                raise ValueError(
-                    f"the optimizer is at step {self.step} of epoch {before.epoch} and "
-                    f"the sampler at epoch {plan.epoch}: call set_epoch on both before "
-                    "every epoch; the optimizer's load_state_dict restores both"
-                )
-            self.restart(plan)
-        if self.ended:
-            raise ValueError(
-                f"step() after the last of the {plan.num_steps} steps of epoch "
-                f"{plan.epoch}: call set_epoch({plan.epoch + 1}) on sampler and "
-                "optimizer, and step() once per minibatch of the sampler"
-            )
-        if not self.announced:
-            self._check_unannounced()
-        if self.idle:
-            raise ReplicaError(
-                f"replica {self.rank} is idle in step {self.step} of epoch "
-                f"{plan.epoch} and has not joined it. After an exception, resume from "
-                "a checkpoint; with lockstep=True, call join_step() in place of step()",
-                self.rank,
-            )
-        return is_new
-
-    def _check_unannounced(self) -> None:
-        """Raises ReplicaError if a replica may be idle in the epoch's first step."""
-        plan = self.plan
-        first = plan.num_minibatches_of(plan.start_step)
-        if first < plan.num_replicas and not plan.padded:
-            raise ReplicaError(
-                f"epoch {plan.epoch} begins with a step of {first} minibatches on "
-                f"{plan.num_replicas} replicas, which idle ones must join: call "
-                f"optimizer.set_epoch({plan.epoch}) before iterating",
-                self.rank,
-            )
-        self.announced = True
 
 
 class Schedule:

@@ -109,7 +109,9 @@ class ElasticState:
             self._context.exact.meet(state.get("grid") or {})
         loop.attached.load_state_dict(state.get("schedules", []), allow_changes)
         if "sampler" in state:
-            self._context.sampler.place_at(state["sampler"], allow_changes)
+            self._context.sampler.load_state_dict(
+                state["sampler"], allow_changes=allow_changes
+            )
             loop.restart()
 
 

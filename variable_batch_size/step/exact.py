@@ -8,15 +8,20 @@ added as integers; see `xla_replica.backends.grid`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from variable_batch_size.data.schedule import Position, Schedule
+from variable_batch_size.data.account import Account
+from variable_batch_size.data.ledger import Ledger
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.schedule import Place, Schedule, Step
 from variable_batch_size.device_scalars import DeviceScalars
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.grid import Grid, Rider, Total
@@ -108,13 +113,13 @@ class ExactModel:
             rider.end_minibatch()
         self.grid.end_minibatch()
 
-    def to_sum(self, position: Position) -> list[torch.Tensor]:
+    def to_sum(self, step: Step) -> list[torch.Tensor]:
         """Returns the integers that replicas sum, in place. Collective, for riders."""
         for rider in self.riders:
-            rider.exchange(position)
+            rider.exchange(step)
         return [p for rider in self.riders for each in rider.totals for p in each.parts]
 
-    def accept_step(self, position: Position) -> bool:
+    def accept_step(self, step: Step) -> bool:
         """Returns whether the sums of a step are good; if not, it is to be run again.
 
         Collective; reads one number of the device.
@@ -123,12 +128,12 @@ class ExactModel:
             ReplicaError: They were bad the last time too.
         """
         [must_repeat] = self._replica.fetch([self.grid.measure()])
-        self._divisor: Any = position.num_minibatches
+        self._divisor: Any = step.num_minibatches
         if self._replica.is_lazy:
             self._divisor = self._scalars.get("statistics", self._divisor)
         if must_repeat.item() and self._is_repeat:
             raise ReplicaError(
-                f"step {position.step} of epoch {position.plan.epoch} gave different "
+                f"step {step.number} of epoch {step.epoch} gave different "
                 "gradients when rerun: the model or its data is nondeterministic",
                 self._replica.rank,
             )
@@ -155,6 +160,11 @@ class ExactModel:
                 total.zero_()
             rider.clear()
         self.grid.drop_step()
+
+    def account(self, sampler: CustomSampler, key: int) -> Account:
+        """Returns the account of an optimizer with these sums."""
+        seed = functools.partial(self.seed_minibatch, sampler.seed)
+        return SeededAccount(sampler.ledger, key, seed)
 
     def seed_minibatch(self, *place: int) -> None:
         """Seeds what a minibatch draws, on the host and the device, by its place."""
@@ -195,6 +205,33 @@ class ExactModel:
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "num_threads": torch.get_num_threads(),
         }
+
+
+class SeededAccount(Account):
+    """Seeds what a minibatch draws, the same whatever replica runs it.
+
+    Before it is loaded and before it is run, since loaders draw, too.
+
+    Args:
+        seed: Seeds by the numbers that it is given.
+    """
+
+    strict = True
+
+    def __init__(self, ledger: Ledger, key: int, seed: Callable[..., None]) -> None:
+        self._seed, self._thread = seed, threading.get_ident()
+        super().__init__(ledger, key)
+
+    def take(self, deal: int, place: Place, is_run: bool) -> None:
+        super().take(deal, place, is_run)
+        if threading.get_ident() == self._thread:  # the loop's, not a loader's
+            ledger, plan = self.ledger, self.ledger.plan(place.epoch)
+            number = place.substep * ledger.num_replicas + ledger.rank
+            self._seed(plan.first_step + place.step, number)
+
+    def begin(self, epoch: int) -> bool:
+        self._thread = threading.get_ident()
+        return super().begin(epoch)
 
 
 def _trains(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from variable_batch_size.data.schedule import Position
+from variable_batch_size.data.account import Account
 from variable_batch_size.step.settings import StepContext
 from xla_replica import AccumulationNote
 from xla_replica.backends.gradient_sum import GradientSum
@@ -173,20 +173,21 @@ class StepGradients:
 
     # --- a minibatch ----------------------------------------------------------------
 
-    def prepare_backward(self, position: Position) -> None:
+    def prepare_backward(self, account: Account) -> None:
         """Tells the sum and the meter which minibatch the next backward pass is."""
-        context, num_minibatches = self._context, position.num_minibatches
-        self._is_last = position.substep == position.num_substeps - 1
-        if self._wide and self._is_last and position.substep and not self._is_lazy:
+        context, step, substep = self._context, account.now, account.substep
+        num_minibatches = step.num_minibatches if step else 0
+        self._is_last = step is not None and substep == step.num_substeps - 1
+        if self._wide and self._is_last and substep and not self._is_lazy:
             self.narrow()  # the last pass adds its own, and may begin the sum
         if context.noise:
             context.noise.prepare_step(num_minibatches)
         has_divisor = context.settings.reduction == "mean"
         self.sums.prepare_backward(
-            is_first=position.substep == 0,
+            is_first=substep == 0,
             is_last=self._is_last,
             divisor=num_minibatches if has_divisor else None,
-            counts=not position.is_padding,
+            counts=not account.is_padding,
         )
 
     def use_zeros(self) -> None:

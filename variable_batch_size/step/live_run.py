@@ -102,8 +102,8 @@ class LiveRun:
         """Returns how far this member has come; nothing without a state."""
         if not self._has_state:
             return ()
-        position = self._loop.position
-        return position.mark, self._loop.attached.num_done, position.plan.epoch
+        account = self._loop.account
+        return account.global_step, self._loop.attached.num_done, account.epoch
 
     def _meet(self) -> None:
         replica, loop = self._context.replica, self._loop
@@ -121,7 +121,7 @@ class LiveRun:
         if replica.is_primary:
             logger.info(
                 f"generation {generation.number}: {replica.num_replicas} members train "
-                f"from step {loop.position.mark} on"
+                f"from step {loop.account.global_step} on"
             )
         self._changed(generation.number)
 
@@ -144,8 +144,8 @@ class LiveRun:
         source = marks.index(furthest)  # nobody has a state if its mark is empty
         is_source = replica.member == source and replica.leads
         # The place before anything is loaded, which this member had dealt to another.
-        context.sampler.rank = replica.rank
-        context.sampler.num_replicas = replica.num_replicas
+        ledger = context.sampler.ledger
+        ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
         if is_source and not self._has_state:
             self._begin()
             self._has_state = True
@@ -167,11 +167,11 @@ class LiveRun:
 
     def _packed(self) -> State:
         """Returns what another member needs to go on from here."""
-        run, position = self._snapshot(), self._loop.position
+        run, account = self._snapshot(), self._loop.account
         # In an epoch's first step the last update is one of the epoch before, whose
         # order may be gone.
-        place = {"epoch": position.plan.epoch, "step": position.step}
-        if position.step == 0:
+        place = {"epoch": account.epoch, "step": account.number}
+        if account.number == 0:
             place["order"] = None
         run["optimizer"]["elastic"]["sampler"] |= place
         update = self._update and dataclasses.asdict(self._update)
@@ -186,7 +186,7 @@ class LiveRun:
             "update": update,
             "num_done": self._loop.attached.num_done,
             # Who has not begun its first epoch may not have attached all.
-            "attached": self._loop.attached.names() if position.announced else [],
+            "attached": self._loop.attached.names() if account.announced else [],
         }
         replica = self._context.replica
         # Nothing changes while it is sent, so that what is there needs no copy.
@@ -198,7 +198,7 @@ class LiveRun:
         self._load(state["run"])
         loop, update = self._loop, state["update"]
         loop.attached.num_done = state["num_done"]
-        loop.position.announced = had_state  # a new one calls set_epoch
+        loop.account.announced = had_state  # a new one calls set_epoch
         self._update = None
         if update is not None:
             update["lr"] = tuple(update["lr"])

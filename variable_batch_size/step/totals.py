@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import xla_replica
-from variable_batch_size.data.schedule import Position
+from variable_batch_size.data.schedule import Step
 from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.step.agreement import Agreement
 from variable_batch_size.step.scaling import Scaling
@@ -115,12 +115,12 @@ class StepTotals:
     # --- an update ------------------------------------------------------------------
 
     def to_sum(
-        self, position: Position, scaling: Scaling, common: Sequence[Any] = ()
+        self, step: Step, scaling: Scaling, common: Sequence[Any] = ()
     ) -> list[torch.Tensor]:
         """Returns what is to be summed over replicas, in place.
 
         Args:
-            position: The step.
+            step: The step.
             scaling: The rule, whose state must be that of all replicas.
             common: What else is the same on all replicas: which parameters are trained,
                 and what runs after the update on members of a live run.
@@ -130,19 +130,15 @@ class StepTotals:
         if self.agreement is None:
             self._was_asked |= xla_replica.stop_requested() is not None
         else:
-            order = context.sampler.order_digest(position.plan.epoch)
+            order = context.sampler.order_digest(step.epoch)
             groups = context.inner.param_groups
             used = hyperparameters(groups), scaling.state_dict(), *common
-            self._ballots = self.agreement.ballots(
-                used, order, position.num_minibatches
-            )
+            self._ballots = self.agreement.ballots(used, order, step.num_minibatches)
             totals.append(self._ballots)
         if context.noise:
-            totals += context.noise.to_sum(
-                position.num_minibatches, position.batch_size
-            )
+            totals += context.noise.to_sum(step.num_minibatches, step.batch_size)
         if context.exact:
-            totals += context.exact.to_sum(position)
+            totals += context.exact.to_sum(step)
         return totals if self._weight is None else [*totals, self._weight.total]
 
     def of_nothing(self, common: Sequence[Any]) -> list[torch.Tensor]:

@@ -7,14 +7,13 @@ its update by the same call.
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from variable_batch_size.data.schedule import Cursor, Position
+from variable_batch_size.data.account import Account
 from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Attached, Update, log_line
 from variable_batch_size.step.gradients import StepGradients
@@ -41,7 +40,7 @@ class UpdateLoop:
         wrapper: The optimizer that the user holds, and that holds this object.
 
     Attributes:
-        position: The epoch, step and substep under way.
+        account: Where this optimizer is in the epochs.
         gradients, totals: What the step has accumulated.
         scaling: The rule, and its state.
         attached: What runs after every update.
@@ -74,35 +73,30 @@ class UpdateLoop:
         self.num_seen = 0
         self._has_sums = False  # of the update under way, all that it needs of others
         self.num_minibatches = 0
-        self._pass: object = None  # the sampler's iteration that they are of
-        self._left_pass: object = None  # one that deals what came before a load
         self._hyperparameters: tuple[Any, ...] | None = None  # None: they may change
         self.is_stepping = False
-        self._thread = threading.get_ident()
-        if context.exact:
-            context.sampler.on_handing_out = weak_hook(self._seed_minibatch)
         inner: Any = context.inner  # whose own step() is an error from now on
         if not hasattr(inner, "_update_loop"):
             inner.register_step_pre_hook(_refuse_own_step)
         inner._update_loop = weakref.ref(self)  # the newest, if there are several
         inner.exact = context.exact  # for whoever has only the inner one
-        self.position = Position(context.sampler.plan, context.replica.rank)
+        sampler, key = context.sampler, id(context.parameters()[0])
+        if context.exact:
+            self.account: Account = context.exact.account(sampler, key)
+        else:
+            self.account = Account(sampler.ledger, key)
+        self.account.owner = weakref.proxy(self)
         self._check_padding()
-        self.gradients.prepare_backward(self.position)
+        self.gradients.prepare_backward(self.account)
 
     # --- epochs ---------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Continues at the sampler's place, without what was accumulated."""
-        if self.live is None:  # whose iterations go to the new place
-            self._left_pass = self._context.sampler.begun
-        waiting = self._context.sampler.waiting
-        waiting[:] = [loop for loop in waiting if loop is not self]
-        self.position.restart(self._context.sampler.plan)
+        """Forgets what was accumulated before the sampler was placed elsewhere."""
         self._check_padding()
         self.num_seen = 0
         self._forget()
-        self.gradients.prepare_backward(self.position)
+        self.gradients.prepare_backward(self.account)
         self._hyperparameters = None
 
     def _forget(self) -> None:
@@ -115,51 +109,25 @@ class UpdateLoop:
 
         Raises ReplicaError where other replicas would not begin it too.
         """
-        position, context = self.position, self._context
+        account, context = self.account, self._context
         self.refuse_waiting()
         self._check_live()
         if self.live:
             self.live.check_attached()
-            if position.announced and position.plan.epoch != epoch:
+            if account.announced and account.epoch != epoch:
                 self._end_epoch(epoch)
-        plan, rank = position.plan, context.replica.rank
-        is_alone = context.replica.num_replicas == 1
-        if position.announced and plan.epoch == epoch:
-            if not position.has_run:
-                return  # a second call: idle steps are joined already
-            again = f"epoch {epoch} has been trained; another pass needs another number"
-            if position.ended and not is_alone:
-                # One that idled all epoch takes the repetition for a second call.
-                raise ReplicaError(f"{again}, on several replicas", rank)
-            if position.ended:
-                logger.warning(f"{again}: this one has the same order and steps")
-        self._thread = threading.get_ident()  # the loop's, not a loader's
-        new = context.sampler.plan_of(epoch)
-        if position.has_run and not position.ended:
-            left = (
-                f"epoch {plan.epoch} is abandoned after {position.step} of "
-                f"{plan.num_steps} steps"
-            )
-            remedy = (
-                "run every minibatch of the sampler, and call step() after each of "
-                "them: it accumulates by itself. To train less, shorten the trace"
-            )
-            if not is_alone:
-                raise ReplicaError(
-                    f"{left}, and the other replicas would wait for this one: {remedy}",
-                    rank,
-                )
-            logger.warning(f"{left}: {remedy}")
+        if account.announced and account.epoch == epoch and not account.has_run:
+            return  # a second call: idle steps are joined already
+        if account.begin(epoch):
             self._forget()
-        position.restart(new, announced=True)
         self._check_padding()
         self.gradients.refresh()
         self._hyperparameters = hyperparameters(context.inner.param_groups)
-        self.gradients.prepare_backward(position)
+        self.gradients.prepare_backward(account)
 
     def _check_padding(self) -> None:
         """Raises ValueError if the sampler pads the steps of another wrapper."""
-        if self.position.plan.padded != self._context.sharded:
+        if self.account.plan.padded != self._context.sharded:
             raise ValueError(
                 "sharded and whole parameters share a sampler: give each one its own"
             )
@@ -170,11 +138,11 @@ class UpdateLoop:
         An epoch in which this replica is always idle may be over or have just begun,
         so it gets a warning.
         """
-        position, plan = self.position, self.position.plan
-        num_made = position.step - plan.start_step
-        if not (position.announced and num_made and plan.has_idle_replicas):
+        account, plan = self.account, self.account.plan
+        num_made = account.number - plan.start_step
+        if not (account.announced and num_made and plan.has_idle_replicas):
             return
-        if position.has_run and position.ended:
+        if account.has_run and account.ended:
             return
         text = (
             f"attach: this replica is {num_made} updates into epoch {plan.epoch} "
@@ -182,7 +150,7 @@ class UpdateLoop:
             "may not be: what is attached would run different numbers of times. Call "
             "attach before optimizer.set_epoch"
         )
-        if not position.ended:
+        if not account.ended:
             raise ReplicaError(text, self._context.replica.rank)
         logger.warning(text)
 
@@ -194,78 +162,46 @@ class UpdateLoop:
         Args:
             weight: As the user gives it to `ElasticOptimizer.step`.
         """
-        sampler = self._context.sampler
-        if sampler.waiting:
+        if self.account.is_waiting:
             self.refuse_waiting()
-        position, counted = self.follow_sampler(), None
+        account, counted = self.follow_sampler(), None
         if self._is_weighted or weight is not None:
             counted = self._weigh(weight)
-        number, begun = self.num_minibatches + 1, self._context.sampler.begun
-        num_yielded = self._context.sampler.num_yielded  # more if a loader reads ahead
-        if num_yielded < number:
-            raise ValueError(
-                f"step() was called for minibatch number {number}, and the sampler has "
-                f"yielded {num_yielded}: the data come from somewhere else. Build the "
-                "loader by DataLoader(dataset, batch_sampler=sampler), or iterate that"
-            )
-        if begun is not None and begun is self._left_pass:
-            raise ValueError(
-                "a state was loaded in the middle of a loop over the sampler: begin a "
-                "new loop, `for batch in loader:`, after load_state_dict"
-            )
-        if position.has_run and begun is not self._pass:
-            raise ValueError(
-                f"a new loop over the sampler began after {position.step} of the "
-                f"{position.plan.num_steps} steps of epoch {position.plan.epoch}, and "
-                "deals them again: continue the epoch's iterator, or call set_epoch on "
-                "sampler and optimizer. To look at a batch, take another sampler"
-            )
-        self._pass = begun
-        if position.step == position.plan.start_step:
+        if account.number == account.plan.start_step:
             checks.refuse_other_accumulation()
-        if begun is not None:
-            begun.count_step(strict=self._context.exact is not None)
         is_empty = weight is not None and is_zero(weight)
-        self.gradients.accept(position.substep, counted, needs_backward=not is_empty)
+        self.gradients.accept(account.substep, counted, needs_backward=not is_empty)
         if self._is_weighted:
             self.totals.add(counted)
         self._check_hyperparameters()
-        self.num_seen += not position.is_padding
-        self.num_minibatches = number
-        is_last = position.count_minibatch()
+        self.num_seen += not account.is_padding
+        self.num_minibatches += 1
+        is_last = account.train()
         if self._is_lazy:  # the minibatch graph ends here, on every replica alike
             self._context.replica.sync()
-        if is_last and len(sampler.loops) > 1:
+        if is_last and len(account.ledger.accounts) > 1:
             return self.update_with_others()
         if is_last:
             return self.update()
         self._hyperparameters = hyperparameters(self._context.inner.param_groups)
-        self.gradients.prepare_backward(position)
+        self.gradients.prepare_backward(account)
         return 0
 
-    def _seed_minibatch(self) -> None:
-        """Seeds what the next minibatch draws, the same whatever replica runs it."""
-        position = self.position
-        if not position.ended and threading.get_ident() == self._thread:
-            num_replicas, rank = position.plan.num_replicas, position.rank
-            place = position.mark, position.substep * num_replicas + rank
-            self._context.exact.seed_minibatch(self._context.sampler.seed, *place)
-
-    def follow_sampler(self) -> Position:
-        """Goes to where the sampler is; returns the place of the next minibatch."""
-        if self.position.follow(self._context.sampler.plan):
+    def follow_sampler(self) -> Account:
+        """Goes to the epoch of the minibatch that is trained next; checks that."""
+        if self.account.check():
             self._check_padding()
             self._hyperparameters = None  # they may change between epochs
-        return self.position
+        return self.account
 
     def _weigh(self, weight: Any) -> torch.Tensor:
         """Returns what the next minibatch weighs; some of it may be padding."""
-        position = self.position
+        account = self.account
         if self._context.sampler.schedule.pad_minibatches:
-            num_real = position.num_real_samples
+            num_real = account.num_real_samples
             self.totals.check_weights_read(num_real)
             weight = num_real if weight is None else weight
-        is_padding = self._is_weighted and position.is_padding
+        is_padding = self._is_weighted and account.is_padding
         return self.totals.on_device(0 if is_padding else weight)
 
     def _check_hyperparameters(self) -> None:
@@ -275,13 +211,13 @@ class UpdateLoop:
         minibatch, and not at all in steps in which they are idle. What looks right
         from here and is not, the ballots find.
         """
-        position, context = self.position, self._context
+        account, context = self.account, self._context
         if self._hyperparameters is None:
             return
-        if position.substep:  # on one replica, too: more of them would do otherwise
-            where = f"within step {position.step}"
+        if account.substep:  # on one replica, too: more of them would do otherwise
+            where = f"within step {account.number}"
             why = "replicas may accumulate different numbers of minibatches"
-        elif position.plan.has_idle_replicas and not context.settings.lockstep:
+        elif account.plan.has_idle_replicas and not context.settings.lockstep:
             where = "between two updates"
             why = "idle replicas join updates without running your code"
         else:
@@ -290,7 +226,7 @@ class UpdateLoop:
             return
         raise ReplicaError(
             "the learning rate or another hyperparameter changed "
-            f"{where} of epoch {position.plan.epoch}. There {why}: call "
+            f"{where} of epoch {account.epoch}. There {why}: call "
             "optimizer.attach(scheduler) once in place of scheduler.step() in the "
             "loop, or change it between epochs, before optimizer.set_epoch",
             context.replica.rank,
@@ -300,9 +236,9 @@ class UpdateLoop:
 
     def refuse_waiting(self) -> None:
         """Raises ValueError if other optimizers have not ended the step yet."""
-        if self in self._context.sampler.waiting:
+        if self.account.is_waiting:
             raise ValueError(
-                f"one of {self._context.sampler.num_optimizers} optimizers of this "
+                f"one of {len(self.account.ledger.accounts)} optimizers of this "
                 "sampler has ended a step, and others have not: call step() of each "
                 "for every minibatch, and drop (del) one that is not used any more"
             )
@@ -313,36 +249,41 @@ class UpdateLoop:
         So all backward passes of the step are over; what is attached runs, and saves,
         after all updates. Returns the number of updates of each, 0 before.
         """
-        waiting = self._context.sampler.waiting
-        waiting.append(self)
-        if len(waiting) < self._context.sampler.num_optimizers:
+        own, accounts = self.account, [*self.account.ledger.accounts.values()]
+        own.is_waiting = True
+        if not all(account.is_waiting for account in accounts):
             self._hyperparameters = hyperparameters(self._context.inner.param_groups)
             return 0
-        loops = [*waiting]
-        waiting.clear()
-        for loop in loops[:-1]:  # since their own step()
-            loop._check_hyperparameters()
-            loop.gradients.refuse_changes()
-        found = [loop.update(ends=False) for loop in loops]
-        for loop, update in zip(loops, found):
+        for account in accounts:
+            account.is_waiting = False
+            if account is not own:  # since its own step()
+                account.owner.refuse_changes()
+        found = [(each, each.owner.update(ends=False)) for each in accounts]
+        for account, update in found:
             if isinstance(update, Update):
-                loop._end_update(update)
-        return 1 if isinstance(found[-1], Update) else found[-1]
+                account.owner.end_update(update)
+        [number] = [update for account, update in found if account is own]
+        return 1 if isinstance(number, Update) else number
+
+    def refuse_changes(self) -> None:
+        """Raises ReplicaError or ValueError if what is trained has changed."""
+        self._check_hyperparameters()
+        self.gradients.refuse_changes()
 
     def update(self, ends: bool = True) -> Any:
         """Makes the update of the step under way on all replicas; returns 1.
 
         What needs a peer comes first and changes nothing that lasts; then the weights
-        and the position change. If an exception ends the update, the step is lost and
+        and the place change. If an exception ends the update, the step is lost and
         gradients are zero. Returns 0 if all replicas are to run the step again. Without
         ``ends`` returns the update, after which nothing that is attached has run.
         """
-        context, position = self._context, self.position
-        plan, step, batch_size = position.plan, position.step, position.batch_size
-        is_idle, self._has_sums = position.idle, False
+        context, account = self._context, self.account
+        step: Any = account.now
+        self._has_sums = False
         if self.live is None and context.replica.is_live:
             self._check_live()
-        if is_idle:
+        if step.idle:
             self.gradients.use_zeros()
             if context.exact:  # so that tensors are of the age that others' have
                 self._forget()
@@ -358,38 +299,35 @@ class UpdateLoop:
             self._note_loss(error)
             changed, is_lost = None, True
         finally:
-            if changed is None:
-                position.rollback()
-            else:
-                position.advance()
+            if changed is not None:
+                account.commit()
             self.gradients.clear()
             self.totals.clear()
             if self._is_lazy:
                 context.replica.sync()
         if not changed:
-            context.sampler.redeal(plan.epoch, step)
+            account.ledger.redeal()
             self.attached.drop_step()
-            self.gradients.prepare_backward(position)
+            self.gradients.prepare_backward(account)
             return self._resume() if is_lost else 0
         self.last_lrs, weight = changed
-        context.sampler.commit(plan.epoch, step + 1)
         update = Update(
-            epoch=plan.epoch,
-            step=plan.first_step + step,
-            batch_size=batch_size,
-            minibatch_size=plan.minibatch_size,
+            epoch=step.epoch,
+            step=step.global_step,
+            batch_size=step.batch_size,
+            minibatch_size=step.minibatch_size,
             lr=self.last_lrs,
-            idle=is_idle,
-            ends_epoch=step + 1 == plan.num_steps,
+            idle=step.idle,
+            ends_epoch=step.ends_epoch,
             weight=weight,
         )
         self.attached.num_done = 0
         if not ends:
             return update
-        self._end_update(update)
+        self.end_update(update)
         return 1
 
-    def _end_update(self, update: Update) -> None:
+    def end_update(self, update: Update) -> None:
         """Runs what is attached, and what else follows an update."""
         context = self._context
         while not self.attached.is_empty:
@@ -410,7 +348,7 @@ class UpdateLoop:
                 self.live.resume()
         self.gradients.refresh()  # functions may have frozen or unfrozen some
         self._hyperparameters = hyperparameters(context.inner.param_groups)
-        self.gradients.prepare_backward(self.position)
+        self.gradients.prepare_backward(self.account)
 
     # --- members that come and go ---------------------------------------------------
 
@@ -429,7 +367,7 @@ class UpdateLoop:
         epoch while its loop is still in this one. A member that dies here may already
         have let others pass.
         """
-        while self.position.plan.epoch != next_epoch:
+        while self.account.epoch != next_epoch:
             try:
                 self._context.replica.barrier()
                 return
@@ -452,21 +390,19 @@ class UpdateLoop:
 
         They were made by a member that had its sums, and are received with its state.
         """
-        mark = self.position.mark
+        before = self.account.global_step
         update = self.live.resume()
         if update is not None:
-            self._end_update(update)
-        return self.position.mark - mark
+            self.end_update(update)
+        return self.account.global_step - before
 
     def deal_to(self, rank: int, num_replicas: int) -> None:
         """Goes on as another replica, at the step that the sampler or a state has."""
-        context, position = self._context, self.position
-        cursor = Cursor(position.plan.epoch, position.step)
-        context.sampler.deal_to(rank, num_replicas, cursor)
-        position.move(context.sampler.plan_of(cursor.epoch), rank)
+        account = self.account
+        account.ledger.move(rank, num_replicas, account.cursor)
         self._forget()
         self._hyperparameters = None
-        self.gradients.prepare_backward(position)
+        self.gradients.prepare_backward(account)
 
     def _change_weights(self) -> tuple[tuple[Any, ...], Any] | None:
         """Sums over replicas, divides, measures, clips, scales and steps.
@@ -475,17 +411,17 @@ class UpdateLoop:
         host looks at the sums, if these are exact. Returns the effective learning rate
         of each parameter group, and the step's weight; None if sums do not fit.
         """
-        context, position = self._context, self.position
-        settings = context.settings
+        context, settings = self._context, self._context.settings
+        step: Any = self.account.now
         # Prepare: changing numbers go to the device before the collective is traced.
         common = [self.gradients.trained, *(self.attached.names() if self.live else ())]
-        totals = self.totals.to_sum(position, self.scaling, common)
-        divisor: Any = None if self._is_weighted else position.num_minibatches
+        totals = self.totals.to_sum(step, self.scaling, common)
+        divisor: Any = None if self._is_weighted else step.num_minibatches
         if self._is_lazy and not self._is_weighted:
             divisor = context.scalars.get("divisor", divisor)
         ratio: Any = None
         if settings.ref_weight is None:
-            ratio = position.batch_size / (settings.ref_batchsize or 1)
+            ratio = step.batch_size / (settings.ref_batchsize or 1)
         self.scaling.prepare(ratio)
         # Sum, and look whether replicas agree.
         if self._is_lazy:
@@ -493,7 +429,7 @@ class UpdateLoop:
         self.gradients.sums.sum_(totals, divisor)
         weight, divisor = self.totals.take()
         if context.exact:
-            if not context.exact.accept_step(position):
+            if not context.exact.accept_step(step):
                 return None
             self._has_sums = True
             context.exact.commit()  # before the hooks of the inner optimizer's step

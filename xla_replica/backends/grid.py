@@ -234,7 +234,7 @@ class Rider:
     def end_minibatch(self) -> None:
         """Adds what a minibatch has left to `totals`."""
 
-    def exchange(self, position: Any) -> None:
+    def exchange(self, step: Any) -> None:
         """Gathers what no sum can hold, before the sums of a step. Collective."""
 
     def commit(self, num_minibatches: Any) -> None:

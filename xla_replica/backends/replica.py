@@ -460,9 +460,10 @@ class Replica(abc.ABC):
         sampler = getattr(batches, "batch_sampler", None)
         if sampler is None:
             sampler = getattr(batches, "sampler", batches)
-        if hasattr(sampler, "newest_pass"):
+        ledger = getattr(sampler, "ledger", None)
+        if ledger is not None:
             ahead = functools.partial(self._ahead, prefetch=prefetch)
-            return FreshBatches(batches, sampler, ahead)
+            return FreshBatches(batches, ledger, ahead)
         found = self._ahead(batches, prefetch)
         cuts = self.is_lazy and getattr(sampler, "ends_graphs", False)
         return CutBatches(found, self.sync) if cuts else found

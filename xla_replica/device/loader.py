@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import multiprocessing
 from collections import deque
@@ -102,34 +101,31 @@ class FreshBatches:
 
     Args:
         batches: A loader, iterated again if it has read to its end too early.
-        sampler: What deals its minibatches. Its ``newest_pass``, the iteration that
-            began last, has four methods: ``is_stale(number)``, whether the minibatch
-            that it handed out, counted from 0, is to be dropped; ``hand_out()``, called
-            before one is yielded; ``goes_on()``, whether it has more after its end,
-            which the sampler's next ``iter()`` then yields; and ``refuse_left_out()``,
-            called after the last one.
+        ledger: The ``ledger`` of what deals its minibatches. It has an ``epoch``, and
+            four methods: ``followed()``, a context in which what is dealt is handed out
+            by ``receive()``, which returns False of a minibatch that is to be dropped;
+            ``goes_on(deal, epoch)``, whether training lacks some after the loader's
+            end, where ``deal`` is what the context gave; and ``end()``, called after
+            the last one.
         ahead: Returns an iterable over what it is given, as `DeviceLoader`.
     """
 
     batches: Iterable[Any]
-    sampler: Any
+    ledger: Any
     ahead: Callable[[Iterable[Any]], Iterable[Any]]
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        numbers, dealt = itertools.count(), None
-        while True:
-            for batch, number in zip(self.ahead(self.batches), numbers):
-                dealt = dealt or self.sampler.newest_pass
-                if not dealt.is_stale(number):
-                    dealt.hand_out()
-                    yield batch
-            if dealt is None or not dealt.goes_on():
-                break
-        if dealt is not None:
-            dealt.refuse_left_out()
+        epoch, is_behind = self.ledger.epoch, True
+        while is_behind:
+            with self.ledger.followed() as deal:
+                for batch in self.ahead(self.batches):
+                    if self.ledger.receive():
+                        yield batch
+            is_behind = self.ledger.goes_on(deal, epoch)
+        self.ledger.end()
 
 
 @dataclasses.dataclass(eq=False)

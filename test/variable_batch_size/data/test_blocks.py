@@ -93,8 +93,9 @@ class Run:
         return [[s for _ in range(n) for s in next(minibatches)] for n in numbers]
 
     def state_at(self, epoch: int, step: int) -> dict:
-        self.sampler.commit(epoch, step)
-        return self.sampler.state_dict()
+        place = {"epoch": epoch, "step": step}
+        order = self.sampler.order_digest(epoch)
+        return {**self.sampler.state_dict(), **place, "order": order}
 
 
 def flat(parts) -> list[int]:

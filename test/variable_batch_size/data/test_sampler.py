@@ -20,7 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import variable_batch_size as vbs
 import xla_replica
-from variable_batch_size.data.schedule import Cursor, Position
+from variable_batch_size.data.account import Account
+from variable_batch_size.data.schedule import Cursor
 from xla_replica.device.loader import DeviceLoader, FreshBatches
 
 
@@ -241,14 +242,15 @@ def test_a_state_of_the_next_epoch_ends_the_iteration():
         return sampler(on_end="cycle", num_replicas=num_replicas, rank=rank, **common)
 
     one, waits, other = dealt(2, 3), dealt(2, 3), dealt(1, 2)
-    minibatches = iter(one)
+    kept, minibatches = Account(one.ledger, 0), iter(one)
     next(minibatches)
-    one.deal_to(1, 2, Cursor(1, 0))
+    one.ledger.move(1, 2, Cursor(1, 0))
     assert list(minibatches) == []
     for each in (one, waits, other):
         each.set_epoch(1)  # where others end epoch 0
-    waits.deal_to(1, 2, Cursor(0, waits.plan_of(0).num_steps))
+    waits.ledger.move(1, 2, Cursor(0, waits.plan_of(0).num_steps))
     assert list(one) == list(waits) == list(other)
+    assert kept.cursor == (1, 0)
 
 
 # --- redeal: a step that is run again gets its minibatches again --------------------
@@ -277,33 +279,40 @@ def expected(one, redone=()) -> list[list[int]]:
 
 
 def run(one, loader, redone=(), change=None) -> list[list[int]]:
-    """Returns what a loop is handed; plays the optimizer's part in it."""
-    position, redone, got = Position(one.plan, one.rank), [*redone], []
+    """Returns what a loop is handed; an account plays the optimizer's part in it."""
+    account, redone, got = accounts_of(one), [*redone], []
 
     def advance() -> None:
-        position.advance()
-        one.commit(one.epoch, position.step)
-        if change and position.step == change[0] and not position.ended:
-            with one.dealing_paused() as looked_at:
-                present = position.plan.first_step + position.step
-                one.change_from(1 + max(looked_at, present), change[1])
-            position.replan(one.replanned(position.plan))
-        if position.idle:
+        account.commit()
+        if change and account.number == change[0] and not account.ended:
+            with one.ledger.paused() as looked_at:
+                one.change_from(1 + max(looked_at, account.global_step), change[1])
+        if account.idle:
             advance()
 
-    if position.idle:
+    account.begin(one.epoch)
+    if account.idle:
         advance()
     for batch in loader:
         got.append(torch.as_tensor(batch).tolist())
-        one.newest_pass.count_step(strict=True)
-        if position.count_minibatch() and position.step in redone:
-            redone.remove(position.step)
-            position.rollback()
-            one.redeal(one.epoch, position.step)
-        elif position.substep == position.num_substeps:
+        account.check()
+        if account.train() and account.number in redone:
+            redone.remove(account.number)
+            one.ledger.redeal()
+        elif account.substep == account.now.num_substeps:
             advance()
-    assert position.ended
+    assert account.ended
     return got
+
+
+def accounts_of(one) -> Account:
+    """Returns the sampler's account, of an optimizer that may run steps again."""
+    found = [*one.ledger.accounts.values()]
+    if not found:
+        found = [Account(one.ledger, 0)]
+        found[0].strict = True
+        one.kept = found[0]
+    return found[0]
 
 
 @given(st.data())
@@ -321,12 +330,12 @@ def test_a_loop_gets_again_the_steps_that_are_run_again_and_nothing_else(data):
         on_end=draw(st.sampled_from(["hold", "cycle"])),
     )
     if draw(st.booleans()):
-        one.pad_steps()
+        one.ledger.pad()
     step = draw(st.integers(0, one.plan.num_steps - 1))
     one.load_state_dict(one.state_dict() | {"step": step})
     depth = draw(st.integers(0, 9))
     ahead = functools.partial(DeviceLoader, send=lambda rows: rows, prefetch=depth)
-    loader = FreshBatches(one, one, ahead) if depth else one
+    loader = FreshBatches(one, one.ledger, ahead) if depth else one
     # All is drawn before a thread reads ahead: what is drawn may not depend on it.
     marks = draw(st.tuples(*2 * [st.lists(st.integers(0, 999), max_size=6)]))
     changes = [draw(st.tuples(st.integers(0, 999), sizes)), None]
@@ -372,29 +381,35 @@ def test_a_loader_that_reads_ahead_is_refused_unless_it_is_followed():
     with pytest.raises(ValueError, match=r"at minibatch 1, .* has read 3"):
         run(one, loader)
     followed = xla_replica.LocalReplica("cpu").loader(one)
+    account = accounts_of(one)
     for ahead, message in (
         (iter(one), r"replica\.loader\(load"),
         (iter(followed), "nothing may read ahead"),
     ):
         assert [next(ahead), next(ahead)] == expected(one)[:2]
         with pytest.raises(ValueError, match=rf"1, .* has read 2.* {message}"):
-            one.newest_pass.count_step(strict=True)
+            account.check()
     assert list(one) == expected(one)
     with pytest.raises(ValueError, match=r"1, .* has read"):
-        one.newest_pass.count_step(strict=True)
+        account.check()
     next(iter(one))  # looking at the data does no harm
     assert run(one, one) == expected(one)
-    one.newest_pass.count_step(strict=True)  # the pass has ended
 
 
-def test_a_redeal_leaves_iterations_of_other_epochs_and_copies_alone():
+def test_a_newer_loop_deals_the_rest_and_an_older_one_is_told():
     one, earlier = redealt(), []
-    for minibatch in one:
-        earlier.append(minibatch)
-        one.set_epoch(1)
-        one.redeal(1, 2)
-    assert earlier == expected(redealt())
-    assert list(pickle.loads(pickle.dumps(one))) == list(one) == expected(one)
+    account, older = Account(one.ledger, 0), iter(one)
+    for _ in range(3):
+        earlier.append(next(older))
+        account.check()
+        if account.train():
+            account.commit()
+    earlier.append(next(older))  # and not trained
+    later = list(one)
+    assert earlier[:3] + later == expected(redealt())
+    with pytest.raises(RuntimeError, match="a newer loop over the sampler deals"):
+        next(older)
+    assert list(pickle.loads(pickle.dumps(one))) == list(redealt()) == expected(one)
 
 
 def test_a_sampler_says_what_it_is_and_where():

@@ -1,0 +1,275 @@
+"""What one optimizer has trained, and committed, of what a `Ledger` deals."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from typing import Any
+
+from variable_batch_size.data.ledger import Ledger
+from variable_batch_size.data.schedule import Cursor, EpochPlan, Place, Step
+from xla_replica import ReplicaError
+
+logger = logging.getLogger(__name__)
+
+
+class Account:
+    """Where one optimizer is in the epochs, on one replica.
+
+    Args:
+        ledger: That of its sampler, which holds it while the optimizer lives.
+        key: What it updates; an account of the same takes its place.
+
+    Attributes:
+        plan: That of the epoch under way.
+        number: Steps of it that are committed.
+        substep: Minibatches of the next step that this replica has trained.
+        now: The next step; None after the epoch's last.
+        announced: Whether the user began the epoch by ``set_epoch``, in which replicas
+            join the first steps if they are idle in them, or no replica is idle there.
+        has_run: Whether this replica has trained a minibatch of the epoch.
+        is_waiting: Whether it has ended a step that other optimizers have not.
+        owner: What makes its updates.
+    """
+
+    # Whether nothing may be read ahead, since running a step again would lose it.
+    strict = False
+    owner: Any = None
+
+    def __init__(self, ledger: Ledger, key: int) -> None:
+        self.ledger = ledger
+        self.announced = self.has_run = self.is_waiting = False
+        self._handed: deque[tuple[int, Place]] = deque()
+        self._num_trained = 0  # of the newest loop
+        self._most_ahead: int | None = None  # of it; unknown before its first
+        self.go_to(ledger.epoch, ledger.plan(ledger.epoch).start_step)
+        ledger.accounts[key] = self
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way."""
+        return self.plan.epoch
+
+    @property
+    def cursor(self) -> Cursor:
+        """The epoch, and how many of its steps are committed."""
+        return Cursor(self.plan.epoch, self.number)
+
+    @property
+    def global_step(self) -> int:
+        """How many steps are committed since training began."""
+        return self.plan.first_step + self.number
+
+    @property
+    def ended(self) -> bool:
+        """Whether all steps of the epoch are committed."""
+        return self.now is None
+
+    @property
+    def idle(self) -> bool:
+        """Whether this replica has no minibatch in the next step."""
+        return self.now is not None and self.now.idle
+
+    @property
+    def num_real_samples(self) -> int:
+        """Samples of the next minibatch that count; the others are padding."""
+        rank = self.ledger.rank
+        return self.plan.num_real_samples(rank, self.number, self.substep)
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the next minibatch is run for its collectives alone."""
+        return self.plan.padded and not self.ended and self.num_real_samples == 0
+
+    @property
+    def num_left(self) -> int:
+        """Minibatches of this replica that training lacks in the epoch."""
+        return self.plan.num_remaining(self.ledger.rank, self.number) - self.substep
+
+    # --- a place --------------------------------------------------------------------
+
+    def go_to(self, epoch: int, number: int) -> None:
+        """Goes to a step of an epoch."""
+        self.plan: EpochPlan = self.ledger.plan(epoch)
+        self.number, self.substep = number, 0
+        self.now: Step | None = self.plan.step(number, self.ledger.rank)
+        self.is_waiting = False
+
+    def replan(self) -> None:
+        """Follows a plan that is equal in the steps that have begun."""
+        self.plan = self.ledger.plan(self.epoch)
+        self.now = self.plan.step(self.number, self.ledger.rank)
+
+    def commit(self) -> None:
+        """Counts the step under way as done."""
+        epoch, self.number, self.substep = self.epoch, self.number + 1, 0
+        self.now = self.plan.step(self.number, self.ledger.rank)
+        self.ledger.commit(epoch, is_end=self.ended)
+
+    # --- minibatches ----------------------------------------------------------------
+
+    def begin_loop(self, is_followed: bool) -> None:
+        """Notes that a loop over the sampler begins.
+
+        Args:
+            is_followed: Whether what it deals is handed out by `Ledger.receive`.
+        """
+        self._handed.clear()
+        self._num_trained, self._most_ahead = 0, 0 if is_followed else None
+
+    def take(self, deal: int, place: Place, is_run: bool) -> None:
+        """Notes a minibatch that is loaded next; or, if ``is_run``, trained next."""
+        if is_run:
+            self._handed.append((deal, place))
+
+    def check(self) -> bool:
+        """Goes to the epoch of the minibatch that was handed out; changes nothing else.
+
+        Returns:
+            Whether that epoch has begun just now.
+
+        Raises:
+            ValueError: It is not the next minibatch of this replica: the loop has left
+                one out, or its data are from somewhere else, or the epoch is over.
+            ReplicaError: This replica is idle in the step, or was and did not join it.
+        """
+        deal, place = self._handed[0] if self._handed else (self.ledger.deal, None)
+        is_new = self._enter(self.ledger.epoch if place is None else place.epoch)
+        if place is None:
+            raise ValueError(
+                "step() was called for a minibatch that the sampler has not dealt: "
+                "the data come from somewhere else. Build the loader by "
+                "DataLoader(dataset, batch_sampler=sampler), or iterate that"
+            )
+        if deal != self.ledger.deal:
+            raise ValueError(
+                f"step() is for a minibatch of step {place.step} that was read before "
+                "it was dealt anew: iterate replica.loader(loader), and begin a new "
+                "loop after load_state_dict"
+            )
+        num_ahead, number = len(self._handed) - 1, self._num_trained + 1
+        if self.strict and num_ahead:
+            raise ValueError(
+                f"step() is at minibatch {number}, and the loop has read "
+                f"{number + num_ahead}: iterate replica.loader(loader); nothing may "
+                "read ahead"
+            )
+        if self._most_ahead is None:  # what is read elsewhere may be any number ahead
+            self._most_ahead = num_ahead if self.ledger.asked_here else sys.maxsize
+        is_ahead = num_ahead > self._most_ahead
+        if is_ahead or (place.step, place.substep) != (self.number, self.substep):
+            raise left_out(self.epoch)
+        return is_new
+
+    def train(self) -> bool:
+        """Counts the minibatch as trained; returns whether it ends this replica's step.
+
+        Call it after `check`.
+        """
+        self._handed.popleft()
+        self._num_trained += 1
+        self.has_run = True
+        self.substep += 1
+        return self.now is not None and self.substep == self.now.num_substeps
+
+    def refuse_left_out(self, is_sure: bool) -> None:
+        """Raises ValueError if the loop has ended and left out a minibatch.
+
+        Args:
+            is_sure: Whether the training loop has ended, too.
+        """
+        is_sure |= self._most_ahead == 0 and self.ledger.asked_here
+        if is_sure and self._handed and self._num_trained:
+            raise left_out(self.epoch)
+
+    # --- epochs ---------------------------------------------------------------------
+
+    def _enter(self, epoch: int) -> bool:
+        """Goes to the epoch of the next minibatch; returns whether it is another one.
+
+        Raises ValueError and ReplicaError as `check` does.
+        """
+        plan = self.plan
+        is_new = epoch != self.epoch
+        if is_new:
+            if not self.ended and (self.announced or self.has_run):
+                raise ValueError(
+                    f"the optimizer is at step {self.number} of epoch {self.epoch} and "
+                    f"the sampler at epoch {epoch}: call set_epoch on both before "
+                    "every epoch; the optimizer's load_state_dict restores both"
+                )
+            self.announced = self.has_run = False
+            plan = self.ledger.plan(epoch)
+            self.go_to(epoch, plan.start_step)
+        if self.now is None:
+            raise ValueError(
+                f"step() after the last of the {plan.num_steps} steps of epoch "
+                f"{epoch}: call set_epoch({epoch + 1}) on sampler and optimizer, and "
+                "step() once per minibatch of the sampler"
+            )
+        if not self.announced:
+            self._check_unannounced(self.now)
+        if self.now.idle:
+            raise ReplicaError(
+                f"replica {self.ledger.rank} is idle in step {self.number} of epoch "
+                f"{epoch} and has not joined it. After an exception, resume from a "
+                "checkpoint; with lockstep=True, call join_step() in place of step()",
+                self.ledger.rank,
+            )
+        return is_new
+
+    def _check_unannounced(self, first: Step) -> None:
+        """Raises ReplicaError if a replica may be idle in the epoch's first step."""
+        num, plan = first.num_minibatches, self.plan
+        if num < plan.num_replicas and not plan.padded:
+            raise ReplicaError(
+                f"epoch {plan.epoch} begins with a step of {num} minibatches on "
+                f"{plan.num_replicas} replicas, which idle ones must join: call "
+                f"optimizer.set_epoch({plan.epoch}) before iterating",
+                self.ledger.rank,
+            )
+        self.announced = True
+
+    def begin(self, epoch: int) -> bool:
+        """Begins an epoch; returns whether minibatches that were trained are lost.
+
+        Raises ReplicaError where other replicas would not begin it too.
+        """
+        is_same, rank = self.announced and epoch == self.epoch, self.ledger.rank
+        if is_same and not self.has_run:
+            return False  # a second call: idle steps are joined already
+        plan = self.ledger.begin_epoch(epoch)
+        problem = ""
+        if is_same and self.ended:
+            # A replica that idled all epoch takes the repetition for a second call.
+            problem = (
+                f"epoch {epoch} has been trained; another pass needs another number: "
+                "this one has the same order and steps"
+            )
+        elif self.has_run and not self.ended:
+            problem = (
+                f"epoch {self.epoch} is abandoned after {self.number} of "
+                f"{self.plan.num_steps} steps, and the other replicas would wait: "
+                "run every minibatch of the sampler, and call step() after each; it "
+                "accumulates by itself. To train less, shorten the trace"
+            )
+        if problem and self.ledger.num_replicas > 1:
+            raise ReplicaError(problem, rank)
+        if problem:
+            logger.warning(problem)
+        is_lost = bool(problem) and not self.ended
+        self.go_to(epoch, plan.start_step)
+        self.announced, self.has_run = True, False
+        if is_lost:
+            self.ledger.redeal()  # a loop that goes on deals the epoch's first step
+        return is_lost
+
+
+def left_out(epoch: int) -> ValueError:
+    """Returns the error of a loop that has left out a minibatch of an epoch."""
+    return ValueError(
+        f"step() was not called for a minibatch of epoch {epoch}: remove an "
+        "accumulation of your own, since step() accumulates; to skip one, "
+        "loss = 0 * sum(p.sum() for p in model.parameters())"
+    )
