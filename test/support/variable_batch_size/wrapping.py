@@ -87,9 +87,9 @@ def idle_replica(rank: int = 1):
     return make(trace=[32, 64, 32, 32, 64, 32], rank=rank, replicas=2)
 
 
-def backward(model: nn.Module) -> None:
-    """Runs a minibatch whose gradient is one everywhere."""
-    model(torch.ones(1, 2, device=model.weight.device)).sum().backward()
+def backward(model: nn.Module, scale: float = 1.0) -> None:
+    """Runs a minibatch whose gradient is ``scale`` everywhere."""
+    (scale * model(torch.ones(1, 2, device=model.weight.device)).sum()).backward()
 
 
 def run_epoch(model, sampler, wrapper) -> list[int]:
