@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,14 +18,13 @@ class DeviceScalars:
     """Changing numbers on the device, each uploaded once per value and use.
 
     Two uses never share a tensor: where their values happened to be equal, a lazy
-    backend would compile another program. Beyond ``capacity`` values the oldest is
-    dropped, and is uploaded again when it returns.
+    backend would compile another program. Beyond ``capacity`` values the one that was
+    not used for longest is dropped, and is uploaded again when it returns.
     """
 
     def __init__(self, replica: Replica, capacity: int = 1024) -> None:
         self._replica = replica
-        self._capacity = capacity
-        self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._kept = functools.lru_cache(capacity)(self._made)
 
     def get(
         self,
@@ -33,14 +33,9 @@ class DeviceScalars:
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Returns a number, of shape ``(1,)``, or a matrix; do not change it."""
-        key = (use, value, dtype)
-        if key not in self._kept:
-            if len(self._kept) >= self._capacity:
-                del self._kept[next(iter(self._kept))]
-            self._kept[key] = self._made(value, dtype)
-        return self._kept[key]
+        return self._kept(use, value, dtype)
 
-    def _made(self, value: Any, dtype: torch.dtype) -> Tensor:
+    def _made(self, use: object, value: Any, dtype: torch.dtype) -> Tensor:
         if not isinstance(value, tuple):
             return self._replica.scalar(value, dtype)
         if self._replica.is_lazy:
@@ -69,16 +64,16 @@ def as_floats(values: tuple[Any, ...], replica: Replica) -> tuple[float, ...]:
     return values
 
 
-# Torch's optimizers hand the learning rate to operators as ``alpha=`` or ``value=``. A
-# tensor there is read back to the host, once per parameter and step; a Python number is
-# compiled into the program whenever it is 0, 1 or -1 or equals another one.
-_REWRITES: dict[Any, tuple[str, Callable[..., Tensor]]] = {
-    # Not addcmul: a lazy backend takes ten times as long to trace it.
-    Tensor.add_: ("alpha", lambda x, y, scalar: x.add_(y * scalar)),
-    Tensor.add: ("alpha", lambda x, y, scalar: x.add(y * scalar)),
-    torch.add: ("alpha", lambda x, y, scalar: x.add(y * scalar)),
-    Tensor.addcmul_: ("value", lambda x, y, z, scalar: x.addcmul_(y * scalar, z)),
-    Tensor.addcdiv_: ("value", lambda x, y, z, scalar: x.addcdiv_(y * scalar, z)),
+# Torch's optimizers hand the learning rate to operators under these names, as a factor
+# of the first operand that is added. A tensor there is read back to the host, once per
+# parameter and step; a Python number is compiled into the program whenever it is 0, 1
+# or -1 or equals another one.
+_SCALARS: dict[Any, str] = {
+    Tensor.add_: "alpha",
+    Tensor.add: "alpha",
+    torch.add: "alpha",
+    Tensor.addcmul_: "value",
+    Tensor.addcdiv_: "value",
 }
 
 
@@ -112,11 +107,11 @@ class TensorScalars(TorchFunctionMode):
             if func is Tensor.div and self._upload and isinstance(args[1], float):
                 return func(args[0], self._divisor(args[0], args[1]))
             return func(*args)
-        if func in _REWRITES:
-            name, rewritten = _REWRITES[func]
-            if isinstance(kwargs.get(name), Tensor):
-                kwargs = dict(kwargs)
-                return rewritten(*args, kwargs.pop(name), **kwargs)
+        scalar = kwargs.get(_SCALARS.get(func))
+        if isinstance(scalar, Tensor):  # not addcmul, which is traced ten times slower
+            x, y, *more = args
+            rest = {n: kwargs[n] for n in kwargs if kwargs[n] is not scalar}
+            return func(x, y * scalar, *more, **rest)
         return func(*args, **kwargs)
 
     def _negative(self, number: Tensor) -> Tensor:

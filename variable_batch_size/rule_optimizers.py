@@ -10,7 +10,6 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.rules.rule import power
-from variable_batch_size.step.elastic_state import ElasticState
 from xla_replica.common.arguments import check_number
 
 if TYPE_CHECKING:
@@ -190,10 +189,8 @@ class LinearRuleMomentumOptimizer(ElasticOptimizer):
     ) -> None:
         if weight_decay is not None:
             check_number("weight_decay", weight_decay, least=0)
+            for group in optimizer.param_groups:
+                group["weight_decay"] = weight_decay
         super().__init__(
             optimizer, sampler, "linear-momentum", ref_batchsize, log_steps, **options
         )
-        if weight_decay is not None:
-            for group in self.param_groups:
-                group["weight_decay"] = weight_decay
-            self._saved = ElasticState(self._context, self._loop)  # which compares it

@@ -9,11 +9,11 @@ replicas, and a run that resumes within an epoch reads the blocks of one window.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import pickle
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
@@ -54,22 +54,22 @@ class BlockShuffle(LazyOrder):
         *,
         in_order: bool = False,
     ) -> None:
-        self.block_sizes = _checked_sizes(block_sizes)
+        self._starts = _starts_of(block_sizes)
+        self.block_sizes = np.diff(self._starts)
+        self.length = int(self._starts[-1])
         self.window = check_integer("window", window, least=1)
         self.seed = check_integer("seed", seed)
         self.in_order = check_flag("in_order", in_order)
-        content = hashlib.sha256(self.block_sizes.astype("<i8").tobytes()).hexdigest()
-        self._name = (
-            f"BlockShuffle(window={window}, seed={seed}, in_order={in_order}) of "
-            f"{len(self.block_sizes)} blocks, sha256 {content[:16]}"
-        )
-        self._starts = _starts_of(self.block_sizes)
-        self.length = int(self._starts[-1])
         self._layout: tuple[int, list[np.ndarray]] = (-1, [])  # of the latest epoch
 
     @property
     def name(self) -> str:
-        return self._name
+        content = hashlib.sha256(self.block_sizes.astype("<i8").tobytes()).hexdigest()
+        return (
+            f"BlockShuffle(window={self.window}, seed={self.seed}, "
+            f"in_order={self.in_order}) of {len(self.block_sizes)} blocks, sha256 "
+            f"{content[:16]}"
+        )
 
     def samples(
         self, epoch: int, num_samples: int, positions: np.ndarray
@@ -135,13 +135,13 @@ class BlockDataset(Dataset[Any]):
         *,
         in_order: bool = False,
     ) -> None:
-        self.block_sizes = _checked_sizes(block_sizes)
+        self._starts = _starts_of(block_sizes)
+        self.block_sizes = np.diff(self._starts)
         self.in_order = check_flag("in_order", in_order)
         self.num_blocks_read = 0
         self._read_block = check_function("read_block", read_block)
-        self._starts = _starts_of(self.block_sizes)
         self._num_kept = 1
-        self._kept: OrderedDict[int, Any] = OrderedDict()  # the latest used is last
+        self._kept: dict[int, Any] = {}  # the latest used is last
         self._reading = threading.Lock()  # emulated replicas may share the object
 
     @classmethod
@@ -158,12 +158,18 @@ class BlockDataset(Dataset[Any]):
 
         Args:
             paths: The files, in an order that must not change; or one file.
-            columns: What is read; default: all columns.
+            columns: What is read; default: all columns. Reading raises pyarrow's
+                ArrowInvalid, a ValueError, where a file has no such column.
         """
-        if isinstance(paths, (str, PathLike)):
-            paths = [paths]
-        groups = _RowGroups([str(path) for path in paths], columns)
-        return cls(groups, groups.sizes)
+        from pyarrow.dataset import dataset
+
+        paths = [paths] if isinstance(paths, (str, PathLike)) else paths
+        found = (dataset(str(path), format="parquet") for path in paths)
+        files = [file for each in found for file in each.get_fragments()]
+        groups = [(file, group) for file in files for group in file.row_groups]
+        places = [(file, group.id) for file, group in groups]
+        sizes = [group.num_rows for _, group in groups]
+        return cls(functools.partial(_read_row_group, places, columns), sizes)
 
     @classmethod
     def from_stream(
@@ -185,9 +191,8 @@ class BlockDataset(Dataset[Any]):
         """
         check_integer("num_samples", num_samples, least=1)
         check_integer("block_size", block_size, least=1)
-        sizes = np.full(-(-num_samples // block_size), block_size)
-        sizes[-1] -= sizes.sum() - num_samples
-        return cls(_StreamBlocks(open_at, sizes), sizes, in_order=True)
+        starts = [*range(0, num_samples, block_size), num_samples]
+        return cls(_StreamBlocks(open_at, starts), np.diff(starts), in_order=True)
 
     def shuffled(self, window: int = 8, seed: int = 42) -> BlockShuffle:
         """Returns an order for `CustomSampler`, and keeps as many blocks as it needs.
@@ -211,24 +216,19 @@ class BlockDataset(Dataset[Any]):
         Args:
             order: As `CustomSampler` takes it; None for its own shuffle.
         """
+        if not (order is None or isinstance(order, (IndexShuffle, BlockShuffle))):
+            return
         num_blocks = int(np.count_nonzero(self.block_sizes))
-        if isinstance(order, BlockShuffle):
-            if min(order.window, num_blocks) > self._num_kept:
-                raise ValueError(
-                    f"order= shuffles windows of {order.window} blocks, and the "
-                    f"dataset keeps {self._num_kept}, so that it would read blocks "
-                    "again for nearly every sample: pass order=dataset.shuffled("
-                    f"window={order.window}, seed={order.seed}), called last"
-                )
-        elif (order is None or isinstance(order, IndexShuffle)) and (
-            num_blocks > self._num_kept
-        ):
-            what = "the sampler's own shuffle" if order is None else order.name
+        num_needed = min(getattr(order, "window", num_blocks), num_blocks)
+        if num_needed > self._num_kept:
+            what = (
+                "the sampler's own shuffle" if order is None else f"order={order.name}"
+            )
             raise ValueError(
-                f"the dataset reads samples in {num_blocks} blocks, and {what} would "
-                "read one for nearly every sample: pass "
-                "order=dataset.shuffled(window=8), which keeps 8 blocks in memory; "
-                f"window={len(self.block_sizes)} shuffles all, and keeps all"
+                f"{what} mixes {num_needed} blocks, and the dataset keeps "
+                f"{self._num_kept}, so that it would read one for nearly every sample: "
+                "pass order=dataset.shuffled(window, seed), called last, which keeps "
+                f"window blocks in memory; window={len(self.block_sizes)} shuffles all"
             )
 
     def __len__(self) -> int:
@@ -250,8 +250,8 @@ class BlockDataset(Dataset[Any]):
             for each in range(first, number + 1):
                 if each not in self._kept:
                     self._read(each)
-            self._kept.move_to_end(number)
-            return self._kept[number]
+            block = self._kept[number] = self._kept.pop(number)
+            return block
 
     def _read(self, number: int) -> None:
         block, expected = self._read_block(number), self.block_sizes[number]
@@ -263,82 +263,49 @@ class BlockDataset(Dataset[Any]):
             )
         self.num_blocks_read += 1
         while len(self._kept) >= self._num_kept:
-            self._kept.popitem(last=False)
+            del self._kept[next(iter(self._kept))]
         self._kept[number] = block
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_kept": OrderedDict(), "_reading": None}
+        return {**vars(self), "_kept": {}, "_reading": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _reading=threading.Lock())
 
 
-class _RowGroups:
-    """Reads the row groups of Parquet files, numbered through all of them."""
-
-    def __init__(self, paths: list[str], columns: Sequence[str] | None) -> None:
-        self._paths = paths
-        self._columns = None if columns is None else [*columns]
-        self._footers: list[Any] = []  # of the files, which are parsed once
-        self._places: list[tuple[int, int]] = []  # (file, row group)
-        self.sizes: list[int] = []
-        for file, path in enumerate(paths):
-            with self._open(path) as opened:
-                self._footers.append(opened.metadata)
-                missing = {*(self._columns or ())} - {*opened.schema_arrow.names}
-                if missing:
-                    raise ValueError(
-                        f"{path} has the columns {opened.schema_arrow.names}, and "
-                        f"columns= asks for {sorted(missing)}"
-                    )
-                for group in range(opened.num_row_groups):
-                    self._places.append((file, group))
-                    self.sizes.append(opened.metadata.row_group(group).num_rows)
-
-    @staticmethod
-    def _open(path: str, footer: Any = None) -> Any:
-        try:
-            from pyarrow.parquet import ParquetFile
-        except ImportError as error:
-            raise ImportError(
-                "BlockDataset.from_parquet needs pyarrow: pip install "
-                "'elastic-xla[parquet]'"
-            ) from error
-        return ParquetFile(path, metadata=footer)
-
-    def __call__(self, number: int) -> Any:
-        file, group = self._places[number]
-        with self._open(self._paths[file], self._footers[file]) as opened:
-            return opened.read_row_group(group, columns=self._columns)
+def _read_row_group(
+    places: Sequence[tuple[Any, int]], columns: Sequence[str] | None, number: int
+) -> Any:
+    """Returns a table of pyarrow, of one of these row groups of files."""
+    file, group = places[number]
+    columns = None if columns is None else [*columns]
+    return file.subset(row_group_ids=[group]).to_table(columns=columns)
 
 
 class _StreamBlocks:
     """Reads parts of a stream, which is opened anew to go back."""
 
     def __init__(
-        self, open_at: Callable[[int], Iterable[Any]], sizes: np.ndarray
+        self, open_at: Callable[[int], Iterable[Any]], starts: Sequence[int]
     ) -> None:
-        self._open_at, self._sizes = open_at, sizes
+        self._open_at, self._starts = open_at, starts
         self._seeks = False  # whether open_at was seen to take a position
-        self._next: int | None = None  # the block that the open stream is at
+        self._place: int | None = None  # where the open stream is
         self._stream: Iterator[Any] = iter(())
 
     def __call__(self, number: int) -> list[Any]:
-        size = int(self._sizes[0])
+        first, end = self._starts[number : number + 2]
         # Streams would split themselves if they saw that this is a worker.
         with mock.patch.object(worker, "_worker_info", None):
-            if self._next is None or number < self._next:
-                self._stream, self._next = iter(self._open(number * size)), number
-            skipped = (number - self._next) * size
-            self._next = number + 1
-            end = skipped + int(self._sizes[number])
-            return [*itertools.islice(self._stream, skipped, end)]
+            if self._place is None or first < self._place:
+                self._stream, self._place = iter(self._open(first)), first
+            before, self._place = self._place, end
+            return [*itertools.islice(self._stream, first - before, end - before)]
 
     def _open(self, position: int) -> Iterable[Any]:
         """Opens the stream; the first time, raises if it does not begin there."""
         if position and not self._seeks:
-            parts = (itertools.islice(self._open_at(p), 16) for p in (0, position))
-            if _are_equal(*map(list, parts)):
+            if _digest(self._open_at(0)) == _digest(self._open_at(position)):
                 raise ValueError(
                     f"open_at({position}) begins with the samples of open_at(0): "
                     "return dataset.skip(at), or use BlockDataset(..., in_order=True)"
@@ -347,32 +314,24 @@ class _StreamBlocks:
         return self._open_at(position)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_next": None, "_stream": None}
+        return {**vars(self), "_place": None, "_stream": None}
 
 
-def _are_equal(first: list[Any], second: list[Any]) -> bool:
-    """Returns whether samples are known to be equal."""
+def _digest(stream: Iterable[Any]) -> object:
+    """Returns what is equal for streams whose first samples are known to be equal."""
     try:
-        return pickle.dumps(first) == pickle.dumps(second)
+        return pickle.dumps([*itertools.islice(stream, 16)])
     except (pickle.PicklingError, TypeError, AttributeError):
-        return False
+        return object()
 
 
-def _checked_sizes(block_sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns the sizes as int64; raises TypeError or ValueError for bad ones."""
+def _starts_of(block_sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns where each block begins, and where the last one ends: int64."""
     sizes = np.asarray(block_sizes)
-    if sizes.ndim != 1 or sizes.dtype.kind not in "iu":
-        raise TypeError(
-            "block_sizes must be a sequence of integers, got an array of shape "
-            f"{sizes.shape} and dtype {sizes.dtype}"
-        )
-    if (sizes < 0).any() or not sizes.sum():
+    are_integers = sizes.ndim == 1 and sizes.dtype.kind in "iu"
+    if not are_integers or (sizes < 0).any() or not sizes.any():
         raise ValueError(
-            f"block_sizes must be >= 0 and not all 0, got {sizes.tolist()[:8]}"
+            "block_sizes must be a sequence of integers that must be >= 0 and not all "
+            f"0, got {sizes.dtype} of shape {sizes.shape}: {sizes.tolist()!r:.60}"
         )
-    return sizes.astype(np.int64)
-
-
-def _starts_of(sizes: np.ndarray) -> np.ndarray:
-    """Returns where each block begins, and where the last one ends."""
-    return np.concatenate([[0], np.cumsum(sizes)])
+    return np.append(0, np.cumsum(sizes.astype(np.int64)))

@@ -93,16 +93,12 @@ class LazyOrder(abc.ABC):
     ) -> np.ndarray:
         """Returns `samples`; raises ValueError unless each is one in the range."""
         found = np.asarray(self.samples(epoch, num_samples, positions))
-        if found.shape != positions.shape or found.dtype.kind not in "iu":
+        fits = found.shape == positions.shape and found.dtype.kind in "iu"
+        if not fits or ((found < 0) | (found >= num_samples)).any():
             raise ValueError(
-                f"{type(self).__name__}.samples() must return an integer for each of "
-                f"{len(positions)} positions, got {found.dtype} of shape {found.shape}"
-            )
-        outside = found[(found < 0) | (found >= num_samples)]
-        if len(outside):
-            raise ValueError(
-                f"{type(self).__name__}.samples() returned {outside[0]}, which is not "
-                f"in range({num_samples})"
+                f"{type(self).__name__}.samples() must return one of "
+                f"range({num_samples}) for each of {len(positions)} positions, got "
+                f"{found.dtype} of shape {found.shape}: {found.tolist()!r:.60}"
             )
         return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,9 +61,7 @@ class SeededDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        sample = operator.index(index)
-        if sample < 0:  # another index of the same sample
-            sample += len(self)
+        sample = range(len(self))[operator.index(index)]  # -1 is the last one, too
         # A hash, not a sum: seed + 1 must not be the next sample or epoch.
         name = f"{self.seed} {self.epoch} {sample}".encode()
         digest = hashlib.blake2b(name, digest_size=40).digest()
@@ -78,10 +75,6 @@ class SeededDataset(Dataset[Any]):
             finally:
                 random.setstate(python_state)
                 np.random.set_state(numpy_state)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Returns the samples one by one: a batch has no seed."""
-        return [self[index] for index in indices]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -13,8 +13,8 @@ that make up for the difference, so the optimizer itself stays torch's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 Beta = Callable[[float, float], float]
 
@@ -69,11 +69,7 @@ class AdamState(NamedTuple):
 
 
 def update(
-    beta: Beta,
-    batch_ratio: float,
-    betas: tuple[float, float],
-    eps: float,
-    state: AdamState,
+    beta: Beta, batch_ratio: float, group: Mapping[str, Any], state: AdamState
 ) -> tuple[float, tuple[float, float], float, AdamState]:
     """Returns what makes torch's Adam take the right step, and the next state.
 
@@ -83,16 +79,14 @@ def update(
     The step wanted is lr / C1 * m / (sqrt(v / C2) + eps / sqrt(kappa)) with
     C = 1 - prod(beta_t); torch takes lr' / c1 * m / (sqrt(v / c2) + eps') with
     c = 1 - beta_t ** t. Multiplying numerator and denominator by k = sqrt(C2 / c2):
-    eps' = k eps / sqrt(kappa) and lr' = k lr c1 / C1. ``betas`` and ``eps`` are those
-    tuned at batch ratio one.
+    eps' = k eps / sqrt(kappa) and lr' = k lr c1 / C1. ``betas`` and ``eps`` of the
+    parameter group are those tuned at batch ratio one.
     """
-    t = state.num_updates + 1
-    if batch_ratio == 1:
-        scaled = (betas[0], betas[1])
-    else:
-        scaled = (beta(betas[0], batch_ratio), beta(betas[1], batch_ratio))
-    before = state.products or tuple(b ** (t - 1) for b in betas)
-    products = (before[0] * scaled[0], before[1] * scaled[1])
+    t, eps, (beta1, beta2) = state.num_updates + 1, group["eps"], group["betas"]
+    before = state.products or (beta1 ** (t - 1), beta2 ** (t - 1))
+    if batch_ratio != 1:
+        beta1, beta2 = beta(beta1, batch_ratio), beta(beta2, batch_ratio)
+    scaled, products = (beta1, beta2), (before[0] * beta1, before[1] * beta2)
     if state.pristine and batch_ratio == 1:
         return 1.0, scaled, eps, AdamState(t, products)
     wanted = [1 - product for product in products]

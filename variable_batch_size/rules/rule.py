@@ -117,8 +117,7 @@ class Rule:
         lr = hyperparameters["lr"]
         decay = hyperparameters.get("weight_decay", 0.0)
         # A tensor, which may not be read, is not zero.
-        is_zero = isinstance(decay, (int, float)) and decay == 0
-        if self.decay_per_sample and not is_zero:
+        if self.decay_per_sample and not (is_number(decay) and decay == 0):
             decay = decay * (batch_ratio / factor)
         if self.beta is None:
             scaled = ScaledHyperparameters(lr * factor, lr * factor, decay)
@@ -126,11 +125,7 @@ class Rule:
                 scaled = scaled._replace(lr=lr, gradient_factor=factor)
             return scaled, state
         adjustment, betas, eps, state = adam.update(
-            self.beta,
-            batch_ratio,
-            hyperparameters["betas"],
-            hyperparameters["eps"],
-            AdamState(0) if state is None else state,
+            self.beta, batch_ratio, hyperparameters, state or AdamState(0)
         )
         if hyperparameters.get("decoupled_weight_decay"):  # times the lr handed over
             decay *= 1 / adjustment
@@ -194,12 +189,7 @@ def rule_named(rule: str | Rule) -> Rule:
     check_type("rule", rule, str, "a name or a Rule")
     name, _, alpha = rule.partition(":")
     if name == "power" and alpha:
-        try:
-            return power(float(alpha))
-        except ValueError as error:
-            raise ValueError(
-                f"rule={rule!r}: {alpha!r} is not a finite number"
-            ) from error
+        return power(float(alpha))
     if rule not in RULES:
         raise ValueError(
             f"rule={rule!r} is unknown; allowed are {sorted(RULES)} and 'power:ALPHA', "
@@ -212,11 +202,9 @@ def with_options(
     rule: str | Rule, momentum_correction: bool, decay_per_sample: bool
 ) -> Rule:
     """Returns the rule with these options added to those that it has."""
-    check_flag("momentum_correction", momentum_correction)
-    check_flag("decay_per_sample", decay_per_sample)
-    found = rule_named(rule)
-    return dataclasses.replace(
-        found,
-        momentum_correction=found.momentum_correction or momentum_correction,
-        decay_per_sample=found.decay_per_sample or decay_per_sample,
-    )
+    options = {
+        "momentum_correction": momentum_correction,
+        "decay_per_sample": decay_per_sample,
+    }
+    asked: Any = {name: True for name in options if check_flag(name, options[name])}
+    return dataclasses.replace(rule_named(rule), **asked)

@@ -221,8 +221,8 @@ def test_parquet_files_are_read_by_row_groups(tmp_path):
     assert dataset.num_blocks_read == 27  # three times nine
     everything = vbs.BlockDataset.from_parquet(str(paths[1]))
     assert everything[-1] == {"id": 266, "text": "text 266"}
-    with pytest.raises(ValueError, match=r"'text'\], and columns= asks for \['txt'\]"):
-        vbs.BlockDataset.from_parquet(paths, columns=["txt"])
+    with pytest.raises(ValueError, match=r"No match for .*txt.* in id: int64"):
+        vbs.BlockDataset.from_parquet(paths, columns=["txt"])[0]
 
 
 def test_another_window_or_other_blocks_are_another_run():
@@ -244,10 +244,10 @@ def test_orders_that_read_blocks_over_and_over_are_refused():
     dataset = dataset_of()
     for order in (None, vbs.IndexShuffle(seed=1)):
         for each in (dataset, vbs.SeededDataset(dataset, 1)):
-            with pytest.raises(ValueError, match=r"10 blocks.*window=11 shuffles"):
+            with pytest.raises(ValueError, match=r"10 blocks.*window=11 shuffles all"):
                 sampler_of(each, order)
         sampler_of(dataset_of([NUM_SAMPLES, 0]), order)  # one block, which is kept
-    with pytest.raises(ValueError, match=r"keeps 1.*shuffled\(window=3, seed=5\)"):
+    with pytest.raises(ValueError, match=r"w=3, seed=5.* mixes 3 blocks, .* keeps 1"):
         sampler_of(dataset, vbs.BlockShuffle(SIZES, WINDOW, seed=5))
     # As the message says: all blocks at once, each of which is then read once.
     order = dataset.shuffled(window=11)
