@@ -91,10 +91,9 @@ class BlockShuffle(LazyOrder):
 
     def _layout_of(self, epoch: int) -> list[np.ndarray]:
         """Returns blocks in their order, and where each and each window begins."""
-        number = len(self.block_sizes)
-        blocks = np.arange(number)
+        blocks = np.arange(len(self.block_sizes))
         if not self.in_order:
-            blocks = bijection(blocks, number, f"{self.seed} {epoch} blocks")
+            blocks = bijection(blocks, len(blocks), f"{self.seed} {epoch} blocks")
         slots = _starts_of(self.block_sizes[blocks])
         windows = np.append(slots[:-1][:: self.window], slots[-1])
         return [blocks, slots, windows]
@@ -141,7 +140,7 @@ class BlockDataset(Dataset[Any]):
         self.num_blocks_read = 0
         self._read_block = check_function("read_block", read_block)
         self._num_kept = 1
-        self._kept: dict[int, Any] = {}  # the latest used is last
+        self._kept: dict[int, Any] = {}  # the latest read is last
         self._reading = threading.Lock()  # emulated replicas may share the object
 
     @classmethod
@@ -250,8 +249,7 @@ class BlockDataset(Dataset[Any]):
             for each in range(first, number + 1):
                 if each not in self._kept:
                     self._read(each)
-            block = self._kept[number] = self._kept.pop(number)
-            return block
+            return self._kept[number]
 
     def _read(self, number: int) -> None:
         block, expected = self._read_block(number), self.block_sizes[number]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 import xla_replica
 from xla_replica.common.arguments import check_integer
@@ -28,16 +28,10 @@ class SeededDataset(Dataset[Any]):
         seed: Any integer, equal on every replica.
 
     Raises:
-        TypeError: ``dataset`` is not map-style, or ``seed`` is not an integer.
+        TypeError: ``seed`` is not an integer.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        if isinstance(dataset, IterableDataset) or not is_map:
-            raise TypeError(
-                f"SeededDataset: {type(dataset).__name__} has no numbered samples to "
-                "seed by; pass a map-style dataset, with __getitem__ and __len__"
-            )
         self.dataset = dataset
         self.seed = check_integer("seed", seed)
         # Shared memory: persistent workers hold another copy of this object.

@@ -152,11 +152,6 @@ def _linear(batch_ratio: float) -> float:
     return batch_ratio
 
 
-def _root(batch_ratio: Any) -> Any:
-    # A ratio of measured weights is a tensor, which math.sqrt would read.
-    return math.sqrt(batch_ratio) if is_number(batch_ratio) else batch_ratio**0.5
-
-
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
@@ -166,7 +161,8 @@ RULES: dict[str, Rule] = {
         Rule("linear", _linear, for_sgd=True),
         Rule("linear-momentum", _linear, for_sgd=True, momentum_correction=True),
         # Krizhevsky 2014, arXiv:1404.5997, 5.
-        Rule("root", _root),
+        # Not math.sqrt, which reads a ratio of measured weights, a tensor.
+        Rule("root", lambda batch_ratio: batch_ratio**0.5),
         # Johnson et al. 2020, arXiv:2007.05105, Algorithm 1: of the measured gain.
         Rule("adascale", _linear, for_sgd=True, measured=True),
         Rule("adam-root", math.sqrt, beta=adam.sde_beta),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 import variable_batch_size as vbs
 
@@ -56,7 +56,7 @@ def test_samples_come_once_in_a_window_of_whole_blocks(sizes, window, epoch, in_
 @pytest.mark.parametrize("in_order", [False, True])
 def test_blocks_and_samples_are_shuffled_by_seed_and_epoch(in_order):
     orders, first = set(), sum(SIZES[:WINDOW])
-    for seed, epoch in itertools.product((0, 1), (0, 1)):
+    for seed, epoch in itertools.product((0, 1), repeat=2):
         order = whole(vbs.BlockShuffle(SIZES, WINDOW, seed, in_order=in_order), epoch)
         assert (sorted(order[:first]) == list(range(first))) == in_order
         orders.add(tuple(order))
@@ -106,35 +106,40 @@ def together(runs: list[Run], epoch: int) -> list[list]:
     return [flat(parts) for parts in zip(*(r.steps(epoch) for r in runs))]
 
 
+def runs_of(num: int, state=None) -> list[Run]:
+    """Returns those of so many replicas."""
+    return [Run(dataset_of(), rank, num, state) for rank in range(num)]
+
+
+def most_read(runs: list[Run]) -> int:
+    return max(run.dataset.num_blocks_read for run in runs)
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
 def test_any_number_of_replicas_reads_the_same_steps_and_every_block_once(num_replicas):
-    runs = [Run(dataset_of(), rank, num_replicas) for rank in range(num_replicas)]
+    runs = runs_of(num_replicas)
     for epoch in (0, 1):
-        expected = together([Run(dataset_of())], epoch)
+        expected = together(runs_of(1), epoch)
         assert together(runs, epoch) == expected
         used = flat(expected)
         assert used == sorted(whole(runs[0].sampler.order, epoch)[: len(used)])
-    for run in runs:
-        assert run.dataset.num_blocks_read <= 2 * sum(size > 0 for size in SIZES)
+    assert most_read(runs) <= 2 * np.count_nonzero(SIZES)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 @pytest.mark.parametrize("step", [0, 3, 5, 9])
 def test_a_resumed_run_reads_no_more_than_a_window_of_what_was_seen(step, num_replicas):
-    before = Run(dataset_of())
+    [before] = runs_of(1)
     expected = together([before], 1)
-    state = before.state_at(1, step)
-    ranks = range(num_replicas)
-    runs = [Run(dataset_of(), rank, num_replicas, state) for rank in ranks]
+    runs = runs_of(num_replicas, before.state_at(1, step))
     for run in runs:
         next(iter(run.loader), None)
-        assert run.dataset.num_blocks_read <= WINDOW
+    assert most_read(runs) <= WINDOW
     assert together(runs, 1) == expected[step:]
     place = before.sampler.plan.start(step)
     block_of = np.repeat(np.arange(len(SIZES)), SIZES)
     left = set(block_of[whole(before.sampler.order, 1)[place:]])
-    for run in runs:
-        assert run.dataset.num_blocks_read <= len(left) + 2 * WINDOW
+    assert most_read(runs) <= len(left) + 2 * WINDOW
 
 
 class Numbers:
@@ -150,19 +155,14 @@ class Numbers:
             yield number
 
 
-class Sharded(IterableDataset):
-    """A stream that gives each worker of a loader a part, as torch's page shows."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-
-    def __iter__(self):
-        info = get_worker_info()
-        step, own = (1, 0) if info is None else (info.num_workers, info.id)
-        return iter(range(self.first + own, NUM_SAMPLES, step))
+def sharded(first: int):
+    """Returns a stream that gives each worker of a loader a part, as torch's page."""
+    info = get_worker_info()
+    step, own = (1, 0) if info is None else (info.num_workers, info.id)
+    yield from range(first + own, NUM_SAMPLES, step)
 
 
-@pytest.mark.parametrize("stream", [Numbers(), Sharded])
+@pytest.mark.parametrize("stream", [Numbers(), sharded])
 def test_workers_of_a_loader_change_nothing(stream):
     """Nor does pickling, as for workers that are spawned, nor a stream's own parts."""
     run = Run.of_stream(stream)
@@ -210,7 +210,7 @@ def test_a_stream_that_begins_elsewhere_or_ends_too_early_is_noticed():
 
 def test_parquet_files_are_read_by_row_groups(tmp_path):
     """Of three files of 133 or 134 rows in row groups of 16."""
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pa, pq = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
     paths = [tmp_path / f"part-{file}.parquet" for file in range(3)]
     for path, rows in zip(paths, np.array_split(np.arange(NUM_SAMPLES), 3)):
         table = pa.table({"id": rows, "text": [f"text {row}" for row in rows]})
@@ -226,18 +226,18 @@ def test_parquet_files_are_read_by_row_groups(tmp_path):
 
 
 def test_another_window_or_other_blocks_are_another_run():
-    def sampler(order, size=NUM_SAMPLES):
+    def sampler(sizes=SIZES, size=NUM_SAMPLES, **options):
+        order = vbs.BlockShuffle(sizes, **{"window": 3, **options})
         return sampler_of(None, order, dataset_size=size)
 
-    same, sizes = dataset_of(), [NUM_SAMPLES - 8, 8]
-    state = sampler(same.shuffled(3)).state_dict()
-    sampler(dataset_of().shuffled(3)).load_state_dict(state)
-    others = [dataset_of(sizes).shuffled(3), dataset_of(in_order=True).shuffled(3)]
-    for other in (*others, same.shuffled(4), same.shuffled(3, seed=1)):
+    state = sampler().state_dict()
+    sampler().load_state_dict(state)
+    others = {"window": 4}, {"seed": 1}, {"in_order": True}, {"sizes": [NUM_SAMPLES]}
+    for other in others:
         with pytest.raises(ValueError, match="order was 'BlockShuffle"):
-            sampler(other).load_state_dict(state)
+            sampler(**other).load_state_dict(state)
     with pytest.raises(ValueError, match=r"=Block.* is of 400 samples, .* has 399"):
-        sampler(dataset_of().shuffled(), 399)
+        sampler(size=399)
 
 
 def test_orders_that_read_blocks_over_and_over_are_refused():
@@ -250,8 +250,7 @@ def test_orders_that_read_blocks_over_and_over_are_refused():
     with pytest.raises(ValueError, match=r"w=3, seed=5.* mixes 3 blocks, .* keeps 1"):
         sampler_of(dataset, vbs.BlockShuffle(SIZES, WINDOW, seed=5))
     # As the message says: all blocks at once, each of which is then read once.
-    order = dataset.shuffled(window=11)
-    sampler_of(dataset, order)
+    sampler_of(dataset, order := dataset.shuffled(window=11))
     assert sorted(dataset[i] for i in whole(order, 0)) == list(range(NUM_SAMPLES))
     assert dataset.num_blocks_read == 10
     for index in (NUM_SAMPLES, -NUM_SAMPLES - 1):

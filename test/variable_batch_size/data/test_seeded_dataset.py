@@ -73,9 +73,9 @@ def test_replicas_load_the_same(backend):
 
 
 def test_the_states_of_the_generators_are_restored_even_after_an_error():
-    def states() -> tuple:
-        of_numpy = repr(np.random.get_state())
-        return torch.get_rng_state().tolist(), random.getstate(), of_numpy
+    def states() -> str:
+        found = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()
+        return repr(found)
 
     before = states()
     vbs.SeededDataset(Noisy(), 1)[3]
@@ -87,10 +87,9 @@ def test_the_states_of_the_generators_are_restored_even_after_an_error():
 
 def test_a_sample_is_the_same_under_any_index_and_a_copy_has_its_own_epoch():
     dataset = vbs.SeededDataset(Noisy(), 1)
-    last = dataset[NUM_SAMPLES - 1]
+    last = dataset[len(dataset) - 1]
     assert torch.equal(dataset[-1][1:], last[1:])
     assert torch.equal(dataset[np.int64(NUM_SAMPLES - 1)], last)
-    assert len(dataset) == NUM_SAMPLES
     dataset.set_epoch(3)
     copy = pickle.loads(pickle.dumps(dataset))
     dataset.set_epoch(4)
