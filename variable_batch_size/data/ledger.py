@@ -128,7 +128,8 @@ class Ledger:
             # The step that does not fit is looked at, too.
             self._latest = max(self._latest, plan.first_step + loop.step)
             if step is None:
-                self.end(is_sure=False)
+                if not self._is_followed:
+                    self.end(is_sure=False)
                 return None
             place = Place(loop.epoch, loop.step, loop.substep)
             loop.substep += 1
