@@ -34,8 +34,8 @@ WITHOUT_TORCH = {
     "variable_batch_size.data": "lazy_orders minibatches schedule",
     "variable_batch_size.rules": "adam rule",
     "variable_batch_size.runs": "picture run_file",
-    "variable_batch_size.trace_tools": "columns conversion curves families options "
-    "simulation step_time",
+    "variable_batch_size.trace_tools": "conversion curves families options simulation "
+    "step_time",
     "variable_batch_size.traces": "batch_trace trace_csv",
     "xla_replica.common": "arguments differences files",
 }

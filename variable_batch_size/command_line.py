@@ -9,17 +9,12 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from variable_batch_size.runs.run_file import installed_version
-from variable_batch_size.trace_tools.commands import COMMANDS
-from variable_batch_size.trace_tools.options import (
-    add_options,
-    add_parser,
-    listed,
-    options_of,
-)
+from variable_batch_size.trace_tools.commands import COMMANDS, OPTIONS
+from variable_batch_size.trace_tools.options import Option, listed, rows_of
 from variable_batch_size.traces.batch_trace import TraceWarning
 from xla_replica.common.trees import leaves
 
@@ -39,33 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"vbs {version}")
     choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (run, members) in COMMANDS.items():
-        command = add_parser(choices, name, run)
-        if members is None:
-            add_options(command, run)
-            continue
-        kind = next(iter(inspect.signature(run).parameters))
-        inner = command.add_subparsers(
-            dest="member", required=True, metavar=kind.upper()
-        )
-        for member, function in members.items():
-            member_parser = add_parser(inner, member, function)
-            add_options(member_parser, function)
-            add_options(member_parser, run)
-    given = sys.argv[1:] if arguments is None else arguments
-    if [*given[:1]] == ["report"]:
-        parser.error("report is withdrawn: `vbs plot run.jsonl` draws the log of a run")
-    args = parser.parse_args(given)
-    run, members = COMMANDS[args.command]
+        rows = [row for row in OPTIONS if name in row.commands.split()]
+        command = _add_parser(choices, name, run, [] if members else rows)
+        if members:
+            inner = command.add_subparsers(
+                dest="member", required=True, metavar="MEMBER"
+            )
+            for member, function in members.items():
+                _add_parser(inner, member, function, [*rows_of(function), *rows])
+    args = parser.parse_args(arguments)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", TraceWarning)
             _check_out(args)
-            options = options_of(args, run)
-            if members is None:
-                output = run(**options)
-            else:
-                of_member = options_of(args, members[args.member])
-                output = run(args.member, of_member, **options)
+            output = COMMANDS[args.command][0](args)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         message = _in_options(str(error), vars(args))
         parser.exit(2, f"vbs {args.command}: error: {message}\n")
@@ -77,6 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output = listed(output)
     sys.stdout.write(f"{output}\n")
     return 0
+
+
+def _add_parser(
+    choices: Any, name: str, function: Callable[..., Any], rows: Iterable[Option]
+) -> argparse.ArgumentParser:
+    """Returns a parser whose help is the function's docstring, without arguments."""
+    text = inspect.getdoc(function) or ""
+    parser: argparse.ArgumentParser = choices.add_parser(
+        name,
+        help=text.split("\n\n")[0].replace("\n", " "),
+        description=text.split("\nArgs:")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for row in rows:
+        row.add_to(parser)
+    return parser
 
 
 def _in_options(message: str, options: Mapping[str, Any]) -> str:

@@ -180,7 +180,7 @@ OF_TRACES = [
     (lambda: planned([40], 256, 32), r"minibatch_size=32; .* 32 or 64\. With pad_mini"),
     (lambda: planned([8], 256, 32), "multiple of minibatch_size=32; nearest is 32"),
     (lambda: planned([512], 256, 32), "exceeds epoch capacity: 256 samples hold 8"),
-    (lambda: convert_rows(LOG, lambda _: 0), "element 0, batchsize: 0 must be > 0"),
+    (lambda: convert_rows(LOG, lambda _: 0), "element 0, batchsize: 0 must be an int"),
     (lambda: wrapped(sampler=dealt(minibatch_size=4)).change_batch_size(6),
      "not a multiple of minibatch_size=4"),
     (lambda: converted(lambda *_: 11), "^0 steps are completed in the 10 seconds"),

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import io
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from variable_batch_size.trace_tools.columns import Columns
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
 from variable_batch_size.traces.trace_csv import (
     COLUMN,
     STEP_COLUMN,
     Source,
     TraceError,
+    read_table,
     read_text,
 )
 from xla_replica.common.arguments import check_integer, check_number
@@ -66,13 +69,6 @@ class Availability:
             np.append(self.times, end), np.append(self.devices, self.devices[-1])
         )
 
-    @property
-    def changes(self) -> Availability:
-        """The log without rows that change nothing; the last one stays."""
-        keep = np.diff(self.devices, prepend=-1) != 0
-        keep[-1] = True
-        return Availability(self.times[keep], self.devices[keep])
-
 
 def read_availability(
     source: Source, time: str | None = None, devices: str | None = None
@@ -95,26 +91,28 @@ def read_availability(
             number of devices is not an integer >= 0. It names the line.
     """
     name, text = read_text(source)
-    is_json = text.lstrip().startswith("{")
-    file = io.StringIO(_rows_of_ticks(name, text) if is_json else text)
+    header: tuple[str, ...] = ()
+    if text.lstrip().startswith("{"):
+        text, header = _rows_of_ticks(name, text), ("Time", "devices")
+    elif time is devices is None and _HEADLESS.match(text):
+        header = "Time", "devices"
+    file = io.StringIO(text)
     file.name = name
-    has_header = not is_json and (time or devices or not _HEADLESS.match(text))
-    table = Columns(file, () if has_header else ("Time", "devices"))
-    times = table.numbers("times", TIME_COLUMNS if time is None else (time,))
-    counts = table.numbers("devices", DEVICE_COLUMNS if devices is None else (devices,))
-    table.refuse("times", times > MOST_SECONDS, "must be in seconds, not milliseconds")
+    table = read_table(file, header)
+    when = table.find(TIME_COLUMNS if time is None else (time,), "times")
+    what = table.find(DEVICE_COLUMNS if devices is None else (devices,), "devices")
+    times, counts = table.numbers(when), table.integers(what, 0, "0 for a pause")
+    table.refuse(when, times > MOST_SECONDS, "must be in seconds, not milliseconds")
     gaps = np.diff(times, append=np.inf)
-    table.refuse("times", np.roll(gaps, 1) < 0, "must not be before the row above")
-    table.refuse("devices", counts < 0, "must be >= 0; 0 means paused")
-    table.refuse("devices", counts != np.floor(counts), "is not an integer")
+    table.refuse(when, np.roll(gaps, 1) < 0, "must not be before the row above")
     if not counts[gaps > 0].any():
-        raise TraceError(f"{table.name}: no row has a device, so no step can run")
+        raise TraceError(f"{name}: no row has a device, so no step can run")
     if again := times[gaps == 0].tolist():
         logger.warning(
             f"{name}: the last of the rows of one time holds; left out because of a "
             f"later one: {len(again)}, the first at {again[0]:.16g}"
         )
-    return Availability(times[gaps > 0], counts[gaps > 0].astype(np.int64))
+    return Availability(times[gaps > 0], counts[gaps > 0])
 
 
 def _rows_of_ticks(name: str, text: str) -> str:
@@ -240,14 +238,17 @@ def convert(
         ValueError: A step does not take a positive time.
     """
     check_number("restart_seconds", restart_seconds, least=0)
-    log = availability.changes
-    times, counts = (log.times - log.times[0]).tolist(), log.devices.tolist()
-    last = len(times) - 1
+    # Rows that change nothing are left out; the last one ends the log: -1 devices.
+    changes = np.diff(availability.devices, prepend=-1) != 0
+    changes[-1] = True
+    starts = availability.times - availability.times[0]
+    times = starts[changes].tolist()
+    counts = [*availability.devices[changes][:-1].tolist(), -1]
     # Equal steps in a row: (first start, number of steps, seconds, size, devices).
     blocks: list[Sequence[float]] = []
     lost = now = 0.0
     running, row = 0, 0  # devices of the run, and the row that holds now
-    while row < last:
+    while counts[row] >= 0:
         count, change = counts[row], times[row + 1]
         if count == 0 or (count != running and now + restart_seconds > change):
             running, now, row = 0, change, row + 1
@@ -255,54 +256,41 @@ def convert(
         if count != running:
             running, now = count, now + restart_seconds
         size = policy(count)
-        duration = check_number(
-            "seconds of a step", float(seconds(size, count)), above=0
-        )
+        duration = float(seconds(size, count))
+        check_number("seconds of a step", duration, above=0)
         slack = 1e-9 * duration  # less than that is rounding
-        number = int((change - now + slack) / duration)
+        # All steps that begin before the change; the last may meet with later ones.
+        number = math.ceil((change - now - slack) / duration)
+        end = now + number * duration
+        met = range(row + 1, bisect.bisect_left(times, end - slack))
+        fewer = next((each for each in met if counts[each] < count), None)
+        if fewer is not None:
+            number, end = number - 1, times[fewer]
+            lost += (end - now - number * duration) * count
         blocks.append((now, number, duration, size, count))
-        now += number * duration
-        row += 1
-        if change - now <= slack:
-            now = change
-            continue
-        done = now + duration  # of the step during which the number of devices changes
-        while row < last and counts[row] >= count and times[row + 1] < done - slack:
-            row += 1
-        if row == last or counts[row] < count:
-            lost += (times[row] - now) * count
-            now = times[row]
-            continue
-        blocks.append((now, 1, duration, size, count))
-        now = done
-        if times[row + 1] <= done + slack:
-            now, row = times[row + 1], row + 1
-    first, numbers, durations, sizes, devices = map(np.array, zip(*blocks or [[0] * 5]))
-    num_steps = int(numbers.sum())
+        row = bisect.bisect_right(times, end + slack) - 1
+        now = max(end, times[row])
+    names = ["first", "number", "duration", COLUMN, "devices"]
+    table = pd.DataFrame(blocks, columns=names)
+    num_steps = int(table["number"].sum())
     if not 0 < num_steps <= MOST_STEPS:
         raise TraceError(
             f"{num_steps} steps are completed in the {times[-1]:g} seconds of the log; "
             f"allowed are 1 to {MOST_STEPS}: check seconds and restart_seconds"
         )
-    within = np.arange(num_steps) - np.repeat(np.cumsum(numbers) - numbers, numbers)
-    table = _table(
-        np.repeat(sizes, numbers),
-        np.repeat(devices, numbers),
-        np.repeat(first, numbers) + within * np.repeat(durations, numbers),
-    )
-    total, in_steps = availability.device_seconds, float(numbers * durations @ devices)
+    total = availability.device_seconds
+    in_steps = float(table["number"] * table["duration"] @ table["devices"])
     idle = max(total - in_steps - lost, 0.0)  # which rounding may bring below zero
-    return Conversion(table, total, in_steps, lost, idle)
+    each = table.loc[table.index.repeat(table["number"])]
+    start = each["first"] + each.groupby(level=0).cumcount() * each["duration"]
+    steps = _table(each[COLUMN], each["devices"], start)
+    return Conversion(steps, total, in_steps, lost, idle)
 
 
-def _table(
-    sizes: np.ndarray, devices: np.ndarray, start_seconds: np.ndarray
-) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            STEP_COLUMN: np.arange(len(sizes)),
-            COLUMN: Trace(sizes).batch_sizes,  # raises where one is not a batch size
-            "devices": devices,
-            "start_seconds": start_seconds,
-        }
+def _table(sizes: Any, devices: Any, start_seconds: Any) -> pd.DataFrame:
+    """Returns the steps of these batch sizes, devices and beginnings."""
+    sizes = Trace(np.asarray(sizes)).batch_sizes  # raises where one is not a batch size
+    table = pd.DataFrame({STEP_COLUMN: np.arange(len(sizes)), COLUMN: sizes})
+    return table.assign(
+        devices=np.asarray(devices), start_seconds=np.asarray(start_seconds)
     )

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from variable_batch_size.trace_tools.columns import Columns
-from variable_batch_size.traces.trace_csv import Source
+from variable_batch_size.traces.trace_csv import Source, read_table
 from xla_replica.common.arguments import check_integer, check_number
 
 Curve = Callable[[np.ndarray], np.ndarray]
@@ -32,12 +31,23 @@ def read_curve(source: Source) -> Curve:
             row the last one's.
 
     Raises:
-        TraceError: The file has other columns, or samples that do not increase.
+        TraceError: The file has other columns, samples that do not increase, or numbers
+            below 0.
     """
-    table = Columns(source)
-    samples, values = table.numbers("samples", ("samples",)), table.numbers("the curve")
-    table.check_increasing("samples", "must be larger than the row before")
+    samples, values = _read(source, "the curve")
     return lambda at: np.interp(at, samples, values)
+
+
+def _read(source: Source, what: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the samples of a file and the numbers of its other column."""
+    table = read_table(source)
+    first = table.find(("samples",), "samples")
+    others = [name for name in table.header if name and name != first]
+    second = table.find(others or ("of any other name",), what)
+    samples, numbers = table.numbers(first), table.numbers(second)
+    table.check_increasing(first, samples)
+    table.refuse(second, numbers < 0, "must be >= 0")
+    return samples, numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +82,9 @@ class LearningRates:
         """
 
         def factor(samples: np.ndarray) -> np.ndarray:
-            after = 0.5 ** self.num_halvings(samples)
-            return np.where(
-                np.asarray(samples) < self.peak_at, self.factor(samples), after
-            )
+            rising = np.asarray(samples) < self.peak_at
+            halved = 0.5 ** self.num_halvings(samples)
+            return np.where(rising, self.factor(samples), halved)
 
         return LearningRates(factor, self.peak_at)
 
@@ -100,11 +109,10 @@ def decay(name: str, total_samples: int, warm_up_samples: int = 0) -> LearningRa
 
     def factor(samples: np.ndarray) -> np.ndarray:
         samples = np.asarray(samples, float)
-        done = (samples - warm_up_samples) / (total_samples - warm_up_samples)
         rising = samples / max(warm_up_samples, 1)
-        return np.where(
-            samples < warm_up_samples, rising, SHAPES[name](np.clip(done, 0.0, 1.0))
-        )
+        done = (samples - warm_up_samples) / (total_samples - warm_up_samples)
+        falling = SHAPES[name](np.clip(done, 0.0, 1.0))
+        return np.where(samples < warm_up_samples, rising, falling)
 
     return LearningRates(factor, warm_up_samples)
 
@@ -125,11 +133,7 @@ def schedule_named(
         raise ValueError(
             f"schedule must be {', '.join(SHAPES)} or a CSV file, got {text!r}"
         )
-    table = Columns(text)
-    samples = table.numbers("samples", ("samples",))
-    rates = table.numbers("the learning rate")
-    table.check_increasing("samples", "must be larger than the row before")
-    table.refuse("the learning rate", rates < 0, "must be >= 0")
+    samples, rates = _read(text, "the learning rate")
     peak = check_number("the largest learning rate of the file", rates.max(), above=0)
 
     def factor(at: np.ndarray) -> np.ndarray:

@@ -7,16 +7,16 @@ others; see docs/extending.md.
 
 from __future__ import annotations
 
-import itertools
+import bisect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from variable_batch_size.trace_tools.columns import amount
 from variable_batch_size.trace_tools.curves import power_law, read_curve, schedule_named
+from variable_batch_size.trace_tools.options import amount
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
-from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, TraceError
+from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN
 from xla_replica.common.arguments import check_choice, check_integer, check_number
 from xla_replica.common.later import is_pandas, pd
 
@@ -90,29 +90,25 @@ def thresholds(
         tokens_per_sample: With unit=tokens, which needs it.
     """
     check_choice("unit", unit, ("steps", "samples", "tokens"))
-    check_integer("total", total, least=1)
-    if unit != "tokens":
-        tokens_per_sample = 1
-    elif tokens_per_sample is None:
-        raise ValueError("unit='tokens' needs tokens_per_sample")
-    per_sample = check_integer("tokens_per_sample", tokens_per_sample, least=1)
+    if unit == "tokens":
+        if tokens_per_sample is None:
+            raise ValueError("unit='tokens' needs tokens_per_sample")
+        check_integer("tokens_per_sample", tokens_per_sample, least=1)
     pairs = [row.partition(":") for row in rows.split()]
     if not pairs or not all(colon for _, colon, _ in pairs) or "," in rows:
         raise ValueError(f"rows must be like '0:768 250B:1536', got {rows!r}")
     starts = [amount(start) for start, _, _ in pairs]
     sizes = [amount(size) for _, _, size in pairs]
-    if unit == "steps":
-        if starts[0] != 0 or sorted(set(starts)) != starts:
-            raise ValueError(f"rows must begin at 0 and increase, got {rows!r}")
-        ends = [min(end, total) for end in (*starts[1:], total)]
-        return np.repeat(sizes, np.maximum(np.subtract(ends, starts), 0))
-    table = pd.DataFrame({unit: starts, COLUMN: sizes})
-    trace = Trace(table, tokens_per_sample=per_sample)
-    if unit == "tokens":
-        total = -(-total // per_sample)
-    known = trace.batch_sizes.tolist()
-    all_sizes = itertools.chain(known, itertools.repeat(known[-1]))
-    return _by_samples(total, lambda used: next(all_sizes))
+    if starts[0] != 0 or sorted({*starts}) != starts:
+        raise ValueError(f"rows must begin at 0 and increase, got {rows!r}")
+    units: dict[str, Callable[[int], int]] = {
+        "steps": lambda size: 1,
+        "samples": lambda size: size,
+        "tokens": lambda size: size * (tokens_per_sample or 1),
+    }
+    return _until(
+        total, lambda done: sizes[bisect.bisect(starts, done) - 1], units[unit]
+    )
 
 
 def seesaw(
@@ -140,7 +136,7 @@ def seesaw(
         warm_up_samples: Where the schedule is at its peak, after a linear rise.
     """
     rates = schedule_named(schedule, total_samples, warm_up_samples)
-    return _by_samples(
+    return _until(
         total_samples,
         lambda used: _doubled(first, int(rates.num_halvings(np.array(used))), most),
     )
@@ -184,7 +180,7 @@ def critical_batch(
             reached = larger
         return reached
 
-    return _by_samples(total_samples, size)
+    return _until(total_samples, size)
 
 
 def random_walk(
@@ -214,19 +210,16 @@ def random_walk(
     """
     check_integer("multiple_of", multiple_of, least=1)
     check_integer("least", least, least=multiple_of)
-    check_integer("most", most, least=least)
+    low = -(-least // multiple_of) * multiple_of
+    check_integer("most", most, least=low)
     check_integer("first", first, least, most)
     check_number("spread", spread, least=0)
     factors = np.random.default_rng(seed).normal(0.0, spread, steps - 1)
-    low, high = -(-least // multiple_of), most // multiple_of
-    if low > high:
-        raise ValueError(f"no multiple of {multiple_of} is in {least} to {most}")
-    low_log, high_log = np.log(least), np.log(most)
     logs = [np.log(first)]
     for factor in factors:
-        logs.append(min(max(logs[-1] + factor, low_log), high_log))
-    sizes = _rounded(np.exp(logs), multiple_of)
-    return np.clip(sizes, low * multiple_of, high * multiple_of)
+        logs.append(np.clip(logs[-1] + factor, np.log(least), np.log(most)))
+    high = most // multiple_of * multiple_of
+    return np.clip(_rounded(np.exp(logs), multiple_of), low, high)
 
 
 def spot_market(
@@ -313,16 +306,24 @@ def make(family: str, **options: object) -> pd.DataFrame:
     return table
 
 
-def _by_samples(total_samples: int, size: Callable[[int], int]) -> list[int]:
-    """Returns batch sizes that are functions of the samples used before each step."""
-    check_integer("total_samples", total_samples, least=1)
+def _until(
+    total: int,
+    size_at: Callable[[int], int],
+    units_of: Callable[[int], int] = lambda size: size,
+) -> list[int]:
+    """Returns batch sizes up to a total number of units, by default of samples.
+
+    Args:
+        total: The number of units.
+        size_at: From the units before a step to its batch size.
+        units_of: From a batch size to the units of the step.
+    """
+    check_integer("total", total, least=1)
     sizes: list[int] = []
-    used = 0
-    while used < total_samples:
-        sizes.append(size(used))
-        if sizes[-1] <= 0:
-            raise TraceError(f"the batch size must be > 0, got {sizes[-1]}")
-        used += sizes[-1]
+    done = 0
+    while done < total:
+        sizes.append(check_integer("batch size", size_at(done), least=1))
+        done += units_of(sizes[-1])
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""Options of a command line from the parameters of a function; lists of numbers."""
+"""Options of a command line as rows of a table, also those that a function takes."""
 
 from __future__ import annotations
 
@@ -7,118 +7,107 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from variable_batch_size.trace_tools.columns import amount
-
+REQUIRED: Any = inspect.Parameter.empty
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
+_AMOUNT = re.compile(r"([+-]?[0-9.]+(?:e[0-9]{1,2})?)([KMBT]?)", re.IGNORECASE)
 
 
-def whole(text: str) -> int:
-    """Returns the integer of an option, which argparse explains where it is not one."""
-    try:
-        return amount(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not an integer such as 64, 500K, 2M or 250B"
-        ) from None
+class Option(NamedTuple):
+    """An option of a command line, or an argument: a name without dashes.
 
-
-def add_parser(
-    choices: Any, name: str, function: Callable[..., Any]
-) -> argparse.ArgumentParser:
-    """Adds a parser whose help is the function's docstring, without its arguments."""
-    text = inspect.getdoc(function) or ""
-    return choices.add_parser(
-        name,
-        help=text.split("\n\n")[0].replace("\n", " "),
-        description=text.split("\nArgs:")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    """Adds the function's parameters, explained by its docstring.
-
-    Keywords become options, of the type with which they are annotated: int, float, str,
-    Path or bool, or one of these or None. Other parameters become arguments. Where
-    ``out`` is one of them there is also ``--force``, and where the function returns
-    numbers by name ``--json``.
+    Attributes:
+        flag: As people write it.
+        kind: int, which takes an `amount`, float, str, Path, bool, or list: of texts.
+        default: `REQUIRED`, or the value where it is not given.
+        commands: Those that have it.
+        help: What it is.
     """
-    explained = _explained(inspect.getdoc(function) or "")
-    parameters = _parameters(function)
-    for name, parameter in parameters.items():
-        kind, default = _type_of(parameter), parameter.default
-        option, text = "--" + name.replace("_", "-"), explained.get(name, "")
-        if parameter.kind is not parameter.KEYWORD_ONLY:
-            parser.add_argument(name, nargs="+" if kind is list else None, help=text)
-        elif kind is bool:
-            parser.add_argument(option, action="store_true", help=text)
+
+    flag: str
+    kind: type
+    default: Any
+    commands: str
+    help: str
+
+    @property
+    def name(self) -> str:
+        """What the parsed option is called."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the option to a parser."""
+        if not self.flag.startswith("--"):
+            nargs = "+" if self.kind is list else None
+            parser.add_argument(self.flag, nargs=nargs, help=self.help)
+        elif self.kind is bool:
+            parser.add_argument(self.flag, action="store_true", help=self.help)
         else:
-            required = default is parameter.empty
-            if not required and default not in (None, ""):
-                text += "; default: %(default)s"
+            is_shown = self.default not in (None, "", REQUIRED)
             parser.add_argument(
-                option,
-                required=required,
-                default=None if required else default,
-                type=whole if kind is int else kind,
-                metavar=_METAVARS[kind],
-                help=text,
+                self.flag,
+                required=self.default is REQUIRED,
+                default=self.default,
+                type=_whole if self.kind is int else self.kind,
+                metavar=_METAVARS[self.kind],
+                help=self.help + "; default: %(default)s" * is_shown,
             )
-    if "out" in parameters:
-        parser.add_argument(
-            "--force", action="store_true", help="replace the file that --out names"
-        )
-    if "Mapping" in str(function.__annotations__.get("return")):
-        parser.add_argument(
-            "--json", action="store_true", help="print numbers as JSON, for programs"
-        )
+
+
+def rows_of(function: Callable[..., Any]) -> list[Option]:
+    """Returns an option for every keyword of a function.
+
+    Its type is the annotation: int, float, str or bool, or one of these or None. The
+    section "Args:" of the docstring explains it.
+    """
+    doc = inspect.getdoc(function) or ""
+    entries = r"^    (\w+): (.*(?:\n     .*)*)"
+    explained = dict(re.findall(entries, doc.partition("\nArgs:")[2], re.MULTILINE))
+    rows = []
+    for name, each in inspect.signature(function, eval_str=True).parameters.items():
+        kind = (*typing.get_args(each.annotation), each.annotation)[0]
+        text = " ".join(explained.get(name, "").split()).removesuffix(".")
+        flag = "--" + name.replace("_", "-")
+        rows.append(Option(flag, kind, each.default, "", text.replace("%", "%%")))
+    return rows
 
 
 def options_of(
     arguments: argparse.Namespace, function: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Returns what `add_options` has parsed, as keywords of the function."""
-    return {name: getattr(arguments, name) for name in _parameters(function)}
+    """Returns the keywords of a function, of what was parsed."""
+    return {row.name: getattr(arguments, row.name) for row in rows_of(function)}
 
 
 def listed(numbers: Mapping[str, Any]) -> str:
     """Returns numbers as a table of two columns, one line each."""
     width = max(map(len, numbers))
-    return "\n".join(f"{name:<{width}}  {_text(n)}" for name, n in numbers.items())
+    texts = (f"{n:.6g}" if isinstance(n, float) else n for n in numbers.values())
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in zip(numbers, texts))
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Returns the parameters that can be given by name."""
-    signature = inspect.signature(function, eval_str=True)
-    return {
-        name: parameter
-        for name, parameter in signature.parameters.items()
-        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    }
+def amount(text: str) -> int:
+    """Returns the integer that a text says, where K, M, B and T are powers of 1000.
+
+    >>> amount("250B"), amount("1.5M"), amount("64")
+    (250000000000, 1500000, 64)
+
+    Raises:
+        ValueError: The text is not an integer.
+    """
+    if found := _AMOUNT.fullmatch(text.strip()):
+        number, power = Fraction(found[1]), "KMBT".find(found[2].upper() or " ") + 1
+        if (number * 1000**power).denominator == 1:
+            return int(number * 1000**power)
+    raise ValueError(f"{text!r} is not an integer such as 64, 500K, 2M or 250B")
 
 
-def _type_of(parameter: inspect.Parameter) -> Any:
-    """Returns the type of a parameter's values; ``X | None`` and ``X[Y]`` are X."""
-    annotation = parameter.annotation
-    if type(None) in typing.get_args(annotation):
-        annotation = typing.get_args(annotation)[0]
-    return typing.get_origin(annotation) or annotation
-
-
-def _explained(doc: str) -> dict[str, str]:
-    """Returns what the section "Args:" of a docstring says, by name."""
-    section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
-    entries = re.findall(
-        r"^    (\w+): (.*(?:\n     .*)*)", section[1] if section else "", re.MULTILINE
-    )
-    return {
-        name: " ".join(text.split()).replace("%", "%%").removesuffix(".")
-        for name, text in entries
-    }
-
-
-def _text(number: Any) -> str:
-    return f"{number:.6g}" if isinstance(number, float) else f"{number}"
+def _whole(text: str) -> int:
+    """Returns the amount that an option says; argparse tells what is wrong with it."""
+    try:
+        return amount(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error) from None

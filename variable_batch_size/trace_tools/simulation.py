@@ -27,15 +27,13 @@ def stats(trace: Trace) -> dict[str, Any]:
 
     Of a trace without end: those of the steps before its last row, if there are any.
     """
-    sizes = trace.batch_sizes
-    endless = {}
-    if trace.endless:
-        endless = {"without end, after these steps": int(sizes[-1])}
-        sizes = sizes[:-1] if len(sizes) > 1 else sizes
+    whole = trace.batch_sizes[: len(trace) - trace.endless]
+    sizes = whole if len(whole) else trace.batch_sizes
+    last = {"without end, after these steps": int(trace.batch_sizes[-1])}
     return {
-        "steps": len(sizes) if len(trace) > trace.endless else 0,
-        **endless,
-        "samples": int(sizes.sum()) if len(trace) > trace.endless else 0,
+        "steps": len(whole),
+        **(last if trace.endless else {}),
+        "samples": int(whole.sum()),
         "smallest batch size": int(sizes.min()),
         "median batch size": float(np.median(sizes)),
         "mean batch size": float(sizes.mean()),
@@ -58,14 +56,9 @@ def epoch_table(schedule: Schedule, num_epochs: int | None = None) -> pd.DataFra
     Raises:
         ValueError: The trace has no end, and ``num_epochs`` is not given.
     """
-    plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
-    return pd.DataFrame(
-        {
-            "steps": [plan.num_steps for plan in plans],
-            "samples": [plan.num_samples - plan.num_dropped_samples for plan in plans],
-            "dropped_samples": [plan.num_dropped_samples for plan in plans],
-        }
-    )
+    epochs = _steps(schedule, num_epochs).groupby("epoch")["batch_size"]
+    table = pd.DataFrame({"steps": epochs.size(), "samples": epochs.sum()})
+    return table.assign(dropped_samples=schedule.num_samples - table["samples"])
 
 
 def simulate(
@@ -82,10 +75,10 @@ def simulate(
     """Returns one row per step of a run.
 
     The columns are ``epoch``, ``step``, ``batch_size``, ``samples`` (used up to the end
-    of the step), ``lr`` (the effective one), ``devices``, ``num_substeps`` (of the
-    first device) and ``idle_substeps`` (of all others together, compared with the
-    first). With a noise scale also ``gain`` and ``progress`` (the sum of gains, in
-    steps at ``ref_batchsize``); with a step-time model ``seconds``.
+    of the step), ``devices``, ``num_substeps`` (of the first device), ``idle_substeps``
+    (of all others together, compared with the first) and ``lr`` (the effective one).
+    With a noise scale also ``gain`` and ``progress`` (the sum of gains, in steps at
+    ``ref_batchsize``); with a step-time model ``seconds``.
 
     Args:
         schedule: Trace, dataset length and minibatch size.
@@ -111,29 +104,60 @@ def simulate(
         raise ValueError(f"{what} needs ref_batchsize, got None")
     if rule.measured and noise_scale is None:
         raise ValueError(f"rule {rule.name!r} measures the gradients: pass noise_scale")
-    plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
-    counts = np.concatenate([plan.num_minibatches for plan in plans])
-    sizes = np.concatenate([plan.batch_sizes for plan in plans])
-    used = np.cumsum(sizes)
-    epochs = np.repeat([p.epoch for p in plans], [p.num_steps for p in plans])
-    steps = np.arange(len(sizes))
-    table = pd.DataFrame(
-        {"epoch": epochs, "step": steps, "batch_size": sizes, "samples": used}
-    )
-    ratios = sizes / (ref_batchsize or 1)
-    gains = None
+    table = _steps(schedule, num_epochs, devices)
+    ratios = table["batch_size"] / (ref_batchsize or 1)
+    gains: list[Any] = [None] * len(table)
     if noise_scale is not None:
         check_number("noise_scale", noise_scale, least=0)
-        gains = gain_at(noise_scale, ratios, ref_batchsize or 1)
-        table["gain"], table["progress"] = gains, np.cumsum(gains)
-    table["lr"] = _effective(rule, check_number("lr", lr, least=0), ratios, gains)
-    held = _devices(devices, schedule, len(sizes))
-    table["devices"] = held
-    table["num_substeps"] = -(-counts // held)
-    table["idle_substeps"] = table["num_substeps"] * held - counts
+        noise = noise_scale / (ref_batchsize or 1)
+        table["gain"] = ratios * (1 + noise) / (ratios + noise)
+        table["progress"] = table["gain"].cumsum()
+        gains = table["gain"].tolist()
+    group: dict[str, Any] = {"lr": check_number("lr", lr, least=0)}
+    group |= ADAM if rule.beta else {}
+    state, rates = rule.init(), []
+    for ratio, gain in zip(ratios.tolist(), gains):
+        scaled, state = rule.update(ratio, group, state, gain)
+        rates.append(float(scaled.effective_lr))
+    table["lr"] = rates
     if step_time is not None:
-        table["seconds"] = step_time.seconds(table["num_substeps"].to_numpy())
+        table["seconds"] = step_time.seconds(table["num_substeps"])
     return table
+
+
+def _steps(
+    schedule: Schedule, num_epochs: int | None, devices: int | np.ndarray = 1
+) -> pd.DataFrame:
+    """Returns the columns of `simulate` that a schedule and devices say."""
+    name, end = schedule.trace.name, schedule.num_epochs
+    if num_epochs is None and end == math.inf:
+        raise ValueError(
+            f"{name} has no end, so num_epochs must be an integer >= 1, got None"
+        )
+    num = check_integer("num_epochs", end if num_epochs is None else num_epochs, 1)
+    if num > end:
+        raise ValueError(
+            f"{name} ends in epoch {end}, counted from 1, and num_epochs={num}: add "
+            "rows, or pass on_end='hold' or on_end='cycle'"
+        )
+    sizes = [schedule.plan(epoch, 1).batch_sizes for epoch in range(num)]
+    table = pd.DataFrame({"epoch": np.repeat(np.arange(num), [*map(len, sizes)])})
+    table["step"] = np.arange(len(table))
+    table["batch_size"] = np.concatenate(sizes)
+    table["samples"] = table["batch_size"].cumsum()
+    rows = len(schedule.trace)
+    held = np.full(rows, devices) if np.ndim(devices) == 0 else np.asarray(devices)
+    if held.shape != (rows,) or (held < 1).any() or (held != np.floor(held)).any():
+        raise ValueError(
+            f"devices must be an integer >= 1, or one for each of the {rows} rows of "
+            f"{name}, got {devices!r}"
+        )
+    row = table["step"] % rows if schedule.on_end == "cycle" else table["step"]
+    table["devices"] = held.astype(np.int64)[np.minimum(row, rows - 1)]
+    num_minibatches = -(-table["batch_size"] // schedule.minibatch_size)
+    table["num_substeps"] = -(-num_minibatches // table["devices"])
+    slots = table["num_substeps"] * table["devices"]
+    return table.assign(idle_substeps=slots - num_minibatches)
 
 
 def totals(
@@ -169,35 +193,32 @@ def totals(
         check_number(name, value, least=0)
         if value and "seconds" not in steps:
             raise ValueError(f"{name}={value} needs a step time, got none")
+    rates, restarts = steps["lr"], steps["devices"].diff().fillna(0) != 0
     result: dict[str, Any] = {
         "steps": len(steps),
         "epochs": int(steps["epoch"].nunique()),
         "samples": int(steps["batch_size"].sum()),
-        "first lr": float(steps["lr"].iloc[0]),
-        "largest lr": float(steps["lr"].max()),
-        "last lr": float(steps["lr"].iloc[-1]),
+        "first lr": float(rates.iloc[0]),
+        "largest lr": float(rates.max()),
+        "last lr": float(rates.iloc[-1]),
     }
     if "progress" in steps:
         progress = float(steps["progress"].iloc[-1])
         result["progress in steps at the reference"] = progress
-    restarts = steps["devices"].diff().fillna(0) != 0
     result["restarts"] = int(restarts.sum())
     if "seconds" not in steps:
         return result
-    starts = restarts.copy()
-    starts.iloc[:1] = True
-    overhead = restarts * restart_seconds + starts * compile_seconds
-    per_substep = step_time.per_substep if step_time else np.nan
+    per_substep = step_time.per_substep if step_time else math.nan
     result["idle device-seconds"] = float(steps["idle_substeps"].sum() * per_substep)
-    for what, seconds in (
-        ("without restarts and compiling", steps["seconds"]),
-        ("with restarts and compiling", steps["seconds"] + overhead),
-    ):
-        hours = float((seconds * steps["devices"]).sum()) / 3600
-        result[f"hours {what}"] = float(seconds.sum()) / 3600
-        result[f"device-hours {what}"] = hours
+    starts = restarts | (steps.index == 0)
+    overhead = restarts * restart_seconds + starts * compile_seconds
+    for what, more in (("without", 0.0), ("with", overhead)):
+        hours = (steps["seconds"] + more) / 3600
+        device_hours = float(hours @ steps["devices"])
+        result[f"hours {what} restarts and compiling"] = float(hours.sum())
+        result[f"device-hours {what} restarts and compiling"] = device_hours
         if price:
-            result[f"cost {what}"] = hours * price
+            result[f"cost {what} restarts and compiling"] = device_hours * price
     return result
 
 
@@ -249,7 +270,7 @@ def time_lost(
 
 def check(
     schedule: Schedule,
-    num_replicas: int,
+    num_replicas: int | np.ndarray,
     num_epochs: int | None = None,
     seconds_per_substep: float | None = None,
 ) -> dict[str, Any]:
@@ -260,107 +281,43 @@ def check(
 
     Args:
         schedule: Trace, dataset length and minibatch size.
-        num_replicas: Over which minibatches are dealt.
+        num_replicas: Over which minibatches are dealt; or, ``(num_rows,)``, in each row
+            of the trace.
         num_epochs: How many; default: all of the trace.
         seconds_per_substep: What a minibatch takes, for idle replica-seconds.
 
     Raises:
         ValueError: The trace has no end, and ``num_epochs`` is not given.
     """
-    check_integer("num_replicas", num_replicas, least=1)
-    epochs = epoch_table(schedule, num_epochs)
-    plans = [schedule.plan(e, 1) for e in _epochs(schedule, num_epochs)]
-    counts = np.concatenate([plan.num_minibatches for plan in plans])
-    slots = -(-counts // num_replicas) * num_replicas
-    idle = int((slots - counts).sum())
-    dropped = epochs["dropped_samples"].to_numpy(copy=True)
+    steps = _steps(schedule, num_epochs, num_replicas)
+    dropped = epoch_table(schedule, num_epochs)["dropped_samples"].to_numpy()
+    num_epochs, idle = len(dropped), int(steps["idle_substeps"].sum())
+    slots = int(steps["num_substeps"] @ steps["devices"])
+    alone = (steps["num_substeps"] == 1) & (steps["idle_substeps"] > 0)
     left, unused = 0, 0
     if schedule.num_epochs < math.inf:
-        unused = max(len(schedule.trace) - len(counts), 0)
-        if len(epochs) >= schedule.num_epochs:  # what is left when the trace has ended
-            last = int(schedule.num_epochs) - 1
-            left, dropped = int(dropped[last]), dropped[:last]
-    whole_epochs = max(len(dropped), 1) * schedule.num_samples
-    few = int((counts < num_replicas).sum())
+        unused = len(schedule.trace) - len(steps)
+        if num_epochs == schedule.num_epochs:  # what is left when the trace has ended
+            left, dropped = int(dropped[-1]), dropped[:-1]
+    per_cent = 100 * dropped.sum() / (max(len(dropped), 1) * schedule.num_samples)
     result = {
-        "epochs": len(epochs),
-        "steps": len(counts),
-        "samples": int(epochs["samples"].sum()),
+        "epochs": num_epochs,
+        "steps": len(steps),
+        "samples": int(steps["batch_size"].sum()),
         "steps of the trace that are not used": unused,
         "samples of the last epoch after the trace's end": left,
         "dropped samples": int(dropped.sum()),
         "dropped samples in an epoch, at most": int(dropped.max(initial=0)),
-        "dropped samples in per cent": 100 * float(dropped.sum() / whole_epochs),
-        "substeps": int(counts.sum()),
-        "steps with a replica that is idle throughout": few,
+        "dropped samples in per cent": float(per_cent),
+        "substeps": slots - idle,
+        "steps with a replica that is idle throughout": int(alone.sum()),
         "idle replica-substeps": idle,
-        "idle replica-substeps in per cent": 100 * idle / max(int(slots.sum()), 1),
+        "idle replica-substeps in per cent": 100 * idle / max(slots, 1),
     }
     if schedule.pad_minibatches:
-        held_samples = int(counts.sum()) * schedule.minibatch_size
-        result["samples of padding"] = held_samples - result["samples"]
+        held = (slots - idle) * schedule.minibatch_size
+        result["samples of padding"] = held - result["samples"]
     if seconds_per_substep is not None:
         check_number("seconds_per_substep", seconds_per_substep, above=0)
         result["idle replica-seconds"] = idle * seconds_per_substep
     return result
-
-
-def gain_at(
-    noise_scale: float, batch_ratio: np.ndarray, ref_batchsize: float
-) -> np.ndarray:
-    """Returns how many steps at the reference each step is worth.
-
-    kappa (B0 + N) / (B + N) with N the noise scale, in samples. The same as
-    `gradient_noise.gain`, in NumPy.
-    """
-    batch_size = batch_ratio * ref_batchsize
-    return batch_ratio * (ref_batchsize + noise_scale) / (batch_size + noise_scale)
-
-
-def _epochs(schedule: Schedule, num_epochs: int | None) -> range:
-    if num_epochs is not None:
-        num = check_integer("num_epochs", num_epochs, least=1)
-        if num > schedule.num_epochs:
-            raise ValueError(
-                f"{schedule.trace.name} ends in epoch {schedule.num_epochs}, counted "
-                f"from 1, and num_epochs={num}: add rows, or pass on_end='hold' or "
-                "on_end='cycle'"
-            )
-        return range(num)
-    if schedule.num_epochs == float("inf"):
-        raise ValueError(
-            f"{schedule.trace.name} has no end, so num_epochs must be an integer >= 1, "
-            "got None"
-        )
-    return range(int(schedule.num_epochs))
-
-
-def _effective(
-    rule: Rule, lr: float, ratios: np.ndarray, gains: np.ndarray | None
-) -> list[float]:
-    """Returns the effective learning rate of every step."""
-    state, found = rule.init(), []
-    group: dict[str, Any] = {"lr": lr, **(ADAM if rule.beta else {})}
-    for index, ratio in enumerate(ratios.tolist()):
-        gain = None if gains is None else float(gains[index])
-        scaled, state = rule.update(ratio, group, state, gain)
-        found.append(float(scaled.effective_lr))
-    return found
-
-
-def _devices(
-    devices: int | np.ndarray, schedule: Schedule, num_steps: int
-) -> np.ndarray:
-    """Returns ``(num_steps,)`` int64: the devices of every step."""
-    if np.ndim(devices) == 0:
-        return np.full(num_steps, check_integer("devices", devices, least=1))
-    held = np.asarray(devices)
-    length = len(schedule.trace)
-    if held.shape != (length,) or (held < 1).any() or (held != np.floor(held)).any():
-        raise ValueError(
-            f"devices must be an integer >= 1 for each of the {length} rows of "
-            f"{schedule.trace.name}, got {held!r}"
-        )
-    rows = np.arange(num_steps)
-    rows = rows % length if schedule.on_end == "cycle" else np.minimum(rows, length - 1)
-    return held.astype(np.int64)[rows]

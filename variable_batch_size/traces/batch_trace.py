@@ -28,13 +28,20 @@ from typing import Any, TextIO, TypeAlias
 
 import numpy as np
 
-from variable_batch_size.traces import trace_csv
-from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN, TraceError
+from variable_batch_size.traces.trace_csv import (
+    COLUMN,
+    STEP_COLUMN,
+    THRESHOLDS,
+    Table,
+    TraceError,
+    read_table,
+)
 from xla_replica.common.arguments import check_integer, is_integer
 from xla_replica.common.later import is_pandas, pd
 
 # Of a trace by threshold: more would be a gigabyte of rows, and a wrong unit.
 MOST_STEPS = 2**27
+_BYTES = (bytes, bytearray)  # sequences of integers, but no trace
 
 
 class TraceWarning(UserWarning):
@@ -88,48 +95,20 @@ class Trace:
         if isinstance(source, Trace):
             vars(self).update(vars(source))
             return
-        self.endless = is_integer(source)
-        self._lines: Sequence[int] | None = None
+        table = _table_of(source)
+        header = [str(name).strip().lower() for name in table.header]
+        table = table._replace(header=header)
+        self._rows = table._replace(columns=[])
         self._first_steps: np.ndarray | None = None  # of every row, of thresholds
-        given: Any = source
-        values = given
-        header: list[str] | None = None
-        columns: list[Any]
-        if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
-            self.name, header, columns, self._lines = trace_csv.read_table(given)
-        elif is_pandas(source, "DataFrame"):
-            self.name, header = "the DataFrame", [*given.columns]
-            columns = [given.iloc[:, index] for index in range(len(header))]
-        elif self.endless:
-            self.name, values = "the constant trace", [source]
-        elif (
-            isinstance(source, (Sequence, np.ndarray)) or is_pandas(source, "Series")
-        ) and not isinstance(source, (bytes, bytearray)):
-            self.name = f"the {type(source).__name__}"
-        elif hasattr(source, "tolist"):  # a torch tensor, on any device
-            self.name, values = f"the {type(source).__name__}", source.tolist()
-        else:
-            raise TypeError(
-                f"trace={source!r} of type {type(source).__name__}: allowed are a CSV "
-                "path or text file, a sequence, range, array or tensor of integers, a "
-                "DataFrame with a 'batchsize' column, or one integer"
-            )
-        unit = None
-        if header is not None:
-            names = [str(cell).strip().lower() for cell in header]
-            unit = trace_csv.check_header(names, self.name)
-            cells = dict(zip(names[::-1], columns[::-1]))  # of equal names the first
-            values = cells[COLUMN]
-        self.batch_sizes = self._checked(values)
+        self.name, self.endless = table.name, is_integer(source)
+        table.find((COLUMN,), "the batch sizes")
+        self.batch_sizes = table.integers(COLUMN, 1, "the samples of the step")
         if len(self.batch_sizes) == 0:
             raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
-        if unit == STEP_COLUMN:
-            self._check_steps(cells[unit])
-            for name in trace_csv.THRESHOLDS:
-                if name in cells:
-                    self._check_counted(cells[name], name)
-        elif unit is not None:
-            self._unroll(cells[unit], unit, tokens_per_sample)
+        if STEP_COLUMN in header:
+            self._check_steps(table)
+        elif {*THRESHOLDS} & {*header}:
+            self._unroll(table, tokens_per_sample)
         self.batch_sizes.setflags(write=False)
 
     def __len__(self) -> int:
@@ -151,64 +130,17 @@ class Trace:
         """Returns where the batch size of a step (from 0) was read: file and line."""
         if self._first_steps is not None:
             step = int(np.searchsorted(self._first_steps, step, side="right")) - 1
-        return self._place_of_row(step)
-
-    def _place_of_row(self, row: int) -> str:
-        if self._lines is not None:
-            return f"{self.name}, line {self._lines[row]}"
-        if self.endless and self._first_steps is None:
+        elif self.endless:
             return self.name
-        return f"{self.name}, element {row}"
+        return self._rows.place(step)
 
-    def _checked(self, values: Any, column: str = COLUMN) -> np.ndarray:
-        """Returns ``values`` as int64; raises TraceError for the first bad one."""
-        if isinstance(values, (np.ndarray, range)) or is_pandas(values, "Series"):
-            array = np.asarray(values)
-        else:
-            array = np.asarray(values, dtype=object)  # keeps a bool what it is
-        if array.ndim != 1:
-            raise TraceError(
-                f"{self.name}: needs one dimension, has shape {array.shape}"
-            )
-        if array.dtype.kind not in "iuf":
-            sizes = [self._size(row, value, column) for row, value in enumerate(array)]
-            return np.asarray(sizes, dtype=np.int64)
-        least = int(column == COLUMN)
-        good = np.isfinite(array) & (array >= least) & (array < 2**62)
-        if array.dtype.kind == "f":
-            good &= array == np.floor(array)
-        if not good.all():
-            row = int(np.argmin(good))
-            self._size(row, array[row].item(), column)
-        return array.astype(np.int64)
-
-    def _size(self, row: int, value: Any, column: str) -> int:
-        """Returns the number that a cell of the column says, or raises TraceError."""
-        allowed, meaning = "> 0", "the number of samples in the step"
-        if column != COLUMN:
-            allowed, meaning = ">= 0", f"the {column} after which the row holds"
-        try:
-            if isinstance(value, str) and self._lines is None:  # not from a file
-                raise ValueError(f"{value!r} is not an integer")
-            size = trace_csv.integer_in(value, column)
-            if int(column == COLUMN) <= size < 2**62:
-                return size
-            problem = f"{size} must be {allowed}; it is {meaning}"
-            if size >= 2**62:
-                problem = f"{value!r} is too large"
-        except ValueError as error:
-            problem = f"{error}; allowed are integers {allowed}, {meaning}"
-        raise TraceError(f"{self._place_of_row(row)}, {column}: {problem}")
-
-    def _unroll(self, column: Any, unit: str, tokens_per_sample: int | None) -> None:
+    def _unroll(self, table: Table, tokens_per_sample: int | None) -> None:
         """Replaces the rows' batch sizes by those of the steps that they stand for."""
-        starts = self._checked(column, unit).tolist()
-        for row, before in enumerate([-1, *starts[:-1]]):
-            where = f"{self._place_of_row(row)}, {unit}: {starts[row]}"
-            if row == 0 and starts[0] != 0:
-                raise TraceError(f"{where} must be 0: a batch size is needed from then")
-            if starts[row] <= before:
-                raise TraceError(f"{where} must be > {before}, that of the row before")
+        unit = table.find(THRESHOLDS, "the thresholds")
+        first = table.integers(unit, 0, f"the {unit} after which the row holds")
+        table.refuse(unit, first[:1] != 0, "must be 0, as a batch size begins there")
+        table.check_increasing(unit, first)
+        starts = first.tolist()
         if unit == "tokens":
             if tokens_per_sample is None:
                 raise TraceError(
@@ -223,7 +155,7 @@ class Trace:
             used += counts[-1] * size
             if counts[-1] == 0:
                 warnings.warn(
-                    f"{self._place_of_row(row)}, {COLUMN}: {size} is not used, because "
+                    f"{table.place(row)}, {COLUMN}: {size} is not used, because "
                     f"no step begins between this row's {unit} and the next one's",
                     TraceWarning,
                     stacklevel=3,
@@ -238,46 +170,59 @@ class Trace:
         self.batch_sizes = np.repeat(self.batch_sizes, counts)
         self.endless = True
 
-    def _check_counted(self, column: Any, unit: str) -> None:
-        """Raises TraceError if a column beside ``step`` may be meant as thresholds.
+    def _check_steps(self, table: Table) -> None:
+        """Looks at columns that may mean something else than one step per row.
 
-        It begins at 0 and increases, and does not count what was used before each step.
+        Raises TraceError if one beside ``step`` may be meant as thresholds: it begins
+        at 0 and increases, and does not count what was used before each step. Warns
+        where steps do not count up by one from 0 or 1.
         """
-        found = pd.to_numeric(pd.Series(column), errors="coerce").to_numpy(float)
-        if found[0] != 0 or not (np.diff(found) > 0).all():
-            return
         used = np.cumsum(self.batch_sizes.astype(float)) - self.batch_sizes
-        times = found[-1] / max(used[-1], 1.0) if unit == "tokens" else 1.0
-        if not np.allclose(found, times * used, rtol=1e-9, atol=0):
-            raise TraceError(
-                f"{self.name}: there are columns {STEP_COLUMN!r} and {unit!r}, and "
-                f"{unit!r} is not what the steps before each row have used: leave out "
-                f"{STEP_COLUMN!r} if every row holds from so many {unit} on, and "
-                f"{unit!r} if every row is one step"
+        for unit in (name for name in THRESHOLDS if name in table.header):
+            found = table.floats(unit)
+            times = found[-1] / max(used[-1], 1.0) if unit == "tokens" else 1.0
+            increases = found[0] == 0 and (np.diff(found) > 0).all()
+            if increases and not np.allclose(found, times * used, rtol=1e-9, atol=0):
+                raise TraceError(
+                    f"{self.name}: there are columns {STEP_COLUMN!r} and {unit!r}, and "
+                    f"{unit!r} is not what the steps before each row have used: leave "
+                    f"out {STEP_COLUMN!r} if every row holds from so many {unit} on, "
+                    f"and {unit!r} if every row is one step"
+                )
+        steps = table.floats(STEP_COLUMN)
+        expected = np.arange(len(steps)) + (steps[0] == 1)
+        if (steps != expected).any():
+            row = int(np.argmax(steps != expected))
+            warnings.warn(
+                f"{table.place(row)}, {STEP_COLUMN}: "
+                f"{[*table.column(STEP_COLUMN)][row]} should be {expected[row]}. Rows "
+                "are used in the order of the file, from the beginning of training on",
+                TraceWarning,
+                stacklevel=3,
             )
 
-    def _check_steps(self, column: Any) -> None:
-        """Warns where the steps do not count up by one from 0 or 1."""
-        numbers = pd.to_numeric(pd.Series(column), errors="coerce")
-        steps = numbers.to_numpy(float, na_value=np.nan)
 
-        def told(row: int) -> str:
-            number = np.isfinite(steps[row])
-            return str(int(steps[row])) if number else "a cell that is not a number"
-
-        bad = np.diff(steps) != 1  # NaN, a cell that is not a number, is bad too
-        if bad.any():
-            row = int(np.argmax(bad)) + 1
-            problem = (
-                f"{told(row)} follows {told(row - 1)}; steps should count up by one"
-            )
-        elif steps[0] not in (0, 1):
-            row, problem = 0, f"the first step is {told(0)}; it should be 0 or 1"
-        else:
-            return
-        warnings.warn(
-            f"{self.place(row)}, {STEP_COLUMN}: {problem}. Rows are used in the order "
-            "of the file, from the beginning of training on",
-            TraceWarning,
-            stacklevel=3,
+def _table_of(source: TraceSource) -> Table:
+    """Returns the columns of a file or DataFrame, or one with a trace's batch sizes."""
+    given: Any = source
+    name = f"the {type(source).__name__}"
+    if isinstance(source, Table):
+        return source
+    if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
+        return read_table(given)
+    if is_pandas(source, "DataFrame"):
+        columns = [given.iloc[:, index] for index in range(given.shape[1])]
+        return Table(name, [*given.columns], columns)
+    is_array = isinstance(source, np.ndarray) or is_pandas(source, "Series")
+    if is_integer(source):
+        name, given = "the constant trace", [source]
+    elif hasattr(source, "tolist") and not is_array:  # a torch tensor, on any device
+        given = source.tolist()
+    is_sequence = isinstance(given, Sequence) and not isinstance(given, _BYTES)
+    if not is_array and not is_sequence:
+        raise TypeError(
+            f"trace={source!r} of type {type(source).__name__}: allowed are a CSV path "
+            "or text file, a sequence, range, array or tensor of integers, a DataFrame "
+            "with a 'batchsize' column, or one integer"
         )
+    return Table(name, [COLUMN], [given])

@@ -1,4 +1,4 @@
-"""A CSV file as rows of cells, with the line that each row is on."""
+"""Columns of a CSV file, or of values in memory, whose errors name row and column."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import contextlib
 import csv
 import io
 import os
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from xla_replica.common.arguments import is_integer
+from xla_replica.common.arguments import is_number
+from xla_replica.common.later import is_pandas, pd
 
 COLUMN = "batchsize"
 STEP_COLUMN = "step"
 # What the rows of a trace by threshold count, in place of steps.
 THRESHOLDS = ("samples", "tokens")
 Source: TypeAlias = "str | os.PathLike[str] | IO[Any]"
-_INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 
 
 class TraceError(ValueError):
@@ -28,19 +27,98 @@ class TraceError(ValueError):
 
 
 class Table(NamedTuple):
-    """The cells of a CSV file.
+    """Columns of equal length.
 
     Attributes:
-        name: What errors call the file.
+        name: What errors call the source.
         header: The names of the columns.
-        columns: The cells of each, as texts; rows without text are left out.
-        lines: The physical line of every row, from 1.
+        columns: The values of each. Those of a file are texts.
+        lines: Of a file: the physical line of every row, from 1.
     """
 
     name: str
     header: list[str]
-    columns: list[list[str]]
-    lines: list[int]
+    columns: list[Any]
+    lines: list[int] | None = None
+
+    def column(self, header: str) -> Any:
+        """Returns the values of the first column of this name."""
+        return self.columns[self.header.index(header)]
+
+    def place(self, row: int) -> str:
+        """Returns where a row was read, for errors."""
+        where = f"element {row}" if self.lines is None else f"line {self.lines[row]}"
+        return f"{self.name}, {where}"
+
+    def find(self, names: Collection[str], what: str) -> str:
+        """Returns which of these names a column has.
+
+        Raises TraceError if none has one, or several have.
+        """
+        found = [header for header in self.header if header in names]
+        if len(found) != 1:
+            raise TraceError(
+                f"{self.name}: needs exactly one column {' or '.join(names)} for "
+                f"{what}, found {found or 'none'}; the header is {self.header}"
+            )
+        return found[0]
+
+    def floats(self, header: str) -> np.ndarray:
+        """Returns a column as float64, with NaN where a cell is not a number."""
+        numbers = pd.to_numeric(pd.Series(self.column(header)), errors="coerce")
+        return np.asarray(numbers.to_numpy(float, na_value=np.nan))
+
+    def numbers(self, header: str) -> np.ndarray:
+        """Returns a column as float64; raises TraceError unless all are finite."""
+        found = self.floats(header)
+        if not len(found):
+            raise TraceError(f"{self.name}: no rows after the header")
+        self.refuse(header, ~np.isfinite(found), "is not a finite number")
+        return found
+
+    def integers(self, header: str, least: int, what: str) -> np.ndarray:
+        """Returns a column as int64; raises TraceError for one below ``least``.
+
+        A text counts as a number if it is a cell of a file.
+        """
+        values = self.column(header)
+        if not (isinstance(values, (np.ndarray, range)) or is_pandas(values, "Series")):
+            values = np.array(values, dtype=object)  # keeps a bool what it is
+        array = np.asarray(values)
+        if array.ndim != 1:
+            raise TraceError(
+                f"{self.name}: needs one dimension, has shape {array.shape}"
+            )
+        if array.dtype.kind not in "iu":
+            found = [_integer_in(cell, self.lines is not None) for cell in array]
+            array = np.array(found, dtype=object)
+        bad = ~((array >= least) & (array < 2**62))
+        self.refuse(header, bad, f"must be an integer >= {least} and < 2**62, {what}")
+        return array.astype(np.int64)
+
+    def check_increasing(self, header: str, numbers: np.ndarray) -> None:
+        """Raises TraceError where one of a column's numbers is not above the last."""
+        bad = np.append(False, np.diff(numbers) <= 0)
+        self.refuse(header, bad, "must be larger than in the row before")
+
+    def refuse(self, header: str, bad: np.ndarray, why: str) -> None:
+        """Raises TraceError for the first row of which ``bad`` is true."""
+        if bad.any():
+            row = int(np.argmax(bad))
+            cell = np.array(self.column(header), dtype=object)[row]
+            raise TraceError(f"{self.place(row)}, {header}: {cell!r} {why}")
+
+
+def _integer_in(value: Any, is_cell: bool) -> int:
+    """Returns the integer that a value is, and -1 where it is not one from 0 on."""
+    if is_cell and value.isascii() and "_" not in value:
+        text = value
+        for kind in (float, int):  # the exact one comes last
+            with contextlib.suppress(ValueError):
+                value = kind(text)
+    if is_number(value) and value >= 0 and value // 1 == value:
+        return int(value)
+    return -1
 
 
 def read_text(source: Source) -> tuple[str, str]:
@@ -78,17 +156,17 @@ def read_table(source: Source, header: Collection[str] = ()) -> Table:
     line = 1
     try:
         for cells in reader:
+            cells = [cell.strip() for cell in cells]
             if header and len(cells) > len(header):
                 raise TraceError(
                     f"{name}, line {line}: {len(cells)} cells under {len(header)} "
                     f"columns {header}; write no thousands separators"
                 )
-            if any(cell.strip() for cell in cells):
-                if not header:
-                    header = [cell.strip() for cell in cells]
-                else:
-                    rows.append(cells + [""] * (len(header) - len(cells)))
-                    lines.append(line)
+            if any(cells) and not header:
+                header = cells
+            elif any(cells):
+                rows.append(cells + [""] * (len(header) - len(cells)))
+                lines.append(line)
             line = reader.line_num + 1  # a quoted cell may hold several
     except csv.Error as error:
         raise TraceError(f"{name}: not CSV text ({error})") from error
@@ -96,51 +174,3 @@ def read_table(source: Source, header: Collection[str] = ()) -> Table:
         raise TraceError(f"{name}: no steps; the file is empty")
     columns = [[row[index] for row in rows] for index in range(len(header))]
     return Table(name, header, columns, lines)
-
-
-def check_header(columns: list[str], name: str) -> str | None:
-    """Returns the column that says what a trace's rows count, if there is one.
-
-    That is the column ``step`` or, without one, ``samples`` or ``tokens``. Raises
-    TraceError unless there is one column ``batchsize``, and one unit at most.
-
-    Args:
-        columns: The header, in small letters.
-        name: What errors call the trace.
-    """
-    if columns.count(COLUMN) != 1:
-        hint = ""
-        if len(columns) == 2 and all(_INTEGER.fullmatch(cell) for cell in columns):
-            hint = f". The file seems to lack its header '{STEP_COLUMN},{COLUMN}'"
-        found = "several" if COLUMN in columns else "none"
-        raise TraceError(
-            f"{name}: needs exactly one column '{COLUMN}', found {found}; columns are "
-            f"{columns}{hint}"
-        )
-    if STEP_COLUMN in columns:
-        return STEP_COLUMN
-    units = [column for column in columns if column in THRESHOLDS]
-    if len(units) > 1:
-        raise TraceError(
-            f"{name}: rows count one unit, 'samples' or 'tokens', but columns are "
-            f"{columns}"
-        )
-    return units[0] if units else None
-
-
-def integer_in(value: Any, column: str = COLUMN) -> int:
-    """Returns the integer in a number or a cell; raises ValueError if it is not one."""
-    if is_integer(value):
-        return int(value)
-    number = value
-    if isinstance(value, str):
-        value = value.strip()
-        if not value:
-            raise ValueError(f"missing {column}: the cell is empty")
-        if _INTEGER.fullmatch(value):
-            return int(value)
-        with contextlib.suppress(ValueError):
-            number = float(value) if value.isascii() and "_" not in value else None
-    if isinstance(number, (float, np.floating)) and float(number).is_integer():
-        return int(number)
-    raise ValueError(f"{value!r} is not an integer")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from variable_batch_size.trace_tools.columns import amount
 from variable_batch_size.trace_tools.curves import decay, schedule_named
 from variable_batch_size.trace_tools.families import FAMILIES, make
+from variable_batch_size.trace_tools.options import amount
 from variable_batch_size.traces.batch_trace import Trace, TraceError
 
 
@@ -39,7 +39,6 @@ def test_simple_families_and_those_of_others_are_what_they_say(monkeypatch):
     st.integers(1, 400),
     st.sampled_from(["steps", "samples", "tokens"]),
 )
-@pytest.mark.filterwarnings("ignore::variable_batch_size.TraceWarning")
 def test_thresholds_hold_in_their_unit(starts, values, total, unit):
     """Each step has the batch size of the last row that has begun, until the total."""
     rows = [*zip([0, *sorted(starts)], values)]
@@ -93,7 +92,7 @@ def test_a_schedule_can_be_a_file(tmp_path):
     for same in (rates, rates.halved()):
         assert same.factor(at).tolist() == pytest.approx(expected)
     path.write_text("samples,lr\n0,0.1\n100,-1\n")
-    with pytest.raises(TraceError, match=r"line 3, lr: -1 must be >= 0"):
+    with pytest.raises(TraceError, match=r"line 3, lr: '-1' must be >= 0"):
         schedule_named(str(path), 600)
 
 
