@@ -82,13 +82,9 @@ class BatchSizeController:
     ) -> None:
         unit = optimizer.sampler.minibatch_size
         self._least = check_integer("least", least, least=1)
-        self._most = check_integer("most", most, least=max(unit, least))
-        sizes = -(-least // unit) * unit, most // unit * unit
-        if sizes[0] > sizes[1]:
-            raise ValueError(
-                f"least={least} and most={most}: batch sizes are multiples of the "
-                f"minibatch size, {unit}, and none of these is within the limits"
-            )
+        low = -(-least // unit) * unit  # batch sizes are whole minibatches
+        name = f"most (least={least} in minibatches of {unit})"
+        self._most = check_integer(name, most, least=low)
         self._every = check_integer("every", every, least=1)
         self._factor = check_number("factor", factor, above=1)
         if not callable(policy):
@@ -98,61 +94,46 @@ class BatchSizeController:
                     "BatchSizeController decides from the gradient noise scale: build "
                     "the optimizer with noise=True, or pass policy=, a function"
                 )
-        on_end = optimizer.sampler.schedule.on_end
-        if on_end != "hold":
-            raise ValueError(
-                f"the sampler needs a constant trace, or on_end='hold', got {on_end!r}"
-            )
-        for name, size in zip(("least", "most"), sizes):
+        for name, size in (("least", low), ("most", most // unit * unit)):
             try:
                 optimizer.check_batch_size(size)
             except ValueError as error:
                 raise ValueError(f"{name}: steps of {size} samples: {error}") from error
+        available = (lambda: most) if available is None else available
         self.updates_of = self._optimizer = optimizer
         self._replica = optimizer.replica
-        if available is not None:
-            check_function("available", available)
-        self._policy, self._available = policy, available
+        self._policy, self._log = policy, log
+        self._available = check_function("available", available)
         self._path = None if trace_file is None else Path(trace_file)
-        self._log = log
-        self._told = False
-        self._generation = 0  # of a live run, at the last decision
-        # Seconds, substeps and updates since the last decision, and of earlier ones.
-        self._window = [0.0, 0, 0]
-        self._windows: list[list[float]] = []
+        self._generation: int | None = None  # of a live run, at the last update
+        # Seconds, substeps and updates from one decision to the next, newest last.
+        self._windows: list[list[float]] = [[0.0, 0, 0]]
         self._since: float | None = None  # None where the next update waits for more
 
     def __call__(self, update: Update) -> None:
         """Decides if it is time to; called after every update, on every replica."""
-        self._measure(update)
-        if not self._told:
-            self._told = True
-            self._write()
-        generation = self._replica.generation
-        if generation != self._generation or (update.step + 1) % self._every == 0:
+        now, generation = time.perf_counter(), self._replica.generation
+        if self._since is not None:
+            num_minibatches = -(-update.batch_size // update.minibatch_size)
+            num_substeps = -(-num_minibatches // self._replica.num_replicas)
+            spent = now - self._since, num_substeps, 1
+            self._windows[-1] = [a + b for a, b in zip(self._windows[-1], spent)]
+        is_new = generation not in (0, self._generation)
+        if is_new or (update.step + 1) % self._every == 0:
             self._decide(update)
+            now = time.perf_counter()
         if generation != self._generation:  # who has written the trace may be lost
             self._write()
         self._generation = generation
-
-    def _measure(self, update: Update) -> None:
-        now = time.perf_counter()
-        if self._since is not None:
-            num_minibatches = -(-update.batch_size // update.minibatch_size)
-            self._window[0] += now - self._since
-            self._window[1] += -(-num_minibatches // self._replica.num_replicas)
-            self._window[2] += 1
         # After an epoch the script does what it likes.
         self._since = None if update.ends_epoch else now
 
     def _decide(self, update: Update) -> None:
         schedule = self._optimizer.sampler.schedule
         noise = self._optimizer.noise
-        if self._window[2]:
-            self._windows.append(self._window)
-        self._window = [0.0, 0, 0]
         # The first window compiles.
-        fitted = [*zip(*self._windows[1:])]
+        fitted = [*zip(*[window for window in self._windows if window[2]][1:])]
+        self._windows.append([0.0, 0, 0])
         seen = Observation(
             step=update.step,
             batch_size=int(schedule.trace.batch_sizes[-1]),
@@ -161,15 +142,12 @@ class BatchSizeController:
             minibatch_size=schedule.minibatch_size,
             num_replicas=self._replica.num_replicas,
         )
-        available = self._most
-        if self._available is not None:
-            available = check_integer("what available() returns", self._available(), 0)
+        available = check_integer("what available() returns", self._available(), 0)
         told = self._replica.all_gather_object((seen, available))
         seen, _ = told[0]
         most = max(schedule.minibatch_size, min(self._most, *(n for _, n in told)))
         wanted = self._policy(seen)
-        least = min(self._least, most)
-        new = decide(seen, wanted, least, most, self._factor)
+        new = decide(seen, wanted, min(self._least, most), most, self._factor)
         if new != seen.batch_size:
             first = self._optimizer.change_batch_size(new)
             self._write()
@@ -183,13 +161,11 @@ class BatchSizeController:
                     wanted=wanted,
                     available=most,
                 )
-        self._since = None if update.ends_epoch else time.perf_counter()
 
     def _write(self) -> None:
         """Writes the trace as it is now, with the last batch size held."""
         if self._path is None or not self._replica.is_primary:
             return
-        path = self._path
         text = self._optimizer.sampler.schedule.thresholds().to_csv(index=False)
-        unfinished = path.with_name(path.name + ".unfinished")
-        write_whole(unfinished, lambda file: file.write(text.encode()), path)
+        unfinished = self._path.with_name(self._path.name + ".unfinished")
+        write_whole(unfinished, lambda file: file.write(text.encode()), self._path)

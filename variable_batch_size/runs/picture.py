@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -62,10 +61,9 @@ def draw_runs(
             the path has another ending.
     """
     check_choice("x", x, AXES)
-    if Path(path).suffix.lower() not in FORMATS:
-        raise ValueError(f"{path}: the name of a picture ends in .png, .pdf or .svg")
+    check_choice(f"{path}: the ending", Path(path).suffix.lower(), FORMATS)
     try:
-        from matplotlib import figure, ticker
+        from matplotlib import figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "a picture needs matplotlib: pip install 'elastic-xla[plot]'"
@@ -79,24 +77,23 @@ def draw_runs(
     picture = figure.Figure(figsize=(8, 0.8 + 1.6 * len(names)), layout="constrained")
     axes = picture.subplots(len(names), sharex=True, squeeze=False)[:, 0]
     for (run, table), (color, style) in zip(tables.items(), itertools.cycle(LOOKS)):
-        look = {"color": color, "ls": style}
-        axes[0].plot([], [], **look, label=run)
+        axes[0].plot([], [], color=color, ls=style, label=run)
         for axis, name in zip(axes, names):
-            _draw(axis, table, x, name, look)
-            for place in table[x][table["begins"] == "resume"]:
+            _draw(axis, table, x, name, {"color": color, "ls": style})
+            for place in table[x][table["begins"] & (table["part"] > 0)]:
                 axis.axvline(place, color=color, ls=":", lw=1)
-    if (drawn["begins"] == "resume").any():
+    if drawn["part"].any():
         axes[0].plot([], [], color="gray", ls=":", lw=1, label="resumed")
     for axis, name in zip(axes, names):
-        _scale(axis, name, drawn[name].min(), drawn[name].max())
+        least, most = drawn[name].min(), drawn[name].max()
+        if 0 < 10 * least <= most <= LOGARITHMIC.get(name, 0) * least:
+            axis.set_yscale("log", base=2 if name == "batch_size" else 10)
+            axis.yaxis.set_major_formatter("{x:g}")
+        elif name in STEPPED:
+            axis.set_ylim(bottom=0)
         axis.set_ylabel(panels[name])
         axis.grid(alpha=0.3)
-        axis.margins(x=0.01)
-        axis.spines[["top", "right"]].set_visible(False)
-    picture.align_ylabels()
     axes[-1].set_xlabel(x)
-    if x != "hours":
-        axes[-1].xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     columns = max(1, 90 // (8 + max(map(len, runs))))
     picture.legend(loc="outside upper left", ncols=columns, frameon=False)
     picture.savefig(path, dpi=150)  # 1200 pixels wide
@@ -105,64 +102,44 @@ def draw_runs(
 def _table(name: str, run: Run, panels: Iterable[str]) -> pd.DataFrame:
     """Returns the updates with columns of panels, and of `AXES`, where each ends.
 
-    A row without numbers is where the run was begun or resumed, as its column
-    ``begins`` says, unless it was resumed before that later.
+    Parts, from 0, are what was run between two resumptions. Each begins with a row
+    without numbers, where its first update began.
     """
     if run.updates.empty:
         raise ValueError(f"{name} tells of no update; is it the log of a run?")
-    known = ("samples", "time", "seconds", "batch_size", "begins", "replicas", *panels)
+    known = ("samples", "time", "seconds", "batch_size", "replicas", *panels)
     table = run.updates.reindex(columns=[*dict.fromkeys((*run.updates, *known))])
-    table["updates"] = table["step"] + 1
-    told = [event for event in run.events if event["event"] in (*BEGINNINGS, "members")]
-    for event in told:
-        if num_replicas := event.get("num_replicas"):
-            table.loc[table["step"] >= event["step"], "replicas"] = num_replicas
-    rows, newest = [table], math.inf
-    first = {"event": "start", "step": table["step"].min()}
-    for event in reversed([first, *told]):
-        after = table[(table["step"] >= event["step"]) & (table["step"] < newest)]
-        if event["event"] in BEGINNINGS and len(after):
-            begun = after.iloc[:1].assign(begins=event["event"])
-            begun["updates"] -= 1
-            begun["samples"] -= begun["batch_size"]
-            begun["time"] -= begun["seconds"].fillna(0)
-            begun[[*panels]] = np.nan
-            rows.append(begun)
-            newest = begun["step"].item()
-    # Where two rows are at one place, an update ends and the next one begins.
-    table = pd.concat(rows).sort_values("updates", kind="stable")
-    seconds = table["time"].diff().where(table["begins"].isna(), 0.0)
+    table["updates"], table["part"] = table["step"] + 1, 0
+    for number, event in enumerate(run.events):
+        after = table["step"] >= event["step"]
+        if event["event"] in BEGINNINGS:
+            table.loc[after, "part"] = number * (not after.all())
+        if event["event"] in (*BEGINNINGS, "members") and "num_replicas" in event:
+            table.loc[after, "replicas"] = event["num_replicas"]
+    rows = []
+    for _, part in table.groupby("part"):
+        begun = part.iloc[:1].assign(updates=part["step"], begins=True)
+        begun["samples"] -= begun["batch_size"]
+        begun["time"] -= begun["seconds"].fillna(0)
+        begun[[*panels]] = np.nan
+        rows += [begun, part.assign(begins=False)]
+    table = pd.concat(rows)
+    seconds = table["time"].diff().mask(table["begins"], 0.0)
     return table.assign(hours=seconds.cumsum() / 3600)
 
 
 def _draw(axis: Any, table: pd.DataFrame, x: str, name: str, look: Any) -> None:
     """Draws one number of a run, with gaps where it was resumed."""
-    points = table[table[name].notna() | table["begins"].notna()]
+    points = table[table[name].notna() | table["begins"]]
     values, to_the_end = points[name], np.arange(len(points))[::-1]
-    drawn = points["begins"].notna() | (to_the_end % (1 + len(points) // MOST) == 0)
+    drawn = points["begins"] | (to_the_end % (1 + len(points) // MOST) == 0)
     places = points[x][drawn]
     if name in STEPPED:
-        axis.plot(places, values[drawn], drawstyle="steps-pre", **look)
-        return
-    if len(points) > MANY:
+        look = {"drawstyle": "steps-pre", **look}
+    elif len(points) > MANY:
         axis.plot(places, values[drawn], color=look["color"], lw=0.6, alpha=0.35)
         mean = values.rolling(len(points) // 40, center=True, min_periods=1).mean()
         values = mean.where(values.notna())
-    marker = "." if len(points) <= FEW else None
-    axis.plot(places, values[drawn], marker=marker, **look)
-
-
-def _scale(axis: Any, name: str, least: float, most: float) -> None:
-    """Chooses the scale of a panel and its ticks for numbers in these limits."""
-    from matplotlib import ticker
-
-    if 0 < 10 * least <= most <= LOGARITHMIC.get(name, 0) * least:
-        axis.set_yscale("log", base=2 if name == "batch_size" else 10)
-        if name != "batch_size" and most < 100 * least:
-            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
-    elif name in STEPPED:
-        axis.set_ylim(0, 1.08 * most)
-    if name == "replicas":
-        axis.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    elif len(points) <= FEW:
+        look = {"marker": ".", **look}
+    axis.plot(places, values[drawn], **look)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_replica.common.differences import differences
+from xla_replica.common.differences import check_same
 from xla_replica.common.later import pd
 
 VERSION = 1
@@ -60,33 +60,25 @@ class RunFile:
             **header,
             "settings": dict(settings or {}),
         }
-        self._is_new = True
 
     def begin(self, step: int) -> None:
-        """Writes the event of a run whose next update is number ``step``."""
-        name = BEGINNINGS[step > 0]
-        if step == 0:
-            self._refuse_another_run()
-        self.event(name, step, **self._header)
+        """Writes the event of a run whose next update is number ``step``.
 
-    def _refuse_another_run(self) -> None:
-        """Raises ValueError if the file has a run that this one does not begin anew.
-
-        A run that a kill has ended before its first checkpoint begins anew.
+        Raises ValueError if it begins at step 0, and the file has a run of other
+        settings, or one that has ended. A run that a kill has ended before its first
+        checkpoint begins anew.
         """
-        if not self.path.exists():
-            return
-        before = read_run(self.path)
-        kept = {k: v for k, v in _plain(self._header).items() if k not in _MAY_DIFFER}
-        has_ended = bool(before.events) and before.events[-1]["event"] == "stop"
-        was = {**kept, **before.header}
-        changed = "; ".join(differences(was, kept, {name: name for name in kept}))
-        if has_ended or changed:
-            why = "has ended" if has_ended else f"is not this one ({changed})"
-            raise ValueError(
-                f"{self.path} has another run, which {why}, and this one begins at "
-                "step 0: give RunLog another path, or resume from a checkpoint"
-            )
+        if step == 0 and self.path.exists():
+            before = read_run(self.path)
+            names = [name for name in self._header if name not in _MAY_DIFFER]
+            own = _plain({name: self._header[name] for name in names})
+            what = f"{self.path} has another run, and this one begins at step 0"
+            remedy = "give RunLog another path, or resume from a checkpoint"
+            called = {name: name for name in names}
+            check_same({**own, **before.header}, own, what, remedy, called)
+            if before.events and before.events[-1]["event"] == "stop":
+                raise ValueError(f"{what}; the other has ended. {remedy}")
+        self.event(BEGINNINGS[step > 0], step, **self._header)
 
     def event(self, name: str, step: int, **values: Any) -> None:
         """Writes what happened before update ``step``."""
@@ -98,15 +90,14 @@ class RunFile:
 
         Numbers that are not finite become null.
         """
-        texts = [json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines]
+        text = "".join(f"{json.dumps(_plain(line))}\n" for line in lines)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
-            if self._is_new and file.tell():
+            if file.tell():
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":  # a line that a kill has cut off
-                    texts.insert(0, "\n")
-            file.write("".join(texts).encode())
-        self._is_new = False
+                    text = f"\n{text}"
+            file.write(text.encode())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,54 +145,45 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         if not text:
             continue
         line = _parsed(text)
-        event = None if line is None else line.get("event")
-        if cut is not None and event is None:
+        if cut is not None and "event" not in line:
             raise ValueError(
                 f"{path}, line {cut}: {lines[cut - 1][:60]!r} is not a JSON object "
                 "with a 'step'; is this a file that vbs.RunLog has written?"
             )
-        cut = number if line is None else None
-        if line is None:
-            continue
+        cut = None if line else number
         if line.get("format", VERSION) != VERSION:
             raise ValueError(
                 f"{path}, line {number}: format {line['format']!r} is not {VERSION}"
             )
-        if event is None:
+        if line.get("event") in BEGINNINGS:
+            lost = [step for step in rows if step >= line["step"]]
+            line["num_lost"] = len([rows.pop(step) for step in lost])
+        if "event" in line:
+            events.append(line)
+        elif line:
             numbers = {k: math.nan if v is None else v for k, v in line.items()}
             rows.setdefault(line["step"], {}).update(numbers)
-            continue
-        if event in BEGINNINGS:
-            lost = [step for step in rows if step >= line["step"]]
-            line["num_lost"] = len(lost)
-            for step in lost:
-                del rows[step]
-        events.append(line)
     table = pd.DataFrame([rows[step] for step in sorted(rows)])
     return Run(path, table if rows else pd.DataFrame({"step": []}), events)
 
 
-def _parsed(text: str) -> dict[str, Any] | None:
-    """Returns the object that a line holds; None if it does not hold one."""
-    try:
+def _parsed(text: str) -> dict[str, Any]:
+    """Returns the object that a line holds, empty if it does not hold one."""
+    with contextlib.suppress(ValueError):
         line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and type(line.get("step")) is int else None
+        if isinstance(line, dict) and type(line.get("step")) is int:
+            return line
+    return {}
 
 
 def _plain(value: Any) -> Any:
-    """Returns ``value`` as JSON knows it."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    known = value is None or isinstance(value, (bool, int, float, str))
-    return value if known else str(value)
+    """Returns ``value`` as JSON knows it: null where a number is not finite."""
+
+    def known(other: Any) -> Any:
+        return other.item() if isinstance(other, np.generic) else str(other)
+
+    text = json.dumps(value, default=known)
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def installed_version() -> str | None:
@@ -211,12 +193,8 @@ def installed_version() -> str | None:
     return None
 
 
-def _versions() -> dict[str, str]:
+def _versions() -> dict[str, Any]:
     """Returns the versions of Python, of this library and of torch's packages."""
-    found = {"python": platform.python_version()}
-    if version := installed_version():
-        found["elastic-xla"] = version
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith("torch") and "." not in name:
-            found[name] = str(getattr(module, "__version__", "unknown"))
-    return found
+    own = {"python": platform.python_version(), "elastic-xla": installed_version()}
+    names = sorted(n for n in sys.modules if n.startswith("torch") and "." not in n)
+    return own | {n: getattr(sys.modules[n], "__version__", None) for n in names}

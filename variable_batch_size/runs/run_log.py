@@ -7,6 +7,7 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +20,7 @@ from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise.meter import Measurements
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.step.attached import Update
-from xla_replica.common.arguments import check_integer, check_type
+from xla_replica.common.arguments import check_function, check_integer, check_type
 
 if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
@@ -45,6 +46,7 @@ _OWN = {
 }  # fmt: skip
 # What sinks have as an axis of their own, or get as rates.
 _OF_FILES = ("step", "time", "seconds", "idle_seconds")
+_SUMMED = ("batch_size", "seconds", "idle_seconds", "weight")
 
 
 class RunLog:
@@ -113,17 +115,11 @@ class RunLog:
         if max_nonfinite is not None:
             check_integer("max_nonfinite", max_nonfinite, least=1)
         self._max_nonfinite, self._num_nonfinite = max_nonfinite, 0
-        self._sinks = list(sinks)
-        for sink in self._sinks:
-            if not callable(sink):
-                raise TypeError(
-                    "sinks must be functions that take log(values, step=step), such "
-                    f"as wandb_run.log or mlflow.log_metrics, got {sink!r}"
-                )
+        for sink in sinks:
+            check_function("each sink, which takes (values, step=step),", sink)
+        self._sinks, self._shows = list(sinks), shows
         self.updates_of = self._optimizer = optimizer
-        self._replica = optimizer.replica
-        self._sampler = optimizer.sampler
-        self._shows = shows
+        self._replica, self._sampler = optimizer.replica, optimizer.sampler
         self._file: RunFile | None = None
         if path is not None:
             self._file = RunFile(
@@ -135,20 +131,16 @@ class RunLog:
                 ref_batchsize=optimizer.ref_batchsize,
                 **self._sampler.fingerprint(),
             )
-        groups = optimizer.param_groups
-        dtype = dtype_for(p for group in groups for p in group["params"])
+        dtype = dtype_for(p for g in optimizer.param_groups for p in g["params"])
         # Sums of losses, and their numbers: this replica's that are not shared yet, and
         # those of all that are. Two zeros, or an idle replica had another program.
         zeros = torch.zeros(2, dtype=dtype, device=self._replica.device)
         self._nothing, self._nothing_shared = zeros, zeros.clone()
-        self._loss = self._nothing
-        self._loss_of_updates = self._loss  # without minibatches since the last one
+        self._loss = self._loss_of_updates = self._nothing  # the latter at an update
         self._shared_loss = self._nothing_shared
         self._pending: list[dict[str, Any]] = []  # lines; numbers may be on the device
         self._untold: list[dict[str, Any]] = []  # the last that another replica tells
-        self._weight = 0.0  # of the updates whose losses are summed
-        # Since the last logging step: samples, seconds, seconds that replicas idled.
-        self._totals = np.zeros(3)
+        self._sums: Counter[str] = Counter()  # of numbers since the last logging step
         self._step: int | None = None  # of the last update
         self._begun = self._closed = False
         self._added_at: Cursor | None = None  # the first minibatch
@@ -173,7 +165,13 @@ class RunLog:
                 f"add: a loss is one number, got a tensor of shape {tuple(loss.shape)}"
             )
         if self._step is None:
-            self._check_attached()
+            cursor = self._sampler.cursor
+            self._added_at = self._added_at or cursor
+            if cursor.step > 0 and cursor != self._added_at:
+                raise ValueError(
+                    "add: the optimizer has made updates that this RunLog was not told "
+                    "of: call optimizer.attach(log) before training"
+                )
         if not self._optimizer.is_padding:
             loss = loss.detach().reshape(()).to(self._loss.dtype)
             self._loss = self._loss + torch.stack([loss, torch.ones_like(loss)])
@@ -194,8 +192,7 @@ class RunLog:
         num_replicas = self._replica.num_replicas
         num_minibatches = -(-update.batch_size // update.minibatch_size)
         num_substeps = -(-num_minibatches // num_replicas)
-        names = ["lr", *(f"lr_{group}" for group in range(1, len(update.lr)))]
-        weight = {} if update.weight is None else {"weight": update.weight}
+        rates = {f"lr_{group}": lr for group, lr in enumerate(update.lr)}
         line = {
             "step": update.step,
             "epoch": update.epoch,
@@ -204,12 +201,14 @@ class RunLog:
             "seconds": seconds,
             "idle_seconds": seconds * (num_replicas - num_minibatches / num_substeps),
             "time": round(time.time(), 3),
-            **dict(zip(names, update.lr)),
-            **weight,
+            "lr": rates.pop("lr_0"),
+            **rates,
         }
+        if update.weight is not None:
+            line["weight"] = update.weight
         self._pending.append(line)
         if is_due:
-            self._write(measure=True)
+            self._write(is_due=True)
         self._loss_of_updates = self._loss
 
     def write(self, **values: float) -> None:
@@ -243,7 +242,7 @@ class RunLog:
         The loss is not among it: a mean over replicas is made on logging steps.
         """
         self._begin(self._next_step())
-        self._write(measure=False)
+        self._write(is_due=False)
 
     def close(self, reason: str = "the script has ended") -> None:
         """Writes the rest and the event ``stop``, unless that was told already.
@@ -258,7 +257,7 @@ class RunLog:
         """Returns the losses since the last logging step. Collective if not live."""
         if not self._replica.is_live:  # where it may be for a member that joins
             self._share_losses()
-        return {"loss": self._shared_loss, "weight": self._weight}
+        return {"loss": self._shared_loss, "weight": self._sums["weight"]}
 
     def change_members(self, generation: int) -> None:
         """Tells that other members of a live run train than before.
@@ -276,24 +275,13 @@ class RunLog:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""
         if self._replica.is_live and self._pending:  # of updates that were made
-            self._write(measure=False)
+            self._write(is_due=False)
         self._begun = self._begun and self._replica.is_live
         self._step, self._pending = None, []
         self._added_at = None
-        self._weight = state["weight"]
-        self._totals[:] = 0
+        self._sums = Counter(weight=state["weight"])
         self._loss = self._loss_of_updates = self._nothing
         self._shared_loss = state["loss"].to(self._loss)
-
-    def _check_attached(self) -> None:
-        """Raises ValueError if an update was made since the first minibatch."""
-        cursor = self._sampler.cursor
-        self._added_at = self._added_at or cursor
-        if cursor.step > 0 and cursor != self._added_at:
-            raise ValueError(
-                "add: the optimizer has made updates that this RunLog was not told of: "
-                "call optimizer.attach(log) before training"
-            )
 
     def _begin(self, step: int) -> None:
         """Writes the header, once, before anything else."""
@@ -314,32 +302,46 @@ class RunLog:
         self._shared_loss = self._shared_loss + total
         self._loss = self._loss_of_updates = self._nothing
 
-    def _write(self, measure: bool) -> None:
-        """Writes the pending lines, after one read of what is on the device."""
-        losses = [self._shared_loss] if measure else []
+    def _write(self, is_due: bool) -> None:
+        """Writes the pending lines, after one read of what is on the device.
+
+        On a logging step, also the mean loss and the gradient noise.
+        """
+        losses = [self._shared_loss] if is_due else []
         lines, losses = self._replica.to_host((self._pending, losses))
+        self._pending = []
         for line in lines:
-            for name, value in line.items():
-                if isinstance(value, torch.Tensor):
-                    line[name] = value.item()
-        if measure:  # the device was waited for, which is time of the last update
-            now = time.perf_counter()
-            longer = 1 + (now - self._since) / lines[-1]["seconds"]
-            lines[-1]["seconds"] *= longer
-            lines[-1]["idle_seconds"] *= longer
+            values = line.items()
+            read = {name: n.item() for name, n in values if isinstance(n, torch.Tensor)}
+            line.update(read)
+        if is_due:  # the device was waited for, which is time of the last update
+            line, now = lines[-1], time.perf_counter()
+            longer = 1 + (now - self._since) / line["seconds"]
+            line |= {name: line[name] * longer for name in ("seconds", "idle_seconds")}
             self._since = now
         for line in lines:
-            self._weight += line.get("weight", 0.0)
-            names = ("batch_size", "seconds", "idle_seconds")
-            self._totals += [line[name] for name in names]
-        self._pending = []
-        if measure:
-            self._shared_loss = self._nothing_shared
-            self._add_measurements(lines[-1], *losses[0].tolist())
+            self._sums.update({name: line.get(name, 0) for name in _SUMMED})
+        if not is_due:
+            return self._tell(lines)
+        sums, self._sums = self._sums, Counter()
+        self._shared_loss = self._nothing_shared
+        loss, num = losses[0].tolist()
+        if num:
+            line["loss"] = loss / (sums["weight"] or num)
+        noise = self._optimizer.noise
+        if noise and self._replica.is_primary:
+            line |= noise.measure()._asdict()
         self._tell(lines)
-        if measure:
-            self._send_line(lines[-1])
-            self._check_finite(lines[-1])
+        # What the noise meter does not know yet is NaN; a loss that is, is news.
+        values = {
+            name: value
+            for name, value in line.items()
+            if name not in _OF_FILES and (value == value or name == "loss")
+        }
+        values["samples_per_second"] = sums["batch_size"] / sums["seconds"]
+        share = sums["idle_seconds"] / sums["seconds"] / self._replica.num_replicas
+        self._send(values | {"idle_share": share}, line["step"])
+        self._check_finite(line)
 
     def _check_finite(self, line: dict[str, Any]) -> None:
         """Warns of a loss that is not finite; raises FloatingPointError of several."""
@@ -357,16 +359,8 @@ class RunLog:
         if self._num_nonfinite == 1 and self._replica.is_primary:
             logger.warning(f"{text}; RunLog(max_nonfinite=) ends a run for that")
 
-    def _add_measurements(self, line: dict[str, Any], loss: float, num: float) -> None:
-        """Adds the mean loss since the last logging step, and the gradient noise."""
-        divisor, self._weight = self._weight or num, 0.0
-        if num:
-            line["loss"] = loss / divisor
-        noise = self._optimizer.noise
-        if noise and self._replica.is_primary:
-            line |= noise.measure()._asdict()
-
     def _tell(self, lines: list[dict[str, Any]]) -> None:
+        """Tells of lines in the file, and to who shows them."""
         if not (lines and self._replica.is_primary):
             self._untold = lines or self._untold
             return
@@ -375,26 +369,9 @@ class RunLog:
         if self._shows:
             self._shows(lines)
 
-    def _send_line(self, line: dict[str, Any]) -> None:
-        """Sends a logging step's numbers, and the rates since the last one."""
-        samples, seconds, idle_seconds = self._totals.tolist()
-        self._totals[:] = 0
-        # What the noise meter does not know yet is NaN; a loss that is, is news.
-        values = {
-            name: value
-            for name, value in line.items()
-            if name not in _OF_FILES
-            and isinstance(value, (int, float))
-            and (value == value or name == "loss")
-        }
-        values["samples_per_second"] = samples / seconds
-        values["idle_share"] = idle_seconds / seconds / self._replica.num_replicas
-        self._send(values, line["step"])
-
     def _send(self, values: Mapping[str, float], step: int) -> None:
-        if self._replica.is_primary:
-            for sink in self._sinks:
-                sink(dict(values), step=step)
+        for sink in self._sinks if self._replica.is_primary else ():
+            sink(dict(values), step=step)
 
 
 def tensorboard(writer: Any) -> Sink:
