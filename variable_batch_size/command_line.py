@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [row for row in OPTIONS if name in row.commands.split()]
         command = _add_parser(choices, name, run, [] if members else rows)
         if members:
-            inner = command.add_subparsers(
-                dest="member", required=True, metavar="MEMBER"
-            )
+            inner = command.add_subparsers(dest="member", required=True)
             for member, function in members.items():
                 _add_parser(inner, member, function, [*rows_of(function), *rows])
     args = parser.parse_args(arguments)

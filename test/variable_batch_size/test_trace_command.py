@@ -31,21 +31,37 @@ PAGES = [
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trace = "".join(f"{n},{64 + n % 3 * 32},{2 + n % 3}\n" for n in range(40))
-    (tmp_path / "trace.csv").write_text(f"step,batchsize,devices\n{trace}")
-    thresholds = "samples,batchsize,devices\n0,64,2\n128,128,4\n"
-    (tmp_path / "thresholds.csv").write_text(thresholds)
     lines = [{"event": "start", "step": 0, "time": 9.5, "num_replicas": 1}]
     for n in range(30):
         update = {"step": n, "batch_size": 32, "samples": 32 * n + 32, "time": 9.5 + n}
         lines.append(update)
     texts = [json.dumps(line) + "\n" for line in lines]
-    for place in (".", "runs/a", "runs/b"):
-        (tmp_path / place).mkdir(parents=True, exist_ok=True)
-        (tmp_path / place / "run.jsonl").write_text("".join(texts))
-    (tmp_path / "begun.jsonl").write_text(texts[0])
     rows = [f"{n},{100.5 + 63 * n},{n % 7}\n" for n in range(1, 60)]
-    (tmp_path / "log.csv").write_text(",Time,GPUs\n" + "".join(rows))
+    files = {
+        "trace.csv": f"step,batchsize,devices\n{trace}",
+        "thresholds.csv": "samples,batchsize,devices\n0,64,2\n128,128,4\n",
+        "log.csv": ",Time,GPUs\n" + "".join(rows),
+        "begun.jsonl": texts[0],
+        **{f"{place}run.jsonl": "".join(texts) for place in ("", "runs/a/", "runs/b/")},
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     return tmp_path
+
+
+@pytest.fixture
+def vbs(folder, capsys, monkeypatch):
+    """Runs a command that succeeds, and returns what it prints."""
+
+    def run(words: str, given: str = "") -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        capsys.readouterr()
+        force = " --force" if "--out" in words else ""
+        assert main(shlex.split(words + force)) == 0, words
+        return capsys.readouterr().out
+
+    return run
 
 
 def examples(text: str) -> list[str]:
@@ -53,12 +69,8 @@ def examples(text: str) -> list[str]:
     return [line.strip() for line in lines if re.match(r" *vbs \w", line)]
 
 
-def replacing(words: list[str]) -> list[str]:
-    return [*words, *(["--force"] if "--out" in words else [])]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=" ".join)
-def test_help_explains_every_option_and_has_examples_that_run(page, folder, capsys):
+def test_help_explains_every_option_and_has_examples_that_run(page, vbs, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*page, "--help"])
     assert caught.value.code == 0
@@ -70,18 +82,16 @@ def test_help_explains_every_option_and_has_examples_that_run(page, folder, caps
     found = examples(shown)
     assert found, shown
     for example in found:
-        words = shlex.split(example)[1:]
-        assert words[: len(page)] == page
-        assert main(replacing(words)) == 0, example
-        assert capsys.readouterr().out.strip(), example
+        assert shlex.split(example)[1 : 1 + len(page)] == page
+        assert vbs(example.removeprefix("vbs ")).strip(), example
 
 
-def test_the_commands_of_the_pages_run(folder, capsys):
+def test_the_commands_of_the_pages_run(vbs):
     on_page = [*blocks("docs/traces.md", "sh"), *blocks("docs/runs.md", "sh")]
     found = examples("".join([block("README.md", "sh", "vbs check"), *on_page]))
     assert len(found) >= 10
     for example in found:
-        assert main(replacing(shlex.split(example)[1:])) == 0, example
+        vbs(example.removeprefix("vbs "))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +145,7 @@ def test_pip_installs_the_command(monkeypatch):
         ("simulate thresholds.csv --dataset-size 1K --epochs 1",
          "one for each of the 3 rows of thresholds.csv, got array([2., 4.])"),
         ("simulate 64 --dataset-size 1K --rule cubic", "--rule cubic is unknown"),
-        ("plot trace.csv --out a.jpg", "a.jpg: the name of a picture ends in .png, ."),
+        ("plot trace.csv --out a.jpg", "a.jpg: the ending must be one of '.png', '.p"),
         ("plot trace.csv --x hours", "--x hours: trace.csv does not say the hours of"),
         ("plot trace.csv --x days", "x must be one of 'updates', 'samples', 'hours'"),
         ("plot begun.jsonl", "begun.jsonl tells of no update; is it the log of a run?"),
@@ -159,39 +169,35 @@ def test_what_cannot_be_done_is_a_message(words, message, folder, capsys):
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
 
 
-def test_a_trace_goes_from_one_command_to_the_next(folder, capsys, monkeypatch):
-    words = ["make", "thresholds", "--rows", "0:64 1K:128", "--total", "2K"]
-    assert main([*words, "--out", "made.csv"]) == 0
-    assert main(words) == 0
-    printed = (folder / "made.csv").read_text()
+def test_a_trace_goes_from_one_command_to_the_next(folder, vbs):
+    make = "make thresholds --rows '0:64 1K:128' --total 2K"
     told = "wrote made.csv: 24 steps, the first of 64 samples\n"
-    assert capsys.readouterr().out == told + printed
-    monkeypatch.setattr(sys, "stdin", io.StringIO(printed))
-    assert main(["stats", "-"]) == 0
-    assert re.search(r"^steps +24$", capsys.readouterr().out, re.MULTILINE)
+    assert vbs(f"{make} --out made.csv") == told
+    printed = vbs(make)
+    assert (folder / "made.csv").read_text() == printed
+    assert re.search(r"^steps +24$", vbs("stats -", printed), re.MULTILINE)
     text = (folder / "trace.csv").read_text()  # devices are read from there, too
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    assert main(["simulate", "-", "--dataset-size", "1K", "--out", "steps.csv"]) == 0
+    vbs("simulate - --dataset-size 1K --out steps.csv", text)
     assert set(pd.read_csv("steps.csv")["devices"]) == {2, 3, 4}
+    # Steps of 2 to 4 minibatches have as many devices.
+    told = json.loads(vbs("check - --dataset-size 1K --json", text))
+    assert (told["idle replica-substeps"], told["substeps"]) == (0, 119)
 
 
-def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
-    convert = "convert proportional log.csv --samples-per-device 32 --out made.csv"
-    assert main(convert.split()) == 0
+def test_a_converted_log_is_a_trace_that_all_commands_take(folder, vbs):
+    vbs("convert proportional log.csv --samples-per-device 32 --out made.csv")
     table = pd.read_csv("made.csv")
     assert table.columns.tolist() == ["step", "batchsize", "devices", "start_seconds"]
     rows = [n for n in range(1, 60) if n % 7]  # with devices
     assert table["devices"].tolist() == [n % 7 for n in rows]
     assert table["start_seconds"].tolist() == [63 * (n - 1) for n in rows]
     assert (table["batchsize"] == 32 * table["devices"]).all()
-    simulate = "simulate made.csv --dataset-size 2K --seconds-per-substep 0.5 --price 1"
-    check = "check made.csv --dataset-size 2K --num-replicas 4"
-    simulate += " --out steps.csv"
-    for words in (check, "stats made.csv", "plot made.csv", simulate):
-        assert main(words.split()) == 0
-    shown = capsys.readouterr().out
+    for words in ("check --dataset-size 2K", "stats", "plot"):
+        vbs(f"{words} made.csv")
     assert (folder / "made.png").read_bytes().startswith(b"\x89PNG")
+    options = "--dataset-size 2K --seconds-per-substep 0.5 --price 1 --out steps.csv"
     restarts = int((table["devices"].diff().fillna(0) != 0).sum())
+    shown = vbs(f"simulate made.csv {options}")
     assert re.search(rf"^restarts +{restarts}$", shown, re.MULTILINE)
     steps = pd.read_csv("steps.csv")
     assert steps[["batchsize", "devices"]].equals(table[["batchsize", "devices"]])
@@ -199,36 +205,32 @@ def test_a_converted_log_is_a_trace_that_all_commands_take(folder, capsys):
     assert set(steps["seconds"]) == {0.5}
 
 
-def test_a_picture_is_beside_its_file_and_replaces_none(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("samples,batchsize\n0,64\n640,128\n"))
+def test_a_picture_is_beside_its_file_and_replaces_none(folder, vbs, capsys):
     rows = ("run.jsonl trace.csv", "run.png"), ("runs/a", "runs/a/run.png")
     for words, name in (*rows, ("-", "trace.png")):
-        assert main(["plot", *words.split()]) == 0
-        assert capsys.readouterr().out == f"wrote {name}\n"
+        given = "samples,batchsize\n0,64\n640,128\n"
+        assert vbs(f"plot {words}", given) == f"wrote {name}\n"
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
-        main(["plot", "run.jsonl"])
-    told = "run.png exists: --out run.png --force replaces it"
-    assert told in capsys.readouterr().err
+        vbs("plot run.jsonl")
+    assert "run.png exists: --out run.png --force" in capsys.readouterr().err
 
 
-def test_numbers_are_shown_or_are_json_for_programs(folder, capsys):
+def test_numbers_are_shown_or_are_json_for_programs(vbs):
     seconds = "--seconds-per-update 0.5 --seconds-per-substep 1"
     check = "check 100 --dataset-size 960 --epochs 1 --num-replicas 1 --pad-minibatches"
-    for words in (f"simulate 320 --dataset-size 960 --epochs 2 {seconds}", check):
-        assert main(words.split()) == 0
-    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    shown = vbs(f"simulate 320 --dataset-size 960 --epochs 2 {seconds}") + vbs(check)
+    lines = [re.split("  +", line) for line in shown.splitlines()]
     # Of 6 times 10.5 seconds.
     assert ["hours without restarts and compiling", "0.0175"] in lines
     assert ["samples of padding", "252"] in lines
     assert ["samples", "900"] in lines
     for words in ("stats 1K", "check 64 --dataset-size 1K --epochs 1 --num-replicas 2"):
-        assert main([*words.split(), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["steps"] in (0, 15)
+        assert json.loads(vbs(f"{words} --json"))["steps"] in (0, 15)
 
 
-def test_warnings_are_lines_and_not_hidden(folder, capsys):
-    (folder / "odd.csv").write_text("step,batchsize\n0,64\n5,64\n")
-    assert main(["stats", "odd.csv"]) == 0
+def test_warnings_are_lines_and_not_hidden(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("step,batchsize\n0,64\n5,64\n"))
+    assert main(["stats", "-"]) == 0
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: odd.csv, line 3, step: 5 should be 1")
+    assert line.startswith("warning: the standard input, line 3, step: 5 should be 1")

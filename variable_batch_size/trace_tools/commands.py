@@ -32,61 +32,55 @@ from variable_batch_size.traces.trace_csv import COLUMN, read_table
 from xla_replica.common.arguments import check_integer, check_number
 
 TRACE = "a CSV file, - for the standard input, or one batch size"
+RUNS, TIMED, SIMULATE = "check simulate", "convert simulate", "simulate"
 OPTIONS = (
     Option("trace", str, REQUIRED, "check simulate stats", TRACE),
-    Option("files", list, REQUIRED, "plot", "logs of vbs.RunLog, or folders with a "
-           f"run.jsonl; and traces, each of them {TRACE}"),
+    Option("files", list, REQUIRED, "plot",
+           f"logs of vbs.RunLog, folders with a run.jsonl, and traces: {TRACE}"),
     Option("log", str, REQUIRED, "convert", "the file of the log"),
     Option("--tokens-per-sample", int, None, "check simulate stats plot",
            "of a trace with the column tokens"),
-    Option("--dataset-size", int, REQUIRED, "check simulate", "in samples"),
+    Option("--dataset-size", int, REQUIRED, RUNS, "in samples"),
     Option("--minibatch-size", int, 32, "check simulate convert",
            "samples that a replica runs at once"),
-    Option("--epochs", int, None, "check simulate", "default: all of the trace"),
-    Option("--pad-minibatches", bool, False, "check simulate",
+    Option("--epochs", int, None, RUNS, "default: all of the trace"),
+    Option("--pad-minibatches", bool, False, RUNS,
            "allow batch sizes that are not multiples of the minibatch"),
-    Option("--on-end", str, "stop", "check simulate",
+    Option("--on-end", str, "stop", RUNS,
            "what follows the last row: stop, error, hold or cycle"),
-    Option("--num-replicas", int, None, "check simulate", "that share the minibatches "
-           "of a step; default: the trace's column devices, or 1"),
-    Option("--rule", str, "constant", "simulate", "how the learning rate follows the "
-           "batch: a key of vbs.RULES, or power:ALPHA"),
-    Option("--ref-batchsize", int, None, "simulate",
+    Option("--num-replicas", int, None, RUNS,
+           "default: as the trace's column devices says, or 1"),
+    Option("--rule", str, "constant", SIMULATE,
+           "from batch to learning rate: a key of vbs.RULES, or power:ALPHA"),
+    Option("--ref-batchsize", int, None, SIMULATE,
            "batch size at which --lr was tuned; most rules need it"),
-    Option("--lr", float, 1.0, "simulate", "the reference learning rate"),
-    Option("--noise-scale", float, None, "simulate", "of the gradients, in samples"),
-    Option("--seconds-per-step", float, None, "convert simulate", "of every step; "
-           "without a step time, each row of a log is a step"),
-    Option("--seconds-per-update", float, None, "convert simulate",
-           "what a step takes for the sum and the update"),
-    Option("--seconds-per-substep", float, None, "convert simulate check",
-           "what it takes for each minibatch of its first replica"),
-    Option("--restart-seconds", float, 0.0, "convert simulate",
-           "until the first step, at every restart: where the devices change"),
-    Option("--compile-seconds", float, 0.0, "simulate",
-           "at the beginning and after every restart"),
-    Option("--losses-per-hour", float, 0.0, "simulate",
-           "how often a replica is lost without notice"),
-    Option("--checkpoint-seconds", float, 600.0, "simulate",
-           "from one checkpoint to the next"),
-    Option("--detection-seconds", float, 1.0, "simulate",
+    Option("--lr", float, 1.0, SIMULATE, "the reference learning rate"),
+    Option("--noise-scale", float, None, SIMULATE, "of the gradients, in samples"),
+    Option("--seconds-per-step", float, None, TIMED, "of every step"),
+    Option("--seconds-per-update", float, None, TIMED, "of a step's sum and update"),
+    Option("--seconds-per-substep", float, None, "check convert simulate",
+           "of each minibatch that the first replica runs"),
+    Option("--restart-seconds", float, 0.0, TIMED, "whenever the devices change"),
+    Option("--compile-seconds", float, 0.0, SIMULATE, "of the first step, and of the "
+           "first one after a restart"),
+    Option("--losses-per-hour", float, 0.0, SIMULATE, "of replicas, without notice"),
+    Option("--checkpoint-seconds", float, 600.0, SIMULATE, "between two checkpoints"),
+    Option("--detection-seconds", float, 1.0, SIMULATE,
            "until live members know that one of them is lost"),
-    Option("--exchange-seconds", float, 0.0, "simulate",
+    Option("--exchange-seconds", float, 0.0, SIMULATE,
            "what live members take in every step to sum over their hosts"),
-    Option("--price", float, 0.0, "simulate", "of one device in one hour"),
+    Option("--price", float, 0.0, SIMULATE, "of one device in one hour"),
     Option("--time-column", str, None, "convert", "default: Time, time or timestamp"),
     Option("--device-column", str, None, "convert",
            "default: TPU_cores, GPUs, devices or replicas"),
-    Option("--last-row-seconds", float, 0.0, "convert", "how long the devices of the "
-           "log's last row are there; by default it only ends the log"),
-    Option("--x", str, "updates", "plot", "the common axis: updates, samples, or hours "
-           "without those between a stop and a resumption"),
-    Option("--out", Path, None, "plot make convert simulate", "the CSV file to write; "
-           "of a plot a PNG, PDF or SVG file, by default a PNG beside the first file"),
-    Option("--force", bool, False, "plot make convert simulate",
-           "replace the file that --out names"),
-    Option("--json", bool, False, "check stats simulate",
-           "print numbers as JSON, for programs"),
+    Option("--last-row-seconds", float, 0.0, "convert",
+           "how long the devices of the log's last row are there"),
+    Option("--x", str, "updates", "plot",
+           "the common axis: updates, samples, or hours without pauses"),
+    Option("--out", Path, None, "make convert simulate plot",
+           "a CSV file; of plot PNG, PDF or SVG, by default beside the first file"),
+    Option("--force", bool, False, "make convert simulate plot", "replace that file"),
+    Option("--json", bool, False, "check stats simulate", "print numbers as JSON"),
 )  # fmt: skip
 
 
@@ -234,11 +228,7 @@ def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
 
 # Functions of the options, parsed, that return the output. Where there are members,
 # functions by name, the command line chooses one, whose name and options come first.
-Command = tuple[
-    Callable[[argparse.Namespace], "str | Mapping[str, Any]"],
-    Mapping[str, Callable[..., Any]],
-]
-COMMANDS: dict[str, Command] = {
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Any], Mapping[str, Any]]] = {
     "check": (run_check, {}),
     "make": (run_make, tools.FAMILIES),
     "convert": (run_convert, tools.POLICIES),

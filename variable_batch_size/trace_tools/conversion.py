@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import io
 import json
 import logging
 import math
@@ -19,9 +18,10 @@ from variable_batch_size.traces.trace_csv import (
     COLUMN,
     STEP_COLUMN,
     Source,
+    Table,
     TraceError,
-    read_table,
     read_text,
+    table_of,
 )
 from xla_replica.common.arguments import check_integer, check_number
 from xla_replica.common.later import pd
@@ -91,14 +91,11 @@ def read_availability(
             number of devices is not an integer >= 0. It names the line.
     """
     name, text = read_text(source)
-    header: tuple[str, ...] = ()
     if text.lstrip().startswith("{"):
-        text, header = _rows_of_ticks(name, text), ("Time", "devices")
-    elif time is devices is None and _HEADLESS.match(text):
-        header = "Time", "devices"
-    file = io.StringIO(text)
-    file.name = name
-    table = read_table(file, header)
+        table = _table_of_ticks(name, text)
+    else:
+        has_header = time or devices or not _HEADLESS.match(text)
+        table = table_of(name, text, () if has_header else ("Time", "devices"))
     when = table.find(TIME_COLUMNS if time is None else (time,), "times")
     what = table.find(DEVICE_COLUMNS if devices is None else (devices,), "devices")
     times, counts = table.numbers(when), table.integers(what, 0, "0 for a pause")
@@ -115,8 +112,8 @@ def read_availability(
     return Availability(times[gaps > 0], counts[gaps > 0])
 
 
-def _rows_of_ticks(name: str, text: str) -> str:
-    """Returns the CSV text of a file of JSON with a number at every tick."""
+def _table_of_ticks(name: str, text: str) -> Table:
+    """Returns the table of a file of JSON with a number at every tick."""
     try:
         found = json.loads(text)
         gap, counts = found["metadata"]["gap_seconds"], [*found["data"], 0]
@@ -126,7 +123,8 @@ def _rows_of_ticks(name: str, text: str) -> str:
             f"{name}: no CSV file, and not JSON such as "
             f'{{"metadata": {{"gap_seconds": 300}}, "data": [4, 3, 0]}}: {error!r}'
         ) from error
-    return "\n".join(f"{tick * gap},{count}" for tick, count in enumerate(counts))
+    times = np.arange(len(counts)) * float(gap)
+    return Table(name, ["Time", "devices"], [times, counts])
 
 
 def proportional(*, samples_per_device: int) -> BatchSize:
@@ -290,7 +288,6 @@ def convert(
 def _table(sizes: Any, devices: Any, start_seconds: Any) -> pd.DataFrame:
     """Returns the steps of these batch sizes, devices and beginnings."""
     sizes = Trace(np.asarray(sizes)).batch_sizes  # raises where one is not a batch size
-    table = pd.DataFrame({STEP_COLUMN: np.arange(len(sizes)), COLUMN: sizes})
-    return table.assign(
-        devices=np.asarray(devices), start_seconds=np.asarray(start_seconds)
-    )
+    columns = np.arange(len(sizes)), sizes, devices, start_seconds
+    names = STEP_COLUMN, COLUMN, "devices", "start_seconds"
+    return pd.DataFrame(dict(zip(names, map(np.asarray, columns))))

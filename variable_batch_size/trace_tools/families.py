@@ -48,10 +48,8 @@ def ramp(*, steps: int, first: int, last: int, multiple_of: int = 1) -> Made:
         last: The batch size of the last step.
         multiple_of: Batch sizes are rounded to multiples of it.
     """
-    check_integer("multiple_of", multiple_of, least=1)
-    for name, size in (("first", first), ("last", last)):
-        if check_integer(name, size, least=multiple_of) % multiple_of:
-            raise ValueError(f"{name} must be a multiple of {multiple_of}, got {size}")
+    _check_multiple("first", first, multiple_of)
+    _check_multiple("last", last, multiple_of)
     return _rounded(np.linspace(first, last, steps), multiple_of)
 
 
@@ -90,10 +88,10 @@ def thresholds(
         tokens_per_sample: With unit=tokens, which needs it.
     """
     check_choice("unit", unit, ("steps", "samples", "tokens"))
-    if unit == "tokens":
-        if tokens_per_sample is None:
-            raise ValueError("unit='tokens' needs tokens_per_sample")
-        check_integer("tokens_per_sample", tokens_per_sample, least=1)
+    if unit == "tokens" and tokens_per_sample is None:
+        raise ValueError("unit='tokens' needs tokens_per_sample")
+    per_sample = tokens_per_sample if unit == "tokens" else 1
+    per_sample = check_integer("tokens_per_sample", per_sample, least=1)
     pairs = [row.partition(":") for row in rows.split()]
     if not pairs or not all(colon for _, colon, _ in pairs) or "," in rows:
         raise ValueError(f"rows must be like '0:768 250B:1536', got {rows!r}")
@@ -101,14 +99,13 @@ def thresholds(
     sizes = [amount(size) for _, _, size in pairs]
     if starts[0] != 0 or sorted({*starts}) != starts:
         raise ValueError(f"rows must begin at 0 and increase, got {rows!r}")
-    units: dict[str, Callable[[int], int]] = {
-        "steps": lambda size: 1,
-        "samples": lambda size: size,
-        "tokens": lambda size: size * (tokens_per_sample or 1),
-    }
-    return _until(
-        total, lambda done: sizes[bisect.bisect(starts, done) - 1], units[unit]
-    )
+
+    def size_at(done: int) -> int:
+        return sizes[bisect.bisect(starts, done) - 1]
+
+    if unit == "steps":
+        return map(size_at, range(total))
+    return _until(total, size_at, per_sample)
 
 
 def seesaw(
@@ -251,14 +248,9 @@ def spot_market(
         devices_per_machine: How many devices come and go together.
         seed: Of the random numbers.
     """
-    check_integer("devices_per_machine", devices_per_machine, least=1)
-    check_integer("devices", devices, least=devices_per_machine)
+    _check_multiple("devices", devices, devices_per_machine)
     check_number("lost", lost, 0, 1)
     check_number("returned", returned, 0, 1)
-    if devices % devices_per_machine:
-        raise ValueError(
-            f"devices must be a multiple of {devices_per_machine}, got {devices}"
-        )
     random = np.random.default_rng(seed)
     there = np.ones(devices // devices_per_machine, dtype=bool)
     counts = [devices]
@@ -270,16 +262,11 @@ def spot_market(
     return pd.DataFrame({COLUMN: held * samples_per_device, "devices": held})
 
 
-FAMILIES: dict[str, Callable[..., Made]] = {
-    "constant": constant,
-    "ramp": ramp,
-    "doubling": doubling,
-    "thresholds": thresholds,
-    "seesaw": seesaw,
-    "critical-batch": critical_batch,
-    "random-walk": random_walk,
-    "spot-market": spot_market,
-}
+_ALL: tuple[Callable[..., Made], ...] = (
+    constant, ramp, doubling, thresholds, seesaw, critical_batch, random_walk,
+    spot_market,
+)  # fmt: skip
+FAMILIES = {family.__name__.replace("_", "-"): family for family in _ALL}
 
 
 def make(family: str, **options: object) -> pd.DataFrame:
@@ -306,24 +293,25 @@ def make(family: str, **options: object) -> pd.DataFrame:
     return table
 
 
-def _until(
-    total: int,
-    size_at: Callable[[int], int],
-    units_of: Callable[[int], int] = lambda size: size,
-) -> list[int]:
-    """Returns batch sizes up to a total number of units, by default of samples.
+def _check_multiple(name: str, value: int, unit: int) -> None:
+    check_integer(f"what divides {name}", unit, least=1)
+    if check_integer(name, value, least=unit) % unit:
+        raise ValueError(f"{name} must be a multiple of {unit}, got {value}")
+
+
+def _until(total: int, size_at: Callable[[int], int], per_sample: int = 1) -> list[int]:
+    """Returns batch sizes up to a total number of units.
 
     Args:
         total: The number of units.
         size_at: From the units before a step to its batch size.
-        units_of: From a batch size to the units of the step.
+        per_sample: The units of a sample.
     """
     check_integer("total", total, least=1)
-    sizes: list[int] = []
-    done = 0
+    sizes, done = [], 0
     while done < total:
-        sizes.append(check_integer("batch size", size_at(done), least=1))
-        done += units_of(sizes[-1])
+        sizes.append(check_integer("the batch size", size_at(done), least=1))
+        done += sizes[-1] * per_sample
     return sizes
 
 
@@ -336,5 +324,4 @@ def _doubled(first: int, times: int, most: int) -> int:
 
 def _rounded(sizes: np.ndarray, multiple_of: int) -> np.ndarray:
     """Returns the nearest multiples, and at least one of them."""
-    check_integer("multiple_of", multiple_of, least=1)
     return np.maximum(np.rint(sizes / multiple_of), 1).astype(np.int64) * multiple_of

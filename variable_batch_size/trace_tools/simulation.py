@@ -185,11 +185,8 @@ def totals(
         ValueError: A number is out of range, or needs the seconds of steps, which
             `simulate` does not know without a step time.
     """
-    for name, value in (
-        ("restart_seconds", restart_seconds),
-        ("compile_seconds", compile_seconds),
-        ("price", price),
-    ):
+    numbers = {"restart_seconds": restart_seconds, "compile_seconds": compile_seconds}
+    for name, value in (numbers | {"price": price}).items():
         check_number(name, value, least=0)
         if value and "seconds" not in steps:
             raise ValueError(f"{name}={value} needs a step time, got none")
@@ -256,11 +253,10 @@ def time_lost(
     hours = float(steps["seconds"].sum()) / 3600
     exchange = len(steps) * exchange_seconds / 3600
     again = detection_seconds + float(steps["seconds"].mean()) + exchange_seconds
+    restart = restart_seconds + checkpoint_seconds / 2
+    losses = {"with restarts": (restart, 0.0), "with live members": (again, exchange)}
     result = {}
-    for what, seconds, more in (
-        ("with restarts", restart_seconds + checkpoint_seconds / 2, 0.0),
-        ("with live members", again, exchange),
-    ):
+    for what, (seconds, more) in losses.items():
         check_number(f"the seconds of a loss {what}", seconds, least=0)
         share = losses_per_hour * seconds / 3600  # of all time
         lost = (hours + more) * share / (1 - share) if share < 1 else math.inf

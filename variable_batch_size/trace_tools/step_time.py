@@ -45,29 +45,21 @@ def fit_step_time(seconds: Any, num_substeps: Any, num_updates: Any = 1) -> Step
         ValueError: There are no steps, arrays do not fit together, or a number is not
             finite or out of range.
     """
-    times = np.asarray(seconds, dtype=np.float64)
-    columns = [np.asarray(n, np.float64) for n in (num_updates, num_substeps)]
-    if times.ndim != 1 or len(times) == 0 or columns[1].shape != times.shape:
+    times, substeps = (np.asarray(each, float) for each in (seconds, num_substeps))
+    if times.ndim != 1 or len(times) == 0 or substeps.shape != times.shape:
         raise ValueError(
             "seconds and num_substeps must be arrays of one length above 0, got shapes "
-            f"{times.shape} and {columns[1].shape}"
+            f"{times.shape} and {substeps.shape}"
         )
-    updates, substeps = (np.broadcast_to(column, times.shape) for column in columns)
-    for name, values, least in (
-        ("seconds", times, 0),
-        ("num_updates", updates, 1),
-        ("num_substeps", substeps, 1),
-    ):
+    updates = np.broadcast_to(np.asarray(num_updates, float), times.shape)
+    checked = {"seconds": (times, 0), "num_updates": (updates, 1)}
+    checked["num_substeps"] = (substeps, 1)
+    for name, (values, least) in checked.items():
         if not (np.isfinite(values) & (values >= least)).all():
             raise ValueError(f"{name} must be finite and >= {least}, got {values!r}")
-    only_substeps = StepTime(0.0, float(substeps @ times / (substeps @ substeps)))
-    ratios = substeps / updates
-    if np.ptp(ratios) <= 1e-9 * ratios.max():
-        return only_substeps
     design = np.stack([updates, substeps], axis=1)
-    (per_update, per_substep), *_ = np.linalg.lstsq(design, times, rcond=None)
-    if per_update < 0:
-        return only_substeps
-    if per_substep < 0:
-        return StepTime(float(updates @ times / (updates @ updates)), 0.0)
-    return StepTime(float(per_update), float(per_substep))
+    (per_update, per_substep), _, rank, _ = np.linalg.lstsq(design, times, rcond=1e-9)
+    columns = [1] if rank < 2 or per_update < 0 else [0] if per_substep < 0 else [0, 1]
+    found = np.zeros(2)
+    found[columns] = np.linalg.lstsq(design[:, columns], times, rcond=None)[0]
+    return StepTime(*found.tolist())

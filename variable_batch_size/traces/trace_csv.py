@@ -149,7 +149,11 @@ def read_table(source: Source, header: Collection[str] = ()) -> Table:
     Raises TraceError if it is not UTF-8 or CSV text, is empty, or has a row with more
     cells than there are columns.
     """
-    name, text = read_text(source)
+    return table_of(*read_text(source), header)
+
+
+def table_of(name: str, text: str, header: Collection[str] = ()) -> Table:
+    """Returns the cells of a CSV file of this name and text; see `read_table`."""
     header = [*header]
     rows, lines = [], []
     reader = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)

@@ -58,6 +58,12 @@ def lines(axis) -> list[np.ndarray]:
     return [points for points in found if len(points) > 2]
 
 
+def told(axis) -> np.ndarray:
+    """Returns the points of the only line that are not in a gap."""
+    [points] = lines(axis)
+    return points[~np.isnan(points[:, 1])]
+
+
 @pytest.mark.parametrize("x", ["updates", "samples", "hours"])
 def test_an_update_is_from_where_it_begins_to_where_it_ends(x, tmp_path, draw):
     """Also after a resumption; hours do not count the pause, nor what was lost."""
@@ -68,34 +74,25 @@ def test_an_update_is_from_where_it_begins_to_where_it_ends(x, tmp_path, draw):
         loss=[1 / (1 + step) if step % 2 else None for step in range(UPDATES)],
     )  # fmt: skip
     panels = draw(log, x=x)
-    updates = np.arange(UPDATES + 1)
-    edges = {
-        "updates": updates,
-        "samples": np.array([0, *ends]),
-        "hours": updates / 3600,
-    }
-    edges = edges[x]
-    starts = [0, 10, 20]
-    told = np.insert(edges[1:], starts, edges[starts])
+    starts, updates = [0, 10, 20], np.arange(UPDATES + 1)
+    edges = {"updates": updates, "samples": [0, *ends], "hours": updates / 3600}
+    edges = np.array(edges[x])
     [points] = lines(panels["batch size\n(samples)"])
-    assert points[:, 0] == pytest.approx(told)
+    assert points[:, 0] == pytest.approx(np.insert(edges[1:], starts, edges[starts]))
     gaps = np.isnan(points[:, 1])
     assert points[gaps, 0] == pytest.approx(edges[starts])
     assert points[~gaps, 1].tolist() == sizes
     assert panels["batch size\n(samples)"].lines[1].get_drawstyle() == "steps-pre"
-    [points] = lines(panels["loss"])
-    points = points[~np.isnan(points[:, 1])]
-    assert points[:, 0] == pytest.approx(edges[2::2])
-    [points] = lines(panels["replicas"])
-    assert points[~np.isnan(points[:, 1]), 1].tolist() == [4] * 10 + [3] * 10 + [2] * 20
+    assert told(panels["loss"])[:, 0] == pytest.approx(edges[2::2])
+    assert told(panels["replicas"])[:, 1].tolist() == [4] * 10 + [3] * 10 + [2] * 20
     marks = [line for line in panels["loss"].lines if len(line.get_xdata()) == 2]
     assert [line.get_xdata()[0] for line in marks] == pytest.approx(edges[[10, 20]])
 
 
 def test_of_resumptions_at_falling_steps_only_the_last_counts(tmp_path, draw):
-    [points] = lines(draw(write_log(tmp_path / "run.jsonl", (20, 10)))["replicas"])
-    assert points[np.isnan(points[:, 1]), 0].tolist() == [0, 10]
-    assert points[~np.isnan(points[:, 1]), 1].tolist() == [4] * 10 + [2] * 30
+    panel = draw(write_log(tmp_path / "run.jsonl", (20, 10)))["replicas"]
+    assert told(panel)[:, 1].tolist() == [4] * 10 + [2] * 30
+    assert np.isnan(lines(panel)[0][[0, 11], 1]).all()
 
 
 def test_members_that_come_and_go_are_steps(tmp_path, draw):
@@ -108,8 +105,7 @@ def test_members_that_come_and_go_are_steps(tmp_path, draw):
         file.write({"step": step, "loss": 1.0})
     panels = draw(file.path)
     assert list(panels) == ["loss", "replicas"]  # those of which there are numbers
-    [points] = lines(panels["replicas"])
-    assert points[1:, 1].tolist() == [3] * 4 + [2] * 4 + [4] * 4
+    assert told(panels["replicas"])[:, 1].tolist() == [3] * 4 + [2] * 4 + [4] * 4
 
 
 def test_axes_are_logarithmic_where_that_is_legible(tmp_path, draw):

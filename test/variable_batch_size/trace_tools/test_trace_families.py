@@ -53,32 +53,22 @@ def test_thresholds_hold_in_their_unit(starts, values, total, unit):
     assert found == expected
 
 
-def test_seesaw_doubles_where_the_schedule_has_halved():
-    """The cosine has halved after 1/2, 2/3 - its arccos -, of the way; then it ends."""
-    total = 100_000
-    found = np.array(sizes("seesaw", first=50, most=800, total_samples=total))
-    begun = np.cumsum(found) - found
-    cosine = (1 + np.cos(np.pi * begun / total)) / 2
-    doublings = np.clip(np.floor(1e-9 - np.log2(np.maximum(cosine, 1e-9))), 0, 4)
-    assert (found == 50 * 2**doublings).all()
-    assert set(found) == {50, 100, 200, 400, 800}
-    assert begun[-1] < total <= begun[-1] + found[-1]
-
-
-def test_seesaw_divides_the_rate_by_the_root_of_two_where_it_doubles_the_batch():
+def test_seesaw_doubles_the_batch_where_it_divides_the_rate_by_the_root_of_two():
+    """Where the cosine has halved: after 1/2, 2/3 - its arccos - of what is left."""
     total, warm_up = 60_000, 6_000
     options = {"total_samples": total, "warm_up_samples": warm_up}
-    batch = np.array(sizes("seesaw", first=20, most=80, **options))
-    samples = np.cumsum(batch)
-    begun = samples - batch
-    rates = decay("cosine", total, warm_up).halved().factor(begun)
-    lr = 0.1 * rates * np.sqrt(batch / 20)  # the rule 'root'
-    rising = begun < warm_up
-    assert lr[rising] == pytest.approx(0.1 * begun[rising] / warm_up)
-    assert [set(batch[rising]), set(batch[~rising])] == [{20}, {20, 40, 80}]
-    whole = ~rising & (samples < 0.65 * total)  # before the third halving
-    assert (lr * np.sqrt(batch / 20))[whole] == pytest.approx(0.1)
-    assert len(batch) < total / 20
+    batch = np.array(sizes("seesaw", first=20, most=320, **options))
+    begun = np.cumsum(batch) - batch
+    assert begun[-1] < total <= begun[-1] + batch[-1]
+    done = np.maximum(begun - warm_up, 0) / (total - warm_up)
+    halvings = np.floor(1e-9 - np.log2((1 + np.cos(np.pi * done)) / 2))
+    assert batch.tolist() == (20 * 2 ** np.clip(halvings, 0, 4)).tolist()
+    assert set(batch) == {20, 40, 80, 160, 320}
+    lr = decay("cosine", total, warm_up).halved().factor(begun) * np.sqrt(batch / 20)
+    rising, capped = begun < warm_up, halvings > 4  # lr: of the rule 'root'
+    assert lr[rising] == pytest.approx(begun[rising] / warm_up)
+    whole = ~rising & ~capped
+    assert (lr * np.sqrt(batch / 20))[whole] == pytest.approx(1.0)
 
 
 def test_a_schedule_can_be_a_file(tmp_path):

@@ -118,26 +118,18 @@ def test_what_is_probably_not_meant_warns(tmp_path, content):
     assert set(trace.batch_sizes.tolist()) == {64}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        [64, 96],
-        (64, 96),
-        range(64, 97, 32),
-        np.array([64, 96]),
-        np.array([64, 96], dtype=np.uint16),
-        np.array([64.0, 96.0]),
-        [np.int64(64), 96.0],
-        torch.tensor([64, 96]),
-        torch.tensor([64, 96], dtype=torch.bfloat16, requires_grad=True),
-        pd.Series([64, 96]),
-        pd.DataFrame({"step": [0, 1], " batchsize ": [64, 96], "x": ["a", "b"]}),
-        pd.DataFrame({"batchsize": [64.0, 96.0]}),
-        io.StringIO("batchsize\n64\n96\n"),
-        Trace([64, 96]),
-    ],
-    ids=lambda source: type(source).__name__,
-)
+IN_MEMORY = [
+    [64, 96], (64, 96), range(64, 97, 32), [np.int64(64), 96.0],
+    np.array([64, 96]), np.array([64, 96], np.uint16), np.array([64.0, 96.0]),
+    torch.tensor([64, 96]),
+    torch.tensor([64, 96], dtype=torch.bfloat16, requires_grad=True),
+    pd.Series([64, 96]), pd.DataFrame({"batchsize": [64.0, 96.0]}),
+    pd.DataFrame({"step": [0, 1], " batchsize ": [64, 96], "x": ["a", "b"]}),
+    io.StringIO("batchsize\n64\n96\n"), Trace([64, 96]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", IN_MEMORY, ids=lambda source: type(source).__name__)
 def test_sources_in_memory(source):
     trace = Trace(source)
     assert trace.batch_sizes.tolist() == [64, 96]
@@ -186,10 +178,6 @@ def test_errors_of_the_schedule_name_the_physical_line_or_the_element(tmp_path):
     table = pd.DataFrame({"samples": [0, 100, 300], "batchsize": [32, 40, 64]})
     with pytest.raises(TraceError, match="DataFrame, element 1: batch size 40 is not"):
         Schedule(Trace(table), 256, 32)
-
-
-def thresholds(rows: list[tuple[int, int]]) -> Trace:
-    return Trace(pd.DataFrame(rows, columns=["samples", "batchsize"]))
 
 
 def test_thresholds_and_their_steps_are_the_same_run():
