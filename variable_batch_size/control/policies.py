@@ -89,10 +89,7 @@ def decide(
     unit, now = seen.minibatch_size, seen.batch_size
     low, high = -(-least // unit), most // unit
     limited = min(max(now, low * unit), high * unit)
-    if math.isnan(wanted):
-        return limited
-    number = round(min(max(wanted / unit, low), high))
-    new = unit * number
-    if new >= factor * now or new * factor <= now:
-        return new
-    return limited
+    wanted = now if math.isnan(wanted) else wanted
+    new = unit * round(min(max(wanted / unit, low), high))
+    is_far = new >= factor * now or new * factor <= now
+    return new if is_far else limited

@@ -149,7 +149,7 @@ class RunLog:
     @property
     def path(self) -> Path | None:
         """The file, if there is one."""
-        return None if self._file is None else self._file.path
+        return self._file.path if self._file else None
 
     def add(self, loss: torch.Tensor) -> None:
         """Adds the loss of the minibatch under way, before `step`; nothing is read.

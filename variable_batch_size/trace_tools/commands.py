@@ -172,7 +172,7 @@ def run_convert(args: argparse.Namespace) -> str:
         return _written(tools.convert_rows(found, batch_size_of), args.out)
 
     def seconds(size: int, devices: int) -> float:
-        return step_time.seconds(-(-size // (args.minibatch_size * devices)))
+        return float(step_time.seconds(-(-size // (args.minibatch_size * devices))))
 
     found = found.longer(args.last_row_seconds)
     result = tools.convert(found, batch_size_of, seconds, args.restart_seconds)
@@ -211,7 +211,7 @@ def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
         return {name: vars(args)[name] for name in names.split()}
 
     schedule, devices = _schedule(args)
-    model = {"step_time": _step_time(args)}
+    model: dict[str, Any] = {"step_time": _step_time(args)}
     numbers = given("rule ref_batchsize lr noise_scale")
     steps = tools.simulate(schedule, args.epochs, devices=devices, **numbers, **model)
     numbers = given("restart_seconds compile_seconds price")
@@ -258,7 +258,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, Any]:
     options = args.minibatch_size, args.on_end, args.pad_minibatches
     schedule = Schedule(trace, args.dataset_size, *options)
     if args.num_replicas is not None:
-        devices = check_integer("num_replicas", args.num_replicas, least=1)
+        return schedule, check_integer("num_replicas", args.num_replicas, least=1)
     return schedule, 1 if devices is None else devices
 
 
@@ -294,7 +294,7 @@ def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:
 def _written(table: pd.DataFrame, path: Path | None) -> str:
     """Writes a table as CSV and says so, or returns its text if there is no file."""
     if path is None:
-        return table.to_csv(index=False).removesuffix("\n")
+        return str(table.to_csv(index=False)).removesuffix("\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(path, index=False)
     first = table[COLUMN].iloc[0]
