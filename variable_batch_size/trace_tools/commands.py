@@ -28,7 +28,7 @@ from variable_batch_size.trace_tools.options import (
     options_of,
 )
 from variable_batch_size.traces.batch_trace import Trace
-from variable_batch_size.traces.trace_csv import COLUMN, read_table
+from variable_batch_size.traces.trace_csv import COLUMN, Table, read_table
 from xla_replica.common.arguments import check_integer, check_number
 
 TRACE = "a CSV file, - for the standard input, or one batch size"
@@ -49,14 +49,15 @@ OPTIONS = (
     Option("--on-end", str, "stop", RUNS,
            "what follows the last row: stop, error, hold or cycle"),
     Option("--num-replicas", int, None, RUNS,
-           "default: as the trace's column devices says, or 1"),
+           "that share a step; default: the trace's column devices, or 1"),
     Option("--rule", str, "constant", SIMULATE,
            "from batch to learning rate: a key of vbs.RULES, or power:ALPHA"),
     Option("--ref-batchsize", int, None, SIMULATE,
            "batch size at which --lr was tuned; most rules need it"),
     Option("--lr", float, 1.0, SIMULATE, "the reference learning rate"),
     Option("--noise-scale", float, None, SIMULATE, "of the gradients, in samples"),
-    Option("--seconds-per-step", float, None, TIMED, "of every step"),
+    Option("--seconds-per-step", float, None, TIMED,
+           "of every step; without a step time, each row of a log is a step"),
     Option("--seconds-per-update", float, None, TIMED, "of a step's sum and update"),
     Option("--seconds-per-substep", float, None, "check convert simulate",
            "of each minibatch that the first replica runs"),
@@ -238,27 +239,32 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Any], Mapping[str, Any]
 }
 
 
-def _trace(name: str, args: argparse.Namespace) -> tuple[Trace, np.ndarray | None]:
-    """Returns a trace, and the devices of its rows if its file has them."""
+def _trace(name: str, args: argparse.Namespace) -> tuple[Trace, Table]:
+    """Returns a trace, and the columns of its file."""
     source: Any = name
     if name == "-":
         source = io.StringIO(sys.stdin.read())
         source.name = "the standard input"
     elif not Path(name).exists():
         with contextlib.suppress(ValueError):  # and then there is no such file
-            return Trace(amount(name)), None
+            return Trace(amount(name)), Table(name, [], [])
     table = read_table(source)
-    devices = table.numbers("devices") if "devices" in table.header else None
-    return Trace(table, tokens_per_sample=args.tokens_per_sample), devices
+    return Trace(table, tokens_per_sample=args.tokens_per_sample), table
+
+
+def _devices(table: Table) -> np.ndarray | None:
+    """Returns the devices of every row, if there is such a column."""
+    return table.numbers("devices") if "devices" in table.header else None
 
 
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, Any]:
     """Returns the schedule that the options say, and the number of replicas."""
-    trace, devices = _trace(args.trace, args)
+    trace, table = _trace(args.trace, args)
     options = args.minibatch_size, args.on_end, args.pad_minibatches
     schedule = Schedule(trace, args.dataset_size, *options)
     if args.num_replicas is not None:
         return schedule, check_integer("num_replicas", args.num_replicas, least=1)
+    devices = _devices(table)
     return schedule, 1 if devices is None else devices
 
 
@@ -279,13 +285,14 @@ def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:
     path = Path(name, "run.jsonl") if Path(name).is_dir() else Path(name)
     if path.is_file() and path.read_bytes()[:1] == b"{":
         return name, read_run(path)
-    trace, devices = _trace(name, args)
+    trace, columns = _trace(name, args)
     name, sizes = trace.name, trace.batch_sizes
     if trace.endless:  # the last size gets a part of the picture that can be seen
         sizes = np.append(sizes, np.repeat(sizes[-1], len(sizes) // 8))
         name += f" ...: {sizes[-1]} without end"
     table = pd.DataFrame({"batch_size": sizes, "samples": np.cumsum(sizes)})
     table["step"] = np.arange(len(sizes))
+    devices = _devices(columns)
     if devices is not None and len(devices) == len(table):  # and not of thresholds
         table["replicas"] = devices
     return name, Run(path, table, [])
