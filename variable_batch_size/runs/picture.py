@@ -88,7 +88,8 @@ def draw_runs(
         least, most = drawn[name].min(), drawn[name].max()
         if 0 < 10 * least <= most <= LOGARITHMIC.get(name, 0) * least:
             axis.set_yscale("log", base=2 if name == "batch_size" else 10)
-            axis.yaxis.set_major_formatter("{x:g}")
+            if name == "batch_size":
+                axis.yaxis.set_major_formatter("{x:g}")
         elif name in STEPPED:
             axis.set_ylim(bottom=0)
         axis.set_ylabel(panels[name])
