@@ -91,5 +91,4 @@ def decide(
     limited = min(max(now, low * unit), high * unit)
     wanted = now if math.isnan(wanted) else wanted
     new = unit * round(min(max(wanted / unit, low), high))
-    is_far = new >= factor * now or new * factor <= now
-    return new if is_far else limited
+    return new if new >= factor * now or new * factor <= now else limited
