@@ -167,6 +167,10 @@ class Training:
             self.epoch(epoch)
         return count.compilations, count.transfers, len(count.fallbacks)
 
+    def counted_run(self, num_epochs: int) -> tuple[int, int, int]:
+        """Trains so many epochs; returns what was counted in the last one."""
+        return [self.counted_epoch(epoch) for epoch in range(num_epochs)][-1]
+
     def dealt(self) -> Iterator[list[int]]:
         return iter(self.sampler)
 
