@@ -242,7 +242,8 @@ def test_a_sharded_stream_of_datasets_is_read_whole_by_every_worker(num_workers)
     stream = rows.to_iterable_dataset(num_shards=4)
     dataset = vbs.BlockDataset.from_stream(stream.skip, NUM_SAMPLES, block_size=8)
     sampler = sampler_of(dataset, dataset.shuffled(window=3))
-    order = sampler.order_of(sampler.plan)(torch.arange(NUM_SAMPLES).numpy()).tolist()
+    positions = torch.arange(NUM_SAMPLES).numpy()
+    order = sampler.order.samples(0, NUM_SAMPLES, positions).tolist()
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
     assert [x for batch in loader for x in batch["x"].tolist()] == order
 
