@@ -23,8 +23,8 @@ class DeviceScalars:
     """
 
     def __init__(self, replica: Replica, capacity: int = 1024) -> None:
-        self._replica = replica
-        self._kept = functools.lru_cache(capacity)(self._made)
+        # Of a function without `self`, so that tensors are freed with this object.
+        self._kept = functools.lru_cache(capacity)(functools.partial(_made, replica))
 
     def get(
         self,
@@ -35,14 +35,17 @@ class DeviceScalars:
         """Returns a number, of shape ``(1,)``, or a matrix; do not change it."""
         return self._kept(use, value, dtype)
 
-    def _made(self, use: object, value: Any, dtype: torch.dtype) -> Tensor:
-        if not isinstance(value, tuple):
-            return self._replica.scalar(value, dtype)
-        if self._replica.is_lazy:
-            return self._replica.send(torch.tensor(value, dtype=dtype))
-        # Sending the matrix would wait for the device, as `Replica.scalar` explains.
-        numbers = [self._replica.scalar(x, dtype) for row in value for x in row]
-        return torch.cat(numbers).reshape(len(value), -1)
+
+def _made(replica: Replica, use: object, value: Any, dtype: torch.dtype) -> Tensor:
+    """Returns a number, or a matrix, on the device; ``use`` sets tensors apart."""
+    del use
+    if not isinstance(value, tuple):
+        return replica.scalar(value, dtype)
+    if replica.is_lazy:
+        return replica.send(torch.tensor(value, dtype=dtype))
+    # Sending the matrix would wait for the device, as `Replica.scalar` explains.
+    numbers = [replica.scalar(x, dtype) for row in value for x in row]
+    return torch.cat(numbers).reshape(len(value), -1)
 
 
 def dtype_for(parameters: Iterable[Tensor]) -> torch.dtype:

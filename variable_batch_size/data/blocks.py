@@ -160,8 +160,13 @@ class BlockDataset(Dataset[Any]):
             columns: What is read; default: all columns. Reading raises pyarrow's
                 ArrowInvalid, a ValueError, where a file has no such column.
         """
-        from pyarrow.dataset import dataset
-
+        try:
+            from pyarrow.dataset import dataset
+        except ImportError as error:
+            raise ImportError(
+                "BlockDataset.from_parquet needs pyarrow: pip install "
+                "'elastic-xla[parquet]'"
+            ) from error
         paths = [paths] if isinstance(paths, (str, PathLike)) else paths
         found = (dataset(str(path), format="parquet") for path in paths)
         files = [file for each in found for file in each.get_fragments()]
