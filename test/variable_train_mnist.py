@@ -117,16 +117,16 @@ def train(rank: int, args: argparse.Namespace) -> tuple[float, pd.DataFrame | No
             trace_file=Path(args.logdir, "decided.csv"), log=recorder.log,
         )  # fmt: skip
         optimizer.attach(controller)
-    checkpointer = restored = None
+    checkpointer = None
     if args.checkpoint:
         checkpointer = vbs.Checkpointer(  # elastic: stops and resumes anywhere
             args.checkpoint, optimizer, every_updates=args.checkpoint_steps, best="max",
             settings=lasting(args), model=model, log=recorder.log,
         )  # fmt: skip
-        restored = checkpointer.load()
+        checkpointer.load()
         optimizer.attach(checkpointer)
     percent = None
-    with recorder.begin(restored.num_updates if restored else 0):
+    with recorder.begin(checkpointer.num_updates if checkpointer else 0):
         for epoch in range(sampler.epoch, epochs):
             if args.iterations and optimizer.noise.progress >= args.iterations:
                 break  # elastic: training length that no batch size changes

@@ -6,7 +6,7 @@ sampler = vbs.CustomSampler(dataset=dataset, trace="trace.csv", minibatch_size=3
 optimizer = vbs.LinearRuleOptimizer(inner_optimizer, sampler, ref_batchsize=128)
 """
 
-from variable_batch_size.checkpoint.checkpointer import Checkpointer, Restored
+from variable_batch_size.checkpoint.checkpointer import Checkpointer
 from variable_batch_size.checkpoint.files import (
     CheckpointError,
     read_checkpoint,
@@ -77,7 +77,6 @@ __all__ = [
     "NoiseOptions",
     "Observation",
     "PowerRuleOptimizer",
-    "Restored",
     "RootRuleOptimizer",
     "Rule",
     "Run",

@@ -195,7 +195,7 @@ def test_a_scheduler_that_is_only_saved_is_told(how, tmp_path, caplog):
         train(model, optimizer, loader)
         if how == "by hand":
             scheduler.step()
-    told = "the scheduler lr= has not stepped for an epoch"
+    told = "the scheduler lr= has not stepped in two epochs"
     assert caplog.text.count(told) == (how == "never")
 
 

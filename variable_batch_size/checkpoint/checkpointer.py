@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import operator
-import os
+import tempfile
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 import xla_replica
-from variable_batch_size.checkpoint import files, random_state, save_and_stop, shards
+from variable_batch_size.checkpoint import files, random_state, shards
+from variable_batch_size.checkpoint.save_and_stop import (
+    SaveTimes,
+    agreed_request,
+    listen,
+)
 from variable_batch_size.checkpoint.writer import Writer, detached
-from variable_batch_size.data.schedule import Cursor, TraceExhausted
+from variable_batch_size.data.schedule import TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import AttachedScheduler, Update
@@ -34,28 +37,12 @@ from xla_replica.common.arguments import (
     check_type,
 )
 from xla_replica.common.differences import check_same
-from xla_replica.common.trees import leaves, map_tensors, without_numpy
+from xla_replica.common.trees import map_tensors
 from xla_replica.stopping import end_run
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
-
-
-class Restored(NamedTuple):
-    """What a loaded run has done, and where it resumes.
-
-    Attributes:
-        path: The checkpoint.
-        num_updates: Updates that the run has made.
-        epoch: Where the loop begins; the sampler yields what is left of it.
-        best: The best metric so far, or None.
-    """
-
-    path: Path
-    num_updates: int
-    epoch: int
-    best: float | None
+VERSION = 3
 
 
 class Checkpointer:
@@ -85,10 +72,7 @@ class Checkpointer:
         keep: How many checkpoints to keep, the newest; the best one is kept too.
         best: Which metric passed to `save` is best, 'max' or 'min'.
         stop_on: Signals that ask an attached checkpointer to stop; empty for none, for
-            instance where a script only loads.
-        stop_poll, poll_seconds: A function that is called every ``poll_seconds`` in a
-            thread, where it may take its time; if it raises, it is called again. A text
-            that it returns is a reason to stop (a maintenance event of the machine).
+            instance where a script only loads. `xla_replica.request_stop` asks too.
         look_every_seconds: On XLA and TorchTPU, after how much time every replica looks
             whether another one was asked to stop, which costs a host round trip;
             replica 0's value counts. Where all were asked, as by a signal to the job,
@@ -103,7 +87,6 @@ class Checkpointer:
             averaged over replicas first.
 
     Attributes:
-        num_updates: Updates that the run has made.
         best_metric: The best metric passed to `save` so far, or None.
         updates_of: The optimizer, the only one that this may be attached to.
         has_loaded: Whether `load` was called, other than for the best checkpoint.
@@ -122,52 +105,43 @@ class Checkpointer:
         keep: int = 3,
         best: Literal["max", "min"] | None = None,
         stop_on: Sequence[str | int] = ("SIGTERM", "SIGINT"),
-        stop_poll: Callable[[], str | None] | None = None,
-        poll_seconds: float = 5.0,
         look_every_seconds: float = 2.0,
         asynchronous: bool = False,
         settings: Mapping[str, Any] | None = None,
         **parts: Any,
     ) -> None:
-        if every_updates is None and every_minutes is None:
-            every_minutes = 10.0
         _check_parts(optimizer, parts)
         if "://" in str(folder):
             raise ValueError(
                 f"folder={str(folder)!r} is not a path: mount the bucket (gcsfuse, "
                 "s3fs) and pass the path of the mount"
             )
-        check_integer("keep", keep, least=1)
+        self._keep = check_integer("keep", keep, least=1)
+        self._best = check_choice("best", best, ("max", "min", None))
         check_number("look_every_seconds", look_every_seconds, above=0)
-        check_choice("best", best, ("max", "min", None))
-        self._settings = dict(settings or {})
-        _check_settings(self._settings)
-        self.folder = Path(folder)
+        self.folder, self._look_every = Path(folder), look_every_seconds
         self.replica: Replica = optimizer.replica
-        self.num_updates = 0
         self.best_metric: float | None = None
         self.updates_of = self._optimizer = optimizer
-        self._parts = parts
+        self._settings, self._parts = dict(settings or {}), parts
         modules = [part for part in parts.values() if isinstance(part, nn.Module)]
         self._modules = nn.ModuleList(modules)
         optimizer.follow_buffers(self._modules)
-        self._keep, self._best, self._look_every = keep, best, look_every_seconds
-        self._times = save_and_stop.SaveTimes(
-            self.replica, every_updates, every_minutes
-        )
+        self._times = SaveTimes(self.replica, every_updates, every_minutes)
         self._writer = Writer(asynchronous)
-        self._proven: set[type] = set()  # of values, which were loaded once
-        # Steps of schedulers that are parts, at the end of the first epoch: None before
-        # that, and nothing once they were looked at again.
-        self._num_steps: dict[str, int] | None = None
         self.has_loaded = False
-        self._has_looked = False  # at the folder, for a run to resume
         # Where the run began, until this has been called after an update.
-        self._begun: Cursor | None = optimizer.sampler.cursor
+        self._begun: int | None = self.num_updates
         if stop_on:
-            save_and_stop.listen(stop_on)
-        if stop_poll is not None:
-            save_and_stop.poll_for_stop(stop_poll, poll_seconds, weakref.ref(self))
+            listen(stop_on)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that the run has made: the steps of the trace that are done."""
+        sampler = self._optimizer.sampler
+        return sampler.schedule.steps(sampler.cursor.epoch).start + sampler.cursor.step
+
+    # --- after every update -----------------------------------------------------------
 
     def __call__(self, update: Update) -> None:
         """Saves and stops when it is time to: once per update, on every replica.
@@ -176,45 +150,48 @@ class Checkpointer:
         because they were asked to stop.
         """
         self._writer.check()
-        if update.ends_epoch:
-            self._warn_of_schedulers()
-        if self._begun is not None and self.replica.is_primary:
-            self._check_folder()
-        num_updates = self.num_updates + 1
-        due = self._times.due(num_updates)
+        if self.replica.is_primary:
+            if self._begun is not None:
+                self._check_folder()
+            if update.ends_epoch and update.epoch == 1:
+                self._warn_of_schedulers()
+        is_due = self._times.due(self.num_updates)
         # After what may find that another member is lost, so that it can run again.
-        self.num_updates, self._begun = num_updates, None
-        if self._optimizer.asked_to_stop(due, self._look_every):
-            written = self._save() or self._writer.wait()
-            # In it, so that no replica leaves while replica 0 writes.
-            request = save_and_stop.agreed_request(self.replica)
-            for log in self._logs():
-                log.close(request.reason)
-            if self.replica.is_primary:  # a warning is seen without any set-up
-                logger.warning(
-                    f"stopped after {self.num_updates} updates: {request.reason}. "
-                    f"Started again, the run continues from {written}"
-                )
-            end_run()  # a notebook may begin another one
-            raise xla_replica.Stopped(request.reason, request.exit_status)
-        if due:
+        self._begun = None
+        if self._optimizer.asked_to_stop(is_due, self._look_every):
+            self._stop()
+        if is_due:
             self._save()
 
+    def _check_folder(self) -> None:
+        """Raises now what would be raised by the first save, perhaps much later."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self.folder).close()
+        files.check_own(self.folder, self.num_updates - 1)
+
     def _warn_of_schedulers(self) -> None:
-        """Warns, once, of parts that have not stepped in the second epoch."""
-        found = {
-            name: part.last_epoch
-            for name, part in self._parts.items()
-            if hasattr(part, "get_last_lr") and hasattr(part, "last_epoch")
-        }
-        for name, number in (self._num_steps or {}).items():
-            if found[name] == number and self.replica.is_primary:
+        for name, part in self._parts.items():
+            if hasattr(part, "get_last_lr") and part.last_epoch == 0:
                 logger.warning(
-                    f"the scheduler {name}= has not stepped for an epoch: Checkpointer "
-                    "saves it alone. Call optimizer.attach(scheduler), which steps it "
-                    "after every update, or step it at the end of every epoch"
+                    f"the scheduler {name}= has not stepped in two epochs: "
+                    "Checkpointer saves it alone. Call optimizer.attach(scheduler), "
+                    "which steps it after every update, or step it in every epoch"
                 )
-        self._num_steps = found if self._num_steps is None else {}
+
+    def _stop(self) -> None:
+        """Saves, and raises `Stopped`. Collective."""
+        written = self._save() or self._writer.wait()
+        # In it, so that no replica leaves while replica 0 writes.
+        request = agreed_request(self.replica)
+        for log in self._logs():
+            log.close(request.reason)
+        if self.replica.is_primary:  # a warning is seen without any set-up
+            logger.warning(
+                f"stopped after {self.num_updates} updates: {request.reason}. "
+                f"Started again, the run continues from {written}"
+            )
+        end_run()  # a notebook may begin another one
+        raise xla_replica.Stopped(request.reason, request.exit_status)
 
     def saves(self, part: Any) -> bool:
         """Returns whether checkpoints hold the state of a part or attached scheduler.
@@ -223,6 +200,8 @@ class Checkpointer:
         """
         parts = self._parts.values()
         return isinstance(part, AttachedScheduler) or any(p is part for p in parts)
+
+    # --- saving -----------------------------------------------------------------------
 
     def save(self, metric: float | None = None) -> Path | None:
         """Writes a checkpoint now, such as last in the loop over epochs. Collective.
@@ -237,17 +216,17 @@ class Checkpointer:
 
         Args:
             metric: What was measured of the present weights; if it is the best so far,
-                the checkpoint is kept as ``best-*.pt``.
+                the checkpoint is kept, and named ``best-*.pt``. NaN is never best.
 
         Raises:
             OSError: Writing failed.
             ValueError: ``metric`` was passed without ``best=``, or there have been
                 updates and this checkpointer is not attached.
-            TypeError: The state of a part could not be loaded again.
-            CheckpointError: The folder has checkpoints of a run with more updates.
+            CheckpointError: The folder has checkpoints of a run with more updates; or
+                the state of a part could not be loaded again.
         """
-        now = self._optimizer.sampler.cursor  # step 0 may be that of a chosen epoch
-        if self._begun is not None and now.step > 0 and now != self._begun:
+        has_stepped = self._optimizer.sampler.cursor.step > 0  # of any first epoch
+        if has_stepped and self._begun not in (None, self.num_updates):
             raise ValueError(
                 "save: the optimizer has made updates that this Checkpointer has not "
                 "seen: call optimizer.attach(checkpointer) before training"
@@ -259,10 +238,9 @@ class Checkpointer:
                     f"save(metric={metric!r}): Checkpointer needs best='max' or 'min'"
                 )
             is_better = operator.gt if self._best == "max" else operator.lt
-            if not math.isfinite(metric):
-                logger.warning("save: metric %r is not finite and never best", metric)
-            elif before is None or is_better(metric, before):
-                is_best, self.best_metric = True, float(metric)
+            is_best = before is None or is_better(metric, before)
+            is_best &= math.isfinite(metric)
+            self.best_metric = float(metric) if is_best else before
         return self._save(is_best, between_epochs=True)
 
     def wait(self) -> Path | None:
@@ -274,118 +252,74 @@ class Checkpointer:
         return self._writer.wait()
 
     def _save(self, is_best: bool = False, between_epochs: bool = False) -> Path | None:
-        since = time.perf_counter()
-        self._has_looked = True  # what is in the folder then is this run's, or an error
+        since, replica, number = time.perf_counter(), self.replica, self.num_updates
         self._writer.wait()  # before another state is copied
-        self.replica.sync()
-        random_numbers = self.replica.rng_state()
+        replica.sync()
+        random_numbers = replica.rng_state()
         # All modules at once: averaging resets the count of minibatches that weighs.
         self._optimizer.average_buffers(self._modules)
         for log in self._logs():
             log.event("checkpoint")
         state = self._snapshot()
-        state["random"] = random_state.saved(self.replica, random_numbers)
+        state["random"] = random_state.saved(replica, random_numbers)
         if between_epochs:
-            cursor = state["optimizer"]["elastic"]["sampler"]
-            schedule = self._optimizer.sampler.schedule
-            if cursor["step"] >= len(schedule.steps(cursor["epoch"])):
-                with contextlib.suppress(TraceExhausted):  # there is no next epoch
-                    schedule.steps(cursor["epoch"] + 1)
-                    # The order is that of the epoch that has ended.
-                    cursor |= {"epoch": cursor["epoch"] + 1, "step": 0, "order": None}
-        self.replica.sync()  # the sums in the state, on every replica alike
-        name = self.folder / f"update-{self.num_updates:08d}"
+            self._begin_next_epoch(state["optimizer"]["elastic"]["sampler"])
+        replica.sync()  # the sums in the state, on every replica alike
+        name = self.folder / f"update-{number:08d}"
         state, write_shards = shards.split(
-            name, state, self.replica, self._writer.asynchronous
+            name, state, replica, self._writer.asynchronous
         )
-        self._times.saved(self.num_updates)
-        if self.replica.is_primary:
-            state = detached(self.replica.to_host(state))
+        self._times.saved(number)
+        if replica.is_primary:
+            state = detached(replica.to_host(state))
 
         def write() -> Path | None:
-            parts = write_shards()
-            if not self.replica.is_primary:
+            added = write_shards()
+            if not replica.is_primary:
                 return None
-            return self._write(state | parts, is_best, since)
+            files.check_own(self.folder, number)
+            path = files.write(self.folder, number, state | added, is_best)
+            files.tidy(self.folder, self._keep)
+            size, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
+            logger.info(f"saved {path}: {size:.1f} MB in {seconds:.2f} s")
+            return path
 
         path = self._writer.start(write)
         # On XLA every program that runs advances them, also the one that saves.
-        self.replica.set_rng_state(random_numbers)
+        replica.set_rng_state(random_numbers)
         return path
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Returns the state without random numbers, tensors where they are."""
+        return {
+            "version": VERSION,
+            "best": self.best_metric,
+            "settings": self._settings,
+            "optimizer": self._optimizer.state_dict(),
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+        }
+
+    def _begin_next_epoch(self, place: dict[str, Any]) -> None:
+        """Moves the sampler's saved place from the end of an epoch to the next."""
+        schedule, epoch = self._optimizer.sampler.schedule, place["epoch"]
+        if place["step"] >= len(schedule.steps(epoch)):
+            with contextlib.suppress(TraceExhausted):  # there is no next epoch
+                schedule.steps(epoch + 1)
+                # The order is that of the epoch that has ended.
+                place |= {"epoch": epoch + 1, "step": 0, "order": None}
 
     def _logs(self) -> list[RunLog]:
         return [part for part in self._parts.values() if isinstance(part, RunLog)]
 
-    def _snapshot(self) -> dict[str, Any]:
-        """Returns the state without random numbers, tensors where they are."""
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
-        for name, part in parts.items():
-            files.check_tensors(f"the state of {name}", part)
-        state = {
-            "version": VERSION,
-            "num_updates": self.num_updates,
-            "best": self.best_metric,
-            "settings": self._settings,
-            "optimizer": self._optimizer.state_dict(),
-            "parts": parts,
-        }
-        # NumPy's numbers would not be loaded again.
-        loadable: dict[str, Any] = without_numpy(state)
-        return loadable
+    # --- loading ----------------------------------------------------------------------
 
-    def _write(self, state: dict[str, Any], is_best: bool, since: float) -> Path:
-        num_updates = state["num_updates"]  # the run may have made more meanwhile
-        kinds = {type(leaf) for leaf in leaves(state)}
-        if not kinds <= self._proven:
-            parts = {"optimizer": state["optimizer"], **state["parts"]}
-            for name, part in parts.items():
-                files.check_loadable(f"the state of {name}", part)
-            self._proven |= kinds
-        damaged = self._damaged_later()
-        path = files.write(self.folder, num_updates, state)
-        if is_best:
-            files.copy_as_best(path)
-        files.tidy(self.folder, self._keep, damaged)
-        megabytes, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
-        logger.info(f"saved {path}: {megabytes:.1f} MB in {seconds:.2f} s")
-        return path
-
-    def _check_folder(self) -> None:
-        """Raises now what would be raised by the first save, perhaps much later."""
-        self._damaged_later()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(self.folder, os.W_OK):
-            raise PermissionError(
-                errno.EACCES, "checkpoints cannot be written", str(self.folder)
-            )
-
-    def _damaged_later(self) -> list[files.SavedFile]:
-        """Returns files of more updates, which loading has passed over.
-
-        Raises CheckpointError if one of them is whole: it is another run's.
-        """
-        most = self.num_updates if self._has_looked else -1
-        saved = files.saved_files(self.folder)
-        later = [file for file in saved if file.num_updates > most]
-        for file in later:
-            try:
-                file.read_whole()
-            except (files.CheckpointError, FileNotFoundError):
-                continue
-            raise files.CheckpointError(
-                f"{file.path} has {file.num_updates} updates, and this run "
-                f"{self.num_updates}: call load() before training, or change the folder"
-            )
-        return later
-
-    def load(
-        self, *, allow_changes: bool = False, best: bool = False
-    ) -> Restored | None:
+    def load(self, *, allow_changes: bool = False, best: bool = False) -> Path | None:
         """Resumes the newest checkpoint that is not damaged. Collective.
 
-        Returns None if there is none. Damaged ones are passed over, with a warning. In
-        a live run this is where a member joins, and blocks until it may: one that
-        others have begun is received from them, and no file is read.
+        Returns its file, or None if there is none. Damaged ones are passed over, with a
+        warning. In a live run this is where a member joins, and blocks until it may: a
+        run that others have begun is received from them, no file is read, and the
+        folder is returned.
 
         Args:
             allow_changes: Also resume a run with other settings, trace, dataset length,
@@ -401,20 +335,37 @@ class Checkpointer:
         check_flag("allow_changes", allow_changes)
         check_flag("best", best)
         self._writer.wait()
-        self._has_looked = True
         self.has_loaded |= not best
         if self.replica.is_live and not best:
             return self._enter(allow_changes)
-        found = self._choose("best" if best else "update")
-        return found and self._load(*found, allow_changes)
+        path, state = self._choose(best)
+        if path is not None:
+            self._load(path, state, allow_changes)
+        return path
 
-    def _enter(self, allow_changes: bool) -> Restored | None:
+    def _choose(self, best: bool) -> tuple[Path | None, Any]:
+        """Returns the checkpoint that replica 0 has chosen and its state, if any."""
+        path = state = None
+        if self.replica.is_primary:
+            path, state = files.newest_whole(self.folder, best)
+        chosen = self.replica.all_gather_object(path)[0]
+        if chosen is None or path is not None:
+            return path, state
+        path = self.folder / chosen.name
+        if not path.exists():
+            raise files.CheckpointError(
+                f"{path}, which replica 0 has chosen, is not here: all hosts must "
+                "share the folder"
+            )
+        return path, files.load(path, mapped=True)
+
+    def _enter(self, allow_changes: bool) -> Path | None:
         """Joins a live run, or begins it."""
 
         def begin() -> None:
-            found = files.newest_whole(self.folder, "update")
-            if found is not None:
-                self._load(found[0].path, found[1], allow_changes)
+            path, state = files.newest_whole(self.folder)
+            if path is not None:
+                self._load(path, state, allow_changes)
 
         def change(generation: int) -> None:
             self._times.look_from(self.num_updates)
@@ -434,29 +385,21 @@ class Checkpointer:
             changed=change,
             is_saved=lambda part: part is self or self.saves(part),
         )
-        cursor = self._optimizer.sampler.cursor
-        if not self.num_updates:
-            return None
-        return Restored(self.folder, self.num_updates, cursor.epoch, self.best_metric)
+        return self.folder if self.num_updates else None
 
-    def _load(self, path: Path, state: dict[str, Any], allow_changes: bool) -> Restored:
+    def _load(self, path: Path, state: dict[str, Any], allow_changes: bool) -> None:
         """Takes a checkpoint's state, or another member's, see `_snapshot`."""
-        version = state.get("version")
-        if version != VERSION:
-            raise ValueError(
-                f"{path} is of format {version!r}, and this library reads {VERSION}: "
-                "finish the run with the version that began it, or give it another "
-                "folder"
-            )
-        other_run = f"{path} is of another run"
+        parts = sorted(state.get("parts", ()))
+        saved = {"the format": state.get("version"), "the names of parts": parts}
+        own = {"the format": VERSION, "the names of parts": sorted(self._parts)}
         if not allow_changes:
-            remedy = (
-                "Give the run another folder, or call Checkpointer.load("
-                "allow_changes=True), before vbs.epochs where that runs the loop"
-            )
-            check_same(state["settings"], self._settings, other_run, remedy)
-        saved, own = {"parts": sorted(state["parts"])}, {"parts": sorted(self._parts)}
-        check_same(saved, own, other_run, "Pass the same parts to Checkpointer")
+            saved, own = saved | state.get("settings", {}), own | self._settings
+        remedy = (
+            "Pass the same parts to Checkpointer; give a run that has changed, or that "
+            "another version began, another folder; or call Checkpointer.load("
+            "allow_changes=True) for other settings, before vbs.epochs"
+        )
+        check_same(saved, own, f"{path} is of another run", remedy)
         groups = self._optimizer.param_groups
         trained = [parameter for group in groups for parameter in group["params"]]
         state = shards.fill(self.folder, state, self.replica, trained)
@@ -471,58 +414,16 @@ class Checkpointer:
         self._optimizer.follow_buffers(self._modules)
         if "random" in state:  # in a live run every minibatch has a seed
             random_state.restore(copied(state["random"]), self.replica)
-        self.num_updates, self.best_metric = state["num_updates"], state["best"]
-        self._times.saved(self.num_updates)
-        self._begun = self._optimizer.sampler.cursor
-        epoch = self._begun.epoch
+        self.best_metric, self._begun = state["best"], self.num_updates
+        self._times.saved(self._begun)
         if self.replica.is_primary:
-            logger.info(f"resuming {path}: {self.num_updates} updates, epoch {epoch}")
-        return Restored(path, self.num_updates, epoch, self.best_metric)
-
-    def _choose(self, kind: str) -> tuple[Path, Any] | None:
-        """Returns the checkpoint that replica 0 has chosen and its state, if any."""
-        found, problem = None, None
-        if self.replica.is_primary:
-            try:
-                found = files.newest_whole(self.folder, kind)
-            except files.CheckpointError as all_damaged:
-                problem = str(all_damaged)
-        own = found and found[0].path.name, problem
-        name, problem = self.replica.all_gather_object(own)[0]
-        if problem is not None:
-            raise files.CheckpointError(problem)
-        chosen = files.saved_file(self.folder / name) if name else None
-        if chosen is None:
-            return None
-        if found is None:  # not replica 0
-            with contextlib.suppress(files.CheckpointError, FileNotFoundError):
-                found = chosen, chosen.read()
-        num_missing = self.replica.all_gather_object(found is None).count(True)
-        if found is None or num_missing:
-            raise files.CheckpointError(
-                f"{num_missing} replicas cannot read {chosen.path}, which replica 0 "
-                "has chosen: all hosts must share the folder"
-            )
-        return chosen.path, found[1]
-
-
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    """Raises unless a run with these settings could be resumed."""
-    for name, value in settings.items():
-        for leaf in leaves(value):
-            is_plain = type(leaf) in (str, int, float, bool, type(None))
-            if not is_plain or leaf != leaf:
-                raise (ValueError if is_plain else TypeError)(
-                    f"settings[{name!r}] has {leaf!r}, a {type(leaf).__name__}; "
-                    "settings may be texts, numbers other than NaN, None, lists and "
-                    "dicts of these"
-                )
+            epoch = self._optimizer.sampler.cursor.epoch
+            logger.info(f"resuming {path}: {self._begun} updates, epoch {epoch}")
 
 
 def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
     """Raises unless a checkpoint of these would hold all that is trained, once."""
     check_type("optimizer", optimizer, ElasticOptimizer, "an elastic wrapper")
-    saved: set[nn.Parameter] = set()
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise TypeError(
@@ -533,25 +434,17 @@ def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"Checkpointer: {name} is saved with the wrapper: leave it out"
             )
-        told_by = getattr(part, "updates_of", optimizer)
-        if not any(told_by is own for own in (optimizer, *parts.values())):
-            raise ValueError(
-                f"Checkpointer: {name}={part!r} tells of the updates of another "
-                "optimizer: build it with the one that this checkpointer saves"
-            )
-        if isinstance(part, nn.Module):
-            saved.update(part.parameters())
-    order = optimizer.sampler.order
-    has_state = hasattr(order, "state_dict") and hasattr(order, "load_state_dict")
-    if has_state and not any(part is order for part in parts.values()):
+    order, found = optimizer.sampler.order, parts.values()
+    if hasattr(order, "load_state_dict") and not any(part is order for part in found):
         raise ValueError(
             "Checkpointer: the sampler's order= has a state, which would begin anew "
             f"where the run is resumed: pass order={order!r}, or by another name"
         )
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    missing = len(set(trained) - saved)
-    if missing:
+    modules = [part for part in found if isinstance(part, nn.Module)]
+    saved = {parameter for module in modules for parameter in module.parameters()}
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    if missing := trained - saved:
         raise ValueError(
-            f"Checkpointer: {missing} of the optimizer's parameters are in no part "
-            "that is a module, and would not be saved: pass model=model"
+            f"Checkpointer: {len(missing)} of the optimizer's parameters are in no "
+            "part that is a module, and would not be saved: pass model=model"
         )

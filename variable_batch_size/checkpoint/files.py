@@ -3,19 +3,17 @@
 In the folder of a `Checkpointer`, a file's name holds the number of updates and the
 beginning of the SHA-256 of its content. A file with such a name is therefore complete,
 one that has changed does not fit its name, and no index can be lost or contradict them.
+The name of one that was the best when it was written begins with ``best``.
 """
 
 from __future__ import annotations
 
-import io
+import contextlib
 import logging
 import pickle
 import re
 import secrets
-import shutil
-import stat
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -25,25 +23,25 @@ import torch
 from variable_batch_size.checkpoint import shards
 from xla_replica.common.differences import check_same
 from xla_replica.common.files import sha256, write_whole
-from xla_replica.common.trees import map_tensors, named_tensors, without_numpy
+from xla_replica.common.trees import without_numpy
 
 logger = logging.getLogger(__name__)
 
 _DIGITS = 32  # of the SHA-256 in a name
 _NAME = re.compile(rf"(update|best)-(\d{{8,}})-([0-9a-f]{{{_DIGITS}}})\.pt")
 _UNFINISHED = ".unfinished"
-_ABANDONED_SECONDS = 3600.0  # after so long without a write
 
 
 class CheckpointError(RuntimeError):
-    """There are checkpoints, and none of them can be used."""
+    """A checkpoint cannot be used, or would not be."""
 
 
 def write_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
     """Writes a state in place of the earlier one; call it on replica 0 only.
 
     For a loop without an `ElasticOptimizer`; with one, see `Checkpointer`. A crash at
-    any moment leaves the earlier file. Raises OSError if the file cannot be written.
+    any moment leaves the earlier file. Raises OSError if the file cannot be written,
+    and CheckpointError if it could not be read again.
 
     Args:
         path: The file; its folder is made if it is missing.
@@ -52,8 +50,7 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
             to resume it.
     """
     path = Path(path)
-    write = partial(torch.save, without_numpy(state))
-    write_whole(path.with_suffix(_UNFINISHED), write, path)
+    write_whole(path.with_suffix(_UNFINISHED), partial(_save, state), path)
 
 
 def read_checkpoint(
@@ -71,14 +68,48 @@ def read_checkpoint(
         CheckpointError: It is damaged, or holds more than tensors and plain values.
         OSError: The file cannot be read.
     """
-    try:
-        _check_regular(Path(path))
-        state: dict[str, Any] = parse(Path(path))
-    except CheckpointError as damage:
-        raise CheckpointError(f"{path} cannot be loaded: {damage}") from damage
+    state: dict[str, Any] = load(Path(path))
     if settings is not None:
         check_same(state.get("settings", {}), settings, f"{path} is of another run")
     return state
+
+
+def load(path: Path, mapped: bool = False) -> Any:
+    """Returns the state in a file, on the CPU: tensors and plain values only.
+
+    Raises CheckpointError, which says why, if it cannot be loaded. It does not repeat
+    torch's advice to load the file without this protection.
+
+    Args:
+        path: The file.
+        mapped: Leave tensors in the file's memory pages. The processes of a host share
+            these, and none needs memory of its own. Copy what is to outlive the file:
+            where another host deletes it, pages that were not read are lost, and using
+            them is fatal.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise CheckpointError(
+            f"{path} holds {found[1] if found else 'something else'}, and may hold "
+            "tensors, numbers, texts, lists and dicts; nothing of it is run"
+        ) from None
+    except (RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+
+
+def _save(state: Any, file: BinaryIO) -> None:
+    """Writes a state into a file, and raises CheckpointError unless it can be read."""
+    try:
+        torch.save(without_numpy(state), file)
+    except RuntimeError as error:
+        # Of a full disk torch says that a position in the file is unexpected.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    file.flush()
+    load(Path(file.name), mapped=True)
 
 
 # --- the folder of a Checkpointer -----------------------------------------------------
@@ -92,195 +123,100 @@ class SavedFile(NamedTuple):
     digest: str
 
     def read(self) -> Any:
-        """Returns the state in the file, on the CPU, in the file's own memory pages.
+        """Returns the state in the file, see `load`, without its sharded tensors.
 
-        The processes of a host share these, and none needs memory of its own. Copy
-        what is to outlive the file: where another host deletes a file on a network,
-        pages that have not been read are lost, and using them is fatal.
-
-        Raises CheckpointError, which says how, if the file is damaged. Other errors,
-        such as that of a server that does not answer, are not damage.
+        Raises CheckpointError if the file or one of its shards is damaged. Other
+        errors, such as that of a server that does not answer, are not damage.
         """
-        _check_regular(self.path)
-        if sha256(self.path)[:_DIGITS] != self.digest:
-            raise CheckpointError("its content is not what was written")
-        return parse(self.path, mapped=True)
-
-    def read_whole(self) -> Any:
-        """Returns the state; raises CheckpointError if its shards are damaged, too."""
-        state = self.read()
-        parts = state.get("shards", {"sha256": {}})
-        for name, digest in parts["sha256"].items():
-            path = self.path.parent / parts["folder"] / name
-            if not path.exists() or sha256(path) != digest:
-                raise CheckpointError(f"{path} is missing or has changed")
+        _check_digest(self.path, self.digest)
+        state = load(self.path, mapped=True)
+        for name, digest in state.get("sha256 of shards", {}).items():
+            _check_digest(self.path.parent / name, digest)
         return state
 
 
-def saved_file(path: Path) -> SavedFile | None:
-    """Returns the checkpoint that a path names, unread; None if it names none."""
-    match = _NAME.fullmatch(path.name)
-    return SavedFile(path, int(match[2]), match[3]) if match else None
+def _check_digest(path: Path, digest: str) -> None:
+    if not path.exists() or not sha256(path).startswith(digest):
+        raise CheckpointError(f"{path} is missing or has changed")
 
 
-def saved_files(folder: Path, kind: str = "update") -> list[SavedFile]:
-    """Returns the files of a kind, 'update' or 'best', the newest first, unread."""
-    paths = [*folder.iterdir()] if folder.exists() else []
-    named = [path for path in paths if path.name.startswith(f"{kind}-")]
-    found = [file for path in named if (file := saved_file(path))]
-    return sorted(found, key=lambda f: (f.num_updates, _modified(f.path)), reverse=True)
+def saved_files(folder: Path, best: bool = False) -> list[SavedFile]:
+    """Returns the checkpoints in a folder, the newest first, unread.
+
+    Or, with ``best``, those alone that were the best when they were written.
+    """
+    found = []
+    for path in folder.glob("best-*.pt" if best else "*.pt"):
+        match = _NAME.fullmatch(path.name)
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            if match and path.is_file():
+                file = SavedFile(path, int(match[2]), match[3])
+                found.append((file.num_updates, path.stat().st_mtime_ns, file))
+    return [file for *_, file in sorted(found, reverse=True)]
 
 
-def newest_whole(folder: Path, kind: str = "update") -> tuple[SavedFile, Any] | None:
-    """Returns the newest checkpoint that is not damaged, if any, and its state.
+def newest_whole(folder: Path, best: bool = False) -> tuple[Path | None, Any]:
+    """Returns the newest checkpoint that is not damaged and its state, or None twice.
 
     Raises CheckpointError if there are some and all are damaged.
     """
-    num_damaged = 0
-    for file in saved_files(folder, kind):
+    files = saved_files(folder, best)
+    for file in files:
         try:
-            return file, file.read_whole()
-        except FileNotFoundError:  # deleted meanwhile
-            continue
+            return file.path, file.read()
         except CheckpointError as damage:
-            num_damaged += 1
             logger.warning(
-                f"checkpoint {file.path} is damaged: {damage}; the one before it is "
-                "used"
+                f"checkpoint {file.path.name} is damaged: {damage}; the one before it "
+                "is used"
             )
-    if num_damaged:
+    if files:
         raise CheckpointError(
-            f"all {num_damaged} checkpoints in {folder} are damaged: move them away"
+            f"all {len(files)} checkpoints in {folder} are damaged: move them away"
         )
-    return None
+    return None, None
 
 
-def write(folder: Path, num_updates: int, state: Any) -> Path:
+def check_own(folder: Path, num_updates: int) -> None:
+    """Deletes damaged checkpoints of more updates, which loading has passed over.
+
+    Raises CheckpointError if one of them is whole: it is another run's.
+    """
+    for file in saved_files(folder):
+        if file.num_updates <= num_updates:
+            return
+        try:
+            file.read()
+        except CheckpointError:
+            file.path.unlink(missing_ok=True)
+        else:
+            raise CheckpointError(
+                f"{file.path} has {file.num_updates} updates, and this run "
+                f"{num_updates}: call load() before training, or change the folder"
+            )
+
+
+def write(folder: Path, num_updates: int, state: Any, is_best: bool = False) -> Path:
     """Writes a checkpoint and returns its file; a crash leaves the others intact.
 
     Raises OSError, with the path, if it cannot be written.
     """
-    name = f"update-{num_updates:08d}"
-
-    # A run may outlive its successor.
-    unfinished = folder / f"{name}-{secrets.token_hex(4)}{_UNFINISHED}"
+    # A run may outlive its successor, so that two write at once.
+    token = secrets.token_hex(4)
+    unfinished = folder / f"update-{num_updates:08d}-{token}{_UNFINISHED}"
 
     def content(file: BinaryIO) -> Path:
-        torch.save(state, file)
-        file.flush()
-        return folder / f"{name}-{sha256(unfinished)[:_DIGITS]}.pt"
+        _save(state, file)
+        digest, kind = sha256(unfinished)[:_DIGITS], "best" if is_best else "update"
+        return folder / f"{kind}-{num_updates:08d}-{digest}.pt"
 
-    try:
-        return write_whole(unfinished, content)
-    except RuntimeError as error:
-        # Of a full disk torch says that a position in the file is unexpected.
-        cause = error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        reason = cause.strerror or str(cause)
-        raise OSError(cause.errno, reason, str(unfinished)) from error
+    return write_whole(unfinished, content)
 
 
-def copy_as_best(path: Path) -> Path:
-    """Makes a written checkpoint the best one, in place of the earlier best."""
-    best = path.with_name(path.name.replace("update-", "best-", 1))
-    with path.open("rb") as source:
-        copy = partial(shutil.copyfileobj, source)
-        write_whole(best.with_suffix(_UNFINISHED), copy, best)
-    _delete(file for file in saved_files(path.parent, "best") if file.path != best)
-    return best
-
-
-def tidy(folder: Path, keep: int, damaged: Iterable[SavedFile] = ()) -> None:
-    """Deletes abandoned unfinished files, damaged ones, and the oldest ones.
-
-    The newest ``keep`` are left.
-    """
-    for unfinished in folder.glob(f"*{_UNFINISHED}"):
-        age = time.time() - _modified(unfinished) / 1e9
-        if age > _ABANDONED_SECONDS and unfinished.is_file():
-            unfinished.unlink(missing_ok=True)
-    _delete(damaged)
-    _delete([file for file in saved_files(folder) if file.path.is_file()][keep:])
-    left = [*saved_files(folder), *saved_files(folder, "best")]
-    if left:
-        shards.tidy(folder, [file.num_updates for file in left])
-
-
-def _delete(files: Iterable[SavedFile]) -> None:
-    for file in files:
-        if file.path.is_file():  # not a folder or a pipe of that name
-            file.path.unlink(missing_ok=True)
-
-
-def check_tensors(what: str, state: Any) -> None:
-    """Raises TypeError if a state holds itself, or a tensor without content."""
-    try:
-        hollow = [name for name, tensor in named_tensors(state) if tensor.is_meta]
-    except RecursionError:
-        raise TypeError(
-            f"{what} contains itself: save what it refers to by a name or a number"
-        ) from None
-    if hollow:
-        raise TypeError(
-            f"{what} has tensors on the device 'meta', such as {hollow[0]!r}, which "
-            "have no content: give them some with to_empty() or load_state_dict(), or "
-            "leave them out"
-        )
-
-
-def check_loadable(what: str, state: Any) -> None:
-    """Raises TypeError if a state has values that `parse` would not let pass."""
-    buffer, usual = io.BytesIO(), (torch.Tensor, torch.nn.Parameter)
-    plain = map_tensors(state, lambda t: None if type(t) in usual else t)
-    try:
-        torch.save(plain, buffer)
-        buffer.seek(0)
-        parse(buffer)
-    except (CheckpointError, pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"{what} has values that torch.load(weights_only=True) refuses; states may "
-            f"hold tensors, numbers, texts, lists and dicts: {error}"
-        ) from error
-
-
-def parse(path: Path | BinaryIO, mapped: bool = False) -> Any:
-    """Returns the state in a checkpoint, on the CPU: tensors and plain values only.
-
-    Raises CheckpointError, which says why, if it cannot be loaded. It does not repeat
-    torch's advice to load the file without this protection.
-
-    Args:
-        path: The file, or its content, which is not mapped.
-        mapped: Leave tensors in the file's pages. Their bits are then not checked.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except OSError:
-        raise
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = named[1] if named else "something else"
-        raise CheckpointError(
-            f"nothing is run, but it holds {what}; only plain values are loaded"
-        ) from None
-    except Exception as error:  # unpickling raises many kinds
-        if mapped and "mmap" in str(error):  # this file system has no such pages
-            return parse(path)
-        if "allocate" in str(error):  # too little memory is not damage
-            raise
-        raise CheckpointError(f"{type(error).__name__}: {error}") from error
-
-
-def _check_regular(path: Path) -> None:
-    """Raises CheckpointError unless a path is a file that can be read to its end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError("it is a folder, a pipe or a device, not a regular file")
-
-
-def _modified(path: Path) -> int:
-    """Returns when a file was last written, in nanoseconds; 0 if it is gone."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
+def tidy(folder: Path, keep: int) -> None:
+    """Deletes all but the newest checkpoints and the best, and what is unfinished."""
+    files, best = saved_files(folder), saved_files(folder, best=True)[:1]
+    kept = {*files[:keep], *best}
+    gone = [file.path for file in files if file not in kept]
+    for path in (*gone, *folder.glob(f"update-*{_UNFINISHED}")):
+        path.unlink(missing_ok=True)
+    shards.tidy(folder, {file.num_updates for file in kept})

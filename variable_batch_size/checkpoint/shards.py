@@ -9,14 +9,14 @@ is written last, so that a checkpoint is whole or not there.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+import shutil
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from xla_replica import Replica
-from xla_replica.common.files import sync_folder
 from xla_replica.common.trees import map_tensors, named_tensors
 
 SUFFIX = ".shards"
@@ -40,27 +40,33 @@ def split(
         The state, and a function that every replica calls. It returns what the
         checkpoint's file adds to the state, and raises OSError on every replica if
         writing failed on one of them.
+
+    Raises:
+        TypeError: A tensor has no content.
     """
-    found = {n: t for n, t in _named(state) if replica.is_sharded([t])}
-    if not found:
+    tensors = _named(state)
+    if hollow := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise TypeError(
+            f"the tensor {hollow[0]!r} of the state is on the device 'meta' and has no "
+            "content: give it some with to_empty() or load_state_dict()"
+        )
+    sharded = {n: t for n, t in tensors.items() if replica.is_sharded([t])}
+    if not sharded:
         return state, dict
     token = replica.all_gather_object(secrets.token_hex(8))[0]
     folder = name.with_name(f"{name.name}-{token}{SUFFIX}")
-    write = replica.write_shards(folder, found, beside_training)
+    write = replica.write_shards(folder, sharded, beside_training)
 
-    def write_and_sync() -> dict[str, Any]:
-        digests = write()
-        if replica.is_primary:
-            sync_folder(folder)
-            sync_folder(folder.parent)
-        return {"shards": {"folder": folder.name, "sha256": digests}}
+    def named_write() -> dict[str, Any]:
+        digests = {f"{folder.name}/{name}": digest for name, digest in write().items()}
+        return {"shards": folder.name, "sha256 of shards": digests}
 
-    def hollow(tensor: torch.Tensor) -> torch.Tensor:
+    def without_content(tensor: torch.Tensor) -> torch.Tensor:
         if not replica.is_sharded([tensor]):
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    return map_tensors(state, hollow), write_and_sync
+    return map_tensors(state, without_content), named_write
 
 
 def fill(
@@ -79,33 +85,27 @@ def fill(
 
     Raises OSError if a file cannot be read.
     """
-    wanted = {name: tensor for name, tensor in _named(state) if tensor.is_meta}
-    if not wanted:
+    if "shards" not in state:
         return state
-    path = folder / state["shards"]["folder"]
-    found = iter(replica.read_shards(path, wanted, parameters).values())
+    wanted = {name: tensor for name, tensor in _named(state).items() if tensor.is_meta}
+    read = replica.read_shards(folder / state["shards"], wanted, parameters)
+    found = iter(read.values())
     return map_tensors(state, lambda t: next(found) if t.is_meta else t)
 
 
-def tidy(folder: Path, kept: Iterable[int]) -> None:
+def tidy(folder: Path, kept: Collection[int]) -> None:
     """Deletes the shards of checkpoints that are gone.
 
     Args:
         folder: The folder of the checkpoints.
         kept: The updates of those that are there; later ones are being written.
     """
-    kept = set(kept)
     for path in folder.glob(f"update-*{SUFFIX}"):
-        number = path.name.split("-")[1]
-        if not number.isdigit() or int(number) in kept or int(number) > max(kept):
-            continue
-        for file in path.iterdir():
-            file.unlink(missing_ok=True)
-        path.rmdir()
+        number = int(path.name.split("-")[1])
+        if number not in kept and number < max(kept):
+            shutil.rmtree(path)
 
 
-def _named(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def _named(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Returns all tensors by name: parts by their own, as in their state."""
-    return [
-        (name.removeprefix("parts."), tensor) for name, tensor in named_tensors(state)
-    ]
+    return {name.removeprefix("parts."): t for name, t in named_tensors(state)}

@@ -85,7 +85,8 @@ def train(rank: int, folder: Path, ask_at=None, asked=(), **options):
     updates that were made, and how many a checkpoint had.
     """
     training = Training(folder, **options)
-    restored = training.checkpointer.load()
+    is_resumed = training.checkpointer.load() is not None
+    num_restored = training.checkpointer.num_updates if is_resumed else None
 
     def ask(update: vbs.Update) -> None:
         if update.step == ask_at and rank in asked:
@@ -93,7 +94,7 @@ def train(rank: int, folder: Path, ask_at=None, asked=(), **options):
 
     training.optimizer.attach(ask)
     weights = training.train()
-    return weights, training.steps, restored and restored.num_updates
+    return weights, training.steps, num_restored
 
 
 def counted(rank: int, folder: Path, runs: list[dict[str, Any]]):

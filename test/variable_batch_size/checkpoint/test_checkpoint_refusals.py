@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 import variable_batch_size as vbs
 import xla_replica
-from variable_batch_size.checkpoint import checkpointer, files
+from variable_batch_size.checkpoint import files
 from variable_batch_size.step.totals import hyperparameters
 
 
@@ -32,7 +32,7 @@ from variable_batch_size.step.totals import hyperparameters
          "num_samples was 128 and is 160"),
         ({"settings": {"width": 3}}, "width was None and is 3"),
         ({"parts": {"other": nn.Linear(1, 1)}},
-         r"parts was \['model', 'scheduler'\] and is \['model', 'other'"),
+         r"parts was \['model', 'scheduler'\] and is \['model', 'other'.* same parts"),
     ],
 )  # fmt: skip
 def test_another_run_is_refused_and_nothing_is_touched(options, message, tmp_path):
@@ -44,31 +44,24 @@ def test_another_run_is_refused_and_nothing_is_touched(options, message, tmp_pat
     assert not other.optimizer.inner.state
 
 
-CYCLE: list[object] = [1]
-CYCLE.append({"itself": CYCLE})
-
-
 @pytest.mark.parametrize(
-    ("num_before", "value", "says"),
+    ("value", "error", "says"),
     [
-        (0, Path("/somewhere"), "weights_only"),
-        (1, Path("/somewhere"), "weights_only"),
-        (1, [lambda: 1], "weights_only.*lambda"),
-        (1, CYCLE, "contains itself"),
-        (1, [torch.ones(2, device="meta")], r"device 'meta', such as 'value\.0'"),
+        (Path("/somewhere"), vbs.CheckpointError, r"pathlib.*may hold tensors"),
+        ([lambda: 1], (AttributeError, pickle.PicklingError), "lambda"),
+        ([torch.ones(2, device="meta")], TypeError, r"'unsafe\.value\.0' .* 'meta'"),
     ],
 )
 def test_a_state_that_would_not_load_is_an_error_when_it_is_saved(
-    num_before, value, says, tmp_path
+    value, error, says, tmp_path
 ):
-    parts = {"safe": Part({1}), "unsafe": Part()}
-    training = Training(tmp_path, parts=parts)
-    for _ in range(num_before):
+    part = Part({1})
+    training = Training(tmp_path, parts={"unsafe": part})
+    before = training.checkpointer.save()
+    part.value = value
+    with pytest.raises(error, match=says):
         training.checkpointer.save()
-    parts["unsafe"].value = value
-    with pytest.raises(TypeError, match=rf"the state of unsafe .*{says}"):
-        training.checkpointer.save()
-    assert len(files.saved_files(tmp_path)) == num_before
+    assert [*tmp_path.iterdir()] == [before]
 
 
 def test_numbers_of_numpy_are_saved_as_those_of_python(tmp_path):
@@ -111,10 +104,7 @@ def saved_with(training: elastic.Training, **parts) -> None:
         ({"every_updates": -1}, ValueError, "every_updates must be an integer >= 1"),
         ({"every_minutes": 0}, ValueError, "every_minutes must be a finite number > 0"),
         ({"stop_on": ["SIGNAL"]}, ValueError, "SIGNAL"),
-        ({"stop_poll": "http"}, TypeError, "stop_poll"),
         ({"asynchronous": "no"}, TypeError, "asynchronous must be True or False, got"),
-        ({"settings": {"data": Path("x")}}, TypeError, r"settings\['data'\]"),
-        ({"settings": {"rate": math.nan}}, ValueError, "numbers other than NaN"),
         ({"folder": "gs://bucket/job"}, ValueError, "mount the bucket"),
         (lambda t: t.checkpointer.load(allow_changes=2), TypeError, "allow_changes m"),
         (lambda t: t.checkpointer.load(best="no"), TypeError, "best must be True"),
@@ -124,13 +114,11 @@ def saved_with(training: elastic.Training, **parts) -> None:
         (lambda t: saved_with(t, part=t.optimizer.inner), ValueError, "leave it out"),
         (lambda t: saved_with(t, part=t.sampler), ValueError, "leave it out"),
         (lambda t: vbs.Checkpointer("x", t.optimizer.inner), TypeError, "elastic wrap"),
-        (lambda t: saved_with(t, log=vbs.RunLog(None, wrapped())), ValueError,
-         "tells of the updates of another optimizer"),
         # It would begin anew between epochs, where no digest of the order could tell.
         (lambda t: saved_with(elastic.Training(CASE, sampler={"order": Order(128)})),
          ValueError, "order= has a state, which would begin anew"),
         (lambda t: files.write(t.checkpointer.folder, 3, {"version": 1})
-         and t.checkpointer.load(), ValueError, "is of format 1, and this library rea"),
+         and t.checkpointer.load(), ValueError, "the format was 1 and is 3"),
     ],
 )  # fmt: skip
 def test_bad_arguments_and_calls_are_named(wrong, error, message, tmp_path):
@@ -179,10 +167,10 @@ def test_another_run_s_folder_is_not_written_to(tmp_path):
     assert files.saved_files(tmp_path) == found
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_at_once(tmp_path, monkeypatch):
-    training = Training(tmp_path / "read only", every_updates=1000)
-    monkeypatch.setattr(checkpointer.os, "access", lambda path, mode: False)
-    with pytest.raises(PermissionError, match=r"cannot be written: .*read only"):
+def test_a_folder_that_cannot_be_written_to_is_told_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    training = Training(tmp_path / "file" / "run", every_updates=1000)
+    with pytest.raises(NotADirectoryError, match=r"file/run"):
         training.train()
     assert training.steps == [0]
 
@@ -265,14 +253,12 @@ def test_a_checkpointer_that_was_not_attached_does_not_save(loads, tmp_path):
     if loads:
         Training(tmp_path).train()
     forgetful = Training(tmp_path)
-    restored = forgetful.checkpointer.load()
-    assert (restored is not None) == loads
+    assert (forgetful.checkpointer.load() is not None) == loads
     found = files.saved_files(tmp_path)
     forgetful.epoch(3)
     with pytest.raises(ValueError, match=r"optimizer\.attach\(checkpointer\)"):
         forgetful.checkpointer.save()
     assert files.saved_files(tmp_path) == found
-    assert forgetful.checkpointer.num_updates == (restored.num_updates if loads else 0)
 
 
 def test_a_run_that_has_not_begun_can_be_saved(tmp_path):

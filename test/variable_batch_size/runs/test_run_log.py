@@ -190,8 +190,8 @@ class Saved(Training):
 def resumed(folder: Path, kill_at: float, resume_at: int | None) -> vbs.Run:
     """Trains from a checkpoint of so many updates to the end, or until it is killed."""
     training = Saved(folder, every_updates=3)
-    restored = training.saver.load()
-    assert (restored and restored.num_updates) == resume_at
+    is_resumed = training.saver.load() is not None
+    assert (training.saver.num_updates if is_resumed else None) == resume_at
     training.kill_at = kill_at
     with contextlib.suppress(Killed), mock.patch.object(training.log, "close"):
         training.train()
