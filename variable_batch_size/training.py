@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
 import logging
 import os
 import weakref
@@ -143,11 +141,10 @@ def epochs(
         elif hasattr(part, "after_update"):
             optimizer.attach(part.after_update)
         elif not hasattr(part, "load_state_dict"):
-            near = difflib.get_close_matches(name, inspect.signature(epochs).parameters)
             raise TypeError(
                 f"epochs: {name}={part!r} is neither an option nor a part of the run, "
                 "which has load_state_dict() or after_update(); give the members of a "
-                f"list one by one{', or ' + near[0] + '=' if near else ''}"
+                "list one by one"
             )
     if isinstance(log, (str, os.PathLike)):
         log = RunLog(log, optimizer, settings=settings)

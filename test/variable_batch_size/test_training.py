@@ -146,30 +146,27 @@ def test_the_best_checkpoint_is_kept_by_the_metric(tmp_path):
     assert checkpointer.best_metric == 0.9
 
 
-def test_what_cannot_be_run_is_refused(tmp_path):
+def test_what_cannot_be_run_is_refused():
     model, _, optimizer, _, loader = parts()
-    with pytest.raises(ValueError, match="not those of the optimizer's sampler"):
-        vbs.epochs(optimizer, DataLoader(range(64)), 3, model=model)
-    with pytest.raises(ValueError, match="every_updates= needs checkpoint="):
-        vbs.epochs(optimizer, loader, 3, model=model, every_updates=3)
-    run = vbs.epochs(optimizer, loader, 3, model=model)
-    epoch = next(run)
+    run = {"optimizer": optimizer, "loader": loader, "num_epochs": 3, "model": model}
+    for changes, message in (
+        ({"loader": DataLoader(range(64))}, "not those of the optimizer's sampler"),
+        ({"every_updates": 3}, "every_updates= needs checkpoint="),
+        ({"chekpoint": "x"}, "epochs: chekpoint='x' is neither an option nor a part"),
+        ({"on_end": print}, "epochs: on_end=.* nor a part"),
+        ({"schedules": [1]}, r"epochs: schedules=\[1\] .* one by one"),
+        ({"optimizer": optimizer.inner}, "optimizer must be an elastic wrapper"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            vbs.epochs(**run | changes)
+    epochs = vbs.epochs(**run)
+    epoch = next(epochs)
     with pytest.raises(ValueError, match="there is no log"):
         epoch.write(accuracy=1)
     with pytest.raises(ValueError, match="epoch 0 was left before its last minibatch"):
-        next(run)
+        next(epochs)
     with pytest.raises(ValueError, match="was called for this optimizer before"):
-        vbs.epochs(optimizer, loader, 3, model=model)
-
-
-def test_what_is_no_part_of_a_run_is_refused_by_its_name():
-    model, _, optimizer, scheduler, loader = parts()
-    wrong = {"chekpoint": ("x", ", or checkpoint="), "on_end": (print, "or a part")}
-    for name, (value, told) in {**wrong, "schedules": ([scheduler], "one by")}.items():
-        with pytest.raises(TypeError, match=f"epochs: {name}=.*{told}"):
-            vbs.epochs(optimizer, loader, 1, model=model, **{name: value})
-    with pytest.raises(TypeError, match="optimizer must be an elastic wrapper"):
-        vbs.epochs(optimizer.inner, loader, 1, model=model)
+        vbs.epochs(**run)
 
 
 def test_a_checkpointer_that_was_loaded_is_not_loaded_again(tmp_path):
@@ -199,27 +196,22 @@ def test_a_scheduler_that_is_only_saved_is_told(how, tmp_path, caplog):
     assert caplog.text.count(told) == (how == "never")
 
 
-@pytest.mark.parametrize("skipped", [0, 3, 7])
-def test_a_minibatch_without_a_step_is_an_error(skipped):
-    model, _, optimizer, _, loader = parts([16])
-    minibatches = iter(next(vbs.epochs(optimizer, loader, 1, model=model)))
-    for _ in range(skipped):
-        model(next(minibatches)[0]).mean().backward()
-        optimizer.step()
-    next(minibatches)
-    with pytest.raises(ValueError, match="was not called for a minibatch of epoch 0"):
-        next(minibatches, None)
-
-
 @pytest.mark.parametrize(
-    ("left_out", "is_followed"),
-    [(0, True), (3, True), (7, True), (3, False), (7, False)],  # others may read ahead
+    ("how", "left_out"),  # the loader itself may have read the first one ahead
+    [
+        *itertools.product(("epochs", "followed"), (0, 3, 7)),
+        ("loader", 3),
+        ("loader", 7),
+    ],
 )
-def test_a_minibatch_that_a_loop_by_hand_leaves_out_is_an_error(left_out, is_followed):
+def test_a_minibatch_without_a_step_is_an_error(how, left_out):
     model, _, optimizer, _, loader = parts([16])
-    minibatches = optimizer.replica.loader(loader) if is_followed else loader
-    next(iter(minibatches))  # looking at the data does no harm
-    optimizer.set_epoch(0)
+    if how == "epochs":
+        minibatches = next(vbs.epochs(optimizer, loader, 1, model=model))
+    else:
+        minibatches = optimizer.replica.loader(loader) if how == "followed" else loader
+        next(iter(minibatches))  # looking at the data does no harm
+        optimizer.set_epoch(0)
 
     def run() -> None:
         for number, (x, _) in enumerate(minibatches):

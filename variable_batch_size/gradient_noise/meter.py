@@ -21,6 +21,7 @@ from variable_batch_size.gradient_noise.squares import GradientSquares
 from xla_replica import Replica
 from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_choice, check_number
+from xla_replica.common.differences import check_same
 
 Groups = list[dict[str, Any]]
 logger = logging.getLogger(__name__)
@@ -154,8 +155,8 @@ class NoiseMeter:
         and it does not count: on no replica, since the sum over them is not finite.
         """
         self._add_groups(len(groups) - self._num_groups)
-        new = self._gradients.watch(groups)
-        if new and after_backward:
+        has_new = self._gradients.watch(groups)
+        if has_new and after_backward:
             self._squares.spoil()
 
     def prepare_step(self, num_minibatches: int) -> None:
@@ -317,23 +318,15 @@ class NoiseMeter:
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        if state.keys() != set(_STATE):
-            raise ValueError(
-                f"this is not a state of a NoiseMeter: it has {sorted(state)}, "
-                f"expected are {sorted(_STATE)}"
-            )
-        num_groups = state["averages"].shape[-1]
-        if num_groups != self._num_groups:
-            raise ValueError(
-                f"the state is of {num_groups} parameter groups, and the optimizer has "
-                f"{self._num_groups}"
-            )
-        if state["base"].item() != self._base:
-            raise ValueError(
-                f"the state's gains are over {state['base'].item():g} samples, and "
-                f"this meter's over {self._base:g}: use the same ref_batchsize and "
-                "compat"
-            )
+        check_same(
+            {
+                "groups": state["averages"].shape[-1],
+                "reference batch size": state["base"].item(),
+            },
+            {"groups": self._num_groups, "reference batch size": float(self._base)},
+            "the saved noise is of other parameter groups or another reference",
+            "Use the same groups, ref_batchsize and compat",
+        )
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Takes what `state_dict` returned; see `check_state`."""

@@ -28,29 +28,25 @@ class GradientSquares:
         self.device = replica.device
         self._replica = replica
         self.parameters: list[nn.Parameter] = []
-        self._group_of: list[int] = []
-        self._known: set[nn.Parameter] = set()
+        self._group_of: dict[nn.Parameter, int] = {}
         self._num_groups = 0
         self._handles: list[Any] = []
         self._collected: dict[int, torch.Tensor] = {}
         self._repeated = False
         self.paused = False
 
-    def watch(self, groups: Groups) -> list[nn.Parameter]:
-        """Sees all trainable parameters from now on; returns those that are new."""
-        new = []
-        self._num_groups = len(groups)
+    def watch(self, groups: Groups) -> bool:
+        """Sees all trainable parameters from now on; returns whether some are new."""
+        num_before, self._num_groups = len(self.parameters), len(groups)
         for group_index, group in enumerate(groups):
             for parameter in group["params"]:
-                if parameter.requires_grad and parameter not in self._known:
+                if parameter.requires_grad and parameter not in self._group_of:
                     # The garbage collector cannot see what a node keeps.
                     hook = weak_hook(self.collect, len(self.parameters))
                     self._handles.append(self._replica.on_gradient(parameter, hook))
-                    self._known.add(parameter)
                     self.parameters.append(parameter)
-                    self._group_of.append(group_index)
-                    new.append(parameter)
-        return new
+                    self._group_of[parameter] = group_index
+        return len(self.parameters) > num_before
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Keeps the square of a gradient of this minibatch."""
@@ -99,7 +95,7 @@ class GradientSquares:
         """Returns the sums of 0-d tensors over each parameter group: ``(G,)``."""
         members: list[list[torch.Tensor]] = [[] for _ in range(self._num_groups)]
         for index in sorted(numbers):  # one order, whatever the backward pass's was
-            members[self._group_of[index]].append(numbers[index])
+            members[self._group_of[self.parameters[index]]].append(numbers[index])
         sums = [torch.stack(each).sum(0, keepdim=True) for each in members if each]
         if len(sums) == 1 == self._num_groups:
             return sums[0]

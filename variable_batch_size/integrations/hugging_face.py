@@ -14,24 +14,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_utils import unwrap_peft_model
 
@@ -70,11 +63,11 @@ class ElasticTrainer(Trainer):
     sampler's place. `train` resumes it on any number of processes. On SIGTERM and
     SIGINT it saves and raises `xla_replica.Stopped`, as `Checkpointer` does.
 
-    A subclass may have its own ``compute_loss``, which returns a mean as in `Trainer`:
-    over tokens, with ``num_items_in_batch``, or, where ``loss_is_scaled_for_ga`` is
-    False, over the samples of a minibatch. For a subclass of `Trainer`, such as
-    ``Seq2SeqTrainer``, put this class first among the bases: ``class
-    Mine(ElasticTrainer, Seq2SeqTrainer)``.
+    A subclass may have its own ``compute_loss``, and says by `Trainer`'s attribute
+    ``loss_is_scaled_for_ga`` what it returns: True, a mean over tokens, as with
+    ``num_items_in_batch``; or False, a mean over the samples of a minibatch. For a
+    subclass of `Trainer`, such as ``Seq2SeqTrainer``, put this class first among the
+    bases: ``class Mine(ElasticTrainer, Seq2SeqTrainer)``.
 
     Args:
         model, args, *others, **options: As for `Trainer`; ``args.max_steps`` is
@@ -117,7 +110,6 @@ class ElasticTrainer(Trainer):
         args.average_tokens_across_devices = False  # the optimizer does
         args.ignore_data_skip = True  # the sampler is where the run continues
         self.replica, self._run = _replica_of(args), _Run(self)
-        self._reads_count = False  # that of the first minibatch's tokens
         callbacks = [self._run, *(callbacks or ())]
         super().__init__(model, args, *others, callbacks=callbacks, **options)
         self._refuse()
@@ -204,8 +196,8 @@ class ElasticTrainer(Trainer):
         """
         wrapper = nn.parallel.DistributedDataParallel
         refuse(f"{wrapper}: install accelerate 1.15", isinstance(model, wrapper))
-        own, loss, weight = self._checked_loss(), 0.0, 0
-        over_tokens = self.loss_is_scaled_for_ga is not False
+        own, loss, weight = type(self).compute_loss, 0.0, 0
+        over_tokens = self._is_mean_over_tokens()
         # Shadows the method, which a subclass may have overridden and returns a mean.
         self.__dict__["compute_loss"] = lambda *a, **b: own(self, *a, **b) * weight
         try:
@@ -225,30 +217,21 @@ class ElasticTrainer(Trainer):
         total = torch.as_tensor(self._update.weight)
         return loss * self.replica.num_replicas / total.clamp(min=1).reshape(())
 
-    def _checked_loss(self) -> Callable[..., torch.Tensor]:
-        """Returns ``compute_loss``; what it returns is a mean over known weights.
+    def _is_mean_over_tokens(self) -> bool:
+        """Returns whether a minibatch's loss is a mean over its tokens, or samples.
 
-        A loss that is the user's must once read the count that it is weighted by, or
-        say what it is.
+        Raises ValueError where only the user can know, and has not said so.
         """
-        cls, own = type(self), type(self).compute_loss
-        is_own = own is not Trainer.compute_loss or self.compute_loss_func is not None
+        is_own = type(self).compute_loss is not Trainer.compute_loss
+        is_own |= self.compute_loss_func is not None
         is_own |= not isinstance(unwrap_peft_model(self.model), PreTrainedModel)
-        if self._reads_count or not is_own or self.loss_is_scaled_for_ga is not None:
-            return own
-
-        def checked(*given: Any, num_items_in_batch: Any, **named: Any) -> torch.Tensor:
-            with _Reads(num_items_in_batch) as reads:
-                loss = own(*given, num_items_in_batch=num_items_in_batch, **named)
-            self._reads_count = reads.any or num_items_in_batch is None
-            refuse(
-                f"a loss of {cls.__name__} that does not use num_items_in_batch: set "
-                "loss_is_scaled_for_ga = False if it is the mean over a minibatch's "
-                "samples, or True if over its tokens", not self._reads_count,
-            )  # fmt: skip
-            return loss
-
-        return checked
+        refuse(
+            "a loss of your own that does not say what it is a mean over: set "
+            "loss_is_scaled_for_ga = True if it divides by num_items_in_batch or by a "
+            "minibatch's tokens, or False if it is the mean over a minibatch's samples",
+            is_own and self.loss_is_scaled_for_ga is None,
+        )
+        return self.loss_is_scaled_for_ga is not False
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """Logs as the trainer does, and the step's batch size and learning rate."""
@@ -272,25 +255,10 @@ class ElasticTrainer(Trainer):
         found = None
         files = Path(self.args.output_dir).glob("checkpoint-*/trainer_state.json")
         for file in sorted(files, key=lambda f: int(f.parent.name.split("-")[1])):
-            with contextlib.suppress(ValueError, TypeError):  # it is written last
-                TrainerState.load_from_json(str(file))
+            with contextlib.suppress(ValueError):  # it is written last
+                json.loads(file.read_text())
                 found = str(file.parent)
         return self.replica.all_gather_object(found)[0]
-
-
-class _Reads(TorchFunctionMode):
-    """Sees whether a function of torch reads a tensor, also in a compiled model."""
-
-    def __init__(self, tensor: torch.Tensor | None) -> None:
-        super().__init__()
-        self.tensor, self.any = tensor, False
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self.any |= any(each is self.tensor for each in tree_leaves((args, kwargs)))
-        return function(*args, **kwargs)
 
 
 class _Run(steps.Steps, TrainerCallback):

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
@@ -100,9 +99,7 @@ class ElasticStrategy(SingleDeviceStrategy):
             loop.max_epochs = int(most)
         super().setup(trainer)
         [inner] = self.optimizers
-        optimizer = _Optimizer(inner, self.sampler, **self._options)
-        if any(isinstance(each, BaseFinetuning) for each in trainer.callbacks):
-            optimizer.finetuned = self.lightning_module
+        optimizer = steps.StepOptimizer(inner, self.sampler, **self._options)
         self.optimizers: list[Any] = [optimizer]
         if num_steps := trainer.log_every_n_steps:
             sinks = [_sink_of(each) for each in trainer.loggers]
@@ -157,15 +154,12 @@ class ElasticStrategy(SingleDeviceStrategy):
         """Returns the mean, sum, maximum or minimum over replicas. Collective."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        is_metric = (
-            tensor.is_floating_point() and self.lightning_module.trainer.training
-        )
+        is_training = self.lightning_module.trainer.training
+        is_lacking = self.may_lack_metrics and is_training
         lacks = "sync_dist=True in an epoch in which some replica has no minibatch"
-        refuse(f"{lacks}: leave it out", self.may_lack_metrics and is_metric)
-        values, name = (
-            self.all_gather(tensor),
-            str(reduce_op).rpartition(".")[2].lower(),
-        )
+        refuse(f"{lacks}: leave it out", is_lacking and tensor.is_floating_point())
+        name = str(reduce_op).rpartition(".")[2].lower()
+        values = self.all_gather(tensor)
         is_mean = name in ("mean", "avg")
         return values.sum(0) / len(values) if is_mean else _REDUCTIONS[name](values, 0)
 
@@ -192,10 +186,9 @@ class ElasticStrategy(SingleDeviceStrategy):
     @property
     def _peers(self) -> xla_replica.Replica:
         """The replica, where it may meet the others; else raises ValueError."""
-        text = (
-            "collectives within training_step: log(..., on_step=False, on_epoch=True)"
-        )
-        refuse(text, self._is_inside_step and self.world_size > 1)
+        remedy = "log(..., on_step=False, on_epoch=True)"
+        is_early = self._is_inside_step and self.world_size > 1
+        refuse(f"collectives within training_step: {remedy}", is_early)
         return self.replica
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
@@ -213,34 +206,6 @@ class ElasticStrategy(SingleDeviceStrategy):
         refuse("fully_shard: write a loop with ElasticOptimizer", is_sharded)
         if self.world_size == 1:
             refuse("devices=: start the processes with torchrun", num_devices > 1)
-
-
-class _Optimizer(steps.StepOptimizer):
-    """The wrapper of a module that a callback may freeze and unfreeze.
-
-    Such a callback freezes whenever a run begins. Where one is resumed, it replaces
-    parameter groups by those that it had unfrozen, but leaves their parameters frozen.
-
-    Attributes:
-        finetuned: The module, if there is such a callback.
-    """
-
-    finetuned: LightningModule | None = None
-
-    def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> None:
-        """Loads a state; what was trained where it was saved is trained again."""
-        was_trained = state_dict.get("elastic", {}).get("trained")
-        if self.finetuned is not None and was_trained:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            for parameter, is_trained in zip(parameters, was_trained):
-                parameter.requires_grad_(is_trained)
-            trained = {p for p in parameters if p.requires_grad}
-            for layer in self.finetuned.modules():
-                own = trained.intersection(layer.parameters(recurse=False))
-                if own and hasattr(layer, "track_running_stats"):
-                    layer.track_running_stats = True  # as unfreezing has set it
-            self._loop.gradients.add(parameters)
-        super().load_state_dict(state_dict, **options)
 
 
 class _EqualBuffers(Callback):

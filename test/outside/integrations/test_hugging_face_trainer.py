@@ -100,7 +100,7 @@ def test_killed_and_asked_to_stop_it_goes_on_with_other_numbers_of_processes(tmp
     check([outcome])
 
 
-def test_a_loss_that_does_not_read_the_count_says_what_it_is_a_mean_over(tmp_path):
+def test_a_loss_of_ones_own_says_what_it_is_a_mean_over(tmp_path):
     """Also a function, and that of a module that is not of the library."""
 
     def function(outputs, labels, num_items_in_batch):
@@ -120,7 +120,7 @@ def test_a_loss_that_does_not_read_the_count_says_what_it_is_a_mean_over(tmp_pat
         runs.trainer_of(tmp_path, model=Module()),
     ]
     for trainer in trainers:
-        with pytest.raises(ValueError, match="set loss_is_scaled_for_ga = False if"):
+        with pytest.raises(ValueError, match="set loss_is_scaled_for_ga = True if"):
             trainer.train()
     told = runs.trainer_of(tmp_path, max_steps=2, compute_loss_func=function)
     told.loss_is_scaled_for_ga = False

@@ -245,25 +245,15 @@ class Small(lightning.LightningModule):
 
 
 def small_fit(
-    module, trace=(4, 12, 8), validation: Any = None, ckpt: Any = None, **options: Any
+    module, trace=(4, 12, 8), validation=None, ckpt=None, loader=None, **options: Any
 ) -> Any:
     """Returns the trainer after the one epoch of the trace; minibatches of four."""
     sampler = vbs.CustomSampler(range(24), [*trace], minibatch_size=4, verbose=False)
-    loader = DataLoader(range(24), batch_sampler=sampler)
+    loader = loader or DataLoader(range(24), batch_sampler=sampler)
     strategy = {"rule": "constant", **options.pop("strategy", {})}
     trainer = trainer_of(sampler, strategy, **options)
     trainer.fit(module, loader, validation, ckpt_path=ckpt)
     return trainer
-
-
-def test_the_page_shows_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "trace.csv").write_text("step,batchsize\n" + "0,32\n1,64\n" * 20)
-    names = {"vbs": vbs, "DataLoader": DataLoader, "module": (module := Small())}
-    names |= {"dataset": range(256), "validation_loader": None, "__name__": "__main__"}
-    exec(block("docs/trainers.md", "python", "L.Trainer("), names)
-    assert module.weight < 0
-    assert [*tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt")]
 
 
 PRELUDE = """
@@ -288,6 +278,7 @@ def test_the_page_s_script_runs_under_torchrun(tmp_path):
     first, second = re.findall("WEIGHT (.*)", done.stdout)
     assert first == second
     assert float(first) < 0
+    assert [*tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt")]
 
 
 class Weighted(Small):
@@ -317,14 +308,13 @@ def test_the_trace_ends_the_training_and_gradients_are_clipped_once_a_step():
 
 class Mixed(Small):
     def training_step(self, batch, batch_idx):
-        rows, weight = batch.float()[:, None], self.weight[None, None]
-        outputs = torch.nn.functional.linear(rows, weight)
+        outputs = torch.nn.functional.linear(batch[:, None], self.weight[None, None])
         assert outputs.dtype == torch.bfloat16
         return outputs.float().mean()
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         assert len(batch) == 4  # of one minibatch
-        return batch
+        return batch.float()
 
 
 def test_mixed_precision_in_bfloat16_and_hooks_of_minibatches():
@@ -407,17 +397,6 @@ def test_two_processes_meet_between_updates_alone(tmp_path):
     assert "fully_shard: write a loop" in first["said"]
 
 
-class Thaws(lightning.callbacks.BaseFinetuning):
-    """Freezes statistics, too, and unfreezes before the second epoch."""
-
-    def freeze_before_training(self, module):
-        self.freeze(module.backbone, train_bn=False)
-
-    def finetune_function(self, module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.25)
-
-
 class Tuned(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -433,22 +412,20 @@ class Tuned(Small):
         return torch.optim.SGD(trained, 0.01, momentum=0.5)
 
 
-@pytest.mark.parametrize("saved_after", [1, 2])  # before and after unfreezing
-@pytest.mark.parametrize(
-    "callback", [Thaws, partial(lightning.callbacks.BackboneFinetuning, 1)]
-)
-def test_what_a_callback_has_unfrozen_trains_on_in_a_resumed_run(
-    tmp_path, callback, saved_after
-):
+def test_a_run_that_unfreezes_is_resumed_before_that_and_refused_after(tmp_path):
+    """Lightning freezes what was trained where the checkpoint was saved."""
+    callback = partial(lightning.callbacks.BackboneFinetuning, 1)
     saves = lightning.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     options = {"trace": [4, 12, 8] * 3, "enable_checkpointing": True, "max_epochs": 3}
     small_fit(whole := Tuned(), callbacks=[callback(), saves], **options)
-    ckpt = tmp_path / f"epoch={saved_after - 1}.ckpt"
-    small_fit(resumed := Tuned(), ckpt=ckpt, callbacks=[callback()], **options)
+    before, after = tmp_path / "epoch=0.ckpt", tmp_path / "epoch=1.ckpt"
+    small_fit(resumed := Tuned(), ckpt=before, callbacks=[callback()], **options)
     assert not torch.equal(whole.backbone[0].weight, Tuned().backbone[0].weight)
     expected = whole.state_dict()
     for name, value in resumed.state_dict().items():
         torch.testing.assert_close(value, expected[name], msg=name)
+    with pytest.raises(ValueError, match="was trained"):
+        small_fit(Tuned(), ckpt=after, callbacks=[callback()], **options)
 
 
 # --- what a trace cannot carry -------------------------------------------------------
@@ -486,13 +463,11 @@ def test_what_a_trace_cannot_carry_is_refused(attributes, options, says):
 
 
 def test_another_loader_and_replicas_on_xla_are_refused(monkeypatch):
-    sampler = vbs.CustomSampler(range(8), [4, 4], minibatch_size=4, verbose=False)
-    trainer = trainer_of(sampler, {"rule": "constant"})
     with pytest.raises(ValueError, match="batch_sampler=sampler"):
-        trainer.fit(Small(), DataLoader(range(8), batch_size=4))
+        small_fit(Small(), loader=DataLoader(range(8), batch_size=4))
     monkeypatch.setattr(xla_replica, "current", type("Lazy", (), {"is_lazy": True}))
     with pytest.raises(ValueError, match="write a loop"):
-        ElasticStrategy(sampler)
+        ElasticStrategy(None)
 
 
 @pytest.mark.parametrize("every", [2, None])  # within an epoch, and at its end
@@ -513,16 +488,12 @@ def test_a_checkpoint_of_another_strategy_is_refused(tmp_path, every):
 # --- the example ----------------------------------------------------------------------
 
 
-def run_example(rank: int, arguments: list[str]) -> pd.DataFrame:
-    return digits.train(rank, digits.parse(arguments))
-
-
 def test_the_example_goes_on_with_another_number_of_processes(tmp_path):
     common = ["--no-progress", "--save-every", "4", "--epochs", "3", "--logdir"]
     whole = digits.main([*common, str(tmp_path / "whole")])
     resumed = [*common, str(tmp_path / "resumed")]
     assert digits.main([*resumed, "--stop-after", "9"])["updates"].sum() == 9
-    table, _ = Backend("cpu", 2).run(run_example, resumed)
+    table, _ = Backend("cpu", 2).run(digits.train, digits.parse(resumed))
     columns = ["epoch", "updates", "smallest batch", "largest", "learning rate"]
     assert table[columns].equals(whole[columns])
     assert table["accuracy (%)"].iloc[-1] > 80

@@ -67,12 +67,16 @@ def with_own_loss(kind: str | None, *others: type) -> type:
     from variable_batch_size.integrations.hugging_face import ElasticTrainer
 
     class Own(ElasticTrainer, *others):
+        loss_is_scaled_for_ga = True
+
         def compute_loss(self, model, inputs, num_items_in_batch=None, **options):
             logits, labels = model(inputs["input_ids"]).logits, inputs["labels"][:, 1:]
             losses = F.cross_entropy(logits[:, :-1].mT, labels, reduction="none")
             return losses.sum() / num_items_in_batch
 
     class Term(ElasticTrainer, *others):
+        loss_is_scaled_for_ga = True
+
         def compute_loss(self, model, inputs, *given, **options):
             loss = super().compute_loss(model, inputs, *given, **options)
             return loss + penalty(model)

@@ -105,9 +105,16 @@ def test_it_compiles_nothing_and_transfers_as_a_synchronous_one(backend, tmp_pat
         assert [compilations for compilations, *_ in asynchronous[1:]] == [0, 0]
 
 
-def test_the_next_save_waits_before_it_copies_another_state(tmp_path, monkeypatch):
+@pytest.fixture
+def disk(monkeypatch) -> SlowDisk:
     disk = SlowDisk()
     monkeypatch.setattr(files, "write", disk.write)
+    return disk
+
+
+def test_the_next_save_waits_before_it_copies_another_state(
+    tmp_path, monkeypatch, disk
+):
     training = Training(tmp_path, asynchronous=True)
     replica = training.checkpointer.replica
 
@@ -141,9 +148,7 @@ def test_errors_of_the_writer_reach_the_loop_once(later, tmp_path, caplog):
     assert [checkpointer.wait()] == [f.path for f in files.saved_files(tmp_path)]
 
 
-def test_a_request_to_stop_waits_for_the_file(tmp_path, monkeypatch):
-    disk = SlowDisk()
-    monkeypatch.setattr(files, "write", disk.write)
+def test_a_request_to_stop_waits_for_the_file(tmp_path, disk):
     threading.Timer(0.5, disk.may_go_on.set).start()
     with pytest.raises(xla_replica.Stopped):
         train(0, tmp_path, 6, (0,), asynchronous=True, every_updates=1000)
@@ -177,13 +182,8 @@ def test_killed_at_any_moment_the_newest_announced_one_is_whole(num_kills, tmp_p
     num_unfinished = 0
     for kill in range(num_kills):
         log = tmp_path / f"log-{kill}"
-        own = (
-            child_process._Surroundings(None, "forkserver"),
-            1,
-            announce,
-            str(folder),
-            log,
-        )
+        surroundings = child_process._Surroundings(None, "forkserver")
+        own = (surroundings, 1, announce, str(folder), log)
         process = context.Process(target=child_process._run_child, args=own)
         process.start()
         try:
