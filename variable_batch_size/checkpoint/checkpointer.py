@@ -17,12 +17,7 @@ import torch
 from torch import nn
 
 import xla_replica
-from variable_batch_size.checkpoint import files, random_state, shards
-from variable_batch_size.checkpoint.save_and_stop import (
-    SaveTimes,
-    agreed_request,
-    listen,
-)
+from variable_batch_size.checkpoint import files, random_state, save_and_stop, shards
 from variable_batch_size.checkpoint.writer import Writer, detached
 from variable_batch_size.data.schedule import TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
@@ -127,13 +122,15 @@ class Checkpointer:
         modules = [part for part in parts.values() if isinstance(part, nn.Module)]
         self._modules = nn.ModuleList(modules)
         optimizer.follow_buffers(self._modules)
-        self._times = SaveTimes(self.replica, every_updates, every_minutes)
+        self._times = save_and_stop.SaveTimes(
+            self.replica, every_updates, every_minutes
+        )
         self._writer = Writer(asynchronous)
         self.has_loaded = False
         # Where the run began, until this has been called after an update.
         self._begun: int | None = self.num_updates
         if stop_on:
-            listen(stop_on)
+            save_and_stop.listen(stop_on)
 
     @property
     def num_updates(self) -> int:
@@ -182,7 +179,7 @@ class Checkpointer:
         """Saves, and raises `Stopped`. Collective."""
         written = self._save() or self._writer.wait()
         # In it, so that no replica leaves while replica 0 writes.
-        request = agreed_request(self.replica)
+        request = save_and_stop.agreed_request(self.replica)
         for log in self._logs():
             log.close(request.reason)
         if self.replica.is_primary:  # a warning is seen without any set-up

@@ -155,8 +155,7 @@ class NoiseMeter:
         and it does not count: on no replica, since the sum over them is not finite.
         """
         self._add_groups(len(groups) - self._num_groups)
-        has_new = self._gradients.watch(groups)
-        if has_new and after_backward:
+        if self._gradients.watch(groups) and after_backward:
             self._squares.spoil()
 
     def prepare_step(self, num_minibatches: int) -> None:

@@ -416,8 +416,9 @@ def test_a_run_that_unfreezes_is_resumed_before_that_and_refused_after(tmp_path)
     """Lightning freezes what was trained where the checkpoint was saved."""
     callback = partial(lightning.callbacks.BackboneFinetuning, 1)
     saves = lightning.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    options = {"trace": [4, 12, 8] * 3, "enable_checkpointing": True, "max_epochs": 3}
-    small_fit(whole := Tuned(), callbacks=[callback(), saves], **options)
+    options = {"trace": [4, 12, 8] * 3, "max_epochs": 3}
+    saving = {"callbacks": [callback(), saves], "enable_checkpointing": True}
+    small_fit(whole := Tuned(), **options, **saving)
     before, after = tmp_path / "epoch=0.ckpt", tmp_path / "epoch=1.ckpt"
     small_fit(resumed := Tuned(), ckpt=before, callbacks=[callback()], **options)
     assert not torch.equal(whole.backbone[0].weight, Tuned().backbone[0].weight)

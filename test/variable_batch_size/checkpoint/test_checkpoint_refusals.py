@@ -153,22 +153,24 @@ def test_an_epoch_before_the_restored_one_is_an_error():
     assert lengths == [5 * 4, 32]
 
 
-def test_another_run_s_folder_is_not_written_to(tmp_path):
-    Training(tmp_path).train()
-    found = files.saved_files(tmp_path)
-    forgetful = Training(tmp_path, every_updates=1000)
-    with pytest.raises(vbs.CheckpointError, match=r"call load\(\) before training"):
+@pytest.mark.parametrize(
+    ("folder", "error", "message"),
+    [
+        ("run", vbs.CheckpointError, r"call load\(\) before training"),
+        ("file/run", NotADirectoryError, r"file/run"),  # which cannot be written to
+    ],
+)
+def test_another_run_s_folder_and_none_are_told_at_once(
+    folder, error, message, tmp_path
+):
+    Training(tmp_path / "run").train()
+    (tmp_path / "file").touch()
+    found = files.saved_files(tmp_path / "run")
+    forgetful = Training(tmp_path / folder, every_updates=1000)
+    with pytest.raises(error, match=message):
         forgetful.train()
     assert forgetful.steps == [0]
-    assert files.saved_files(tmp_path) == found
-
-
-def test_a_folder_that_cannot_be_written_to_is_told_at_once(tmp_path):
-    (tmp_path / "file").touch()
-    training = Training(tmp_path / "file" / "run", every_updates=1000)
-    with pytest.raises(NotADirectoryError, match=r"file/run"):
-        training.train()
-    assert training.steps == [0]
+    assert files.saved_files(tmp_path / "run") == found
 
 
 def wrapped(first=(), second=(), kind=torch.optim.SGD, is_frozen=False, **options):

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.documents import ROOT
-from support.scripts import descendants, words
+from support.scripts import descendants, environment, words
 from support.xla_replica.replicas import of_torch_alone
 from support.xla_replica.torchrun import free_port, wait_for_server
 
@@ -39,17 +39,14 @@ class Run:
     ) -> None:
         self.folder = folder
         self._output = folder.parent / f"output-{time.monotonic_ns()}"
-        kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         device = ("--device", "cpu", "--num-replicas", replicas) if replicas else ()
         command = (*command, SCRIPT, *ARGUMENTS, "--checkpoint", folder, *device)
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 words([*command, *arguments]),
-                env={**kept, "OMP_NUM_THREADS": "1", **more},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                env={**environment(), "PYTHONPATH": str(ROOT), **more},
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
 
     def __enter__(self) -> Run:
         return self

@@ -112,9 +112,7 @@ def test_a_failed_update_is_not_progress():
 
 def test_progress_lies_between_what_the_host_knows():
     [parameter], optimizer = make(trace=(2, 8, 1, 4))
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
-        step(optimizer, parameter, torch.randn(15, 3, generator=generator))
+    step(optimizer, parameter, torch.randn(60, 3, generator=torch.manual_seed(0)))
     low, high = optimizer.noise.progress_bounds
     assert low < high
     assert low <= optimizer.progress <= high
@@ -130,14 +128,12 @@ def test_progress_keeps_its_fractions_when_it_is_large():
     assert optimizer.progress - 2**40 == pytest.approx(5.0, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "factor"),
-    [
-        ({"rule": "linear", "noise": vbs.NoiseOptions(per_group=False)}, 2.0),
-        ({"rule": vbs.Rule("mine", lambda gain: gain**0.5, measured=True)}, 1.25**0.5),
-    ],
-)
-def test_other_rules_and_ones_own_measure_too(options, factor):
+MINE = vbs.Rule("mine", lambda gain: gain**0.5, measured=True)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 2.0), (MINE, 1.25**0.5)])
+def test_other_rules_and_ones_own_measure_too(rule, factor):
+    options = {"rule": rule, "noise": vbs.NoiseOptions(per_group=False)}
     [parameter], optimizer = make(trace=(2,), cls=vbs.ElasticOptimizer, **options)
     updates = []
     optimizer.attach(updates.append)
