@@ -335,34 +335,30 @@ class Checkpointer:
         self.has_loaded |= not best
         if self.replica.is_live and not best:
             return self._enter(allow_changes)
-        path, state = self._choose(best)
-        if path is not None:
-            self._load(path, state, allow_changes)
-        return path
+        return self._resume(allow_changes, best)
 
-    def _choose(self, best: bool) -> tuple[Path | None, Any]:
-        """Returns the checkpoint that replica 0 has chosen and its state, if any."""
+    def _resume(self, allow_changes: bool, best: bool = False) -> Path | None:
+        """Loads the checkpoint that replica 0 chooses, or a live member for itself."""
         path = state = None
-        if self.replica.is_primary:
+        if self.replica.is_primary or self.replica.is_live:
             path, state = files.newest_whole(self.folder, best)
-        chosen = self.replica.all_gather_object(path)[0]
-        if chosen is None or path is not None:
-            return path, state
-        path = self.folder / chosen.name
-        if not path.exists():
-            raise files.CheckpointError(
-                f"{path}, which replica 0 has chosen, is not here: all hosts must "
-                "share the folder"
-            )
-        return path, files.load(path, mapped=True)
+        if not self.replica.is_live:
+            path = self.replica.all_gather_object(path)[0]
+        if path is None:
+            return None
+        if state is None:
+            path = self.folder / path.name
+            if not path.exists():
+                raise files.CheckpointError(
+                    f"{path}, which replica 0 has chosen, is not here: all hosts must "
+                    "share the folder"
+                )
+            state = files.load(path, mapped=True)
+        self._load(path, state, allow_changes)
+        return path
 
     def _enter(self, allow_changes: bool) -> Path | None:
         """Joins a live run, or begins it."""
-
-        def begin() -> None:
-            path, state = files.newest_whole(self.folder)
-            if path is not None:
-                self._load(path, state, allow_changes)
 
         def change(generation: int) -> None:
             self._times.look_from(self.num_updates)
@@ -378,7 +374,7 @@ class Checkpointer:
             settings,
             snapshot=self._snapshot,
             load=lambda state: self._load(self.folder, state, False),
-            begin=begin,
+            begin=partial(self._resume, allow_changes),
             changed=change,
             is_saved=lambda part: part is self or self.saves(part),
         )
@@ -397,9 +393,8 @@ class Checkpointer:
             "allow_changes=True) for other settings, before vbs.epochs"
         )
         check_same(saved, own, f"{path} is of another run", remedy)
-        groups = self._optimizer.param_groups
-        trained = [parameter for group in groups for parameter in group["params"]]
-        state = shards.fill(self.folder, state, self.replica, trained)
+        parameters = [*self._modules.parameters()]
+        state = shards.fill(self.folder, state, self.replica, parameters)
         # First what may refuse the state, before anything is changed. One after the
         # other is copied: this needs memory for the largest of them, not for all.
         copied = partial(map_tensors, function=torch.clone)

@@ -81,7 +81,7 @@ def fill(
         folder: The folder of the checkpoint.
         state: What was in the checkpoint's file, or a part of it under the same keys.
         replica: The replica.
-        parameters: Those that are trained; states are sharded as they are.
+        parameters: Those of the model; states are sharded as they are.
 
     Raises OSError if a file cannot be read.
     """
