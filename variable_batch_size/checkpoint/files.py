@@ -13,6 +13,7 @@ import logging
 import pickle
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _DIGITS = 32  # of the SHA-256 in a name
 _NAME = re.compile(rf"(update|best)-(\d{{8,}})-([0-9a-f]{{{_DIGITS}}})\.pt")
 _UNFINISHED = ".unfinished"
+_ABANDONED_SECONDS = 3600.0  # after so long without a write
 
 
 class CheckpointError(RuntimeError):
@@ -213,10 +215,14 @@ def write(folder: Path, num_updates: int, state: Any, is_best: bool = False) -> 
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Deletes all but the newest checkpoints and the best, and what is unfinished."""
+    """Deletes all but the newest checkpoints and the best, and what was abandoned."""
     files, best = saved_files(folder), saved_files(folder, best=True)[:1]
     kept = {*files[:keep], *best}
-    gone = [file.path for file in files if file not in kept]
-    for path in (*gone, *folder.glob(f"update-*{_UNFINISHED}")):
-        path.unlink(missing_ok=True)
+    for file in files:
+        if file not in kept:
+            file.path.unlink(missing_ok=True)
+    for path in folder.glob(f"update-*{_UNFINISHED}"):
+        with contextlib.suppress(FileNotFoundError):  # somebody has finished it
+            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                path.unlink()
     shards.tidy(folder, {file.num_updates for file in kept})

@@ -144,8 +144,17 @@ def test_a_disk_that_is_full_loses_nothing(tmp_path, room):
     with full_disk(room), pytest.raises(OSError, match=message):
         files.write(tmp_path, 2, state(2))
     assert files.newest_whole(tmp_path)[0] == before
-    (tmp_path / "update-00000002-1.unfinished").touch()  # of one that was killed
-    files.tidy(tmp_path, keep=3)
+    assert list(tmp_path.iterdir()) == [before]
+
+
+def test_what_others_are_writing_is_left_alone(tmp_path):
+    before = files.write(tmp_path, 1, state(1))
+    unfinished = tmp_path / "update-00000009-1234.unfinished"
+    unfinished.write_bytes(b"more to come")
+    files.tidy(tmp_path, keep=1)
+    assert unfinished.exists()
+    os.utime(unfinished, (0, 0))
+    files.tidy(tmp_path, keep=1)
     assert list(tmp_path.iterdir()) == [before]
 
 

@@ -36,12 +36,10 @@ def resumed(rank: int, folder: Path, stop_at=None, die_at=None, asynchronous=Fal
     """
     number = xla_replica.current().num_replicas
     training = Training(RUN, (number,) if number > 1 else None)
-    options = {
-        "model": training.model,
-        "asynchronous": asynchronous,
-        "every_updates": 3,
-    }
-    checkpointer = vbs.Checkpointer(folder, training.optimizer, **options)
+    checkpointer = vbs.Checkpointer(
+        folder, training.optimizer, every_updates=3, asynchronous=asynchronous,
+        model=training.model,
+    )  # fmt: skip
     trained_on, write_parts = threading.Event(), replica_module.write_parts
     checkpointer.load()
     num_restored = checkpointer.num_updates
