@@ -21,7 +21,7 @@ WITHDRAWN = {
         vbs.(simulate|convert).*--fit\b  vbs.simulate.*--(schedule|total-samples)
         \buse_norm_layers\b  \bnorm_layers\b  \bnorm_noise  \bnorm_factor\b
         \bnoise_estimator\b  gradient_noise\.best\b  damaged-\*
-        \bstop_poll\b  \bpoll_seconds\b  vbs\.Restored\b
+        vbs\.Restored\b
     """,
     "grab_xla": r"""
         \b[Nn]umba\b  \bhas_numba\b  \bcompiled_rows\b  \btakes_factored\b

@@ -8,7 +8,8 @@ import math
 import operator
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +69,9 @@ class Checkpointer:
         best: Which metric passed to `save` is best, 'max' or 'min'.
         stop_on: Signals that ask an attached checkpointer to stop; empty for none, for
             instance where a script only loads. `xla_replica.request_stop` asks too.
+        stop_poll, poll_seconds: A function that is called every ``poll_seconds`` in a
+            thread, where it may take its time; if it raises, it is called again. A text
+            that it returns is a reason to stop (a maintenance event of the machine).
         look_every_seconds: On XLA and TorchTPU, after how much time every replica looks
             whether another one was asked to stop, which costs a host round trip;
             replica 0's value counts. Where all were asked, as by a signal to the job,
@@ -100,6 +104,8 @@ class Checkpointer:
         keep: int = 3,
         best: Literal["max", "min"] | None = None,
         stop_on: Sequence[str | int] = ("SIGTERM", "SIGINT"),
+        stop_poll: Callable[[], str | None] | None = None,
+        poll_seconds: float = 5.0,
         look_every_seconds: float = 2.0,
         asynchronous: bool = False,
         settings: Mapping[str, Any] | None = None,
@@ -131,6 +137,8 @@ class Checkpointer:
         self._begun: int | None = self.num_updates
         if stop_on:
             save_and_stop.listen(stop_on)
+        if stop_poll is not None:
+            save_and_stop.poll_for_stop(stop_poll, poll_seconds, weakref.ref(self))
 
     @property
     def num_updates(self) -> int:
@@ -236,7 +244,9 @@ class Checkpointer:
                 )
             is_better = operator.gt if self._best == "max" else operator.lt
             is_best = before is None or is_better(metric, before)
-            is_best &= math.isfinite(metric)
+            if not math.isfinite(metric):
+                logger.warning(f"metric={metric!r} is not finite, so it is never best")
+                is_best = False
             self.best_metric = float(metric) if is_best else before
         return self._save(is_best, between_epochs=True)
 

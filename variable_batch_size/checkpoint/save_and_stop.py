@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 import xla_replica
 from xla_replica import Replica, StopRequest
-from xla_replica.common.arguments import check_integer, check_number
+from xla_replica.common.arguments import check_function, check_integer, check_number
 
 logger = logging.getLogger(__name__)
 
@@ -76,3 +77,30 @@ def agreed_request(replica: Replica) -> StopRequest:
     # In a live run all members have one, and who stops waits for nobody.
     requests = [own] if replica.is_live else replica.all_gather_object(own)
     return next(request for request in requests if request is not None)
+
+
+def poll_for_stop(
+    poll: Callable[[], str | None], seconds: float, run: Callable[[], object | None]
+) -> None:
+    """Calls ``poll`` in a daemon thread until it returns a reason to stop.
+
+    Polling ends too when ``run``, a weak reference to what it is for, is gone.
+    """
+    check_function("stop_poll", poll)
+    interval = float(check_number("poll_seconds", seconds, above=0))
+    pause = threading.Event()
+
+    def ask() -> None:
+        while not pause.wait(interval) and run() is not None:
+            try:
+                reason = poll()
+            # The user's code; training continues without an answer. SystemExit ends a
+            # thread without a word.
+            except (Exception, SystemExit):
+                logger.exception("stop_poll failed; it is called again")
+                continue
+            if reason:
+                xla_replica.request_stop(str(reason))
+                return
+
+    threading.Thread(target=ask, name="stop-poll", daemon=True).start()

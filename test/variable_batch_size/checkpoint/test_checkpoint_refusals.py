@@ -94,6 +94,7 @@ def saved_with(training: elastic.Training, **parts) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
+        ({"stop_poll": "http"}, TypeError, "stop_poll"),
         ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
         ({"look_every_seconds": 0}, ValueError, "look_every_seconds must be a finite"),
         ({"look_every": 100}, TypeError, "look_every=100 is not an argument"),
