@@ -131,7 +131,7 @@ def test_folders_are_small_enough_to_be_read():
     # One file per member, as many as there are members.
     assert crowded <= {"grab_xla/balancers", "per_sample_grad/layers"}
     for package in PACKAGES:
-        assert 3 <= len([*(ROOT / package).glob("*/__init__.py")]) <= 10, package
+        assert 3 <= len([*(ROOT / package).glob("*/__init__.py")]) <= 11, package
 
 
 def test_modules_have_names_of_their_own():

@@ -9,15 +9,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import xla_replica
+from variable_batch_size.data.account import Account
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place
 from variable_batch_size.device_scalars import DeviceScalars, as_floats
 from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
+from variable_batch_size.live.exact import ExactGradients, ExactModel
+from variable_batch_size.live.members import LiveBallots, LiveUpdates, State
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.runs.run_file import installed_version
 from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Unit
+from variable_batch_size.step.ballots import Ballots
 from variable_batch_size.step.buffers import (
     average_buffers,
     follow,
@@ -25,10 +30,11 @@ from variable_batch_size.step.buffers import (
     no_starts,
 )
 from variable_batch_size.step.elastic_state import ElasticState
-from variable_batch_size.step.exact import ExactModel
-from variable_batch_size.step.live_run import LiveRun, State
+from variable_batch_size.step.gradients import StepGradients
+from variable_batch_size.step.parts import Clipping, Noise, Part, Weights
+from variable_batch_size.step.scaling import Scaling
 from variable_batch_size.step.settings import Reduction, Settings, StepContext
-from variable_batch_size.step.update_loop import UpdateLoop
+from variable_batch_size.step.update import Updates
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
 from xla_replica.common.arguments import check_flag, check_type
@@ -181,9 +187,39 @@ class ElasticOptimizer(OptimizerProxy):
         order: Any = sampler.order
         if settings.exact and hasattr(order, "ride"):
             order.ride(settings.exact)
-        self._loop = UpdateLoop(self._context, self)
-        self._saved = ElasticState(self._context, self._loop)
+        self._updates = self._built()
+        self._saved = ElasticState(self._context, self._updates)
         self._starts = no_starts()
+
+    def _built(self) -> Updates:
+        """Returns what makes the updates, with the parts that this run has."""
+        context, settings = self._context, self._settings
+        sampler, exact = context.sampler, context.exact
+        key = id(context.parameters()[0])
+        if exact is None:
+            account, gradients = Account(sampler.ledger, key), StepGradients(context)
+        else:
+            account, gradients = exact.account(sampler, key), ExactGradients(context)
+        scaling = Scaling(context)
+        is_live, parts = self.replica.is_live, dict[str, Part]()
+
+        def state() -> tuple[Any, ...]:
+            return scaling.state_dict(), gradients.trained
+
+        if self.replica.num_replicas > 1 or is_live:
+            parts["ballots"] = (LiveBallots if is_live else Ballots)(context, state)
+        if exact is not None:
+            parts["exact"] = exact
+        weights = Weights(context, gradients) if self.reduction == "sum" else None
+        if weights is not None:
+            parts["weights"] = weights
+        if self.noise is not None:
+            parts["noise"] = Noise(self.noise, weights)
+        if settings.max_grad_norm is not None:
+            most = settings.max_grad_norm
+            parts["clipping"] = Clipping(lambda: gradients.clip_(most))
+        kind = LiveUpdates if is_live else Updates
+        return kind(context, self, account, gradients, scaling, parts)
 
     def _meter(
         self, noise: NoiseOptions | bool, scalars: DeviceScalars
@@ -246,8 +282,8 @@ class ElasticOptimizer(OptimizerProxy):
                 "GradScaler is not supported, as it unscales accumulated gradients: "
                 "train in bfloat16, which needs no scaling"
             )
-        num_updates = self._loop.end_minibatch(weight)
-        if self._loop.account.idle:
+        num_updates = self._updates.end_minibatch(weight)
+        if self._updates.account.idle:
             num_updates += self._join_idle_steps()
         return num_updates
 
@@ -261,12 +297,12 @@ class ElasticOptimizer(OptimizerProxy):
         """
         if not (self._settings.lockstep and self.is_idle):
             raise ValueError(
-                f"join_step() in step {self._loop.account.number} of epoch {self.epoch}"
-                f", with lockstep={self._settings.lockstep}: it is for wrappers with "
+                f"join_step() in step {self.place.step} of epoch {self.epoch}, with "
+                f"lockstep={self._settings.lockstep}: it is for wrappers with "
                 "lockstep=True, in steps in which this replica has no minibatch; "
                 "call backward() and step() for every one that it has"
             )
-        return self._loop.update_with_others()
+        return self._updates.update_with_others()
 
     def set_epoch(self, epoch: int) -> int:
         """Begins an epoch; call it, like the sampler's, before iterating.
@@ -279,12 +315,12 @@ class ElasticOptimizer(OptimizerProxy):
             TraceExhausted: The trace has ended and ``on_end='error'``.
             ReplicaError: The epoch under way has steps left, which other replicas take.
         """
-        self._loop.begin_epoch(epoch)
+        self._updates.begin_epoch(epoch)
         return self._join_idle_steps()
 
     def _join_idle_steps(self) -> int:
         """Joins the steps that come next without a minibatch, unless in lockstep."""
-        num_updates, account = 0, self._loop.account
+        num_updates, account = 0, self._updates.account
         num_optimizers = len(account.ledger.accounts)
         while account.idle and not self._settings.lockstep:
             if num_optimizers > 1:
@@ -294,7 +330,7 @@ class ElasticOptimizer(OptimizerProxy):
                     "optimizers with lockstep=True, and call join_step()",
                     self.replica.rank,
                 )
-            num_updates += self._loop.update()
+            num_updates += self._updates.update()
         return num_updates
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -303,7 +339,7 @@ class ElasticOptimizer(OptimizerProxy):
         Raises ValueError between ``backward()`` and `step`, whose gradients count.
         """
         del set_to_none
-        self._loop.gradients.refuse_zeroing()
+        self._updates.gradients.refuse_zeroing()
 
     def attach(self, target: Any, unit: Unit = "updates", every: float = 1) -> None:
         """Runs ``target`` after every update on this replica, idle or not.
@@ -325,7 +361,7 @@ class ElasticOptimizer(OptimizerProxy):
             ReplicaError: This replica has joined updates of the epoch, and other
                 replicas have not made them yet: attach before `set_epoch`.
         """
-        self._loop.check_attach()
+        self._updates.check_attach()
         scheduled = getattr(target, "optimizer", None)
         groups = getattr(scheduled, "param_groups", self.param_groups)
         if hasattr(target, "get_last_lr") and groups is not self.param_groups:
@@ -338,7 +374,7 @@ class ElasticOptimizer(OptimizerProxy):
                 f"attach: {target!r} was built with another optimizer: build it with "
                 "this wrapper"
             )
-        self._loop.attached.add(target, unit, every)
+        self._updates.attached.add(target, unit, every)
 
     def change_batch_size(self, batch_size: int) -> int:
         """Changes the global batch size of all steps that nobody has begun. Collective.
@@ -357,7 +393,7 @@ class ElasticOptimizer(OptimizerProxy):
                 `Schedule.changed`.
             ReplicaError: Replicas have brought different sizes.
         """
-        sampler, account = self.sampler, self._loop.account
+        sampler, account = self.sampler, self._updates.account
         with account.ledger.paused() as dealt:
             # The step after this one is looked at: it begins an epoch, or does not.
             latest = max(dealt, account.global_step)
@@ -393,13 +429,13 @@ class ElasticOptimizer(OptimizerProxy):
             ReplicaError: Replicas have used different hyperparameters; on an
                 accelerator this is where it is found.
         """
-        self._loop.check_agreement()
+        self._updates.check_agreement()
         if self.replica.is_live:  # exact sums keep them equal
             return
         if self._context.exact is None:  # else counts have all replicas' already
-            guess(model, self._loop.num_seen, self._starts)
-        average_buffers(model, self._loop.num_seen, self.replica, self._starts)
-        self._loop.num_seen = 0
+            guess(model, self._updates.num_seen, self._starts)
+        average_buffers(model, self._updates.num_seen, self.replica, self._starts)
+        self._updates.num_seen = 0
 
     def follow_buffers(self, model: nn.Module) -> None:
         """Tells that the model's integer buffers are equal on all replicas now.
@@ -409,7 +445,7 @@ class ElasticOptimizer(OptimizerProxy):
         than BatchNorm's. Does nothing between a minibatch and `average_buffers`.
         """
         is_needed = self._context.exact is None and self.replica.num_replicas > 1
-        if is_needed and self._loop.num_seen == 0:
+        if is_needed and self._updates.num_seen == 0:
             self.replica.sync()
             follow(model, self._starts)
             self.replica.sync()
@@ -433,32 +469,25 @@ class ElasticOptimizer(OptimizerProxy):
                 "minibatches: build it with a sharded parameter too"
             )
         super().add_param_group(param_group)
-        self._loop.gradients.add(self.param_groups[-1]["params"])
+        self._updates.gradients.add(self.param_groups[-1]["params"])
 
     def go_live(self, settings: State, **options: Callable[..., Any]) -> None:
         """Joins a live run, or begins it; `Checkpointer.load` calls it.
 
         Args:
             settings: What members must have in common beside the wrapper's own.
-            **options: Those of `LiveRun`.
+            **options: Those of `LiveUpdates.enter`.
         """
-        if self._loop.live is not None:
-            raise ReplicaError(
-                "in a live run call Checkpointer.load() once, before set_epoch",
-                self.replica.rank,
-            )
-        run = LiveRun(self._context, self._loop, **options)
+        updates: Any = self._updates
         own = {**checks.common_settings(self._context), "version": installed_version()}
-        settings = {**own, **settings}
-        run.enter({name: repr(value) for name, value in settings.items()})
-        self._loop.live = run
+        updates.enter({**own, **settings}, **options)
 
     # --- what can be asked ----------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         """The epoch under way."""
-        return self._loop.account.epoch
+        return self._updates.account.epoch
 
     @property
     def place(self) -> Place:
@@ -467,18 +496,18 @@ class ElasticOptimizer(OptimizerProxy):
         Steps are numbered within their epoch. After the last one the step is their
         number, `EpochPlan.num_steps`.
         """
-        account = self._loop.account
+        account = self._updates.account
         return Place(account.epoch, account.number, account.substep)
 
     @property
     def num_minibatches(self) -> int:
         """How many minibatches `step` has ended on this replica, of all epochs."""
-        return self._loop.num_minibatches
+        return self._updates.num_minibatches
 
     @property
     def is_idle(self) -> bool:
         """Whether this replica has no minibatch in the step under way."""
-        return self._loop.account.idle
+        return self._updates.account.idle
 
     @property
     def is_padding(self) -> bool:
@@ -488,7 +517,7 @@ class ElasticOptimizer(OptimizerProxy):
         minibatch left in a step runs one that another replica runs too. Its gradient
         and its weight are zero. Leave it out of metrics.
         """
-        return self._loop.account.is_padding
+        return self._updates.account.is_padding
 
     @property
     def sample_weights(self) -> torch.Tensor:
@@ -498,8 +527,9 @@ class ElasticOptimizer(OptimizerProxy):
         ``(losses * optimizer.sample_weights).sum()``, and `step` knows how many samples
         count. It is data on the device, not read and not compiled anew.
         """
-        account = self._loop.follow_sampler()
-        return self._loop.totals.sample_weights(account.num_real_samples)
+        account = self._updates.check_minibatch()
+        assert self._updates.weights is not None
+        return self._updates.weights.of_samples(account.num_real_samples)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -507,11 +537,11 @@ class ElasticOptimizer(OptimizerProxy):
 
         A tensor of shape ``()``; None before the first update.
         """
-        return self._loop.grad_norm
+        return getattr(self._updates.parts.get("clipping"), "norm", None)
 
     def get_bs(self) -> int:
         """Returns the global batch size of the step under way; 0 after the last."""
-        now = self._loop.account.now
+        now = self._updates.account.now
         return now.batch_size if now else 0
 
     def asked_to_stop(self, look: bool = False, every_seconds: float = 2.0) -> bool:
@@ -519,9 +549,12 @@ class ElasticOptimizer(OptimizerProxy):
 
         Ask inside `attach`, where all replicas have made the same updates, as
         `Checkpointer` does. They agree without a collective or, unless ``look`` or
-        every so many seconds, a transfer of their own; see `Agreement.stop_agreed`.
+        every so many seconds, a transfer of their own; see `Ballots.stop_agreed`.
         """
-        return self._loop.totals.stop_agreed(look, every_seconds)
+        ballots = self._updates.ballots
+        if ballots is None:
+            return xla_replica.stop_requested() is not None
+        return ballots.stop_agreed(look, every_seconds)
 
     def current_lr(self) -> float:
         """Returns the first group's effective learning rate in the step under way.
@@ -582,8 +615,8 @@ class ElasticOptimizer(OptimizerProxy):
         """Returns the learning rates of the step under way, or of the last update."""
         lrs, batch_size = self.get_lr(), self.get_bs()
         is_late = self.ref_weight is not None and not self.rule.measured
-        if self._loop.account.ended or is_late:
-            return as_floats(self._loop.last_lrs or lrs, self.replica)
+        if self._updates.account.ended or is_late:
+            return as_floats(self._updates.last_lrs or lrs, self.replica)
         if self.rule.measured and self.noise is not None:
             inputs = self.noise.lr_factors(batch_size)
         else:

@@ -40,8 +40,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_787
-TEST_LINES = 34_706
+CODE = 23_384
+TEST_LINES = 34_613
 
 
 def test_lines_are_counted():

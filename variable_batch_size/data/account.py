@@ -26,6 +26,9 @@ class Account:
         number: Steps of it that are committed.
         substep: Minibatches of the next step that this replica has trained.
         now: The next step; None after the epoch's last.
+        epoch: The epoch under way.
+        ended: Whether all its steps are committed.
+        idle: Whether this replica has no minibatch in the next step.
         announced: Whether the user began the epoch by ``set_epoch``, in which replicas
             join the first steps if they are idle in them, or no replica is idle there.
         has_run: Whether this replica has trained a minibatch of the epoch.
@@ -37,6 +40,9 @@ class Account:
     strict = False
     owner: Any = None
 
+    plan: EpochPlan
+    now: Step | None
+
     def __init__(self, ledger: Ledger, key: int) -> None:
         self.ledger = ledger
         self.announced = self.has_run = self.is_waiting = False
@@ -47,11 +53,6 @@ class Account:
         ledger.accounts[key] = self
 
     @property
-    def epoch(self) -> int:
-        """The epoch under way."""
-        return self.plan.epoch
-
-    @property
     def cursor(self) -> Cursor:
         """The epoch, and how many of its steps are committed."""
         return Cursor(self.plan.epoch, self.number)
@@ -60,16 +61,6 @@ class Account:
     def global_step(self) -> int:
         """How many steps are committed since training began."""
         return self.plan.first_step + self.number
-
-    @property
-    def ended(self) -> bool:
-        """Whether all steps of the epoch are committed."""
-        return self.now is None
-
-    @property
-    def idle(self) -> bool:
-        """Whether this replica has no minibatch in the next step."""
-        return self.now is not None and self.now.idle
 
     @property
     def num_real_samples(self) -> int:
@@ -91,21 +82,24 @@ class Account:
 
     def go_to(self, epoch: int, number: int) -> None:
         """Goes to a step of an epoch."""
-        self.plan: EpochPlan = self.ledger.plan(epoch)
-        self.number, self.substep = number, 0
-        self.now: Step | None = self.plan.step(number, self.ledger.rank)
-        self.is_waiting = False
+        self.epoch, self.number, self.is_waiting = epoch, number, False
+        self.replan()
+        self.substep = 0
 
     def replan(self) -> None:
         """Follows a plan that is equal in the steps that have begun."""
         self.plan = self.ledger.plan(self.epoch)
-        self.now = self.plan.step(self.number, self.ledger.rank)
+        self.now = now = self.plan.step(self.number, self.ledger.rank)
+        self.ended, self.idle = now is None, now is not None and now.idle
 
     def commit(self) -> None:
         """Counts the step under way as done."""
-        epoch, self.number, self.substep = self.epoch, self.number + 1, 0
-        self.now = self.plan.step(self.number, self.ledger.rank)
-        self.ledger.commit(epoch, is_end=self.ended)
+        self.number, self.substep = self.number + 1, 0
+        self.now = now = self.plan.step(self.number, self.ledger.rank)
+        self.ended, self.idle = now is None, now is not None and now.idle
+        self.ledger.is_placed = True
+        if self.ledger.is_resumed:
+            self.ledger.commit(self.epoch, is_end=self.ended)
 
     # --- minibatches ----------------------------------------------------------------
 
@@ -135,7 +129,9 @@ class Account:
             ReplicaError: This replica is idle in the step, or was and did not join it.
         """
         deal, place = self._handed[0] if self._handed else (self.ledger.deal, None)
-        is_new = self._enter(self.ledger.epoch if place is None else place.epoch)
+        epoch, is_new = self.ledger.epoch if place is None else place.epoch, False
+        if self.ended or self.idle or not self.announced or epoch != self.epoch:
+            is_new = self._enter(epoch)
         if place is None:
             raise ValueError(
                 "step() was called for a minibatch that the sampler has not dealt: "
@@ -190,8 +186,7 @@ class Account:
 
         Raises ValueError and ReplicaError as `check` does.
         """
-        plan = self.plan
-        is_new = epoch != self.epoch
+        plan, is_new = self.plan, epoch != self.epoch
         if is_new:
             if not self.ended and (self.announced or self.has_run):
                 raise ValueError(

@@ -43,11 +43,12 @@ class Ledger:
         epoch: The epoch that a new loop over the sampler deals.
         accounts: Each optimizer's `Account`, while it is alive, by what it updates.
         is_placed: Whether an update or a loaded state says where the run is.
+        is_resumed: Whether a loaded state says where an epoch begins.
     """
 
     def __init__(self, schedule: Schedule, rank: int, num_replicas: int) -> None:
         self.schedule, self.rank, self.num_replicas = schedule, rank, num_replicas
-        self.padded = self.is_placed = False
+        self.padded = self.is_placed = self.is_resumed = False
         self.deal = self.epoch = 0
         self._start = Cursor(0, 0)  # of a state that was loaded
         self._plans: dict[int, EpochPlan] = {}
@@ -232,17 +233,17 @@ class Ledger:
 
     def _go_to(self, cursor: Cursor) -> None:
         self.deal, self._start, self._plans = self.deal + 1, cursor, {}
+        self.is_resumed = cursor != (0, 0)
         for account in self.accounts.values():
             account.go_to(*cursor)
 
     def commit(self, epoch: int, is_end: bool) -> None:
-        """Notes that a step of an epoch is done, and whether that is its last.
+        """Notes that a step of a resumed epoch is done, and whether that is its last.
 
         Another pass over an epoch that was resumed is then a whole one.
         """
-        self.is_placed = True
         if is_end or epoch > self._start.epoch:
-            self._start = Cursor(0, 0)
+            self._start, self.is_resumed = Cursor(0, 0), False
 
     # --- other plans ----------------------------------------------------------------
 
@@ -266,8 +267,9 @@ class Ledger:
         self.padded, self._plans = True, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "schedule rank num_replicas padded is_placed deal epoch _start _plans"
-        return {name: getattr(self, name) for name in own.split()}
+        """Leaves out what belongs to this process: loops, and who trains."""
+        of_process = ("_lock", "accounts", "_loop", "_latest", "_thread", "_fetched")
+        return {k: v for k, v in vars(self).items() if k not in of_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -188,20 +188,25 @@ class NoiseMeter:
             self._count = self._count + counts
         self._squares.add(squares)
 
-    def to_sum(self, num_minibatches: int, batch_size: int) -> list[torch.Tensor]:
+    def prepare(self, num_minibatches: int, batch_size: int) -> None:
         """Uploads what changes from update to update, ahead of the collective.
 
-        Both numbers are the step's, over all replicas. Returns what is to be summed
-        together with the gradients: ``(G,)``, and the number of minibatches that have
-        a weight, ``(1,)``, if they have one.
+        Both numbers are the step's, over all replicas.
         """
         self._upload(num_minibatches, batch_size)
         self._num_measured += num_minibatches > 1
-        if self.weighted:
-            return [self._squares.total, self._count]
-        if self._unseen and num_minibatches != 1:  # another epoch than was prepared for
+        # Another epoch than was prepared for.
+        if self._unseen and num_minibatches != 1 and not self.weighted:
             self._squares.spoil()
-        return [self._squares.total]
+
+    @property
+    def totals(self) -> list[torch.Tensor]:
+        """What is summed over replicas, together with the gradients.
+
+        ``(G,)``, and the number of minibatches that have a weight, ``(1,)``, if they
+        have one.
+        """
+        return [self._squares.total, *([self._count] if self.weighted else [])]
 
     def update(self, total: Any = None) -> torch.Tensor:
         """Takes in the step whose averaged gradients are in ``.grad``.
@@ -364,7 +369,7 @@ class NoiseMeter:
         }
 
     def _weigh(self, total: Any) -> None:
-        """Computes from a step's weight and count what `to_sum` else uploads."""
+        """Computes from a step's weight and count what `prepare` else uploads."""
         self._batch_size = total
         numbers = self._uploaded
         if not isinstance(total, torch.Tensor):

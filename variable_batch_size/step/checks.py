@@ -15,8 +15,8 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule
+from variable_batch_size.step.scaling import hyperparameters
 from variable_batch_size.step.settings import Settings, StepContext
-from variable_batch_size.step.totals import hyperparameters
 from xla_replica import Replica
 from xla_replica.common.arguments import (
     check_choice,

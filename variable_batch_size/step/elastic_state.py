@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from variable_batch_size.step.scaling import hyperparameters
 from variable_batch_size.step.settings import StepContext
-from variable_batch_size.step.totals import hyperparameters
-from variable_batch_size.step.update_loop import UpdateLoop
+from variable_batch_size.step.update import Updates
 from xla_replica.common.differences import check_same
 
 VERSION = 3  # of the state
@@ -20,8 +20,8 @@ class ElasticState:
     The state does not depend on the number of replicas.
     """
 
-    def __init__(self, context: StepContext, loop: UpdateLoop) -> None:
-        self._context, self._loop = context, loop
+    def __init__(self, context: StepContext, updates: Updates) -> None:
+        self._context, self._updates = context, updates
         self._lasting = _lasting(context)  # as the run began
 
     def state_dict(self) -> dict[str, Any]:
@@ -34,10 +34,10 @@ class ElasticState:
             "ref_batchsize": settings.ref_batchsize,
             "settings": self._lasting,
             "trained": [p.requires_grad for p in self._context.parameters()],
-            "scaling": self._loop.scaling.state_dict(),
+            "scaling": self._updates.scaling.state_dict(),
             "noise": noise.state_dict() if noise else None,
             "grid": exact.grid.state_dict() if exact else None,
-            "schedules": self._loop.attached.state_dict(),
+            "schedules": self._updates.attached.state_dict(),
             "sampler": self._context.sampler.state_dict(),
         }
 
@@ -73,7 +73,7 @@ class ElasticState:
                 "set others after that",
             )
             self._check_trained(state["trained"])
-        self._loop.attached.check_state(state.get("schedules", []))
+        self._updates.attached.check_state(state.get("schedules", []))
         if not (noise and state.get("noise")):
             return
         if state["ref_batchsize"] != ref_batchsize:
@@ -101,18 +101,18 @@ class ElasticState:
 
     def load(self, state: dict[str, Any], allow_changes: bool) -> None:
         """Loads a state that `check` has let pass."""
-        noise, loop = self._context.noise, self._loop
-        loop.scaling.load_state_dict(state.get("scaling", []))
+        noise, updates = self._context.noise, self._updates
+        updates.scaling.load_state_dict(state.get("scaling", []))
         if noise and state.get("noise"):
             noise.load_state_dict(state["noise"])
         if self._context.exact:
             self._context.exact.meet(state.get("grid") or {})
-        loop.attached.load_state_dict(state.get("schedules", []), allow_changes)
+        updates.attached.load_state_dict(state.get("schedules", []), allow_changes)
         if "sampler" in state:
             self._context.sampler.load_state_dict(
                 state["sampler"], allow_changes=allow_changes
             )
-            loop.restart()
+            updates.restart()
 
 
 def _lasting(context: StepContext) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from variable_batch_size.data.account import Account
 from variable_batch_size.step.settings import StepContext
 from xla_replica import AccumulationNote
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.grid import ExactSum
 from xla_replica.device.gradients import accumulation_hook
 
 _KEPT_OUT = (
@@ -34,10 +33,7 @@ _NUM_COMPARED = 8
 
 
 class StepGradients:
-    """The ``.grad`` of every trainable parameter, and the meter of their noise.
-
-    What becomes of the gradients (other parameters, a minibatch more, an end) becomes
-    of the meter's squares too; here, so that neither can be forgotten.
+    """The ``.grad`` of every trainable parameter.
 
     Construction is collective: parameters are made equal to those of replica 0.
 
@@ -48,6 +44,9 @@ class StepGradients:
     """
 
     on_change: Callable[[], None] | None = None
+    # Whether a replica that is idle must zero sums, so that tensors are of the age that
+    # others' have.
+    is_aged = False
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
@@ -60,13 +59,15 @@ class StepGradients:
         self._wide: dict[nn.Parameter, torch.Tensor] = {}
         self._nodes: dict[nn.Parameter, tuple[Any, Any]] = {}
         parameters = context.parameters()
-        replica, overlap = context.replica, context.settings.overlap
-        self.sums: GradientSum
-        if context.exact is not None:
-            self.sums = ExactSum(replica, self._is_unchanged, context.exact)
-        else:
-            self.sums = replica.gradient_sum(self._is_unchanged, overlap, parameters)
+        self._adds_up_widely = context.settings.float32_sums and not context.sharded
+        self.sums = self.make_sum()
         self.add(parameters)
+
+    def make_sum(self) -> GradientSum:
+        """Returns what holds the gradients."""
+        replica, overlap = self._context.replica, self._context.settings.overlap
+        parameters = self._context.parameters()
+        return replica.gradient_sum(self._is_unchanged, overlap, parameters)
 
     # --- which parameters are trained -----------------------------------------------
 
@@ -133,7 +134,7 @@ class StepGradients:
             if parameter.requires_grad != is_held and parameter not in new:
                 parameter.grad = None
         self.sums.hold(trained)
-        if context.settings.float32_sums and not (context.exact or context.sharded):
+        if self._adds_up_widely:
             self._wide = {
                 parameter: torch.zeros_like(gradient, dtype=torch.float32)
                 for parameter, gradient in self.sums.gradients.items()
@@ -180,35 +181,39 @@ class StepGradients:
         self._is_last = step is not None and substep == step.num_substeps - 1
         if self._wide and self._is_last and substep and not self._is_lazy:
             self.narrow()  # the last pass adds its own, and may begin the sum
-        if context.noise:
-            context.noise.prepare_step(num_minibatches)
         has_divisor = context.settings.reduction == "mean"
         self.sums.prepare_backward(
             is_first=substep == 0,
             is_last=self._is_last,
             divisor=num_minibatches if has_divisor else None,
-            counts=not account.is_padding,
+            counts=not (account.plan.padded and account.is_padding),
         )
+        self.start_records()
+
+    def start_records(self) -> None:
+        """Records gradients as they are now, the baseline of the next minibatch."""
+        gradients = self.sums.gradients
+        for parameter, record in self._records.items():
+            record.start(gradients[parameter], parameter.grad is None)
 
     def use_zeros(self) -> None:
         """Prepares for an update to which this replica brings no minibatch."""
         self.refresh()
         self.sums.use_zeros()
 
-    def accept(
-        self, num_accumulated: int, weight: torch.Tensor | None, needs_backward: bool
-    ) -> None:
-        """Checks and measures what a minibatch's backward pass has left in ``.grad``.
+    def check(self, num_accumulated: int, needs_backward: bool) -> None:
+        """Checks what a minibatch's backward pass has left in ``.grad``.
 
         Args:
             num_accumulated: Minibatches that the step has accumulated before.
-            weight: The minibatch's weight, ``(1,)``, if minibatches have weights.
             needs_backward: Whether a minibatch without any gradient is an error.
         """
         context = self._context
-        if num_accumulated == 0:
+        if self._is_unchanged():
+            pass
+        elif num_accumulated == 0:
             self.refresh(after_backward=True)
-        elif not self._is_unchanged():
+        else:
             raise ValueError(
                 "requires_grad of a parameter changed between the minibatches of one "
                 "step: freeze and unfreeze between steps, in a function that you "
@@ -219,17 +224,6 @@ class StepGradients:
         except ValueError:
             context.replica.check_parameters(context.parameters())  # wrapped since
             raise
-        if context.noise:
-            context.noise.drop_discarded()
-        if context.exact:
-            context.exact.end_minibatch()
-        else:
-            self._take_back_detached(num_accumulated)
-            if self._wide and (self._is_lazy or not self._is_last):
-                self._widen()
-        self._start_records()
-        if context.noise:
-            context.noise.end_minibatch(weight)
 
     def _check_writers(self, num_accumulated: int, needs_backward: bool) -> None:
         """Raises ValueError if this minibatch's gradients are not its own."""
@@ -266,8 +260,11 @@ class StepGradients:
                 f"minibatch counts, and updates zero gradients. {_KEPT_OUT}"
             )
 
-    def _take_back_detached(self, num_accumulated: int) -> None:
-        """Puts the kept gradients back where ``model.zero_grad()`` took them away."""
+    def accept(self, num_accumulated: int) -> None:
+        """Adds a minibatch's gradients to those of the step, after `check`.
+
+        Puts the kept ones back where ``model.zero_grad()`` took them away.
+        """
         for parameter, gradient in self.sums.gradients.items():
             if parameter.grad is gradient:
                 continue
@@ -284,6 +281,8 @@ class StepGradients:
                 else:  # thrown away, and no part of this minibatch
                     gradient.zero_()
             parameter.grad = gradient
+        if self._wide and (self._is_lazy or not self._is_last):
+            self._widen()
 
     def _widen(self) -> None:
         """Moves what a minibatch has added to gradients of 16 bits to float32 sums.
@@ -304,13 +303,13 @@ class StepGradients:
             wide.zero_()
             self._records[parameter].look(gradient)
 
-    def _start_records(self) -> None:
-        """Records gradients as they are now, the baseline of the next minibatch."""
-        gradients = self.sums.gradients
-        for parameter, record in self._records.items():
-            record.start(gradients[parameter], parameter.grad is None)
-
     # --- an update ------------------------------------------------------------------
+
+    def sum_(self, others: list[torch.Tensor], divisor: Any) -> None:
+        """Replaces gradients and ``others`` by their sums; see `GradientSum.sum_`."""
+        if self._is_lazy:
+            self.narrow()
+        self.sums.sum_(others, divisor)
 
     def refuse_nonzero(self) -> None:
         """Raises ValueError unless the sums of a step that weighs nothing are zero."""
@@ -333,12 +332,9 @@ class StepGradients:
 
     def clear(self) -> None:
         """Zeroes the gradients, and forgets what was measured of the step."""
-        (self._context.exact or self.sums).clear()
+        self.sums.clear()
         for wide in self._wide.values():
             wide.zero_()
-        self._start_records()
-        if self._context.noise:
-            self._context.noise.clear()
 
 
 def _lost(num_accumulated: int) -> str:

@@ -7,12 +7,15 @@ import math
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
+from variable_batch_size.data.schedule import Step
 from variable_batch_size.device_scalars import TensorScalars, dtype_for, operand_for
 from variable_batch_size.rules.adam import AdamState
 from variable_batch_size.rules.rule import HYPERPARAMETERS, ScaledHyperparameters
 from variable_batch_size.step.settings import StepContext
+from xla_replica.common.trees import without_numpy
 
 Group = dict[str, Any]
 _RESTORED = (*HYPERPARAMETERS, "foreach")
@@ -24,6 +27,9 @@ class Scaling:
     def __init__(self, context: StepContext) -> None:
         replica, settings = context.replica, context.settings
         self._rule, self._optimizer = settings.rule, context.inner
+        self._reference: float | None = None  # if kappa is measured
+        if settings.ref_weight is None:
+            self._reference = settings.ref_batchsize or 1
         self._scalars = context.scalars
         self._states: list[AdamState | None] = []
         self._trained: list[list[int]] = []  # ids of parameters, by group
@@ -39,19 +45,23 @@ class Scaling:
 
     # --- before the collective ------------------------------------------------------
 
-    def prepare(self, batch_ratio: float | None) -> None:
+    def prepare(self, step: Step) -> None:
         """Computes what `step` needs, or uploads what that is computed from.
 
         Uploads are made here, before a collective is traced.
 
         Args:
-            batch_ratio: kappa; None if it is measured.
+            step: Its size over the reference batch size is kappa, unless that is
+                measured.
 
         Raises:
             ValueError: The rule has no meaning at this batch ratio, or a reference
                 learning rate is not a finite number >= 0.
         """
         groups = self._optimizer.param_groups
+        batch_ratio: Any = None
+        if self._reference is not None:
+            batch_ratio = step.batch_size / self._reference
         for group in groups[len(self._states) :]:  # may have made updates already
             steps = self._steps(group["params"]) if self._rule.beta else set()
             self._states.append(self._rule.init(max(steps, default=0)))
@@ -239,3 +249,18 @@ def _scale_gradients(group: Group, decay: Any, factor: Any) -> None:
 
 def _trained(group: Group) -> list[torch.Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+
+def hyperparameters(groups: list[Group]) -> tuple[Any, ...]:
+    """Returns the name and value of every number in the parameter groups.
+
+    NumPy's are those of Python, as in a checkpoint that another replica has loaded.
+    """
+    found = []
+    for group in groups:
+        for name, value in group.items():
+            if isinstance(value, (np.generic, tuple)):
+                value = without_numpy(value)
+            if isinstance(value, (int, float, tuple)):
+                found.append((name, value))
+    return tuple(found)

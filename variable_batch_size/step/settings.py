@@ -13,7 +13,6 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.device_scalars import DeviceScalars
 from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.rules.rule import Rule
-from variable_batch_size.step.exact import ExactModel
 from xla_replica import Replica
 
 Reduction = Literal["mean", "sum"]
@@ -48,7 +47,7 @@ class Settings:
     overlap: bool
     lockstep: bool
     float32_sums: bool
-    exact: ExactModel | None
+    exact: Any  # a `variable_batch_size.live.exact.ExactModel`, or None
 
     def options(self) -> dict[str, Any]:
         """Returns what replicas have in common, and a run with one that it resumes."""
@@ -67,7 +66,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class StepContext:
-    """What the parts of the update loop share.
+    """What the parts of an update share.
 
     Attributes:
         inner: The optimizer that is wrapped.
@@ -89,7 +88,7 @@ class StepContext:
     sharded: bool
 
     @functools.cached_property
-    def exact(self) -> ExactModel | None:
+    def exact(self) -> Any:
         """That of the settings."""
         return self.settings.exact
 

@@ -244,7 +244,7 @@ class Rider:
         """Forgets a minibatch that did not end, once the totals are zero."""
 
 
-class ExactSum(GradientSum, Rider):
+class ExactSum(GradientSum):
     """Adds the gradients of every minibatch as integers on a grid.
 
     Between two minibatches ``.grad`` is None, and after a backward pass it is the
@@ -252,9 +252,7 @@ class ExactSum(GradientSum, Rider):
 
     Args:
         replica, may_begin: See `GradientSum`.
-        exact: It has a ``grid``, ``names`` of parameters in it, and a list of
-            ``riders``, of which this becomes one: all their totals are among the others
-            of `sum_`.
+        exact: It has a ``grid``, and ``names`` of parameters in it.
     """
 
     def __init__(
@@ -264,7 +262,6 @@ class ExactSum(GradientSum, Rider):
         self._grid, self._names = exact.grid, exact.names
         self.totals: list[Total] = []
         self._divisor: int | torch.Tensor = 1
-        exact.riders.append(self)
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         self.gradients = {p: torch.zeros_like(p.detach()) for p in parameters}
@@ -274,21 +271,25 @@ class ExactSum(GradientSum, Rider):
         pass  # totals are zero
 
     def end_minibatch(self) -> None:
+        """Adds the gradients of a minibatch."""
         for parameter, total in zip(self.gradients, self.totals):
             total.add_(parameter.grad)
             parameter.grad = None
 
     def sum_(self, others: Sequence[torch.Tensor], divisor: Any) -> None:
         self._divisor = 1 if divisor is None else divisor
-        self._replica.all_reduce_(others)
+        own = [part for total in self.totals for part in total.parts]
+        self._replica.all_reduce_([*own, *others])
 
-    def commit(self, num_minibatches: Any) -> None:
-        del num_minibatches  # weighted ones have another divisor
+    def commit(self) -> None:
+        """Makes ``.grad`` the means that the sums amount to; weighted ones are sums."""
         divisors = self._grid.divisors(self._divisor)
         for (parameter, gradient), total in zip(self.gradients.items(), self.totals):
             parameter.grad = total.mean_into_(gradient, divisors)
 
     def clear(self) -> None:
+        for total in self.totals:
+            total.zero_()
         for parameter in self.gradients:
             parameter.grad = None
 

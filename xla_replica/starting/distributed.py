@@ -48,6 +48,10 @@ _LOCAL_RANKS = (
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",
 )
+_GLOO_ABORTS = (
+    "so gloo ends a process whose peer is at another collective, as one under "
+    "`if rank == 0:`: call each on every replica, with tensors of the same sizes"
+)
 _NCCL_ABORTS = (
     "so nccl ends a process whose peer is later at a collective than launch(timeout=) "
     "allows, or has failed; what it prints on standard error says which collective"
@@ -76,7 +80,7 @@ def _launch(device: torch.device, job: Job) -> list[Any]:
                 [exit_results.run_replica(alone, job.fn, job.args)]
             )
     task = exit_results.dump_task(job.fn, job.args)
-    aborts = "" if traits(device).is_host else _NCCL_ABORTS
+    aborts = _GLOO_ABORTS if traits(device).is_host else _NCCL_ABORTS
     arguments = [
         (rank, task, num_replicas, device.type, job.timeout)
         for rank in range(num_replicas)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint import files
-from variable_batch_size.step.totals import hyperparameters
+from variable_batch_size.step.scaling import hyperparameters
 
 
 @pytest.mark.parametrize(

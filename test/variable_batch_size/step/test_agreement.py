@@ -24,7 +24,8 @@ import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint.save_and_stop import agreed_request
 from variable_batch_size.device_scalars import DeviceScalars
-from variable_batch_size.step import agreement
+from variable_batch_size.live.members import LiveBallots
+from variable_batch_size.step import ballots
 
 here = threading.local()  # the rank of the replica that a thread is
 
@@ -67,15 +68,15 @@ class Replicas:
         self.asked: set[int] = set()
         self.board, self.meeting = [None] * 3, threading.Barrier(3, timeout=60)
         self.reads: list[int] = []  # the ranks of those that have read the sum
-        read = agreement.Agreement._read_votes
+        read = ballots.Ballots.read_votes
 
         def counted(found):
             self.reads.append(here.rank)
             return read(found)
 
         clock = types.SimpleNamespace(monotonic=lambda: self.clocks[here.rank])
-        monkeypatch.setattr(agreement, "time", clock)
-        monkeypatch.setattr(agreement.Agreement, "_read_votes", counted)
+        monkeypatch.setattr(ballots, "time", clock)
+        monkeypatch.setattr(ballots.Ballots, "read_votes", counted)
         monkeypatch.setattr(xla_replica, "stop_requested", self.request)
         replicas = [ThreadReplica(self, n, device, lag) for n, lag in enumerate(late)]
         self.pool = ThreadPoolExecutor(3)
@@ -215,10 +216,13 @@ def test_replicas_of_a_member_leave_together(monkeypatch, members, leaves):
     monkeypatch.setattr(xla_replica, "request_stop", asked.append)
     replica = OfMember("cpu")
     replica.met = types.SimpleNamespace(members=members)
-    votes = agreement.Agreement(replica, DeviceScalars(replica))
-    sums = 3 * votes.ballots((), None, 1)
+    context = types.SimpleNamespace(replica=replica, scalars=DeviceScalars(replica))
+    votes = LiveBallots(context, tuple)
+    votes.cast_other(())
+    [sums] = votes.tensors()
+    sums.mul_(3)
     sums[4] = 1  # of three replicas
-    votes.count(sums)
+    votes.look()
     assert votes.change_agreed() == (leaves, leaves)
     assert asked == ["another replica of this member is to stop"]
 

@@ -9,6 +9,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+import torch
 from support.scripts import python, written
 from support.xla_replica.replicas import (
     HAS_XLA,
@@ -19,6 +20,7 @@ from support.xla_replica.replicas import (
     row,
 )
 
+import xla_replica
 from xla_replica import ReplicaError
 
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="they are spawned")
@@ -90,7 +92,12 @@ def ends_early(rank: int, how: str) -> None:
     if rank == 1:
         if how == "exits":
             os._exit(0)
-        raise Unreadable
+        if how == "is interrupted":
+            raise Unreadable
+    replica = xla_replica.current()
+    if how == "sums alone":
+        for _ in range(2 - rank):
+            replica.all_reduce_([torch.ones(3 + 9 * rank)])
     time.sleep(30)
 
 
@@ -99,6 +106,7 @@ def ends_early(rank: int, how: str) -> None:
     [
         ("exits", "^replica 1 exited before its function returned"),
         ("is interrupted", "^replica 1 raised KeyError: 'meanwhile'"),
+        ("sums alone", r"^replica \d died \(signal 6: .*: call each on every replica"),
     ],
 )
 def test_a_process_that_ends_without_a_word_is_named_at_once(how, said):

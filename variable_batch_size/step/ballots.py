@@ -26,29 +26,35 @@ from typing import Any
 import torch
 
 import xla_replica
-from variable_batch_size.device_scalars import DeviceScalars
-from xla_replica import Replica, ReplicaError
+from variable_batch_size.data.schedule import Step
+from variable_batch_size.step.parts import Part
+from variable_batch_size.step.scaling import hyperparameters
+from variable_batch_size.step.settings import StepContext
+from xla_replica import ReplicaError
 
 # float32 holds integers below this exactly, in whatever order they are summed.
 _EXACT = 2**24
 
 
-class Agreement:
+class Ballots(Part):
     """Casts ballots and counts them, on one of several replicas.
 
     Hashes agree if their sum is the number of replicas times the own one.
 
     Args:
-        replica: The replica that the caller runs in.
-        scalars: Where the ballots are kept on the device.
+        context: That of the optimizer.
+        state: Returns what else is the same on all replicas: the rule's state, which
+            parameters are trained.
     """
 
-    def __init__(self, replica: Replica, scalars: DeviceScalars) -> None:
-        self._replica = replica
-        self._scalars = scalars
+    def __init__(
+        self, context: StepContext, state: Callable[[], tuple[Any, ...]]
+    ) -> None:
+        self._context, self._state = context, state
+        self._replica = replica = context.replica
         # Of hyperparameters and of orders, added up over updates.
         self._differences = torch.zeros(2, device=replica.device)
-        self._own = torch.zeros(6 + replica.is_live, device=replica.device)
+        self._sums = self._own = torch.zeros(0)
         self._asked = False
         self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
         self._votes: Any = None  # summed; a list once they are read
@@ -60,49 +66,65 @@ class Agreement:
 
     # --- before the sum -------------------------------------------------------------
 
-    def ballots(
-        self, used: tuple[Any, ...], order: str | None, num_minibatches: int
-    ) -> torch.Tensor:
-        """Returns what is to be summed with the gradients: ``(6,)`` float32.
+    def prepare(self, step: Step) -> None:
+        """Casts the ballots of an update: `tensors` has ``(6,)`` float32.
 
         The hash of what is used and that of the order; one, and whether the order is
-        known, which count replicas that cast these two; whether to stop; on replica 0,
-        after how many minibatches everybody is to look again; and, a seventh in a live
-        run, whether somebody waits to join it.
-
-        Args:
-            used: Names and values of the hyperparameters.
-            order: A digest of the epoch's order; None where this replica has not begun
-                to run it, since idle replicas join steps before that.
-            num_minibatches: How many all replicas have run together in this step.
+        known, which count replicas that cast these two; whether to stop; and on replica
+        0, after how many minibatches everybody is to look again. The order is unknown
+        where this replica has not begun to run it, since idle replicas join steps
+        before that.
         """
-        self._made += -(-num_minibatches // self._replica.num_replicas)
+        self._made += -(-step.num_minibatches // self._replica.num_replicas)
+        hyper = hyperparameters(self._context.inner.param_groups)
+        order = self._context.sampler.order_digest(step.epoch)
+        self._cast((hyper, *self.common()), order)
+
+    def cast_other(self, used: tuple[Any, ...]) -> None:
+        """Casts the ballots of a replica that makes no update, which differ."""
+        self._cast(used, None)
+
+    def _cast(self, used: tuple[Any, ...], order: str | None) -> None:
         modulus = _EXACT // self._replica.num_replicas
         own = zlib.crc32(repr(used).encode()) % modulus
         known = order is not None
-        digest = zlib.crc32(order.encode()) % modulus if known else 0
+        digest = zlib.crc32(order.encode()) % modulus if order is not None else 0
         self._asked |= self._vote_arrived() or xla_replica.stop_requested() is not None
         proposed = self._proposed if self._replica.is_primary else 0.0
         numbers = [own, digest, 1.0, float(known), float(self._asked), proposed]
-        if self._replica.is_live:
-            numbers.append(float(self._replica.wants_change))
-        self._own = self._scalars.get("ballots", (tuple(numbers),)).reshape(-1)
-        return self._own.clone()
+        numbers += self.others()
+        scalars = self._context.scalars
+        self._own = scalars.get("ballots", (tuple(numbers),)).reshape(-1)
+        self._sums = self._own.clone()
+
+    def common(self) -> tuple[Any, ...]:
+        """Returns what is the same on all replicas beside hyperparameters."""
+        return self._state()
+
+    def others(self) -> list[float]:
+        """Returns further ballots, as a live run has."""
+        return []
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._sums]
 
     # --- after it -------------------------------------------------------------------
 
-    def count(self, sums: torch.Tensor) -> None:
-        """Counts the sums of `ballots`, and checks them where reading is free."""
-        own, is_cast = self._own[:2], self._own[2:4]
+    def look(self, step: Step | None = None) -> None:
+        """Counts the sums, and checks them where reading is free."""
+        sums, own, is_cast = self._sums, self._own[:2], self._own[2:4]
         hashes, num_cast = sums[:2], sums[2:4]
         self._differences.add_((is_cast * (hashes - own * num_cast)).abs())
         self._votes = sums[2:].clone()  # computed by the update's own program
-        # In a live run a vote is to leave, alone.
-        hears = self._replica.has_streams and not self._replica.is_live
-        if hears and not self._asked:
+        if self.hears and not self._asked:
             self._arriving.append(self._replica.fetch_later(sums[4:5]))
         if self._replica.is_host:
             self.check()
+
+    @property
+    def hears(self) -> bool:
+        """Whether votes of other replicas arrive beside the training."""
+        return self._replica.has_streams
 
     def check(self) -> None:
         """Raises ReplicaError if replicas ever differed; reads the device."""
@@ -151,30 +173,14 @@ class Agreement:
         everybody = look or self._replica.is_host
         if self._votes is None or not (self._asked or everybody):
             return False
-        num_cast, votes, proposed, *_ = self._read_votes()
-        if self._replica.is_live:  # where members may leave alone
-            return votes == num_cast
+        _, votes, proposed, *_ = self.read_votes()
         if not everybody:
             return votes == self._replica.num_replicas
         if self._looks and self._made:
             self._plan_look(proposed, every_seconds)
         return votes > 0
 
-    def change_agreed(self) -> tuple[bool, bool]:
-        """Returns whether members of a live run meet now, and whether this one leaves.
-
-        They do if some, not all, were asked to stop, or somebody waits to join.
-        """
-        num_cast, votes, _, waiting = self._read_votes()
-        leaves = 0 < votes < num_cast
-        if leaves:  # a member's replicas leave together, or all with the last member
-            self._asked = self._replica.in_member(self._asked)
-            if self._asked and xla_replica.stop_requested() is None:
-                xla_replica.request_stop("another replica of this member is to stop")
-            leaves = len(self._replica.met.members) > 1
-        return leaves or waiting > 0, leaves and self._asked
-
-    def _read_votes(self) -> list[float]:
+    def read_votes(self) -> list[float]:
         """Returns how many have voted, and the sums of their last ballots."""
         # Not `Replica.fetch`: that cuts the graph, and what XLA draws depends on cuts.
         if isinstance(self._votes, torch.Tensor):

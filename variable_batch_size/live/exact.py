@@ -23,14 +23,18 @@ from variable_batch_size.data.ledger import Ledger
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place, Schedule, Step
 from variable_batch_size.device_scalars import DeviceScalars
+from variable_batch_size.step.gradients import StepGradients
+from variable_batch_size.step.parts import Part
+from variable_batch_size.step.update import RunAgain
 from xla_replica import Replica, ReplicaError
-from xla_replica.backends.grid import Grid, Rider, Total
+from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.grid import ExactSum, Grid, Rider, Total
 from xla_replica.common.arguments import check_type
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.seeding import own_draws
 
 
-class ExactModel:
+class ExactModel(Part):
     """The grid of a model's gradients and of its normalisation layers' statistics.
 
     Args:
@@ -40,7 +44,8 @@ class ExactModel:
     Attributes:
         grid: Its units, by name of parameter or buffer.
         names: Each parameter's name in the grid.
-        riders: What a step sums, and what else belongs to it.
+        riders: What a step sums beside the gradients, and what else belongs to it.
+        sums: Those of gradients.
 
     Raises:
         TypeError, ValueError: The model, or this process, cannot have such bits.
@@ -50,6 +55,7 @@ class ExactModel:
         check_type("exact=", model, nn.Module, "the model, whose buffers count too")
         self._replica, self._scalars = replica, DeviceScalars(replica)
         self._is_repeat = False  # whether the step under way was run before
+        self.sums: Any = None
         self.names = {p: name for name, p in model.named_parameters()}
         layers = {
             name: module
@@ -106,26 +112,24 @@ class ExactModel:
                 f"minibatches, more than {self.grid.max_terms}: take larger minibatches"
             )
 
+    # --- as a part of the optimizer's updates ---------------------------------------
+
     @torch.no_grad()
-    def end_minibatch(self) -> None:
-        """Takes in what a minibatch has left."""
+    def end_minibatch(self, weight: torch.Tensor | None) -> None:
         for rider in self.riders:
             rider.end_minibatch()
-        self.grid.end_minibatch()
 
-    def to_sum(self, step: Step) -> list[torch.Tensor]:
-        """Returns the integers that replicas sum, in place. Collective, for riders."""
+    def prepare(self, step: Step) -> None:
         for rider in self.riders:
             rider.exchange(step)
+
+    def tensors(self) -> list[torch.Tensor]:
         return [p for rider in self.riders for each in rider.totals for p in each.parts]
 
-    def accept_step(self, step: Step) -> bool:
-        """Returns whether the sums of a step are good; if not, it is to be run again.
+    def look(self, step: Step) -> None:
+        """Raises RunAgain if sums do not fit their grid. Collective; reads one number.
 
-        Collective; reads one number of the device.
-
-        Raises:
-            ReplicaError: They were bad the last time too.
+        Or ReplicaError if they did not fit the last time either.
         """
         [must_repeat] = self._replica.fetch([self.grid.measure()])
         self._divisor: Any = step.num_minibatches
@@ -140,21 +144,21 @@ class ExactModel:
         self._is_repeat = must_repeat.item()
         if self._is_repeat:
             self.grid.follow()
-        return not self._is_repeat
+            raise RunAgain
 
     def meet(self, grid: dict[str, int]) -> None:
         """Takes the grid of a state, or of other replicas; the step begins anew."""
         self.grid.load_state_dict(grid)
         self._is_repeat = False
 
-    def commit(self) -> None:
-        """Uses what riders have summed, and takes the grid of the step's maxima."""
+    def commit(self, step: Step) -> None:
+        """Makes gradients means, uses what riders have summed, follows the maxima."""
+        self.sums.commit()
         for rider in self.riders:
             rider.commit(self._divisor)
         self.grid.follow()
 
     def clear(self) -> None:
-        """Forgets the minibatches of the step."""
         for rider in self.riders:
             for total in rider.totals:
                 total.zero_()
@@ -205,6 +209,23 @@ class ExactModel:
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "num_threads": torch.get_num_threads(),
         }
+
+
+class ExactGradients(StepGradients):
+    """Adds every minibatch's gradients as integers; ``.grad`` is that of one alone."""
+
+    is_aged = True
+
+    def make_sum(self) -> GradientSum:
+        exact = self._context.exact
+        self._adds_up_widely = False
+        exact.sums = ExactSum(self._context.replica, self._is_unchanged, exact)
+        return exact.sums
+
+    @torch.no_grad()
+    def accept(self, num_accumulated: int) -> None:
+        self.sums.end_minibatch()
+        self._context.exact.grid.end_minibatch()
 
 
 class SeededAccount(Account):

@@ -1,0 +1,298 @@
+"""How the members of a run stay together, and how one that is behind catches up.
+
+A member that joins, or has missed an update in which another one died, receives what a
+checkpoint has from one that is furthest, from memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import xla_replica
+from variable_batch_size.step.attached import Update
+from variable_batch_size.step.ballots import Ballots
+from variable_batch_size.step.update import RunAgain, Updates
+from xla_replica import MemberLost, ReplicaError, Stopped
+
+logger = logging.getLogger(__name__)
+
+State = dict[str, Any]
+_MOST_MEETINGS = 5
+
+
+class LiveBallots(Ballots):
+    """Ballots of members that may leave alone, and of those who wait to join."""
+
+    hears = False  # a vote is to leave, alone
+    names: Callable[[], list[str]] = list  # of what runs after an update
+
+    def common(self) -> tuple[Any, ...]:
+        return (*super().common(), *self.names())
+
+    def others(self) -> list[float]:
+        return [float(self._replica.wants_change)]
+
+    def stop_agreed(self, look: bool, every_seconds: float) -> bool:
+        """Returns whether all members stop after the update that was counted last."""
+        if self._votes is None:
+            return False
+        num_cast, votes, *_ = self.read_votes()
+        return votes == num_cast
+
+    def change_agreed(self) -> tuple[bool, bool]:
+        """Returns whether members meet now, and whether this one leaves.
+
+        They do if some, not all, were asked to stop, or somebody waits to join.
+        """
+        num_cast, votes, _, waiting = self.read_votes()
+        leaves = 0 < votes < num_cast
+        if leaves:  # a member's replicas leave together, or all with the last member
+            self._asked = self._replica.in_member(self._asked)
+            if self._asked and xla_replica.stop_requested() is None:
+                xla_replica.request_stop("another replica of this member is to stop")
+            leaves = len(self._replica.met.members) > 1
+        return leaves or waiting > 0, leaves and self._asked
+
+
+class LiveUpdates(Updates):
+    """Goes on where members are lost or join: runs the step under way again with them.
+
+    `enter` is called once, before the first epoch.
+    """
+
+    def __init__(self, *rooms: Any) -> None:
+        self._is_lost = self._has_entered = self._has_state = False
+        self._update: Update | None = None  # whose functions run
+        self._names: list[str] = []  # what members that train have attached
+        self._last_met: tuple[Any, ...] = ()  # at which step, and with whom
+        self._num_same = 0  # meetings of that kind, one after another
+        super().__init__(*rooms)
+        ballots: Any = self.ballots
+        ballots.names = self.attached.names
+
+    def enter(
+        self,
+        settings: State,
+        snapshot: Callable[[], State],
+        load: Callable[[State], Any],
+        begin: Callable[[], Any],
+        changed: Callable[[int], Any],
+        is_saved: Callable[[Any], bool],
+    ) -> None:
+        """Joins the run, or begins it with others that are new. Blocks until then.
+
+        Args:
+            settings: What members must have in common, by name.
+            snapshot: Returns what a checkpoint has, without a collective.
+            load: Takes what that has returned.
+            begin: Loads the newest checkpoint, if there is one, on this member alone.
+            changed: Called when other members train than before.
+            is_saved: Whether an object's state is a part of a snapshot.
+        """
+        replica = self.context.replica
+        if self._has_entered:
+            raise ReplicaError(
+                "in a live run call Checkpointer.load() once, before set_epoch",
+                replica.rank,
+            )
+        self._snapshot, self._load, self._begin = snapshot, load, begin
+        self._changed, self._is_saved = changed, is_saved
+        replica.describe({name: repr(value) for name, value in settings.items()})
+        self._meet()
+        self._has_entered = True
+
+    # --- verbs of an update ---------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._check_entered()
+        self._check_attached()
+        super().begin_epoch(epoch)
+
+    def update(self, is_alone: bool = True) -> int:
+        self._check_entered()
+        return super().update(is_alone)
+
+    def rollback(self, error: Exception) -> None:
+        self._is_lost = isinstance(error, MemberLost)
+        if self._is_lost:
+            logger.warning(f"members meet: {error}")
+        super().rollback(RunAgain() if self._is_lost else error)
+
+    def redeal(self) -> int:
+        """Meets the others after a loss; returns the updates that it has missed.
+
+        They were made by a member that had its sums, and are received with its state.
+        Members meet after the exception was handled: until then its traceback keeps the
+        group open, and the others wait for it.
+        """
+        before = self.account.global_step
+        super().redeal()
+        if self._is_lost:
+            self._meet()
+            if self._update is not None:
+                update, self._update = self._update, None
+                self.after(update)
+        return self.account.global_step - before
+
+    def run_attached(self, update: Update) -> None:
+        while True:
+            try:
+                super().run_attached(update)
+                return
+            except MemberLost as error:
+                logger.warning(f"members meet: {error}")
+            self._update = update
+            self._meet()
+            self._update = None
+
+    def after(self, update: Update) -> None:
+        super().after(update)
+        ballots: Any = self.ballots
+        meets, leaves = ballots.change_agreed()
+        if leaves:
+            self._leave()
+        if meets:
+            self._meet()
+
+    # --- meetings -------------------------------------------------------------------
+
+    def _check_entered(self) -> None:
+        """Raises ReplicaError unless this member has joined the run."""
+        if not self._has_entered:
+            raise ReplicaError(
+                "in a live run a member joins in Checkpointer.load(), where it gets "
+                "the state of the others: call it before optimizer.set_epoch"
+            )
+
+    def _check_attached(self) -> None:
+        """Raises ValueError unless what is attached can go on in other members.
+
+        Or ReplicaError where others have attached something else.
+        """
+        attached = self.attached
+        attached.check_states(self._is_saved)
+        if self._names and self._names != attached.names():
+            raise ReplicaError(
+                f"this member has attached {attached.names()}, and the run "
+                f"{self._names}: attach the same on every member, in the same order"
+            )
+        self._names = []
+
+    def _leave(self) -> None:
+        """Leaves the run between two updates; raises `Stopped`."""
+        request = xla_replica.stop_requested()
+        self.context.replica.leave(self._mark())
+        logger.warning(f"left the run after {self._mark()[0]} updates: {request}")
+        raise Stopped(request.reason, request.exit_status)
+
+    def _mark(self) -> tuple[int, ...]:
+        """Returns how far this member has come; nothing without a state."""
+        if not self._has_state:
+            return ()
+        account = self.account
+        return account.global_step, self.attached.num_done, account.epoch
+
+    def _meet(self) -> None:
+        replica = self.context.replica
+        while True:
+            is_between = self._update is not None
+            generation = replica.change(self._mark(), is_between)
+            marks = [tuple(offer.mark) for offer in generation.offers]
+            self._check_progress(generation.members)
+            try:
+                self._equalise(marks)
+            except MemberLost as error:
+                logger.warning(f"members meet again: {error}")
+                continue
+            break
+        if replica.is_primary:
+            logger.info(
+                f"generation {generation.number}: {replica.num_replicas} members train "
+                f"from step {self.account.global_step} on"
+            )
+        self._changed(generation.number)
+
+    def _check_progress(self, members: tuple[str, ...]) -> None:
+        """Raises ReplicaError if the same members meet at one place again and again."""
+        met = self._mark(), members
+        self._num_same = self._num_same + 1 if met == self._last_met else 0
+        self._last_met = met
+        if self._num_same == _MOST_MEETINGS:
+            raise ReplicaError(
+                f"{len(members)} members met {_MOST_MEETINGS + 1} times at one place: "
+                "a collective fails every time; see the warnings before"
+            )
+
+    def _equalise(self, marks: list[tuple[int, ...]]) -> None:
+        """Gives every member the state of one that is furthest; deals anew."""
+        context, account = self.context, self.account
+        replica, exact = context.replica, context.exact
+        furthest = max(marks)
+        source = marks.index(furthest)  # nobody has a state if its mark is empty
+        is_source = replica.member == source and replica.leads
+        # The place before anything is loaded, which this member had dealt to another.
+        ledger = context.sampler.ledger
+        ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
+        if is_source and not self._has_state:
+            self._begin()
+            self._has_state = True
+        behind = [
+            member
+            for member, mark in enumerate(marks)
+            if mark != furthest or not furthest
+        ]
+        if behind:
+            state = self._packed() if is_source else None
+            state = replica.share(state, source, behind)
+            if replica.member in behind and not is_source:
+                self._unpack(state)
+        grid = replica.share(exact.grid.state_dict() if is_source else None, source)
+        account.ledger.move(replica.rank, replica.num_replicas, account.cursor)
+        self.clear()
+        self._hyperparameters = None
+        self._begin_minibatch()
+        replica.sync()  # compiled now, it is what follows a loss, too
+        exact.meet(grid)
+        replica.sync()
+
+    def _packed(self) -> State:
+        """Returns what another member needs to go on from here."""
+        run, account = self._snapshot(), self.account
+        # In an epoch's first step the last update is one of the epoch before, whose
+        # order may be gone.
+        place = {"epoch": account.epoch, "step": account.number}
+        if account.number == 0:
+            place["order"] = None
+        run["optimizer"]["elastic"]["sampler"] |= place
+        update = self._update and dataclasses.asdict(self._update)
+        if update:
+            numbers = [float(lr) for lr in update["lr"]]
+            update |= {
+                "lr": numbers,
+                "weight": update["weight"] and float(update["weight"]),
+            }
+        state = {
+            "run": run,
+            "update": update,
+            "num_done": self.attached.num_done,
+            # Who has not begun its first epoch may not have attached all.
+            "attached": self.attached.names() if account.announced else [],
+        }
+        replica = self.context.replica
+        # Nothing changes while it is sent, so that what is there needs no copy.
+        return state if replica.is_host else replica.to_host(state)
+
+    def _unpack(self, state: State) -> None:
+        had_state, self._has_state = self._has_state, True
+        self._names = [] if had_state else state["attached"]
+        self._load(state["run"])
+        update = state["update"]
+        self.attached.num_done = state["num_done"]
+        self.account.announced = had_state  # a new one calls set_epoch
+        self._update = None
+        if update is not None:
+            update["lr"] = tuple(update["lr"])
+            self._update = Update(**update)
