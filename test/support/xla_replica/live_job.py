@@ -26,6 +26,8 @@ from support.xla_replica import torchtpu
 from support.xla_replica.live_process import be_member
 from support.xla_replica.torchrun import free_port, wait_for_server
 from variable_batch_size.checkpoint.files import SavedFile, saved_files
+from variable_batch_size.data.schedule import Step
+from variable_batch_size.live.exact import ExactModel
 from xla_replica.starting import child_process
 
 # What a member can be at when it dies, and the function that it is then in.
@@ -72,6 +74,25 @@ class Fate(NamedTuple):
         setattr(kind, name, counted)
 
 
+class Loss(NamedTuple):
+    """A member alone loses the sums of these steps, which all others have."""
+
+    steps: tuple[int, ...]
+
+    def arm(self, folder: Path) -> None:
+        """Has this process lose them, once each, and leave a file there."""
+        inner, left = ExactModel.look, [*self.steps]
+
+        def look(exact: ExactModel, step: Step) -> None:
+            inner(exact, step)
+            if step.global_step in left:
+                left.remove(step.global_step)
+                (folder / f"{os.getpid()}.{step.global_step}.lost").touch()
+                raise xla_replica.MemberLost("this member has lost the others' sums")
+
+        ExactModel.look = look
+
+
 class Weather:
     """The disk and the clock of a process, as its job tells: see `LiveJob.tell`."""
 
@@ -111,7 +132,7 @@ class LiveJob:
         self.ended: list[BaseProcess] = []
 
     def start(
-        self, fate: Fate | Weather | None = None, **environment: str
+        self, fate: Fate | Loss | Weather | None = None, **environment: str
     ) -> BaseProcess:
         """Starts one more member."""
         arguments = {**self._environment, **environment}, self._arguments, fate

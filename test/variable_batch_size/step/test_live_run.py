@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.variable_batch_size.member import KINDS
+from support.variable_batch_size.member import KINDS, NUM_SAMPLES, TRACE
 from support.variable_batch_size.wrapping import make, sampler_of
 from support.xla_replica.live_job import (
     PHASES,
     Fate,
     Lighthouse,
     LiveJob,
+    Loss,
     live_job,
     needs_lighthouse,
 )
@@ -135,6 +136,19 @@ def test_ten_random_deaths_leave_the_bits(number, tmp_path):
     with live(tmp_path, "--kind", kind, *words(8, 0.02), **options) as job:
         meet_fates(job, fates, 4)
         assert job.num_met() == len(fates)
+
+
+@of_torch_alone
+def test_a_member_that_alone_loses_sums_receives_what_the_others_made_of_them(tmp_path):
+    """Of steps in an epoch, of an epoch's last one, and of the run's last one."""
+    schedule = vbs.Schedule(vbs.Trace(TRACE), NUM_SAMPLES, 8, "cycle")
+    first, second, last = (schedule.steps(epoch).stop - 1 for epoch in range(3))
+    with live(tmp_path, *words(3, 0.02)) as job:
+        steps = (2, first, second - 1, second, last)
+        job.start(Loss(steps))
+        job.start()
+        assert ends(job) == [0, 0], job.log()
+        assert len([*job.folder.glob("*.lost")]) == len(steps)
 
 
 @of_torch_alone
