@@ -153,7 +153,9 @@ class Account:
             )
         if self._most_ahead is None:  # what is read elsewhere may be any number ahead
             self._most_ahead = num_ahead if self.ledger.asked_here else sys.maxsize
-        is_ahead = num_ahead > self._most_ahead
+        # Trainers read all minibatches of a step at once.
+        is_ahead = self._handed[-1][1].step != place.step
+        is_ahead &= num_ahead > self._most_ahead
         if is_ahead or (place.step, place.substep) != (self.number, self.substep):
             raise left_out(self.epoch)
         return is_new

@@ -433,7 +433,8 @@ def test_a_run_that_unfreezes_is_resumed_before_that_and_refused_after(tmp_path)
 
 
 def change(trainer, *_: Any) -> None:
-    trainer.strategy.sampler.plan = trainer.strategy.sampler.plan_of(0)
+    sampler = trainer.strategy.sampler
+    sampler.ledger.replan(sampler.schedule)
 
 
 CHANGES = lightning.callbacks.LambdaCallback(on_train_batch_end=change)
