@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import deque
 from typing import Any
 
@@ -48,7 +47,7 @@ class Account:
         self.announced = self.has_run = self.is_waiting = False
         self._handed: deque[tuple[int, Place]] = deque()
         self._num_trained = 0  # of the newest loop
-        self._most_ahead: int | None = None  # of it; unknown before its first
+        self._reads_ahead: bool | None = None  # in it; unknown before its first step()
         self.go_to(ledger.epoch, ledger.plan(ledger.epoch).start_step)
         ledger.accounts[key] = self
 
@@ -110,7 +109,7 @@ class Account:
             is_followed: Whether what it deals is handed out by `Ledger.receive`.
         """
         self._handed.clear()
-        self._num_trained, self._most_ahead = 0, 0 if is_followed else None
+        self._num_trained, self._reads_ahead = 0, False if is_followed else None
 
     def take(self, deal: int, place: Place, is_run: bool) -> None:
         """Notes a minibatch that is loaded next; or, if ``is_run``, trained next."""
@@ -151,12 +150,14 @@ class Account:
                 f"{number + num_ahead}: iterate replica.loader(loader); nothing may "
                 "read ahead"
             )
-        if self._most_ahead is None:  # what is read elsewhere may be any number ahead
-            self._most_ahead = num_ahead if self.ledger.asked_here else sys.maxsize
+        if self._reads_ahead is None:
+            self._reads_ahead = num_ahead > 0 or not self.ledger.asked_here
         # Trainers read all minibatches of a step at once.
         is_ahead = self._handed[-1][1].step != place.step
-        is_ahead &= num_ahead > self._most_ahead
-        if is_ahead or (place.step, place.substep) != (self.number, self.substep):
+        if (is_ahead and not self._reads_ahead) or (place.step, place.substep) != (
+            self.number,
+            self.substep,
+        ):
             raise left_out(self.epoch)
         return is_new
 
@@ -177,7 +178,7 @@ class Account:
         Args:
             is_sure: Whether the training loop has ended, too.
         """
-        is_sure |= self._most_ahead == 0 and self.ledger.asked_here
+        is_sure |= self._reads_ahead is False and self.ledger.asked_here
         if is_sure and self._handed and self._num_trained:
             raise left_out(self.epoch)
 
