@@ -616,7 +616,8 @@ class ElasticOptimizer(OptimizerProxy):
         lrs, batch_size = self.get_lr(), self.get_bs()
         is_late = self.ref_weight is not None and not self.rule.measured
         if self._updates.account.ended or is_late:
-            return as_floats(self._updates.last_lrs or lrs, self.replica)
+            made = self._updates.made
+            return as_floats(made.lr if made else lrs, self.replica)
         if self.rule.measured and self.noise is not None:
             inputs = self.noise.lr_factors(batch_size)
         else:

@@ -40,7 +40,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_386
+CODE = 23_384
 TEST_LINES = 34_649
 
 

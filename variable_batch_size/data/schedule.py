@@ -141,10 +141,6 @@ class EpochPlan:
         """Returns the global batch size of step ``step`` of this epoch, in samples."""
         return int(self.head[min(step, len(self.head) - 1)])
 
-    def num_minibatches_of(self, step: int) -> int:
-        """Returns how many minibatches step ``step`` of this epoch has."""
-        return -(-self.batch_size(step) // self.minibatch_size)
-
     def num_substeps(self, rank: int) -> np.ndarray:
         """Returns ``(num_steps,)`` int64: minibatches of replica ``rank`` per step."""
         return self._unrolled(self._substeps(self.head, rank))

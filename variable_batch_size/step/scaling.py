@@ -27,7 +27,7 @@ class Scaling:
     def __init__(self, context: StepContext) -> None:
         replica, settings = context.replica, context.settings
         self._rule, self._optimizer = settings.rule, context.inner
-        self._reference: float | None = None  # if kappa is measured
+        self._reference: float | None = None  # None: kappa is measured
         if settings.ref_weight is None:
             self._reference = settings.ref_batchsize or 1
         self._scalars = context.scalars

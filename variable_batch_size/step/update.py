@@ -51,8 +51,7 @@ class Updates:
 
     Attributes:
         attached: What runs after every update.
-        made: The last update, after which nothing that is attached may have run.
-        last_lrs: The effective learning rates of the last update; None before it.
+        made: The last update; what is attached may not have run after it yet.
         num_seen: Minibatches since whoever counts them has set it to 0.
         num_minibatches: Those of all epochs that have ended.
         is_stepping: Whether the inner optimizer may step, which is an error elsewhere.
@@ -81,7 +80,6 @@ class Updates:
             self.gradients.on_change = weak_hook(self._agree_on_trained)
         self.attached = Attached(context.noise)
         self.made: Update | None = None
-        self.last_lrs: tuple[Any, ...] | None = None
         self.num_seen = self.num_minibatches = 0
         self._hyperparameters: tuple[Any, ...] | None = None  # None: they may change
         self.is_stepping = False
@@ -303,7 +301,7 @@ class Updates:
             if is_made:
                 # 4. Commit: the weights change, and the step is done.
                 try:
-                    self.last_lrs = self.commit(step)
+                    lrs = self.commit(step)
                 finally:
                     self.account.commit()
                     self.clear()
@@ -316,7 +314,7 @@ class Updates:
             step=step.global_step,
             batch_size=step.batch_size,
             minibatch_size=step.minibatch_size,
-            lr=self.last_lrs,
+            lr=lrs,
             idle=step.idle,
             ends_epoch=step.ends_epoch,
             weight=self.weights.weight if self.weights else None,

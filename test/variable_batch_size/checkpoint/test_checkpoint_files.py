@@ -57,7 +57,7 @@ def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
 def test_an_empty_folder_and_none_have_no_checkpoint(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/a.txt").write_text("other files do not matter")
-    os.mkfifo(tmp_path / f"update-00000002-{'0' * 32}.pt")  # nor what is no file
+    os.mkfifo(tmp_path / f"update-00000002-{'0' * 32}.pt")  # nor is a pipe
     for name in (".", "none", "notes"):
         assert files.newest_whole(tmp_path / name) == (None, None)
 
