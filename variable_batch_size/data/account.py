@@ -229,14 +229,16 @@ class Account:
             )
         self.announced = True
 
-    def begin(self, epoch: int) -> bool:
+    def begin(self, epoch: int) -> bool | None:
         """Begins an epoch; returns whether minibatches that were trained are lost.
+
+        Returns None if the epoch has begun already.
 
         Raises ReplicaError where other replicas would not begin it too.
         """
         is_same, rank = self.announced and epoch == self.epoch, self.ledger.rank
         if is_same and not self.has_run:
-            return False  # a second call: idle steps are joined already
+            return None  # a second call: idle steps are joined already
         plan = self.ledger.begin_epoch(epoch)
         problem = ""
         if is_same and self.ended:

@@ -250,7 +250,7 @@ class SeededAccount(Account):
             number = place.substep * ledger.num_replicas + ledger.rank
             self._seed(plan.first_step + place.step, number)
 
-    def begin(self, epoch: int) -> bool:
+    def begin(self, epoch: int) -> bool | None:
         self._thread = threading.get_ident()
         return super().begin(epoch)
 

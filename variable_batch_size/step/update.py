@@ -108,10 +108,10 @@ class Updates:
         Raises ReplicaError where other replicas would not begin it too.
         """
         self.refuse_waiting()
-        account = self.account
-        if account.announced and account.epoch == epoch and not account.has_run:
-            return  # a second call: idle steps are joined already
-        if account.begin(epoch):
+        is_lost = self.account.begin(epoch)
+        if is_lost is None:
+            return
+        if is_lost:
             self.clear()
         self._check_padding()
         self.gradients.refresh()
