@@ -10,18 +10,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 import xla_replica
-from variable_batch_size.data.account import Account
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place
-from variable_batch_size.device_scalars import DeviceScalars, as_floats
-from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
-from variable_batch_size.live.exact import ExactGradients, ExactModel
+from variable_batch_size.device_scalars import as_floats
+from variable_batch_size.gradient_noise.meter import NoiseOptions
+from variable_batch_size.live.exact import ExactModel
 from variable_batch_size.live.members import LiveBallots, LiveUpdates, State
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.runs.run_file import installed_version
 from variable_batch_size.step import checks
-from variable_batch_size.step.attached import Unit
+from variable_batch_size.step.attached import Unit, check_attach
 from variable_batch_size.step.ballots import Ballots
 from variable_batch_size.step.buffers import (
     average_buffers,
@@ -29,21 +28,25 @@ from variable_batch_size.step.buffers import (
     guess,
     no_starts,
 )
-from variable_batch_size.step.elastic_state import ElasticState
-from variable_batch_size.step.gradients import StepGradients
+from variable_batch_size.step.elastic_state import (
+    ElasticState,
+    check_agreement,
+    common_settings,
+)
 from variable_batch_size.step.parts import Clipping, Noise, Part, Weights
+from variable_batch_size.step.run import Reduction, Run
 from variable_batch_size.step.scaling import Scaling
-from variable_batch_size.step.settings import Reduction, Settings, StepContext
+from variable_batch_size.step.sums import Sums
+from variable_batch_size.step.together import update_together
 from variable_batch_size.step.update import Updates
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
-from xla_replica.common.arguments import check_flag, check_type
 
 
 def _setting(name: str) -> property:
     """Returns a setting of the wrapper, which cannot be assigned."""
     doc = f"The argument ``{name}``; it cannot be assigned."
-    return property(lambda self: getattr(self._settings, name), doc=doc)
+    return property(lambda self: getattr(self._run, name), doc=doc)
 
 
 class ElasticOptimizer(OptimizerProxy):
@@ -134,7 +137,7 @@ class ElasticOptimizer(OptimizerProxy):
     reduction = _setting("reduction")
     log_steps = _setting("log_steps")
     max_grad_norm = _setting("max_grad_norm")
-    exact = _setting("exact")  # an `ExactModel`, made of it
+    noise = _setting("noise")  # a `NoiseMeter`, or None
 
     def __init__(
         self,
@@ -157,91 +160,61 @@ class ElasticOptimizer(OptimizerProxy):
         replica: Replica | None = None,
     ) -> None:
         self.sampler = sampler
-        self.replica = given_or_current(replica)
-        self._settings = settings = Settings(
+        self.replica = replica = given_or_current(replica)
+        self._run = run = Run(
+            optimizer,
+            sampler,
+            replica,
+            Sums() if exact is None else ExactModel(exact, replica),
             with_options(rule, momentum_correction, decay_per_sample),
             ref_batchsize,
             ref_weight,
             reduction,
             log_steps,
             max_grad_norm,
-            check_flag("overlap", overlap),
-            check_flag("lockstep", lockstep),
-            check_flag("float32_sums", float32_sums),
-            None if exact is None else ExactModel(exact, self.replica),
+            noise,
+            overlap,
+            lockstep,
+            float32_sums,
         )
-        checks.check_wrapper(settings, optimizer, sampler, self.replica)
-        groups = optimizer.param_groups
-        sharded = self.replica.is_sharded([p for g in groups for p in g["params"]])
-        if sharded:
-            sampler.ledger.pad()
-        if ref_weight is None and not self.rule.measured:
-            sampler.follow_rule(self.rule.lr_factor, ref_batchsize or 1)
+        checks.check_run(run)
+        ledger = sampler.ledger
+        if run.sharded != ledger.padded and (ledger.padded or ledger.accounts):
+            raise ValueError(
+                "sharded and whole parameters share a sampler: give each one its own"
+            )
+        if run.sharded:
+            ledger.pad()
+        if ref_weight is None and not run.rule.measured:
+            sampler.follow_rule(run.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
-        scalars = DeviceScalars(self.replica)
-        self.noise = self._meter(noise, scalars)
-        self._context = StepContext(
-            optimizer, sampler, self.replica, settings, scalars, self.noise, sharded
-        )
-        checks.check_agreement(self._context)
+        check_agreement(run)
         order: Any = sampler.order
-        if settings.exact and hasattr(order, "ride"):
-            order.ride(settings.exact)
+        if self.exact and hasattr(order, "ride"):
+            order.ride(self.exact)
+        optimizer.exact = self.exact  # type: ignore[attr-defined] # for who has it alone
         self._updates = self._built()
-        self._saved = ElasticState(self._context, self._updates)
+        self._saved = ElasticState(run, self._updates)
         self._starts = no_starts()
 
     def _built(self) -> Updates:
         """Returns what makes the updates, with the parts that this run has."""
-        context, settings = self._context, self._settings
-        sampler, exact = context.sampler, context.exact
-        key = id(context.parameters()[0])
-        if exact is None:
-            account, gradients = Account(sampler.ledger, key), StepGradients(context)
-        else:
-            account, gradients = exact.account(sampler, key), ExactGradients(context)
-        scaling = Scaling(context)
-        is_live, parts = self.replica.is_live, dict[str, Part]()
-
-        def state() -> tuple[Any, ...]:
-            return scaling.state_dict(), gradients.trained
-
-        if self.replica.num_replicas > 1 or is_live:
-            parts["ballots"] = (LiveBallots if is_live else Ballots)(context, state)
-        if exact is not None:
-            parts["exact"] = exact
-        weights = Weights(context, gradients) if self.reduction == "sum" else None
-        if weights is not None:
-            parts["weights"] = weights
-        if self.noise is not None:
-            parts["noise"] = Noise(self.noise, weights)
-        if settings.max_grad_norm is not None:
-            most = settings.max_grad_norm
-            parts["clipping"] = Clipping(lambda: gradients.clip_(most))
-        kind = LiveUpdates if is_live else Updates
-        return kind(context, self, account, gradients, scaling, parts)
-
-    def _meter(
-        self, noise: NoiseOptions | bool, scalars: DeviceScalars
-    ) -> NoiseMeter | None:
-        """Returns the meter that was asked for, or that the rule needs; else None."""
-        check_type("noise", noise, (bool, NoiseOptions), "a bool or NoiseOptions")
-        if noise is False and not self.rule.measured:
-            return None
-        weighted = self.reduction == "sum"
-        name = "ref_weight" if weighted else "ref_batchsize"
-        reference = getattr(self, name)
-        if reference is None:
-            raise TypeError(f"noise= needs {name}= with reduction={self.reduction!r}")
-        return NoiseMeter(
-            self.param_groups,
-            None if weighted else self.sampler.minibatch_size,
-            reference,
-            self.replica,
-            scalars,
-            noise if isinstance(noise, NoiseOptions) else NoiseOptions(),
-            self.exact is not None,
-        )
+        run, parts = self._run, dict[str, Part]()
+        account = run.sums.account(run.sampler, id(run.parameters()[0]))
+        gradients, scaling = run.sums.gradients(run), Scaling(run)
+        is_live, weights = run.replica.is_live, None
+        if run.replica.num_replicas > 1 or is_live:
+            kind = LiveBallots if is_live else Ballots
+            parts["ballots"] = kind(run, gradients, scaling, parts)
+        parts.update(run.sums.parts())
+        if run.reduction == "sum":
+            parts["weights"] = weights = Weights(run, gradients)
+        if run.noise is not None:
+            parts["noise"] = Noise(run.noise, weights)
+        if run.max_grad_norm is not None:
+            parts["clipping"] = Clipping(gradients, run.max_grad_norm)
+        made = LiveUpdates if is_live else Updates
+        return made(run, account, gradients, scaling, parts)
 
     # --- the training loop's calls --------------------------------------------------
 
@@ -295,14 +268,15 @@ class ElasticOptimizer(OptimizerProxy):
         Raises:
             ValueError: It has minibatches in the step, or there is no ``lockstep``.
         """
-        if not (self._settings.lockstep and self.is_idle):
+        if not (self._run.lockstep and self.is_idle):
             raise ValueError(
                 f"join_step() in step {self.place.step} of epoch {self.epoch}, with "
-                f"lockstep={self._settings.lockstep}: it is for wrappers with "
+                f"lockstep={self._run.lockstep}: it is for wrappers with "
                 "lockstep=True, in steps in which this replica has no minibatch; "
                 "call backward() and step() for every one that it has"
             )
-        return self._updates.update_with_others()
+        self._opt_called = True  # torch's schedulers look before their step
+        return update_together(self._updates.account)
 
     def set_epoch(self, epoch: int) -> int:
         """Begins an epoch; call it, like the sampler's, before iterating.
@@ -322,7 +296,8 @@ class ElasticOptimizer(OptimizerProxy):
         """Joins the steps that come next without a minibatch, unless in lockstep."""
         num_updates, account = 0, self._updates.account
         num_optimizers = len(account.ledger.accounts)
-        while account.idle and not self._settings.lockstep:
+        while account.idle and not self._run.lockstep:
+            self._opt_called = True  # torch's schedulers look before their step
             if num_optimizers > 1:
                 raise ReplicaError(
                     f"this replica is idle in step {account.number} of "
@@ -361,19 +336,7 @@ class ElasticOptimizer(OptimizerProxy):
             ReplicaError: This replica has joined updates of the epoch, and other
                 replicas have not made them yet: attach before `set_epoch`.
         """
-        self._updates.check_attach()
-        scheduled = getattr(target, "optimizer", None)
-        groups = getattr(scheduled, "param_groups", self.param_groups)
-        if hasattr(target, "get_last_lr") and groups is not self.param_groups:
-            raise ValueError(
-                f"attach: {target!r} changes the learning rate of another optimizer: "
-                "build it with this wrapper, or with the optimizer that it wraps"
-            )
-        if getattr(target, "updates_of", self) is not self:
-            raise ValueError(
-                f"attach: {target!r} was built with another optimizer: build it with "
-                "this wrapper"
-            )
+        check_attach(self._updates.account)
         self._updates.attached.add(target, unit, every)
 
     def change_batch_size(self, batch_size: int) -> int:
@@ -413,8 +376,7 @@ class ElasticOptimizer(OptimizerProxy):
     def check_batch_size(self, batch_size: int, first_step: int = 1) -> None:
         """Raises ValueError if this size, from a step on, cannot be used."""
         schedule = self.sampler.schedule.changed(first_step, batch_size)
-        groups = self.inner.param_groups
-        checks.check_groups(self._settings, groups, schedule, self.replica)
+        checks.check_groups(self._run, self.param_groups, schedule)
 
     def average_buffers(self, model: nn.Module) -> None:
         """Makes the model's buffers equal on all replicas.
@@ -429,11 +391,11 @@ class ElasticOptimizer(OptimizerProxy):
             ReplicaError: Replicas have used different hyperparameters; on an
                 accelerator this is where it is found.
         """
-        self._updates.check_agreement()
-        if self.replica.is_live:  # exact sums keep them equal
+        if self._updates.ballots is not None:
+            self._updates.ballots.check()
+        if self._run.sums.keeps_buffers:
             return
-        if self._context.exact is None:  # else counts have all replicas' already
-            guess(model, self._updates.num_seen, self._starts)
+        guess(model, self._updates.num_seen, self._starts)
         average_buffers(model, self._updates.num_seen, self.replica, self._starts)
         self._updates.num_seen = 0
 
@@ -444,7 +406,7 @@ class ElasticOptimizer(OptimizerProxy):
         own call it before training if forward passes change integer buffers other
         than BatchNorm's. Does nothing between a minibatch and `average_buffers`.
         """
-        is_needed = self._context.exact is None and self.replica.num_replicas > 1
+        is_needed = not self._run.sums.keeps_buffers and self.replica.num_replicas > 1
         if is_needed and self._updates.num_seen == 0:
             self.replica.sync()
             follow(model, self._starts)
@@ -459,10 +421,8 @@ class ElasticOptimizer(OptimizerProxy):
         param_group = {**param_group, "params": params}
         unnamed = [p[1] if isinstance(p, tuple) else p for p in params]
         group = {**self.defaults, **param_group, "params": unnamed}
-        checks.check_groups(
-            self._settings, [group], self.sampler.schedule, self.replica
-        )
-        if self.replica.is_sharded(unnamed) and not self._context.sharded:
+        checks.check_groups(self._run, [group])
+        if self.replica.is_sharded(unnamed) and not self._run.sharded:
             raise ValueError(
                 "add_param_group: these parameters are sharded, and the wrapper was "
                 "built with whole ones alone, whose replicas run different numbers of "
@@ -479,10 +439,16 @@ class ElasticOptimizer(OptimizerProxy):
             **options: Those of `LiveUpdates.enter`.
         """
         updates: Any = self._updates
-        own = {**checks.common_settings(self._context), "version": installed_version()}
+        own = {**common_settings(self._run), "version": installed_version()}
         updates.enter({**own, **settings}, **options)
 
     # --- what can be asked ----------------------------------------------------------
+
+    @property
+    def exact(self) -> ExactModel | None:
+        """What the argument ``exact`` was made; None without it."""
+        sums = self._run.sums
+        return sums if isinstance(sums, ExactModel) else None
 
     @property
     def epoch(self) -> int:

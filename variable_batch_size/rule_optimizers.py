@@ -15,7 +15,7 @@ from xla_replica.common.arguments import check_number
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from variable_batch_size.step.settings import ElasticOptions
+    from variable_batch_size.step.run import ElasticOptions
 
 
 class _NamedRuleOptimizer(ElasticOptimizer):

@@ -25,6 +25,8 @@ from variable_batch_size.data.schedule import Place, Schedule, Step
 from variable_batch_size.device_scalars import DeviceScalars
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.parts import Part
+from variable_batch_size.step.run import Run
+from variable_batch_size.step.sums import Sums
 from variable_batch_size.step.update import RunAgain
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.gradient_sum import GradientSum
@@ -34,7 +36,7 @@ from xla_replica.device.gradients import weak_hook
 from xla_replica.device.seeding import own_draws
 
 
-class ExactModel(Part):
+class ExactModel(Sums, Part):
     """The grid of a model's gradients and of its normalisation layers' statistics.
 
     Args:
@@ -50,6 +52,8 @@ class ExactModel(Part):
     Raises:
         TypeError, ValueError: The model, or this process, cannot have such bits.
     """
+
+    is_exact = keeps_buffers = True
 
     def __init__(self, model: nn.Module, replica: Replica) -> None:
         check_type("exact=", model, nn.Module, "the model, whose buffers count too")
@@ -146,9 +150,12 @@ class ExactModel(Part):
             self.grid.follow()
             raise RunAgain
 
-    def meet(self, grid: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, int]:
+        return self.grid.state_dict()
+
+    def meet(self, state: dict[str, int] | None) -> None:
         """Takes the grid of a state, or of other replicas; the step begins anew."""
-        self.grid.load_state_dict(grid)
+        self.grid.load_state_dict(state or {})
         self._is_repeat = False
 
     def commit(self, step: Step) -> None:
@@ -165,8 +172,13 @@ class ExactModel(Part):
             rider.clear()
         self.grid.drop_step()
 
+    def parts(self) -> Mapping[str, Part]:
+        return {"exact": self}
+
+    def gradients(self, run: Run) -> StepGradients:
+        return ExactGradients(run)
+
     def account(self, sampler: CustomSampler, key: int) -> Account:
-        """Returns the account of an optimizer with these sums."""
         seed = functools.partial(self.seed_minibatch, sampler.seed)
         return SeededAccount(sampler.ledger, key, seed)
 
@@ -202,7 +214,6 @@ class ExactModel(Part):
         }
 
     def environment(self) -> dict[str, Any]:
-        """Returns what the bits of a gradient depend on beside the model."""
         return {
             "device": self._replica.device_model,
             "torch": str(torch.__version__),
@@ -217,15 +228,15 @@ class ExactGradients(StepGradients):
     is_aged = True
 
     def make_sum(self) -> GradientSum:
-        exact = self._context.exact
+        exact = self._run.sums
         self._adds_up_widely = False
-        exact.sums = ExactSum(self._context.replica, self._is_unchanged, exact)
+        exact.sums = ExactSum(self._run.replica, self._is_unchanged, exact)
         return exact.sums
 
     @torch.no_grad()
     def accept(self, num_accumulated: int) -> None:
         self.sums.end_minibatch()
-        self._context.exact.grid.end_minibatch()
+        self._run.sums.grid.end_minibatch()
 
 
 class SeededAccount(Account):

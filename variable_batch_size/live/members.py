@@ -63,13 +63,13 @@ class LiveUpdates(Updates):
     `enter` is called once, before the first epoch.
     """
 
-    def __init__(self, *rooms: Any) -> None:
+    def __post_init__(self) -> None:
         self._is_lost = self._has_entered = self._has_state = False
         self._update: Update | None = None  # whose functions run
         self._names: list[str] = []  # what members that train have attached
         self._last_met: tuple[Any, ...] = ()  # at which step, and with whom
         self._num_same = 0  # meetings of that kind, one after another
-        super().__init__(*rooms)
+        super().__post_init__()
         ballots: Any = self.ballots
         ballots.names = self.attached.names
 
@@ -92,7 +92,7 @@ class LiveUpdates(Updates):
             changed: Called when other members train than before.
             is_saved: Whether an object's state is a part of a snapshot.
         """
-        replica = self.context.replica
+        replica = self.run.replica
         if self._has_entered:
             raise ReplicaError(
                 "in a live run call Checkpointer.load() once, before set_epoch",
@@ -137,19 +137,16 @@ class LiveUpdates(Updates):
                 self.after(update)
         return self.account.global_step - before
 
-    def run_attached(self, update: Update) -> None:
+    def after(self, update: Update) -> None:
         while True:
             try:
-                super().run_attached(update)
-                return
+                super().after(update)
+                break
             except MemberLost as error:
                 logger.warning(f"members meet: {error}")
             self._update = update
             self._meet()
             self._update = None
-
-    def after(self, update: Update) -> None:
-        super().after(update)
         ballots: Any = self.ballots
         meets, leaves = ballots.change_agreed()
         if leaves:
@@ -184,7 +181,7 @@ class LiveUpdates(Updates):
     def _leave(self) -> None:
         """Leaves the run between two updates; raises `Stopped`."""
         request = xla_replica.stop_requested()
-        self.context.replica.leave(self._mark())
+        self.run.replica.leave(self._mark())
         logger.warning(f"left the run after {self._mark()[0]} updates: {request}")
         raise Stopped(request.reason, request.exit_status)
 
@@ -196,7 +193,7 @@ class LiveUpdates(Updates):
         return account.global_step, self.attached.num_done, account.epoch
 
     def _meet(self) -> None:
-        replica = self.context.replica
+        replica = self.run.replica
         while True:
             is_between = self._update is not None
             generation = replica.change(self._mark(), is_between)
@@ -228,13 +225,13 @@ class LiveUpdates(Updates):
 
     def _equalise(self, marks: list[tuple[int, ...]]) -> None:
         """Gives every member the state of one that is furthest; deals anew."""
-        context, account = self.context, self.account
-        replica, exact = context.replica, context.exact
+        run, account = self.run, self.account
+        replica, sums = run.replica, run.sums
         furthest = max(marks)
         source = marks.index(furthest)  # nobody has a state if its mark is empty
         is_source = replica.member == source and replica.leads
         # The place before anything is loaded, which this member had dealt to another.
-        ledger = context.sampler.ledger
+        ledger = run.sampler.ledger
         ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
         if is_source and not self._has_state:
             self._begin()
@@ -249,13 +246,13 @@ class LiveUpdates(Updates):
             state = replica.share(state, source, behind)
             if replica.member in behind and not is_source:
                 self._unpack(state)
-        grid = replica.share(exact.grid.state_dict() if is_source else None, source)
+        grid = replica.share(sums.state_dict() if is_source else None, source)
         account.ledger.move(replica.rank, replica.num_replicas, account.cursor)
         self.clear()
-        self._hyperparameters = None
-        self._begin_minibatch()
+        self.scaling.forget_given()
+        self.begin_minibatch()
         replica.sync()  # compiled now, it is what follows a loss, too
-        exact.meet(grid)
+        sums.meet(grid)
         replica.sync()
 
     def _packed(self) -> State:
@@ -281,7 +278,7 @@ class LiveUpdates(Updates):
             # Who has not begun its first epoch may not have attached all.
             "attached": self.attached.names() if account.announced else [],
         }
-        replica = self.context.replica
+        replica = self.run.replica
         # Nothing changes while it is sent, so that what is there needs no copy.
         return state if replica.is_host else replica.to_host(state)
 

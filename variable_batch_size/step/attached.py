@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from variable_batch_size.data.account import Account
 from variable_batch_size.device_scalars import as_floats
 from variable_batch_size.gradient_noise.meter import NoiseMeter
-from xla_replica import Replica
+from variable_batch_size.step.run import Run
+from xla_replica import ReplicaError
 from xla_replica.common.arguments import check_choice, check_number
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +50,38 @@ class Update:
     weight: Any = None
 
 
-def log_line(update: Update, noise: NoiseMeter | None, replica: Replica) -> str:
-    """Returns one line about an update; reads the device."""
+def log(update: Update, run: Run) -> None:
+    """Logs one line about an update on replica 0; every replica reads its device."""
     line = f"step {update.step}: batch size {update.batch_size}, "
     if update.weight is not None:
-        [weight] = as_floats((update.weight,), replica)
+        [weight] = as_floats((update.weight,), run.replica)
         line += f"weight {weight:g}, "
-    lrs = ", ".join(f"{lr:.6g}" for lr in as_floats(update.lr, replica))
+    lrs = ", ".join(f"{lr:.6g}" for lr in as_floats(update.lr, run.replica))
     line += f"learning rate {lrs}"
-    for name, value in (noise.measure()._asdict() if noise else {}).items():
+    for name, value in (run.noise.measure()._asdict() if run.noise else {}).items():
         line += f", {name.replace('_', ' ')} {value:.6g}"
-    return line
+    if run.replica.is_primary:
+        logger.info(line)
+
+
+def check_attach(account: Account) -> None:
+    """Raises ReplicaError if what is attached now would miss updates here alone.
+
+    An epoch in which this replica is always idle may be over or have just begun, so it
+    gets a warning.
+    """
+    plan = account.plan
+    num_made = account.number - plan.start_step
+    if not (account.announced and num_made and plan.has_idle_replicas):
+        return
+    text = (
+        f"attach: this replica has joined {num_made} updates of epoch {plan.epoch}, "
+        "and other replicas may not: call attach before optimizer.set_epoch"
+    )
+    if not account.ended:
+        raise ReplicaError(text, account.ledger.rank)
+    if not account.has_run:
+        logger.warning(text)
 
 
 # How much of each unit one update is; the noise meter counts the last one.
@@ -76,8 +102,8 @@ class Attached:
         num_done: How many have run after the last update.
     """
 
-    def __init__(self, noise: NoiseMeter | None) -> None:
-        self._noise = noise
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._callbacks: list[Callable[[Update], Any]] = []
         self._waiting: list[dict[str, Any]] = []  # states of schedulers yet to come
         self._may_lack = False  # whether these may never come
@@ -86,45 +112,37 @@ class Attached:
 
     def add(self, target: Any, unit: Unit, every: float) -> None:
         """Adds what `ElasticOptimizer.attach` was given; see there."""
-        if isinstance(target, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise TypeError(
-                "attach: ReduceLROnPlateau needs a metric; step it at the end of an "
-                "epoch, and pass it to Checkpointer or epochs as a part, by any name"
-            )
-        schedulers = [each.scheduler for each in self._schedulers()]
-        if target in [*self._callbacks, *schedulers]:
-            raise ValueError(
-                f"attach: {target!r} is attached already, and would run twice"
-            )
-        if hasattr(getattr(target, "__self__", None), "get_last_lr"):
-            raise TypeError(
-                f"attach: {target!r} is a method of an LR scheduler: attach that"
-            )
-        self.is_empty = False
         check_choice("attach: unit", unit, UNITS)
         check_number("attach: every", every, above=0)
-        is_class = isinstance(target, type)
-        if hasattr(target, "get_last_lr") and not is_class:
-            target = AttachedScheduler(target, unit, every, self._noise)
-        elif is_class or not callable(target):
-            raise TypeError(
-                f"attach: {target!r} is neither an LR scheduler nor a function"
-            )
-        elif (unit, every) != ("updates", 1):
-            raise TypeError(
-                "attach: unit= and every= are for LR schedulers; a function runs after "
-                "every update and can look at it"
-            )
         owner = getattr(target, "__self__", target)  # of a method
-        for saver in self._callbacks:
-            if getattr(saver, "saves", lambda part: False)(owner):
-                raise ValueError(
-                    f"attach: {target!r} comes after a Checkpointer: attach it before"
-                )
-        if self._waiting and isinstance(target, AttachedScheduler):
-            target.load_state_dict(self._waiting[0])
-            del self._waiting[0]
+        is_class = isinstance(target, type)
+        is_scheduler = hasattr(target, "get_last_lr") and not is_class
+        known = [*self._callbacks, *(each.scheduler for each in self._schedulers())]
+        builder = getattr(target, "optimizer" if is_scheduler else "updates_of", None)
+        groups = self._run.inner.param_groups
+        for is_wrong, kind, why in (
+            (getattr(builder, "param_groups", groups) is not groups, ValueError,
+             "was built with another optimizer: build it with this one"),
+            (isinstance(target, ReduceLROnPlateau), TypeError, "needs a metric: step "
+             "it at the end of an epoch, and pass it to Checkpointer as a part"),
+            (target in known, ValueError, "is attached already, and would run twice"),
+            (owner is not target and hasattr(owner, "get_last_lr"), TypeError,
+             "is a method of an LR scheduler: attach that"),
+            (is_class or not (is_scheduler or callable(target)), TypeError,
+             "is neither an LR scheduler nor a function"),
+            (not is_scheduler and (unit, every) != ("updates", 1), TypeError,
+             "runs after every update: unit= and every= are for LR schedulers"),
+            (any(hasattr(c, "saves") and c.saves(owner) for c in self._callbacks),
+             ValueError, "comes after a Checkpointer: attach it before"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise kind(f"attach: {target!r} {why}")
+        if is_scheduler:
+            target = AttachedScheduler(target, unit, every, self._run.noise)
+            if self._waiting:
+                target.load_state_dict(self._waiting.pop(0))
         self._callbacks.append(target)
+        self.is_empty = False
 
     def run(self, update: Update) -> None:
         """Calls those that are not done, in the order in which they were attached.
@@ -208,22 +226,14 @@ class AttachedScheduler:
     def __init__(
         self, scheduler: Any, unit: Unit, every: float, noise: NoiseMeter | None
     ) -> None:
-        self._amount = UNITS[unit]
-        if self._amount is None and noise is None:
+        self._amount, self._noise = UNITS[unit], noise
+        if self._amount is None and (noise is None or noise.weighted):
             raise TypeError(
-                "attach: unit='iterations' counts measured gains: use "
-                "AdaScaleOptimizer, or another rule with noise=True"
+                "attach: unit='iterations' counts gains of AdaScaleOptimizer, or of a "
+                "rule with noise=True; with reduction='sum', where the host does not "
+                "know them, count 'updates' or 'samples'"
             )
-        if self._amount is None and noise is not None and noise.weighted:
-            raise TypeError(
-                "attach: unit='iterations' would read the device after every update "
-                "with reduction='sum', where the host does not know the batch ratio: "
-                "count 'updates' or 'samples', and look at noise.progress when you log"
-            )
-        self.scheduler = scheduler
-        self._unit = unit
-        self._every = every
-        self._noise = noise
+        self.scheduler, self._unit, self._every = scheduler, unit, every
         self._begin = noise.progress if self._amount is None and noise else 0.0
         self._done = 0.0  # units since it was attached; a lower bound of iterations
         self._ticks = 0  # steps of the scheduler since then
@@ -262,13 +272,14 @@ class AttachedScheduler:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raises ValueError if the state is of another kind or unit of scheduler."""
-        kind = type(self.scheduler).__name__
-        own = f"a {kind} in {self._unit} by {self._every}"
-        saved = f"a {state['kind']} in {state['unit']} by {state['every']}"
-        if saved != own:
+        kinds = [
+            "a {kind} in {unit} by {every}".format(**each)
+            for each in (state, self.state_dict())
+        ]
+        if kinds[0] != kinds[1]:
             raise ValueError(
-                f"the saved scheduler was {saved}, and the one attached in its place "
-                f"is {own}: attach the same schedulers in the same order"
+                f"the saved scheduler was {kinds[0]}, and the one attached in its "
+                f"place is {kinds[1]}: attach the same ones in the same order"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

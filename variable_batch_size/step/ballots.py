@@ -20,17 +20,19 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 import xla_replica
 from variable_batch_size.data.schedule import Step
+from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.parts import Part
-from variable_batch_size.step.scaling import hyperparameters
-from variable_batch_size.step.settings import StepContext
+from variable_batch_size.step.run import Run
+from variable_batch_size.step.scaling import Scaling, hyperparameters
 from xla_replica import ReplicaError
+from xla_replica.device.gradients import weak_hook
 
 # float32 holds integers below this exactly, in whatever order they are summed.
 _EXACT = 2**24
@@ -42,16 +44,24 @@ class Ballots(Part):
     Hashes agree if their sum is the number of replicas times the own one.
 
     Args:
-        context: That of the optimizer.
-        state: Returns what else is the same on all replicas: the rule's state, which
-            parameters are trained.
+        run: That of the optimizer.
+        gradients: Which parameters are trained.
+        scaling: The state of the rule.
+        parts: All parts of the update, this one among them.
     """
 
     def __init__(
-        self, context: StepContext, state: Callable[[], tuple[Any, ...]]
+        self,
+        run: Run,
+        gradients: StepGradients,
+        scaling: Scaling,
+        parts: Mapping[str, Part],
     ) -> None:
-        self._context, self._state = context, state
-        self._replica = replica = context.replica
+        self._run, self._replica = run, run.replica
+        self._gradients, self._scaling, self._parts = gradients, scaling, parts
+        replica = run.replica
+        if not (replica.is_lazy or run.sharded):
+            gradients.on_change = weak_hook(self._agree_on_trained)
         # Of hyperparameters and of orders, added up over updates.
         self._differences = torch.zeros(2, device=replica.device)
         self._sums = self._own = torch.zeros(0)
@@ -76,13 +86,9 @@ class Ballots(Part):
         before that.
         """
         self._made += -(-step.num_minibatches // self._replica.num_replicas)
-        hyper = hyperparameters(self._context.inner.param_groups)
-        order = self._context.sampler.order_digest(step.epoch)
+        hyper = hyperparameters(self._run.inner.param_groups)
+        order = self._run.sampler.order_digest(step.epoch)
         self._cast((hyper, *self.common()), order)
-
-    def cast_other(self, used: tuple[Any, ...]) -> None:
-        """Casts the ballots of a replica that makes no update, which differ."""
-        self._cast(used, None)
 
     def _cast(self, used: tuple[Any, ...], order: str | None) -> None:
         modulus = _EXACT // self._replica.num_replicas
@@ -93,13 +99,13 @@ class Ballots(Part):
         proposed = self._proposed if self._replica.is_primary else 0.0
         numbers = [own, digest, 1.0, float(known), float(self._asked), proposed]
         numbers += self.others()
-        scalars = self._context.scalars
+        scalars = self._run.scalars
         self._own = scalars.get("ballots", (tuple(numbers),)).reshape(-1)
         self._sums = self._own.clone()
 
     def common(self) -> tuple[Any, ...]:
         """Returns what is the same on all replicas beside hyperparameters."""
-        return self._state()
+        return self._scaling.state_dict(), self._gradients.trained
 
     def others(self) -> list[float]:
         """Returns further ballots, as a live run has."""
@@ -120,6 +126,22 @@ class Ballots(Part):
             self._arriving.append(self._replica.fetch_later(sums[4:5]))
         if self._replica.is_host:
             self.check()
+
+    def _agree_on_trained(self) -> None:
+        """Raises ReplicaError unless all replicas train other parameters from now on.
+
+        One that did so alone would sum tensors of other sizes, which gloo aborts the
+        process for. So it takes part in the next sum of its peers as it was, or in one
+        that all make for this; the ballots differ in the first case.
+        """
+        self._cast((self._gradients.trained,), None)
+        others: list[torch.Tensor] = []
+        for part in self._parts.values():
+            own = part.tensors()
+            others += own if part is self else [torch.zeros_like(each) for each in own]
+        self._gradients.sums.sum_zeros(others)
+        self.look()
+        self.check()
 
     @property
     def hears(self) -> bool:

@@ -1,44 +1,40 @@
-"""What a wrapper saves beside the state of its inner optimizer."""
+"""What a wrapper saves beside its inner optimizer, and shares with its replicas."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import hyperparameters
-from variable_batch_size.step.settings import StepContext
 from variable_batch_size.step.update import Updates
 from xla_replica.common.differences import check_same
 
-VERSION = 3  # of the state
+VERSION = 4  # of the state
 # Hyperparameters that say how a device computes, not what.
 _OF_DEVICES = ("foreach", "fused", "capturable", "differentiable")
 
 
 class ElasticState:
-    """Saves and loads the parts of a wrapper that count something.
+    """Saves and loads whatever counts something, for any number of replicas."""
 
-    The state does not depend on the number of replicas.
-    """
-
-    def __init__(self, context: StepContext, updates: Updates) -> None:
-        self._context, self._updates = context, updates
-        self._lasting = _lasting(context)  # as the run began
+    def __init__(self, run: Run, updates: Updates) -> None:
+        self._run, self._updates = run, updates
+        self._lasting = lasting(run)  # as the run began
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last update. Reads the device for noise."""
-        settings, noise = self._context.settings, self._context.noise
-        exact = self._context.exact
+        run, updates = self._run, self._updates
         return {
             "version": VERSION,
-            "rule": settings.rule.name,
-            "ref_batchsize": settings.ref_batchsize,
+            "rule": run.rule.name,
             "settings": self._lasting,
-            "trained": [p.requires_grad for p in self._context.parameters()],
-            "scaling": self._updates.scaling.state_dict(),
-            "noise": noise.state_dict() if noise else None,
-            "grid": exact.grid.state_dict() if exact else None,
-            "schedules": self._updates.attached.state_dict(),
-            "sampler": self._context.sampler.state_dict(),
+            "trained": [p.requires_grad for p in run.parameters()],
+            "scaling": updates.scaling.state_dict(),
+            "noise": run.noise.state_dict() if run.noise else None,
+            "sums": run.sums.state_dict(),
+            "schedules": updates.attached.state_dict(),
+            "sampler": run.sampler.state_dict(),
         }
 
     def check(self, state: dict[str, Any], allow_changes: bool) -> None:
@@ -49,43 +45,35 @@ class ElasticState:
                 where the state is one of a plain torch optimizer.
             allow_changes: See `CustomSampler.load_state_dict`.
         """
-        settings, noise = self._context.settings, self._context.noise
-        rule, ref_batchsize = settings.rule.name, settings.ref_batchsize
+        run = self._run
         if state and state.get("version") != VERSION:
             raise ValueError(
                 f"the state has version {state.get('version')!r}, and this library "
                 f"reads {VERSION}: load state['state'] and state['param_groups'] alone"
             )
         if "sampler" in state:
-            self._context.sampler.check_state(state["sampler"], allow_changes)
-        if state.get("rule", rule) != rule:
+            run.sampler.check_state(state["sampler"], allow_changes)
+        if state.get("rule", run.rule.name) != run.rule.name:
             raise ValueError(
-                f"the state is of rule {state['rule']!r}, and this is {rule!r}; to "
-                "change rules, load state['state'] and state['param_groups'] alone"
+                f"the state is of rule {state['rule']!r}, and this is {run.rule.name!r}"
+                ": to change it, load state['state'] and state['param_groups'] alone"
             )
         if "sampler" in state and not allow_changes:  # another run may have others
             check_same(
                 state["settings"],
                 self._lasting,
                 "the optimizer's state is of another run",
-                "Build the optimizer as it was; or pass allow_changes=True to resume "
-                "all the same, with the saved hyperparameters of parameter groups, and "
-                "set others after that",
+                "Build the optimizer as it was; or pass allow_changes=True, which "
+                "resumes with the saved hyperparameters of parameter groups",
             )
             self._check_trained(state["trained"])
         self._updates.attached.check_state(state.get("schedules", []))
-        if not (noise and state.get("noise")):
-            return
-        if state["ref_batchsize"] != ref_batchsize:
-            raise ValueError(
-                f"the state's progress counts steps of {state['ref_batchsize']} "
-                f"samples, and this optimizer's ref_batchsize={ref_batchsize}"
-            )
-        noise.check_state(state["noise"])
+        if run.noise and state.get("noise"):
+            run.noise.check_state(state["noise"])
 
     def _check_trained(self, trained: list[bool]) -> None:
         """Raises ValueError if other parameters were trained where it was saved."""
-        parameters = self._context.parameters()
+        parameters = self._run.parameters()
         others = [
             f"number {number} of shape {tuple(parameter.shape)} was "
             f"{'trained' if was_trained else 'frozen'}"
@@ -101,29 +89,60 @@ class ElasticState:
 
     def load(self, state: dict[str, Any], allow_changes: bool) -> None:
         """Loads a state that `check` has let pass."""
-        noise, updates = self._context.noise, self._updates
+        run, updates = self._run, self._updates
         updates.scaling.load_state_dict(state.get("scaling", []))
-        if noise and state.get("noise"):
-            noise.load_state_dict(state["noise"])
-        if self._context.exact:
-            self._context.exact.meet(state.get("grid") or {})
+        if run.noise and state.get("noise"):
+            run.noise.load_state_dict(state["noise"])
+        run.sums.meet(state.get("sums"))
         updates.attached.load_state_dict(state.get("schedules", []), allow_changes)
         if "sampler" in state:
-            self._context.sampler.load_state_dict(
-                state["sampler"], allow_changes=allow_changes
-            )
+            run.sampler.load_state_dict(state["sampler"], allow_changes=allow_changes)
             updates.restart()
 
 
-def _lasting(context: StepContext) -> dict[str, Any]:
+def lasting(run: Run) -> dict[str, Any]:
     """Returns what a run must have in common with one that it resumes.
 
     Plain values by name. The sampler's part is `CustomSampler.fingerprint`.
     """
-    found = {"optimizer": type(context.inner).__name__, **context.settings.options()}
-    for index, group in enumerate(context.inner.param_groups):
+    names = "ref_batchsize", "reduction", "ref_weight", "max_grad_norm", "float32_sums"
+    found = {
+        "optimizer": type(run.inner).__name__,
+        "momentum_correction": run.rule.momentum_correction,
+        "decay_per_sample": run.rule.decay_per_sample,
+        **{name: getattr(run, name) for name in names},
+        "exact": run.sums.is_exact,
+        **run.sums.environment(),
+    }
+    for index, group in enumerate(run.inner.param_groups):
         place = f" of parameter group {index}" if index else ""
         for name, value in hyperparameters([group]):
             if name not in _OF_DEVICES:
                 found[name + place] = value
     return found
+
+
+def common_settings(run: Run) -> dict[str, Any]:
+    """Returns what all replicas of a run have in common, by name."""
+    parameters = run.parameters()
+    kinds = repr([(*p.shape, p.dtype, p.requires_grad) for p in parameters])
+    return {
+        **run.sampler.fingerprint(),
+        "rule": run.rule.name,
+        **lasting(run),
+        "noise": run.noise.options if run.noise else None,
+        "lockstep": run.lockstep,
+        "parameters": f"{len(parameters)} tensors of "
+        f"{sum(p.numel() for p in parameters)} numbers, sha256 "
+        f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",
+    }
+
+
+def check_agreement(run: Run) -> None:
+    """Raises ReplicaError if replicas would not train one model. Collective."""
+    run.replica.check_agreement(
+        "the settings of the run",
+        common_settings(run),
+        "Each would train another model: build sampler, model and optimizer alike "
+        "on every replica, without the rank in seeds, files or conditions.",
+    )

@@ -7,7 +7,6 @@ gradients would bring an empty list to the collective.
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from variable_batch_size.data.account import Account
-from variable_batch_size.step.settings import StepContext
+from variable_batch_size.step.run import Run
 from xla_replica import AccumulationNote
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.device.gradients import accumulation_hook
@@ -28,8 +27,10 @@ _KEPT_OUT = (
 )
 # Sums of many numbers of these dtypes lose most of what the last ones add.
 _NARROW = (torch.bfloat16, torch.float16)
-# How many numbers of a gradient are compared where reading is free.
+# How many numbers of a gradient are compared where reading is free, and the integers
+# of as many bytes as each has, since NumPy does not know every dtype of torch.
 _NUM_COMPARED = 8
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StepGradients:
@@ -48,9 +49,9 @@ class StepGradients:
     # others' have.
     is_aged = False
 
-    def __init__(self, context: StepContext) -> None:
-        self._context = context
-        self._is_lazy = context.replica.is_lazy
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._is_lazy = run.replica.is_lazy
         self._known: set[nn.Parameter] = set()
         # All parameters when gradients were last allocated, and which required them.
         self._allocated_for: list[tuple[nn.Parameter, bool]] = []
@@ -58,22 +59,22 @@ class StepGradients:
         # Of gradients of 16 bits, what the minibatches of the step have added up to.
         self._wide: dict[nn.Parameter, torch.Tensor] = {}
         self._nodes: dict[nn.Parameter, tuple[Any, Any]] = {}
-        parameters = context.parameters()
-        self._adds_up_widely = context.settings.float32_sums and not context.sharded
+        parameters = run.parameters()
+        self._adds_up_widely = run.float32_sums and not run.sharded
         self.sums = self.make_sum()
         self.add(parameters)
 
     def make_sum(self) -> GradientSum:
         """Returns what holds the gradients."""
-        replica, overlap = self._context.replica, self._context.settings.overlap
-        parameters = self._context.parameters()
+        replica, overlap = self._run.replica, self._run.overlap
+        parameters = self._run.parameters()
         return replica.gradient_sum(self._is_unchanged, overlap, parameters)
 
     # --- which parameters are trained -----------------------------------------------
 
     def add(self, parameters: list[nn.Parameter]) -> None:
         """Makes new parameters those of replica 0, and allocates their gradients."""
-        replica = self._context.replica
+        replica = self._run.replica
         for parameter in parameters:
             parameter.grad = None  # of a backward pass before this optimizer's time
         replica.sync()  # keeps what replicas have pending out of the collective
@@ -92,7 +93,7 @@ class StepGradients:
         """
         if self._is_unchanged():
             return
-        if not self._known.issuperset(self._context.parameters()):
+        if not self._known.issuperset(self._run.parameters()):
             raise ValueError(
                 "a parameter group must be added through the wrapper's add_param_group"
             )
@@ -104,7 +105,7 @@ class StepGradients:
         Asked several times a step; so it hashes no parameter, which Python would do.
         """
         before = iter(self._allocated_for)
-        for group in self._context.inner.param_groups:
+        for group in self._run.inner.param_groups:
             for parameter in group["params"]:
                 known, was_trained = next(before, (None, False))
                 if parameter is not known or parameter.requires_grad != was_trained:
@@ -121,8 +122,8 @@ class StepGradients:
             )
 
     def _allocate(self, after_backward: bool) -> None:
-        context, gradients = self._context, self.sums.gradients
-        parameters = context.parameters()
+        run, gradients = self._run, self.sums.gradients
+        parameters = run.parameters()
         self._allocated_for = [(p, p.requires_grad) for p in parameters]
         trained = [p for p in parameters if p.requires_grad]
         self.trained = zlib.crc32(bytes(p.requires_grad for p in parameters))
@@ -141,9 +142,9 @@ class StepGradients:
                 if gradient.dtype in _NARROW
             }
         self._watch(new)
-        context.replica.sync()  # zeros on the device, not in the first graph
-        if context.noise:
-            context.noise.watch(context.inner.param_groups, after_backward)
+        run.replica.sync()  # zeros on the device, not in the first graph
+        if run.noise:
+            run.noise.watch(run.inner.param_groups, after_backward)
 
     def _watch(self, new: set[nn.Parameter]) -> None:
         """Records what is written to the gradients that are held, and to no others.
@@ -176,12 +177,12 @@ class StepGradients:
 
     def prepare_backward(self, account: Account) -> None:
         """Tells the sum and the meter which minibatch the next backward pass is."""
-        context, step, substep = self._context, account.now, account.substep
+        run, step, substep = self._run, account.now, account.substep
         num_minibatches = step.num_minibatches if step else 0
         self._is_last = step is not None and substep == step.num_substeps - 1
         if self._wide and self._is_last and substep and not self._is_lazy:
             self.narrow()  # the last pass adds its own, and may begin the sum
-        has_divisor = context.settings.reduction == "mean"
+        has_divisor = run.reduction == "mean"
         self.sums.prepare_backward(
             is_first=substep == 0,
             is_last=self._is_last,
@@ -208,26 +209,15 @@ class StepGradients:
             num_accumulated: Minibatches that the step has accumulated before.
             needs_backward: Whether a minibatch without any gradient is an error.
         """
-        context = self._context
-        if self._is_unchanged():
-            pass
-        elif num_accumulated == 0:
+        if not self._is_unchanged():
+            if num_accumulated:
+                raise ValueError(
+                    "requires_grad of a parameter changed between the minibatches of "
+                    "one step: freeze and unfreeze between steps, in a function that "
+                    "you attach, or between epochs"
+                )
             self.refresh(after_backward=True)
-        else:
-            raise ValueError(
-                "requires_grad of a parameter changed between the minibatches of one "
-                "step: freeze and unfreeze between steps, in a function that you "
-                "attach, or between epochs"
-            )
-        try:
-            self._check_writers(num_accumulated, needs_backward)
-        except ValueError:
-            context.replica.check_parameters(context.parameters())  # wrapped since
-            raise
-
-    def _check_writers(self, num_accumulated: int, needs_backward: bool) -> None:
-        """Raises ValueError if this minibatch's gradients are not its own."""
-        found = self.sums.has_new
+        problem, found = "", self.sums.has_new
         if found is None:  # the records decide, unless some gradients have none
             found = len(self._records) < len(self.sums.gradients) or not self._records
         for parameter, record in self._records.items():
@@ -237,20 +227,24 @@ class StepGradients:
                 written = not self.sums.has_begun(parameter)  # which changes them too
             found |= record.accumulated or written
             if record.accumulated and written and gradient is not None:
-                raise ValueError(
+                problem = (
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} "
                     "was changed between backward() and step(), before it is the "
                     "mean: clip that with max_grad_norm=, or change it in a hook of "
                     "optimizer.register_step_pre_hook, which runs once an update"
                 )
-            if record.overwritten and num_accumulated:
-                raise ValueError(_lost(num_accumulated))
+            elif record.overwritten and num_accumulated:
+                problem = _lost(num_accumulated)
         if needs_backward and not found:
-            raise ValueError(
+            problem = (
                 "step() without backward(): call loss.backward() before every step(), "
                 "of 0 * sum(p.sum() for p in model.parameters()) to add nothing, "
                 "and build the optimizer after load_state_dict(..., assign=True)"
             )
+        if problem:
+            parameters = self._run.parameters()
+            self._run.replica.check_parameters(parameters)  # wrapped since
+            raise ValueError(problem)
 
     def refuse_zeroing(self) -> None:
         """Raises ValueError if a backward pass has added to gradients since `step`."""
@@ -305,12 +299,6 @@ class StepGradients:
 
     # --- an update ------------------------------------------------------------------
 
-    def sum_(self, others: list[torch.Tensor], divisor: Any) -> None:
-        """Replaces gradients and ``others`` by their sums; see `GradientSum.sum_`."""
-        if self._is_lazy:
-            self.narrow()
-        self.sums.sum_(others, divisor)
-
     def refuse_nonzero(self) -> None:
         """Raises ValueError unless the sums of a step that weighs nothing are zero."""
         for gradient in self.sums.gradients.values():
@@ -327,7 +315,7 @@ class StepGradients:
         """
         # In an order that no replica and no resumed run has for itself.
         gradients = self.sums.gradients
-        trained = [p for p in self._context.parameters() if p in gradients]
+        trained = [p for p in self._run.parameters() if p in gradients]
         return self.sums.clip_(trained, max_norm)
 
     def clear(self) -> None:
@@ -368,21 +356,19 @@ class GradientRecord:
         overwritten: Whether somebody else had written to it before that.
     """
 
-    __slots__ = (
-        "_gradient", "_numbers", "_version", "_was_none", "accumulated", "overwritten",
-    )  # fmt: skip
+    _address = 0  # of the numbers that `_view` shows, which keeps them
 
     def start(self, gradient: torch.Tensor, is_none: bool) -> None:
         """Starts a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
         self._was_none = is_none
         self.accumulated = self.overwritten = False
         self._gradient, self._version = gradient, gradient._version
-        self._numbers = _some_numbers(gradient)
+        self._numbers = self._some_numbers()
 
     def look(self, gradient: Any) -> None:
         """Records the gradient as it is now."""
         self._gradient, self._version = gradient, gradient._version
-        self._numbers = _some_numbers(gradient)
+        self._numbers = self._some_numbers()
 
     def before_accumulation(self, *_: Any) -> None:
         """Runs right before autograd adds to the gradient, or replaces it."""
@@ -404,26 +390,26 @@ class GradientRecord:
 
     def has_other_numbers(self) -> bool:
         """Returns whether the recorded gradient has other numbers; False if unread."""
-        if self._numbers is None:
-            return False
-        return self._numbers != _some_numbers(self._gradient)
+        return self._numbers is not None and self._numbers != self._some_numbers()
 
+    def _some_numbers(self) -> bytes | None:
+        """Returns a few numbers from the middle of the gradient as bytes.
 
-def _some_numbers(gradient: torch.Tensor) -> bytes | None:
-    """Returns a few numbers of a gradient as bytes, in which NaN equals itself.
-
-    They are in its middle. None where reading them is not free. Operations of torch
-    would take ten times as long, three times in an update for every parameter.
-    """
-    if not gradient.is_cpu or gradient.is_sparse or not gradient.numel():
-        return None
-    address, size = gradient.data_ptr(), gradient.element_size()
-    if not address:  # the memory was given back
-        return None
-    *outer, (length, stride) = zip(gradient.shape or (1,), gradient.stride() or (1,))
-    first = sum(each // 2 * distance for each, distance in outer)
-    begin, number = address + size * first, min(length, _NUM_COMPARED)
-    if stride == 1:
-        return ctypes.string_at(begin, size * number)
-    places = (begin + size * stride * i for i in range(number))
-    return b"".join(ctypes.string_at(place, size) for place in places)
+        So NaN equals itself. None where reading is not free. Through a view of NumPy,
+        since torch's operations take ten times as long, three times a minibatch for
+        every parameter.
+        """
+        gradient = self._gradient
+        if not gradient.is_cpu or gradient.is_sparse:
+            return None
+        address = gradient.data_ptr()
+        if not address:  # its memory was given back
+            return None
+        if address != self._address:
+            few = gradient.detach()
+            few = torch.view_as_real(few) if few.is_complex() else few
+            few = few[tuple(length // 2 for length in few.shape[:-1])]
+            few = few[:_NUM_COMPARED] if few.dim() else few.reshape(1)
+            self._view = few.view(_INTEGERS[few.element_size()]).numpy()
+            self._address = address
+        return self._view.tobytes()

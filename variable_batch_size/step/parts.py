@@ -6,7 +6,6 @@ A run has parts by name. What a part sums over replicas travels with the gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from variable_batch_size.data.schedule import Step
 from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise.meter import NoiseMeter
 from variable_batch_size.step.gradients import StepGradients
-from variable_batch_size.step.settings import StepContext
+from variable_batch_size.step.run import Run
 from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_number
 
@@ -61,16 +60,15 @@ class Weights(Part):
     weight: Any = None
     ratio: Any = None
 
-    def __init__(self, context: StepContext, gradients: StepGradients) -> None:
-        self._replica, self._gradients = context.replica, gradients
-        self._scalars, self._ref_weight = context.scalars, context.settings.ref_weight
-        self._pads = context.sampler.schedule.pad_minibatches
-        size = context.sampler.minibatch_size
+    def __init__(self, run: Run, gradients: StepGradients) -> None:
+        self._replica, self._gradients = run.replica, gradients
+        self._scalars, self._ref_weight = run.scalars, run.ref_weight
+        self._pads = run.sampler.schedule.pad_minibatches
+        size = run.sampler.minibatch_size
         self._places = self._replica.send(torch.arange(size, dtype=torch.float32))
         self._was_read = False  # `of_samples`, in this minibatch
-        self._dtype = dtype_for(context.parameters())
-        is_exact = context.exact is not None
-        self._slot = SmallSum(1, self._dtype, self._replica, is_exact)
+        self._dtype = dtype_for(run.parameters())
+        self._slot = SmallSum(1, self._dtype, self._replica, run.sums.is_exact)
 
     def of_minibatch(self, weight: Any, account: Account) -> torch.Tensor:
         """Returns the weight of the next minibatch, ``(1,)``, on the device.
@@ -182,20 +180,17 @@ class Noise(Part):
 class Clipping(Part):
     """Clips a step's gradient to a global norm.
 
-    Args:
-        clip: Clips, and returns the norm that there was.
-
     Attributes:
-        norm: That of the last update; None before it.
+        norm: The last update's norm before it was clipped; None before it.
     """
 
     norm: torch.Tensor | None = None
 
-    def __init__(self, clip: Callable[[], torch.Tensor]) -> None:
-        self._clip = clip
+    def __init__(self, gradients: StepGradients, max_norm: float) -> None:
+        self._gradients, self._max_norm = gradients, max_norm
 
     def commit(self, step: Step) -> None:
-        self.norm = self._clip()
+        self.norm = self._gradients.clip_(self._max_norm)
 
 
 def is_zero(weight: Any) -> bool:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 
+from variable_batch_size.data.account import Account
 from variable_batch_size.data.schedule import Step
 from variable_batch_size.device_scalars import TensorScalars, dtype_for, operand_for
 from variable_batch_size.rules.adam import AdamState
 from variable_batch_size.rules.rule import HYPERPARAMETERS, ScaledHyperparameters
-from variable_batch_size.step.settings import StepContext
+from variable_batch_size.step.run import Run
+from xla_replica import ReplicaError
 from xla_replica.common.trees import without_numpy
 
 Group = dict[str, Any]
@@ -22,19 +25,23 @@ _RESTORED = (*HYPERPARAMETERS, "foreach")
 
 
 class Scaling:
-    """The rule of a run, and its state for each parameter group of the optimizer."""
+    """The rule of a run, and its state for each parameter group of the optimizer.
 
-    def __init__(self, context: StepContext) -> None:
-        replica, settings = context.replica, context.settings
-        self._rule, self._optimizer = settings.rule, context.inner
+    The inner optimizer steps here alone: its own ``step()`` is an error from now on, as
+    long as the wrapper is alive.
+    """
+
+    def __init__(self, run: Run) -> None:
+        replica, inner = run.replica, run.inner
+        self._run, self._rule, self._optimizer = run, run.rule, inner
         self._reference: float | None = None  # None: kappa is measured
-        if settings.ref_weight is None:
-            self._reference = settings.ref_batchsize or 1
-        self._scalars = context.scalars
+        if run.ref_weight is None:
+            self._reference = run.ref_batchsize or 1
+        self._scalars = run.scalars
         self._states: list[AdamState | None] = []
         self._trained: list[list[int]] = []  # ids of parameters, by group
         # What is known only then stays on the device where reading is not free.
-        self._is_late = self._rule.measured or settings.ref_weight is not None
+        self._is_late = self._rule.measured or run.ref_weight is not None
         self._on_device = replica.is_lazy or (self._is_late and not replica.is_host)
         self._upload = replica.scalar if replica.is_lazy else None
         # Where gain or batch ratio are measured: a rule's inputs for each group, and
@@ -42,6 +49,43 @@ class Scaling:
         self._inputs: list[tuple[Group, Any]] = []
         self._scaled: list[ScaledHyperparameters] = []
         self._next_states: list[AdamState | None] = []
+        self._given: tuple[Any, ...] | None = None  # None: they may change
+        self.is_stepping = False
+        if not hasattr(inner, "_scaling"):
+            inner.register_step_pre_hook(_refuse_own_step)
+        inner._scaling = weakref.ref(self)  # the newest, if there are several
+
+    # --- the numbers that the user gives --------------------------------------------
+
+    def note_given(self) -> None:
+        """Notes the hyperparameters that replicas have from here on."""
+        self._given = hyperparameters(self._optimizer.param_groups)
+
+    def forget_given(self) -> None:
+        """Lets hyperparameters change until they are noted."""
+        self._given = None
+
+    def refuse_changes(self, account: Account) -> None:
+        """Raises ReplicaError if a change since then was not seen by all replicas.
+
+        Replicas run the user's loop body different numbers of times: once per
+        minibatch, and not at all in steps in which they are idle. What looks right
+        from here and is not, the ballots find.
+        """
+        is_within = account.substep  # on one replica, too: more would do otherwise
+        may_idle = account.plan.has_idle_replicas and not self._run.lockstep
+        if self._given is None or not (is_within or may_idle):
+            return
+        if self._given == hyperparameters(self._optimizer.param_groups):
+            return
+        where = f"within step {account.number}" if is_within else "between two updates"
+        raise ReplicaError(
+            "the learning rate or another hyperparameter changed "
+            f"{where} of epoch {account.epoch}, which other replicas may not see: call "
+            "optimizer.attach(scheduler) once in place of scheduler.step() in the "
+            "loop, or change it between epochs, before optimizer.set_epoch",
+            account.ledger.rank,
+        )
 
     # --- before the collective ------------------------------------------------------
 
@@ -140,9 +184,11 @@ class Scaling:
                 for group, scaled in zip(groups, self._scaled):
                     self._hand_over(group, scaled)
                 used = [{n: group[n] for n in names} for group, names in given]
+                self.is_stepping = True
                 self._optimizer.step()
             changed = [n for g, u in zip(groups, used) for n in u if g[n] is not u[n]]
         finally:
+            self.is_stepping = False
             for group, values in given:
                 group.update(values)
         if self._rule.beta:
@@ -230,6 +276,19 @@ class Scaling:
         return {int(state.get(each, {}).get("step", 0)) for each in parameters}
 
 
+def _refuse_own_step(inner: Any, *_: Any) -> None:
+    """Runs before every step of an inner optimizer; raises RuntimeError if it is own.
+
+    A module's function and not a method, so that the hook keeps no wrapper alive.
+    """
+    scaling = inner._scaling()
+    if scaling is not None and not scaling.is_stepping:
+        raise RuntimeError(
+            f"step() of a wrapped {type(inner).__name__} was called: it would use "
+            "partial sums of gradients, on this replica alone. Call the wrapper's step"
+        )
+
+
 def _scale_gradients(group: Group, decay: Any, factor: Any) -> None:
     """Makes every gradient factor * (gradient + decay * weight), in place."""
     decays = isinstance(decay, torch.Tensor) or decay != 0
@@ -251,7 +310,7 @@ def _trained(group: Group) -> list[torch.Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
-def hyperparameters(groups: list[Group]) -> tuple[Any, ...]:
+def hyperparameters(groups: list[dict[str, Any]]) -> tuple[Any, ...]:
     """Returns the name and value of every number in the parameter groups.
 
     NumPy's are those of Python, as in a checkpoint that another replica has loaded.

@@ -80,10 +80,15 @@ class Loss(NamedTuple):
     steps: tuple[int, ...]
 
     def arm(self, folder: Path) -> None:
-        """Has this process lose them, once each, and leave a file there."""
+        """Has this process lose them, once each, and leave a file there.
+
+        And one that says with which step it began.
+        """
         inner, left = ExactModel.look, [*self.steps]
 
         def look(exact: ExactModel, step: Step) -> None:
+            if not [*folder.glob("*.joined")]:
+                (folder / f"{step.global_step}.joined").touch()
             inner(exact, step)
             if step.global_step in left:
                 left.remove(step.global_step)

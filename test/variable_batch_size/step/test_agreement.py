@@ -8,6 +8,7 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -216,9 +217,10 @@ def test_replicas_of_a_member_leave_together(monkeypatch, members, leaves):
     monkeypatch.setattr(xla_replica, "request_stop", asked.append)
     replica = OfMember("cpu")
     replica.met = types.SimpleNamespace(members=members)
-    context = types.SimpleNamespace(replica=replica, scalars=DeviceScalars(replica))
-    votes = LiveBallots(context, tuple)
-    votes.cast_other(())
+    run = mock.MagicMock(replica=replica, scalars=DeviceScalars(replica))
+    run.sampler.order_digest.return_value = None
+    votes = LiveBallots(run, mock.MagicMock(), mock.MagicMock(), {})
+    votes.prepare(mock.MagicMock(num_minibatches=3))
     [sums] = votes.tensors()
     sums.mul_(3)
     sums[4] = 1  # of three replicas
@@ -251,7 +253,7 @@ SAID = {
     "dataset_size": "{'num_samples': 64}, replica 2 has {'num_samples': 60}",
     "order": "'order': 'given'",
     "noise": "{'noise': None}, replica 2 has {'noise': NoiseOptions(",
-    "lr": "('lr', 0.2)",
+    "lr": "{'lr': 0.1}, replica 2 has {'lr': 0.2}",
     "width": "{'parameters': '2 tensors of 4 numbers, ",
     "frozen": "'parameters': '2 tensors of 4 numbers, sha256 ",
 }

@@ -88,7 +88,7 @@ def test_weights_are_those_of_float_sums_and_what_is_not_finite_stays_in_its_ten
     mine, theirs = (run.model.state_dict() for run in runs)
     assert all(state.pop("extra").isnan().all() for state in (mine, theirs))
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)  # NaN is not close
-    assert runs[0].optimizer.state_dict()["elastic"]["grid"]["extra"] < 8
+    assert runs[0].optimizer.state_dict()["elastic"]["sums"]["extra"] < 8
 
 
 def test_running_statistics_move_once_a_step():

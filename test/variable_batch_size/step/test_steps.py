@@ -183,7 +183,7 @@ ON_SEVERAL = [
     # Replica 1 has done step 0 with another rate.
     (BESIDE_ONE, "begin, set the rate, pass, step", "before optimizer.set_epoch"),
     # Or without what is attached.
-    (IDLE, "attach, begin, attach another", "is 1 updates into epoch 0 already"),
+    (IDLE, "attach, begin, attach another", "has joined 1 updates of epoch 0"),
     (FULL, "begin, minibatch, begin another", "abandoned after 0 of 2 steps, and the"),
     (FULL, "begin, epoch, begin", "epoch 0 has been trained; another pass needs"),
     (
@@ -193,8 +193,8 @@ ON_SEVERAL = [
     ),
 ]
 OF_THE_INNER_ONE = [
-    ({}, "pass, step the inner one", "SGD that a LinearRuleOptimizer wraps was"),
-    (ONE, "minibatch, step the inner one", r"Call step\(\) of the wrapper instead"),
+    ({}, "pass, step the inner one", "of a wrapped SGD was called"),
+    (ONE, "minibatch, step the inner one", r"Call the wrapper's step"),
 ]
 
 
@@ -245,7 +245,7 @@ def test_what_is_like_it_and_harmless_is_not_refused(options, actions):
         ({}, "minibatch, begin", "is abandoned after 0 of 3", [0, 1, 0, 0, 1, 0, 0, 1]),
         (ONE, "begin, epoch, begin", "epoch 0 has been trained; another pass", [1] * 8),
         ({"trace": [32, 32], "rank": 1, "replicas": 2}, "begin, attach",
-         "Call attach before optimizer.set_epoch", []),
+         "call attach before optimizer.set_epoch", []),
     ],
 )  # fmt: skip
 def test_what_may_be_a_mistake_warns(options, actions, message, then, caplog):

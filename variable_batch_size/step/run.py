@@ -1,0 +1,94 @@
+"""The choices that are made where an optimizer is wrapped, and what its parts share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch.optim import Optimizer
+
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.device_scalars import DeviceScalars
+from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
+from variable_batch_size.rules.rule import Rule
+from xla_replica import Replica
+from xla_replica.common.arguments import check_type
+
+Reduction = Literal["mean", "sum"]
+
+
+class ElasticOptions(TypedDict, total=False):
+    """The options of `ElasticOptimizer` that every wrapper has, for type checkers."""
+
+    reduction: Reduction
+    ref_weight: float | None
+    max_grad_norm: float | None
+    momentum_correction: bool
+    decay_per_sample: bool
+    noise: NoiseOptions | bool
+    overlap: bool
+    lockstep: bool
+    float32_sums: bool
+    exact: torch.nn.Module | None
+    replica: Replica | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """One wrapper's arguments, and what follows from them.
+
+    The arguments are those of `ElasticOptimizer`; ``sums`` is a `Sums` made of
+    ``exact``, and ``noise_options`` is the argument ``noise``.
+    """
+
+    inner: Optimizer
+    sampler: CustomSampler
+    replica: Replica
+    sums: Any
+    rule: Rule
+    ref_batchsize: float | None
+    ref_weight: float | None
+    reduction: str
+    log_steps: int | None
+    max_grad_norm: float | None
+    noise_options: NoiseOptions | bool
+    overlap: bool
+    lockstep: bool
+    float32_sums: bool
+
+    @functools.cached_property
+    def scalars(self) -> DeviceScalars:
+        """Holds numbers that change from step to step, on the device."""
+        return DeviceScalars(self.replica)
+
+    @functools.cached_property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded: plans then pad steps, and none is idle."""
+        return self.replica.is_sharded(self.parameters())
+
+    @functools.cached_property
+    def noise(self) -> NoiseMeter | None:
+        """The meter that was asked for, or that the rule needs."""
+        options, is_weighted = self.noise_options, self.reduction == "sum"
+        check_type("noise", options, (bool, NoiseOptions), "a bool or NoiseOptions")
+        if options is False and not self.rule.measured:
+            return None
+        name = "ref_weight" if is_weighted else "ref_batchsize"
+        reference = getattr(self, name)
+        if reference is None:
+            raise TypeError(f"noise= needs {name}= with reduction={self.reduction!r}")
+        return NoiseMeter(
+            self.inner.param_groups,
+            None if is_weighted else self.sampler.minibatch_size,
+            reference,
+            self.replica,
+            self.scalars,
+            options if isinstance(options, NoiseOptions) else NoiseOptions(),
+            self.sums.is_exact,
+        )
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Returns the parameters of all groups, frozen ones too."""
+        return [p for group in self.inner.param_groups for p in group["params"]]
