@@ -431,16 +431,15 @@ class ElasticOptimizer(OptimizerProxy):
         super().add_param_group(param_group)
         self._updates.gradients.add(self.param_groups[-1]["params"])
 
-    def go_live(self, settings: State, **options: Callable[..., Any]) -> None:
-        """Joins a live run, or begins it; `Checkpointer.load` calls it.
+    def enter(self, settings: State, **options: Callable[..., Any]) -> None:
+        """Begins a run or joins a live one; `Checkpointer.load` calls it.
 
         Args:
             settings: What members must have in common beside the wrapper's own.
             **options: Those of `LiveUpdates.enter`.
         """
-        updates: Any = self._updates
         own = {**common_settings(self._run), "version": installed_version()}
-        updates.enter({**own, **settings}, **options)
+        self._updates.enter({**own, **settings}, **options)
 
     # --- what can be asked ----------------------------------------------------------
 

@@ -76,9 +76,9 @@ class LiveUpdates(Updates):
     def enter(
         self,
         settings: State,
+        begin: Callable[[], Any],
         snapshot: Callable[[], State],
         load: Callable[[State], Any],
-        begin: Callable[[], Any],
         changed: Callable[[int], Any],
         is_saved: Callable[[Any], bool],
     ) -> None:

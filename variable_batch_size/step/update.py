@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ class Updates:
         self.clear()
         self.begin_minibatch()
         self.scaling.forget_given()
+
+    def enter(self, settings: Any, begin: Callable[[], Any], **others: Any) -> None:
+        """Begins a run; a live one may be joined in place of that."""
+        del settings, others
+        begin()
 
     def begin_epoch(self, epoch: int) -> None:
         """Goes to the first step of an epoch.

@@ -77,16 +77,20 @@ class Place:
             so that a write to one gradient does not look like one to its neighbours.
         is_missing: Whether the last backward pass has yet to compute the gradient.
         is_divided: Whether the gradient is divided already.
+        is_elsewhere: Whether minibatches accumulate in a tensor of autograd's so far.
     """
 
-    __slots__ = ("index", "is_divided", "is_missing", "parameter", "part", "view")
+    __slots__ = (
+        "index", "is_divided", "is_elsewhere", "is_missing", "parameter", "part",
+        "view",
+    )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, index: int, part: torch.Tensor) -> None:
         self.parameter = parameter
         self.index = index
         self.part = part
         self.view = part.data
-        self.is_missing = self.is_divided = False
+        self.is_missing = self.is_divided = self.is_elsewhere = False
 
     def take(self, factor: float | None = None) -> None:
         """Makes ``.grad`` the view in the bucket, of what it holds times ``factor``."""
@@ -121,7 +125,8 @@ class OverlappedSum(GradientSum):
     accumulated once in a minibatch. Otherwise no sum may begin early. If so, ``.grad``
     of those that appeared is None between steps: the first backward pass then makes new
     gradients, and to move them into their bucket takes less than to zero the bucket and
-    to add them.
+    to add them. On the host, where memory is slow, they are moved in the last pass of
+    the step, with what others have added.
 
     To divide by a power of two does not round, so that is done before the sum, where
     the gradient is at hand. By other numbers the sum is divided, which rounds once.
@@ -151,7 +156,7 @@ class OverlappedSum(GradientSum):
 
     def _end(self) -> None:
         """Ends a step: nothing is known of the next backward pass."""
-        self._is_first = False
+        self._is_first = self._moves_later = False
         self._counts = False  # how often gradients appear
         self._overlaps: bool | None = False  # None: `may_begin` is to be asked
         self._divide_by(None)
@@ -200,6 +205,7 @@ class OverlappedSum(GradientSum):
         del counts  # no pass is run for its collectives alone
         self._end()
         self._is_first = is_first
+        self._moves_later = bool(self._once) and not is_last and self._replica.is_host
         # A lazy device would compile a program for each number; see `sum_`.
         self._divide_by(None if self._is_lazy else divisor)
         if is_last and self._once is None:
@@ -232,8 +238,13 @@ class OverlappedSum(GradientSum):
             self._finish_newest()
             self._newest = place
             self._is_late |= not place.is_missing
-        if parameter.grad is not place.view and not self._is_first:
+        held = self.gradients[parameter] if place.is_elsewhere else place.view
+        if parameter.grad is not held and not self._is_first:
             return  # who holds the gradients decides what becomes of it
+        if self._moves_later:
+            self.gradients[parameter], place.is_elsewhere = parameter.grad, True
+            return
+        self._hold_view(place)
         # Hooks that look at the numbers find them as they are before the division.
         if (
             self._overlaps
@@ -269,10 +280,23 @@ class OverlappedSum(GradientSum):
 
     def _begin_next(self) -> None:
         bucket = self._buckets[self._num_begun]
+        self._gather(bucket)
         if self._divides(bucket):
             bucket.scale_rest_(self._factor)
         bucket.work = self._begin(bucket.flat)
         self._num_begun += 1
+
+    def _gather(self, bucket: Bucket) -> None:
+        """Brings in gradients to which the last backward pass has added nothing."""
+        for place in bucket.places:
+            if place.is_elsewhere:
+                place.take()
+                self._hold_view(place)
+
+    def _hold_view(self, place: Place) -> None:
+        """Makes the view in its bucket the gradient that is held."""
+        if place.is_elsewhere:
+            self.gradients[place.parameter], place.is_elsewhere = place.view, False
 
     def _divide_by(self, divisor: int | None) -> None:
         """Takes the number that `sum_` divides by, None if it is not known yet."""
@@ -320,6 +344,8 @@ class OverlappedSum(GradientSum):
 
     def sum_zeros(self, others: Sequence[torch.Tensor]) -> None:
         self._has_order = True  # buckets stay, and with them what they hold
+        for bucket in self._buckets:
+            self._gather(bucket)
         super().sum_zeros(others)
 
     def _tail_of(self, others: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -353,6 +379,8 @@ class OverlappedSum(GradientSum):
                 parameter.grad = None
             self._fill(list(self.gradients))
         self._end()
+        for place in self._place_of.values():
+            self._hold_view(place)
         if not self._once:
             self._zero()
             return

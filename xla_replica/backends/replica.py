@@ -371,6 +371,17 @@ class Replica(abc.ABC):
             lengths, texts = self._all_gather_bytes(own, width)
         return [pickle.loads(text[:length]) for length, text in zip(lengths, texts)]
 
+    def gather_at_rest(self, value: Any) -> list[Any]:
+        """Returns what `all_gather_object` does, for replicas that save or stop.
+
+        A member of a live run does so without the others: its list has its own value.
+        """
+        return self.all_gather_object(value)
+
+    def choose(self, find: Callable[[], Any]) -> Any:
+        """Returns what ``find`` returns on replica 0; a live member's is its own."""
+        return self.all_gather_object(find() if self.is_primary else None)[0]
+
     def _all_gather_bytes(self, own: bytes, width: int) -> tuple[Any, list[bytes]]:
         """Returns the replicas' lengths, and their first ``width`` bytes, padded."""
         words = np.empty(1 + width // 4, np.int32)

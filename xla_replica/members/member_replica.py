@@ -98,6 +98,12 @@ class MemberReplica(Replica):
     def seed(self, seed: int) -> None:
         self._inner.seed(seed + self.rank - self._inner.rank)  # which it adds
 
+    def gather_at_rest(self, value: Any) -> list[Any]:
+        return [value]
+
+    def choose(self, find: Callable[[], Any]) -> Any:
+        return find()
+
     # --- generations ----------------------------------------------------------------
 
     def describe(self, settings: dict[str, Any]) -> None:
