@@ -199,7 +199,7 @@ def _run(
     """Yields the epochs that are left."""
     sampler = optimizer.sampler
     total = sampler.num_updates(last)
-    done = sampler.schedule.steps(sampler.epoch).start + sampler.cursor.step
+    done = sampler.ledger.global_step
     hidden = None if progress and optimizer.replica.is_primary else True
     with tqdm(total=total, initial=done, unit="update", disable=hidden) as bar:
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
-import operator
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +20,11 @@ from torch import nn
 
 import xla_replica
 from variable_batch_size.checkpoint import files, random_state, save_and_stop, shards
-from variable_batch_size.checkpoint.writer import Writer, detached
+from variable_batch_size.checkpoint.save_and_stop import SaveTimes
 from variable_batch_size.data.schedule import TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import AttachedScheduler, Update
-from xla_replica import Replica
 from xla_replica.common.arguments import (
     check_choice,
     check_flag,
@@ -33,12 +33,12 @@ from xla_replica.common.arguments import (
     check_type,
 )
 from xla_replica.common.differences import check_same
-from xla_replica.common.trees import map_tensors
+from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.stopping import end_run
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 
 
 class Checkpointer:
@@ -113,25 +113,22 @@ class Checkpointer:
     ) -> None:
         _check_parts(optimizer, parts)
         if "://" in str(folder):
-            raise ValueError(
-                f"folder={str(folder)!r} is not a path: mount the bucket (gcsfuse, "
-                "s3fs) and pass the path of the mount"
-            )
+            raise ValueError(f"folder={str(folder)!r} is not a path: mount the bucket")
         self._keep = check_integer("keep", keep, least=1)
         self._best = check_choice("best", best, ("max", "min", None))
         check_number("look_every_seconds", look_every_seconds, above=0)
         self.folder, self._look_every = Path(folder), look_every_seconds
-        self.replica: Replica = optimizer.replica
+        self.replica = optimizer.replica
         self.best_metric: float | None = None
         self.updates_of = self._optimizer = optimizer
         self._settings, self._parts = dict(settings or {}), parts
-        modules = [part for part in parts.values() if isinstance(part, nn.Module)]
-        self._modules = nn.ModuleList(modules)
+        self._logs = [part for part in parts.values() if isinstance(part, RunLog)]
+        self._modules = _modules(parts)
         optimizer.follow_buffers(self._modules)
-        self._times = save_and_stop.SaveTimes(
-            self.replica, every_updates, every_minutes
-        )
-        self._writer = Writer(asynchronous)
+        self._times = SaveTimes(self.replica, every_updates, every_minutes)
+        self._is_asynchronous = check_flag("asynchronous", asynchronous)
+        self._thread = ThreadPoolExecutor(1, "checkpoint-writer")  # idle: no thread yet
+        self._writing: Future[Path | None] | None = None
         self.has_loaded = False
         # Where the run began, until this has been called after an update.
         self._begun: int | None = self.num_updates
@@ -143,8 +140,7 @@ class Checkpointer:
     @property
     def num_updates(self) -> int:
         """Updates that the run has made: the steps of the trace that are done."""
-        sampler = self._optimizer.sampler
-        return sampler.schedule.steps(sampler.cursor.epoch).start + sampler.cursor.step
+        return self._optimizer.sampler.ledger.global_step
 
     # --- after every update -----------------------------------------------------------
 
@@ -154,7 +150,8 @@ class Checkpointer:
         Raises OSError if writing failed, and `xla_replica.Stopped` if all have saved
         because they were asked to stop.
         """
-        self._writer.check()
+        if self._writing is not None and self._writing.done():
+            self.wait()
         if self.replica.is_primary:
             if self._begun is not None:
                 self._check_folder()
@@ -185,10 +182,10 @@ class Checkpointer:
 
     def _stop(self) -> None:
         """Saves, and raises `Stopped`. Collective."""
-        written = self._save() or self._writer.wait()
+        written = self._save() or self.wait()
         # In it, so that no replica leaves while replica 0 writes.
         request = save_and_stop.agreed_request(self.replica)
-        for log in self._logs():
+        for log in self._logs:
             log.close(request.reason)
         if self.replica.is_primary:  # a warning is seen without any set-up
             logger.warning(
@@ -236,18 +233,17 @@ class Checkpointer:
                 "save: the optimizer has made updates that this Checkpointer has not "
                 "seen: call optimizer.attach(checkpointer) before training"
             )
-        is_best, before = False, self.best_metric
+        is_best = False
         if metric is not None:
             if self._best is None:
                 raise ValueError(
                     f"save(metric={metric!r}): Checkpointer needs best='max' or 'min'"
                 )
-            is_better = operator.gt if self._best == "max" else operator.lt
-            is_best = before is None or is_better(metric, before)
+            sign, before = 1 if self._best == "max" else -1, self.best_metric
             if not math.isfinite(metric):
                 logger.warning(f"metric={metric!r} is not finite, so it is never best")
-                is_best = False
-            self.best_metric = float(metric) if is_best else before
+            elif before is None or sign * metric > sign * before:
+                self.best_metric, is_best = float(metric), True
         return self._save(is_best, between_epochs=True)
 
     def wait(self) -> Path | None:
@@ -256,16 +252,20 @@ class Checkpointer:
         Returns the file of the last asynchronous save on replica 0, None on the
         others. Raises what writing it has raised, as `save` does.
         """
-        return self._writer.wait()
+        try:
+            return self._writing.result() if self._writing else None
+        except Exception:
+            self._writing = None
+            raise
 
     def _save(self, is_best: bool = False, between_epochs: bool = False) -> Path | None:
         since, replica, number = time.perf_counter(), self.replica, self.num_updates
-        self._writer.wait()  # before another state is copied
+        self.wait()  # before another state is copied
         replica.sync()
         random_numbers = replica.rng_state()
         # All modules at once: averaging resets the count of minibatches that weighs.
         self._optimizer.average_buffers(self._modules)
-        for log in self._logs():
+        for log in self._logs:
             log.event("checkpoint")
         state = self._snapshot()
         state["random"] = random_state.saved(replica, random_numbers)
@@ -273,25 +273,30 @@ class Checkpointer:
             self._begin_next_epoch(state["optimizer"]["elastic"]["sampler"])
         replica.sync()  # the sums in the state, on every replica alike
         name = self.folder / f"update-{number:08d}"
-        state, write_shards = shards.split(
-            name, state, replica, self._writer.asynchronous
-        )
+        state, write_shards = shards.split(name, state, replica, self._is_asynchronous)
         self._times.saved(number)
         if replica.is_primary:
-            state = detached(replica.to_host(state))
+            state = replica.to_host(state)
+            # With containers of its own, which nothing changes any more.
+            state = copy.deepcopy(state, {id(t): t for t in tensors_in(state)})
 
         def write() -> Path | None:
-            added = write_shards()
+            whole = state | {"digests": write_shards()}
             if not replica.is_primary:
                 return None
             files.check_own(self.folder, number)
-            path = files.write(self.folder, number, state | added, is_best)
+            path = files.write(self.folder, number, whole, is_best)
             files.tidy(self.folder, self._keep)
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
             logger.info(f"saved {path}: {size:.1f} MB in {seconds:.2f} s")
             return path
 
-        path = self._writer.start(write)
+        # A collective in a thread would meet those of the training in another order on
+        # every replica: shards are written in a process group of their own.
+        if self._is_asynchronous:
+            self._writing, path = self._thread.submit(_logged, write), None
+        else:
+            path = write()
         # On XLA every program that runs advances them, also the one that saves.
         replica.set_rng_state(random_numbers)
         return path
@@ -314,9 +319,6 @@ class Checkpointer:
                 schedule.steps(epoch + 1)
                 # The order is that of the epoch that has ended.
                 place |= {"epoch": epoch + 1, "step": 0, "order": None}
-
-    def _logs(self) -> list[RunLog]:
-        return [part for part in self._parts.values() if isinstance(part, RunLog)]
 
     # --- loading ----------------------------------------------------------------------
 
@@ -341,7 +343,7 @@ class Checkpointer:
         """
         check_flag("allow_changes", allow_changes)
         check_flag("best", best)
-        self._writer.wait()
+        self.wait()
         self.has_loaded |= not best
         if self.replica.is_live and not best:
             return self._enter(allow_changes)
@@ -349,36 +351,31 @@ class Checkpointer:
 
     def _resume(self, allow_changes: bool, best: bool = False) -> Path | None:
         """Loads the checkpoint that replica 0 chooses, or a live member for itself."""
-        path = state = None
+        path = None
         if self.replica.is_primary or self.replica.is_live:
-            path, state = files.newest_whole(self.folder, best)
+            path = files.newest_whole(self.folder, best)
         if not self.replica.is_live:
             path = self.replica.all_gather_object(path)[0]
         if path is None:
             return None
-        if state is None:
-            path = self.folder / path.name
-            if not path.exists():
-                raise files.CheckpointError(
-                    f"{path}, which replica 0 has chosen, is not here: all hosts must "
-                    "share the folder"
-                )
-            state = files.load(path, mapped=True)
-        self._load(path, state, allow_changes)
+        path = self.folder / path.name
+        if not path.exists():
+            raise files.CheckpointError(f"no {path}: all hosts must share the folder")
+        self._load(path, files.load(path, mapped=True), allow_changes)
         return path
 
     def _enter(self, allow_changes: bool) -> Path | None:
         """Joins a live run, or begins it."""
 
         def change(generation: int) -> None:
-            self._times.look_from(self.num_updates)
-            for log in self._logs():
+            self._times.first = self.num_updates  # where all look next
+            for log in self._logs:
                 log.change_members(generation)
 
         settings = {
             "settings": self._settings,
             "parts": sorted(self._parts),
-            "times to save": self._times.every,
+            "times to save": (self._times.every_updates, self._times.every_minutes),
         }
         self._optimizer.go_live(
             settings,
@@ -398,9 +395,8 @@ class Checkpointer:
         if not allow_changes:
             saved, own = saved | state.get("settings", {}), own | self._settings
         remedy = (
-            "Pass the same parts to Checkpointer; give a run that has changed, or that "
-            "another version began, another folder; or call Checkpointer.load("
-            "allow_changes=True) for other settings, before vbs.epochs"
+            "Pass the same parts, or another folder for a run that has changed; or, "
+            "for other settings, call load(allow_changes=True), before vbs.epochs"
         )
         check_same(saved, own, f"{path} is of another run", remedy)
         parameters = [*self._modules.parameters()]
@@ -429,24 +425,33 @@ def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise TypeError(
-                f"Checkpointer: {name}={part!r} is not an argument, and as a part it "
-                "has no state_dict and load_state_dict"
+                f"{name}={part!r} is not an argument, and as a part has no state_dict"
             )
         if part is optimizer.inner or part is optimizer.sampler:
-            raise ValueError(
-                f"Checkpointer: {name} is saved with the wrapper: leave it out"
-            )
-    order, found = optimizer.sampler.order, parts.values()
-    if hasattr(order, "load_state_dict") and not any(part is order for part in found):
+            raise ValueError(f"{name}= is saved with the wrapper: leave it out")
+    order = optimizer.sampler.order
+    is_saved = any(part is order for part in parts.values())
+    if hasattr(order, "load_state_dict") and not is_saved:
         raise ValueError(
             "Checkpointer: the sampler's order= has a state, which would begin anew "
             f"where the run is resumed: pass order={order!r}, or by another name"
         )
-    modules = [part for part in found if isinstance(part, nn.Module)]
-    saved = {parameter for module in modules for parameter in module.parameters()}
     trained = {p for group in optimizer.param_groups for p in group["params"]}
-    if missing := trained - saved:
+    if missing := trained.difference(_modules(parts).parameters()):
         raise ValueError(
             f"Checkpointer: {len(missing)} of the optimizer's parameters are in no "
             "part that is a module, and would not be saved: pass model=model"
         )
+
+
+def _modules(parts: Mapping[str, Any]) -> nn.ModuleList:
+    """Returns the parts that are modules."""
+    return nn.ModuleList(p for p in parts.values() if isinstance(p, nn.Module))
+
+
+def _logged(write: Callable[[], Path | None]) -> Path | None:
+    try:
+        return write()
+    except Exception as error:  # the loop raises it, if it comes to ask
+        logger.error(f"an asynchronous checkpoint was not written: {error}")
+        raise

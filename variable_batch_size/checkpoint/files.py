@@ -13,7 +13,7 @@ import logging
 import pickle
 import re
 import secrets
-import time
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,8 @@ from xla_replica.common.trees import without_numpy
 logger = logging.getLogger(__name__)
 
 _DIGITS = 32  # of the SHA-256 in a name
-_NAME = re.compile(rf"(update|best)-(\d{{8,}})-([0-9a-f]{{{_DIGITS}}})\.pt")
+_NAME = re.compile(rf"(?:update|best)-(\d{{8,}})-([0-9a-f]{{{_DIGITS}}})\.pt")
 _UNFINISHED = ".unfinished"
-_ABANDONED_SECONDS = 3600.0  # after so long without a write
 
 
 class CheckpointError(RuntimeError):
@@ -118,10 +117,18 @@ def _save(state: Any, file: BinaryIO) -> None:
 
 
 class SavedFile(NamedTuple):
-    """A checkpoint in a folder: its file, updates, and the hash of its content."""
+    """A checkpoint in a folder, unread. They sort by updates, then by age.
 
-    path: Path
+    Attributes:
+        num_updates: Updates that its run had made.
+        written: When it was written, in nanoseconds.
+        path: The file.
+        digest: How the SHA-256 of its content begins.
+    """
+
     num_updates: int
+    written: int
+    path: Path
     digest: str
 
     def read(self) -> Any:
@@ -132,8 +139,8 @@ class SavedFile(NamedTuple):
         """
         _check_digest(self.path, self.digest)
         state = load(self.path, mapped=True)
-        for name, digest in state.get("sha256 of shards", {}).items():
-            _check_digest(self.path.parent / name, digest)
+        for name, digest in state.get("digests", {}).items():
+            _check_digest(self.path.parent / state["shards"] / name, digest)
         return state
 
 
@@ -143,7 +150,7 @@ def _check_digest(path: Path, digest: str) -> None:
 
 
 def saved_files(folder: Path, best: bool = False) -> list[SavedFile]:
-    """Returns the checkpoints in a folder, the newest first, unread.
+    """Returns the checkpoints in a folder, the newest first.
 
     Or, with ``best``, those alone that were the best when they were written.
     """
@@ -152,30 +159,29 @@ def saved_files(folder: Path, best: bool = False) -> list[SavedFile]:
         match = _NAME.fullmatch(path.name)
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             if match and path.is_file():
-                file = SavedFile(path, int(match[2]), match[3])
-                found.append((file.num_updates, path.stat().st_mtime_ns, file))
-    return [file for *_, file in sorted(found, reverse=True)]
+                written = path.stat().st_mtime_ns
+                found.append(SavedFile(int(match[1]), written, path, match[2]))
+    return sorted(found, reverse=True)
 
 
-def newest_whole(folder: Path, best: bool = False) -> tuple[Path | None, Any]:
-    """Returns the newest checkpoint that is not damaged and its state, or None twice.
+def newest_whole(folder: Path, best: bool = False) -> Path | None:
+    """Returns the newest checkpoint that is not damaged, or None.
 
     Raises CheckpointError if there are some and all are damaged.
     """
     files = saved_files(folder, best)
     for file in files:
         try:
-            return file.path, file.read()
-        except CheckpointError as damage:
-            logger.warning(
-                f"checkpoint {file.path.name} is damaged: {damage}; the one before it "
-                "is used"
-            )
+            file.read()
+            return file.path
+        except CheckpointError as error:
+            name = file.path.name
+            logger.warning(f"{name} is damaged, the one before it is used: {error}")
     if files:
         raise CheckpointError(
             f"all {len(files)} checkpoints in {folder} are damaged: move them away"
         )
-    return None, None
+    return None
 
 
 def check_own(folder: Path, num_updates: int) -> None:
@@ -215,14 +221,20 @@ def write(folder: Path, num_updates: int, state: Any, is_best: bool = False) -> 
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Deletes all but the newest checkpoints and the best, and what was abandoned."""
+    """Deletes all but the newest checkpoints and the best, and what was abandoned.
+
+    That is of fewer updates than a checkpoint; of more, it is being written.
+    """
     files, best = saved_files(folder), saved_files(folder, best=True)[:1]
     kept = {*files[:keep], *best}
     for file in files:
         if file not in kept:
             file.path.unlink(missing_ok=True)
-    for path in folder.glob(f"update-*{_UNFINISHED}"):
-        with contextlib.suppress(FileNotFoundError):  # somebody has finished it
-            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-                path.unlink()
-    shards.tidy(folder, {file.num_updates for file in kept})
+    numbers = {file.num_updates for file in kept}
+    for path in folder.glob("update-*"):
+        number = int(path.name.split("-")[1])
+        if number < max(numbers) and number not in numbers:
+            if path.suffix == shards.SUFFIX:
+                shutil.rmtree(path)
+            elif path.suffix == _UNFINISHED:
+                path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -14,50 +15,47 @@ from xla_replica.common.arguments import check_function, check_integer, check_nu
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass
 class SaveTimes:
     """Says after which updates to save; see `Checkpointer` for the arguments.
 
     Minutes are those of replica 0's clock, which tells the others at updates that are
-    an eighth further from the last save each time: between these nothing is sent or
+    at most an eighth further from `first` each time: between these nothing is sent or
     read.
+
+    Attributes:
+        first: How many updates there were at the last save, or when members changed.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        every_updates: int | None,
-        every_minutes: float | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        if every_updates is not None:
-            check_integer("every_updates", every_updates, least=1)
-        elif every_minutes is None:
-            every_minutes = 10.0
-        if every_minutes is not None:
-            check_number("every_minutes", every_minutes, above=0)
-        self._replica, self._clock = replica, clock
-        self.every = every_updates, every_minutes
+    replica: Replica
+    every_updates: int | None
+    every_minutes: float | None
+    clock: Callable[[], float] = time.monotonic
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every_updates is not None:
+            check_integer("every_updates", self.every_updates, least=1)
+        elif self.every_minutes is None:
+            self.every_minutes = 10.0
+        if self.every_minutes is not None:
+            check_number("every_minutes", self.every_minutes, above=0)
         self.saved(0)
 
     def saved(self, num_updates: int) -> None:
         """Notes that a checkpoint of so many updates was saved or loaded just now."""
-        self._since = self._clock()
-        self.look_from(num_updates)
-
-    def look_from(self, num_updates: int) -> None:
-        """Looks after the next update, and then more and more seldom."""
-        self._first, self._next_look = num_updates, num_updates + 1
+        self.first, self._since = num_updates, self.clock()
 
     def due(self, num_updates: int) -> bool:
         """Returns whether to save after an update; collective where it looks."""
-        updates, minutes = self.every
+        updates, minutes = self.every_updates, self.every_minutes
         is_due = updates is not None and num_updates % updates == 0
-        if minutes is None or num_updates < self._next_look:
+        number = num_updates - self.first
+        # Looks where only the first four binary digits of the number may be ones.
+        if minutes is None or number % (1 << max(0, number.bit_length() - 4)):
             return is_due
-        is_late = self._clock() - self._since >= 60 * minutes
-        is_late = self._replica.all_gather_object(is_late)[0]
-        self._next_look = num_updates + 1 + (num_updates - self._first) // 8
-        return is_due or is_late
+        is_late = self.clock() - self._since >= 60 * minutes
+        return self.replica.all_gather_object(is_late)[0] or is_due
 
 
 def listen(signals: Sequence[str | int] = ("SIGTERM", "SIGINT")) -> None:
@@ -88,19 +86,18 @@ def poll_for_stop(
     """
     check_function("stop_poll", poll)
     interval = float(check_number("poll_seconds", seconds, above=0))
-    pause = threading.Event()
 
     def ask() -> None:
-        while not pause.wait(interval) and run() is not None:
+        reason = None
+        while not reason and run() is not None:
+            time.sleep(interval)
             try:
                 reason = poll()
             # The user's code; training continues without an answer. SystemExit ends a
             # thread without a word.
             except (Exception, SystemExit):
                 logger.exception("stop_poll failed; it is called again")
-                continue
-            if reason:
-                xla_replica.request_stop(str(reason))
-                return
+        if reason:
+            xla_replica.request_stop(str(reason))
 
     threading.Thread(target=ask, name="stop-poll", daemon=True).start()

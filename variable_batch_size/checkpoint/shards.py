@@ -9,8 +9,7 @@ is written last, so that a checkpoint is whole or not there.
 from __future__ import annotations
 
 import secrets
-import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,8 @@ SUFFIX = ".shards"
 
 
 def split(
-    name: Path,
-    state: dict[str, Any],
-    replica: Replica,
-    beside_training: bool,
-) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    name: Path, state: dict[str, Any], replica: Replica, beside_training: bool
+) -> tuple[dict[str, Any], Callable[[], dict[str, str]]]:
     """Returns the state without its sharded tensors, and what writes them. Collective.
 
     Args:
@@ -37,8 +33,8 @@ def split(
         beside_training: They are written in a thread of every replica.
 
     Returns:
-        The state, and a function that every replica calls. It returns what the
-        checkpoint's file adds to the state, and raises OSError on every replica if
+        The state, and a function that every replica calls. It returns the SHA-256 of
+        every file that it has written, by name, and raises OSError on every replica if
         writing failed on one of them.
 
     Raises:
@@ -55,18 +51,14 @@ def split(
         return state, dict
     token = replica.all_gather_object(secrets.token_hex(8))[0]
     folder = name.with_name(f"{name.name}-{token}{SUFFIX}")
-    write = replica.write_shards(folder, sharded, beside_training)
-
-    def named_write() -> dict[str, Any]:
-        digests = {f"{folder.name}/{name}": digest for name, digest in write().items()}
-        return {"shards": folder.name, "sha256 of shards": digests}
 
     def without_content(tensor: torch.Tensor) -> torch.Tensor:
         if not replica.is_sharded([tensor]):
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    return map_tensors(state, without_content), named_write
+    state = map_tensors(state, without_content) | {"shards": folder.name}
+    return state, replica.write_shards(folder, sharded, beside_training)
 
 
 def fill(
@@ -91,19 +83,6 @@ def fill(
     read = replica.read_shards(folder / state["shards"], wanted, parameters)
     found = iter(read.values())
     return map_tensors(state, lambda t: next(found) if t.is_meta else t)
-
-
-def tidy(folder: Path, kept: Collection[int]) -> None:
-    """Deletes the shards of checkpoints that are gone.
-
-    Args:
-        folder: The folder of the checkpoints.
-        kept: The updates of those that are there; later ones are being written.
-    """
-    for path in folder.glob(f"update-*{SUFFIX}"):
-        number = int(path.name.split("-")[1])
-        if number not in kept and number < max(kept):
-            shutil.rmtree(path)
 
 
 def _named(state: dict[str, Any]) -> dict[str, torch.Tensor]:

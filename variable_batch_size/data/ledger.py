@@ -92,6 +92,12 @@ class Ledger:
         start = Cursor(self.epoch, self.plan(self.epoch).start_step)
         return min((a.cursor for a in self.accounts.values()), default=start)
 
+    @property
+    def global_step(self) -> int:
+        """How many steps are done since training began: those before `cursor`."""
+        epoch, step = self.cursor
+        return self.schedule.steps(epoch).start + step
+
     # --- dealing --------------------------------------------------------------------
 
     def begin(self) -> Loop:

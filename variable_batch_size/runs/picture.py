@@ -68,10 +68,7 @@ def draw_runs(
         raise ModuleNotFoundError(
             "a picture needs matplotlib: pip install 'elastic-xla[plot]'"
         ) from error
-    tables = {name: _table(name, run, panels) for name, run in runs.items()}
-    for name, table in tables.items():
-        if table[x].isna().any():
-            raise ValueError(f"x={x!r}: {name} does not say the {x} of its updates")
+    tables = {name: _table(name, run, panels, x) for name, run in runs.items()}
     drawn = pd.concat(tables.values())
     names = [name for name in panels if drawn[name].notna().any()]
     picture = figure.Figure(figsize=(8, 0.8 + 1.6 * len(names)), layout="constrained")
@@ -100,11 +97,12 @@ def draw_runs(
     picture.savefig(path, dpi=150)  # 1200 pixels wide
 
 
-def _table(name: str, run: Run, panels: Iterable[str]) -> pd.DataFrame:
+def _table(name: str, run: Run, panels: Iterable[str], x: str) -> pd.DataFrame:
     """Returns the updates with columns of panels, and of `AXES`, where each ends.
 
     Parts, from 0, are what was run between two resumptions. Each begins with a row
-    without numbers, where its first update began.
+    without numbers, where its first update began. Raises ValueError if there is no
+    update, or not its place on the axis ``x``.
     """
     if run.updates.empty:
         raise ValueError(f"{name} tells of no update; is it the log of a run?")
@@ -126,7 +124,10 @@ def _table(name: str, run: Run, panels: Iterable[str]) -> pd.DataFrame:
         rows += [begun, part.assign(begins=False)]
     table = pd.concat(rows)
     seconds = table["time"].diff().mask(table["begins"], 0.0)
-    return table.assign(hours=seconds.cumsum() / 3600)
+    table["hours"] = seconds.cumsum() / 3600
+    if table[x].isna().any():
+        raise ValueError(f"x={x!r}: {name} does not say the {x} of its updates")
+    return table
 
 
 def _draw(axis: Any, table: pd.DataFrame, x: str, name: str, look: Any) -> None:

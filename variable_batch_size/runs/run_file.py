@@ -32,7 +32,7 @@ VERSION = 1
 BEGINNINGS = ("start", "resume")
 # What may be another when a run begins anew. Settings are for people: they may name the
 # number of replicas, the device or a folder.
-_MAY_DIFFER = ("versions", "num_replicas", "replica", "settings")
+_MAY_DIFFER = {"versions", "num_replicas", "replica", "settings"}
 
 
 class RunFile:
@@ -70,12 +70,11 @@ class RunFile:
         """
         if step == 0 and self.path.exists():
             before = read_run(self.path)
-            names = [name for name in self._header if name not in _MAY_DIFFER]
-            own = _plain({name: self._header[name] for name in names})
             what = f"{self.path} has another run, and this one begins at step 0"
             remedy = "give RunLog another path, or resume from a checkpoint"
-            called = {name: name for name in names}
-            check_same({**own, **before.header}, own, what, remedy, called)
+            names = (self._header.keys() & before.header.keys()) - _MAY_DIFFER
+            called = {name: name for name in sorted(names)}
+            check_same(before.header, _plain(self._header), what, remedy, called)
             if before.events and before.events[-1]["event"] == "stop":
                 raise ValueError(f"{what}; the other has ended. {remedy}")
         self.event(BEGINNINGS[step > 0], step, **self._header)
@@ -137,24 +136,23 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             of a run that was killed.
     """
     path = Path(path)
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     rows: dict[int, dict[str, Any]] = {}
     events: list[dict[str, Any]] = []
-    cut: int | None = None  # the number of a line that may have been cut off
+    cut = ""  # the place of a line that may have been cut off
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, text in enumerate(lines, 1):
         if not text:
             continue
         line = _parsed(text)
-        if cut is not None and "event" not in line:
+        if cut and "event" not in line:
             raise ValueError(
-                f"{path}, line {cut}: {lines[cut - 1][:60]!r} is not a JSON object "
-                "with a 'step'; is this a file that vbs.RunLog has written?"
+                f"{cut} is not a JSON object with a 'step'; is this a file that "
+                "vbs.RunLog has written?"
             )
-        cut = None if line else number
+        place = f"{path}, line {number}"
+        cut = "" if line else f"{place}: {text[:60]!r}"
         if line.get("format", VERSION) != VERSION:
-            raise ValueError(
-                f"{path}, line {number}: format {line['format']!r} is not {VERSION}"
-            )
+            raise ValueError(f"{place}: format {line['format']!r} is not {VERSION}")
         if line.get("event") in BEGINNINGS:
             lost = [step for step in rows if step >= line["step"]]
             line["num_lost"] = len([rows.pop(step) for step in lost])
@@ -163,8 +161,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         elif line:
             numbers = {k: math.nan if v is None else v for k, v in line.items()}
             rows.setdefault(line["step"], {}).update(numbers)
-    table = pd.DataFrame([rows[step] for step in sorted(rows)])
-    return Run(path, table if rows else pd.DataFrame({"step": []}), events)
+    found = [rows[step] for step in sorted(rows)]
+    return Run(path, pd.DataFrame(found, columns=None if rows else ["step"]), events)
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from variable_batch_size.data.schedule import Cursor
 from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise.meter import Measurements
 from variable_batch_size.runs.run_file import RunFile
@@ -46,7 +44,6 @@ _OWN = {
 }  # fmt: skip
 # What sinks have as an axis of their own, or get as rates.
 _OF_FILES = ("step", "time", "seconds", "idle_seconds")
-_SUMMED = ("batch_size", "seconds", "idle_seconds", "weight")
 
 
 class RunLog:
@@ -93,6 +90,7 @@ class RunLog:
             run ends, on all replicas, with a FloatingPointError. None: one warning.
 
     Attributes:
+        path: The file, or None.
         updates_of: The optimizer, the only one that this may be attached to.
 
     Raises:
@@ -120,17 +118,15 @@ class RunLog:
         self._sinks, self._shows = list(sinks), shows
         self.updates_of = self._optimizer = optimizer
         self._replica, self._sampler = optimizer.replica, optimizer.sampler
-        self._file: RunFile | None = None
-        if path is not None:
-            self._file = RunFile(
-                path,
-                settings,
-                num_replicas=self._replica.num_replicas,
-                replica=str(self._replica),
-                rule=optimizer.rule.name,
-                ref_batchsize=optimizer.ref_batchsize,
-                **self._sampler.fingerprint(),
-            )
+        self.path = None if path is None else Path(path)
+        header = {
+            "num_replicas": self._replica.num_replicas,
+            "replica": str(self._replica),
+            "rule": optimizer.rule.name,
+            "ref_batchsize": optimizer.ref_batchsize,
+            **self._sampler.fingerprint(),
+        }
+        self._file = self.path and RunFile(self.path, settings, **header)
         dtype = dtype_for(p for g in optimizer.param_groups for p in g["params"])
         # Sums of losses, and their numbers: this replica's that are not shared yet, and
         # those of all that are. Two zeros, or an idle replica had another program.
@@ -138,18 +134,13 @@ class RunLog:
         self._nothing, self._nothing_shared = zeros, zeros.clone()
         self._loss = self._loss_of_updates = self._nothing  # the latter at an update
         self._shared_loss = self._nothing_shared
-        self._pending: list[dict[str, Any]] = []  # lines; numbers may be on the device
-        self._untold: list[dict[str, Any]] = []  # the last that another replica tells
-        self._sums: Counter[str] = Counter()  # of numbers since the last logging step
-        self._step: int | None = None  # of the last update
+        # Since the last logging step; numbers may be on the device until they are told.
+        self._lines: list[dict[str, Any]] = []
+        self._num_told = 0
+        self._newest: list[dict[str, Any]] = []  # the last that were told, perhaps lost
+        self._next_step: int | None = None  # unknown before the first `add`
         self._begun = self._closed = False
-        self._added_at: Cursor | None = None  # the first minibatch
         self._since = time.perf_counter()
-
-    @property
-    def path(self) -> Path | None:
-        """The file, if there is one."""
-        return self._file.path if self._file else None
 
     def add(self, loss: torch.Tensor) -> None:
         """Adds the loss of the minibatch under way, before `step`; nothing is read.
@@ -164,14 +155,13 @@ class RunLog:
             raise ValueError(
                 f"add: a loss is one number, got a tensor of shape {tuple(loss.shape)}"
             )
-        if self._step is None:
-            cursor = self._sampler.cursor
-            self._added_at = self._added_at or cursor
-            if cursor.step > 0 and cursor != self._added_at:
-                raise ValueError(
-                    "add: the optimizer has made updates that this RunLog was not told "
-                    "of: call optimizer.attach(log) before training"
-                )
+        step = self._sampler.ledger.global_step
+        self._next_step = step if self._next_step is None else self._next_step
+        if step > self._next_step and self._sampler.cursor.step > 0:
+            raise ValueError(
+                "add: the optimizer has made updates that this RunLog was not told of: "
+                "call optimizer.attach(log) before training"
+            )
         if not self._optimizer.is_padding:
             loss = loss.detach().reshape(()).to(self._loss.dtype)
             self._loss = self._loss + torch.stack([loss, torch.ones_like(loss)])
@@ -186,29 +176,32 @@ class RunLog:
         if is_due or self._replica.is_live:  # where who has them may be lost
             self._share_losses()  # first, since it runs again then
         self._begin(update.step)
-        self._step, self._closed = update.step, False
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        num_replicas = self._replica.num_replicas
-        num_minibatches = -(-update.batch_size // update.minibatch_size)
-        num_substeps = -(-num_minibatches // num_replicas)
+        self._next_step, self._closed = update.step + 1, False
         rates = {f"lr_{group}": lr for group, lr in enumerate(update.lr)}
         line = {
             "step": update.step,
             "epoch": update.epoch,
             "batch_size": update.batch_size,
             "samples": self._sampler.schedule.samples_before(update.step + 1),
-            "seconds": seconds,
-            "idle_seconds": seconds * (num_replicas - num_minibatches / num_substeps),
-            "time": round(time.time(), 3),
             "lr": rates.pop("lr_0"),
             **rates,
         }
         if update.weight is not None:
             line["weight"] = update.weight
-        self._pending.append(line)
+        self._lines.append(line)
+        losses = self._read(self._shared_loss) if is_due else []
+        # To wait for the device takes time of this update.
+        now, num_replicas = time.perf_counter(), self._replica.num_replicas
+        seconds, self._since = now - self._since, now
+        num_minibatches = -(-update.batch_size // update.minibatch_size)
+        num_substeps = -(-num_minibatches // num_replicas)
+        line |= {
+            "seconds": seconds,
+            "idle_seconds": seconds * (num_replicas - num_minibatches / num_substeps),
+            "time": round(time.time(), 3),
+        }
         if is_due:
-            self._write(is_due=True)
+            self._end_window(line, *losses[0].tolist())
         self._loss_of_updates = self._loss
 
     def write(self, **values: float) -> None:
@@ -222,7 +215,7 @@ class RunLog:
                     f"write: {name}= is what the log itself tells: rename {value!r}"
                 )
             check_type(f"write: {name}", value, (int, float, np.number), "a number")
-        step = self._next_step() - 1
+        step = self._sampler.ledger.global_step - 1
         if step < 0:
             raise ValueError("write: there has been no update that it could tell of")
         self.flush()
@@ -234,15 +227,16 @@ class RunLog:
         """Tells that something happened after the last update."""
         self.flush()
         if self._file and self._replica.is_primary:
-            self._file.event(name, self._next_step(), **values)
+            self._file.event(name, self._sampler.ledger.global_step, **values)
 
     def flush(self) -> None:
         """Writes what is not written yet; reads learning rates that the device has.
 
         The loss is not among it: a mean over replicas is made on logging steps.
         """
-        self._begin(self._next_step())
-        self._write(is_due=False)
+        self._begin(self._sampler.ledger.global_step)
+        self._read()
+        self._tell(self._untold())
 
     def close(self, reason: str = "the script has ended") -> None:
         """Writes the rest and the event ``stop``, unless that was told already.
@@ -255,31 +249,31 @@ class RunLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the losses since the last logging step. Collective if not live."""
-        if not self._replica.is_live:  # where it may be for a member that joins
+        if self._replica.is_live:  # and it may be for a member that joins
+            self._read()
+        else:
             self._share_losses()
-        return {"loss": self._shared_loss, "weight": self._sums["weight"]}
+        return {"loss": self._shared_loss, "weight": self._sum("weight")}
 
     def change_members(self, generation: int) -> None:
         """Tells that other members of a live run train than before.
 
         And once more what the member that writes may have died with.
         """
-        step, number = self._next_step(), self._replica.num_replicas
+        step, number = self._sampler.ledger.global_step, self._replica.num_replicas
         self._begin(step)
         if self._file and self._replica.is_primary:
             event = {"generation": generation, "num_replicas": number}
             self._file.event("members", step, **event)
-            self._file.write(*self._untold)
-            self._untold = []
+            self._file.write(*self._newest)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""
-        if self._replica.is_live and self._pending:  # of updates that were made
-            self._write(is_due=False)
+        if self._replica.is_live and self._untold():  # of updates that were made
+            self.flush()
         self._begun = self._begun and self._replica.is_live
-        self._step, self._pending = None, []
-        self._added_at = None
-        self._sums = Counter(weight=state["weight"])
+        self._lines, self._num_told = [{"weight": state["weight"]}], 1
+        self._next_step = None
         self._loss = self._loss_of_updates = self._nothing
         self._shared_loss = state["loss"].to(self._loss)
 
@@ -289,11 +283,12 @@ class RunLog:
             self._file.begin(step)
         self._begun = True
 
-    def _next_step(self) -> int:
-        if self._step is not None:
-            return self._step + 1
-        cursor, schedule = self._sampler.cursor, self._sampler.schedule
-        return schedule.steps(cursor.epoch).start + cursor.step
+    def _untold(self) -> list[dict[str, Any]]:
+        return self._lines[self._num_told :]
+
+    def _sum(self, name: str) -> float:
+        """Returns a sum over the updates since the last logging step."""
+        return sum(line.get(name, 0) for line in self._lines)
 
     def _share_losses(self) -> None:
         """Adds up the losses of all replicas, so that each has what one alone had."""
@@ -302,72 +297,59 @@ class RunLog:
         self._shared_loss = self._shared_loss + total
         self._loss = self._loss_of_updates = self._nothing
 
-    def _write(self, is_due: bool) -> None:
-        """Writes the pending lines, after one read of what is on the device.
+    def _read(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Returns tensors on the host, and reads what lines have on the device."""
+        lines, found = self._replica.to_host((self._untold(), [*tensors]))
+        for line, read in zip(self._untold(), lines):
+            for name, value in read.items():
+                if isinstance(value, torch.Tensor):
+                    line[name] = value.item()
+        return found
 
-        On a logging step, also the mean loss and the gradient noise.
-        """
-        losses = [self._shared_loss] if is_due else []
-        lines, losses = self._replica.to_host((self._pending, losses))
-        self._pending = []
-        for line in lines:
-            values = line.items()
-            read = {name: n.item() for name, n in values if isinstance(n, torch.Tensor)}
-            line.update(read)
-        if is_due:  # the device was waited for, which is time of the last update
-            line, now = lines[-1], time.perf_counter()
-            longer = 1 + (now - self._since) / line["seconds"]
-            line |= {name: line[name] * longer for name in ("seconds", "idle_seconds")}
-            self._since = now
-        for line in lines:
-            self._sums.update({name: line.get(name, 0) for name in _SUMMED})
-        if not is_due:
-            return self._tell(lines)
-        sums, self._sums = self._sums, Counter()
-        self._shared_loss = self._nothing_shared
-        loss, num = losses[0].tolist()
-        if num:
-            line["loss"] = loss / (sums["weight"] or num)
+    def _end_window(self, line: dict[str, Any], loss: float, number: float) -> None:
+        """Tells of a logging step: the mean loss, too, and the gradient noise."""
+        if number:
+            line["loss"] = loss / (self._sum("weight") or number)
         noise = self._optimizer.noise
         if noise and self._replica.is_primary:
             line |= noise.measure()._asdict()
-        self._tell(lines)
+        self._tell(self._untold())
         # What the noise meter does not know yet is NaN; a loss that is, is news.
         values = {
             name: value
             for name, value in line.items()
             if name not in _OF_FILES and (value == value or name == "loss")
         }
-        values["samples_per_second"] = sums["batch_size"] / sums["seconds"]
-        share = sums["idle_seconds"] / sums["seconds"] / self._replica.num_replicas
-        self._send(values | {"idle_share": share}, line["step"])
+        seconds = self._sum("seconds")
+        values["samples_per_second"] = self._sum("batch_size") / seconds
+        idle = self._sum("idle_seconds") / self._replica.num_replicas
+        self._send(values | {"idle_share": idle / seconds}, line["step"])
+        self._lines, self._num_told = [], 0
+        self._shared_loss = self._nothing_shared
         self._check_finite(line)
 
     def _check_finite(self, line: dict[str, Any]) -> None:
         """Warns of a loss that is not finite; raises FloatingPointError of several."""
-        if math.isfinite(loss := line.get("loss", 0.0)):
-            self._num_nonfinite = 0
-            return
-        self._num_nonfinite += 1
+        loss, number = line.get("loss", 0.0), self._num_nonfinite + 1
+        self._num_nonfinite = 0 if math.isfinite(loss) else number
         text = f"the mean loss on the logging step {line['step']} is {loss}"
         if self._num_nonfinite == self._max_nonfinite:
             raise FloatingPointError(
-                f"{text}, as on {self._num_nonfinite} logging steps in a row: resume "
-                "from a checkpoint before these, with a smaller learning rate or "
-                "max_grad_norm="
+                f"{text}, as on {number} logging steps in a row: resume from a "
+                "checkpoint before these, with a smaller lr or max_grad_norm="
             )
         if self._num_nonfinite == 1 and self._replica.is_primary:
             logger.warning(f"{text}; RunLog(max_nonfinite=) ends a run for that")
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
         """Tells of lines in the file, and to who shows them."""
-        if not (lines and self._replica.is_primary):
-            self._untold = lines or self._untold
-            return
-        if self._file:
-            self._file.write(*lines)
-        if self._shows:
-            self._shows(lines)
+        self._num_told = len(self._lines)
+        self._newest = lines or self._newest
+        if lines and self._replica.is_primary:
+            if self._file:
+                self._file.write(*lines)
+            if self._shows:
+                self._shows(lines)
 
     def _send(self, values: Mapping[str, float], step: int) -> None:
         for sink in self._sinks if self._replica.is_primary else ():

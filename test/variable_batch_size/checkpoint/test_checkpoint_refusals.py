@@ -117,7 +117,7 @@ def saved_with(training: elastic.Training, **parts) -> None:
         (lambda t: saved_with(elastic.Training(CASE, sampler={"order": Order(128)})),
          ValueError, "order= has a state, which would begin anew"),
         (lambda t: files.write(t.checkpointer.folder, 3, {"version": 1})
-         and t.checkpointer.load(), ValueError, "the format was 1 and is 3"),
+         and t.checkpointer.load(), ValueError, "the format was 1 and is 4"),
     ],
 )  # fmt: skip
 def test_bad_arguments_and_calls_are_named(wrong, error, message, tmp_path):

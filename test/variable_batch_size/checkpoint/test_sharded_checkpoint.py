@@ -132,7 +132,7 @@ def test_damaged_shards_make_the_checkpoint_before_count(stopped, tmp_path, capl
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
-    assert files.newest_whole(folder)[0] == before.path
+    assert files.newest_whole(folder) == before.path
     assert f"{name}/{part.name} is missing or has changed" in caplog.text
     next(folder.glob(f"update-{before.num_updates:08d}-*.shards/*.distcp")).unlink()
     with pytest.raises(vbs.CheckpointError, match="all 2 checkpoints"):
