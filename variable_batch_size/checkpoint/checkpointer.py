@@ -175,9 +175,8 @@ class Checkpointer:
         for name, part in self._parts.items():
             if hasattr(part, "get_last_lr") and part.last_epoch == 0:
                 logger.warning(
-                    f"the scheduler {name}= has not stepped in two epochs: "
-                    "Checkpointer saves it alone. Call optimizer.attach(scheduler), "
-                    "which steps it after every update, or step it in every epoch"
+                    f"the scheduler {name}= has not stepped in two epochs: call "
+                    "optimizer.attach(scheduler), or step it in every epoch"
                 )
 
     def _stop(self) -> None:
@@ -237,7 +236,7 @@ class Checkpointer:
         if metric is not None:
             if self._best is None:
                 raise ValueError(
-                    f"save(metric={metric!r}): Checkpointer needs best='max' or 'min'"
+                    f"metric={metric} needs Checkpointer(best='max' or 'min')"
                 )
             sign, before = 1 if self._best == "max" else -1, self.best_metric
             if not math.isfinite(metric):
@@ -293,8 +292,10 @@ class Checkpointer:
 
         # A collective in a thread would meet those of the training in another order on
         # every replica: shards are written in a process group of their own.
+        path = None
         if self._is_asynchronous:
-            self._writing, path = self._thread.submit(_logged, write), None
+            self._writing = self._thread.submit(write)
+            self._writing.add_done_callback(_log_failure)
         else:
             path = write()
         # On XLA every program that runs advances them, also the one that saves.
@@ -368,7 +369,7 @@ class Checkpointer:
         """Joins a live run, or begins it."""
 
         def change(generation: int) -> None:
-            self._times.first = self.num_updates  # where all look next
+            self._times.look_from(self.num_updates)
             for log in self._logs:
                 log.change_members(generation)
 
@@ -449,9 +450,6 @@ def _modules(parts: Mapping[str, Any]) -> nn.ModuleList:
     return nn.ModuleList(p for p in parts.values() if isinstance(p, nn.Module))
 
 
-def _logged(write: Callable[[], Path | None]) -> Path | None:
-    try:
-        return write()
-    except Exception as error:  # the loop raises it, if it comes to ask
+def _log_failure(writing: Future[Path | None]) -> None:
+    if error := writing.exception():  # the loop raises it, if it comes to ask
         logger.error(f"an asynchronous checkpoint was not written: {error}")
-        raise

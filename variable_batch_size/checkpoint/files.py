@@ -231,10 +231,11 @@ def tidy(folder: Path, keep: int) -> None:
         if file not in kept:
             file.path.unlink(missing_ok=True)
     numbers = {file.num_updates for file in kept}
-    for path in folder.glob("update-*"):
+    parts = folder.glob(f"update-*{shards.SUFFIX}")
+    for path in [*folder.glob(f"update-*{_UNFINISHED}"), *parts]:
         number = int(path.name.split("-")[1])
         if number < max(numbers) and number not in numbers:
-            if path.suffix == shards.SUFFIX:
+            if path.is_dir():
                 shutil.rmtree(path)
-            elif path.suffix == _UNFINISHED:
+            else:
                 path.unlink(missing_ok=True)

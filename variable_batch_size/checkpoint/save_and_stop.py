@@ -20,18 +20,14 @@ class SaveTimes:
     """Says after which updates to save; see `Checkpointer` for the arguments.
 
     Minutes are those of replica 0's clock, which tells the others at updates that are
-    at most an eighth further from `first` each time: between these nothing is sent or
+    an eighth further from the last save each time: between these nothing is sent or
     read.
-
-    Attributes:
-        first: How many updates there were at the last save, or when members changed.
     """
 
     replica: Replica
     every_updates: int | None
     every_minutes: float | None
     clock: Callable[[], float] = time.monotonic
-    first: int = 0
 
     def __post_init__(self) -> None:
         if self.every_updates is not None:
@@ -44,18 +40,23 @@ class SaveTimes:
 
     def saved(self, num_updates: int) -> None:
         """Notes that a checkpoint of so many updates was saved or loaded just now."""
-        self.first, self._since = num_updates, self.clock()
+        self._since = self.clock()
+        self.look_from(num_updates)
+
+    def look_from(self, num_updates: int) -> None:
+        """Looks after the next update, and then more and more seldom."""
+        self._first, self._next_look = num_updates, num_updates + 1
 
     def due(self, num_updates: int) -> bool:
         """Returns whether to save after an update; collective where it looks."""
         updates, minutes = self.every_updates, self.every_minutes
         is_due = updates is not None and num_updates % updates == 0
-        number = num_updates - self.first
-        # Looks where only the first four binary digits of the number may be ones.
-        if minutes is None or number % (1 << max(0, number.bit_length() - 4)):
+        if minutes is None or num_updates < self._next_look:
             return is_due
         is_late = self.clock() - self._since >= 60 * minutes
-        return self.replica.all_gather_object(is_late)[0] or is_due
+        is_late = self.replica.all_gather_object(is_late)[0]
+        self._next_look = num_updates + 1 + (num_updates - self._first) // 8
+        return is_due or is_late
 
 
 def listen(signals: Sequence[str | int] = ("SIGTERM", "SIGINT")) -> None:
@@ -89,15 +90,16 @@ def poll_for_stop(
 
     def ask() -> None:
         reason = None
-        while not reason and run() is not None:
+        while not reason:
             time.sleep(interval)
+            if run() is None:
+                return
             try:
                 reason = poll()
             # The user's code; training continues without an answer. SystemExit ends a
             # thread without a word.
             except (Exception, SystemExit):
                 logger.exception("stop_poll failed; it is called again")
-        if reason:
-            xla_replica.request_stop(str(reason))
+        xla_replica.request_stop(str(reason))
 
     threading.Thread(target=ask, name="stop-poll", daemon=True).start()

@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -118,15 +117,15 @@ class RunLog:
         self._sinks, self._shows = list(sinks), shows
         self.updates_of = self._optimizer = optimizer
         self._replica, self._sampler = optimizer.replica, optimizer.sampler
-        self.path = None if path is None else Path(path)
-        header = {
+        header: dict[str, Any] = {
             "num_replicas": self._replica.num_replicas,
             "replica": str(self._replica),
             "rule": optimizer.rule.name,
             "ref_batchsize": optimizer.ref_batchsize,
             **self._sampler.fingerprint(),
         }
-        self._file = self.path and RunFile(self.path, settings, **header)
+        self._file = None if path is None else RunFile(path, settings, **header)
+        self.path = self._file.path if self._file else None
         dtype = dtype_for(p for g in optimizer.param_groups for p in g["params"])
         # Sums of losses, and their numbers: this replica's that are not shared yet, and
         # those of all that are. Two zeros, or an idle replica had another program.
@@ -147,14 +146,10 @@ class RunLog:
 
         It is that of the backward pass, a mean or a sum. Padding is left out.
 
-        Raises TypeError or ValueError if it is not a tensor of one number, and
-        ValueError if updates were made that this was not told of.
+        Raises TypeError if it is not a tensor, torch's RuntimeError unless it is one
+        number, and ValueError if updates were made that this was not told of.
         """
         check_type("add: loss", loss, torch.Tensor, "a tensor, which is not read")
-        if loss.numel() != 1:
-            raise ValueError(
-                f"add: a loss is one number, got a tensor of shape {tuple(loss.shape)}"
-            )
         step = self._sampler.ledger.global_step
         self._next_step = step if self._next_step is None else self._next_step
         if step > self._next_step and self._sampler.cursor.step > 0:
@@ -288,7 +283,7 @@ class RunLog:
 
     def _sum(self, name: str) -> float:
         """Returns a sum over the updates since the last logging step."""
-        return sum(line.get(name, 0) for line in self._lines)
+        return float(sum(line.get(name, 0) for line in self._lines))
 
     def _share_losses(self) -> None:
         """Adds up the losses of all replicas, so that each has what one alone had."""
@@ -299,7 +294,7 @@ class RunLog:
 
     def _read(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Returns tensors on the host, and reads what lines have on the device."""
-        lines, found = self._replica.to_host((self._untold(), [*tensors]))
+        lines, [*found] = self._replica.to_host((self._untold(), tensors))
         for line, read in zip(self._untold(), lines):
             for name, value in read.items():
                 if isinstance(value, torch.Tensor):

@@ -138,7 +138,7 @@ def test_errors_of_the_writer_reach_the_loop_once(later, tmp_path, caplog):
     checkpointer = training.checkpointer
     with full_disk():
         checkpointer.save()
-        assert checkpointer._writing.exception(PATIENCE)
+        checkpointer._thread.submit(int).result(PATIENCE)  # begins after it was told
     message = rf"File too large: '{tmp_path}/update-00000000-.*\.unfinished'"
     assert re.search(f"was not written: .*{message}", caplog.text)
     with pytest.raises(OSError, match=message):
