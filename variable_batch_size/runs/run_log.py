@@ -294,7 +294,8 @@ class RunLog:
 
     def _read(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Returns tensors on the host, and reads what lines have on the device."""
-        lines, [*found] = self._replica.to_host((self._untold(), tensors))
+        found: list[torch.Tensor]
+        lines, found = self._replica.to_host((self._untold(), [*tensors]))
         for line, read in zip(self._untold(), lines):
             for name, value in read.items():
                 if isinstance(value, torch.Tensor):
