@@ -346,27 +346,25 @@ class Checkpointer:
         check_flag("best", best)
         self.wait()
         self.has_loaded |= not best
-        if self.replica.is_live and not best:
-            return self._enter(allow_changes)
-        return self._resume(allow_changes, best)
+        self._loaded = None
+        if best:
+            self._resume(allow_changes, best)
+        else:
+            self._enter(partial(self._resume, allow_changes))
+        return self._loaded
 
-    def _resume(self, allow_changes: bool, best: bool = False) -> Path | None:
+    def _resume(self, allow_changes: bool, best: bool = False) -> None:
         """Loads the checkpoint that replica 0 chooses, or a live member for itself."""
-        path = None
-        if self.replica.is_primary or self.replica.is_live:
-            path = files.newest_whole(self.folder, best)
-        if not self.replica.is_live:
-            path = self.replica.all_gather_object(path)[0]
-        if path is None:
-            return None
+        find = partial(files.newest_whole, self.folder, best)
+        if (path := self.replica.choose(find)) is None:
+            return
         path = self.folder / path.name
         if not path.exists():
             raise files.CheckpointError(f"no {path}: all hosts must share the folder")
         self._load(path, files.load(path, mapped=True), allow_changes)
-        return path
 
-    def _enter(self, allow_changes: bool) -> Path | None:
-        """Joins a live run, or begins it."""
+    def _enter(self, begin: Callable[[], None]) -> None:
+        """Begins the run, or joins a live one."""
 
         def change(generation: int) -> None:
             self._times.look_from(self.num_updates)
@@ -378,15 +376,14 @@ class Checkpointer:
             "parts": sorted(self._parts),
             "times to save": (self._times.every_updates, self._times.every_minutes),
         }
-        self._optimizer.go_live(
+        self._optimizer.enter(
             settings,
+            begin=begin,
             snapshot=self._snapshot,
             load=lambda state: self._load(self.folder, state, False),
-            begin=partial(self._resume, allow_changes),
             changed=change,
             is_saved=lambda part: part is self or self.saves(part),
         )
-        return self.folder if self.num_updates else None
 
     def _load(self, path: Path, state: dict[str, Any], allow_changes: bool) -> None:
         """Takes a checkpoint's state, or another member's, see `_snapshot`."""
@@ -413,7 +410,8 @@ class Checkpointer:
         self._optimizer.follow_buffers(self._modules)
         if "random" in state:  # in a live run every minibatch has a seed
             random_state.restore(copied(state["random"]), self.replica)
-        self.best_metric, self._begun = state["best"], self.num_updates
+        self._loaded, self.best_metric = path, state["best"]
+        self._begun = self.num_updates
         self._times.saved(self._begun)
         if self.replica.is_primary:
             epoch = self._optimizer.sampler.cursor.epoch

@@ -20,9 +20,7 @@ def saved(replica: Replica, own: torch.Tensor) -> dict[str, Any]:
         "numpy": [torch.from_numpy(keys.astype(np.int64)), *rest],
         "python": random.getstate(),
         # (num_replicas, length) uint8
-        "devices": torch.stack(
-            [own] if replica.is_live else replica.all_gather_object(own)
-        ),
+        "devices": torch.stack(replica.gather_at_rest(own)),
     }
 
 

@@ -73,8 +73,7 @@ def agreed_request(replica: Replica) -> StopRequest:
     All need its exit status: which replica ends the process is a matter of chance.
     """
     own = xla_replica.stop_requested()
-    # In a live run all members have one, and who stops waits for nobody.
-    requests = [own] if replica.is_live else replica.all_gather_object(own)
+    requests = replica.gather_at_rest(own)  # in a live run all members have one
     return next(request for request in requests if request is not None)
 
 

@@ -120,6 +120,7 @@ class Attached:
         known = [*self._callbacks, *(each.scheduler for each in self._schedulers())]
         builder = getattr(target, "optimizer" if is_scheduler else "updates_of", None)
         groups = self._run.inner.param_groups
+        savers = [each for each in self._callbacks if hasattr(each, "saves")]
         for is_wrong, kind, why in (
             (getattr(builder, "param_groups", groups) is not groups, ValueError,
              "was built with another optimizer: build it with this one"),
@@ -132,8 +133,8 @@ class Attached:
              "is neither an LR scheduler nor a function"),
             (not is_scheduler and (unit, every) != ("updates", 1), TypeError,
              "runs after every update: unit= and every= are for LR schedulers"),
-            (any(hasattr(c, "saves") and c.saves(owner) for c in self._callbacks),
-             ValueError, "comes after a Checkpointer: attach it before"),
+            (any(is_scheduler or each.saves(owner) for each in savers), ValueError,
+             "comes after a Checkpointer: attach it before"),
         ):  # fmt: skip
             if is_wrong:
                 raise kind(f"attach: {target!r} {why}")
