@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -84,50 +84,33 @@ class TensorScalars(TorchFunctionMode):
     """A mode in which any torch optimizer takes its learning rate as a tensor.
 
     Calls with a tensor as ``alpha=`` or ``value=`` become the equal ones with a tensor
-    operand. With ``upload``, from a number and a dtype to a ``(1,)`` tensor, so does a
-    division by a number: Adam's bias corrections change at every step and become
-    exactly one in the end, which would be another program.
+    operand. With ``divisors`` so does a division by a number: Adam's bias corrections
+    change at every step and become exactly one in the end, which would be another
+    program.
 
     >>> with TensorScalars():
     ...     torch.ones(2).add_(torch.ones(2), alpha=torch.tensor(0.5))
     tensor([1.5000, 1.5000])
     """
 
-    def __init__(
-        self, upload: Callable[[float, torch.dtype], Tensor] | None = None
-    ) -> None:
+    def __init__(self, divisors: DeviceScalars | None = None) -> None:
         super().__init__()
-        self._upload = upload
-        self._divisors: dict[tuple[float, torch.dtype, bool], Tensor] = {}
+        self._divisors = divisors
         # Optimizers negate one learning rate again for every parameter.
-        self._negatives: dict[int, tuple[Tensor, Tensor]] = {}
+        self._negative = functools.cache(torch.neg)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
-        if not kwargs:
-            if func is Tensor.__neg__:
-                return self._negative(args[0])
-            if func is Tensor.div and self._upload and isinstance(args[1], float):
-                return func(args[0], self._divisor(args[0], args[1]))
-            return func(*args)
+        kwargs = kwargs or {}
+        if func is Tensor.__neg__ and args[0].dim() == 0:
+            return self._negative(args[0])
+        if func is Tensor.div and self._divisors and isinstance(args[1], float):
+            use = "divisor of an optimizer", args[0].dim() == 0
+            number = self._divisors.get(use, args[1], dtype_for(args[:1]))
+            return func(args[0], operand_for(args[0], number), **kwargs)
         scalar = kwargs.get(_SCALARS.get(func))
         if isinstance(scalar, Tensor):  # not addcmul, which is traced ten times slower
             x, y, *more = args
             rest = {n: kwargs[n] for n in kwargs if kwargs[n] is not scalar}
             return func(x, y * scalar, *more, **rest)
         return func(*args, **kwargs)
-
-    def _negative(self, number: Tensor) -> Tensor:
-        if number.dim():
-            return -number
-        if id(number) not in self._negatives:
-            # The number is kept too, so that its id is not given to another one.
-            self._negatives[id(number)] = (number, -number)
-        return self._negatives[id(number)][1]
-
-    def _divisor(self, tensor: Tensor, number: float) -> Tensor:
-        dtype = dtype_for([tensor])
-        key = (number, dtype, tensor.dim() == 0)  # by use, too: see `DeviceScalars`
-        if key not in self._divisors:
-            self._divisors[key] = self._upload(number, dtype)
-        return operand_for(tensor, self._divisors[key])

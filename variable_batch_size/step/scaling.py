@@ -43,7 +43,7 @@ class Scaling:
         # What is known only then stays on the device where reading is not free.
         self._is_late = self._rule.measured or run.ref_weight is not None
         self._on_device = replica.is_lazy or (self._is_late and not replica.is_host)
-        self._upload = replica.scalar if replica.is_lazy else None
+        self._divisors = context.scalars if replica.is_lazy else None
         # Where gain or batch ratio are measured: a rule's inputs for each group, and
         # the batch ratio if it is known.
         self._inputs: list[tuple[Group, Any]] = []
@@ -178,7 +178,7 @@ class Scaling:
         given = [(g, {n: g[n] for n in _RESTORED if n in g}) for g in groups]
         mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._on_device:
-            mode = TensorScalars(self._upload)
+            mode = TensorScalars(self._divisors)
         try:
             with mode:
                 for group, scaled in zip(groups, self._scaled):
