@@ -414,8 +414,6 @@ class ElasticOptimizer(OptimizerProxy):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Collective: its parameters become those of replica 0."""
-        if self._wrapping:
-            return
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         param_group = {**param_group, "params": params}

@@ -17,8 +17,7 @@ def _of_inner(name: str) -> property:
         return getattr(self.inner, name)
 
     def set(self: OptimizerProxy, value: Any) -> None:
-        if not self._wrapping:  # torch's constructor assigns empty ones
-            setattr(self.inner, name, value)
+        setattr(self.inner, name, value)
 
     return property(get, set)
 
@@ -27,7 +26,8 @@ class OptimizerProxy(Optimizer):
     """Shares groups, state and hooks with ``inner``, so torch's schedulers take it.
 
     They are properties, not copies, because loading a state replaces the groups. Step
-    hooks run around the inner optimizer's step, so once an update.
+    hooks, torch's global ones too, run around the inner optimizer's step, so once an
+    update.
     """
 
     param_groups = _of_inner("param_groups")
@@ -49,15 +49,12 @@ class OptimizerProxy(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, inner: Optimizer) -> None:
+        # Torch's constructor is not called: all that it makes is the inner one's.
         self.inner = inner
-        self._wrapping = True
-        super().__init__(inner.param_groups, inner.defaults)
-        self._wrapping = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the inner optimizer."""
-        if not self._wrapping:  # torch's constructor adds the groups there are
-            self.inner.add_param_group(param_group)
+        self.inner.add_param_group(param_group)
 
     def get_lr(self) -> tuple[float, ...]:
         """Returns the reference learning rate of each parameter group."""
@@ -89,8 +86,3 @@ class OptimizerProxy(Optimizer):
             f"{type(self).__name__} cannot be copied or pickled, because it is bound "
             "to a running replica: save optimizer.state_dict() instead"
         )
-
-    def _patch_step_function(self) -> None:
-        # Torch would run global step hooks around every call of the proxy's step(),
-        # also those that only accumulate; the inner optimizer runs them once an update.
-        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}"
