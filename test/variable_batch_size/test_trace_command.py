@@ -144,7 +144,7 @@ def test_pip_installs_the_command(monkeypatch):
          "--price 3.0 needs a step time, got none"),
         ("simulate thresholds.csv --dataset-size 1K --epochs 1",
          "one for each of the 3 rows of thresholds.csv, got array([2., 4.])"),
-        ("simulate 64 --dataset-size 1K --rule cubic", "--rule cubic is unknown"),
+        ("simulate 64 --dataset-size 1K --rule cubic", "--rule must be one of"),
         ("plot trace.csv --out a.jpg", "a.jpg: the ending must be one of '.png', '.p"),
         ("plot trace.csv --x hours", "--x hours: trace.csv does not say the hours of"),
         ("plot trace.csv --x days", "x must be one of 'updates', 'samples', 'hours'"),

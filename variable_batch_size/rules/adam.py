@@ -32,9 +32,7 @@ def sde_beta(beta: float, batch_ratio: float) -> float:
     if scaled < 1e-9:  # not 0, to which a tiny beta would round
         raise ValueError(
             f"rule 'adam-root' at batch ratio {batch_ratio:g} would make beta={beta} "
-            f"into {scaled:g}, which must be > 0: use rule 'adam-half-life' "
-            "(beta ** ratio, which agrees with it where 1 - beta is small), raise "
-            "ref_batchsize, or a beta closer to 1"
+            f"into {scaled:g}: use rule 'adam-half-life', or raise ref_batchsize"
         )
     return scaled
 

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 from variable_batch_size.rules import adam
 from variable_batch_size.rules.adam import AdamState
-from xla_replica.common.arguments import check_flag, check_type, is_number
+from xla_replica.common.arguments import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_type,
+    is_number,
+)
 
 Factor = Callable[[float], float]
 
@@ -114,24 +120,22 @@ class Rule:
             ValueError: The rule has no meaning at this batch ratio.
         """
         factor = self.lr_factor(gain if self.measured else batch_ratio)
-        lr = hyperparameters["lr"]
-        decay = hyperparameters.get("weight_decay", 0.0)
+        lr, decay = hyperparameters["lr"], hyperparameters.get("weight_decay", 0.0)
         # A tensor, which may not be read, is not zero.
         if self.decay_per_sample and not (is_number(decay) and decay == 0):
             decay = decay * (batch_ratio / factor)
+        scaled = ScaledHyperparameters(lr * factor, lr * factor, decay)
+        if self.momentum_correction:
+            scaled = scaled._replace(lr=lr, gradient_factor=factor)
         if self.beta is None:
-            scaled = ScaledHyperparameters(lr * factor, lr * factor, decay)
-            if self.momentum_correction:
-                scaled = scaled._replace(lr=lr, gradient_factor=factor)
             return scaled, state
         adjustment, betas, eps, state = adam.update(
             self.beta, batch_ratio, hyperparameters, state or AdamState(0)
         )
         if hyperparameters.get("decoupled_weight_decay"):  # times the lr handed over
             decay *= 1 / adjustment
-        lr = lr * factor
-        found = ScaledHyperparameters(lr, lr * adjustment, decay, None, betas, eps)
-        return found, state
+        lr = scaled.lr * adjustment
+        return scaled._replace(lr=lr, weight_decay=decay, betas=betas, eps=eps), state
 
 
 def power(alpha: float) -> Rule:
@@ -143,8 +147,7 @@ def power(alpha: float) -> Rule:
     Raises:
         ValueError: ``alpha`` is not finite.
     """
-    if not math.isfinite(alpha):
-        raise ValueError(f"power: alpha must be a finite number, got {alpha!r}")
+    check_number("alpha", alpha)
     return Rule(f"power:{alpha:g}", lambda batch_ratio: batch_ratio**alpha)
 
 
@@ -186,21 +189,14 @@ def rule_named(rule: str | Rule) -> Rule:
     name, _, alpha = rule.partition(":")
     if name == "power" and alpha:
         return power(float(alpha))
-    if rule not in RULES:
-        raise ValueError(
-            f"rule={rule!r} is unknown; allowed are {sorted(RULES)} and 'power:ALPHA', "
-            "such as 'power:0.75'"
-        )
-    return RULES[rule]
+    return RULES[check_choice("rule", rule, sorted(RULES), "'power:ALPHA'")]
 
 
 def with_options(
     rule: str | Rule, momentum_correction: bool, decay_per_sample: bool
 ) -> Rule:
     """Returns the rule with these options added to those that it has."""
-    options = {
-        "momentum_correction": momentum_correction,
-        "decay_per_sample": decay_per_sample,
-    }
-    asked: Any = {name: True for name in options if check_flag(name, options[name])}
-    return dataclasses.replace(rule_named(rule), **asked)
+    asked = {"momentum_correction": momentum_correction}
+    asked["decay_per_sample"] = decay_per_sample
+    added: Any = {name: True for name in asked if check_flag(name, asked[name])}
+    return dataclasses.replace(rule_named(rule), **added)
