@@ -130,100 +130,95 @@ def epochs(
             "epochs: the loader's minibatches are not those of the optimizer's "
             "sampler: build it with DataLoader(dataset, batch_sampler=sampler)"
         )
-    is_named = any(part is sampler.order for part in parts.values())
-    if hasattr(sampler.order, "state_dict") and not is_named:
-        parts["order"] = sampler.order
-    for name, part in list(parts.items()):
-        if isinstance(part, ReduceLROnPlateau):
-            continue  # needs a metric, so that the loop's body steps it
-        if hasattr(part, "get_last_lr"):  # its state is in the optimizer's
-            optimizer.attach(parts.pop(name))
+    saved = _attached(optimizer, parts)
+    run_log: Any = log
+    if isinstance(log, (str, os.PathLike)):
+        run_log = RunLog(log, optimizer, settings=settings)
+    if run_log is not None:
+        optimizer.attach(run_log)
+        saved["log"] = run_log
+    saver: Any = checkpoint
+    if isinstance(checkpoint, (str, os.PathLike)):
+        saver = Checkpointer(
+            os.fspath(checkpoint), optimizer, every_updates=every_updates,
+            settings=settings, model=model, **saved,
+        )  # fmt: skip
+    elif every_updates is not None:
+        raise ValueError("every_updates= needs checkpoint=, a folder to save in")
+    if saver is not None:
+        if not saver.has_loaded:
+            saver.load()
+        optimizer.attach(saver)
+    optimizer.follow_buffers(model)
+    last = _last_epoch(optimizer, num_epochs)
+    _BEGUN.add(optimizer)
+    bar = tqdm(
+        total=sampler.num_updates(last),
+        initial=sampler.ledger.global_step,
+        unit="update",
+        disable=None if progress and optimizer.replica.is_primary else True,
+    )
+
+    def show(update: Update) -> None:
+        bar.update()
+        bar.set_postfix(epoch=update.epoch, batch=update.batch_size, refresh=False)
+
+    def run() -> Iterator[Epoch]:
+        with bar:
+            for number in range(sampler.epoch, last):
+                sampler.set_epoch(number)
+                optimizer.set_epoch(number)
+                epoch = Epoch(number, optimizer, loader, model, run_log)
+                yield epoch
+                if not epoch.has_run:
+                    raise ValueError(
+                        f"epoch {number} was left before its last minibatch: iterate "
+                        "over it all, or `break` out of both loops to end the training"
+                    )
+                if saver is not None:
+                    saver.save(epoch.metric)
+        if run_log is not None:
+            run_log.close()
+        if saver is not None:
+            saver.wait()
+            end_run()
+
+    optimizer.attach(show)
+    return run()
+
+
+def _attached(optimizer: ElasticOptimizer, parts: dict[str, Any]) -> dict[str, Any]:
+    """Attaches what runs after updates; returns the parts that have a state to save."""
+    order, saved = optimizer.sampler.order, dict(parts)
+    if hasattr(order, "state_dict") and order not in parts.values():
+        saved["order"] = order
+    for name, part in [*saved.items()]:
+        # One that needs a metric is stepped in the loop's body.
+        is_scheduler = hasattr(part, "get_last_lr")
+        if is_scheduler and not isinstance(part, ReduceLROnPlateau):
+            optimizer.attach(saved.pop(name))  # its state is in the optimizer's
         elif hasattr(part, "after_update"):
             optimizer.attach(part.after_update)
         elif not hasattr(part, "load_state_dict"):
             raise TypeError(
                 f"epochs: {name}={part!r} is neither an option nor a part of the run, "
-                "which has load_state_dict() or after_update(); give the members of a "
-                "list one by one"
+                "with load_state_dict() or after_update(); give a list's one by one"
             )
-    if isinstance(log, (str, os.PathLike)):
-        log = RunLog(log, optimizer, settings=settings)
-    if log is not None:
-        optimizer.attach(log)
-        parts["log"] = log
-    if isinstance(checkpoint, (str, os.PathLike)):
-        checkpoint = Checkpointer(
-            os.fspath(checkpoint), optimizer, every_updates=every_updates,
-            settings=settings, model=model, **parts,
-        )  # fmt: skip
-    elif every_updates is not None:
-        raise ValueError("every_updates= needs checkpoint=, a folder to save in")
-    if checkpoint is not None:
-        if not checkpoint.has_loaded:
-            checkpoint.load()
-        optimizer.attach(checkpoint)
-    optimizer.follow_buffers(model)
-    last = _last_epoch(optimizer, num_epochs)
-    _BEGUN.add(optimizer)
-    return _run(optimizer, loader, last, model, checkpoint, log, progress)
+    return saved
 
 
 def _last_epoch(optimizer: ElasticOptimizer, num_epochs: int) -> int:
     """Returns how many epochs the trace has, at most; says so if they are fewer."""
     sampler, trace = optimizer.sampler, optimizer.sampler.schedule.trace
     last = int(min(num_epochs, sampler.num_epochs))
-    if optimizer.replica.is_primary:
-        if last < num_epochs:
-            logger.warning(
-                f"{trace.name} ends after {len(trace)} steps, in epoch {last - 1}, and "
-                f"so does training, which was to have {num_epochs} epochs: add rows, "
-                "or pass on_end='hold' or 'cycle' to CustomSampler"
-            )
-        if sampler.epoch >= last:
-            logger.warning(
-                f"the run is complete: all {last} epochs were trained. For more, raise "
-                "num_epochs; for another run, give another checkpoint folder"
-            )
+    if last < num_epochs and optimizer.replica.is_primary:
+        logger.warning(
+            f"{trace.name} ends after {len(trace)} steps, in epoch {last - 1}, and so "
+            f"does training: for {num_epochs} epochs pass on_end='hold' or 'cycle'"
+        )
+    if sampler.epoch >= last and optimizer.replica.is_primary:
+        logger.warning(
+            f"the run is complete: all {last} epochs were trained. For more, raise "
+            "num_epochs; for another run, give another checkpoint folder"
+        )
     return last
-
-
-def _run(
-    optimizer: ElasticOptimizer,
-    loader: Iterable[Any],
-    last: int,
-    model: nn.Module,
-    checkpointer: Checkpointer | None,
-    log: RunLog | None,
-    progress: bool,
-) -> Iterator[Epoch]:
-    """Yields the epochs that are left."""
-    sampler = optimizer.sampler
-    total = sampler.num_updates(last)
-    done = sampler.ledger.global_step
-    hidden = None if progress and optimizer.replica.is_primary else True
-    with tqdm(total=total, initial=done, unit="update", disable=hidden) as bar:
-
-        def show(update: Update) -> None:
-            bar.update()
-            bar.set_postfix(epoch=update.epoch, batch=update.batch_size, refresh=False)
-
-        # Members of a live run have the same functions, so that one can go on for all.
-        if optimizer.replica.is_live or not bar.disable:
-            optimizer.attach(show)
-        for number in range(sampler.epoch, last):
-            sampler.set_epoch(number)
-            optimizer.set_epoch(number)
-            epoch = Epoch(number, optimizer, loader, model, log)
-            yield epoch
-            if not epoch.has_run:
-                raise ValueError(
-                    f"epoch {number} was left before its last minibatch: iterate over "
-                    "all of it, or `break` out of both loops to end the training"
-                )
-            if checkpointer is not None:
-                checkpointer.save(epoch.metric)
-    if log is not None:
-        log.close()
-    if checkpointer is not None:
-        checkpointer.wait()
-        end_run()
