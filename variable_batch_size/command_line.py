@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import re
 import sys
 import warnings
@@ -13,10 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from variable_batch_size.runs.run_file import installed_version
-from variable_batch_size.trace_tools.commands import COMMANDS, OPTIONS
+from variable_batch_size.trace_tools.commands import COMMANDS, MEMBERS, OPTIONS
 from variable_batch_size.trace_tools.options import Option, listed, rows_of
 from variable_batch_size.traces.batch_trace import TraceWarning
-from xla_replica.common.trees import leaves
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,19 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     version = installed_version() or "of a checkout that is not installed"
     parser.add_argument("--version", action="version", version=f"vbs {version}")
     choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (run, members) in COMMANDS.items():
+    for name, run in COMMANDS.items():
         rows = [row for row in OPTIONS if name in row.commands.split()]
-        command = _add_parser(choices, name, run, [] if members else rows)
-        if members:
+        command = _add_parser(choices, name, run, [] if name in MEMBERS else rows)
+        if name in MEMBERS:
             inner = command.add_subparsers(dest="member", required=True)
-            for member, function in members.items():
+            for member, function in MEMBERS[name].items():
                 _add_parser(inner, member, function, [*rows_of(function), *rows])
     args = parser.parse_args(arguments)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", TraceWarning)
-            _check_out(args)
-            output = COMMANDS[args.command][0](args)
+            output = COMMANDS[args.command](args)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         message = _in_options(str(error), vars(args))
         parser.exit(2, f"vbs {args.command}: error: {message}\n")
@@ -69,6 +66,7 @@ def _add_parser(
         help=text.split("\n\n")[0].replace("\n", " "),
         description=text.split("\nArgs:")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        conflict_handler="resolve",  # two functions may have an option of one name
     )
     for row in rows:
         row.add_to(parser)
@@ -78,25 +76,10 @@ def _add_parser(
 def _in_options(message: str, options: Mapping[str, Any]) -> str:
     """Returns a message of the library in the words of the command line."""
     message = message.replace("num_epochs", "epochs")
-    for name in sorted(options, key=len, reverse=True):
+    for name in options:
         option = "--" + name.replace("_", "-")
-        message = re.sub(rf"\b(?<!-){name}=True\b", option, message)
-        message = re.sub(rf"\b(?<!-){name}='(\S+)'", rf"{option} \1", message)
-        message = re.sub(rf"\b(?<!-){name}=(?=\S)", f"{option} ", message)
-        message = re.sub(rf"\A{name} must\b", f"{option} must", message)
+        message = re.sub(rf"(?<![-\w]){name}=True\b|\A{name}(?= must)", option, message)
+        message = re.sub(rf"(?<![-\w]){name}=(?=\S)", f"{option} ", message)
         if "_" in name:
             message = re.sub(rf"\b{name}\b", option, message)
     return message
-
-
-def _check_out(args: argparse.Namespace) -> None:
-    """Raises ValueError if the output would replace a file, or one that is read."""
-    out = getattr(args, "out", None)
-    if out is None or not os.path.isfile(out):
-        return
-    given = [value for name, value in vars(args).items() if name != "out"]
-    paths = [path for path in leaves(given) if isinstance(path, (str, os.PathLike))]
-    if any(os.path.isfile(path) and os.path.samefile(path, out) for path in paths):
-        raise ValueError(f"--out {out} is the file that is read, which would be lost")
-    if not args.force:
-        raise ValueError(f"--out {out} exists: --force replaces it")

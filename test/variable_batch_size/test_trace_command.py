@@ -14,13 +14,10 @@ import pandas as pd
 import pytest
 from support.documents import ROOT, block, blocks
 
-from variable_batch_size.command_line import COMMANDS, main
-from variable_batch_size.trace_tools.conversion import POLICIES
-from variable_batch_size.trace_tools.families import FAMILIES
+from variable_batch_size.command_line import COMMANDS, MEMBERS, main
 from variable_batch_size.traces.batch_trace import Trace
 
-LOST = "is the file that is read, which would be lost"
-MEMBERS = {"make": FAMILIES, "convert": POLICIES}
+LOST = "is the file that is read, and would be lost"
 PAGES = [
     *([name] for name in COMMANDS),
     *([name, member] for name, members in MEMBERS.items() for member in members),
@@ -123,16 +120,16 @@ def test_pip_installs_the_command(monkeypatch):
         ("check 64 --dataset-size 1K --num-replicas 2", "epochs must be an integer"),
         ("check 64 --dataset-size many --num-replicas 2", "'many' is not an integer"),
         ("check trace.csv --dataset-size 1K --num-replicas 2 --epochs 99",
-         "trace.csv ends in epoch 4, counted from 1, and --epochs 99"),
+         "epochs of trace.csv must be an integer >= 1 and <= 4, got 99"),
         ("make ramp --steps 2 --first 8", "arguments are required: --last"),
         ("make ramp --steps 2 --first 0 --last 8", "first must be an integer >= 1"),
         ("make ramp --steps 3 --first 96 --last 160 --multiple-of 48",
          "--last must be a multiple of 48, got 160"),
         ("make thresholds --rows 0:8 --total 9 --unit tokens",
-         "--unit tokens needs --tokens-per-sample"),
+         "--unit 'tokens' needs --tokens-per-sample"),
         ("make thresholds --rows 0:8,1M:16 --total 9", "error: --rows must be like"),
         ("make seesaw --first 8 --most 16 --total-samples 99 --schedule cosin",
-         "--schedule must be constant, cosine, linear or a CSV file, got 'cosin'"),
+         "'cosine', 'linear' or a CSV file, got 'cosin'"),
         ("make thresholds --rows 5:8 --total 9", "rows must begin at 0 and increase"),
         ("make saw --steps 2", "invalid choice: 'saw'"),
         ("convert fixed log.csv --batch-size 8 --restart-seconds 3",
@@ -146,7 +143,7 @@ def test_pip_installs_the_command(monkeypatch):
          "one for each of the 3 rows of thresholds.csv, got array([2., 4.])"),
         ("simulate 64 --dataset-size 1K --rule cubic", "--rule must be one of"),
         ("plot trace.csv --out a.jpg", "a.jpg: the ending must be one of '.png', '.p"),
-        ("plot trace.csv --x hours", "--x hours: trace.csv does not say the hours of"),
+        ("plot trace.csv --x hours", "--x 'hours': trace.csv does not say the hours"),
         ("plot trace.csv --x days", "x must be one of 'updates', 'samples', 'hours'"),
         ("plot begun.jsonl", "begun.jsonl tells of no update; is it the log of a run?"),
         ("make constant --steps 1T --batch-size 8",
@@ -213,7 +210,7 @@ def test_a_picture_is_beside_its_file_and_replaces_none(folder, vbs, capsys):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         vbs("plot run.jsonl")
-    assert "run.png exists: --out run.png --force" in capsys.readouterr().err
+    assert "--out run.png exists: --force replaces it" in capsys.readouterr().err
 
 
 def test_numbers_are_shown_or_are_json_for_programs(vbs):
@@ -230,7 +227,9 @@ def test_numbers_are_shown_or_are_json_for_programs(vbs):
 
 
 def test_warnings_are_lines_and_not_hidden(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("step,batchsize\n0,64\n5,64\n"))
+    given = io.StringIO("step,batchsize\n0,64\n5,64\n")
+    given.name = "<stdin>"
+    monkeypatch.setattr(sys, "stdin", given)
     assert main(["stats", "-"]) == 0
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: the standard input, line 3, step: 5 should be 1")
+    assert line.startswith("warning: <stdin>, line 3, step: 5 should be 1")

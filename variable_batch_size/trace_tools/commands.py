@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,15 @@ from variable_batch_size.trace_tools.options import (
     amount,
     listed,
     options_of,
+    rows_of,
 )
 from variable_batch_size.traces.batch_trace import Trace
-from variable_batch_size.traces.trace_csv import COLUMN, Table, read_table
-from xla_replica.common.arguments import check_integer, check_number
+from variable_batch_size.traces.trace_csv import COLUMN, read_table
+from xla_replica.common.arguments import check_number
+from xla_replica.common.trees import leaves
 
 TRACE = "a CSV file, - for the standard input, or one batch size"
-RUNS, TIMED, SIMULATE = "check simulate", "convert simulate", "simulate"
+RUNS, TIMED = "check simulate", "convert simulate"
 OPTIONS = (
     Option("trace", str, REQUIRED, "check simulate stats", TRACE),
     Option("files", list, REQUIRED, "plot",
@@ -50,27 +52,13 @@ OPTIONS = (
            "what follows the last row: stop, error, hold or cycle"),
     Option("--num-replicas", int, None, RUNS,
            "that share a step; default: the trace's column devices, or 1"),
-    Option("--rule", str, "constant", SIMULATE,
-           "from batch to learning rate: a key of vbs.RULES, or power:ALPHA"),
-    Option("--ref-batchsize", int, None, SIMULATE,
-           "batch size at which --lr was tuned; most rules need it"),
-    Option("--lr", float, 1.0, SIMULATE, "the reference learning rate"),
-    Option("--noise-scale", float, None, SIMULATE, "of the gradients, in samples"),
     Option("--seconds-per-step", float, None, TIMED,
            "of every step; without a step time, each row of a log is a step"),
     Option("--seconds-per-update", float, None, TIMED, "of a step's sum and update"),
     Option("--seconds-per-substep", float, None, "check convert simulate",
            "of each minibatch that the first replica runs"),
-    Option("--restart-seconds", float, 0.0, TIMED, "whenever the devices change"),
-    Option("--compile-seconds", float, 0.0, SIMULATE, "of the first step, and of the "
-           "first one after a restart"),
-    Option("--losses-per-hour", float, 0.0, SIMULATE, "of replicas, without notice"),
-    Option("--checkpoint-seconds", float, 600.0, SIMULATE, "between two checkpoints"),
-    Option("--detection-seconds", float, 1.0, SIMULATE,
-           "until live members know that one of them is lost"),
-    Option("--exchange-seconds", float, 0.0, SIMULATE,
-           "what live members take in every step to sum over their hosts"),
-    Option("--price", float, 0.0, SIMULATE, "of one device in one hour"),
+    Option("--restart-seconds", float, 0.0, "convert", "whenever the devices change"),
+    Option("--losses-per-hour", float, 0.0, "simulate", "of replicas, without notice"),
     Option("--time-column", str, None, "convert", "default: Time, time or timestamp"),
     Option("--device-column", str, None, "convert",
            "default: TPU_cores, GPUs, devices or replicas"),
@@ -82,6 +70,9 @@ OPTIONS = (
            "a CSV file; of plot PNG, PDF or SVG, by default beside the first file"),
     Option("--force", bool, False, "make convert simulate plot", "replace that file"),
     Option("--json", bool, False, "check stats simulate", "print numbers as JSON"),
+    *rows_of(tools.simulate, "simulate"),
+    *rows_of(tools.time_lost, "simulate"),
+    *rows_of(tools.totals, "simulate"),
 )  # fmt: skip
 
 
@@ -95,8 +86,7 @@ def run_check(args: argparse.Namespace) -> Mapping[str, Any]:
     example:
       vbs check trace.csv --dataset-size 60000 --minibatch-size 32 --num-replicas 8
     """
-    schedule, devices = _schedule(args)
-    return tools.check(schedule, devices, args.epochs, args.seconds_per_substep)
+    return tools.check(*_schedule(args), args.epochs, args.seconds_per_substep)
 
 
 def run_stats(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -123,8 +113,7 @@ def run_plot(args: argparse.Namespace) -> str:
     if out is None:
         first = Path(args.files[0] if args.files[0] != "-" else "trace")
         out = first / "run.png" if first.is_dir() else first.with_suffix(".png")
-        if out.exists():
-            raise ValueError(f"{out} exists: --out {out} --force replaces it")
+    _check_out(out, args)
     draw_runs(runs, out, args.x)
     return f"wrote {out}"
 
@@ -143,7 +132,7 @@ def run_make(args: argparse.Namespace) -> str:
       vbs make spot-market --steps 500 --devices 64 --samples-per-device 32 --seed 1
     """
     options = options_of(args, tools.FAMILIES[args.member])
-    return _written(tools.make(args.member, **options), args.out)
+    return _written(tools.make(args.member, **options), args)
 
 
 def run_convert(args: argparse.Namespace) -> str:
@@ -170,24 +159,23 @@ def run_convert(args: argparse.Namespace) -> str:
     if step_time is None:
         if args.restart_seconds or args.last_row_seconds:
             raise ValueError("restart_seconds and last_row_seconds need a step time")
-        return _written(tools.convert_rows(found, batch_size_of), args.out)
+        return _written(tools.convert_rows(found, batch_size_of), args)
 
     def seconds(size: int, devices: int) -> float:
         return float(step_time.seconds(-(-size // (args.minibatch_size * devices))))
 
     found = found.longer(args.last_row_seconds)
     result = tools.convert(found, batch_size_of, seconds, args.restart_seconds)
-    told = _written(result.steps, args.out)
-    if args.out is None:
-        return told
     hours = {
-        "hours of the log": found.seconds / 3600,
-        "device-hours of the log": result.device_seconds / 3600,
-        "device-hours in steps": result.in_steps / 3600,
-        "device-hours in steps that were lost": result.lost / 3600,
-        "device-hours idle": result.idle / 3600,
+        "hours of the log": found.seconds,
+        "device-hours of the log": result.device_seconds,
+        "device-hours in steps": result.in_steps,
+        "device-hours in steps that were lost": result.lost,
+        "device-hours idle": result.idle,
     }
-    return f"{told}\n{listed(hours)}"
+    told = listed({name: number / 3600 for name, number in hours.items()})
+    written = _written(result.steps, args)
+    return f"{written}\n{told}" if args.out else written
 
 
 def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -207,71 +195,53 @@ def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
           --num-replicas 8 --seconds-per-update 0.02 --seconds-per-substep 0.1 \\
           --price 1.2 --restart-seconds 60 --compile-seconds 40 --out steps.csv
     """
-
-    def given(names: str) -> dict[str, Any]:
-        return {name: vars(args)[name] for name in names.split()}
-
     schedule, devices = _schedule(args)
-    model: dict[str, Any] = {"step_time": _step_time(args)}
-    numbers = given("rule ref_batchsize lr noise_scale")
-    steps = tools.simulate(schedule, args.epochs, devices=devices, **numbers, **model)
-    numbers = given("restart_seconds compile_seconds price")
-    told = tools.totals(steps, **numbers, **model)
+    step_time = _step_time(args)
+    options = options_of(args, tools.simulate) | {"step_time": step_time}
+    steps = tools.simulate(schedule, args.epochs, devices=devices, **options)
+    told = tools.totals(steps, step_time=step_time, **options_of(args, tools.totals))
     if args.losses_per_hour:
-        numbers = given("checkpoint_seconds detection_seconds exchange_seconds")
-        numbers["restart_seconds"] = args.restart_seconds + args.compile_seconds
-        told |= tools.time_lost(steps, args.losses_per_hour, **numbers)
+        options = options_of(args, tools.time_lost)
+        options["restart_seconds"] += args.compile_seconds
+        told |= tools.time_lost(steps, **options)
     if args.out is not None:
         steps = steps.rename(columns={"batch_size": COLUMN})
-        told = {"file": _written(steps, args.out).removeprefix("wrote "), **told}
+        told = {"file": _written(steps, args).removeprefix("wrote "), **told}
     return told
 
 
-# Functions of the options, parsed, that return the output. Where there are members,
-# functions by name, the command line chooses one, whose name and options come first.
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Any], Mapping[str, Any]]] = {
-    "check": (run_check, {}),
-    "make": (run_make, tools.FAMILIES),
-    "convert": (run_convert, tools.POLICIES),
-    "stats": (run_stats, {}),
-    "plot": (run_plot, {}),
-    "simulate": (run_simulate, {}),
+# Functions of the parsed options that return the output.
+COMMANDS = {
+    run.__name__.removeprefix("run_"): run
+    for run in (run_check, run_make, run_convert, run_stats, run_plot, run_simulate)
 }
+# Functions by name, of which the command line chooses one, with its options.
+MEMBERS: dict[str, Any] = {"make": tools.FAMILIES, "convert": tools.POLICIES}
 
 
-def _trace(name: str, args: argparse.Namespace) -> tuple[Trace, Table]:
-    """Returns a trace, and the columns of its file."""
-    source: Any = name
-    if name == "-":
-        source = io.StringIO(sys.stdin.read())
-        source.name = "the standard input"
-    elif not Path(name).exists():
+def _trace(name: str, args: argparse.Namespace) -> tuple[Trace, np.ndarray | None]:
+    """Returns a trace, and the devices of every row if its file has them."""
+    if name != "-" and not Path(name).exists():
         with contextlib.suppress(ValueError):  # and then there is no such file
-            return Trace(amount(name)), Table(name, [], [])
-    table = read_table(source)
-    return Trace(table, tokens_per_sample=args.tokens_per_sample), table
-
-
-def _devices(table: Table) -> np.ndarray | None:
-    """Returns the devices of every row, if there is such a column."""
-    return table.numbers("devices") if "devices" in table.header else None
+            return Trace(amount(name)), None
+    table = read_table(sys.stdin if name == "-" else name)
+    devices = table.numbers("devices") if "devices" in table.header else None
+    return Trace(table, tokens_per_sample=args.tokens_per_sample), devices
 
 
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, Any]:
     """Returns the schedule that the options say, and the number of replicas."""
-    trace, table = _trace(args.trace, args)
+    trace, devices = _trace(args.trace, args)
     options = args.minibatch_size, args.on_end, args.pad_minibatches
     schedule = Schedule(trace, args.dataset_size, *options)
     if args.num_replicas is not None:
-        return schedule, check_integer("num_replicas", args.num_replicas, least=1)
-    devices = _devices(table)
+        return schedule, args.num_replicas
     return schedule, 1 if devices is None else devices
 
 
 def _step_time(args: argparse.Namespace) -> tools.StepTime | None:
     """Returns the step-time model that the options state, if they do."""
-    names = "seconds_per_step", "seconds_per_update", "seconds_per_substep"
-    stated = [vars(args)[name] for name in names]
+    stated = [args.seconds_per_step, args.seconds_per_update, args.seconds_per_substep]
     if stated == [None, None, None]:
         return None
     if stated[0] is not None and stated[1:] != [None, None]:
@@ -285,23 +255,35 @@ def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:
     path = Path(name, "run.jsonl") if Path(name).is_dir() else Path(name)
     if path.is_file() and path.read_bytes()[:1] == b"{":
         return name, read_run(path)
-    trace, columns = _trace(name, args)
+    trace, devices = _trace(name, args)
     name, sizes = trace.name, trace.batch_sizes
     if trace.endless:  # the last size gets a part of the picture that can be seen
         sizes = np.append(sizes, np.repeat(sizes[-1], len(sizes) // 8))
         name += f" ...: {sizes[-1]} without end"
     table = pd.DataFrame({"batch_size": sizes, "samples": np.cumsum(sizes)})
     table["step"] = np.arange(len(sizes))
-    devices = _devices(columns)
     if devices is not None and len(devices) == len(table):  # and not of thresholds
         table["replicas"] = devices
     return name, Run(path, table, [])
 
 
-def _written(table: pd.DataFrame, path: Path | None) -> str:
+def _check_out(out: Path, args: argparse.Namespace) -> None:
+    """Raises ValueError if the output would replace a file, or one that is read."""
+    if out.is_file():
+        given = [value for name, value in vars(args).items() if name != "out"]
+        paths = [path for path in leaves(given) if isinstance(path, str)]
+        if any(os.path.isfile(path) and out.samefile(path) for path in paths):
+            raise ValueError(f"--out {out} is the file that is read, and would be lost")
+        if not args.force:
+            raise ValueError(f"--out {out} exists: --force replaces it")
+
+
+def _written(table: pd.DataFrame, args: argparse.Namespace) -> str:
     """Writes a table as CSV and says so, or returns its text if there is no file."""
+    path = args.out
     if path is None:
         return str(table.to_csv(index=False)).removesuffix("\n")
+    _check_out(path, args)
     path.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(path, index=False)
     first = table[COLUMN].iloc[0]

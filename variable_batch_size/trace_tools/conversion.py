@@ -32,7 +32,7 @@ TIME_COLUMNS = ("Time", "time", "timestamp")
 DEVICE_COLUMNS = ("TPU_cores", "GPUs", "devices", "replicas")
 # A Unix time in seconds is below it for 3000 years; one in milliseconds was in 1973.
 MOST_SECONDS = 1e11
-_HEADLESS = re.compile(r"\s*[0-9.eE+-]+[ \t]*,[ \t]*[0-9.]+[ \t]*(\n|$)")
+_HEADLESS = re.compile(r"\s*[0-9.eE+-]+[ \t]*,[ \t]*[0-9.]+[ \t]*([\r\n]|$)")
 # From the number of devices, at least 1, to the global batch size in samples.
 BatchSize = Callable[[int], int]
 # From the global batch size and the number of devices to the seconds of a step.
@@ -96,9 +96,9 @@ def read_availability(
     else:
         has_header = time or devices or not _HEADLESS.match(text)
         table = table_of(name, text, () if has_header else ("Time", "devices"))
-    when = table.find(TIME_COLUMNS if time is None else (time,), "times")
-    what = table.find(DEVICE_COLUMNS if devices is None else (devices,), "devices")
-    times, counts = table.numbers(when), table.integers(what, 0, "0 for a pause")
+    when = table.find(*(TIME_COLUMNS if time is None else (time,)))
+    what = table.find(*(DEVICE_COLUMNS if devices is None else (devices,)))
+    times, counts = table.numbers(when), table.integers(what, 0)
     table.refuse(when, times > MOST_SECONDS, "must be in seconds, not milliseconds")
     gaps = np.diff(times, append=np.inf)
     table.refuse(when, np.roll(gaps, 1) < 0, "must not be before the row above")
@@ -173,10 +173,8 @@ def capped(*, samples_per_device: int, most: int, least: int = 1) -> BatchSize:
 
 # Functions whose keywords are their options; see docs/extending.md.
 POLICIES: dict[str, Callable[..., BatchSize]] = {
-    "proportional": proportional,
-    "fixed": fixed,
-    "capped": capped,
-}
+    "proportional": proportional, "fixed": fixed, "capped": capped,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from variable_batch_size.traces.trace_csv import Source, read_table
-from xla_replica.common.arguments import check_integer, check_number
+from xla_replica.common.arguments import check_choice, check_integer, check_number
 
 Curve = Callable[[np.ndarray], np.ndarray]
 
@@ -34,16 +34,16 @@ def read_curve(source: Source) -> Curve:
         TraceError: The file has other columns, samples that do not increase, or numbers
             below 0.
     """
-    samples, values = _read(source, "the curve")
+    samples, values = _read(source)
     return lambda at: np.interp(at, samples, values)
 
 
-def _read(source: Source, what: str) -> tuple[np.ndarray, np.ndarray]:
+def _read(source: Source) -> tuple[np.ndarray, np.ndarray]:
     """Returns the samples of a file and the numbers of its other column."""
     table = read_table(source)
-    first = table.find(("samples",), "samples")
+    first = table.find("samples")
     others = [name for name in table.header if name and name != first]
-    second = table.find(others or ("of any other name",), what)
+    second = table.find(*(others or ["of any other name"]))
     samples, numbers = table.numbers(first), table.numbers(second)
     table.check_increasing(first, samples)
     table.refuse(second, numbers < 0, "must be >= 0")
@@ -127,13 +127,10 @@ def schedule_named(
             and another one, whose learning rates hold from there on.
         total_samples, warm_up_samples: Of a key of `SHAPES`.
     """
-    if text in SHAPES:
+    if not Path(text).is_file():
+        check_choice("schedule", text, SHAPES, "a CSV file")
         return decay(text, total_samples, warm_up_samples)
-    if not Path(text).exists():
-        raise ValueError(
-            f"schedule must be {', '.join(SHAPES)} or a CSV file, got {text!r}"
-        )
-    samples, rates = _read(text, "the learning rate")
+    samples, rates = _read(text)
     peak = check_number("the largest learning rate of the file", rates.max(), above=0)
 
     def factor(at: np.ndarray) -> np.ndarray:

@@ -16,6 +16,10 @@ _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 _AMOUNT = re.compile(r"([+-]?[0-9.]+(?:e[0-9]{1,2})?)([KMBT]?)", re.IGNORECASE)
 
 
+class NotAnAmount(ValueError, argparse.ArgumentTypeError):
+    """A text is no `amount`; argparse, too, says what is wrong with it."""
+
+
 class Option(NamedTuple):
     """An option of a command line, or an argument: a name without dashes.
 
@@ -33,34 +37,27 @@ class Option(NamedTuple):
     commands: str
     help: str
 
-    @property
-    def name(self) -> str:
-        """What the parsed option is called."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Adds the option to a parser."""
-        if not self.flag.startswith("--"):
-            nargs = "+" if self.kind is list else None
-            parser.add_argument(self.flag, nargs=nargs, help=self.help)
+        options: dict[str, Any] = {"help": self.help}
+        if self.kind is list:
+            options["nargs"] = "+"
         elif self.kind is bool:
-            parser.add_argument(self.flag, action="store_true", help=self.help)
-        else:
-            is_shown = self.default not in (None, "", REQUIRED)
-            parser.add_argument(
-                self.flag,
-                required=self.default is REQUIRED,
-                default=self.default,
-                type=_whole if self.kind is int else self.kind,
-                metavar=_METAVARS[self.kind],
-                help=self.help + "; default: %(default)s" * is_shown,
-            )
+            options["action"] = "store_true"
+        elif self.flag.startswith("--"):
+            is_required = self.default is REQUIRED
+            options |= {"required": is_required, "default": self.default}
+            options["type"] = amount if self.kind is int else self.kind
+            options["metavar"] = _METAVARS[self.kind]
+            if self.default not in (None, "", REQUIRED):
+                options["help"] += "; default: %(default)s"
+        parser.add_argument(self.flag, **options)
 
 
-def rows_of(function: Callable[..., Any]) -> list[Option]:
-    """Returns an option for every keyword of a function.
+def rows_of(function: Callable[..., Any], commands: str = "") -> list[Option]:
+    """Returns an option for every keyword-only argument that one can give as text.
 
-    Its type is the annotation: int, float, str or bool, or one of these or None. The
+    Its type is the annotation, or the first one in it: int, float, str or bool. The
     section "Args:" of the docstring explains it.
     """
     doc = inspect.getdoc(function) or ""
@@ -69,17 +66,19 @@ def rows_of(function: Callable[..., Any]) -> list[Option]:
     rows = []
     for name, each in inspect.signature(function, eval_str=True).parameters.items():
         kind = (*typing.get_args(each.annotation), each.annotation)[0]
-        text = " ".join(explained.get(name, "").split()).removesuffix(".")
-        flag = "--" + name.replace("_", "-")
-        rows.append(Option(flag, kind, each.default, "", text.replace("%", "%%")))
+        if each.kind is each.KEYWORD_ONLY and kind in (int, float, str, bool):
+            text = " ".join(explained.get(name, "").split()).removesuffix(".")
+            flag, text = "--" + name.replace("_", "-"), text.replace("%", "%%")
+            rows.append(Option(flag, kind, each.default, commands, text))
     return rows
 
 
 def options_of(
     arguments: argparse.Namespace, function: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Returns the keywords of a function, of what was parsed."""
-    return {row.name: getattr(arguments, row.name) for row in rows_of(function)}
+    """Returns the parsed options that a function has as keywords."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in vars(arguments).items() if name in names}
 
 
 def listed(numbers: Mapping[str, Any]) -> str:
@@ -102,12 +101,4 @@ def amount(text: str) -> int:
         number, power = Fraction(found[1]), "KMBT".find(found[2].upper() or " ") + 1
         if (number * 1000**power).denominator == 1:
             return int(number * 1000**power)
-    raise ValueError(f"{text!r} is not an integer such as 64, 500K, 2M or 250B")
-
-
-def _whole(text: str) -> int:
-    """Returns the amount that an option says; argparse tells what is wrong with it."""
-    try:
-        return amount(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(error) from None
+    raise NotAnAmount(f"{text!r} is not an integer such as 64, 500K, 2M or 250B")

@@ -19,7 +19,7 @@ from xla_replica.common.arguments import check_integer, check_number
 from xla_replica.common.later import pd
 
 # torch's Adam; rules for it change these.
-ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 
 
 def stats(trace: Trace) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def simulate(
     ref_batchsize: int | None = None,
     lr: float = 1.0,
     noise_scale: float | None = None,
-    devices: int | np.ndarray = 1,
+    devices: np.ndarray | int = 1,
     step_time: StepTime | None = None,
 ) -> pd.DataFrame:
     """Returns one row per step of a run.
@@ -97,26 +97,22 @@ def simulate(
             needs ``ref_batchsize`` or a noise scale; or has no meaning at some ratio.
     """
     rule = rule_named(rule)
-    if ref_batchsize is not None:
-        check_integer("ref_batchsize", ref_batchsize, least=1)
-    elif rule.needs_reference or noise_scale is not None:
+    if ref_batchsize is None and (rule.needs_reference or noise_scale is not None):
         what = f"rule {rule.name!r}" if rule.needs_reference else "noise_scale"
         raise ValueError(f"{what} needs ref_batchsize, got None")
     if rule.measured and noise_scale is None:
         raise ValueError(f"rule {rule.name!r} measures the gradients: pass noise_scale")
+    reference = 1 if ref_batchsize is None else ref_batchsize
+    check_integer("ref_batchsize", reference, least=1)
     table = _steps(schedule, num_epochs, devices)
-    ratios = table["batch_size"] / (ref_batchsize or 1)
-    gains: list[Any] = [None] * len(table)
+    ratios = table["batch_size"] / reference
     if noise_scale is not None:
-        check_number("noise_scale", noise_scale, least=0)
-        noise = noise_scale / (ref_batchsize or 1)
+        noise = check_number("noise_scale", noise_scale, least=0) / reference
         table["gain"] = ratios * (1 + noise) / (ratios + noise)
         table["progress"] = table["gain"].cumsum()
-        gains = table["gain"].tolist()
-    group: dict[str, Any] = {"lr": check_number("lr", lr, least=0)}
-    group |= ADAM if rule.beta else {}
+    group = {"lr": check_number("lr", lr, least=0), **ADAM}
     state, rates = rule.init(), []
-    for ratio, gain in zip(ratios.tolist(), gains):
+    for ratio, gain in zip(ratios, table.get("gain", [None] * len(table))):
         scaled, state = rule.update(ratio, group, state, gain)
         rates.append(float(scaled.effective_lr))
     table["lr"] = rates
@@ -131,15 +127,10 @@ def _steps(
     """Returns the columns of `simulate` that a schedule and devices say."""
     name, end = schedule.trace.name, schedule.num_epochs
     if num_epochs is None and end == math.inf:
-        raise ValueError(
-            f"{name} has no end, so num_epochs must be an integer >= 1, got None"
-        )
-    num = check_integer("num_epochs", end if num_epochs is None else num_epochs, 1)
-    if num > end:
-        raise ValueError(
-            f"{name} ends in epoch {end}, counted from 1, and num_epochs={num}: add "
-            "rows, or pass on_end='hold' or on_end='cycle'"
-        )
+        raise ValueError(f"{name} has no end, so num_epochs must be an integer >= 1")
+    most = None if end == math.inf else int(end)
+    num = most if num_epochs is None else num_epochs
+    num = check_integer(f"num_epochs of {name}", num, 1, most)
     sizes = [schedule.plan(epoch, 1).batch_sizes for epoch in range(num)]
     table = pd.DataFrame({"epoch": np.repeat(np.arange(num), [*map(len, sizes)])})
     table["step"] = np.arange(len(table))
@@ -147,7 +138,7 @@ def _steps(
     table["samples"] = table["batch_size"].cumsum()
     rows = len(schedule.trace)
     held = np.full(rows, devices) if np.ndim(devices) == 0 else np.asarray(devices)
-    if held.shape != (rows,) or (held < 1).any() or (held != np.floor(held)).any():
+    if held.shape != (rows,) or (held < 1).any() or (held % 1 != 0).any():
         raise ValueError(
             f"devices must be an integer >= 1, or one for each of the {rows} rows of "
             f"{name}, got {devices!r}"
@@ -199,9 +190,8 @@ def totals(
         "largest lr": float(rates.max()),
         "last lr": float(rates.iloc[-1]),
     }
-    if "progress" in steps:
-        progress = float(steps["progress"].iloc[-1])
-        result["progress in steps at the reference"] = progress
+    if "gain" in steps:
+        result["progress in steps at the reference"] = float(steps["gain"].sum())
     result["restarts"] = int(restarts.sum())
     if "seconds" not in steps:
         return result
@@ -290,11 +280,10 @@ def check(
     num_epochs, idle = len(dropped), int(steps["idle_substeps"].sum())
     slots = int(steps["num_substeps"] @ steps["devices"])
     alone = (steps["num_substeps"] == 1) & (steps["idle_substeps"] > 0)
-    left, unused = 0, 0
-    if schedule.num_epochs < math.inf:
-        unused = len(schedule.trace) - len(steps)
-        if num_epochs == schedule.num_epochs:  # what is left when the trace has ended
-            left, dropped = int(dropped[-1]), dropped[:-1]
+    unused = len(schedule.trace) - len(steps) if schedule.num_epochs < math.inf else 0
+    left = 0
+    if num_epochs == schedule.num_epochs:  # what is left when the trace has ended
+        left, dropped = int(dropped[-1]), dropped[:-1]
     per_cent = 100 * dropped.sum() / (max(len(dropped), 1) * schedule.num_samples)
     result = {
         "epochs": num_epochs,

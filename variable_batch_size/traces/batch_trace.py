@@ -41,7 +41,6 @@ from xla_replica.common.later import is_pandas, pd
 
 # Of a trace by threshold: more would be a gigabyte of rows, and a wrong unit.
 MOST_STEPS = 2**27
-_BYTES = (bytes, bytearray)  # sequences of integers, but no trace
 
 
 class TraceWarning(UserWarning):
@@ -90,8 +89,6 @@ class Trace:
     def __init__(
         self, source: TraceSource, *, tokens_per_sample: int | None = None
     ) -> None:
-        if tokens_per_sample is not None:
-            check_integer("tokens_per_sample", tokens_per_sample, least=1)
         if isinstance(source, Trace):
             vars(self).update(vars(source))
             return
@@ -101,13 +98,10 @@ class Trace:
         self._rows = table._replace(columns=[])
         self._first_steps: np.ndarray | None = None  # of every row, of thresholds
         self.name, self.endless = table.name, is_integer(source)
-        table.find((COLUMN,), "the batch sizes")
-        self.batch_sizes = table.integers(COLUMN, 1, "the samples of the step")
-        if len(self.batch_sizes) == 0:
-            raise TraceError(f"{self.name}: no steps; a trace needs at least one row")
-        if STEP_COLUMN in header:
+        self.batch_sizes = table.integers(table.find(COLUMN), 1)
+        if STEP_COLUMN in table.header:
             self._check_steps(table)
-        elif {*THRESHOLDS} & {*header}:
+        elif {*THRESHOLDS} & {*table.header}:
             self._unroll(table, tokens_per_sample)
         self.batch_sizes.setflags(write=False)
 
@@ -136,29 +130,26 @@ class Trace:
 
     def _unroll(self, table: Table, tokens_per_sample: int | None) -> None:
         """Replaces the rows' batch sizes by those of the steps that they stand for."""
-        unit = table.find(THRESHOLDS, "the thresholds")
-        first = table.integers(unit, 0, f"the {unit} after which the row holds")
+        unit = table.find(*THRESHOLDS)
+        first = table.integers(unit, 0)
         table.refuse(unit, first[:1] != 0, "must be 0, as a batch size begins there")
         table.check_increasing(unit, first)
-        starts = first.tolist()
-        if unit == "tokens":
-            if tokens_per_sample is None:
-                raise TraceError(
-                    f"{self.name}: the column 'tokens' needs tokens_per_sample, the "
-                    "number of tokens in a sample"
-                )
-            starts = [-(-start // tokens_per_sample) for start in starts]
-        sizes, used = self.batch_sizes.tolist(), 0
-        counts = []
-        for row, (size, end) in enumerate(zip(sizes, starts[1:])):
-            counts.append(max(0, -(-(end - used) // size)))
-            used += counts[-1] * size
+        if unit == "tokens" and tokens_per_sample is None:
+            raise TraceError(
+                f"{self.name}: the column 'tokens' needs tokens_per_sample, the number "
+                "of tokens in a sample"
+            )
+        per_sample = tokens_per_sample if unit == "tokens" else 1
+        check_integer("tokens_per_sample", per_sample, least=1)
+        counts, used = [], 0
+        for size, end in zip(self.batch_sizes.tolist(), first[1:].tolist()):
+            counts.append(max(0, -(-(end - used) // (size * per_sample))))
+            used += counts[-1] * size * per_sample
             if counts[-1] == 0:
-                warnings.warn(
-                    f"{table.place(row)}, {COLUMN}: {size} is not used, because "
-                    f"no step begins between this row's {unit} and the next one's",
-                    TraceWarning,
-                    stacklevel=3,
+                place = table.place(len(counts) - 1)
+                _warn(
+                    f"{place}, {COLUMN}: {size} is not used, because no step begins "
+                    f"between this row's {unit} and the next one's"
                 )
         counts.append(1)
         if sum(counts) > MOST_STEPS:
@@ -184,45 +175,45 @@ class Trace:
             increases = found[0] == 0 and (np.diff(found) > 0).all()
             if increases and not np.allclose(found, times * used, rtol=1e-9, atol=0):
                 raise TraceError(
-                    f"{self.name}: there are columns {STEP_COLUMN!r} and {unit!r}, and "
-                    f"{unit!r} is not what the steps before each row have used: leave "
-                    f"out {STEP_COLUMN!r} if every row holds from so many {unit} on, "
-                    f"and {unit!r} if every row is one step"
+                    f"{self.name}: leave out {STEP_COLUMN!r} if rows hold from so many "
+                    f"{unit} on, else {unit!r}, which is not what earlier steps used"
                 )
         steps = table.floats(STEP_COLUMN)
         expected = np.arange(len(steps)) + (steps[0] == 1)
         if (steps != expected).any():
             row = int(np.argmax(steps != expected))
-            warnings.warn(
-                f"{table.place(row)}, {STEP_COLUMN}: "
-                f"{[*table.column(STEP_COLUMN)][row]} should be {expected[row]}. Rows "
-                "are used in the order of the file, from the beginning of training on",
-                TraceWarning,
-                stacklevel=3,
+            cell = [*table.column(STEP_COLUMN)][row]
+            _warn(
+                f"{table.place(row)}, {STEP_COLUMN}: {cell} should be {expected[row]}. "
+                "Rows are used in the order of the file, from the first step on"
             )
+
+
+def _warn(message: str) -> None:
+    """Warns the caller of `Trace`."""
+    warnings.warn(message, TraceWarning, stacklevel=4)
 
 
 def _table_of(source: TraceSource) -> Table:
     """Returns the columns of a file or DataFrame, or one with a trace's batch sizes."""
     given: Any = source
-    name = f"the {type(source).__name__}"
     if isinstance(source, Table):
         return source
     if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
         return read_table(given)
+    name = f"the {type(source).__name__}"
     if is_pandas(source, "DataFrame"):
-        columns = [given.iloc[:, index] for index in range(given.shape[1])]
+        columns = [np.asarray(column) for _, column in given.items()]
         return Table(name, [*given.columns], columns)
-    is_array = isinstance(source, np.ndarray) or is_pandas(source, "Series")
     if is_integer(source):
-        name, given = "the constant trace", [source]
-    elif hasattr(source, "tolist") and not is_array:  # a torch tensor, on any device
-        given = source.tolist()
-    is_sequence = isinstance(given, Sequence) and not isinstance(given, _BYTES)
-    if not is_array and not is_sequence:
+        return Table("the constant trace", [COLUMN], [[source]])
+    if is_pandas(source, "Series") or (isinstance(source, np.ndarray) and source.ndim):
+        return Table(name, [COLUMN], [np.asarray(source)])
+    if hasattr(source, "tolist"):  # a torch tensor, on any device
+        given = given.tolist()
+    if not isinstance(given, Sequence) or isinstance(given, (bytes, bytearray)):
         raise TypeError(
             f"trace={source!r} of type {type(source).__name__}: allowed are a CSV path "
-            "or text file, a sequence, range, array or tensor of integers, a DataFrame "
-            "with a 'batchsize' column, or one integer"
+            "or file, a DataFrame, or integers: one, a sequence, array or tensor"
         )
     return Table(name, [COLUMN], [given])

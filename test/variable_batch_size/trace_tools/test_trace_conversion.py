@@ -142,9 +142,9 @@ def test_logs_that_people_have_are_read(text, times, devices, warns, caplog):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("GPUs\n4\n", "one column Time or time or timestamp for times"),
+        ("GPUs\n4\n", "one column Time or time or timestamp, found none"),
         ("Time,GPUs,TPU_cores\n1,4,4\n", "found ['GPUs', 'TPU_cores']"),
-        ("Time,GPUs\n", "no rows after the header"),
+        ("Time,GPUs\n", "no rows; at least one is needed"),
         ("Time,GPUs\n1,4\n\n0,4\n", "line 4, Time: '0' must not be before"),
         ("1,4\n2,-1\n", "line 2, devices: '-1' must be an integer >= 0"),
         ('{"data": [1]}', "KeyError('metadata')"),
