@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
 from variable_batch_size.checkpoint.checkpointer import Checkpointer
-from variable_batch_size.data.account import left_out
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import Update
@@ -49,14 +48,9 @@ class Epoch:
 
         Raises ValueError if one was left out, since later steps would have its place.
         """
-        optimizer = self._optimizer
-        for minibatch in optimizer.replica.loader(self._loader):
-            before = optimizer.num_minibatches
-            yield minibatch
-            if optimizer.num_minibatches == before:
-                raise left_out(self.number)
-        optimizer.average_buffers(self._model)
-        self.has_run = True
+        yield from self._optimizer.replica.loader(self._loader)
+        self._optimizer.average_buffers(self._model)
+        self.has_run = self._optimizer.get_bs() == 0  # no step is left
 
     @property
     def log(self) -> RunLog:
@@ -172,8 +166,8 @@ def epochs(
                 yield epoch
                 if not epoch.has_run:
                     raise ValueError(
-                        f"epoch {number} was left before its last minibatch: iterate "
-                        "over it all, or `break` out of both loops to end the training"
+                        f"epoch {number} was left before its last minibatch: train all "
+                        "of it, or `break` out of both loops to end the training"
                     )
                 if saver is not None:
                     saver.save(epoch.metric)
