@@ -117,20 +117,16 @@ class NoiseMeter:
         options: NoiseOptions,
         is_exact: bool = False,
     ) -> None:
-        self.options = options
-        self.minibatch_size = minibatch_size
-        self.ref_batchsize = ref_batchsize
-        self._replica = replica
-        self._scalars = scalars
-        # The batch size whose gain is one.
-        self.weighted = minibatch_size is None
+        self.options, self.minibatch_size = options, minibatch_size
+        self.ref_batchsize, self.weighted = ref_batchsize, minibatch_size is None
+        self._replica, self._scalars = replica, scalars
         if self.weighted and options.compat:
             raise TypeError(
                 "compat='reference' needs minibatches that all count the same; with "
                 "reduction='sum' leave it out"
             )
         own_base = minibatch_size if options.compat else None
-        self._base = own_base or ref_batchsize
+        self._base = own_base or ref_batchsize  # the batch size whose gain is one
         self._lr_factor = self._base / ref_batchsize  # between gain and LR factor
         self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
@@ -154,7 +150,11 @@ class NoiseMeter:
         after the first backward pass of a step, the step's squares are not all known,
         and it does not count: on no replica, since the sum over them is not finite.
         """
-        self._add_groups(len(groups) - self._num_groups)
+        if num_new := len(groups) - self._num_groups:
+            new = estimators.no_statistics(num_new, self.dtype, self._replica.device)
+            self._averages = torch.cat([self._averages, new], dim=1)
+            self._squares.grow(num_new)
+            self._replica.sync()  # zeros on the device, not in the first graph
         if self._gradients.watch(groups) and after_backward:
             self._squares.spoil()
 
@@ -166,10 +166,6 @@ class NoiseMeter:
         """
         unused = num_minibatches == 1 and not self.weighted
         self._gradients.paused = unused and not self._replica.is_lazy
-
-    def drop_discarded(self) -> None:
-        """Forgets gradients that `model.zero_grad` has thrown away meanwhile."""
-        self._gradients.drop_discarded()
 
     def end_minibatch(self, weight: torch.Tensor | None = None) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -193,7 +189,20 @@ class NoiseMeter:
 
         Both numbers are the step's, over all replicas.
         """
-        self._upload(num_minibatches, batch_size)
+        time_constant = self.options.time_constant
+        values: dict[str, Any] = {"base": self._base}
+        if self.minibatch_size is None:
+            values["time constant"] = time_constant
+        else:
+            matrix = estimators.coefficients(num_minibatches, self.minibatch_size)
+            values["coefficients"] = matrix
+            values["ratio"] = batch_size / self._base
+            values["weight"] = estimators.weight_of(num_minibatches, time_constant)
+            self._batch_size = batch_size
+        self._uploaded = {
+            name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
+            for name, value in values.items()
+        }
         self._num_measured += num_minibatches > 1
         # Another epoch than was prepared for.
         if self._unseen and num_minibatches != 1 and not self.weighted:
@@ -271,15 +280,21 @@ class NoiseMeter:
         """What `progress` was when the device was last read."""
         return self._progress.last_read
 
-    def measure(self) -> Measurements:
-        """Returns everything at once, with a single read of the device."""
+    def measure(self, batch_size: float | None = None) -> Measurements:
+        """Returns everything at once, with a single read of the device.
+
+        Args:
+            batch_size: For which gain and efficiency are; default: the last update's.
+        """
         averages = self._read()
         overall = estimators.overall(estimators.unbiased(averages))
         variance, square = overall[:2, 0].tolist()
+        gain = self._gains(estimators.overall(averages), batch_size)[0]
+        efficiency = estimators.efficiency(gain, self._ratio(batch_size))
         return Measurements(
-            gain=self._gains(estimators.overall(averages))[0],
+            gain=gain,
             noise_scale=estimators.noise_scale(variance, square),
-            efficiency=self._efficiency(averages),
+            efficiency=efficiency if variance > 0 or square > 0 else math.nan,
             progress=self.last_read_progress,
             variance=variance,
             square=square,
@@ -287,7 +302,7 @@ class NoiseMeter:
 
     def gain(self, batch_size: float | None = None) -> float:
         """Returns the overall gain of a batch size; default: the last update's."""
-        return self._gains(estimators.overall(self._read()), batch_size)[0]
+        return self.measure(batch_size).gain
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
@@ -303,7 +318,7 @@ class NoiseMeter:
 
     def efficiency(self, batch_size: float | None = None) -> float:
         """Returns progress per sample over the reference's; NaN if unknown."""
-        return self._efficiency(self._read(), batch_size)
+        return self.measure(batch_size).efficiency
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
@@ -347,27 +362,6 @@ class NoiseMeter:
     def _num_groups(self) -> int:
         return self._averages.shape[-1]
 
-    def _upload(self, num_minibatches: int, batch_size: int) -> None:
-        """Uploads what an update needs."""
-        time_constant = self.options.time_constant
-        if not self.weighted:
-            self._batch_size = batch_size
-        values: dict[str, Any] = {"base": self._base}
-        if self.weighted:
-            values["time constant"] = time_constant
-        else:
-            values |= {
-                "coefficients": estimators.coefficients(
-                    num_minibatches, self.minibatch_size or 0
-                ),
-                "ratio": batch_size / self._base,
-                "weight": estimators.weight_of(num_minibatches, time_constant),
-            }
-        self._uploaded = {
-            name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
-            for name, value in values.items()
-        }
-
     def _weigh(self, total: Any) -> None:
         """Computes from a step's weight and count what `prepare` else uploads."""
         self._batch_size = total
@@ -387,15 +381,6 @@ class NoiseMeter:
         gains: list[float] = estimators.gain(averages, kappa, self._base).tolist()
         return gains
 
-    def _efficiency(
-        self, averages: torch.Tensor, batch_size: float | None = None
-    ) -> float:
-        overall = estimators.overall(averages)
-        if not (overall[:2] > 0).any():
-            return math.nan
-        gain = self._gains(overall, batch_size)[0]
-        return estimators.efficiency(gain, self._ratio(batch_size))
-
     def _ratio(self, batch_size: float | None) -> float:
         batch_size = self._batch_size if batch_size is None else batch_size
         if not batch_size > 0:
@@ -414,12 +399,3 @@ class NoiseMeter:
                 _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
             )  # fmt: skip
         return averages
-
-    def _add_groups(self, num_new: int) -> None:
-        """Makes room for new parameter groups, of which nothing is known."""
-        if num_new == 0:
-            return
-        new = estimators.no_statistics(num_new, self.dtype, self._replica.device)
-        self._averages = torch.cat([self._averages, new], dim=1)
-        self._squares.grow(num_new)
-        self._replica.sync()  # zeros on the device, not in the first graph

@@ -59,25 +59,21 @@ class GradientSquares:
         self._collected[index] = square(gradient, self.dtype)
 
     def take(self) -> torch.Tensor | None:
-        """Returns the minibatch's squares, ``(G,)``, once; None without gradients."""
-        collected, repeated = self._collected, self._repeated
+        """Returns the minibatch's squares, ``(G,)``, once; None without gradients.
+
+        Gradients that `model.zero_grad` has thrown away meanwhile do not count.
+        """
+        repeated, parameters = self._repeated, self.parameters
+        found = self._collected.items()
+        collected = {i: v for i, v in found if parameters[i].grad is not None}
         self.discard()
         if repeated:
             raise ValueError(
-                "a parameter received two gradients within one minibatch, so the "
-                "square of their sum is not known: call backward() once per step(), on "
-                "the sum of the losses (and checkpoint with use_reentrant=False). To "
-                "throw gradients away, model.zero_grad(set_to_none=True)"
+                "a parameter received two gradients within one minibatch: call "
+                "backward() once per step(), on the sum of the losses, and checkpoint "
+                "with use_reentrant=False; model.zero_grad() throws some away"
             )
         return self.by_group(collected) if collected else None
-
-    def drop_discarded(self) -> None:
-        """Forgets gradients that are no longer in ``.grad``."""
-        self._collected = {
-            index: value
-            for index, value in self._collected.items()
-            if self.parameters[index].grad is not None
-        }
 
     def discard(self) -> None:
         """Forgets the minibatch."""

@@ -160,7 +160,6 @@ class Noise(Part):
         self._meter.prepare_step(step.num_minibatches if step else 0)
 
     def end_minibatch(self, weight: torch.Tensor | None) -> None:
-        self._meter.drop_discarded()
         self._meter.end_minibatch(weight)
 
     def prepare(self, step: Step) -> None:
