@@ -160,19 +160,15 @@ class BlockDataset(Dataset[Any]):
             columns: What is read; default: all columns. Reading raises pyarrow's
                 ArrowInvalid, a ValueError, where a file has no such column.
         """
-        try:
-            from pyarrow.dataset import dataset
-        except ImportError as error:
-            raise ImportError(
-                "BlockDataset.from_parquet needs pyarrow: pip install "
-                "'elastic-xla[parquet]'"
-            ) from error
+        from pyarrow.dataset import dataset  # of the extra
+
         paths = [paths] if isinstance(paths, (str, PathLike)) else paths
         found = (dataset(str(path), format="parquet") for path in paths)
         files = [file for each in found for file in each.get_fragments()]
         groups = [(file, group) for file in files for group in file.row_groups]
         places = [(file, group.id) for file, group in groups]
         sizes = [group.num_rows for _, group in groups]
+        columns = None if columns is None else [*columns]
         return cls(functools.partial(_read_row_group, places, columns), sizes)
 
     @classmethod
@@ -225,14 +221,12 @@ class BlockDataset(Dataset[Any]):
         num_blocks = int(np.count_nonzero(self.block_sizes))
         num_needed = min(getattr(order, "window", num_blocks), num_blocks)
         if num_needed > self._num_kept:
-            what = (
-                "the sampler's own shuffle" if order is None else f"order={order.name}"
-            )
+            name = getattr(order, "name", "the sampler's own shuffle")
             raise ValueError(
-                f"{what} mixes {num_needed} blocks, and the dataset keeps "
+                f"{name} mixes {num_needed} blocks, and the dataset keeps "
                 f"{self._num_kept}, so that it would read one for nearly every sample: "
-                "pass order=dataset.shuffled(window, seed), called last, which keeps "
-                f"window blocks in memory; window={len(self.block_sizes)} shuffles all"
+                "pass order=dataset.shuffled(window, seed), called last; "
+                f"window={len(self.block_sizes)} shuffles all"
             )
 
     def __len__(self) -> int:
@@ -276,12 +270,9 @@ class BlockDataset(Dataset[Any]):
         self.__dict__.update(state, _reading=threading.Lock())
 
 
-def _read_row_group(
-    places: Sequence[tuple[Any, int]], columns: Sequence[str] | None, number: int
-) -> Any:
-    """Returns a table of pyarrow, of one of these row groups of files."""
-    file, group = places[number]
-    columns = None if columns is None else [*columns]
+def _read_row_group(groups: Sequence[Any], columns: Any, number: int) -> Any:
+    """Returns a table of pyarrow: a row group, of files and the groups' numbers."""
+    file, group = groups[number]
     return file.subset(row_group_ids=[group]).to_table(columns=columns)
 
 

@@ -300,8 +300,8 @@ class Schedule:
         if self.on_end == "cycle":
             sizes = trace[np.arange(steps.start, steps.stop) % len(trace)]
         else:  # what is held begins with the trace's last step
-            sizes = trace[min(steps.start, len(trace) - 1) : steps.stop]
-            sizes = sizes[: len(steps)]
+            first = min(steps.start, len(trace) - 1)
+            sizes = trace[first : steps.stop][: len(steps)]
         return EpochPlan(
             epoch=int(epoch),
             first_step=steps.start,
@@ -324,7 +324,7 @@ class Schedule:
             raise TraceExhausted(
                 f"epoch {epoch} begins after the last of the {len(self.trace)} steps "
                 f"of {self.trace.name}, which fill {self.num_epochs} epochs; lengthen "
-                "the trace, train fewer epochs, or choose on_end='hold' or 'cycle'"
+                "it, or choose on_end='hold' or 'cycle'"
             )
         return range(found[-1], found[-1])
 
