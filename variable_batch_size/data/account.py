@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from typing import Any
 
@@ -22,39 +23,35 @@ class Account:
 
     Attributes:
         plan: That of the epoch under way.
-        number: Steps of it that are committed.
-        substep: Minibatches of the next step that this replica has trained.
+        epoch, number, substep: The epoch, how many of its steps are committed, and how
+            many minibatches of the next step this replica has trained.
         now: The next step; None after the epoch's last.
-        epoch: The epoch under way.
-        ended: Whether all its steps are committed.
-        idle: Whether this replica has no minibatch in the next step.
+        ended, idle: Whether all steps are committed, and whether this replica has no
+            minibatch in the next one.
         announced: Whether the user began the epoch by ``set_epoch``, in which replicas
             join the first steps if they are idle in them, or no replica is idle there.
         has_run: Whether this replica has trained a minibatch of the epoch.
         is_waiting: Whether it has ended a step that other optimizers have not.
         owner: What makes its updates.
+        strict: Whether nothing may be read ahead, since it is lost if a step is rerun.
     """
 
-    # Whether nothing may be read ahead, since running a step again would lose it.
     strict = False
     owner: Any = None
-
     plan: EpochPlan
     now: Step | None
 
     def __init__(self, ledger: Ledger, key: int) -> None:
         self.ledger = ledger
-        self.announced = self.has_run = self.is_waiting = False
-        self._handed: deque[tuple[int, Place]] = deque()
-        self._num_trained = 0  # of the newest loop
-        self._reads_ahead: bool | None = None  # in it; unknown before its first step()
+        self.announced = self.has_run = False
+        self.begin_loop(is_followed=False)
         self.go_to(ledger.epoch, ledger.plan(ledger.epoch).start_step)
         ledger.accounts[key] = self
 
     @property
     def cursor(self) -> Cursor:
         """The epoch, and how many of its steps are committed."""
-        return Cursor(self.plan.epoch, self.number)
+        return Cursor(self.epoch, self.number)
 
     @property
     def global_step(self) -> int:
@@ -72,18 +69,13 @@ class Account:
         """Whether the next minibatch is run for its collectives alone."""
         return self.plan.padded and not self.ended and self.num_real_samples == 0
 
-    @property
-    def num_left(self) -> int:
-        """Minibatches of this replica that training lacks in the epoch."""
-        return self.plan.num_remaining(self.ledger.rank, self.number) - self.substep
-
     # --- a place --------------------------------------------------------------------
 
     def go_to(self, epoch: int, number: int) -> None:
         """Goes to a step of an epoch."""
-        self.epoch, self.number, self.is_waiting = epoch, number, False
+        self.epoch, self.number, self.substep = epoch, number, 0
+        self.is_waiting = False
         self.replan()
-        self.substep = 0
 
     def replan(self) -> None:
         """Follows a plan that is equal in the steps that have begun."""
@@ -96,25 +88,24 @@ class Account:
         self.number, self.substep = self.number + 1, 0
         self.now = now = self.plan.step(self.number, self.ledger.rank)
         self.ended, self.idle = now is None, now is not None and now.idle
-        self.ledger.is_placed = True
-        if self.ledger.is_resumed:
-            self.ledger.commit(self.epoch, is_end=self.ended)
+        self.ledger.is_placed, start = True, self.ledger.start
+        if start is not None and (self.ended or self.epoch > start.epoch):
+            self.ledger.start = None
 
     # --- minibatches ----------------------------------------------------------------
 
     def begin_loop(self, is_followed: bool) -> None:
-        """Notes that a loop over the sampler begins.
-
-        Args:
-            is_followed: Whether what it deals is handed out by `Ledger.receive`.
-        """
-        self._handed.clear()
-        self._num_trained, self._reads_ahead = 0, False if is_followed else None
+        """Notes that a loop begins; see `Ledger.followed`."""
+        self._handed: deque[tuple[int, Place]] = deque()
+        self._handing_thread = self._num_trained = 0
+        # Whether the loop reads ahead; unknown before its first step().
+        self._reads_ahead = False if is_followed else None
 
     def take(self, deal: int, place: Place, is_run: bool) -> None:
         """Notes a minibatch that is loaded next; or, if ``is_run``, trained next."""
         if is_run:
             self._handed.append((deal, place))
+            self._handing_thread = threading.get_ident()
 
     def check(self) -> bool:
         """Goes to the epoch of the minibatch that was handed out; changes nothing else.
@@ -128,36 +119,33 @@ class Account:
             ReplicaError: This replica is idle in the step, or was and did not join it.
         """
         deal, place = self._handed[0] if self._handed else (self.ledger.deal, None)
-        epoch, is_new = self.ledger.epoch if place is None else place.epoch, False
-        if self.ended or self.idle or not self.announced or epoch != self.epoch:
-            is_new = self._enter(epoch)
+        epoch = self.ledger.epoch if place is None else place.epoch
+        is_new = epoch != self.epoch
+        if is_new or self.ended or self.idle or not self.announced:
+            self._enter(epoch)
         if place is None:
             raise ValueError(
-                "step() was called for a minibatch that the sampler has not dealt: "
-                "the data come from somewhere else. Build the loader by "
-                "DataLoader(dataset, batch_sampler=sampler), or iterate that"
+                "step() is for a minibatch that the sampler has not dealt: build the "
+                "loader by DataLoader(dataset, batch_sampler=sampler), or iterate that"
             )
         if deal != self.ledger.deal:
             raise ValueError(
-                f"step() is for a minibatch of step {place.step} that was read before "
-                "it was dealt anew: iterate replica.loader(loader), and begin a new "
+                f"step() is for a minibatch of step {place.step} that was dealt anew "
+                "since it was read: iterate replica.loader(loader), and begin a new "
                 "loop after load_state_dict"
             )
-        num_ahead, number = len(self._handed) - 1, self._num_trained + 1
-        if self.strict and num_ahead:
+        num_trained, num_handed = self._num_trained, len(self._handed)
+        if self.strict and num_handed > 1:
             raise ValueError(
-                f"step() is at minibatch {number}, and the loop has read "
-                f"{number + num_ahead}: iterate replica.loader(loader); nothing may "
-                "read ahead"
+                f"step() is at minibatch {num_trained + 1}, and the loop has read "
+                f"{num_trained + num_handed}: iterate replica.loader(loader); nothing "
+                "may read ahead"
             )
         if self._reads_ahead is None:
-            self._reads_ahead = num_ahead > 0 or not self.ledger.asked_here
+            self._reads_ahead = num_handed > 1 or not self._is_handed_here()
         # Trainers read all minibatches of a step at once.
-        is_ahead = self._handed[-1][1].step != place.step
-        if (is_ahead and not self._reads_ahead) or (place.step, place.substep) != (
-            self.number,
-            self.substep,
-        ):
+        is_ahead = self._handed[-1][1].step != place.step and not self._reads_ahead
+        if is_ahead or place[1:] != (self.number, self.substep):
             raise left_out(self.epoch)
         return is_new
 
@@ -175,90 +163,78 @@ class Account:
     def refuse_left_out(self, is_sure: bool) -> None:
         """Raises ValueError if the loop has ended and left out a minibatch.
 
-        Args:
-            is_sure: Whether the training loop has ended, too.
+        ``is_sure``: the training loop has ended, too.
         """
-        is_sure |= self._reads_ahead is False and self.ledger.asked_here
+        is_sure |= self._reads_ahead is False and self._is_handed_here()
         if is_sure and self._handed and self._num_trained:
             raise left_out(self.epoch)
 
+    def _is_handed_here(self) -> bool:
+        """Returns whether the thread that calls is the one that asked for the last."""
+        return self._handing_thread == threading.get_ident()
+
     # --- epochs ---------------------------------------------------------------------
 
-    def _enter(self, epoch: int) -> bool:
-        """Goes to the epoch of the next minibatch; returns whether it is another one.
-
-        Raises ValueError and ReplicaError as `check` does.
-        """
-        plan, is_new = self.plan, epoch != self.epoch
-        if is_new:
-            if not self.ended and (self.announced or self.has_run):
+    def _enter(self, epoch: int) -> None:
+        """Goes to the epoch of the next minibatch; raises as `check` does."""
+        rank, num_replicas = self.ledger.rank, self.plan.num_replicas
+        if epoch != self.epoch:
+            if self.announced and not self.ended:
                 raise ValueError(
                     f"the optimizer is at step {self.number} of epoch {self.epoch} and "
-                    f"the sampler at epoch {epoch}: call set_epoch on both before "
-                    "every epoch; the optimizer's load_state_dict restores both"
+                    f"the sampler at epoch {epoch}: call set_epoch on both"
                 )
             self.announced = self.has_run = False
-            plan = self.ledger.plan(epoch)
-            self.go_to(epoch, plan.start_step)
+            self.go_to(epoch, self.ledger.plan(epoch).start_step)
         if self.now is None:
             raise ValueError(
-                f"step() after the last of the {plan.num_steps} steps of epoch "
-                f"{epoch}: call set_epoch({epoch + 1}) on sampler and optimizer, and "
-                "step() once per minibatch of the sampler"
+                f"step() after the last of the {self.number} steps of epoch {epoch}: "
+                f"call set_epoch({epoch + 1}) on sampler and optimizer"
             )
-        if not self.announced:
-            self._check_unannounced(self.now)
-        if self.now.idle:
+        num = self.now.num_minibatches
+        if num < num_replicas and not (self.announced or self.plan.padded):
             raise ReplicaError(
-                f"replica {self.ledger.rank} is idle in step {self.number} of epoch "
-                f"{epoch} and has not joined it. After an exception, resume from a "
-                "checkpoint; with lockstep=True, call join_step() in place of step()",
-                self.ledger.rank,
-            )
-        return is_new
-
-    def _check_unannounced(self, first: Step) -> None:
-        """Raises ReplicaError if a replica may be idle in the epoch's first step."""
-        num, plan = first.num_minibatches, self.plan
-        if num < plan.num_replicas and not plan.padded:
-            raise ReplicaError(
-                f"epoch {plan.epoch} begins with a step of {num} minibatches on "
-                f"{plan.num_replicas} replicas, which idle ones must join: call "
-                f"optimizer.set_epoch({plan.epoch}) before iterating",
-                self.ledger.rank,
+                f"epoch {epoch} begins with a step of {num} minibatches on "
+                f"{num_replicas} replicas, which idle ones must join: call "
+                f"optimizer.set_epoch({epoch}) before iterating",
+                rank,
             )
         self.announced = True
+        if self.idle:
+            raise ReplicaError(
+                f"replica {rank} is idle in step {self.number} of epoch {epoch} and "
+                "has not joined it. After an exception, resume from a checkpoint; "
+                "with lockstep=True, call join_step() in place of step()",
+                rank,
+            )
 
     def begin(self, epoch: int) -> bool | None:
         """Begins an epoch; returns whether minibatches that were trained are lost.
 
-        Returns None if the epoch has begun already.
-
-        Raises ReplicaError where other replicas would not begin it too.
+        Returns None if the epoch has begun already. Raises ReplicaError where other
+        replicas would not begin it too.
         """
-        is_same, rank = self.announced and epoch == self.epoch, self.ledger.rank
+        is_same = self.announced and epoch == self.epoch
         if is_same and not self.has_run:
             return None  # a second call: idle steps are joined already
         plan = self.ledger.begin_epoch(epoch)
-        problem = ""
-        if is_same and self.ended:
+        is_lost, problem = self.has_run and not self.ended, ""
+        if is_lost:
+            problem = (
+                f"epoch {self.epoch} is abandoned after {self.number} of "
+                f"{self.plan.num_steps} steps, and the other replicas would wait: call "
+                "step() after every minibatch; to train less, shorten the trace"
+            )
+        elif is_same:
             # A replica that idled all epoch takes the repetition for a second call.
             problem = (
                 f"epoch {epoch} has been trained; another pass needs another number: "
                 "this one has the same order and steps"
             )
-        elif self.has_run and not self.ended:
-            problem = (
-                f"epoch {self.epoch} is abandoned after {self.number} of "
-                f"{self.plan.num_steps} steps, and the other replicas would wait: "
-                "run every minibatch of the sampler, and call step() after each; it "
-                "accumulates by itself. To train less, shorten the trace"
-            )
         if problem and self.ledger.num_replicas > 1:
-            raise ReplicaError(problem, rank)
+            raise ReplicaError(problem, self.ledger.rank)
         if problem:
             logger.warning(problem)
-        is_lost = bool(problem) and not self.ended
         self.go_to(epoch, plan.start_step)
         self.announced, self.has_run = True, False
         if is_lost:
@@ -269,7 +245,6 @@ class Account:
 def left_out(epoch: int) -> ValueError:
     """Returns the error of a loop that has left out a minibatch of an epoch."""
     return ValueError(
-        f"step() was not called for a minibatch of epoch {epoch}: remove an "
-        "accumulation of your own, since step() accumulates; to skip one, "
-        "loss = 0 * sum(p.sum() for p in model.parameters())"
+        f"step() was not called for a minibatch of epoch {epoch}: it accumulates by "
+        "itself; to skip one, loss = 0 * sum(p.sum() for p in model.parameters())"
     )

@@ -3,9 +3,7 @@
 A minibatch of a replica is dealt by a loop over the sampler, perhaps read ahead by a
 loader, handed to the training loop, and trained by `ElasticOptimizer.step`; an update
 commits its step. The `Ledger` of a sampler knows what was dealt, and the `Account` of
-every optimizer what was handed to it, trained and committed. Everything else follows
-from their counts: where a run resumes, what is dealt once more, which minibatch a loop
-has left out. Both are integers alone.
+every optimizer what was handed to it, trained and committed. Both are integers alone.
 """
 
 from __future__ import annotations
@@ -23,68 +21,63 @@ from variable_batch_size.data.schedule import Cursor, EpochPlan, Place, Schedule
 
 @dataclasses.dataclass(eq=False)
 class Loop:
-    """A loop over a sampler: the epoch that it deals, and its next minibatch."""
+    """A loop over a sampler: its epoch, and the place of its next minibatch there."""
 
     epoch: int
-    deal: int = -1  # the one that it has followed; none before its first minibatch
-    step: int = 0
-    substep: int = 0
+    step: int
+    substep: int
+    is_followed: bool = False  # what it deals is handed out by `Ledger.receive`
 
 
 class Ledger:
     """What the sampler of one replica has dealt, and who trains it.
 
-    Args:
+    Attributes:
         schedule: The trace, cut into epochs.
         rank, num_replicas: Of this replica, and of all; members come and go.
-
-    Attributes:
         deal: Raised where minibatches that were dealt are not to be trained any more.
         epoch: The epoch that a new loop over the sampler deals.
+        start: Where a loaded state begins, until training has ended that epoch.
         accounts: Each optimizer's `Account`, while it is alive, by what it updates.
         is_placed: Whether an update or a loaded state says where the run is.
-        is_resumed: Whether a loaded state says where an epoch begins.
     """
 
     def __init__(self, schedule: Schedule, rank: int, num_replicas: int) -> None:
         self.schedule, self.rank, self.num_replicas = schedule, rank, num_replicas
-        self.padded = self.is_placed = self.is_resumed = False
+        self.padded = self.is_placed = False
         self.deal = self.epoch = 0
-        self._start = Cursor(0, 0)  # of a state that was loaded
+        self.start: Cursor | None = None
         self._plans: dict[int, EpochPlan] = {}
         self.__setstate__({})
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Returns an epoch's plan, from where a loaded state resumes it.
+        """Returns an epoch's plan, from where a loaded state begins in it.
 
         Raises TraceExhausted if the trace has ended and ``on_end='error'``.
         """
-        plan = self._plans.get(epoch)
-        if plan is None:
+        if epoch not in self._plans:
+            start = self.start or Cursor(0, 0)
             plan = dataclasses.replace(
                 self.schedule.plan(epoch, self.num_replicas),
-                start_step=self._first_step(epoch),
+                start_step=start.step if epoch == start.epoch else 0,
                 padded=self.padded,
             )
             self._plans = {epoch: plan, **dict([*self._plans.items()][:1])}
-        return plan
+        return self._plans[epoch]
 
     def begin_epoch(self, epoch: int) -> EpochPlan:
-        """Returns a plan as `plan` does: that of a whole epoch, where one has ended.
+        """Returns a plan as `plan` does; of another pass over an epoch, the whole one.
 
-        Raises ValueError if a run that was restored is in a later epoch.
+        Raises ValueError if a restored run is in a later epoch.
         """
-        if epoch < self._start.epoch:
+        if self.start and epoch < self.start.epoch:
             raise ValueError(
                 f"set_epoch({epoch}): the restored run is in epoch "
-                f"{self._start.epoch}; begin with range(sampler.epoch, num_epochs)"
+                f"{self.start.epoch}; begin with range(sampler.epoch, num_epochs)"
             )
-        if self.plan(epoch).start_step != self._first_step(epoch):
+        if self.start is None and self.plan(epoch).start_step:
             del self._plans[epoch]
         return self.plan(epoch)
-
-    def _first_step(self, epoch: int) -> int:
-        return self._start.step if epoch == self._start.epoch else 0
 
     @property
     def cursor(self) -> Cursor:
@@ -100,85 +93,61 @@ class Ledger:
 
     # --- dealing --------------------------------------------------------------------
 
+    def new_loop(self) -> Loop:
+        """Returns a loop over the chosen epoch from where training stands in it.
+
+        So breaking one off loses nothing. If the epoch has ended, it deals all of it.
+        """
+        accounts = self.accounts.values()
+        there = [a for a in accounts if a.epoch == self.epoch and not a.ended]
+        first = self.plan(self.epoch).start_step, 0
+        place = min(((a.number, a.substep) for a in there), default=first)
+        return Loop(self.epoch, *place)
+
     def begin(self) -> Loop:
-        """Returns a loop over the epoch that was chosen; older ones deal no more."""
+        """Returns a new loop, the one that deals from now on."""
         with self._lock:
-            self._loop = Loop(self.epoch)
-            self._is_followed, self._will_be_followed = self._will_be_followed, False
+            self._loop = loop = self.new_loop()
+            loop.is_followed, self._will_be_followed = self._will_be_followed, False
             self._fetched.clear()
             for account in self.accounts.values():
-                account.begin_loop(self._is_followed)
-            return self._loop
+                account.begin_loop(loop.is_followed)
+            return loop
 
     def next_of(self, loop: Loop) -> slice | None:
-        """Deals a loop's next minibatch; returns its part of the order, or None.
+        """Deals a loop's next minibatch; returns its part of the order.
 
-        None at the end of the epoch.
-
-        Raises:
-            RuntimeError: A newer loop deals the rest.
-            ValueError: At the end: training has left out a minibatch.
+        None at the end of the epoch, where ValueError says that training has left out a
+        minibatch. Raises RuntimeError if a newer loop deals the rest.
         """
         with self._lock:
             if self._loop is not loop:
                 raise RuntimeError(
                     f"a newer loop over the sampler deals the rest of epoch "
-                    f"{loop.epoch}: continue that, or begin another; to look at a "
-                    "batch, take another sampler"
+                    f"{loop.epoch}; to look at a batch, take another sampler"
                 )
-            loop.step, loop.substep = self.place_of(loop)
-            loop.deal, plan = self.deal, self.plan(loop.epoch)
+            plan = self.plan(loop.epoch)
             while (step := plan.step(loop.step, self.rank)) and (
                 loop.substep >= step.num_substeps
             ):
                 loop.step, loop.substep = loop.step + 1, 0
-            # The step that does not fit is looked at, too.
-            self._latest = max(self._latest, plan.first_step + loop.step)
             if step is None:
-                if not self._is_followed:
+                if not loop.is_followed:
                     self.end(is_sure=False)
                 return None
-            place = Place(loop.epoch, loop.step, loop.substep)
-            loop.substep += 1
-            self._thread = threading.get_ident()
-            if self._is_followed:
-                self._fetched.append((self.deal, place))
+            dealt = self.deal, Place(loop.epoch, loop.step, loop.substep)
+            if loop.is_followed:
+                self._fetched.append(dealt)
             for account in self.accounts.values():
-                account.take(self.deal, place, is_run=not self._is_followed)
-            number = place.substep * self.num_replicas + self.rank
-            return plan.samples_of(place.step, min(number, step.num_minibatches - 1))
-
-    def place_of(self, loop: Loop) -> tuple[int, int]:
-        """Returns step and substep of a loop's next minibatch.
-
-        A new loop begins where training stands, so that breaking one off loses nothing;
-        it deals all of an epoch that has ended. After a redeal a loop goes there, too.
-        """
-        if loop.deal == self.deal:
-            return loop.step, loop.substep
-        is_new, accounts = loop.deal < 0, [*self.accounts.values()]
-        if not is_new and any(a.epoch > loop.epoch for a in accounts):
-            return self.plan(loop.epoch).num_steps, 0  # in the state of who was ahead
-        there = [
-            a for a in accounts if a.epoch == loop.epoch and not (is_new and a.ended)
-        ]
-        first = (
-            (self.plan(loop.epoch).start_step, 0)
-            if is_new
-            else (loop.step, loop.substep)
-        )
-        return min(((a.number, a.substep) for a in there), default=first)
-
-    @property
-    def asked_here(self) -> bool:
-        """Whether a loop has last asked in the thread that calls."""
-        return self._thread == threading.get_ident()
+                account.take(*dealt, is_run=not loop.is_followed)
+            number = loop.substep * self.num_replicas + self.rank
+            loop.substep += 1
+            return plan.samples_of(loop.step, min(number, step.num_minibatches - 1))
 
     def end(self, is_sure: bool = True) -> None:
         """Raises ValueError if training has left out minibatches of the newest loop.
 
-        Args:
-            is_sure: Whether training has had all of them; else it may have yet to come.
+        ``is_sure``: it has had all of them; else it may have yet to come.
         """
         for account in self.accounts.values():
             account.refuse_left_out(is_sure)
@@ -197,70 +166,64 @@ class Ledger:
     def receive(self) -> bool:
         """Hands out what a loader returns next; returns False if that is stale."""
         deal, place = self._fetched.popleft()
-        if deal != self.deal:
-            return False
-        self._thread = threading.get_ident()
-        for account in self.accounts.values():
-            account.take(deal, place, is_run=True)
-        return True
+        if deal == self.deal:
+            for account in self.accounts.values():
+                account.take(deal, place, is_run=True)
+        return deal == self.deal
 
     def goes_on(self, deal: int, epoch: int) -> bool:
-        """Returns whether training lacks minibatches of a loop that has ended.
-
-        Args:
-            deal, epoch: Those of the loop's beginning.
-        """
+        """Returns whether a loop that began in this deal and epoch has ended early."""
         there = [a for a in self.accounts.values() if a.epoch == epoch]
-        return deal != self.deal and any(account.num_left for account in there)
+        return deal != self.deal and not all(a.ended for a in there)
 
     # --- training somewhere else ----------------------------------------------------
 
-    def redeal(self) -> None:
-        """Deals the steps under way anew: what was dealt of them is stale."""
+    def redeal(self, cursor: Cursor | None = None) -> None:
+        """Deals the steps under way anew, or those after a cursor.
+
+        What was dealt is stale. The newest loop goes there, or ends if its epoch is
+        over.
+        """
         with self._lock:
             self.deal += 1
+            if cursor is not None:
+                self.start, self._plans = cursor, {}
             for account in self.accounts.values():
-                account.substep = 0
+                account.go_to(*(cursor or account.cursor))
+            (epoch, step), loop = self.cursor, self._loop
+            if loop is not None and epoch >= loop.epoch:
+                is_over = epoch > loop.epoch
+                loop.step = self.plan(loop.epoch).num_steps if is_over else step
+                loop.substep = 0
 
     def move(self, rank: int, num_replicas: int, cursor: Cursor) -> None:
         """Goes on as any replica after any step, as with other members."""
         with self._lock:
             self.rank, self.num_replicas = rank, num_replicas
             self.epoch = max(self.epoch, cursor.epoch)
-            self._go_to(cursor)
+            self.redeal(cursor)
 
     def load(self, schedule: Schedule, cursor: Cursor) -> None:
         """Goes on after a step of a state, with the batch sizes that it tells."""
         with self._lock:
-            self.schedule, self.epoch, self._latest = schedule, cursor.epoch, -1
-            self._go_to(cursor)
+            self.schedule, self.epoch = schedule, cursor.epoch
+            self.redeal(cursor)
             for account in self.accounts.values():
                 account.announced = account.has_run = False
-
-    def _go_to(self, cursor: Cursor) -> None:
-        self.deal, self._start, self._plans = self.deal + 1, cursor, {}
-        self.is_resumed = cursor != (0, 0)
-        for account in self.accounts.values():
-            account.go_to(*cursor)
-
-    def commit(self, epoch: int, is_end: bool) -> None:
-        """Notes that a step of a resumed epoch is done, and whether that is its last.
-
-        Another pass over an epoch that was resumed is then a whole one.
-        """
-        if is_end or epoch > self._start.epoch:
-            self._start, self.is_resumed = Cursor(0, 0), False
 
     # --- other plans ----------------------------------------------------------------
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[int]:
-        """Deals nothing in the block; gives the last step that was looked at so far.
+        """Deals nothing in the block; gives the last step that was looked at, or -1.
 
         Steps are numbered since training began. A loader that reads ahead waits.
         """
         with self._lock:
-            yield self._latest
+            loop, latest = self._loop, -1
+            if loop is not None and loop.epoch <= self.epoch:
+                latest = self.plan(loop.epoch).first_step + loop.step
+            yield latest
 
     def replan(self, schedule: Schedule) -> None:
         """Takes a schedule that is equal in all steps that were looked at."""
@@ -274,8 +237,7 @@ class Ledger:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to this process: loops, and who trains."""
-        of_process = ("_lock", "accounts", "_loop", "_latest", "_thread", "_fetched")
-        return {k: v for k, v in vars(self).items() if k not in of_process}
+        return vars(self) | {"_lock": None, "accounts": None, "_loop": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -283,7 +245,5 @@ class Ledger:
         self.accounts: weakref.WeakValueDictionary[int, Any]
         self.accounts = weakref.WeakValueDictionary()
         self._loop: Loop | None = None  # the newest
-        self._latest = -1  # the last step that a loop has looked at
-        self._thread = 0  # in which a loop has asked last
-        self._is_followed = self._will_be_followed = False
+        self._will_be_followed = False
         self._fetched: deque[tuple[int, Place]] = deque()

@@ -64,16 +64,16 @@ class Minibatches(Iterator[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sampler's state after the steps that were handed out whole."""
-        sampler, loop = self._sampler, self._loop or Loop(self._sampler.epoch)
-        step, substep = sampler.ledger.place_of(loop)
+        sampler = self._sampler
+        loop = self._loop or sampler.ledger.new_loop()
         plan = sampler.ledger.plan(loop.epoch)
-        if substep and substep >= plan.num_substeps_of(step, sampler.rank):
-            step += 1
+        step = plan.step(loop.step, sampler.rank)
+        is_whole = step is not None and 0 < step.num_substeps <= loop.substep
         return {
             **sampler.state_dict(),
-            "epoch": plan.epoch,
-            "step": step,
-            "order": sampler.order_digest(plan.epoch),
+            "epoch": loop.epoch,
+            "step": loop.step + is_whole,
+            "order": sampler.order_digest(loop.epoch),
             "rank": sampler.rank,
             "num_replicas": sampler.num_replicas,
         }
@@ -96,7 +96,7 @@ class Minibatches(Iterator[list[int]]):
                 f"the loader's state is of replica {saved_on[0]} of {saved_on[1]}, "
                 f"this is {sampler.rank} of {sampler.num_replicas}: load replica 0's"
             )
-        plan = sampler.plan_after(state)
+        plan = sampler.schedule_of(state).plan(cursor.epoch, sampler.num_replicas)
         here = sampler.plan.first_step + sampler.plan.start_step
         first = last = plan.first_step + cursor.step
         if saved_on[0] != 0:  # it has joined the steps in which it was idle, or not
@@ -108,11 +108,10 @@ class Minibatches(Iterator[list[int]]):
             return
         if sampler.epoch != cursor.epoch or sampler.ledger.is_placed:
             raise ValueError(
-                f"the loader's state is that after step {cursor.step} of epoch "
-                f"{cursor.epoch}, and the sampler is at step {sampler.plan.start_step} "
-                f"of epoch {sampler.epoch}: save it right after an update, with the "
-                "optimizer's, or leave it out; without an elastic optimizer, call "
-                f"sampler.set_epoch({cursor.epoch}) before you iterate the loader"
+                f"the loader's state is after step {cursor.step} of epoch "
+                f"{cursor.epoch}, and the sampler at step {sampler.plan.start_step} of "
+                f"epoch {sampler.epoch}: save it right after an update; or, without an "
+                f"optimizer, call sampler.set_epoch({cursor.epoch}) before iterating"
             )
         sampler.resume_at(state)
 
@@ -145,16 +144,10 @@ def check_loader(loader: Any, dataset_length: int | None) -> None:
             f"the loader's dataset has {length} samples, and CustomSampler's "
             f"{dataset_length}: give both the same, or CustomSampler dataset_size="
         )
-    if not getattr(loader, "num_workers", 0):
-        return
-    if not getattr(loader, "in_order", True):
-        raise TypeError(
-            "minibatches of a loader with in_order=False would be counted in another "
-            "order: build it with in_order=True, the default"
-        )
-    every = getattr(loader, "snapshot_every_n_steps", 1)
-    if every != 1:
-        raise TypeError(
-            f"StatefulDataLoader(snapshot_every_n_steps={every}) skips minibatches "
-            "when it is restored: pass snapshot_every_n_steps=1, the default"
-        )
+    needed = {"in_order": True, "snapshot_every_n_steps": 1}
+    for name, value in needed.items() if getattr(loader, "num_workers", 0) else ():
+        if (got := getattr(loader, name, value)) != value:
+            raise TypeError(
+                f"{name}={got}: minibatches of a loader with workers come in another "
+                f"order, or a restart skips some: pass {name}={value}, the default"
+            )

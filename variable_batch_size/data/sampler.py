@@ -86,54 +86,24 @@ class CustomSampler(Sampler[list[int]]):
         on_end: OnEnd = "stop",
         pad_minibatches: bool = False,
     ) -> None:
-        if trace is None:
-            raise TypeError("CustomSampler needs trace=, the batch size of every step")
         if num_replicas is None or rank is None:
             replica = xla_replica.current()
             rank = replica.rank if rank is None else rank
             if num_replicas is None:
                 num_replicas = replica.num_replicas
-        if isinstance(order, Iterator):
+        if isinstance(order, (Iterator, type)):
             raise TypeError(
-                "order= is an iterator: pass a function from the epoch to an order"
+                "order= must be a function of the epoch, a LazyOrder, or what can be "
+                f"iterated once an epoch, not a class or an iterator: got {order!r}"
             )
-        self.seed = check_integer("seed", seed, -(2**63), 2**63)  # as torch has it
-        num_replicas = check_integer("num_replicas", num_replicas, least=1)
-        rank = check_integer("rank", rank, 0, num_replicas - 1)
-        trace = Trace(trace)
         if (dataset is None) == (dataset_size is None):
             raise TypeError("CustomSampler needs either dataset= or dataset_size=")
-        if dataset_size is not None:
-            num_samples = check_integer("dataset_size", dataset_size, least=1)
-            self.dataset_length: int | None = None
-        else:
-            if isinstance(dataset, DataLoader):
-                raise TypeError(
-                    "give the dataset of a DataLoader, whose length counts batches"
-                )
-            try:
-                num_samples = len(dataset)
-            except TypeError as error:
-                raise TypeError(
-                    f"dataset={dataset!r} has no length; pass dataset_size="
-                ) from error
-            self.dataset_length = num_samples
-        # Without what `change_from` has changed.
-        self._first_schedule = schedule = Schedule(
-            trace, num_samples, minibatch_size, on_end, pad_minibatches
-        )
-        self._changes: list[list[int]] = []  # (step, batch size)
-        self.ledger = Ledger(schedule, rank, num_replicas)
-        self.order = order
-        self._verbose = check_flag("verbose", verbose)
-        self._order_digests: dict[int, str] = {}  # of the epoch under way
-        self._weights: dict[int, float] | None = None  # by batch size
-        self._newest: Minibatches | None = None
-        self.ledger.plan(0)  # the trace may be empty
-        if isinstance(order, type):
+        if isinstance(dataset, DataLoader):
             raise TypeError(
-                f"order={order.__name__} is a class: give {order.__name__}(...)"
+                "give the dataset of a DataLoader, whose length counts batches"
             )
+        num_samples = len(dataset) if dataset_size is None else dataset_size
+        check_integer("dataset_size", num_samples, least=1)
         if isinstance(order, LazyOrder) and order.length not in (None, num_samples):
             raise ValueError(
                 f"order={order.name} is of {order.length} samples, and the dataset has "
@@ -141,7 +111,23 @@ class CustomSampler(Sampler[list[int]]):
             )
         if hasattr(dataset, "check_order"):
             dataset.check_order(order)
-        if order is not None and hasattr(order, "follow_weights"):
+        self.dataset_length = None if dataset is None else num_samples
+        self.seed = check_integer("seed", seed, -(2**63), 2**63)  # as torch has it
+        self.order = order
+        num_replicas = check_integer("num_replicas", num_replicas, least=1)
+        rank = check_integer("rank", rank, 0, num_replicas - 1)
+        source: Any = trace  # None is refused
+        # Without what `change_from` has changed.
+        self._first_schedule = schedule = Schedule(
+            Trace(source), num_samples, minibatch_size, on_end, pad_minibatches
+        )
+        self._changes: list[list[int]] = []  # (step, batch size)
+        self.ledger = Ledger(schedule, rank, num_replicas)
+        self._verbose = check_flag("verbose", verbose)
+        self._order_digests: dict[int, str] = {}  # of the epoch under way
+        self._weights: dict[int, float] | None = None  # by batch size
+        self._newest: Minibatches | None = None
+        if hasattr(order, "follow_weights"):
             order.follow_weights(self.update_weights)
 
     def __repr__(self) -> str:
@@ -295,11 +281,7 @@ class CustomSampler(Sampler[list[int]]):
         # At step 0 no order is fixed.
         is_of_epoch = cursor.step > 0 and not allow_changes and bool(state["order"])
         self._order_digests = {cursor.epoch: state["order"]} if is_of_epoch else {}
-        self.ledger.load(self._schedule_of(state), cursor)
-
-    def plan_after(self, state: Mapping[str, Any]) -> EpochPlan:
-        """Returns the plan of a state's epoch, with the batch sizes that it tells."""
-        return self._schedule_of(state).plan(state["epoch"], self.num_replicas)
+        self.ledger.load(self.schedule_of(state), cursor)
 
     def check_state(self, state: Mapping[str, Any], allow_changes: bool) -> Cursor:
         """Returns the saved cursor; raises ValueError if it cannot be loaded."""
@@ -317,10 +299,11 @@ class CustomSampler(Sampler[list[int]]):
                 "resume at the same step with these",
             )
         epoch, name = state["epoch"], f"the state's step of epoch {state['epoch']}"
-        num_steps = len(self._schedule_of(state).steps(epoch))
+        num_steps = len(self.schedule_of(state).steps(epoch))
         return Cursor(epoch, check_integer(name, state["step"], 0, num_steps))
 
-    def _schedule_of(self, state: Mapping[str, Any]) -> Schedule:
+    def schedule_of(self, state: Mapping[str, Any]) -> Schedule:
+        """Returns the schedule with the batch sizes that a state tells."""
         schedule = self._first_schedule
         for step, batch_size in state["changes"]:
             schedule = schedule.changed(step, batch_size)
@@ -357,17 +340,14 @@ class CustomSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Minibatches:
         names = sys._getframe(1).f_locals
-        batching = names.get("self")
-        sampler = getattr(batching, "sampler", None)
-        if isinstance(batching, BatchSampler) and sampler is self:
+        caller = names.get("self")
+        is_batched = isinstance(caller, BatchSampler) and caller.sampler is self
+        # The second is Accelerate's BatchSamplerShard.
+        if is_batched or getattr(caller, "num_processes", 1) > 1:
             raise TypeError(
-                "CustomSampler yields whole minibatches: pass it as batch_sampler="
-            )
-        if getattr(batching, "num_processes", 1) > 1:  # Accelerate's BatchSamplerShard
-            raise TypeError(
-                f"{type(batching).__name__} would deal the minibatches of this replica "
-                "to all processes once more: CustomSampler deals them to replicas "
-                "itself, so leave its loader out of accelerator.prepare(...)"
+                f"{type(caller).__name__} would deal the minibatches of this replica "
+                "once more: pass CustomSampler as batch_sampler=, and leave its loader "
+                "out of accelerator.prepare(...)"
             )
         self._newest = Minibatches(self, loader_in(names, self))
         return self._newest

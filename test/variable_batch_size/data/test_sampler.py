@@ -197,13 +197,13 @@ SKIPS = {"snapshot_every_n_steps": 3}
 @pytest.mark.parametrize(
     ("loader", "options", "message"),
     [
-        (Loader, WORKERS | {"in_order": False}, r"in_order=False .* counted in an"),
-        (Loader, WORKERS | SKIPS, r"snapshot_every_n_steps=3\) skips"),
+        (Loader, WORKERS | {"in_order": False}, "in_order=False: .* in another order"),
+        (Loader, WORKERS | SKIPS, "snapshot_every_n_steps=3: .* skips"),
         (Loader, {"num_processes": 2}, "leave its loader out of acc"),
-        (DataLoader, {"num_workers": 1, "in_order": False}, "in_order=True, the def"),
+        (DataLoader, {"num_workers": 1, "in_order": False}, "pass in_order=True"),
         # A shorter one would be an IndexError, and of a longer one a part is never run.
         (DataLoader, {"dataset": range(300)}, r"has 300 samples, and .*'s 256"),
-        (DataLoader, {"sampler": True}, "pass it as batch_sampler="),
+        (DataLoader, {"sampler": True}, "pass CustomSampler as batch_sampler="),
         (lambda dataset, **options: vbs.CustomSampler(DataLoader(dataset), 32), {},
          "a DataLoader, whose length counts batches"),
         # Without workers they change nothing, nor do others of one process.
