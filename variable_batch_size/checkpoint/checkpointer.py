@@ -130,6 +130,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")  # idle: no thread yet
         self._writing: Future[Path | None] | None = None
         self.has_loaded = False
+        self._loaded: Path | None = None  # by the last `load`
         # Where the run began, until this has been called after an update.
         self._begun: int | None = self.num_updates
         if stop_on:

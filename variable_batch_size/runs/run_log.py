@@ -146,10 +146,15 @@ class RunLog:
 
         It is that of the backward pass, a mean or a sum. Padding is left out.
 
-        Raises TypeError if it is not a tensor, torch's RuntimeError unless it is one
-        number, and ValueError if updates were made that this was not told of.
+        Raises TypeError if it is not a tensor, and ValueError if it is not one number,
+        or if updates were made that this was not told of.
         """
         check_type("add: loss", loss, torch.Tensor, "a tensor, which is not read")
+        if loss.numel() != 1:
+            shape = tuple(loss.shape)
+            raise ValueError(
+                f"add: the loss is a number, got a tensor of shape {shape}"
+            )
         step = self._sampler.ledger.global_step
         self._next_step = step if self._next_step is None else self._next_step
         if step > self._next_step and self._sampler.cursor.step > 0:

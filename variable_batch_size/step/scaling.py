@@ -43,7 +43,7 @@ class Scaling:
         # What is known only then stays on the device where reading is not free.
         self._is_late = self._rule.measured or run.ref_weight is not None
         self._on_device = replica.is_lazy or (self._is_late and not replica.is_host)
-        self._divisors = context.scalars if replica.is_lazy else None
+        self._divisors = run.scalars if replica.is_lazy else None
         # Where gain or batch ratio are measured: a rule's inputs for each group, and
         # the batch ratio if it is known.
         self._inputs: list[tuple[Group, Any]] = []
