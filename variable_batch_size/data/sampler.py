@@ -342,7 +342,9 @@ class CustomSampler(Sampler[list[int]]):
     def __iter__(self) -> Minibatches:
         names = sys._getframe(1).f_locals
         caller: Any = names.get("self")
-        is_batched = isinstance(caller, BatchSampler) and caller.sampler is self
+        is_batched = (
+            isinstance(caller, BatchSampler) and vars(caller).get("sampler") is self
+        )
         # The second is Accelerate's BatchSamplerShard.
         if is_batched or getattr(caller, "num_processes", 1) > 1:
             raise TypeError(
