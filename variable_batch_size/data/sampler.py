@@ -127,9 +127,8 @@ class CustomSampler(Sampler[list[int]]):
         self._order_digests: dict[int, str] = {}  # of the epoch under way
         self._weights: dict[int, float] | None = None  # by batch size
         self._newest: Minibatches | None = None
-        follow: Any = getattr(order, "follow_weights", None)
-        if follow is not None:
-            follow(self.update_weights)
+        if order is not None and hasattr(order, "follow_weights"):
+            order.follow_weights(self.update_weights)
 
     def __repr__(self) -> str:
         epoch, step = self.cursor
@@ -341,10 +340,9 @@ class CustomSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Minibatches:
         names = sys._getframe(1).f_locals
-        caller: Any = names.get("self")
-        is_batched = (
-            isinstance(caller, BatchSampler) and vars(caller).get("sampler") is self
-        )
+        caller = names.get("self")
+        sampler = getattr(caller, "sampler", None)
+        is_batched = isinstance(caller, BatchSampler) and sampler is self
         # The second is Accelerate's BatchSamplerShard.
         if is_batched or getattr(caller, "num_processes", 1) > 1:
             raise TypeError(
