@@ -111,11 +111,10 @@ def simulate(
         table["gain"] = ratios * (1 + noise) / (ratios + noise)
         table["progress"] = table["gain"].cumsum()
     group = {"lr": check_number("lr", lr, least=0), **ADAM}
-    state, rates = rule.init(), []
-    for ratio, gain in zip(ratios, table.get("gain", [None] * len(table))):
-        scaled, state = rule.update(ratio, group, state, gain)
-        rates.append(float(scaled.effective_lr))
-    table["lr"] = rates
+    table["lr"] = [
+        rule.update(ratio, group, gain=gain)[0].effective_lr
+        for ratio, gain in zip(ratios, table.get("gain", [None] * len(table)))
+    ]
     if step_time is not None:
         table["seconds"] = step_time.seconds(table["num_substeps"])
     return table
@@ -140,8 +139,8 @@ def _steps(
     held = np.full(rows, devices) if np.ndim(devices) == 0 else np.asarray(devices)
     if held.shape != (rows,) or (held < 1).any() or (held % 1 != 0).any():
         raise ValueError(
-            f"devices must be an integer >= 1, or one for each of the {rows} rows of "
-            f"{name}, got {devices!r}"
+            "devices or num_replicas must be an integer >= 1, or one for each of the "
+            f"{rows} rows of {name}, got {devices!r}"
         )
     row = table["step"] % rows if schedule.on_end == "cycle" else table["step"]
     table["devices"] = held.astype(np.int64)[np.minimum(row, rows - 1)]

@@ -68,12 +68,9 @@ class Table(NamedTuple):
         cells, is_file = self.column(header), self.lines is not None
         if len(cells) == 0:
             raise TraceError(f"{self.name}: no rows; at least one is needed")
-        if (
-            isinstance(cells, np.ndarray)
-            and cells.ndim == 1
-            and cells.dtype.kind in "iuf"
-        ):
-            return cells.astype(float)
+        is_array = isinstance(cells, np.ndarray) and cells.ndim == 1
+        if is_array and cells.dtype.kind in "iuf":
+            return np.asarray(cells, float)
         return np.array([_number_in(cell, is_file) for cell in cells])
 
     def numbers(self, header: str) -> np.ndarray:
