@@ -3,7 +3,7 @@
 A minibatch of a replica is dealt by a loop over the sampler, perhaps read ahead by a
 loader, handed to the training loop, and trained by `ElasticOptimizer.step`; an update
 commits its step. The `Ledger` of a sampler knows what was dealt, and the `Account` of
-every optimizer what was handed to it, trained and committed. Both are integers alone.
+every optimizer what was handed to it, trained and committed. Both hold no tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ledger:
     Attributes:
         schedule: The trace, cut into epochs.
         rank, num_replicas: Of this replica, and of all; members come and go.
-        deal: Raised where minibatches that were dealt are not to be trained any more.
+        deal: Counts how often dealt minibatches have become stale.
         epoch: The epoch that a new loop over the sampler deals.
         start: Where a loaded state begins, until training has ended that epoch.
         accounts: Each optimizer's `Account`, while it is alive, by what it updates.
@@ -81,7 +81,7 @@ class Ledger:
 
     @property
     def cursor(self) -> Cursor:
-        """The steps that all optimizers have done, or after which a state was saved."""
+        """The first step that not every optimizer has done."""
         start = Cursor(self.epoch, self.plan(self.epoch).start_step)
         return min((a.cursor for a in self.accounts.values()), default=start)
 
@@ -94,9 +94,10 @@ class Ledger:
     # --- dealing --------------------------------------------------------------------
 
     def new_loop(self) -> Loop:
-        """Returns a loop over the chosen epoch from where training stands in it.
+        """Returns a loop over `epoch` from where training stands in it.
 
-        So breaking one off loses nothing. If the epoch has ended, it deals all of it.
+        So breaking a loop off loses nothing. Of an epoch that has ended, the loop deals
+        all minibatches.
         """
         accounts = self.accounts.values()
         there = [a for a in accounts if a.epoch == self.epoch and not a.ended]
@@ -117,14 +118,14 @@ class Ledger:
     def next_of(self, loop: Loop) -> slice | None:
         """Deals a loop's next minibatch; returns its part of the order.
 
-        None at the end of the epoch, where ValueError says that training has left out a
-        minibatch. Raises RuntimeError if a newer loop deals the rest.
+        Returns None at the end of the epoch. Raises ValueError there if training has
+        left out a minibatch, and RuntimeError if a newer loop has taken over.
         """
         with self._lock:
             if self._loop is not loop:
                 raise RuntimeError(
-                    f"a newer loop over the sampler deals the rest of epoch "
-                    f"{loop.epoch}; to look at a batch, take another sampler"
+                    f"a newer loop over the sampler has taken over from this one of "
+                    f"epoch {loop.epoch}; to look at a batch, take another sampler"
                 )
             plan = self.plan(loop.epoch)
             while (step := plan.step(loop.step, self.rank)) and (
@@ -147,7 +148,7 @@ class Ledger:
     def end(self, is_sure: bool = True) -> None:
         """Raises ValueError if training has left out minibatches of the newest loop.
 
-        ``is_sure``: it has had all of them; else it may have yet to come.
+        ``is_sure``: Training was handed all of them; else some may be on the way.
         """
         for account in self.accounts.values():
             account.refuse_left_out(is_sure)
@@ -156,7 +157,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[int]:
-        """Lets `receive` hand out what a loop in the block deals; gives the deal."""
+        """Lets `receive` hand out for a loop that begins in a block; gives the deal."""
         self._will_be_followed = True
         try:
             yield self.deal
@@ -197,14 +198,14 @@ class Ledger:
                 loop.substep = 0
 
     def move(self, rank: int, num_replicas: int, cursor: Cursor) -> None:
-        """Goes on as any replica after any step, as with other members."""
+        """Goes on as another replica, after another step, where members change."""
         with self._lock:
             self.rank, self.num_replicas = rank, num_replicas
             self.epoch = max(self.epoch, cursor.epoch)
             self.redeal(cursor)
 
     def load(self, schedule: Schedule, cursor: Cursor) -> None:
-        """Goes on after a step of a state, with the batch sizes that it tells."""
+        """Goes on after the step of a saved state, with that state's batch sizes."""
         with self._lock:
             self.schedule, self.epoch = schedule, cursor.epoch
             self.redeal(cursor)
@@ -215,7 +216,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[int]:
-        """Deals nothing in the block; gives the last step that was looked at, or -1.
+        """Deals nothing in the block; gives the last step that was dealt from, or -1.
 
         Steps are numbered since training began. A loader that reads ahead waits.
         """
@@ -226,7 +227,7 @@ class Ledger:
             yield latest
 
     def replan(self, schedule: Schedule) -> None:
-        """Takes a schedule that is equal in all steps that were looked at."""
+        """Takes a schedule that is equal in all steps that were dealt from."""
         self.schedule, self._plans = schedule, {}
         for account in self.accounts.values():
             account.replan()

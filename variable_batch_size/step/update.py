@@ -1,8 +1,8 @@
-"""One update. All replicas make every one together, also those without a minibatch.
+"""One update, which every replica takes part in, also one without a minibatch.
 
 A step is a transaction. What needs a peer comes first and changes nothing that lasts:
-an exception there throws the step away, and its minibatches are dealt once more. From
-the commit on no peer is needed, and the step counts as done, also if that raises.
+an exception there throws the step away, and its minibatches are dealt anew. The commit
+needs no peer, and from there on the step counts as done, even if something raises.
 
 On a compiled backend a minibatch is one program and an update another one, whatever the
 batch sizes, and the second is the same on every replica; docs/architecture.md ("Two
@@ -45,8 +45,8 @@ class Updates:
         parts: Further state of a step, by name.
         attached: Callbacks that run after every update.
         made: The last update; its callbacks may not have run yet.
-        num_seen: Minibatches since the wrapper has set it to 0.
-        num_minibatches: Those of all epochs that have ended.
+        num_seen: Minibatches, without padding, since this was last set to 0.
+        num_minibatches: Minibatches that have ended, those of steps thrown away too.
     """
 
     run: Run
@@ -78,7 +78,7 @@ class Updates:
         self.scaling.forget_given()
 
     def enter(self, settings: Any, begin: Callable[[], Any], **others: Any) -> None:
-        """Begins a run; a live one may be joined in place of that."""
+        """Begins a run. A live run may be joined instead; see `LiveUpdates`."""
         del settings, others
         begin()
 
@@ -130,7 +130,7 @@ class Updates:
         return 0
 
     def check_minibatch(self) -> Account:
-        """Goes to the epoch of the minibatch that is trained next, which is checked."""
+        """Checks the minibatch that is trained next, and enters its epoch."""
         account = self.account
         if account.is_waiting:
             refuse_waiting(account)
@@ -151,11 +151,12 @@ class Updates:
     def update(self, is_alone: bool = True) -> int:
         """Makes the update of the step under way, on all replicas.
 
-        Returns how many were made; 0 if all replicas are to run the step again, where
-        members are lost perhaps 1, which others have made.
+        Returns 1, or 0 if all replicas are to run the step again. A live run may return
+        1 for a step thrown away here, which other members have made.
 
         Args:
-            is_alone: Whether what is attached runs now; else `made` is for `after`.
+            is_alone: Whether to run what is attached; else the caller gives `made` to
+                `after`.
         """
         step: Any = self.account.now
         parts, is_made = self.parts.values(), False
@@ -206,7 +207,7 @@ class Updates:
         return 1
 
     def use_zeros(self) -> None:
-        """Brings no minibatch to the update."""
+        """Takes part with gradients of zero, where there was no minibatch."""
         self.gradients.use_zeros()
         if self.gradients.is_aged:
             self.clear()
@@ -221,7 +222,7 @@ class Updates:
             raise error
 
     def redeal(self) -> int:
-        """Begins a step that was thrown away; returns the updates that others made."""
+        """Begins a step anew; returns how many updates others have made meanwhile."""
         self.begin_minibatch()
         return 0
 
@@ -239,7 +240,7 @@ class Updates:
         self.begin_minibatch()
 
     def clear(self) -> None:
-        """Forgets the minibatches of the step, in the sequence of `end_minibatch`."""
+        """Forgets the step's minibatches, in the order in which they were added up."""
         with torch.no_grad():
             for part in self.parts.values():
                 part.clear()
