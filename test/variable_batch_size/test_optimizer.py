@@ -207,7 +207,9 @@ def test_a_new_loop_goes_on_where_training_stands(left_after):
     next(older)  # which nobody trains
     assert list(sampler) == expected[left_after:]
     assert run_epoch(model, sampler, wrapper) == EPOCH[left_after:]
-    with pytest.raises(RuntimeError, match="a newer loop over the sampler deals"):
+    with pytest.raises(
+        RuntimeError, match="a newer loop over the sampler has taken over"
+    ):
         next(older)
 
 

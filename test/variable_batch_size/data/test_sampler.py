@@ -407,7 +407,9 @@ def test_a_newer_loop_deals_the_rest_and_an_older_one_is_told():
     earlier.append(next(older))  # and not trained
     later = list(one)
     assert earlier[:3] + later == expected(redealt())
-    with pytest.raises(RuntimeError, match="a newer loop over the sampler deals"):
+    with pytest.raises(
+        RuntimeError, match="a newer loop over the sampler has taken over"
+    ):
         next(older)
     assert list(pickle.loads(pickle.dumps(one))) == list(redealt()) == expected(one)
 
