@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from support.documents import ROOT, read
-from support.per_sample_grad.gradient_oracle import rules_kept
+from support.per_sample_grad import rules_kept
 from support.scripts import run_script, words
 from support.xla_replica.replicas import needs_xla, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER

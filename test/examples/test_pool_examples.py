@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from support.documents import ROOT, read
-from support.per_sample_grad.gradient_oracle import rules_kept
+from support.per_sample_grad import rules_kept
 from support.scripts import run_script
 
 import per_sample_grad as psg

@@ -1,22 +1,23 @@
-"""Coverage reports, plans, losses per sample and one-shot functions."""
+"""Coverage reports, plans, one-shot functions, and the code on the pages."""
 
 from __future__ import annotations
 
 import copy
+import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.gradient_oracle import (
-    error,
-    flat,
-    fold,
-    oracle,
-)
-from support.per_sample_grad.refused_models import BY_NAME
+from support.documents import block
+from support.per_sample_grad import error, flat, fold, rules_kept
+from support.per_sample_grad.models import BY_NAME
+from support.per_sample_grad.pool import Pool, Vectors
 from torch import nn
+from torch.utils.data import DataLoader
 
 import per_sample_grad as psg
+from per_sample_grad.layers.registry import RULES
 
 
 def report_of(name: str) -> psg.Coverage:
@@ -109,8 +110,8 @@ def test_one_shot_functions_agree_with_the_loop():
     case = BY_NAME["tied-embedding-head"]
     model, inputs = case.make(torch.float64)
     _, others = case.make(torch.float64, batch=5, seed=1)
-    truth, call = oracle(case, model, inputs), (model, fold, inputs)
-    grads, other = flat(truth), flat(oracle(case, model, others))
+    truth, call = case.oracle(model, inputs), (model, fold, inputs)
+    grads, other = flat(truth), flat(case.oracle(model, others))
     vectors = {name: values[0] for name, values in truth.items()}
     weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     sums = [g[None] for g in psg.weighted_grad(*call, weights).values()]
@@ -123,18 +124,6 @@ def test_one_shot_functions_agree_with_the_loop():
         (psg.cross_gram(b, psg.per_sample_factors(*call)), other @ grads.T),
     ):
         assert error(found, expected) <= 1e-10
-
-
-def test_vectors_weights_and_other_factors_are_checked():
-    factors = factors_of(2, 3)
-    with pytest.raises(ValueError, match="bias must be both given and captured"):
-        factors.dot({"weight": torch.zeros(3, 3)})
-    with pytest.raises(ValueError, match="parameters' shapes"):
-        factors.dot({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)})
-    with pytest.raises(ValueError, match="4 samples"):
-        factors.weighted_sum(torch.zeros(5))
-    with pytest.raises(ValueError, match="different parameters"):
-        psg.cross_gram(factors, factors_of(2, 4))
 
 
 @pytest.mark.parametrize("changed", ["input", "answer"])
@@ -155,15 +144,12 @@ def test_no_answer_is_of_a_tensor_that_was_changed_in_place(changed):
     assert other.norms().shape == (4,)
 
 
-@pytest.mark.parametrize(
-    ("build", "shape"),
-    [
-        (lambda: nn.Linear(1024, 1024), (2, 128, 1024)),
-        (lambda: nn.Linear(512, 512), (2, 16, 512)),
-        (lambda: nn.Conv2d(40, 40, 3), (4, 40, 5, 5)),
-        (lambda: nn.Embedding(9, 64), (4, 3)),
-    ],
-)
+@pytest.mark.parametrize(("build", "shape"), [
+    (lambda: nn.Linear(1024, 1024), (2, 128, 1024)),
+    (lambda: nn.Linear(512, 512), (2, 16, 512)),
+    (lambda: nn.Conv2d(40, 40, 3), (4, 40, 5, 5)),
+    (lambda: nn.Embedding(9, 64), (4, 3)),
+])  # fmt: skip
 def test_norms_are_right_where_positions_cancel(build, shape):
     """Inputs are almost the same everywhere, and gradients add up to almost nothing.
 
@@ -207,3 +193,79 @@ def test_the_functional_style_gives_the_same():
     grads, losses = psg.vectorized_grads(loss, params, {}, x, y, chunk_size=2)
     torch.testing.assert_close(losses, losses_of(model, x, y).detach())
     torch.testing.assert_close(grads, psg.per_sample_grads(model, losses_of, (x, y)))
+
+
+# --- the code on the pages ------------------------------------------------------------
+
+PAGE = "docs/per_sample_grad.md"
+DETAILS = "docs/per_sample_grad_details.md"
+POOLS = "docs/pools.md"
+COUNT = 1000  # the pages ask for the highest thousand
+
+
+def test_a_capture_and_a_stream():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, y, w = torch.randn(6, 5), torch.randint(0, 3, (6,)), torch.ones(6)
+    v = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    names = {"F": F, "model": model, "x": x, "y": y, "v": v, "w": w}
+    exec(block(PAGE, "python", "factors = recorded.backward"), names)
+    factors = names["factors"]
+    with psg.capture(model) as names["recorded"]:
+        names["losses"] = F.cross_entropy(model(x), y, reduction="none")
+    exec(block(PAGE, "python", "recorded.stream"), names)
+    torch.testing.assert_close(names["squared"].sqrt(), factors.norms())
+    torch.testing.assert_close(names["gram"], factors.gram())
+
+
+def test_scoring_and_projecting_a_pool(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"psg": psg, "model": Vectors.model(), "dataset": Vectors(COUNT)}
+    exec(block(POOLS, "python", "scores.to_csv"), names)
+    assert len((tmp_path / "scores.csv").read_text().splitlines()) == COUNT + 1
+    names |= {"dataset": Vectors(30), "few": Vectors(3), "np": np}
+    exec(block(POOLS, "python", "score=projection"), names)
+    assert names["influential"].shape == (3, 5)
+    assert (tmp_path / "rows" / "part-00000000.npy").exists()
+    exec(block(POOLS, "python", "np.linalg.solve"), names)
+    assert names["influences"].shape == (3, 30)
+    x, y = torch.utils.data.default_collate([Vectors(COUNT)[i] for i in range(5)])
+    names |= {"torch": torch, "x": x, "y": y, "dataset": Vectors(5)}
+    names["loss_fn"] = lambda m, x, y: F.cross_entropy(m(x), y, reduction="none")
+    exec(block(POOLS, "python", "factors.dot(toward)"), names)
+    gram = psg.per_sample_gram(names["model"], names["loss_fn"], (x, y))
+    found = torch.from_numpy(names["scores"].scores)
+    torch.testing.assert_close(found, gram.sum(1))
+
+
+def test_pools_of_dicts():
+    """The items, and what the model answers, look like those of Hugging Face."""
+
+    class Classifier(nn.Sequential):
+        def forward(self, input_ids: torch.Tensor) -> types.SimpleNamespace:
+            return types.SimpleNamespace(logits=super().forward(input_ids))
+
+    class WithFeatures(nn.Linear):
+        def forward(self, x: torch.Tensor, return_features: bool):
+            assert not return_features
+            return (super().forward(x),)
+
+    names = {"psg": psg, "DataLoader": DataLoader}
+    names["collator"] = torch.utils.data.default_collate
+    names["tokenised"] = [
+        {"input_ids": i, "labels": i % Pool.classes} for i in range(20)
+    ]
+    names["model"] = Classifier(nn.Embedding(20, 3), nn.Linear(3, Pool.classes))
+    exec(block(POOLS, "python", "collate_fn=collator"), names)
+    names["model"], image = WithFeatures(4, Pool.classes), torch.ones(4)
+    names["dataset"] = [{"image": i * image, "class": {"fine": i}} for i in range(4)]
+    exec(block(POOLS, "python", "return_features"), names)
+
+
+def test_a_class_like_another():
+    class MyLinear(nn.Linear):
+        pass
+
+    with rules_kept():
+        names = {"psg": psg, "nn": nn, "MyLinear": MyLinear}
+        exec(block(DETAILS, "python", "like="), names)
+        assert RULES[MyLinear] is RULES[nn.Linear]

@@ -6,19 +6,9 @@ import copy
 
 import pytest
 import torch
+from support.per_sample_grad import BATCH, HALF, Case, captured, error, flat, fold
 from support.per_sample_grad.agreement import agree
-from support.per_sample_grad.gradient_oracle import (
-    BATCH,
-    HALF,
-    Case,
-    captured,
-    error,
-    flat,
-    fold,
-    oracle,
-)
-from support.per_sample_grad.layer_cases import CASES, share
-from support.per_sample_grad.refused_models import BY_NAME
+from support.per_sample_grad.models import BY_NAME, CASES, share
 from support.xla_replica.replicas import COMPILED, HAS_XLA, IS_COMPILED, needs_xla
 from torch import nn
 
@@ -61,7 +51,7 @@ def compared(rank: int, names: list[str]) -> list[str]:
     wrong = []
     for case in map(BY_NAME.__getitem__, names):
         model, inputs = case.make(torch.float32)
-        truth = oracle(case, model, inputs)  # before `.to` unties what is tied
+        truth = case.oracle(model, inputs)  # before `.to` unties what is tied
         moved(model, replica.device)
         # TorchTPU has a kernel for attention, which only TPUs run.
         math_alone = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
@@ -146,13 +136,10 @@ def counted(rank: int, name: str) -> list[list[tuple[int, int, dict[str, int]]]]
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "inplace-relu-tokens",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("cnn", "transformer")),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "inplace-relu-tokens",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("cnn", "transformer")),
+])  # fmt: skip
 def test_new_data_compile_one_program_and_answers_take_one_transfer(name):
     """The same holds in a stream, and a short last batch adds none."""
     (found,) = COMPILED.run(counted, name, timeout=LONG)
@@ -203,7 +190,7 @@ def other_things(rank: int) -> None:
 
     def off(case: Case, dtype: torch.dtype = torch.float32, **options) -> float:
         model, inputs, there = made(case, dtype)
-        truth = flat(oracle(case, model, inputs)).norm(dim=1)
+        truth = case.norms(model, inputs)
         norms = psg.per_sample_grad_norms(there, fold, replica.send(inputs), **options)
         return error(replica.fetch([norms])[0], truth)
 
@@ -258,7 +245,7 @@ def cancelling(rank: int) -> None:
         return f.norms(squared=True), f.gram()
 
     for x in draws:
-        truth = flat(oracle(Case("", None, (), loss=deviations), wide, (x,)))
+        truth = flat(Case("", None, (), loss=deviations).oracle(wide, (x,)))
         with xla_replica.count() as counts:
             recorded, losses = captured(model, deviations, *replica.send((x,)))
             answers = replica.fetch(recorded.stream(losses, answer))

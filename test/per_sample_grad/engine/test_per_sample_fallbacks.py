@@ -7,22 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.per_sample_grad import Case, captured, error, fold, norms_of, rules_kept
 from support.per_sample_grad.agreement import agree, agree_with_loop
-from support.per_sample_grad.gradient_oracle import (
-    Case,
-    captured,
-    error,
-    flat,
-    fold,
-    norms_of,
-    oracle,
-    rules_kept,
-)
-from support.per_sample_grad.layer_cases import Apply
-from support.per_sample_grad.refused_models import (
+from support.per_sample_grad.models import (
     BY_NAME,
     COUPLED,
     UNSEEN,
+    Apply,
     Doubling,
     of_angle,
     turned,
@@ -31,6 +22,7 @@ from support.per_sample_grad.refused_models import (
 from torch import nn
 from torch.nn.modules import rnn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 import per_sample_grad as psg
 from per_sample_grad.layers import registry
@@ -54,13 +46,13 @@ def test_what_no_rule_accounts_for_is_an_error_or_exact_by_the_loop(case, batch)
     model, inputs = case.make(torch.float64, batch)
     expected = psg.CouplingError if "square" in case.name else psg.CoverageError
     with pytest.raises(expected):
-        psg.per_sample_factors(model, case.loss, inputs, **case.options)
+        case.factors(model, inputs)
     options = {"fallback": "loop", **case.options}
     for _ in range(2):
         agree_with_loop(case, model, inputs, **options)
     # In a stream.
     norms = psg.per_sample_grad_norms(model, case.loss, inputs, **options)
-    assert error(norms, flat(oracle(case, model, inputs)).norm(dim=1)) <= 1e-10
+    assert error(norms, case.norms(model, inputs)) <= 1e-10
 
 
 def all_outputs(m: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -75,14 +67,11 @@ def all_outputs(m: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.T
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
-@pytest.mark.parametrize(
-    ("build", "width"),
-    [
-        # torch_xla puts another GRU in place of `nn.GRU`, which needs an XLA device.
-        (lambda: rnn.GRU(3, 4, bias=False), 4),
-        (lambda: rnn.LSTM(3, 4, 2, bidirectional=True, proj_size=2), 4),
-    ],
-)
+@pytest.mark.parametrize(("build", "width"), [
+    # torch_xla puts another GRU in place of `nn.GRU`, which needs an XLA device.
+    (lambda: rnn.GRU(3, 4, bias=False), 4),
+    (lambda: rnn.LSTM(3, 4, 2, bidirectional=True, proj_size=2), 4),
+])  # fmt: skip
 def test_recurrent_layers_are_refused_or_exact_by_the_loop(build, width):
     """Sequences and last states count, packed and not."""
     around = {"before": nn.Linear(3, 3), "after": nn.Linear(width, 2)}
@@ -104,7 +93,7 @@ def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows):
     model, _ = case.make(torch.float64)
     model.embed = nn.Embedding(rows, 3).double()
     inputs = (torch.randn(3, rows, 3).double(),)
-    truth = oracle(case, model, inputs)
+    truth = case.oracle(model, inputs)
     for is_first in (True, False):
         recorded, losses = captured(model, fold, *inputs, fallback="loop")
         agree(recorded.backward(losses), truth, 1e-10)
@@ -116,15 +105,12 @@ def test_a_wrong_rule_is_replaced_by_the_fallback_and_remembered(rows):
     assert not psg.coverage(model, fold, inputs).parameters["embed.weight"].correct
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("patched-forward", "the forward method of this Linear was replaced"),
-        ("pruned", "the weight of this Linear is not a parameter, but a tensor"),
-        ("weight-norm", "no rule is registered for"),
-        ("wrong-rule", "for Doubling, and as a Linear it may compute something else"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), [
+    ("patched-forward", "the forward method of this Linear was replaced"),
+    ("pruned", "the weight of this Linear is not a parameter, but a tensor"),
+    ("weight-norm", "no rule is registered for"),
+    ("wrong-rule", "for Doubling, and as a Linear it may compute something else"),
+])  # fmt: skip
 def test_modules_that_look_like_known_ones_have_no_rule(name, reason):
     model, _ = BY_NAME[name].make(torch.float32)
     assert reason in registry.why_no_rule(model[0])
@@ -139,12 +125,11 @@ def test_what_is_attributed_wrongly_is_an_error(case, batch):
         batch = 3
     model, inputs = case.make(torch.float32, batch=batch)
     with pytest.raises(psg.CouplingError, match="off by"):
-        psg.per_sample_factors(model, case.loss, inputs)
+        case.factors(model, inputs)
 
 
 @pytest.mark.parametrize(
-    "norm",
-    [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False).eval()],
+    "norm", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False).eval()]
 )
 def test_batch_statistics_are_refused_before_anything_happens(norm):
     model = nn.Sequential(nn.Linear(3, 3), norm)
@@ -153,46 +138,38 @@ def test_batch_statistics_are_refused_before_anything_happens(norm):
     assert not model[0]._forward_hooks
 
 
-def test_an_input_changed_in_place_is_an_error():
-    x = torch.randn(4, 3)
-    recorded, losses = captured(nn.Linear(3, 2), fold, x)
-    x.add_(1)
-    with pytest.raises(psg.PerSampleError, match="changed in place"):
-        recorded.backward(losses)
+def squares(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = module(x, x, x)[0] if isinstance(module, nn.MultiheadAttention) else module(x)
+    return out.square().sum((1, 2))
 
 
-def attention(module, x):
-    return module(x, x, x)[0].pow(2).sum((1, 2))
-
-
-@pytest.mark.parametrize(
-    ("module", "loss", "change"),
-    [
-        (nn.MultiheadAttention(4, 2, batch_first=True), attention,
-         lambda module: module.in_proj_weight.mul_(1.5)),
-        (nn.BatchNorm1d(5).eval(), lambda module, x: module(x).pow(2).sum((1, 2)),
-         lambda module: module.running_mean.add_(1)),
-    ],
-)  # fmt: skip
-def test_a_tensor_that_a_rule_reads_later_must_not_have_changed(module, loss, change):
-    recorded, losses = captured(module, loss, torch.randn(3, 5, 4))
+@pytest.mark.parametrize(("module", "change"), [
+    (nn.Linear(4, 2), lambda module, x: x.add_(1)),
+    (nn.MultiheadAttention(4, 2, batch_first=True),
+     lambda module, x: module.in_proj_weight.mul_(1.5)),
+    (nn.BatchNorm1d(5).eval(), lambda module, x: module.running_mean.add_(1)),
+])  # fmt: skip
+def test_a_tensor_that_a_rule_reads_later_must_not_have_changed(module, change):
+    recorded, losses = captured(module, squares, x := torch.randn(3, 5, 4))
     with torch.no_grad():
-        change(module)
-    with pytest.raises(psg.PerSampleError, match="or a tensor of it that its rule"):
+        change(module, x)
+    told = "or a tensor of it that its rule reads, was changed in place"
+    with pytest.raises(psg.PerSampleError, match=told):
         recorded.norms(losses)
 
 
 def test_bags_whose_last_offset_is_not_the_end_are_refused():
     """Beyond it torch's own gradient may be of memory that nobody has set."""
-    bags, index = nn.EmbeddingBag(20, 3, mode="sum", include_last_offset=True), None
-    for offsets, is_allowed in (([0, 3, 6, 9, 12], True), ([0, 1, 5, 9, 11], False)):
-        index = torch.randint(0, 20, (12,))
-        found = captured(bags, lambda m, *x: m(*x).sum(1), index, torch.tensor(offsets))
-        if is_allowed:
-            assert found[0].norms(found[1]).shape == (4,)
-            continue
-        with pytest.raises(psg.CoverageError, match="its last offset is 11 and its"):
-            found[0].norms(found[1])
+    bags = nn.EmbeddingBag(20, 3, mode="sum", include_last_offset=True)
+
+    def norms(*offsets: int) -> torch.Tensor:
+        given = torch.randint(0, 20, (12,)), torch.tensor(offsets)
+        recorded, losses = captured(bags, lambda m, *x: m(*x).sum(1), *given)
+        return recorded.norms(losses)
+
+    assert norms(0, 3, 6, 9, 12).shape == (4,)
+    with pytest.raises(psg.CoverageError, match="its last offset is 11 and its"):
+        norms(0, 1, 5, 9, 11)
 
 
 def linear(answer="backward", *args, loss=fold, accumulate=None, **options) -> None:
@@ -203,45 +180,54 @@ def linear(answer="backward", *args, loss=fold, accumulate=None, **options) -> N
 
 LAYERS = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 WRAPPED = torch.compile(LAYERS, backend="eager")
+FACTORS = psg.per_sample_factors(nn.Linear(3, 2), fold, (torch.ones(4, 3),))
+OF_ANOTHER = psg.Projection({"weight": (3, 2), "bias": (2,)}, 5)
 MANY = nn.ModuleList(nn.Linear(1, 1) for _ in range(9))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "told"),
-    [
-        (lambda: linear(loss=lambda m, x: m(x).sum()), ValueError, "reduction"),
-        (lambda: linear(loss=lambda m, x: m(x)), ValueError, "one number per sample"),
-        (lambda: linear(loss=lambda m, x: m(x).sum(1).detach()), ValueError,
-         "no graph"),
-        (lambda: linear(loss=lambda m, x: m(x).sum(1).long()), ValueError,
-         "dtype torch.int64"),
-        *((lambda option=option: linear(**{option: "no"}), ValueError,
-           f"{option} must be one of .*, got 'no'")
-          for option in ("fallback", "check", "method")),
-        (lambda: linear(fallback="batched"), ValueError,
-         'was withdrawn: pass fallback="loop"'),
-        (lambda: linear(scale=0.0), ValueError, r"scale must be .* > 0, got 0\.0"),
-        (lambda: linear(accumulate="max"), ValueError,
-         "accumulate must be one of 'mean', 'sum'"),
-        (lambda: linear("stream", lambda factors: "no number"), TypeError,
-         "tuples, lists and dicts"),
-        (lambda: psg.capture(LAYERS, ["2.weight"]), ValueError,
-         r"allowed are 0\.weight"),
-        (lambda: psg.capture(WRAPPED, ["1.weight"]), ValueError,
-         r"of a wrapper, such as .*torch\.compile"),
-        (lambda: psg.capture(LAYERS, [name for name, _ in WRAPPED.named_parameters()]),
-         ValueError, "of a wrapper"),
-        (lambda: psg.capture(MANY, ["9.weight"]), ValueError, r"5\.bias and 6 more$"),
-        (lambda: psg.capture(nn.Linear(2, 1, dtype=torch.complex64)), ValueError,
-         "weight, bias are complex: leave them out"),
-        (lambda: psg.per_sample_factors(
-            nn.Embedding(5, 3, scale_grad_by_freq=True), fold,
-            (torch.ones(3, 4).long(),)), psg.CoverageError,
-         "counts over the whole batch"),
-        (lambda: psg.coverage(nn.Linear(3, 2), fold, (torch.randn(0, 3),)), ValueError,
-         "has no samples; give one"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "error", "told"), [
+    (lambda: linear(loss=lambda m, x: m(x).sum()), ValueError, "reduction"),
+    (lambda: linear(loss=lambda m, x: m(x)), ValueError, "one number per sample"),
+    (lambda: linear(loss=lambda m, x: m(x).sum(1).detach()), ValueError, "no graph"),
+    (lambda: linear(loss=lambda m, x: m(x).sum(1).long()), ValueError,
+     "dtype torch.int64"),
+    *((lambda option=option: linear(**{option: "no"}), ValueError,
+       f"{option} must be one of .*, got 'no'")
+      for option in ("fallback", "check", "method")),
+    (lambda: linear(fallback="batched"), ValueError,
+     'was withdrawn: pass fallback="loop"'),
+    (lambda: linear(scale=0.0), ValueError, r"scale must be .* > 0, got 0\.0"),
+    (lambda: linear(accumulate="max"), ValueError,
+     "accumulate must be one of 'mean', 'sum'"),
+    (lambda: linear("stream", lambda factors: "no number"), TypeError,
+     "tuples, lists and dicts"),
+    (lambda: psg.capture(LAYERS, ["2.weight"]), ValueError, r"allowed are 0\.weight"),
+    (lambda: psg.capture(WRAPPED, ["1.weight"]), ValueError,
+     r"of a wrapper, such as .*torch\.compile"),
+    (lambda: psg.capture(LAYERS, [name for name, _ in WRAPPED.named_parameters()]),
+     ValueError, "of a wrapper"),
+    (lambda: psg.capture(MANY, ["9.weight"]), ValueError, r"5\.bias and 6 more$"),
+    (lambda: psg.capture(nn.Linear(2, 1, dtype=torch.complex64)), ValueError,
+     "weight, bias are complex: leave them out"),
+    (lambda: psg.per_sample_factors(nn.Embedding(5, 3, scale_grad_by_freq=True), fold,
+        (torch.ones(3, 4).long(),)), psg.CoverageError,
+     "counts over the whole batch"),
+    (lambda: psg.coverage(nn.Linear(3, 2), fold, (torch.randn(0, 3),)), ValueError,
+     "has no samples; give one"),
+    (lambda: FACTORS.dot({"weight": torch.zeros(2, 3)}), ValueError,
+     "bias must be both given and captured"),
+    (lambda: FACTORS.dot({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}),
+     ValueError, "parameters' shapes"),
+    (lambda: FACTORS.weighted_sum(torch.zeros(5)), ValueError, "4 samples"),
+    (lambda: psg.cross_gram(FACTORS, psg.per_sample_factors(
+        LAYERS, fold, (torch.ones(4, 3),))), ValueError, "different parameters"),
+    *((call, ValueError, r"weight of shape \(2, 3\) is captured.*\(3,")
+      for call in (lambda: linear("project", OF_ANOTHER),
+                   lambda: FACTORS.project(OF_ANOTHER))),
+    (lambda: psg.per_sample_factors(LAYERS, lambda m, x: checkpoint(
+        m[1], m[0](x), use_reentrant=True).sum(1), (torch.randn(3, 3),)),
+     psg.CoverageError, "use_reentrant=False"),
+])  # fmt: skip
 def test_what_cannot_be_asked_is_told(call, error, told):
     with pytest.raises(error, match=told):
         call()

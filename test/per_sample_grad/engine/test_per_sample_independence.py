@@ -14,8 +14,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.gradient_oracle import captured, fold, norms_of, rules_kept
-from support.per_sample_grad.layer_cases import Apply, WithParameter
+from support.per_sample_grad import captured, compared, fold, norms_of, rules_kept
+from support.per_sample_grad.models import Apply, WithParameter
 from support.xla_replica.replicas import of_torch_alone
 from torch import nn
 
@@ -41,7 +41,6 @@ class Hidden(nn.Module):
 
 
 def made(build: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
-    """Returns a model in float64, and samples for it."""
     torch.manual_seed(0)
     return build().double(), torch.randn(B, 4, dtype=torch.float64)
 
@@ -200,14 +199,11 @@ def test_a_gradient_that_is_edited_while_it_waits_is_refused(answer):
             getattr(recorded, answer)(losses)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda w: torch.maximum(w, w.t()), lambda w: torch.maximum(w.t(), w),
-        lambda w: torch.maximum(w, w), lambda w: torch.minimum(torch.sin(w), w),
-        lambda w: torch.atan2(w, w.t() + 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("function", [
+    lambda w: torch.maximum(w, w.t()), lambda w: torch.maximum(w.t(), w),
+    lambda w: torch.maximum(w, w), lambda w: torch.minimum(torch.sin(w), w),
+    lambda w: torch.atan2(w, w.t() + 3),
+])  # fmt: skip
 def test_a_leaf_in_two_inputs_of_one_operation(function):
     def multiplied(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(m.first(x)) @ function(m.p)
@@ -222,7 +218,6 @@ def test_a_leaf_in_two_inputs_of_one_operation(function):
 
 @torch.library.custom_op("test_independence::mixed", mutates_args=())
 def mixed(x: torch.Tensor, size: float) -> torch.Tensor:
-    """Adds the mean of all samples, times a number."""
     return x + size * x.mean(0)
 
 
@@ -289,11 +284,9 @@ def test_usual_operations_are_compared_once(name):
         h = torch.tanh(m.first(x))
         return USUAL[name](h).square().sum(1) + m.last(h).square().sum(1)
 
-    for compared in (True, False, False):
-        x = torch.randn(B, 4, dtype=torch.float64)
-        recorded, losses = captured(model, losses_of, x)
-        recorded.norms(losses)
-        assert recorded.compared == compared
+    batches = torch.randn(3, B, 4, dtype=torch.float64)
+    found = [compared(model, losses_of, batch) for batch in batches]
+    assert found == [True, False, False]
 
 
 # --- drawn models -----------------------------------------------------------------
@@ -306,7 +299,6 @@ NUM_MODELS, PER_TEST = 500, 50
 
 
 def widened(h: torch.Tensor) -> torch.Tensor:
-    """Returns h with the width that every piece takes."""
     return F.pad(h, (0, WIDTH - h.shape[1])) if h.shape[1] < WIDTH else h[:, :WIDTH]
 
 

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from support.per_sample_grad import captured, flat, fold, rules_kept
 from support.per_sample_grad.agreement import assert_same_grads
-from support.per_sample_grad.gradient_oracle import captured, flat, fold, rules_kept
-from support.per_sample_grad.layer_cases import put
-from support.per_sample_grad.refused_models import turned
+from support.per_sample_grad.models import put, turned
 from torch import nn
 
 import per_sample_grad as psg
@@ -22,6 +21,8 @@ import per_sample_grad as psg
 
 class Switched(nn.Module):
     """A module whose forward pass is another function when it is told so."""
+
+    shape = 6, 4  # of samples
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +57,6 @@ def made(place: str, make: Callable) -> Callable[[nn.Module], nn.Module]:
 
 
 def to(way: Callable) -> Callable[[nn.Module], nn.Module]:
-    """Returns a change of what the module does."""
     return lambda model: put(model, "way", way)
 
 
@@ -125,6 +125,8 @@ class Hidden(nn.Module):
 
 class Used(nn.Module):
     """A module that uses parameters directly, as it is told."""
+
+    shape = 6, 3, 4
 
     def __init__(self, way: Callable) -> None:
         super().__init__()
@@ -244,11 +246,6 @@ for way, fallback in WAYS.items():
     ROWS += [(make, fallback, change) for change in CHANGES_OF_USES]
 
 
-def samples_for(model: nn.Module) -> torch.Tensor:
-    positions = () if isinstance(model, Switched) else (3,)
-    return torch.randn(6, *positions, 4, dtype=torch.float64)
-
-
 def outcome(model: nn.Module, x: torch.Tensor, fallback: str = "error") -> tuple:
     """Returns per-sample gradients, beside those of training; or the error."""
     torch.manual_seed(5)
@@ -267,7 +264,7 @@ def test_a_change_is_seen_as_in_a_model_without_a_history(number):
     make, fallback, change = ROWS[number]
     torch.manual_seed(number)
     model = make().double()
-    x = samples_for(model)
+    x = torch.randn(model.shape, dtype=torch.float64)
     fresh = copy.deepcopy(model)
     for _ in range(3):
         assert isinstance(outcome(model, x, fallback)[0], torch.Tensor)
@@ -286,7 +283,7 @@ def test_a_change_is_seen_as_in_a_model_without_a_history(number):
 @pytest.mark.parametrize("way", [None, *WAYS])
 def test_neither_a_graph_nor_a_model_is_kept(way):
     model = Switched().double() if way is None else Used(way).double()
-    x = samples_for(model).requires_grad_()
+    x = torch.randn(model.shape, dtype=torch.float64, requires_grad=True)
     for _ in range(3):
         outcome(model, x, WAYS.get(way, "error"))
     batch, network = weakref.ref(x), weakref.ref(model)

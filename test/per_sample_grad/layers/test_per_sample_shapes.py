@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
+from support.per_sample_grad import Case, Gradients, captured, error, flat
 from support.per_sample_grad.agreement import METHODS, TOLERANCES, agree
-from support.per_sample_grad.drawn_layers import KINDS, convolutions
-from support.per_sample_grad.gradient_oracle import (
-    Case,
-    Gradients,
-    captured,
-    error,
-    flat,
-    oracle,
-)
-from support.per_sample_grad.layer_cases import CASES
+from support.per_sample_grad.models import CASES, Apply
 from torch import nn
 
 import per_sample_grad as psg
@@ -28,6 +22,155 @@ from per_sample_grad.layers.patches import Unfolding, padded
 
 # torch warns about even kernels
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+
+# --- layers of drawn shapes and options: `KINDS` draws each kind ----------------------
+
+MODES = ["zeros", "reflect", "replicate", "circular"]
+
+
+def sizes(draw, rank: int, low: int, high: int) -> tuple[int, ...]:
+    return tuple(draw(st.integers(low, high)) for _ in range(rank))
+
+
+def layer(kind: str, shape: tuple[int, ...], *args, **options) -> Case:
+    """Returns a layer of these arguments, which its name tells."""
+    name = f"{kind}{args} {options} of {shape}"
+    return Case(name, lambda: getattr(nn, kind)(*args, **options), shape)
+
+
+def convolutions(draw, transposed: bool = False) -> Case:
+    rank, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    size = sizes(draw, rank, *((1, 4 - rank) if transposed else (3, 6 - rank)))
+    kernel, dilation = sizes(draw, rank, 1, 3), sizes(draw, rank, 1, 2)
+    channels = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
+    options = {"dilation": dilation, "groups": groups, "bias": draw(st.booleans())}
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
+    if transposed:
+        kind, stride = "ConvTranspose", sizes(draw, rank, 1, 3)
+        padding, most = sizes(draw, rank, 0, 2), map(max, stride, dilation)
+        more = tuple(draw(st.integers(0, each - 1)) for each in most)
+        numbers = zip(size, stride, padding, reach, more)
+        assume(all((n - 1) * s - 2 * p + r + m >= 1 for n, s, p, r, m in numbers))
+        options |= {"output_padding": more}
+    else:
+        kind, mode = "Conv", draw(st.sampled_from(MODES))
+        padding = draw(st.sampled_from(["same", "valid", "numbers"]))
+        stride = (1,) * rank if padding == "same" else sizes(draw, rank, 1, 3)
+        if padding == "numbers":
+            padding = sizes(draw, rank, 0, 2)
+        around = padding if isinstance(padding, tuple) else (0,) * rank
+        fits = all(s + 2 * p >= r for s, p, r in zip(size, around, reach))
+        assume(padding == "same" or fits)
+        options |= {"padding_mode": mode}
+    options |= {"stride": stride, "padding": padding}
+    return layer(f"{kind}{rank}d", (channels[0], *size), *channels, kernel, **options)
+
+
+def linears(draw) -> Case:
+    shape = sizes(draw, draw(st.integers(1, 4)), 1, 4)
+    width, bias = draw(st.integers(1, 4)), draw(st.booleans())
+    return layer("Linear", shape, shape[-1], width, bias=bias)
+
+
+def embeddings(draw) -> Case:
+    entries, width = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    padding = draw(st.none() | st.integers(0, entries - 1))
+    shape = sizes(draw, draw(st.integers(0, 2)), 1, 4)
+    return Case(
+        f"embedding {entries} x {width}, padding_idx={padding}, of {shape}",
+        lambda: nn.Embedding(entries, width, padding_idx=padding),
+        lambda batch: (torch.randint(0, entries, (batch, *shape)),),
+    )
+
+
+def norms(draw, kind: str) -> Case:
+    outer = sizes(draw, draw(st.integers(0, 2)), 1, 3)
+    shape = (*sizes(draw, draw(st.integers(0, 1)), 1, 3), draw(st.integers(2, 5)))
+    options = {"eps": draw(st.sampled_from([1e-5, 1e-2]))}
+    if kind == "LayerNorm":
+        options["bias"] = draw(st.booleans())
+    elif draw(st.booleans()):
+        options["eps"] = None
+    return layer(kind, (*outer, *shape), shape, **options)
+
+
+def group_norms(draw) -> Case:
+    groups, each = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    space = sizes(draw, draw(st.integers(0, 3)), 1, 3)
+    # A single number minus its mean is zero; torch refuses groups of one number.
+    assume(each * torch.Size(space).numel() > 1)
+    channels = groups * each
+    return layer("GroupNorm", (channels, *space), groups, channels)
+
+
+def instance_norms(draw) -> Case:
+    rank, channels = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    running, space = draw(st.booleans()), sizes(draw, rank, 1, 4)
+    assume(running or torch.Size(space).numel() > 1)
+    options = {"affine": True, "track_running_stats": running}
+    return layer(f"InstanceNorm{rank}d", (channels, *space), channels, **options)
+
+
+def batch_norms(draw) -> Case:
+    """Draws BatchNorms with frozen statistics; others are refused."""
+    rank, channels = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    least = 0 if rank == 1 else rank
+    space = sizes(draw, draw(st.integers(least, rank)), 1, 4)
+    kind = draw(st.sampled_from([f"BatchNorm{rank}d", "SyncBatchNorm"]))
+    return layer(kind, (channels, *space), channels)
+
+
+def prelus(draw) -> Case:
+    channels, each = draw(st.integers(1, 4)), draw(st.booleans())
+    space = sizes(draw, draw(st.integers(0, 3)), 1, 3)
+    return layer("PReLU", (channels, *space), channels if each else 1)
+
+
+def bilinears(draw) -> Case:
+    first, second, width = sizes(draw, 3, 1, 4)
+    inner, bias = sizes(draw, draw(st.integers(0, 2)), 1, 3), draw(st.booleans())
+    return Case(
+        f"bilinear {first} x {second} to {width} in {inner}, bias={bias}",
+        lambda: nn.Bilinear(first, second, width, bias=bias),
+        lambda batch: tuple(torch.randn(batch, *inner, n) for n in (first, second)),
+    )
+
+
+def attentions(draw) -> Case:
+    heads, width = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    length, keys = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    kdim, vdim = draw(st.sampled_from([(None, None), (3, 3), (3, 2)]))
+    bias, first = draw(st.booleans()), draw(st.booleans())
+    weights, causal = draw(st.booleans()), draw(st.booleans())
+    size = heads * width
+
+    def attend(m: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+        query, key, value = (x if first else x.transpose(0, 1) for x in inputs)
+        mask = None
+        if causal:
+            after = torch.ones(length, keys, device=query.device).triu(1).bool()
+            mask = torch.where(after, -torch.inf, 0.0).to(query.dtype)
+        out = m.inner(query, key, value, attn_mask=mask, need_weights=weights)[0]
+        return out if first else out.transpose(0, 1)
+
+    options = {"bias": bias, "kdim": kdim, "vdim": vdim, "batch_first": first}
+    shapes = (length, size), (keys, kdim or size), (keys, vdim or size)
+    return Case(
+        f"attention, {heads} of {width}, {shapes=} {options} {weights=} {causal=}",
+        lambda: Apply(attend, inner=nn.MultiheadAttention(size, heads, **options)),
+        lambda batch: tuple(torch.randn(batch, *shape) for shape in shapes),
+        {"batch_dim": 0 if first else 1},
+    )
+
+
+KINDS = {
+    "attention": attentions, "batch-norm": batch_norms, "bilinear": bilinears,
+    "convolution": convolutions, "embedding": embeddings, "group-norm": group_norms,
+    "instance-norm": instance_norms, "layer-norm": partial(norms, kind="LayerNorm"),
+    "linear": linears, "prelu": prelus, "rms-norm": partial(norms, kind="RMSNorm"),
+    "transposed": partial(convolutions, transposed=True),
+}  # fmt: skip
+drawn = st.composite(lambda draw, kind: KINDS[kind](draw))
 
 
 Inputs = tuple[torch.Tensor, ...]
@@ -53,7 +196,7 @@ LAYOUTS = {  # from a tensor to the same values
 def lost(case: Case, model: nn.Module, inputs: Inputs, truth: Gradients) -> float:
     """Returns the loop's own error in this dtype, where a parameter's terms cancel."""
     dtype = next(model.parameters()).dtype
-    rows, size = oracle(case, model, inputs, dtype), flat(truth).norm()
+    rows, size = case.oracle(model, inputs, dtype), flat(truth).norm()
     return max(error(rows[name], truth[name], size) for name in truth)
 
 
@@ -92,19 +235,17 @@ def wrong_by_itself(case: Case, model: nn.Module, *layouts: Inputs) -> bool:
 def test_every_answer_equals_the_loop(case, dtype, budget):
     """Also in chunks of one sample, as a budget of one byte asks for."""
     model, inputs = case.make(dtype)
-    truth = oracle(case, model, inputs)
+    truth = case.oracle(model, inputs)
     for method in METHODS:
-        options = {"method": method, "budget": budget, **case.options}
-        factors = psg.per_sample_factors(model, case.loss, inputs, **options)
+        factors = case.factors(model, inputs, method=method, budget=budget)
         agree(factors, truth, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_parameter_may_be_the_only_one(case):
     model, inputs = case.make(torch.float64)
-    for name, truth in oracle(case, model, inputs).items():
-        options = {"params": [name], **case.options}
-        found = psg.per_sample_factors(model, case.loss, inputs, **options)
+    for name, truth in case.oracle(model, inputs).items():
+        found = case.factors(model, inputs, params=[name])
         assert error(found.materialize()[name], truth) <= 1e-10, name
 
 
@@ -112,14 +253,14 @@ def test_every_parameter_may_be_the_only_one(case):
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_layers_equal_the_loop(kind, number):
     @given(
-        case=KINDS[kind], batch=st.integers(1, 4), seed=st.integers(0, 3),
+        case=drawn(kind), batch=st.integers(1, 4), seed=st.integers(0, 3),
         dtype=st.sampled_from([*TOLERANCES]), method=st.sampled_from(METHODS),
         budget=st.sampled_from([1, 1000, 2**28]), layout=st.sampled_from([*LAYOUTS]),
     )  # fmt: skip
     @examples(number)
     def check(case, batch, dtype, method, budget, layout, seed):
         model, inputs = case.make(dtype, batch, seed)
-        truth = oracle(case, model, inputs)
+        truth = case.oracle(model, inputs)
         tolerance = max(TOLERANCES[dtype], 2 * lost(case, model, inputs, truth))
         laid_out = tuple(LAYOUTS[layout](x) for x in inputs)
         options = {"method": method, "budget": budget, **case.options}
@@ -148,7 +289,7 @@ def test_every_rule_is_drawn():
     assert {kind.__name__ for kind in drawn} == names
 
 
-@given(case=convolutions(), batch=st.integers(1, 3))
+@given(case=drawn("convolution"), batch=st.integers(1, 3))
 @examples(25)
 def test_slices_see_what_views_see(case, batch):
     """Slices are what XLA runs; they are compared here."""

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.documents import read
-from support.per_sample_grad.gradient_oracle import Case, error, flat, fold, oracle
-from support.per_sample_grad.layer_cases import Apply
+from support.per_sample_grad import Case, error, fold
+from support.per_sample_grad.models import Apply
 from support.xla_replica.replicas import Backend, of_torch_alone, on_xla
 from torch import nn
 from torch.nn.modules import activation
@@ -225,18 +224,17 @@ def test_the_page_lists_them():
 
 
 def capture_all(rank: int) -> None:
-    """Captures models with these operations, in every form."""
     replica = xla_replica.current()
     for module in [*FORMULAS, nn.ELU(0.7, True), nn.CELU(0.7, True), nn.SELU(True)]:
         case = Case("", lambda module=module: nn.Sequential(
             nn.Linear(6, 6), module, nn.Linear(6, 3)), (5, 6))  # fmt: skip
         model, inputs = case.make(torch.float32)
-        truth = flat(oracle(case, model, inputs)).norm(dim=1)
+        truth = case.norms(model, inputs)
         model.to(replica.device)
         norms = psg.per_sample_grad_norms(model, fold, replica.send(inputs))
         assert error(replica.fetch([norms])[0], truth) <= 2e-5, module
     for kind, wrong in WRONG.items():
-        function = getattr(F, kind.__name__.lower())
+        function = getattr(nn.functional, kind.__name__.lower())
         model = Apply(lambda m, x, f=function: m.b(f(m.a(x))), a=nn.Linear(6, 6),
                       b=nn.Linear(6, 3)).to(replica.device)  # fmt: skip
         inputs = replica.send((torch.randn(3, 6),))

@@ -8,18 +8,9 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from support.per_sample_grad import Case, captured, error, fold, rules_kept
 from support.per_sample_grad.agreement import agree_with_loop, assert_same_grads
-from support.per_sample_grad.gradient_oracle import (
-    Case,
-    captured,
-    error,
-    flat,
-    fold,
-    oracle,
-    rules_kept,
-)
-from support.per_sample_grad.layer_cases import Apply, WithParameter, tokens
-from support.per_sample_grad.refused_models import BY_OPERATIONS, positions
+from support.per_sample_grad.models import BY_OPERATIONS, Apply, WithParameter, tokens
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -87,7 +78,6 @@ def case_of(name, function, *shape: int, of=(5, 3), batch_dim=None, **layers) ->
 
 
 def pointwise(name: str, function, *shape: int, of=(3,)) -> Case:
-    """A pointwise operation between two layers."""
     return case_of(
         name, lambda m, x: m.b(function(torch.sigmoid(m.a(x)), m.p.abs())),
         *shape, of=of, a=(3, 4), b=(4, 2),
@@ -95,7 +85,6 @@ def pointwise(name: str, function, *shape: int, of=(3,)) -> Case:
 
 
 def of_weight(name: str, function, *shape: int, of=(5, 3)) -> Case:
-    """A weight that is computed from a parameter."""
     return case_of(
         name, lambda m, x: F.linear(m.a(x), function(m, m.p)), *(shape or (5, 4)),
         of=of, a=(3, 4), b=(2, 4), c=(5, 2),
@@ -222,10 +211,25 @@ CASES = [
         parametrizations.spectral_norm(nn.Linear(3, 5)).eval()), (3,)),
 ]  # fmt: skip
 OWN = {case.name: case for case in CASES}
+# Tables of as many rows as samples, in some batches; it is seen where they meet them.
+TABLES = [
+    Case("of-positions", lambda: Apply(
+        lambda m, x: m.inner(torch.tanh(x + m.embed(torch.arange(3)))),
+        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
+    Case("of-positions-with-a-row", lambda: Apply(
+        lambda m, x: m.inner(x * m.embed(torch.arange(3)[None])),
+        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
+    # A class of each sample, which has a row for it, is used in the same way.
+    Case("of-classes", lambda: Apply(
+        lambda m, x, kind: m.inner(x + m.embed(kind)[:, None]),
+        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)),
+        lambda batch: (torch.randn(batch, 3, 3), torch.arange(batch) % 2)),
+]  # fmt: skip
+ROWS = [(case, batch) for case in CASES for batch in (1, 3, 4)]
+ROWS += [(case, batch) for case in TABLES for batch in (1, 2, 3, 6)]
 
 
-@pytest.mark.parametrize("batch", [1, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "batch"), ROWS, ids=str)
 def test_operations_account_for_parameters(case, batch):
     model, inputs = case.make(torch.float64, batch)
     if case.name == "weight-as-input" and batch == 1:
@@ -253,7 +257,7 @@ def test_no_gradient_of_a_matrix_is_formed(case):
 @pytest.mark.parametrize("name", ["rms-norm-plus-one", "power", "power-and-product"])
 def test_a_stream_and_accumulated_gradients(name):
     model, inputs = OWN[name].make(torch.float64)
-    norms = flat(oracle(OWN[name], model, inputs)).norm(dim=1)
+    norms = OWN[name].norms(model, inputs)
     plain = copy.deepcopy(model)
     fold(plain, *inputs).mean().backward()
     for _ in range(2):
@@ -288,17 +292,14 @@ def test_a_vector_of_other_values_than_a_buffer_may_be_samples():
         psg.per_sample_factors(model, fold, inputs)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda f, w: f * torch.view_as_complex(w)[0],
-        lambda f, w: f @ torch.view_as_complex(w),
-        lambda f, w: F.linear(f, torch.view_as_complex(w)),
-        lambda f, w: torch.view_as_complex(w).T.expand(len(f), 2, 2) @ f.mT,
-        lambda f, w: f * w[0, 0], lambda f, w: f + w[0, 0],
-        lambda f, w: f @ w[0].to(f.dtype),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("function", [
+    lambda f, w: f * torch.view_as_complex(w)[0],
+    lambda f, w: f @ torch.view_as_complex(w),
+    lambda f, w: F.linear(f, torch.view_as_complex(w)),
+    lambda f, w: torch.view_as_complex(w).T.expand(len(f), 2, 2) @ f.mT,
+    lambda f, w: f * w[0, 0], lambda f, w: f + w[0, 0],
+    lambda f, w: f @ w[0].to(f.dtype),
+])  # fmt: skip
 def test_parameters_meet_complex_numbers(function):
     """What is proven of a spectrum without an imaginary part holds for others."""
 
@@ -381,24 +382,3 @@ def test_samples_that_meet_below_are_an_error(case, batch):
     model, inputs = case.make(torch.float64, batch)
     with pytest.raises(psg.PerSampleError):
         psg.per_sample_grad_norms(model, fold, inputs)
-
-
-TABLES = [
-    Case("of-positions", positions, (3, 3)),
-    Case("of-positions-with-a-row", lambda: Apply(
-        lambda m, x: m.inner(x * m.embed(torch.arange(3)[None])),
-        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
-    # A class of each sample, which has a row for it, is used in the same way.
-    Case("of-classes", lambda: Apply(
-        lambda m, x, kind: m.inner(x + m.embed(kind)[:, None]),
-        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)),
-        lambda batch: (torch.randn(batch, 3, 3), torch.arange(batch) % 2)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, 6])
-@pytest.mark.parametrize("case", TABLES, ids=lambda case: case.name)
-def test_a_table_of_as_many_rows_as_samples_is_seen_where_it_meets_them(case, batch):
-    model, inputs = case.make(torch.float64, batch)
-    for _ in range(2):
-        agree_with_loop(case, model, inputs)

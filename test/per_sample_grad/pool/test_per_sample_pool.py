@@ -2,50 +2,72 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import functools
 import re
+import types
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.layer_cases import WithParameter
-from support.per_sample_grad.pool import (
-    CLASSES,
-    COUNT,
-    Pool,
-    Vectors,
-    assert_same_bits,
-    by_hand,
-    dense_model,
-    make_model,
-    scores,
-)
+from support.per_sample_grad import captured, norms_of
+from support.per_sample_grad.models import Apply, WithParameter
+from support.per_sample_grad.pool import Pool, Vectors, assert_same_bits, scores
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import per_sample_grad as psg
 
 SCORES = ["grad_norm", "last_layer_grad_norm", "el2n", "loss", "grand"]
+INPUTS = [Pool()[i][0] for i in range(Pool.size)]
+each_label = pytest.mark.parametrize("labels", ["given", "pseudo", "expected"])
 
 
-@pytest.mark.parametrize("labels", ["given", "pseudo", "expected"])
+def by_hand(model: nn.Module, score: str, labels: str) -> np.ndarray:
+    """Returns the scores of `Pool` in float64, gradients one sample after the other."""
+    model = copy.deepcopy(model).double().eval()
+    x, y = default_collate([Pool()[i] for i in range(Pool.size)])
+    logits = model(x.double())
+    chances = logits.softmax(1)
+
+    def scores(targets: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        if score == "loss":
+            return losses
+        if score == "el2n":
+            return (chances - F.one_hot(targets, Pool.classes)).norm(dim=1)
+        own = model[5] if score == "last_layer_grad_norm" else model
+        return norms_of(losses, own.parameters())
+
+    if labels == "expected":
+        of_classes = [
+            scores(torch.full_like(y, number)) for number in range(Pool.classes)
+        ]
+        found = (chances * torch.stack(of_classes, 1)).sum(1)
+    else:
+        found = scores(y if labels == "given" else chances.argmax(1))
+    return found.detach().numpy()
+
+
+@each_label
 @pytest.mark.parametrize("score", SCORES)
 def test_scores_equal_the_loop(score, labels):
-    model = make_model().train()
+    model = Pool.model().train()
     found = scores(model, score=score, labels=labels, batch_size=5)
     np.testing.assert_allclose(found, by_hand(model, score, labels), rtol=1e-4)
     assert all(module.training for module in model.modules())
 
 
 def test_expected_gradient_length_needs_no_labels():
-    expected = by_hand(make_model(), "grad_norm", "expected")
+    expected = by_hand(Pool.model(), "grad_norm", "expected")
     np.testing.assert_allclose(scores(pool=INPUTS, score="egl"), expected, rtol=1e-4)
 
 
 def test_several_models_are_averaged():
-    models = [make_model(0), make_model(1)]
+    models = [Pool.model(0), Pool.model(1)]
     truth = np.mean([by_hand(m, "grand", "given") for m in models], axis=0)
     np.testing.assert_allclose(scores(models, score="grand"), truth, rtol=1e-4)
 
@@ -53,7 +75,7 @@ def test_several_models_are_averaged():
 def test_the_last_layer_is_not_guessed():
     """The model's last parameter belongs to no module with a rule."""
     function, body = (lambda m, x: m.body(x.flatten(1)) @ m.p), nn.Linear(12, 5)
-    model = WithParameter(function, 5, CLASSES, body=body)
+    model = WithParameter(function, 5, Pool.classes, body=body)
     options = {"model": model, "score": "last_layer_grad_norm"}
     with pytest.raises(ValueError, match=r"accounts for p.*last_layer="):
         scores(**options)
@@ -61,60 +83,13 @@ def test_the_last_layer_is_not_guessed():
 
 
 def test_mixed_precision_stays_close():
-    truth = by_hand(make_model(), "grad_norm", "given")
+    truth = by_hand(Pool.model(), "grad_norm", "given")
     found = scores(autocast=torch.bfloat16)
     assert np.linalg.norm(found - truth) <= 2e-2 * np.linalg.norm(truth)
 
 
-INPUTS = [Pool()[i][0] for i in range(COUNT)]
-
-
 def projection_of(model: nn.Module, size: int = 60, seed: int = 3) -> psg.Projection:
     return psg.Projection(dict(model.named_parameters()), size, seed=seed)
-
-
-NO_VECTOR = r"score= returned a Tensor of shape {} for factors of 4 samples; return a"
-OWN_ROWS = {"score": projection_of(make_model())}
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "told"),
-    [
-        ({"score": "no"}, ValueError, "score must be .* or a Projection, got 'no'"),
-        ({"labels": "no"}, ValueError, "labels must be .* 'expected', got 'no'"),
-        *(({name: 0}, ValueError, f"{name} must be an integer >= 1, got 0")
-          for name in ("batch_size", "block_size", "part_size")),
-        ({"tag": 1}, TypeError, "tag must be a text"),
-        ({"folder": 1}, TypeError, "folder must be the path of a folder, got 1"),
-        ({"folder": __file__}, NotADirectoryError, "folder= is a file, or below one"),
-        ({"folder": f"{__file__}/a"}, NotADirectoryError, "give the path of a folder"),
-        ({"autocast": "bf16"}, TypeError, "autocast must be a torch.dtype, .*'bf16'"),
-        ({"pool": DataLoader(Pool(), batch_size=None)}, ValueError, "does not collate"),
-        ({"pool": iter(())}, TypeError, "no length"),
-        *(({"model": wrong}, TypeError, r"model must be a torch\.nn\.Module or a")
-          for wrong in (lambda x: x, nn.Linear, {}, [nn.Identity(), None], [])),
-        ({"model": nn.Linear(3, 2, device="meta"), "pool": [(torch.ones(3), 0)]},
-         ValueError, r"on meta.*move the model with model\.to"),
-        *(({"pool": pool}, ValueError, "have no targets; give pairs")
-          for pool in (INPUTS, [(x,) for x in INPUTS])),
-        ({"params": ["5.weight"], "score": "last_layer_grad_norm"}, ValueError,
-         "name the layer with last_layer="),
-        *(({"loss": F.cross_entropy, "score": score, "labels": labels}, ValueError,
-           r"shape \(\) for 4 samples")
-          for score in ("loss", "grad_norm") for labels in ("given", "expected")),
-        ({"score": lambda f: f.norms().sum()}, ValueError, NO_VECTOR.format(r"\(\)")),
-        ({"score": lambda f: f.gram()}, ValueError, NO_VECTOR.format(r"\(4, 4\)")),
-        ({"score": lambda f: f.norms().tolist()}, ValueError,
-         "score= returned a list for factors of 4 samples; return a"),
-        ({"params": ["0.weight"], **OWN_ROWS}, ValueError,
-         "of parameters that are not selected"),
-        ({"labels": "expected", **OWN_ROWS}, ValueError,
-         "labels must be one of 'given', 'pseudo'"),
-    ],
-)  # fmt: skip
-def test_arguments_are_checked(options, error, told):
-    with pytest.raises(error, match=told):
-        scores(**options)
 
 
 def test_an_unknown_option_is_told_with_those_that_are_known():
@@ -126,8 +101,9 @@ def test_an_unknown_option_is_told_with_those_that_are_known():
 
 
 def labelled(index: int, label: object) -> list:
-    """Returns a pool with one label of its own."""
-    return [(x, label if i == index else i % CLASSES) for i, x in enumerate(INPUTS)]
+    return [
+        (x, label if i == index else i % Pool.classes) for i, x in enumerate(INPUTS)
+    ]
 
 
 PLAIN_LOSSES = {
@@ -138,11 +114,13 @@ PLAIN_LOSSES = {
 }
 
 
-@pytest.mark.parametrize("label", [CLASSES, -1])
+@pytest.mark.parametrize("label", [Pool.classes, -1])
 @pytest.mark.parametrize("kind", PLAIN_LOSSES)
-@pytest.mark.parametrize("index", [0, 13, COUNT - 1])
+@pytest.mark.parametrize("index", [0, 13, Pool.size - 1])
 def test_a_label_that_is_not_a_class_is_told_with_its_sample(index, kind, label):
-    told = rf"the label of sample {index} is {label}, but the model has {CLASSES} cl"
+    told = (
+        rf"the label of sample {index} is {label}, but the model has {Pool.classes} cl"
+    )
     with pytest.raises(ValueError, match=told):
         scores(pool=labelled(index, label), **PLAIN_LOSSES[kind])
     # The labels that nobody asked for need not be classes.
@@ -171,14 +149,14 @@ def test_labels_of_another_kind_are_told_with_their_samples():
 
 def test_integers_of_any_width_are_classes_and_floats_may_be_probabilities():
     for change in (torch.Tensor.int, torch.Tensor.byte, torch.Tensor.char,
-                   lambda y: F.one_hot(y, CLASSES).float()):  # fmt: skip
+                   lambda y: F.one_hot(y, Pool.classes).float()):  # fmt: skip
         found = scores(split=lambda batch, to=change: (batch[0], to(batch[1])))
         np.testing.assert_allclose(found, scores(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("labels", ["given", "pseudo", "expected"])
+@each_label
 def test_a_function_of_factors_is_a_score(labels):
-    model, seen = make_model(), []
+    model, seen = Pool.model(), []
 
     def doubled(factors: psg.Factors) -> torch.Tensor:
         seen.append((len(factors), set(factors.shapes)))
@@ -197,7 +175,7 @@ def test_a_function_of_factors_is_a_score(labels):
 def projected(model: nn.Module, labels: str = "given") -> np.ndarray:
     """Returns the projections of all gradients, which are formed in float64."""
     model = model.double()
-    x, y = default_collate([Vectors()[i] for i in range(COUNT)])
+    x, y = default_collate([Vectors()[i] for i in range(Pool.size)])
     with psg.capture(model) as recorded:
         logits = model(x.double())
         y = y if labels == "given" else logits.argmax(1)
@@ -207,7 +185,7 @@ def projected(model: nn.Module, labels: str = "given") -> np.ndarray:
 
 @pytest.mark.parametrize("labels", ["given", "pseudo"])
 def test_a_row_is_the_projection_of_a_samples_gradient(labels, tmp_path):
-    model = dense_model()
+    model = Vectors.model()
     score = {"score": projection_of(model), "labels": labels, "part_size": 8}
     found = scores(model, Vectors(), **score)
     truth = projected(model, labels)
@@ -218,7 +196,7 @@ def test_a_row_is_the_projection_of_a_samples_gradient(labels, tmp_path):
 
 
 def test_a_projection_with_room_for_all_keeps_the_gradients():
-    model = dense_model()
+    model = Vectors.model()
     projection = projection_of(model, 10**6)
     rows = psg.score_pool(model, Vectors(), score=projection, progress=False)
     norms = np.linalg.norm(rows.scores, axis=1)
@@ -275,3 +253,157 @@ def test_every_bit_is_kept(tmp_path):
         assert back.columns.tolist() == ["index", "score"]
         assert back["index"].tolist() == list(range(50))
         assert_same_bits(back["score"].to_numpy(), given.scores)
+
+
+# --- batches: a tensor, a pair, a dict, or what the user splits -----------------------
+
+Pair = collections.namedtuple("Pair", "inputs targets")
+
+
+def mapped(function) -> list:
+    return [function(*Vectors(Pool.size)[index]) for index in range(Pool.size)]
+
+
+class Keyworded(Apply):
+    """A model that takes its inputs in two halves, as keywords.
+
+    What it returns looks like that of models of Hugging Face's transformers.
+    """
+
+    def __init__(self, wrap=lambda x: types.SimpleNamespace(logits=x)) -> None:
+        super().__init__(wrap, inner=Vectors.model())
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor):
+        return self.function(self.inner(torch.cat([left, right], 1)))
+
+
+def halves(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"left": x[:30], "right": x[30:]}
+
+
+def keyed(x: torch.Tensor, y: int) -> dict:
+    return {**halves(x), "labels": y}
+
+
+OWN = {  # a dict that is split and given to the model by the user's functions
+    "split": lambda batch: (batch["x"], batch["class"]),
+    "forward": lambda model, inputs: model(inputs["deep"]),
+}
+
+
+@pytest.mark.parametrize(("model", "item", "options"), [
+    *((Keyworded(*wrap), item, {})
+      for wrap in ((), (lambda x: {"logits": x},), (torch.clone,))
+      for item in (keyed, lambda x, y: {**halves(x), "label": y})),
+    *((Keyworded(), keyed, {"score": score})
+      for score in ("last_layer_grad_norm", "el2n", "loss", "egl")),
+    (Keyworded(), lambda x, y: halves(x), {"labels": "pseudo"}),
+    (Vectors.model(), Pair, {}), (Vectors.model(), lambda x, y: [x, y], {}),
+    (Keyworded(), lambda x, y: (halves(x), y), {}),
+    (Keyworded(), lambda x, y: (tuple(halves(x).values()), y), {}),  # by position
+    (Vectors.model(),
+     lambda x, y: {"id": "a sample", "x": {"deep": x}, "class": y, "no": 0}, OWN),
+    (Vectors.model(), lambda x, y: {"x": x, "labels": y},
+     {"forward": lambda model, inputs: model(inputs["x"])}),
+])  # fmt: skip
+def test_batches_of_every_kind_have_the_same_bits(model, item, options):
+    found = scores(model, DataLoader(mapped(item), batch_size=5), **options)
+    given = {name: each for name, each in options.items() if name not in OWN}
+    assert_same_bits(found, scores(Vectors.model(), Vectors(Pool.size), **given))
+
+
+def test_targets_of_any_structure_reach_the_loss():
+    pool = mapped(lambda x, y: (x, {"class": y, "weight": torch.tensor(2.0)}))
+
+    def weighted(logits, targets):
+        losses = nn.functional.cross_entropy(logits, targets["class"], reduction="none")
+        return losses * targets["weight"]
+
+    found = scores(Vectors.model(), pool, loss=weighted)
+    truth = scores(Vectors.model(), Vectors(Pool.size))
+    np.testing.assert_allclose(found, 2 * truth, rtol=1e-5)
+    for wrong in (pool, mapped(lambda x, y: (x, torch.tensor([y])))):
+        with pytest.raises(ValueError, match=r"el2n needs \(\d,\) classes"):
+            scores(Vectors.model(), wrong, score="el2n")
+
+
+def test_targets_may_be_wider_than_the_model():
+    """A regression has float64 targets: Python numbers are collated so."""
+    model = nn.Sequential(Vectors.model(), nn.Linear(4, 1))
+
+    def squared(out, targets):
+        return (out.squeeze(1) - targets).square()
+
+    wide = mapped(lambda x, y: (x, float(y)))
+    narrow = mapped(lambda x, y: (x, torch.tensor(float(y))))
+    found = [scores(model, pool, loss=squared) for pool in (wide, narrow)]
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    x, y = default_collate(wide)
+    recorded, losses = captured(model, lambda m: squared(m(x), y))
+    factors = recorded.backward(losses)
+    assert (losses.dtype, factors.gram().dtype) == (torch.float64, torch.float32)
+    sums = factors.weighted_sum(torch.ones_like(losses))
+    torch.testing.assert_close(factors.dot(sums), factors.gram().sum(1))
+
+
+Batch = type("Batch", (), {})  # of which nothing is known
+OF_A_KIND = DataLoader(Vectors(Pool.size), batch_size=4, collate_fn=lambda _: Batch())
+
+
+NO_VECTOR = r"score= returned a Tensor of shape {} for factors of 4 samples; return a"
+OWN_ROWS = {"score": projection_of(Pool.model())}
+
+
+@pytest.mark.parametrize(("options", "error", "told"), [
+    ({"score": "no"}, ValueError, "score must be .* or a Projection, got 'no'"),
+    ({"labels": "no"}, ValueError, "labels must be .* 'expected', got 'no'"),
+    *(({name: 0}, ValueError, f"{name} must be an integer >= 1, got 0")
+      for name in ("batch_size", "block_size", "part_size")),
+    ({"tag": 1}, TypeError, "tag must be a text"),
+    ({"folder": 1}, TypeError, "folder must be the path of a folder, got 1"),
+    ({"folder": __file__}, NotADirectoryError, "folder= is a file, or below one"),
+    ({"folder": f"{__file__}/a"}, NotADirectoryError, "give the path of a folder"),
+    ({"autocast": "bf16"}, TypeError, "autocast must be a torch.dtype, .*'bf16'"),
+    ({"pool": DataLoader(Pool(), batch_size=None)}, ValueError, "does not collate"),
+    ({"pool": iter(())}, TypeError, "no length"),
+    *(({"model": wrong}, TypeError, r"model must be a torch\.nn\.Module or a")
+      for wrong in (lambda x: x, nn.Linear, {}, [nn.Identity(), None], [])),
+    ({"model": nn.Linear(3, 2, device="meta"), "pool": [(torch.ones(3), 0)]},
+     ValueError, r"on meta.*move the model with model\.to"),
+    *(({"pool": pool}, ValueError, "have no targets; give pairs")
+      for pool in (INPUTS, [(x,) for x in INPUTS])),
+    ({"params": ["5.weight"], "score": "last_layer_grad_norm"}, ValueError,
+     "name the layer with last_layer="),
+    *(({"loss": F.cross_entropy, "score": score, "labels": labels}, ValueError,
+       r"shape \(\) for 4 samples")
+      for score in ("loss", "grad_norm") for labels in ("given", "expected")),
+    ({"score": lambda f: f.norms().sum()}, ValueError, NO_VECTOR.format(r"\(\)")),
+    ({"score": lambda f: f.gram()}, ValueError, NO_VECTOR.format(r"\(4, 4\)")),
+    ({"score": lambda f: f.norms().tolist()}, ValueError,
+     "score= returned a list for factors of 4 samples; return a"),
+    ({"params": ["0.weight"], **OWN_ROWS}, ValueError,
+     "of parameters that are not selected"),
+    ({"labels": "expected", **OWN_ROWS}, ValueError,
+     "labels must be one of 'given', 'pseudo'"),
+    *(({"pool": mapped(item)}, ValueError, told) for item, told in (
+        (lambda x, y: (x, y, y), "has 3 items; understood are a tensor"),
+        (lambda x, y: "text", "has 4 items; understood are"),
+        (lambda x, y: {"label": y}, "a dict of 'label', and it is not"),
+        (lambda x, y: {"x": x, "label": y, "labels": y},
+         "dict of 'x', 'label', 'labels', and it is not"),
+        (lambda x, y: halves(x), "have no targets; give pairs"))),
+    ({"pool": mapped(lambda x, y: ("text", y))}, TypeError,
+     "keyword|missing|positional"),
+    ({"pool": OF_A_KIND}, TypeError, r"batch of the pool is a Batch; .* split="),
+    ({"pool": OF_A_KIND, "split": lambda batch: (batch, None), "labels": "pseudo"},
+     TypeError, r"the inputs are a Batch; .* forward="),
+    ({"split": lambda batch: batch[0]}, TypeError,
+     "split= returned a Tensor; return a pair"),
+    ({"split": lambda batch: [1, 2, 3]}, TypeError,
+     "split= returned a list of 3; return a pair"),
+    ({"model": Keyworded(lambda x: [x]), "pool": mapped(keyed)}, TypeError,
+     r"gave a list without \.logits.*forward="),
+])  # fmt: skip
+def test_what_cannot_be_scored_is_refused(options, error, told):
+    with pytest.raises(error, match=told):
+        scores(**options)

@@ -8,15 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.per_sample_grad.pool import (
-    BLOCK,
-    Pool,
-    Vectors,
-    assert_same_bits,
-    dense_model,
-    make_model,
-    scores,
-)
+from support.per_sample_grad.pool import BLOCK, Pool, Vectors, assert_same_bits, scores
 from support.xla_replica.replicas import SEVERAL_REPLICAS, TORCHTPU, Backend, row
 from torch import nn
 from torch.utils.data import DataLoader, Subset
@@ -44,7 +36,7 @@ def scored(model: nn.Module, pool=None, **options) -> np.ndarray:
 
 @pytest.mark.parametrize(("score", "labels"), [*ROWS, (40, "given")])
 def test_bits_do_not_depend_on_the_batch_size(score, labels):
-    model = dense_model()
+    model = Vectors.model()
     kind = {"score": score, "labels": labels}
     truth = scored(model, **kind)
     for batch_size, part_size in [(1, 4096), (7, 16), (8, 8), (20, 4096), (1000, 1)]:
@@ -54,18 +46,18 @@ def test_bits_do_not_depend_on_the_batch_size(score, labels):
 
 
 @pytest.mark.parametrize("score", ["grad_norm", 40])
-@pytest.mark.parametrize("make", [dense_model, make_model])
-def test_bits_depend_on_their_block_alone(make, score):
+@pytest.mark.parametrize("kind", [Vectors, Pool])
+def test_bits_depend_on_their_block_alone(kind, score):
     """Which block is compared, and what waits during a pass, is the same for all."""
-    count, pool = 3 * BLOCK, {dense_model: Vectors, make_model: Pool}[make]
-    whole = scored(make(), pool(count), score=score)
-    assert_same_bits(scored(make(), pool(count), score=score, fallback="loop"), whole)
+    model, pool = kind.model(), kind(3 * BLOCK)
+    whole = scored(model, pool, score=score)
+    assert_same_bits(scored(model, pool, score=score, fallback="loop"), whole)
     for start in (0, BLOCK, 2 * BLOCK):
-        block = Subset(pool(count), range(start, start + BLOCK))
-        alone = scored(make(), block, score=score)
+        block = Subset(pool, range(start, start + BLOCK))
+        alone = scored(model, block, score=score)
         assert_same_bits(alone, whole[start : start + BLOCK])
-    other = scored(make(), pool(count), score=score, block_size=1)
-    assert (other != whole).any() or make is make_model  # or this would prove nothing
+    other = scored(model, pool, score=score, block_size=1)
+    assert (other != whole).any() or kind is Pool  # or this would prove nothing
     np.testing.assert_allclose(other, whole, rtol=1e-3, atol=1e-5)
 
 
@@ -79,7 +71,7 @@ def test_blocks_are_collated_whatever_the_batches():
 
     for batch_size in (1, 30):
         pool = DataLoader(Vectors(COUNT), batch_size=batch_size, collate_fn=collate)
-        scored(dense_model(), pool, score="loss")
+        scored(Vectors.model(), pool, score="loss")
     half = len(seen) // 2
     assert {len(block) for block in seen} == {BLOCK}
     assert seen[:half] == seen[half:]
@@ -93,8 +85,8 @@ def announce(path: Path, number: int) -> None:
 def test_loading_processes_change_no_bit_and_start_once_for_all_parts(tmp_path):
     options = {"worker_init_fn": functools.partial(announce, tmp_path)}
     loader = DataLoader(Vectors(COUNT), batch_size=16, num_workers=2, **options)
-    found = scored(dense_model(), loader, part_size=BLOCK)
-    assert_same_bits(found, scored(dense_model()))
+    found = scored(Vectors.model(), loader, part_size=BLOCK)
+    assert_same_bits(found, scored(Vectors.model()))
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
@@ -107,7 +99,7 @@ def certain(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def on_replicas(rank: int, batch_size: int, rows: list) -> list[np.ndarray]:
     replica = xla_replica.current()
     with replica.seeded(0):  # threads share a generator
-        models = [dense_model(seed).to(replica.device) for seed in (0, 1)]
+        models = [Vectors.model(seed).to(replica.device) for seed in (0, 1)]
     options, found = {"batch_size": batch_size, "part_size": BLOCK}, []
     for score, labels in rows:
         chosen = models if score == "grand" else models[0]
@@ -130,7 +122,7 @@ def test_bits_do_not_depend_on_the_number_of_replicas(backend):
 
 def test_the_compared_block_is_computed_again():
     """Otherwise the comparison would be part of its program, and of no other's."""
-    model, calls = dense_model(), []
+    model, calls = Vectors.model(), []
     model.register_forward_hook(lambda *_: calls.append(None))
     # Other parameters are compared again, once.
     other = {"last_layer": "0", "score": "last_layer_grad_norm"}
@@ -145,7 +137,10 @@ def refused_and_repaired(rank: int, folder: str) -> list[np.ndarray]:
     replica = xla_replica.current()
     for name, kept in [("1.running_mean", None), ("0.3.bias", folder)]:
         with replica.seeded(0):
-            models = [dense_model(), nn.Sequential(dense_model(), nn.BatchNorm1d(4))]
+            models = [
+                Vectors.model(),
+                nn.Sequential(Vectors.model(), nn.BatchNorm1d(4)),
+            ]
         if rank == 2:
             models[1].state_dict()[name][2] += 1e-7
         models[1].first = [models[1][0]]  # which a description has under this name
@@ -155,10 +150,10 @@ def refused_and_repaired(rank: int, folder: str) -> list[np.ndarray]:
         with pytest.raises(ReplicaError, match=told):
             scored(models, folder=kept, part_size=BLOCK)
     with replica.seeded(0):  # one thread at a time
-        model = dense_model(rank).to(replica.device)
+        model = Vectors.model(rank).to(replica.device)
     replica.broadcast_([*model.parameters(), *model.buffers()])
     replica.barrier()  # so that emulated replicas, which are threads, draw together
-    models = model, dense_model(0).to(replica.device)
+    models = model, Vectors.model(0).to(replica.device)
     return [scored(each, part_size=BLOCK) for each in models]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.per_sample_grad.pool import COUNT, Pool, make_model, scores
+from support.per_sample_grad.pool import Pool, scores
 from support.scripts import python
 from torch import nn
 
@@ -115,23 +115,19 @@ def test_what_computes_otherwise_is_told_by_its_path(name):
     assert one[f"loss{path}"] != other[f"loss{path}"]
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (Point(1, 2), Point(1, 3)), (Kind.A, Kind.B), (Path("a"), Path("b")),
-        (re.compile("a"), re.compile("b")), ({"a", "b"}, {"a", "c"}), (1, True),
-        (collections.OrderedDict(a=1), collections.OrderedDict(a=2)),
-        (np.float32(1), np.float32(2)), (np.ones(3), np.ones(2)),
-        (np.array([None, 1]), np.array([None, 2])),
-        (torch.float16, torch.bfloat16), (torch.ones(3), torch.ones(3).half()),
-        (functools.cache(scaled), functools.cache(decorated)), (F.relu, F.gelu),
-        (iter([1]), iter([2])), (b"a" * 100, b"a" * 99 + b"b"),
-        (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
-        (types.MethodType(closure(1), 0), types.MethodType(closure(2), 0)),
-        ({n: str(n) for n in range(999)}, {n: str(n % 998) for n in range(999)}),
-    ],
-    ids=lambda value: type(value).__name__,
-)  # fmt: skip
+@pytest.mark.parametrize(("one", "other"), [
+    (Point(1, 2), Point(1, 3)), (Kind.A, Kind.B), (Path("a"), Path("b")),
+    (re.compile("a"), re.compile("b")), ({"a", "b"}, {"a", "c"}), (1, True),
+    (collections.OrderedDict(a=1), collections.OrderedDict(a=2)),
+    (np.float32(1), np.float32(2)), (np.ones(3), np.ones(2)),
+    (np.array([None, 1]), np.array([None, 2])),
+    (torch.float16, torch.bfloat16), (torch.ones(3), torch.ones(3).half()),
+    (functools.cache(scaled), functools.cache(decorated)), (F.relu, F.gelu),
+    (iter([1]), iter([2])), (b"a" * 100, b"a" * 99 + b"b"),
+    (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
+    (types.MethodType(closure(1), 0), types.MethodType(closure(2), 0)),
+    ({n: str(n) for n in range(999)}, {n: str(n % 998) for n in range(999)}),
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_values_of_every_kind_are_told_apart_in_a_few_lines(one, other):
     assert fingerprint({"value": one}) == fingerprint({"value": one})
     assert fingerprint({"value": one}) != fingerprint({"value": other})
@@ -166,7 +162,7 @@ def test_what_cannot_be_compared_needs_a_tag(tmp_path):
 
 
 def test_attributes_that_do_not_compute_are_not_compared():
-    model, value = make_model(), Weighted(1.0)
+    model, value = Pool.model(), Weighted(1.0)
     truth = fingerprint({"model": model, "value": value})
     model.eval()(torch.zeros(1, 2, 6)).sum().backward()
     model.register_state_dict_post_hook(lambda *_: None)
@@ -188,7 +184,7 @@ def test_circles_and_shared_modules_end():
     def forward(model, x, again=None):
         return model(x) if again else forward(model, x, forward)
 
-    model = make_model()
+    model = Pool.model()
     model.parent = [model]
     model.append(nn.Identity()).append(model[6])
     found = fingerprint({"model": model, "forward": forward})
@@ -253,5 +249,5 @@ def test_a_description_is_a_small_part_of_the_work(tmp_path):
     asked = Pool()
     scores(pool=asked, folder=tmp_path)
     assert len(json.loads((tmp_path / "pool.json").read_text())) < 100
-    first = compared_items(COUNT)
-    assert asked.asked == first + first + list(range(COUNT))
+    first = compared_items(Pool.size)
+    assert asked.asked == first + first + list(range(Pool.size))

@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import os
+import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 import types
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.per_sample_grad.pool import COUNT, Pool, make_model, scores
+from support.per_sample_grad.pool import BLOCK, Pool, Vectors, assert_same_bits, scores
 from support.variable_batch_size.checkpointed import full_disk
-from support.xla_replica.replicas import TORCHTPU, Backend, on_xla, row
+from support.xla_replica.replicas import TORCHTPU, Backend, needs_xla, on_xla, row
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -38,14 +43,14 @@ def test_a_run_that_failed_continues_where_it_was(tmp_path, capsys):
     options = {"part_size": 8, "folder": tmp_path, "progress": True}
     with pytest.raises(OSError, match="disk"):
         scores(pool=Pool(watch=failing), **options)
-    assert f"16/{COUNT}" in capsys.readouterr().err
-    for missing in (range(16, COUNT), ()):
+    assert f"16/{Pool.size}" in capsys.readouterr().err
+    for missing in (range(16, Pool.size), ()):
         pool = Pool()
         np.testing.assert_array_equal(scores(pool=pool, **options), scores())
-        assert set(pool.asked) == {*missing, *compared_items(COUNT)}
+        assert set(pool.asked) == {*missing, *compared_items(Pool.size)}
         shown = capsys.readouterr().err
-        assert f"{COUNT}/{COUNT}" in shown
-        assert (f"16/{COUNT}" in shown) == bool(missing)
+        assert f"{Pool.size}/{Pool.size}" in shown
+        assert (f"16/{Pool.size}" in shown) == bool(missing)
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -57,13 +62,13 @@ ANOTHER = {
     " split was": {"split": lambda batch: (batch[0], batch[1])},
     " collate was": {"loader": DataLoader(Pool(), collate_fn=lambda batch: batch)},
     "score function was .*Projection of 79 numbers .*seed 1": {
-        "score": psg.Projection(dict(make_model().named_parameters()), 20, seed=1)
+        "score": psg.Projection(dict(Pool.model().named_parameters()), 20, seed=1)
     },
     " options": {"fallback": "loop"},
     " pool was": {"loader": Pool(change=lambda x: x + 1)},
-    r" model\.6": {"model": make_model().requires_grad_(False).append(nn.Linear(4, 4))},
-    r"else: model\.0\.weight was": {"model": make_model(1)},
-    r"; and \d+ more\. Give another folder": {"model": nn.Sequential(make_model())},
+    r" model\.6": {"model": Pool.model().requires_grad_(False).append(nn.Linear(4, 4))},
+    r"else: model\.0\.weight was": {"model": Pool.model(1)},
+    r"; and \d+ more\. Give another folder": {"model": nn.Sequential(Pool.model())},
     "score was 'grad_norm' and is 'loss'": {"score": "loss"},
     "count was 23 and is 9": {"loader": Pool(9)},
     "block_size was 64 and is 8": {"block_size": 8},
@@ -72,23 +77,19 @@ ANOTHER = {
 
 @pytest.mark.parametrize("told", ANOTHER)
 def test_another_jobs_parts_are_an_error(tmp_path, told):
-    job = {"model": make_model(), "loader": Pool(), "folder": tmp_path}
+    job = {"model": Pool.model(), "loader": Pool(), "folder": tmp_path}
     psg.score_pool(**job)
     with pytest.raises(ValueError, match=told):
         psg.score_pool(**{**job, **ANOTHER[told]})
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ('{"score": "grad_norm", "count": 23}', "are not of format 6. Give another fo"),
-        ('{"score": "loss", "format": 5}', "another version of per_sample_grad, who"),
-        ("[]", "another version of per_sample_grad"),
-        ("[" * 200_000, r"pool\.json is damaged .*Give another"),
-        ('{"format": 6,', r"pool\.json is damaged .*Give another"),
-    ],
-    ids=range(5),
-)
+@pytest.mark.parametrize(("text", "told"), [
+    ('{"score": "grad_norm", "count": 23}', "are not of format 6. Give another fo"),
+    ('{"score": "loss", "format": 5}', "another version of per_sample_grad, who"),
+    ("[]", "another version of per_sample_grad"),
+    ("[" * 200_000, r"pool\.json is damaged .*Give another"),
+    ('{"format": 6,', r"pool\.json is damaged .*Give another"),
+], ids=range(5))  # fmt: skip
 def test_a_folder_of_another_format_is_an_error(text, told, tmp_path):
     (tmp_path / "pool.json").write_text(text)
     with pytest.raises(ValueError, match=told):
@@ -115,7 +116,7 @@ def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room
     assert names == {"pool.json", "part-00000000.npy"}
     pool = Pool()
     scores(pool=pool, part_size=8, folder=tmp_path)
-    assert set(pool.asked) == {*range(8, COUNT), *compared_items(COUNT)}
+    assert set(pool.asked) == {*range(8, Pool.size), *compared_items(Pool.size)}
 
 
 def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
@@ -248,7 +249,7 @@ def scored(rank: int, folder: str | None, is_busy: bool = False) -> np.ndarray |
     """Returns the scores of the pool on one replica, if its folder is not in use."""
     replica = xla_replica.current()
     with replica.seeded(0):  # threads share a generator
-        model = make_model().to(replica.device)
+        model = Pool.model().to(replica.device)
     with pytest.raises(OSError, match="at work") if is_busy else nullcontext():
         return scores(model, part_size=4, folder=folder)
 
@@ -269,7 +270,7 @@ def test_replicas_continue_where_another_number_stopped(backend, tmp_path):
 
 
 def counted(rank: int) -> None:
-    model = make_model().to(xla_replica.current().device)
+    model = Pool.model().to(xla_replica.current().device)
     for labels in ("given", "expected"):
         scores(model, Pool(16), labels=labels, part_size=8)
         with xla_replica.count() as counts:
@@ -305,3 +306,134 @@ def test_no_tensor_outlives_its_part(score, tmp_path):
         gc.unfreeze()
     # Without the first parts' and the description's.
     assert len({*alive[-8:]}) == 1, alive
+
+
+# --- runs that are killed -------------------------------------------------------------
+
+MANY, PART = 480, 2 * BLOCK
+# The items that are read to describe the pool, besides being scored.
+IDENTITY = {*compared_items(MANY)}
+
+
+def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
+    """Scores the pool on one replica, in a folder "rows" by projections.
+
+    A sample takes a while, and the log has which were asked for.
+    """
+
+    def watch(index):
+        with open(log, "ab", buffering=0) as file:
+            file.write(b"%d\n" % index)
+        time.sleep(2e-3)
+
+    replica, pool = xla_replica.current(), Vectors(MANY, watch=watch)
+    with replica.seeded(0):
+        model = Vectors.model().to(replica.device)
+    options = {"batch_size": batch_size, "block_size": BLOCK, "part_size": PART}
+    if Path(folder).name.startswith("rows"):
+        options["score"] = psg.Projection(dict(model.named_parameters()), 64)
+    return scores(model, pool, folder=folder, **options)
+
+
+def asked(log: Path) -> Counter[int]:
+    """Returns how often each index was asked for, except by the description."""
+    lines = log.read_text().split() if log.exists() else []
+    return Counter(i for i in map(int, lines) if i not in IDENTITY)
+
+
+def kept(folder: Path) -> set[int]:
+    """Returns the samples of the parts in a folder; asserts that each is complete."""
+    found: set[int] = set()
+    for path in folder.glob("part-*.npy"):
+        first, rows = int(path.stem.split("-")[1]) * PART, np.load(path)
+        assert len(rows) == PART
+        assert rows.reshape(PART, -1).any(axis=1).all()
+        found.update(range(first, first + PART))
+    return found
+
+
+def killed(folder: Path, log: Path, backend: Backend) -> None:
+    code = "import sys, test_per_sample_pool_parts as t; "
+    code += "from support.xla_replica.replicas import Backend; "
+    code += "device, number, *args = sys.argv[1:]; "
+    code += "Backend(device, int(number)).run(t.job, *args, 3 * t.BLOCK)"
+    arguments = map(str, (backend.device, backend.num_replicas, folder, log))
+    before, end = kept(folder), time.monotonic() + 120
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, *arguments]
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        while kept(folder) == before:
+            assert process.poll() is None, "the job ended before it kept a part"
+            assert time.monotonic() < end
+            time.sleep(1e-3)
+        end = time.monotonic() + random.uniform(0.0, 0.1)
+        while time.monotonic() < end:
+            kept(folder)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, "the job ended before it was killed"
+
+
+@pytest.mark.parametrize(("what", "device", "killings", "last"), [
+    ("rows", "cpu", [1], 2),
+    *(pytest.param(what, "cpu", [3, 1, 2], last, marks=pytest.mark.slow)
+      for what, last in [("scores", 1), ("rows", 3)]),
+    *(pytest.param(what, "xla", [2, 1], 3, marks=[
+        pytest.mark.slow, pytest.mark.xla, needs_xla])
+      for what in ("scores", "rows")),
+])  # fmt: skip
+def test_a_killed_run_loses_two_parts_at_most_and_no_bit(
+    tmp_path, what, device, killings, last
+):
+    folder = tmp_path / what
+    folder.mkdir()
+    for number, replicas in enumerate(killings):
+        log, before = tmp_path / f"log{number}", kept(folder)
+        killed(folder, log, Backend(device, replicas))
+        after, done = kept(folder), set(asked(log))
+        assert before < after < set(range(MANY))
+        assert not done & before  # nothing is scored twice
+        # One part was computed, one perhaps written. A lazy device also loads ahead:
+        # two batches, and one in hand.
+        ahead = 0 if device == "cpu" else 4 * 3 * BLOCK
+        assert len(done - after) <= replicas * (2 * PART + ahead)
+    log, before = tmp_path / "log", kept(folder)
+    *_, found = Backend(device, last).run(job, str(folder), str(log), 1)
+    assert asked(log) == dict.fromkeys(set(range(MANY)) - before - IDENTITY, 1)
+    paths = str(tmp_path / f"{what}-again"), str(tmp_path / "quiet")
+    assert_same_bits(found, Backend(device, 1).run(job, *paths, 7)[0])
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_damaged_part_is_set_aside_and_scored_again(tmp_path):
+    def run(seed: int, folder: Path) -> np.ndarray:
+        options = {"block_size": BLOCK, "part_size": 8, "folder": folder}
+        return scores(Vectors.model(seed), Vectors(20), **options)
+
+    other, path = tmp_path / "other", tmp_path / "scores" / "part-00000001.npy"
+    other.mkdir()
+    left = other / "part-00000000.0123.tmp"  # as by a run that was killed
+    left.write_bytes(b"half")
+    run(1, other)
+    assert not left.exists()
+    truth, aside = run(0, path.parent), path.with_suffix(".damaged")
+    whole = path.read_bytes()
+    flipped = [bytearray(whole) for _ in range(4)]
+    for content, bit in zip(flipped, (0, 8 * 128 + 3, 8 * 150, 8 * len(whole) - 1)):
+        content[bit // 8] ^= 1 << bit % 8
+    next_to_it = path.with_name("part-00000000.npy").read_bytes()
+    of_another_model = (other / path.name).read_bytes()
+    cut = (b"", whole[:-1], whole[:64], bytes(len(whole)))
+    for damaged in (*cut, next_to_it, of_another_model, *flipped, None):
+        if damaged is None:  # a folder has taken its place
+            path.unlink()
+            aside.unlink()
+            path.mkdir()
+        else:
+            path.write_bytes(damaged)
+        with pytest.warns(UserWarning, match=r"part-00000001\.npy is damaged: .* aga"):
+            assert_same_bits(run(0, path.parent), truth)
+        assert path.read_bytes() == whole
+        assert damaged is None or aside.read_bytes() == damaged

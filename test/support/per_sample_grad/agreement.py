@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import per_sample_grad as psg
-from support.per_sample_grad.gradient_oracle import Case, error, flat, oracle
+from support.per_sample_grad import Case, Gradients, error, flat
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 METHODS = ["auto", "factored", "materialized"]
@@ -100,9 +100,8 @@ def agree_with_loop(
     case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], **options: object
 ) -> None:
     """Checks all answers in float64, found with these options beside the case's."""
-    options = {**case.options, **options}
-    factors = psg.per_sample_factors(model, case.loss, inputs, **options)
-    agree(factors, oracle(case, model, inputs), 1e-10)
+    factors = case.factors(model, inputs, **options)
+    agree(factors, case.oracle(model, inputs), 1e-10)
 
 
 def assert_same_grads(one: nn.Module, other: nn.Module) -> None:
@@ -110,3 +109,14 @@ def assert_same_grads(one: nn.Module, other: nn.Module) -> None:
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None)
         assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+def projected(gradients: Gradients, projection: psg.Projection) -> Gradients:
+    """Returns gradients times the map's matrix, which is made of where impulses go."""
+    found = {}
+    for name, values in gradients.items():
+        impulses = torch.eye(values[0].numel(), dtype=torch.float64)
+        shape = (1, 1) if values.dim() == 1 else (-1, *values.shape[1:])
+        places = projection.of(name, [psg.Dense(impulses.reshape(shape))], 2**30)
+        found[name] = values.flatten(1) @ places
+    return found

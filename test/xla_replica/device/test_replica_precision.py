@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.per_sample_grad.gradient_oracle import fold
+from support.per_sample_grad import fold
 from support.xla_replica.replicas import on_xla
 from torch import nn
 
