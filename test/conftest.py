@@ -52,7 +52,7 @@ LONGEST = (
     "test_page_blocks", "test_accelerators", "test_grab_sampler_parity",
     "test_rigl_example",
     "test_grab_memory", "test_token_weights", "test_replica_family", "test_emulation",
-    "test_per_sample_stream", "test_asynchronous_checkpoint", "test_grab_counts",
+    "test_per_sample_stream", "test_asynchronous_checkpoint", "test_balance_family",
     "test_tpu_like", "test_training", "test_exact_sums",
 )  # fmt: skip
 

@@ -6,51 +6,36 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.grab_xla import ordering
+from support.grab_xla import ordering, training
 from support.grab_xla.ordering import KINDS, TIE_FREE
+from support.grab_xla.training import MINIBATCH
 from support.xla_replica.replicas import TORCHTPU, Backend, of_torch_alone, row
 from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
 
-MINIBATCH, EPOCHS = 4, 5
+EPOCHS = 5
 # Steps of 1 to 6 minibatches of 4: several substeps, and idle replicas.
-EVEN = {
-    "dataset_size": 50, "minibatch_size": MINIBATCH,
-    "trace": [8, 4, 16, 12, 4, 24, 8, 20],
-}  # fmt: skip
+EVEN = {"num_samples": 50, "trace": [8, 4, 16, 12, 4, 24, 8, 20]}
 # Epochs of 16 minibatches of 3 samples: their ends split pairs and blocks.
-ODD = {"dataset_size": 48, "minibatch_size": 3, "trace": [9, 3, 15, 6, 12, 3]}
+ODD = {"num_samples": 48, "minibatch_size": 3, "trace": [9, 3, 15, 6, 12, 3]}
 NAMES = [*TIE_FREE, "rr"]  # whose steps are checked, and not balanced
 
 
-class Training:
-    """A small model, its elastic optimizer, and the sampler that orders its samples."""
-
+class Training(training.Training):
     def __init__(self, name: str, attaches: bool = True, **given) -> None:
-        given = EVEN | {"verbose": False, "on_end": "cycle"} | given
-        self.replica = xla_replica.current()
-        self.grab = given["order"] = KINDS[name].sampler(given["dataset_size"])
-        self.sampler = vbs.CustomSampler(**given)
-        self.model = nn.Linear(3, 1).to(self.replica.device)
-        inner = torch.optim.SGD(self.model.parameters(), 0.01)
-        self.optimizer = vbs.LinearRuleOptimizer(inner, self.sampler, ref_batchsize=8)
-        if attaches:
-            self.optimizer.attach(self.grab.after_update)
+        given = EVEN | given
+        grab = KINDS[name].sampler(given.pop("num_samples"))
+        model = nn.Linear(3, 1).to(xla_replica.current().device)
+        inner = torch.optim.SGD(model.parameters(), 0.01)
+        options = {"ref_batchsize": 8, "attaches": attaches, "given": given}
+        super().__init__(model, inner, grab, **options)
 
-    def epoch(self, epoch: int) -> list[int]:
-        """Trains the model for an epoch; returns its order."""
-        rows = ordering.gradients(epoch, self.grab.num_samples)
-        self.sampler.set_epoch(epoch)
-        self.optimizer.set_epoch(epoch)  # where replicas that begin idle join
-        for minibatch in self.sampler:
-            x = self.replica.send(torch.ones(len(minibatch), 3))
-            self.model(x).sum().backward()
-            grads = self.replica.send(ordering.as_dict(rows[minibatch]))
-            self.grab.step(grads, indices=minibatch)
-            self.optimizer.step()
-        return self.grab.order.tolist()
+    def minibatch(self, indices: list[int]) -> None:
+        self.model(self.replica.send(torch.ones(len(indices), 3))).sum().backward()
+        rows = ordering.gradients(self.sampler.epoch, self.grab.num_samples)[indices]
+        self.grab.step(self.replica.send(ordering.as_dict(rows)), indices=indices)
 
 
 def train(name: str, epochs=range(EPOCHS), saved=None, **options):
@@ -60,7 +45,7 @@ def train(name: str, epochs=range(EPOCHS), saved=None, **options):
         run.grab.load_state_dict(saved)
     for epoch in epochs:
         with xla_replica.count(run.replica) as counts:
-            orders.append(run.epoch(epoch))
+            orders.append(run.epoch(epoch, run.minibatch))
         costs.append((counts.compilations, counts.transfers))
     return orders, run.grab.state_dict(), costs
 
@@ -148,18 +133,15 @@ def stepped_wrongly(rank: int, how: str) -> None:
                 run.grab.step(grads)
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "how", "message"),
-    [
-        (2, "not attached", "optimizer.attach"),
-        (2, "optimizer first", "before optimizer.step"),
-        (2, "other samples", "indices are"),
-        # The first update, of two minibatches of four, raises.
-        (1, "optimizer first", r"gradients of 4 since.*before optimizer\.step"),
-        (1, "other samples", "indices are"),
-        (1, "never", "took the gradients of 0 since"),
-    ],
-)
+@pytest.mark.parametrize(("num_replicas", "how", "message"), [
+    (2, "not attached", "optimizer.attach"),
+    (2, "optimizer first", "before optimizer.step"),
+    (2, "other samples", "indices are"),
+    # The first update, of two minibatches of four, raises.
+    (1, "optimizer first", r"gradients of 4 since.*before optimizer\.step"),
+    (1, "other samples", "indices are"),
+    (1, "never", "took the gradients of 0 since"),
+])  # fmt: skip
 def test_misuse_is_named(num_replicas, how, message):
     with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
         Backend("cpu", num_replicas).run(stepped_wrongly, how)
@@ -187,7 +169,8 @@ def stopped_at(rank: int, name: str, folder, stop_at: int | None) -> list[list[i
 
     run.optimizer.attach(stop)
     run.optimizer.attach(checkpointer)
-    return [run.epoch(epoch) for epoch in range(run.sampler.epoch, EPOCHS)]
+    left = range(run.sampler.epoch, EPOCHS)
+    return [run.epoch(epoch, run.minibatch) for epoch in left]
 
 
 ON_XLA = row("xla", 3, slow=True).marks

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections import Counter
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from support.grab_xla import balancing, ordering
+from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
+from support.xla_replica.replicas import on_xla
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
@@ -19,23 +23,22 @@ import per_sample_grad as psg
 import xla_replica
 from grab_xla import GraBSampler, herding
 from grab_xla.random_projections import KINDS as PROJECTIONS
+from tools.tpu import cases
+from tools.tpu.program_checks import CASE_MARK, products, programs_by_case
 
 N = 22
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch_size": 4},
-        {"batch_size": 4, "drop_last": True},
-        {},
-        {"batch_size": None},
-        {"batch_size": 4, "num_workers": 2},
-        {"batch_size": 4, "num_workers": 1, "persistent_workers": True},
-        {"batch_size": None, "num_workers": 1},
-        {"batch_sampler": 5},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"batch_size": 4},
+    {"batch_size": 4, "drop_last": True},
+    {},
+    {"batch_size": None},
+    {"batch_size": 4, "num_workers": 2},
+    {"batch_size": 4, "num_workers": 1, "persistent_workers": True},
+    {"batch_size": None, "num_workers": 1},
+    {"batch_sampler": 5},
+])  # fmt: skip
 def test_every_kind_of_loader(options):
     sampler, seen = KINDS["mean"].sampler(N), []
     if size := options.get("batch_sampler"):
@@ -167,19 +170,15 @@ PARAMETERS = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
 GOOD = {"w": torch.zeros(4, 2, 3), "b": torch.zeros(4, 3)}
 
 
-@pytest.mark.parametrize(
-    ("grads", "message"),
-    [
-        ([GOOD["w"]], "must be a dict from"),
-        ({"w": GOOD["w"]}, r"missing \['b'\]"),
-        ({**GOOD, "c": GOOD["b"]}, r"unknown \['c'\]"),
-        ({**GOOD, "w": torch.zeros(4, 3, 2)}, r"needs \(B, 2, 3\)"),
-        ({**GOOD, "w": torch.zeros(2, 3)}, r"needs \(B, 2, 3\)"),
-        ({**GOOD, "w": torch.zeros(5, 2, 3)}, "different numbers of samples"),
-        ({k: v.repeat(8, *[1] * v[0].dim()) for k, v in GOOD.items()},
-         "only 22 are left"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("grads", "message"), [
+    ([GOOD["w"]], "must be a dict from"),
+    ({"w": GOOD["w"]}, r"missing \['b'\]"),
+    ({**GOOD, "c": GOOD["b"]}, r"unknown \['c'\]"),
+    ({**GOOD, "w": torch.zeros(4, 3, 2)}, r"needs \(B, 2, 3\)"),
+    ({**GOOD, "w": torch.zeros(2, 3)}, r"needs \(B, 2, 3\)"),
+    ({**GOOD, "w": torch.zeros(5, 2, 3)}, "different numbers of samples"),
+    ({k: v.repeat(8, *[1] * v[0].dim()) for k, v in GOOD.items()}, "only 22 are left"),
+])  # fmt: skip
 def test_gradients_that_cannot_be_are_refused(grads, message):
     sampler = GraBSampler(range(N), PARAMETERS)
     with pytest.raises(ValueError, match="before the first epoch"):
@@ -190,46 +189,43 @@ def test_gradients_that_cannot_be_are_refused(grads, message):
     assert sampler.num_seen == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"balance_type": "median"}, ValueError, "allowed are mean, pair"),
-        ({"prob_balanced": True}, TypeError, "not an option of balance_type='mean'"),
-        ({"balance_type": "recursive", "depth": -1}, ValueError, "depth must be"),
-        ({"balance_type": "recursive-pair"}, TypeError, "needs batch_size="),
-        ({"balance_type": "recursive-pair", "batch_size": 6}, ValueError, "power of"),
-        ({"balance_type": "fixed"}, TypeError, "needs orders="),
-        ({"balance_type": "fixed", "orders": [0] * N}, ValueError, "permutation"),
-        ({"balance_type": "fixed", "orders": None}, ValueError, "permutation"),
-        ({"balance_type": "ema", "ema_decay": 1.5}, ValueError, "> 0 and < 1"),
-        ({"balance_type": "adaema", "betas": (0.9,)}, ValueError, "two numbers"),
-        ({"balance_type": "pair", "num_workers": 0}, ValueError, "num_workers"),
-        ({"tie": "even"}, ValueError, "'negative', 'positive'"),
-        ({"tile_size": 0}, ValueError, "tile_size must be an integer >= 1"),
-        ({"prob_balance": True, "prob_balance_c": 0}, ValueError, "prob_balance_c"),
-        ({"scheme": "ring"}, ValueError, "'sharded', 'gather'"),
-        ({"random_projection": "svd"}, ValueError, "one of .*'jl_sparse'.*'svd'"),
-        ({"kron_order": 0}, ValueError, "kron_order must be an integer >= 1, got 0"),
-        ({"pi_eps": 1.0, "random_projection": "jl"}, ValueError, "pi_eps must be"),
-        ({"fidelity": "exact", "random_projection": "jl"}, ValueError,
-         "leave out fidelity='exact' or random_projection='jl'"),
-        ({"fidelity": "rough"}, ValueError, "fidelity must be one of 'exact', 'proj"),
-        ({"fidelity": "group"}, TypeError, "needs group_size="),
-        ({"seed": 1.5}, TypeError, "seed must be an integer"),
-        ({"generator": 3}, TypeError, "torch.Generator"),
-        ({"num_replicas": 3, "rank": 1}, ValueError, "leave both out"),
-        ({"trainable_params": [torch.zeros(3)]}, TypeError, "map names to tensors"),
-        ({"trainable_params": {}}, ValueError, "empty"),
-        ({"data_source": range(0)}, ValueError, "data_source is empty"),
-        *(({"data_source": source}, TypeError, "no length: an order needs a dataset")
-          for source in (Stream(), N, iter(range(N)))),
-        ({"balance_type": "recursive-pair", "batch_size": 32}, ValueError,
-         "whole blocks of 32 .* there are only"),
-        ({"balance_type": "pair", "num_workers": 13}, ValueError,
-         "whole blocks of 26 .* there are only"),
-        ({"dtype": torch.bfloat16}, ValueError, r"dtype must be one of torch\.float32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"balance_type": "median"}, ValueError, "allowed are mean, pair"),
+    ({"prob_balanced": True}, TypeError, "not an option of balance_type='mean'"),
+    ({"balance_type": "recursive", "depth": -1}, ValueError, "depth must be"),
+    ({"balance_type": "recursive-pair"}, TypeError, "needs batch_size="),
+    ({"balance_type": "recursive-pair", "batch_size": 6}, ValueError, "power of"),
+    ({"balance_type": "fixed"}, TypeError, "needs orders="),
+    ({"balance_type": "fixed", "orders": [0] * N}, ValueError, "permutation"),
+    ({"balance_type": "fixed", "orders": None}, ValueError, "permutation"),
+    ({"balance_type": "ema", "ema_decay": 1.5}, ValueError, "> 0 and < 1"),
+    ({"balance_type": "adaema", "betas": (0.9,)}, ValueError, "two numbers"),
+    ({"balance_type": "pair", "num_workers": 0}, ValueError, "num_workers"),
+    ({"tie": "even"}, ValueError, "'negative', 'positive'"),
+    ({"tile_size": 0}, ValueError, "tile_size must be an integer >= 1"),
+    ({"prob_balance": True, "prob_balance_c": 0}, ValueError, "prob_balance_c"),
+    ({"scheme": "ring"}, ValueError, "'sharded', 'gather'"),
+    ({"random_projection": "svd"}, ValueError, "one of .*'jl_sparse'.*'svd'"),
+    ({"kron_order": 0}, ValueError, "kron_order must be an integer >= 1, got 0"),
+    ({"pi_eps": 1.0, "random_projection": "jl"}, ValueError, "pi_eps must be"),
+    ({"fidelity": "exact", "random_projection": "jl"}, ValueError,
+     "leave out fidelity='exact' or random_projection='jl'"),
+    ({"fidelity": "rough"}, ValueError, "fidelity must be one of 'exact', 'proj"),
+    ({"fidelity": "group"}, TypeError, "needs group_size="),
+    ({"seed": 1.5}, TypeError, "seed must be an integer"),
+    ({"generator": 3}, TypeError, "torch.Generator"),
+    ({"num_replicas": 3, "rank": 1}, ValueError, "leave both out"),
+    ({"trainable_params": [torch.zeros(3)]}, TypeError, "map names to tensors"),
+    ({"trainable_params": {}}, ValueError, "empty"),
+    ({"data_source": range(0)}, ValueError, "data_source is empty"),
+    *(({"data_source": source}, TypeError, "no length: an order needs a dataset")
+      for source in (Stream(), N, iter(range(N)))),
+    ({"balance_type": "recursive-pair", "batch_size": 32}, ValueError,
+     "whole blocks of 32 .* there are only"),
+    ({"balance_type": "pair", "num_workers": 13}, ValueError,
+     "whole blocks of 26 .* there are only"),
+    ({"dtype": torch.bfloat16}, ValueError, r"dtype must be one of torch\.float32"),
+])  # fmt: skip
 def test_arguments_that_cannot_be_are_refused(options, error, message):
     arguments = {"data_source": range(N), "trainable_params": PARAMETERS, **options}
     with pytest.raises(error, match=message):
@@ -282,7 +278,7 @@ def ordered_otherwise(rank, how):
 
 
 def test_replicas_that_cannot_agree_are_named():
-    for how, message in [("seed", "about the checksum of"), ("device", "device=meta")]:
+    for how, message in ("seed", "about the checksum of"), ("device", "device=meta"):
         with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
             xla_replica.launch(ordered_otherwise, (how,), 2, "cpu")
 
@@ -305,7 +301,7 @@ def test_an_epoch_left_in_the_middle_of_a_step_orders_what_was_updated():
     sampler = KINDS["mean"].sampler(N)
     order, rows = sampler(0).tolist(), ordering.gradients(0, N)
     sampler.step(ordering.as_dict(rows[order[:8]]))
-    seen = balancing.mean(order[:8], rows[order].numpy(), 0.0)
+    seen = ordering.mean(order[:8], rows[order].numpy(), 0.0)
     expected = sampler(1).tolist()
     front = expected.index(order[8])
     assert expected == seen[:front] + order[8:] + seen[front:]
@@ -315,18 +311,15 @@ def test_an_epoch_left_in_the_middle_of_a_step_orders_what_was_updated():
 LARGE = {"w": torch.zeros(100, 100), "b": torch.zeros(100), "s": torch.zeros(())}
 
 
-@pytest.mark.parametrize(
-    ("options", "num_samples", "size"),
-    [
-        ({"random_projection": "jl"}, 1000, 5920),
-        ({"random_projection": "jl_sparse"}, 1000, 5920),
-        ({"random_projection": "kron"}, 1000, 77**2),
-        ({"random_projection": "kron", "kron_order": 3}, 1000, 19**3),
-        ({"random_projection": "kron", "kron_order": 5, "pi_eps": 0.13}, 416, 3125),
-        ({"random_projection": "jl"}, 1, len(LARGE)),
-        ({"random_projection": "jl", "fidelity": "group", "group_size": 10}, 100, 1973),
-    ],
-)
+@pytest.mark.parametrize(("options", "num_samples", "size"), [
+    ({"random_projection": "jl"}, 1000, 5920),
+    ({"random_projection": "jl_sparse"}, 1000, 5920),
+    ({"random_projection": "kron"}, 1000, 77**2),
+    ({"random_projection": "kron", "kron_order": 3}, 1000, 19**3),
+    ({"random_projection": "kron", "kron_order": 5, "pi_eps": 0.13}, 416, 3125),
+    ({"random_projection": "jl"}, 1, len(LARGE)),
+    ({"random_projection": "jl", "fidelity": "group", "group_size": 10}, 100, 1973),
+])  # fmt: skip
 def test_a_kind_is_a_projection_of_its_size(options, num_samples, size):
     sampler = GraBSampler(range(num_samples), LARGE, **options)
     assert repr(sampler.projection) == repr(psg.Projection(LARGE, size, seed=42))
@@ -338,10 +331,56 @@ def test_a_kind_is_a_projection_of_its_size(options, num_samples, size):
 
 @pytest.mark.parametrize("kind", sorted(set(PROJECTIONS) - {"none"}))
 def test_a_projection_that_reduces_nothing_warns_with_the_numbers(kind):
+    parameters = {"w": torch.zeros(50)}
     with pytest.warns(UserWarning, match=r"makes \d+ numbers of 50 .*1000") as caught:
-        sampler = GraBSampler(
-            range(1000), {"w": torch.zeros(50)}, random_projection=kind
-        )
+        sampler = GraBSampler(range(1000), parameters, random_projection=kind)
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert sampler.projection.size == 50
+
+
+# --- the precision of programs, which are read: XLA:CPU computes the same with each ---
+
+
+def of_tokens() -> nn.Module:
+    """Returns a model whose weights are applied to several positions of a sample."""
+    last = nn.Linear(5 * 9, cases.CLASSES)
+    return nn.Sequential(nn.Linear(8, 9), nn.ReLU(), nn.Flatten(), last)
+
+
+WORK = cases.Work(of_tokens, (5, 8), 6)
+FORWARD_AND_BACK = ("30,9 = 30,8 x 8,9", "6,10 = 6,45 x 45,10", "6,45 = 6,10 x 10,45")
+OF_WEIGHTS = ("8,9 = 8,30 x 30,9", "45,10 = 45,6 x 6,10")
+RUNS = {
+    "plain": lambda: cases.plain(WORK),
+    **{name: partial(cases.ordered, "mean", name, WORK)
+       for name in ("exact", "projected", "group")},
+    "norms": lambda: cases.per_sample("norms", WORK),
+}  # fmt: skip
+
+
+def run_all(rank: int) -> None:
+    for name in RUNS:
+        xla_replica.current().sync()
+        cases.write_mark(CASE_MARK + name)
+        RUNS[name]()
+        xla_replica.current().barrier()
+
+
+@on_xla
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_only_the_balance_is_above_the_precision_of_training(
+    monkeypatch, tmp_path, num_replicas
+):
+    log = tmp_path / "log"
+    monkeypatch.setenv("XLA_SAVE_TENSORS_FILE", str(log))
+    monkeypatch.setenv("XLA_SAVE_TENSORS_FMT", "hlo")
+    xla_replica.launch(run_all, (), num_replicas, "xla")
+    last_steps = programs_by_case(Path(f"{log}.0").read_text(), last_step=True)
+    for name, programs in last_steps.items():
+        counts = Counter(each for program in programs for each in products(program))
+        expected = FORWARD_AND_BACK + OF_WEIGHTS * (name != "norms")
+        by_training = Counter((shapes, "default") for shapes in expected)
+        assert counts & by_training == by_training, name
+        above = {precision for _, precision in counts - by_training}
+        assert above == (set() if name == "plain" else {"highest"}), name

@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.grab_xla import balancing, ordering
+from support.grab_xla import ordering
 from support.grab_xla.ordering import BALANCING, INVARIANT, KINDS, PERMUTING
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica.replicas import ONE_XLA_BACKEND, needs_xla
 
 import xla_replica
 from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
+from grab_xla.balancers.recursive_pair import RecursivePairBalance
+from grab_xla.balancing.decisions import TIES, Decisions
 
 each = pytest.mark.parametrize
 
@@ -68,7 +70,7 @@ def test_moving_averages_balance_around_what_they_say(name):
                 z = z / (np.sqrt(square / (1 - 0.999**num_steps)) + 1e-8)
             engine = sampler.state_dict()["engine"]
             signs = engine["codes"].numpy()
-            total, _ = balancing.followed(total, z, signs[start:])
+            total, _ = ordering.followed(total, z, signs[start:])
             np.testing.assert_allclose(engine["state"]["sums"][0], total, 1e-9, 1e-9)
         assert set(signs) == {-1, 1}
 
@@ -185,15 +187,12 @@ def returned_once(rank: int, placements: torch.Tensor) -> None:
     list(grab)
 
 
-@each(
-    ("placements", "message"),
-    [
-        (torch.tensor([1, 2, -1]), r"balance returned 2 .*integers from -1 to 1"),
-        (torch.tensor([0.5, 1, -1]), r"balance returned 0\.5 \(float32\)"),
-        (torch.tensor([True, False, True]), r"returned True \(bool\)"),
-        (torch.tensor([1, -1]), r"placements of shape \(2,\) for 3 samples"),
-    ],
-)  # fmt: skip
+@each(("placements", "message"), [
+    (torch.tensor([1, 2, -1]), r"balance returned 2 .*integers from -1 to 1"),
+    (torch.tensor([0.5, 1, -1]), r"balance returned 0\.5 \(float32\)"),
+    (torch.tensor([True, False, True]), r"returned True \(bool\)"),
+    (torch.tensor([1, -1]), r"placements of shape \(2,\) for 3 samples"),
+])  # fmt: skip
 @each("device", ["cpu", pytest.param("xla", marks=[pytest.mark.xla, needs_xla])])
 def test_placements_that_are_not_allowed_are_named(
     monkeypatch, device, placements, message
@@ -202,3 +201,117 @@ def test_placements_that_are_not_allowed_are_named(
     monkeypatch.setitem(BALANCE_TYPES, "returning", Returning)
     with pytest.raises((ValueError, xla_replica.ReplicaError), match=message):
         xla_replica.launch(returned_once, (placements,), 1, device)
+
+
+# --- what an epoch costs on XLA -------------------------------------------------------
+
+RUNS = [
+    *((name, {}) for name in BALANCING),
+    ("mean", {"prob_balance": True}),
+    ("mean", dict.fromkeys(["record_norm", "record_herding", "stale_mean_herding"], 1)),
+    ("mean", {"normalize_grads": True, "tile_size": 5}),
+]
+NUM_SAMPLES = 44  # with steps of 16: two whole ones and one of 12
+
+
+def count_epochs(rank: int) -> list[list]:
+    replica = xla_replica.current()
+    own_batch = 16 // replica.num_replicas
+    counted = []
+    for name, options in RUNS:
+        sampler = KINDS[name].sampler(NUM_SAMPLES, **options)
+        epochs = []
+        for epoch in range(4):
+            rows = ordering.gradients(epoch, NUM_SAMPLES)
+            with xla_replica.count(replica) as beginning:
+                order = list(sampler)
+            with xla_replica.count(replica) as steps:
+                for batch in ordering.batches(order, own_batch):
+                    grads = replica.send(ordering.as_dict(rows[batch]))
+                    sampler.step(grads, indices=batch)
+                    replica.sync()
+            epochs.append((beginning, steps))
+        counted.append(epochs)
+    return counted
+
+
+@pytest.mark.parametrize("backend", ONE_XLA_BACKEND)
+def test_steps_read_nothing_and_compile_nothing_new(backend):
+    """The placements' transfer, as an epoch begins, does not cut a new program."""
+    for replica in backend.run(count_epochs, timeout=120):
+        for run, epochs in zip(RUNS, replica, strict=True):
+            for epoch, (beginning, steps) in enumerate(epochs):
+                assert steps.transfers == 0, (run, epoch)
+                assert beginning.transfers <= backend.num_replicas, (run, epoch)
+                assert steps.fallbacks == beginning.fallbacks == {}, (run, epoch)
+                compiled = steps.compilations + beginning.compilations
+                assert epoch == 0 or compiled == 0, (run, epoch)
+
+
+# --- the tree of pairs ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("has_thresholds", [False, True])
+@pytest.mark.parametrize("size", [2, 4, 32, 256])
+def test_a_block_is_sorted_as_by_an_oracle(size, has_thresholds, tie):
+    draw = torch.Generator().manual_seed(size)  # many ties
+    rows, thresholds = (
+        torch.randint(-2, 3, (size, n), generator=draw).double() for n in (size - 1, 9)
+    )
+    rows[0] *= 1e150  # the rows are their products with the sums
+    sums = torch.eye(size - 1).double()
+    decide = Decisions(tie, thresholds_RN=thresholds if has_thresholds else None)
+    tree = RecursivePairBalance(batch_size=size)
+    placements = tree.balance_blocks(sums, rows, decide)
+    signs = torch.zeros_like(rows)
+
+    def sort(items, node, level):
+        if len(items) == 1:
+            return items
+        left, right = [], []
+        for x, y in zip(items[0::2], items[1::2]):
+            difference = rows[x, node] - rows[y, node]
+            limit = thresholds[x, level] if has_thresholds else 0.0
+            wins = difference < limit or (tie == "positive" and difference == limit)
+            left.append(x if wins else y)
+            right.append(y if wins else x)
+        signs[left, node], signs[right, node] = 1.0, -1.0
+        children = (2 * node + 1, left), (2 * node + 2, right)
+        return [i for child, part in children for i in sort(part, child, level + 1)]
+
+    leaves = sort(list(range(size)), 0, 0)
+    torch.testing.assert_close(sums, torch.eye(size - 1).double() + signs.T @ rows)
+    for leaf, sample in enumerate(leaves):
+        assert placements[sample] == (leaf + 1 if leaf % 2 == 0 else -leaf - 1)
+
+
+def balanced(rank: int) -> tuple[list[torch.Tensor], str]:
+    """Returns placements and accumulators of two blocks, and the program."""
+    replica = xla_replica.current()
+    tree = RecursivePairBalance(batch_size=8)
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(16, 5, generator=draw)
+    rows[3, 2] = float("inf")
+    sums = replica.send(torch.zeros(7, 5))
+    made = [tree.balance_blocks(sums, replica.send(rows), Decisions()), sums]
+    program = ""
+    if replica.is_lazy:
+        import torch_xla
+
+        program = torch_xla._XLAC._get_xla_tensors_hlo(made)
+    return replica.fetch(made), program
+
+
+@needs_xla
+@pytest.mark.xla
+def test_on_xla_blocks_are_those_of_the_host_without_64_bits():
+    (placements, sums), _ = balanced(0)
+    [((found_placements, found_sums), program)] = xla_replica.launch(
+        balanced, (), 1, "xla"
+    )
+    assert found_placements.tolist() == placements.tolist()
+    torch.testing.assert_close(found_sums, sums)
+    assert placements[3] == 0
+    for slow in (" gather(", " scatter(", "f64[", "s64["):
+        assert slow not in program, slow

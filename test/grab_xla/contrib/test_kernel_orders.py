@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.grab_xla import balancing
+from support.grab_xla import ordering
+from support.grab_xla.training import F64, samples
+from support.per_sample_grad import flat, loop
 from support.xla_replica.replicas import ONE_XLA_BACKEND
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -14,14 +16,6 @@ from torch.utils.data import TensorDataset
 import xla_replica
 from grab_xla import herding
 from grab_xla.contrib import ntk
-from grab_xla.contrib.ntk import (
-    eigen_order,
-    empirical_ntk,
-    ntk_fixed_order,
-    per_sample_gradients,
-)
-
-F64 = torch.float64
 
 
 def vectors(n: int, d: int, mean: float = 0.0) -> torch.Tensor:
@@ -37,12 +31,12 @@ def test_the_fixed_order_balances_the_rows_of_the_kernel(rounds):
     draw = np.random.default_rng(0)
     begin, given = draw.permutation(200), kernel.clone()
     order, centred = begin.tolist(), (kernel - kernel.mean(0)).numpy()
-    found = ntk_fixed_order(kernel, rounds, begin)
-    eigen_order(kernel, largest=True)
+    found = ntk.ntk_fixed_order(kernel, rounds, begin)
+    ntk.eigen_order(kernel, largest=True)
     assert torch.equal(kernel, given)
     assert begin.tolist() == order
     for _ in range(rounds):
-        order = balancing.mean(order, centred[order], 0.0)
+        order = ordering.mean(order, centred[order], 0.0)
     assert found.dtype == np.int64
     assert found.tolist() == order
     if rounds > 1:
@@ -58,27 +52,24 @@ BASIS = torch.linalg.qr(torch.cat([FIRST, torch.eye(4, dtype=F64)[2:]]).T)[0]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [0, 2, 3, 1]),  # of 0.8, -0.6, 0, 0
-        ({"descending": False}, [1, 2, 3, 0]),
-        ({"absolute": True}, [0, 1, 2, 3]),
-        ({"absolute": True, "descending": False}, [2, 3, 1, 0]),
-        ({"largest": True}, [3, 0, 1, 2]),  # of -0.3, -0.4, -0.5, 0.7
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, [0, 2, 3, 1]),  # of 0.8, -0.6, 0, 0
+    ({"descending": False}, [1, 2, 3, 0]),
+    ({"absolute": True}, [0, 1, 2, 3]),
+    ({"absolute": True, "descending": False}, [2, 3, 1, 0]),
+    ({"largest": True}, [3, 0, 1, 2]),  # of -0.3, -0.4, -0.5, 0.7
+])  # fmt: skip
 def test_an_eigenvector_is_sorted(options, expected, sign):
     values = torch.tensor([1.0, 5.0, 3.0, 4.0], dtype=F64)
     kernel = (sign * BASIS * values) @ (sign * BASIS).T
-    assert eigen_order(kernel, **options).tolist() == expected
+    assert ntk.eigen_order(kernel, **options).tolist() == expected
 
 
 def test_the_sign_is_that_of_the_first_of_several_largest_entries():
     vector = torch.tensor([[-0.5], [0.5], [0.5], [-0.5]], dtype=F64)
     for sign in (1, -1):
         noisy = sign * vector + 1e-13 * vectors(4, 1)
-        order = eigen_order(noisy @ noisy.T, largest=True)
+        order = ntk.eigen_order(noisy @ noisy.T, largest=True)
         assert order.tolist() == [0, 3, 1, 2]
 
 
@@ -90,15 +81,15 @@ def test_an_eigenvector_that_is_noise_is_warned_about(n, d, dtype):
     features = features - features.mean(0)
     kernel = (features @ features.T).to(dtype)
     with pytest.warns(UserWarning, match="smallest.*is rounding noise"):
-        order = eigen_order(kernel)
+        order = ntk.eigen_order(kernel)
     assert sorted(order) == list(range(n))
     if d > n and dtype == F64:  # the null vector is constant
         assert order.tolist() == list(range(n))
-    eigen_order(kernel, largest=True)
+    ntk.eigen_order(kernel, largest=True)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("order", [ntk_fixed_order, eigen_order])
+@pytest.mark.parametrize("order", [ntk.ntk_fixed_order, ntk.eigen_order])
 def test_matrices_are_square_finite_and_of_a_floating_dtype(order, bad):
     assert order(torch.ones(1, 1)).tolist() == [0]
     features, one = vectors(30, 3), torch.eye(30)
@@ -130,9 +121,8 @@ def mlp(dtype=F64, norm=nn.BatchNorm1d) -> nn.Module:
 
 
 def dataset() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(SAMPLES, 2, 3, generator=generator, dtype=F64)
-    return TensorDataset(inputs, torch.randint(0, 3, (SAMPLES,), generator=generator))
+    inputs, targets = samples(SAMPLES)
+    return TensorDataset(inputs.unflatten(1, (2, 3)), targets)
 
 
 def given(model: nn.Module, data=None, loss_fn=cross_entropy) -> tuple:
@@ -143,20 +133,18 @@ def given(model: nn.Module, data=None, loss_fn=cross_entropy) -> tuple:
 
 def gradients_by_autograd(model, loss_fn=cross_entropy, data=None) -> torch.Tensor:
     losses = (loss_fn(model(x[None]), y[None]) for x, y in data or dataset())
-    rows = (torch.autograd.grad(loss, list(model.parameters())) for loss in losses)
-    return torch.stack([torch.cat([each.flatten() for each in row]) for row in rows])
+    return flat(loop(losses, model.parameters()))
 
 
 @pytest.mark.parametrize("loss_fn", [cross_entropy, mse_loss])
 @pytest.mark.parametrize("batch_size", [1, 8, SAMPLES, 128])
 def test_gradients_are_those_of_autograd(batch_size, loss_fn):
-    """Targets may be numbers of classes, or real numbers."""
     model, data = mlp(), dataset()
     if loss_fn is mse_loss:
         data = TensorDataset(data.tensors[0], data.tensors[0][:, 0] / 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn = torch.random.get_rng_state()
-    found = per_sample_gradients(*given(model, data, loss_fn), batch_size, F64)
+    found = ntk.per_sample_gradients(*given(model, data, loss_fn), batch_size, F64)
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert not found.requires_grad
     torch.testing.assert_close(found, gradients_by_autograd(model, loss_fn, data))
@@ -171,14 +159,14 @@ def test_frozen_and_unused_parameters_have_columns_too():
     model[1].requires_grad_(False)
     model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=F64)))
     with torch.no_grad():
-        found = per_sample_gradients(*given(model), 8, F64)
+        found = ntk.per_sample_gradients(*given(model), 8, F64)
     unused = torch.zeros(SAMPLES, 3, dtype=F64)
     torch.testing.assert_close(found, torch.cat([unused, expected], 1))
 
 
 def test_a_dtype_is_that_of_the_whole_computation():
     """A bfloat16 model and float64 data in float32 are as exact as float32."""
-    found = per_sample_gradients(*given(mlp(torch.bfloat16)))
+    found = ntk.per_sample_gradients(*given(mlp(torch.bfloat16)))
     assert found.dtype == torch.float32
     exact = gradients_by_autograd(mlp(torch.bfloat16).double())
     torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-5)
@@ -191,32 +179,28 @@ def test_the_kernel_is_that_of_autograd(centered, chunk, monkeypatch):
     model = mlp()
     features = gradients_by_autograd(model)
     features = features - centered * features.mean(0)
-    kernel = empirical_ntk(*given(model), 8, F64, centered=centered)
+    kernel = ntk.empirical_ntk(*given(model), 8, F64, centered=centered)
     assert torch.equal(kernel, kernel.T)
     torch.testing.assert_close(kernel, features @ features.T, rtol=1e-6, atol=1e-7)
 
 
+def spoiled(value: float) -> TensorDataset:
+    (data := dataset()).tensors[0][[3, 20], 0, 0] = value
+    return data
+
+
 @pytest.mark.filterwarnings("ignore:autograd's gradients of")
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused_by_name(bad):
-    data = dataset()
-    data.tensors[0][[3, 20], 0, 0] = bad
-    with pytest.raises(ValueError, match=r"gradients must be finite.*\[3, 20\] of 21"):
-        empirical_ntk(*given(mlp(), data))
-
-
-@pytest.mark.parametrize(
-    ("items", "error", "message"),
-    [
-        ([], ValueError, "or the dataset is empty"),
-        ([torch.ones(2, 3)], TypeError, r"pairs \(input, target\).*\['Tensor'\]"),
-        ([{"x": torch.ones(2, 3)}], TypeError, r"collate to \['dict'\]"),
-        ([(torch.ones(2, 3), "cat")], TypeError, r"collate to \['Tensor', '\w+'\]"),
-    ],
-)
-def test_datasets_that_are_refused(items, error, message):
+@pytest.mark.parametrize(("data", "error", "message"), [
+    *((spoiled(bad), ValueError, r"gradients must be finite.*\[3, 20\] of 21")
+      for bad in (torch.nan, torch.inf)),
+    ([], ValueError, "or the dataset is empty"),
+    ([torch.ones(2, 3)], TypeError, r"pairs \(input, target\).*\['Tensor'\]"),
+    ([{"x": torch.ones(2, 3)}], TypeError, r"collate to \['dict'\]"),
+    ([(torch.ones(2, 3), "cat")], TypeError, r"collate to \['Tensor', '\w+'\]"),
+])  # fmt: skip
+def test_datasets_that_are_refused(data, error, message):
     with pytest.raises(error, match=message):
-        per_sample_gradients(*given(mlp(), items))
+        ntk.empirical_ntk(*given(mlp(), data))
 
 
 def kernel_on_the_device(rank: int) -> tuple[torch.Tensor, xla_replica.Counts]:
@@ -224,13 +208,13 @@ def kernel_on_the_device(rank: int) -> tuple[torch.Tensor, xla_replica.Counts]:
     # Not BatchNorm, which torch_xla 2.9 does not differentiate in evaluation mode.
     model = mlp(torch.float32, nn.LayerNorm).to(replica.device)
     with xla_replica.count(replica) as count:
-        [found] = replica.fetch([empirical_ntk(*given(model), 2)])
+        [found] = replica.fetch([ntk.empirical_ntk(*given(model), 2)])
     return found, count
 
 
 @pytest.mark.parametrize("backend", ONE_XLA_BACKEND[:1])
 def test_a_compiled_backend_makes_the_same_kernel(backend):
-    expected = empirical_ntk(*given(mlp(norm=nn.LayerNorm)), dtype=F64)
+    expected = ntk.empirical_ntk(*given(mlp(norm=nn.LayerNorm)), dtype=F64)
     [(kernel, count)] = backend.run(kernel_on_the_device)
     torch.testing.assert_close(kernel.double(), expected, rtol=1e-4, atol=1e-5)
     assert count.compilations <= 5  # eleven batches share one program

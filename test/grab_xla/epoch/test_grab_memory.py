@@ -103,15 +103,12 @@ def test_an_epoch_begins_without_a_copy_of_the_accumulators():
 
 
 @pytest.mark.parametrize("tile_size", [None, 3])
-@pytest.mark.parametrize(
-    ("options", "few"),
-    [
-        ({}, 0.0),
-        ({"prob_balance": True, "prob_balance_c": 3.0}, 0.0),
-        (dict.fromkeys(["normalize_grads", "record_norm", "record_herding"], 1), 0.0),
-        ({"fidelity": "projected", "projection_size": 8}, 1e-9),
-    ],
-)
+@pytest.mark.parametrize(("options", "few"), [
+    ({}, 0.0),
+    ({"prob_balance": True, "prob_balance_c": 3.0}, 0.0),
+    (dict.fromkeys(["normalize_grads", "record_norm", "record_herding"], 1), 0.0),
+    ({"fidelity": "projected", "projection_size": 8}, 1e-9),
+])  # fmt: skip
 @pytest.mark.parametrize("name", BALANCING)
 def test_pieces_change_rounding_only(name, options, few, tile_size, monkeypatch):
     """Of projections, and of the sums of means over a step's pieces."""

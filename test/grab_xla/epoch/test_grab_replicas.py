@@ -64,7 +64,7 @@ def alone() -> dict[str, tuple]:
 
 
 # XLA compiles programs of a second for every kind and replica. By default it has a kind
-# of each way to balance; slow runs have all, and `test_grab_counts` has all on one.
+# of each way to balance; slow runs have all, and `test_balance_family` has all on one.
 FEW = ["mean", "adamean", "coordinated pair", "recursive-pair", "batch", "norm"]
 
 
@@ -79,11 +79,8 @@ def _case(scheme: str, device: str, num_replicas: int, slow=False, names=TIE_FRE
     scope="module",
     params=[
         _case("sharded", "cpu", 3),
-        _case("sharded", "xla", 1, slow=True),
         _case("sharded", "xla", 2, names=FEW),
-        _case("sharded", "xla", 2, slow=True),
-        _case("sharded", "xla", 4, slow=True),
-        _case("sharded", "xla", 8, slow=True),
+        *(_case("sharded", "xla", n, slow=True) for n in (1, 2, 4, 8)),
         _case("gather", "cpu", 3),
         _case("gather", "xla", 2, slow=True),
         *(_case("sharded", "tpu", 1, names=FEW) for _ in TORCHTPU),

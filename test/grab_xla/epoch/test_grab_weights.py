@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from support.grab_xla import balancing, ordering, training
+from support.grab_xla import ordering, training
 from support.grab_xla.ordering import KINDS, NUM_SAMPLES
 from support.grab_xla.training import MINIBATCH, REFERENCE, TRACE, samples
 from support.xla_replica.replicas import backends, row
@@ -34,11 +34,9 @@ class Centre:
 
 
 @pytest.mark.parametrize("tile_size", [None, 3])
-@pytest.mark.parametrize(
-    "name",
-    ["mean", "sign", "recursive", "batch", "pair", "coordinated pair",
-     "recursive-pair"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "mean", "sign", "recursive", "batch", "pair", "coordinated pair", "recursive-pair",
+])  # fmt: skip
 def test_weighted_orders_are_the_oracles(name, tile_size):
     sampler = KINDS[name].sampler(tile_size=tile_size, weights=weights_of)
     centre = Centre()
@@ -124,7 +122,7 @@ def recomputed(model: nn.Module, losses_of, weight_of) -> tuple[list, list]:
             whole = nn.utils.parameters_to_vector(params).detach() - step
             nn.utils.vector_to_parameters(whole, params)
         gradients, factors = np.stack(rows), np.array(weights)
-        order = balancing.mean(order, factors[:, None] * (gradients - centre), 0.0)
+        order = ordering.mean(order, factors[:, None] * (gradients - centre), 0.0)
         centre = factors @ gradients / factors.sum()
     return orders, [p.detach() for p in params]
 
@@ -173,17 +171,14 @@ def counting_tokens(reduction: str) -> tuple[tuple, tuple]:
 
     model = nn.Linear(6, 1).double()
     twin, grab = copy.deepcopy(model), training.sampler_of(model, weights="update")
-    options = {"reduction": "sum", "ref_weight": 100}
-    dealt, optimizer = training.under_trace(model, N, grab, LR, "linear", **options)
-    optimizer.attach(grab.after_update)
-    orders = []
-    for epoch in range(EPOCHS):
-        dealt.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        for batch in dealt:
-            training.balance(grab, model, losses_of, model, batch, reduction=reduction)
-            optimizer.step(weight=tokens[batch].sum())
-        orders.append(grab.order.tolist())
+    inner, options = torch.optim.SGD(model.parameters(), LR), {"reduction": "sum"}
+    run = training.Training(model, inner, grab, ref_weight=100, **options)
+
+    def minibatch(batch: list[int]) -> torch.Tensor:
+        training.balance(grab, model, losses_of, model, batch, reduction=reduction)
+        return tokens[batch].sum()
+
+    orders = [run.epoch(epoch, minibatch) for epoch in range(EPOCHS)]
     found = orders, [p.detach() for p in model.parameters()]
     return found, recomputed(twin, losses_of, lambda size: LR / 100)
 

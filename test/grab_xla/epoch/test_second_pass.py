@@ -36,9 +36,7 @@ def loader_of(sampler: GraBSampler, kind: str = "plain") -> DataLoader | DeviceL
 
 
 def ordered(kind: str = "plain", name: str = "mean") -> tuple[GraBSampler, Any]:
-    """Returns a sampler of N samples, and a loader of it."""
-    sampler = KINDS[name].sampler(N)
-    return sampler, loader_of(sampler, kind)
+    return (sampler := KINDS[name].sampler(N)), loader_of(sampler, kind)
 
 
 def step(sampler: GraBSampler, batch, epoch: int, **options) -> None:
@@ -128,8 +126,8 @@ def test_passes_that_need_no_gradients_are_told_apart_too(steps):
 
     sampler, loader = ordered(name="rr")
     first = iter(loader)
-    use(next(first))
-    use(next(first))
+    for _ in range(2):
+        use(next(first))
     list(loader)
     with pytest.raises(ValueError, match=LEFT):
         use(next(first))
@@ -159,8 +157,8 @@ def test_steps_that_are_not_those_of_all_samples_are_told(name, left_out, num_sa
                 step(sampler, part, 0)
         iter(sampler)
 
-    told = (ValueError, GraBWarning)  # warnings are errors here
-    with pytest.raises(told, match=r"only \d are left|were drawn, and \d+ had a step"):
+    told = r"only \d are left|were drawn, and \d+ had a step"
+    with pytest.raises((ValueError, GraBWarning), match=told):  # warnings are errors
         run()
 
 
@@ -171,14 +169,12 @@ SIZES = [4, 12, 4, 4, 7, 12, 4, 1, 9, 4, 16]
 def test_batches_of_several_sizes_may_be_drawn_ahead(num_workers):
     class Batches:
         def __iter__(self):
-            samples = iter(sampler)
-            for size in itertools.cycle(SIZES):
-                if not (batch := list(itertools.islice(samples, size))):
-                    return
+            samples, sizes = iter(sampler), itertools.cycle(SIZES)
+            while batch := list(itertools.islice(samples, next(sizes))):
                 yield batch
 
-    sampler, workers = KINDS["mean"].sampler(LONG * 3), num_workers
-    loader = DataLoader(range(LONG * 3), batch_sampler=Batches(), num_workers=workers)
+    sampler, options = KINDS["mean"].sampler(LONG * 3), {"num_workers": num_workers}
+    loader = DataLoader(range(LONG * 3), batch_sampler=Batches(), **options)
     for epoch in range(2):
         for batch in loader:
             step(sampler, batch, epoch)

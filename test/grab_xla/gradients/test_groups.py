@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support.grab_xla import balancing, ordering, training
+from support.grab_xla import ordering, training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -42,17 +42,14 @@ def grouped(model: nn.Module, balance: str = "mean", **options) -> GraBSampler:
 
 
 def groups_of(grab: GraBSampler) -> tuple[torch.Tensor, ...]:
-    """Returns the groups of the next epoch."""
     return torch.tensor(list(grab)).split(GROUP)
 
 
 def step(grab: GraBSampler, model: nn.Module, batch: torch.Tensor, **options) -> None:
-    """Has the gradient of a group's recorded losses balanced."""
     training.balance(grab, model, losses_of, model, batch, **options)
 
 
 def whole_of(model: nn.Module) -> torch.Tensor:
-    """Returns ``.grad`` of all parameters."""
     grads = ((p, p.grad) for p in model.parameters())
     dense = (torch.zeros_like(p) if g is None else g.to_dense() for p, g in grads)
     return torch.cat([each.flatten() for each in dense])
@@ -95,7 +92,7 @@ def trained(balance: str, accumulated: int = 1, how: str = "recorded", **options
         rows = torch.stack(rows[:-1]).numpy()
         numbers = list(range(len(rows)))
         if balance == "recursive-pair":
-            following = balancing.recursive_pair(numbers, rows, 2)
+            following = ordering.recursive_pair(numbers, rows, 2)
         else:
             following = ordering.ORACLES[balance](numbers, rows, centre, None)
         centre, groups = rows.mean(0), [groups[i] for i in [*following, -1]]
@@ -193,8 +190,6 @@ def test_hooks_are_there_during_the_pass_alone():
 
 
 class Keeping(Balancer):
-    """Keeps the rows themselves."""
-
     kept: ClassVar[list[torch.Tensor]] = []
 
     def init(self, num_columns, dtype, device):
@@ -270,28 +265,25 @@ def of_lstm() -> torch.Tensor:
 UPDATE = SimpleNamespace(epoch=0, batch_size=16, minibatch_size=8)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda model, grab, order: grouped(model, group_size=27),
-         "group_size must be an integer >= 1 and <= 26"),
-        (lambda model, grab, order: grouped(model, fidelity="exact"),
-         "group_size=4 needs fidelity='group', got"),
-        (lambda model, grab, order: grouped(model, "swr"), "cannot be combined with"),
-        (lambda model, grab, order: grab.record(nn.Sequential(nn.Linear(6, 4))),
-         r"0\.weight.*of the same shapes"),
-        (lambda model, grab, order: grab.record(model[0]), "not trainable parameters"),
-        (lambda model, grab, order: grab.record(model.requires_grad_(False)),
-         "are not trainable parameters"),
-        (lambda model, grab, order: step(grab, model, order[: GROUP + 1]),
-         r"for a group of 4: .*batch_size= to the D"),
-        (lambda model, grab, order: step(grab, model, order[:4], indices=order[1:5]),
-         "indices are"),
-        (lambda model, grab, order: grab.after_update(UPDATE), "minibatch_size=4"),
-        (lambda *_: training.balance(training.sampler_of(LSTM), LSTM, of_lstm),
-         r'(?s)LSTM.*fidelity="group"'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda model, grab, order: grouped(model, group_size=27),
+     "group_size must be an integer >= 1 and <= 26"),
+    (lambda model, grab, order: grouped(model, fidelity="exact"),
+     "group_size=4 needs fidelity='group', got"),
+    (lambda model, grab, order: grouped(model, "swr"), "cannot be combined with"),
+    (lambda model, grab, order: grab.record(nn.Sequential(nn.Linear(6, 4))),
+     r"0\.weight.*of the same shapes"),
+    (lambda model, grab, order: grab.record(model[0]), "not trainable parameters"),
+    (lambda model, grab, order: grab.record(model.requires_grad_(False)),
+     "are not trainable parameters"),
+    (lambda model, grab, order: step(grab, model, order[: GROUP + 1]),
+     r"for a group of 4: .*batch_size= to the D"),
+    (lambda model, grab, order: step(grab, model, order[:4], indices=order[1:5]),
+     "indices are"),
+    (lambda model, grab, order: grab.after_update(UPDATE), "minibatch_size=4"),
+    (lambda *_: training.balance(training.sampler_of(LSTM), LSTM, of_lstm),
+     r'(?s)LSTM.*fidelity="group"'),
+])  # fmt: skip
 def test_what_does_not_fit_groups_or_needs_them_is_named(call, message):
     model = batch_norm_model()
     order = torch.tensor(list(grab := grouped(model)))

@@ -13,6 +13,7 @@ import per_sample_grad as psg
 import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
+from support.per_sample_grad.agreement import projected
 from support.xla_replica.replicas import TORCHTPU, row
 
 F64 = torch.float64
@@ -41,7 +42,6 @@ def mlp(dtype: torch.dtype = F64) -> nn.Module:
 
 
 def cross_entropies(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Returns the loss of every sample."""
     return F.cross_entropy(model(x), y, reduction="none")
 
 
@@ -106,8 +106,7 @@ def ordered(
             else:
                 grads = psg.per_sample_grads(model, losses_of, given, **captured)
                 if how == "projected by hand":
-                    for name, rows in grads.items():
-                        grads[name] = projected(grab.projection, name, rows)
+                    grads = projected(grads, grab.projection)
                 grab.step(grads, indices=batch)
                 losses_of(model, *given).mean().backward()
             (update or optimizer.step)()
@@ -115,60 +114,65 @@ def ordered(
     return orders
 
 
-def projected(projection: Any, name: str, gradients: torch.Tensor) -> torch.Tensor:
-    """Returns a parameter's gradients times a matrix, made from those of impulses."""
-    impulses = torch.eye(gradients[0].numel(), dtype=F64)
-    impulses = impulses.view(-1, *gradients.shape[1:])
-    return gradients.flatten(1) @ projection.of(name, [psg.Dense(impulses)], 2**30)
+class Training:
+    """A model, an elastic optimizer, and the GraB sampler that orders its samples.
 
+    Args:
+        grab: The sampler; every update tells it, if it ``attaches``.
+        given: What differs from `TRACE` and the like for `vbs.CustomSampler`;
+            ``options`` are those of the optimizer.
+    """
 
-def under_trace(
-    model: nn.Module, num_samples: int, order: Any, lr: float, rule: str, **options: Any
-) -> tuple[vbs.CustomSampler, vbs.ElasticOptimizer]:
-    """Returns what trains a model under `TRACE`, by an optimizer of these options."""
-    dealt = vbs.CustomSampler(
-        range(num_samples), TRACE, minibatch_size=MINIBATCH, on_end="cycle",
-        order=order, verbose=False,
-    )  # fmt: skip
-    inner = torch.optim.SGD(model.parameters(), lr)
-    return dealt, vbs.ElasticOptimizer(inner, dealt, rule, **options)
+    def __init__(
+        self, model: nn.Module, inner: torch.optim.Optimizer, grab: GraBSampler,
+        rule: str = "linear", attaches: bool = True, given: Any = (), **options: Any,
+    ) -> None:  # fmt: skip
+        own = {"trace": TRACE, "minibatch_size": MINIBATCH, "on_end": "cycle"}
+        own |= {"order": grab, "verbose": False, **dict(given)}
+        self.replica, self.model, self.grab = xla_replica.current(), model, grab
+        self.sampler = vbs.CustomSampler(range(grab.num_samples), **own)
+        self.optimizer = vbs.ElasticOptimizer(inner, self.sampler, rule, **options)
+        if attaches:
+            self.optimizer.attach(grab.after_update)
+
+    def epoch(self, epoch: int, minibatch: Callable[[list[int]], Any]) -> list[int]:
+        """Trains for an epoch; returns its order.
+
+        ``minibatch`` has the gradients of these samples balanced and accumulated, and
+        may return the weight of their step.
+        """
+        self.sampler.set_epoch(epoch)
+        self.optimizer.set_epoch(epoch)  # where replicas that begin idle join
+        for indices in self.sampler:
+            self.optimizer.step(weight=minibatch(indices))
+        return self.grab.order.tolist()
 
 
 def elastic(
-    model: nn.Module,
-    data: Data,
-    epochs: int,
-    rule: str = "linear",
-    lr: float = 0.1,
-    from_samples: bool = False,
-    **options: Any,
-) -> tuple[list[list[int]], list[torch.Tensor], list[tuple[int, int]]]:
+    model: nn.Module, data: Data, epochs: int, rule: str = "linear", lr: float = 0.1,
+    from_samples: bool = False, **options: Any,
+) -> tuple[list[list[int]], list[torch.Tensor], list[tuple[int, int]]]:  # fmt: skip
     """Trains a model under `TRACE`, with a sampler of these options.
 
     Returns:
         Every epoch's order, the parameters, and the compilations and transfers of every
         epoch.
     """
-    (x, y), replica = data, xla_replica.current()
-    grab = sampler_of(model, len(x), **options)
-    dealt, optimizer = under_trace(
-        model, len(x), grab, lr, rule, ref_batchsize=REFERENCE
-    )
-    optimizer.attach(grab.after_update)
-    orders, counts = [], []
+    grab = sampler_of(model, len(data[0]), **options)
+    inner, orders, counts = torch.optim.SGD(model.parameters(), lr), [], []
+    run = Training(model, inner, grab, rule, ref_batchsize=REFERENCE)
+
+    def minibatch(indices: list[int]) -> None:
+        given = run.replica.send(tuple(each[indices] for each in data))
+        passed = {"indices": indices, "from_samples": from_samples}
+        balance(grab, model, cross_entropies, model, *given, **passed)
+
     for epoch in range(epochs):
-        dealt.set_epoch(epoch)
-        with xla_replica.count(replica) as count:
-            optimizer.set_epoch(epoch)
-            for batch in dealt:
-                inputs, targets = replica.send((x[batch], y[batch]))
-                passed = {"indices": batch, "from_samples": from_samples}
-                balance(grab, model, cross_entropies, model, inputs, targets, **passed)
-                optimizer.step()
-            replica.sync()
-        orders.append(grab.order.tolist())
+        with xla_replica.count(run.replica) as count:
+            orders.append(run.epoch(epoch, minibatch))
+            run.replica.sync()
         counts.append((count.compilations, count.transfers))
-    return orders, replica.fetch([p.detach() for p in model.parameters()]), counts
+    return orders, run.replica.fetch([p.detach() for p in model.parameters()]), counts
 
 
 def assert_same_runs(
