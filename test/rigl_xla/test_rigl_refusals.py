@@ -14,15 +14,9 @@ from support.rigl_xla.sparse import convnet, equal, pruned, sgd
 from support.xla_replica.replicas import Backend
 from torch import nn
 
+import rigl_xla
 import variable_batch_size as vbs
-from rigl_xla import (
-    Method,
-    UpdateSchedule,
-    allocate,
-    cost_of,
-    operations_of,
-    weights_of,
-)
+from rigl_xla import Method, UpdateSchedule, allocate, cost_of, operations_of
 
 
 def scores(bad):
@@ -76,6 +70,8 @@ BAD = [
     ({"state_dict": {"format": 1}}, ValueError, "has format 1 and .* its own format 2"),
     ({"state_dict": {"format": 2}}, ValueError, "lacks .*'layers'.* gave, whole"),
     ({"annealing": np.array(["a", "b"])}, ValueError, "annealing must be one of"),
+    ({"optimizer": sgd(convnet())}, ValueError, r"does not train \['2.weight'"),
+    ({"optimizer": nn.Linear(2, 2)}, TypeError, "must be a torch optimizer"),
 ]
 
 
@@ -85,7 +81,7 @@ def test_mistakes_are_found_before_anything_is_touched(options, error, says):
     before = copy.deepcopy(model.state_dict())
     optimizer = sgd(model)
     with pytest.raises(error, match=says):
-        pruned(model, optimizer, **options)
+        pruned(model, **{"optimizer": optimizer, **options})
     assert equal(before, model.state_dict())
     assert not any(parameter._backward_hooks for parameter in model.parameters())
     pruned(model, optimizer)  # a refusal leaves nothing behind
@@ -141,17 +137,6 @@ def sharded(rank: int) -> None:
 
 def test_sharded_weights_are_refused():
     Backend("cpu", 2).run(sharded)
-
-
-def test_an_optimizer_of_other_weights_is_refused():
-    model, before = convnet(), convnet().state_dict()
-    with pytest.raises(ValueError, match=r"does not train \['2.weight'"):
-        pruned(model, sgd(convnet()))
-    with pytest.raises(TypeError, match="must be a torch optimizer"):
-        pruned(model, nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"model must be a torch module, got {} \(dict"):
-        pruned({}, sgd(model))
-    assert equal(before, model.state_dict())
 
 
 def test_loops_without_the_second_line_or_its_answer_are_refused():
@@ -225,7 +210,10 @@ DISTRIBUTIONS = [
 ]  # fmt: skip
 CALLS = [
     *((partial(allocate, *given), *refusal) for given, *refusal in DISTRIBUTIONS),
-    *((partial(weights_of, LAYERS, **given), *said) for given, *said in SELECTORS),
+    *((partial(rigl_xla.weights_of, LAYERS, **given), *refusal)
+      for given, *refusal in SELECTORS),
+    (lambda: pruned({}, sgd(convnet())), TypeError,
+     r"model must be a torch module, got {} \(dict"),
     (lambda: UpdateSchedule(7.5), TypeError, "T_end must be an integer"),
     (lambda: UpdateSchedule(9, delta=0), ValueError, "delta must be .*, got 0"),
     (lambda: UpdateSchedule(9, alpha=2), ValueError, ">= 0 and <= 1"),
@@ -245,7 +233,7 @@ CALLS = [
     (lambda: operations_of(nn.Linear(2, 2)), ValueError, NO_SAMPLES),
     (lambda: operations_of(nn.Linear(2, 2), torch.ones(0, 2)), ValueError, NO_SAMPLES),
     (lambda: operations_of(3, torch.ones(1)), TypeError, r"a torch module, got 3"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "says"), CALLS)

@@ -1,4 +1,4 @@
-"""What stays sparse in a training loop with RigLScheduler, what moves, and when."""
+"""What stays sparse in a training loop, what moves, when, and which batches count."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from support.documents import block
 from support.rigl_xla import sparse
 from torch import nn
 
@@ -141,3 +142,209 @@ def test_lr_schedulers_made_before_or_after(before):
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert optimizer.step == step
+
+
+# --- batches that are not finite, or that gradient scaling leaves out -----------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", [
+    {},
+    {"grad_accumulation_n": 3},
+    {"structure": "constant-fan-in"},
+    {"structure": "2:4", "dense_allocation": 1, "exclude": "7"},
+])  # fmt: skip
+def test_one_bad_batch_leaves_masks_and_counts(bad, options):
+    model, optimizer, pruner = sparse.sparse_convnet(**options)
+    masks, active = copy.deepcopy(pruner.masks), sparse.counts(pruner)
+    sparse.train(model, optimizer, pruner, range(2))
+    sparse.backward(model, 2, bad)
+    assert not pruner()
+    assert pruner.rigl_steps == 1
+    assert sparse.equal(pruner.masks, masks)
+    sparse.train(model, optimizer, pruner, range(3, 9))
+    assert sparse.counts(pruner) == active
+    assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_one_bad_batch_stays_out_of_the_running_mean(bad, at):
+    model, factor = sparse.convnet(), 1.0
+    model[5].weight.register_hook(lambda gradient: gradient * factor)
+    pruner = sparse.pruned(model, method="snfs", delta=5)
+    active, optimizer = sparse.counts(pruner), pruner.optimizer
+    sparse.train(model, optimizer, pruner, range(at))
+    optimizer.zero_grad()
+    before, factor = pruner.state_dict()["layers"], bad
+    sparse.backward(model, at)  # bad in one layer: all leave the step out
+    factor = 1.0
+    pruner()  # the optimizer takes no step here
+    for name, layer in pruner.state_dict()["layers"].items():
+        past = before[name].get("gradient", torch.zeros_like(layer["gradient"]))
+        assert torch.equal(layer["gradient"], past)
+    sparse.train(model, optimizer, pruner, range(at + 1, 5))
+    masks = copy.deepcopy(pruner.masks)
+    sparse.train(model, optimizer, pruner, range(5, 10))
+    assert sparse.counts(pruner) == active
+    assert all(not torch.equal(pruner.masks[name], masks[name]) for name in masks)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("skip_step", [True, False])
+def test_gradient_scaling_leaves_a_step_out_of_the_update_too(skip_step, n):
+    """With skip_step=False such a step is not even counted."""
+    options = {"skip_step": skip_step, "grad_accumulation_n": n}
+    model, optimizer, pruner = sparse.sparse_convnet(**options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    active, first = sparse.counts(pruner), copy.deepcopy(pruner.masks)
+    for step in range(10):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            images, labels = sparse.batch(step)
+            loss = nn.functional.cross_entropy(model(images), labels)
+        scaler.scale(loss * float("inf") if step == 2 else loss).backward()
+        if pruner():
+            scaler.step(optimizer)
+            scaler.update()
+        if step == 2:
+            assert sparse.equal(pruner.masks, first)
+    assert (pruner.step, pruner.rigl_steps) == ((10, 3) if skip_step else (9, 3))
+    assert not any(torch.equal(mask, first[n]) for n, mask in pruner.masks.items())
+    assert sparse.counts(pruner) == active
+    assert sparse.inactive_are_zero(pruner)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("skip_step", [True, False])
+@pytest.mark.parametrize("factor", [100.0, float("nan")])
+def test_a_batch_that_zero_grad_discards_does_not_take_part(
+    set_to_none, called, skip_step, factor
+):
+    """Whether or not the pruner is called for it: then its update keeps all masks."""
+    runs, ends = [], skip_step and called  # the update, without a batch
+    for discards in (False, True):
+        model, optimizer, pruner = sparse.sparse_convnet(skip_step=skip_step)
+        sparse.train(model, optimizer, pruner, range(2))
+        if discards:
+            optimizer.zero_grad()
+            sparse.backward(model, 99, factor)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            masks = copy.deepcopy(pruner.masks)
+            assert not called or pruner() != skip_step
+            assert sparse.equal(pruner.masks, masks)
+        sparse.train(model, optimizer, pruner, range(3 if ends else 2, 7))
+        assert pruner.rigl_steps == 2
+        runs.append(pruner.masks | model.state_dict(prefix="model."))
+    assert ends or sparse.equal(*runs)
+
+
+# --- passes that are thrown away ------------------------------------------------------
+
+ACTIVE = torch.tensor([[1.0, 1, 1, 1, 0, 0, 0, 0]])
+
+
+class Row:
+    """A Linear of one row whose first four weights are active, and its pruner."""
+
+    def __init__(self, delta: int = 1, **options: object) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(8, 1, bias=False)
+        self.sgd = torch.optim.SGD(self.model.parameters(), 0.1)
+        masks = {"initial_masks": {"weight": ACTIVE}, "dense_first": False}
+        options = {"dense_allocation": 0.5, "alpha": 0.5, "T_end": 1000, **options}
+        self.pruner = sparse.pruned(
+            self.model, self.sgd, delta=delta, **masks, **options
+        )
+
+    def backward(self, *gradient: float) -> None:
+        (self.model.weight * torch.tensor([gradient])).sum().backward()
+
+    @property
+    def active(self) -> list[int]:
+        return self.pruner.masks["weight"][0].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("skip_step", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_layer_whose_masked_gradient_is_zero_grows(clips, set_to_none, skip_step):
+    row, draw = Row(delta=2, skip_step=skip_step), torch.Generator().manual_seed(0)
+    for _ in range(20):
+        x = torch.randn(32, 8, generator=draw)
+        x[:, :4] = 0
+        row.sgd.zero_grad(set_to_none=set_to_none)
+        (row.model(x)[:, 0] - x[:, 5] - x[:, 6]).square().mean().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(row.model.parameters(), 1.0)
+        if row.pruner():
+            row.sgd.step()
+    assert {5, 6} <= {*row.active}
+
+
+A, B = (0, 0, 0, 0, 9, 0, 0, 0), (1, 1, 1, 1, 0, 5, 0, 0)
+
+
+@pytest.mark.parametrize(("passes", "discards", "grown"), [
+    ((A, B), None, 4), ((A, B), False, 5), ((A, B), True, 5),
+    *(((B, A), discards, 4) for discards in (None, False, True)),
+])  # fmt: skip
+def test_passes_add_up_and_discarded_ones_do_not(passes, discards, grown):
+    row = Row()
+    for number, gradient in enumerate(passes):
+        row.backward(*gradient)
+        if discards is not None and number == 0:
+            row.sgd.zero_grad(set_to_none=discards)
+    assert not row.pruner()
+    assert len(row.active) == 4
+    assert max(row.active) == grown
+
+
+@pytest.mark.parametrize("replace", [
+    lambda grad: grad.clamp(-1, 1),
+    lambda grad: grad.clamp_(-1, 1),
+    lambda grad: grad / 2,
+    lambda grad: torch.tensor([[1.0, -2, 3, 1, 4, 0, 0, 0]]),  # a dense one
+])  # fmt: skip
+def test_a_discarded_batch_does_not_grow_if_the_next_gradient_is_replaced(replace):
+    row = Row()
+    row.backward(1, 1, 1, 1, 0, 0, 0, 1e6)
+    row.sgd.zero_grad()
+    row.backward(1, -2, 3, 1, 4, 0, 0, 0)
+    row.model.weight.grad = replace(row.model.weight.grad)
+    row.pruner()
+    assert max(row.active) == 4
+    assert not row.model.weight.grad[0, 5:].any()
+
+
+@pytest.mark.parametrize("replace", [torch.clone, lambda grad: grad.clamp(-1, 1)])
+def test_a_masked_gradient_of_zeros_may_be_replaced_between_passes(replace):
+    row = Row()
+    row.backward(*A)
+    row.model.weight.grad = replace(row.model.weight.grad)
+    row.backward(*B)
+    row.pruner()
+    assert max(row.active) == 4
+
+
+# --- the pages show code that runs ----------------------------------------------------
+
+PAGE, DETAILS = "docs/rigl_xla.md", "docs/rigl_xla_details.md"
+
+
+def test_the_examples_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(block(PAGE, "python", "# line 1"), names)
+    assert "num_rigl_steps=14" in capsys.readouterr().out
+    exec(block(PAGE, "python", "range(20)"), names)
+    assert names["pruner"].step == 420
+    exec(block(DETAILS, "python", "print(report)"), names)
+    exec(block(DETAILS, "python", "cost_of("), names)
+    exec(block(DETAILS, "python", "SummaryWriter"), names)
+    assert "of dense training" in capsys.readouterr().out
+    assert abs(names["report"].sparsity - 0.9) < 1e-3
+    (events,) = tmp_path.glob("runs/events.out.tfevents.*")
+    names["writer"].close()
+    assert b"rigl/inference_flops_ratio" in events.read_bytes()

@@ -123,16 +123,13 @@ def first(layer: Layer) -> torch.Tensor:
     return -torch.arange(layer.weight.numel()).reshape(layer.weight.shape).float()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"method": "set", "skip_step": False, SPARSITIES: "erk"},
-        {"method": "snfs", "drop": "sensitivity", "momentum": 0.5, "seed": 3},
-        {"grow": "random"},
-        {"static_topo": True, "method": "set"},
-        {"sparsities": {"5": 0.5}, "dense_first": False},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"method": "set", "skip_step": False, SPARSITIES: "erk"},
+    {"method": "snfs", "drop": "sensitivity", "momentum": 0.5, "seed": 3},
+    {"grow": "random"},
+    {"static_topo": True, "method": "set"},
+    {"sparsities": {"5": 0.5}, "dense_first": False},
+])  # fmt: skip
 def test_what_was_asked_for_need_not_be_repeated(options):
     masks = []
     for repeated in (options, {}):
@@ -148,22 +145,19 @@ def test_what_was_asked_for_need_not_be_repeated(options):
     assert sparse.equal(*masks)
 
 
-@pytest.mark.parametrize(
-    ("saved", "asked", "says"),
-    [
-        ({"method": "set"}, {"method": "snfs"}, "method was 'set' and is 'snfs'"),
-        ({}, {"dense_allocation": 0.5}, "dense_allocation was 0.2 and is 0.5"),
-        ({}, {"seed": 7}, "seed was 0 and is 7"),
-        ({}, {"sparsities": {"5": 0.5}}, "sparsities was None and is {'5': 0.5}"),
-        ({"method": "snfs"}, {"method": "snfs", "momentum": 0.5}, "momentum was 0.9"),
-        ({}, {"method": "set"}, "method was 'rigl' and is 'set'"),
-        ({}, {"skip_step": False}, "skip_step was True and is False"),
-        ({}, {"grow": "random"}, "grow was None and is 'random'"),
-        ({"drop": "random"}, {"drop": first}, "'random' and is 'function first'"),
-        ({"grow": first}, {}, "grow= a function first; give the same"),
-        ({SPARSITIES: "er"}, {SPARSITIES: "erk"}, "_distribution was 'er' and"),
-    ],
-)
+@pytest.mark.parametrize(("saved", "asked", "says"), [
+    ({"method": "set"}, {"method": "snfs"}, "method was 'set' and is 'snfs'"),
+    ({}, {"dense_allocation": 0.5}, "dense_allocation was 0.2 and is 0.5"),
+    ({}, {"seed": 7}, "seed was 0 and is 7"),
+    ({}, {"sparsities": {"5": 0.5}}, "sparsities was None and is {'5': 0.5}"),
+    ({"method": "snfs"}, {"method": "snfs", "momentum": 0.5}, "momentum was 0.9"),
+    ({}, {"method": "set"}, "method was 'rigl' and is 'set'"),
+    ({}, {"skip_step": False}, "skip_step was True and is False"),
+    ({}, {"grow": "random"}, "grow was None and is 'random'"),
+    ({"drop": "random"}, {"drop": first}, "'random' and is 'function first'"),
+    ({"grow": first}, {}, "grow= a function first; give the same"),
+    ({SPARSITIES: "er"}, {SPARSITIES: "erk"}, "_distribution was 'er' and"),
+])  # fmt: skip
 def test_other_options_than_the_saved_ones_are_refused(saved, asked, says):
     model, optimizer, pruner = sparse.sparse_convnet(**saved)
     state = through_a_file(pruner.state_dict())

@@ -46,7 +46,6 @@ def built(pruner_of, **options):
 
 
 def going_on(theirs):
-    """Returns what goes on with a run of theirs."""
     states = copy.deepcopy([part.state_dict() for part in theirs])
     model = convnet(1)
     model.load_state_dict(states[0])
@@ -85,7 +84,6 @@ PUBLIC = (
 
 
 def test_their_attributes_are_here_or_listed_as_missing(reference):
-    """The list is that of the documentation."""
     options = {"ignore_linear_layers": False, **OPTIONS}
     theirs, ours = (built(each, **options)[2] for each in (reference, RigLScheduler))
     for name in PUBLIC.split():

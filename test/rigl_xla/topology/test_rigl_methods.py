@@ -202,7 +202,6 @@ def test_scores_that_count_must_be_finite_in_their_own_layer(bad, what):
 
 
 def in_rows(structure: str, mask: torch.Tensor, density: float) -> bool:
-    """Returns whether a mask keeps a pattern."""
     if structure == "constant-fan-in":
         return {int(row.sum()) for row in mask} == {round(density * mask[0].numel())}
     n, m = map(int, structure.split(":"))

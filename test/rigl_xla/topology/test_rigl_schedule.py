@@ -1,17 +1,20 @@
-"""When topology updates happen, and how much they change."""
+"""When topology updates happen, how much they change, and sparsities per layer."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rigl_xla.resnet import RESNET50_WEIGHTS
 
-from rigl_xla import ANNEALINGS, METHODS, UpdateSchedule
+from rigl_xla import ANNEALINGS, DISTRIBUTIONS, METHODS, UpdateSchedule, allocate
 from rigl_xla.topology import masks
+from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.update_schedule import gradual_sparsity
 from rigl_xla.update.steps import collects
 
@@ -121,3 +124,138 @@ def test_initial_masks_have_as_many_connections_and_depend_on_seed_and_name_alon
         assert not torch.equal(mask, masks.random_mask(*other, 1000, 137))
     # A literal, so that a run resumes under another release: do not change it lightly.
     assert masks.random_mask(0, "fc.weight", 8, 3).nonzero().tolist() == [[4], [6], [7]]
+
+
+# --- sparsities per layer, by a slow solver and as published --------------------------
+
+SHAPES = {
+    "stem": (8, 3, 3, 3),
+    "wide": (64, 8, 3, 3),
+    "thin": (16, 64, 1, 1),
+    "body": (64, 256),
+    "head": (10, 64),
+}
+
+
+def sizes(shapes):
+    return {name: math.prod(shape) for name, shape in shapes.items()}
+
+
+def num_active(shapes, sparsities):
+    return sum(n - num_inactive(sparsities[i], n) for i, n in sizes(shapes).items())
+
+
+def proportional(shapes, sparsity, ratio):
+    """Returns sparsities of densities min(1, epsilon p), epsilon by bisection."""
+    numbers = sizes(shapes)
+    budget = sum(n - math.floor(Fraction(str(sparsity)) * n) for n in numbers.values())
+    low, high = 0.0, 1e9
+    for _ in range(200):
+        epsilon = (low + high) / 2
+        used = sum(min(1, epsilon * ratio(shapes[n])) * numbers[n] for n in shapes)
+        low, high = (epsilon, high) if used < budget else (low, epsilon)
+    return {name: 1 - min(1, low * ratio(shapes[name])) for name in shapes}
+
+
+RATIOS = {
+    "er": lambda shape: (shape[0] + shape[1]) / (shape[0] * shape[1]),
+    "erk": lambda shape: sum(shape) / math.prod(shape),
+}
+
+
+@pytest.mark.parametrize("kind", RATIOS)
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.8, 0.9, 0.99])
+def test_erdos_renyi_solves_for_the_budget(kind, sparsity):
+    expected = proportional(SHAPES, sparsity, RATIOS[kind])
+    assert allocate(SHAPES, sparsity, kind) == pytest.approx(expected, abs=1e-9)
+    assert allocate(SHAPES, sparsity, kind.upper()) == allocate(SHAPES, sparsity, kind)
+
+
+def test_uniform_keeps_the_first_layer_dense_and_a_function_what_it_says():
+    assert list(allocate(SHAPES, 0.9).values()) == [0, 0.9, 0.9, 0.9, 0.9]
+    assert allocate({"only": (4, 4)}, 0.5) == {"only": 0.5}
+    assert set(allocate(SHAPES, 0.9, dense_first=False).values()) == {0.9}
+    found = allocate(SHAPES, 0.5, lambda free, s, dense: dict.fromkeys(free, s / 2))
+    assert set(found.values()) == {0.25}
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.9, 0.95])
+def test_adjusted_uniform_reaches_the_sparsity_of_the_whole(sparsity):
+    found = allocate(SHAPES, sparsity, "adjusted-uniform", {"head": 0.0})
+    inactive = sum(found[name] * n for name, n in sizes(SHAPES).items())
+    assert inactive == pytest.approx(sparsity * sum(sizes(SHAPES).values()))
+    assert found["stem"] == found["head"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "sparsity"),
+    [({"fixed": {"body": 0.5}}, "body", 0.5), ({"dense_first": True}, "stem", 0)],
+)
+def test_overrides_are_outside_of_the_budget(options, name, sparsity):
+    rest = {other: shape for other, shape in SHAPES.items() if other != name}
+    found = allocate(SHAPES, 0.8, "erk", **options)
+    assert found == {name: sparsity, **allocate(rest, 0.8, "erk")}
+
+
+@given(
+    percent=st.integers(1, 99), size=st.sampled_from([10, 50, 100, 1000, 9408, 10**6])
+)
+def test_counts_are_those_of_the_decimal_that_was_meant(percent, size):
+    exact = min(percent * size // 100, size - 1)
+    assert num_inactive(percent / 100, size) == exact
+    assert num_inactive(1 - (100 - percent) / 100, size) == exact
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6
+    ),
+    sparsity=st.floats(0, 0.99),
+    kind=st.sampled_from(sorted(set(DISTRIBUTIONS) - {"adjusted-uniform"})),
+)
+def test_every_distribution_stays_in_range_and_budget(shapes, sparsity, kind):
+    named = {str(index): shape for index, shape in enumerate(shapes)}
+    found = allocate(named, sparsity, kind, dense_first=False)
+    assert all(0 <= value < 1 for value in found.values())
+    excess = num_active(named, found) - (1 - sparsity) * sum(sizes(named).values())
+    assert -1 <= excess <= 2 * len(shapes)  # each layer rounds, and keeps one
+
+
+# By kernel and sorted channels: sparsity at 0.8, 0.9, 0.95; Evci et al. 2020.
+PUBLISHED = {
+    (7, 3, 64): (0.1428, 0.5800, 0.7902),
+    (1, 64, 64): (0, 0, 0.2265),
+    (3, 64, 64): (0.6381, 0.8227, 0.9114),
+    (1, 64, 256): (0, 0.0412, 0.5210),
+    (1, 128, 256): (0, 0.4253, 0.7129),
+    (3, 128, 128): (0.8231, 0.9133, 0.9567),
+    (1, 128, 512): (0.0247, 0.5221, 0.7612),
+    (1, 256, 512): (0.4151, 0.7134, 0.8568),
+    (3, 256, 256): (0.9126, 0.9572, 0.9786),
+    (1, 256, 1024): (0.5131, 0.7614, 0.8808),
+    (1, 512, 1024): (0.7079, 0.8569, 0.9285),
+    (3, 512, 512): (0.9565, 0.9787, 0.9894),
+    (1, 512, 2048): (0.7567, 0.8808, 0.9405),
+    (1, 1024, 2048): (0.8541, 0.9285, 0.9643),
+    (1, 1000, 2048): (0.8518, 0.9274, 0.9637),
+}
+
+
+@pytest.mark.parametrize(("sparsity", "num_dense", "erk", "uniform"), [
+    (0.8, 8, 5_100_630, 5_108_133),
+    (0.9, 1, 2_550_353, 2_558_785),
+    (0.95, 0, 1_275_200, 1_284_111),
+])  # fmt: skip
+def test_resnet50_is_that_of_the_paper(sparsity, num_dense, erk, uniform):
+    assert len(RESNET50_WEIGHTS) == 54
+    assert sum(sizes(RESNET50_WEIGHTS).values()) == 25_502_912
+    found = allocate(RESNET50_WEIGHTS, sparsity, "erk")
+    column, seen = (0.8, 0.9, 0.95).index(sparsity), {}
+    for name, (out, into, *kernel) in RESNET50_WEIGHTS.items():
+        key = (kernel[0] if kernel else 1, *sorted((into, out)))
+        seen[key] = PUBLISHED[key][column]
+        assert found[name] == pytest.approx(seen[key], abs=1e-4), name
+    assert seen.keys() == PUBLISHED.keys()
+    assert [*found.values()].count(0) == num_dense
+    both = found, allocate(RESNET50_WEIGHTS, sparsity)
+    assert [num_active(RESNET50_WEIGHTS, each) for each in both] == [erk, uniform]

@@ -8,14 +8,13 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grab_xla import training
 from support.rigl_xla import sparse
 from support.xla_replica.replicas import backends, row
 from torch import nn
 
 import per_sample_grad as psg
-import variable_batch_size as vbs
 import xla_replica
-from grab_xla import GraBSampler
 from xla_replica import LocalReplica
 
 
@@ -177,41 +176,38 @@ def composed_run(rank: int, hand: bool):
     With ``hand`` the only backward pass is that of the capture.
     """
     replica = xla_replica.current()
-    model = network().to(replica.device)
-    samples = dataset()
-    grab = GraBSampler(samples, dict(model.named_parameters()), dtype=torch.float64)
-    options = {"minibatch_size": 4, "on_end": "cycle", "order": grab}
-    sampler = vbs.CustomSampler(samples, TRACE, **options)
-    optimizer = vbs.LinearRuleOptimizer(sparse.sgd(model), sampler, ref_batchsize=8)
-    pruner = sparse.pruned(model, optimizer, **OFTEN)
-    optimizer.attach(grab.after_update)
+    model, samples = network().to(replica.device), dataset()
+    grab = training.sampler_of(model, NUM_SAMPLES)
+    given = {"trace": TRACE, "minibatch_size": 4}
+    run = training.Training(
+        model, sparse.sgd(model), grab, given=given, ref_batchsize=8
+    )
+    pruner = sparse.pruned(model, run.optimizer, **OFTEN)
     masks, minibatches, totals = [], [[]], []
 
     def note(update):
         masks.append([mask.clone() for mask in pruner.masks.values()])
         minibatches.append([])
 
-    optimizer.attach(note)
+    def minibatch(indices):
+        minibatches[-1].append(list(indices))
+        x, y = replica.send(samples[indices])
+        with psg.capture(model) as recorded:
+            losses = F.cross_entropy(model(x), y, reduction="none")
+        gradients = recorded.backward(losses, retain_graph=not hand).materialize()
+        grab.step(gradients)
+        for name, parameter in model.named_parameters() if hand else ():
+            parameter.grad.add_(gradients[name].mean(0))
+        if not hand:
+            losses.mean().backward()
+        pruner()
+
+    run.optimizer.attach(note)
     for epoch in range(EPOCHS):
         with xla_replica.count(replica) as count:
-            sampler.set_epoch(epoch)
-            optimizer.set_epoch(epoch)
-            for indices in sampler:
-                minibatches[-1].append(list(indices))
-                x, y = replica.send(samples[indices])
-                with psg.capture(model) as recorded:
-                    losses = F.cross_entropy(model(x), y, reduction="none")
-                factors = recorded.backward(losses, retain_graph=not hand)
-                gradients = factors.materialize()
-                grab.step(gradients)
-                for name, parameter in model.named_parameters() if hand else ():
-                    parameter.grad.add_(gradients[name].mean(0))
-                if not hand:
-                    losses.mean().backward()
-                pruner()
-                optimizer.step()
+            run.epoch(epoch, minibatch)
         totals.append((count.compilations, count.transfers, count.fallbacks))
-    assert pruner.step == sampler.plan.num_steps * EPOCHS
+    assert pruner.step == run.sampler.plan.num_steps * EPOCHS
     assert pruner.rigl_steps == min(pruner.step, 29) // 2
     pruner.check_replicas()
     return [replica.fetch(each) for each in masks], minibatches, totals
@@ -251,10 +247,6 @@ def test_with_grab_captures_and_the_elastic_wrapper_as_in_a_plain_loop(hand):
     assert not sparse.same(masks[:1], masks[-1:])  # and so does the topology
 
 
-def composed_runs(rank: int, hands: tuple[bool, ...]):
-    return [composed_run(rank, hand) for hand in hands]
-
-
 @pytest.mark.parametrize(
     "backend",
     [row("cpu", 2), row("cpu", 3), row("xla", 2), *backends("xla", slow=(1, 8))],
@@ -262,7 +254,8 @@ def composed_runs(rank: int, hands: tuple[bool, ...]):
 def test_on_replicas_of_which_some_are_idle(backend):
     """On XLA nothing compiles after the first epoch."""
     hands = (False, True) if backend.device == "cpu" else (backend.num_replicas > 1,)
-    for found in backend.run(composed_runs, hands, timeout=300.0):
+    given = [(hand,) for hand in hands]
+    for found in backend.run(sparse.for_each, composed_run, given, timeout=300.0):
         for hand, (masks, _, totals) in zip(hands, found, strict=True):
             assert sparse.same(masks, composed_run_of_one(hand)[0])
             if backend.device == "xla":

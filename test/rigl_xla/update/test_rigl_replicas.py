@@ -8,16 +8,8 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rigl_xla.sparse import batch, convnet, pruned, same, sgd
-from support.xla_replica.replicas import (
-    SEVERAL_REPLICAS,
-    TORCHTPU,
-    TPU_LIKE,
-    Backend,
-    backends,
-    on_xla,
-    row,
-)
+from support.rigl_xla.sparse import batch, convnet, for_each, pruned, same, sgd
+from support.xla_replica.replicas import TORCHTPU, Backend, backends, on_xla, row
 
 import xla_replica
 from xla_replica import ReplicaError
@@ -74,13 +66,11 @@ class Run:
         return loss.detach()
 
     def results(self) -> tuple[list[torch.Tensor], dict[int, dict[str, float]]]:
-        """Returns the masks after every update, and what reports say, by step."""
         reported = {report.step: report.scalars() for report in self.reports}
         return self.replica.fetch(self.masks), reported
 
 
 def run_of(rank: int, kind: str, ddp: bool = False, parts: int = 1):
-    """Returns results; all replicas read their loss now and then."""
     run = Run(ddp=ddp, **OPTIONS[kind])
     for step in range(STEPS):
         loss = run.step(step, SIZE, parts)
@@ -94,13 +84,9 @@ def run_of(rank: int, kind: str, ddp: bool = False, parts: int = 1):
 run_of_one = functools.cache(functools.partial(run_of, 0))
 
 
-def runs_of(rank: int, runs: list[tuple[str, bool, int]]):
-    return [run_of(rank, *run) for run in runs]
-
-
 def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
     """Compares runs, by kind, DDP and parts, with those of one process."""
-    for found in backend.run(runs_of, runs):
+    for found in backend.run(for_each, run_of, runs):
         for (kind, *_), (masks, reported) in zip(runs, found, strict=True):
             expected, told = run_of_one(kind)
             num_layers = len(expected) // len(told)
@@ -111,7 +97,8 @@ def check_runs(backend: Backend, *runs: tuple[str, bool, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", [row("cpu", 3), *backends("xla", 3, slow=(1, 2, 8)), TPU_LIKE]
+    "backend",
+    [row("cpu", 3), *backends("xla", 3, slow=(1, 2, 8)), row("tpu-like", 2)],
 )
 def test_replicas_choose_as_one_process_on_all_their_data(backend):
     kinds = [*OPTIONS] if backend in (("cpu", 3), ("xla", 2)) else ["rigl"]
@@ -159,7 +146,7 @@ def drift(rank: int) -> dict[str, str]:
     return messages
 
 
-@pytest.mark.parametrize("backend", [*SEVERAL_REPLICAS, TPU_LIKE])
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3), row("tpu-like", 2)])
 def test_drift_is_found(backend):
     for messages in backend.run(drift):
         assert messages.pop("") == ""
@@ -207,30 +194,24 @@ def counted_run(rank: int, kind: str):
     return counts, *run.results()
 
 
-def counted_runs(rank: int, kinds: list[str]):
-    return {kind: counted_run(rank, kind) for kind in kinds}
-
-
 def _counted(backend, kinds: list[str], what: str = "rigl"):
     (one,) = backend.values
     return pytest.param(one, kinds, marks=backend.marks, id=f"{what}-{backend.id}")
 
 
-@pytest.mark.parametrize(
-    ("backend", "kinds"),
-    [
-        _counted(row("xla", 1, slow=True), ["rigl"]),
-        _counted(row("xla", 2), ["rigl"]),
-        _counted(row("xla", 1, slow=True), [*COUNTED][1:], "others"),
-        _counted(row("xla", 2, slow=True), ["window", "snfs"], "others"),
-        _counted(row("xla", 8, slow=True), ["rigl"]),
-        *(_counted(each, ["rigl"]) for each in TORCHTPU),
-    ],
-)
+@pytest.mark.parametrize(("backend", "kinds"), [
+    _counted(row("xla", 1, slow=True), ["rigl"]),
+    _counted(row("xla", 2), ["rigl"]),
+    _counted(row("xla", 1, slow=True), [*COUNTED][1:], "others"),
+    _counted(row("xla", 2, slow=True), ["window", "snfs"], "others"),
+    _counted(row("xla", 8, slow=True), ["rigl"]),
+    *(_counted(each, ["rigl"]) for each in TORCHTPU),
+])  # fmt: skip
 def test_after_the_first_update_nothing_compiles_and_nothing_is_read(backend, kinds):
     num_replicas = backend.num_replicas
-    for found in backend.run(counted_runs, kinds, timeout=300.0):
-        for kind, (counts, *results) in found.items():
+    given = [(kind,) for kind in kinds]
+    for found in backend.run(for_each, counted_run, given, timeout=300.0):
+        for kind, (counts, *results) in zip(kinds, found, strict=True):
             _, *expected = counted_run(0, kind)
             assert [*results[1]] == [*range(10, 110, 10)]
             assert results[1] == expected[1], kind

@@ -62,12 +62,16 @@ def train(
     steps: range,
     backward: Callable[[nn.Module, int], Any] = backward,
 ) -> None:
-    """Runs the loop that users write."""
     for step in steps:
         optimizer.zero_grad()
         backward(model, step)
         if pruner():
             optimizer.step()
+
+
+def for_each(rank: int, run: Callable[..., Any], given: list[tuple]) -> list[Any]:
+    """Returns what a run on this replica returns for each of these arguments."""
+    return [run(rank, *each) for each in given]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -92,7 +96,6 @@ def sparse_convnet(
 
 
 def through_a_file(parts: Any, weights_only: bool = True) -> Any:
-    """Returns what was saved and loaded."""
     torch.save(parts, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
@@ -120,7 +123,6 @@ def counts(pruner: RigLScheduler) -> list[int]:
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Returns whether two dicts of tensors are equal bit for bit."""
     return one.keys() == other.keys() and same([*one.values()], [other[n] for n in one])
 
 
