@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.outside import package
-from torch.nn.utils import get_total_norm
+from support.per_sample_grad import norms_of
 
 import per_sample_grad as psg
 from tools.outside import models, sweep_models
@@ -33,7 +33,6 @@ REGENERATE = "run `python tools/outside/sweep_models.py` and commit what it writ
 
 
 def cases(library: str) -> dict[str, models.Case]:
-    """Returns a library's models, or skips where it is not installed."""
     models.import_torchvision()
     package(library)
     return models.LIBRARIES[library]()
@@ -97,18 +96,15 @@ def llava() -> torch.nn.Module:
     models.import_torchvision()
     transformers = package("transformers")
     text = {**models.SMALL, "max_position_embeddings": 64, "num_key_value_heads": 2}
-    vision = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "image_size": 16, "patch_size": 8,
-        "projection_dim": 32,
-    }  # fmt: skip
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, image_size=16,
+        num_attention_heads=4, patch_size=8, projection_dim=32,
+    )  # fmt: skip
     config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**vision),
-        text_config=transformers.LlamaConfig(**text),
-        image_token_id=IMAGE,
-        vision_feature_select_strategy="default",
+        vision_config=vision, text_config=transformers.LlamaConfig(**text),
+        image_token_id=IMAGE, vision_feature_select_strategy="default",
         vision_feature_layer=-1,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     return transformers.LlavaForConditionalGeneration(config).double().eval()
 
@@ -128,18 +124,12 @@ def test_images_among_tokens_are_right_or_refused():
         for row, number in enumerate(images_of):
             ids[row, : number * 4] = IMAGE
         pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-        expected = []
-        for loss in losses_of(model, ids, pixels):
-            options = {"retain_graph": True, "materialize_grads": True}
-            grads = torch.autograd.grad(loss, params, allow_unused=True, **options)
-            expected.append(get_total_norm(grads))
-        with psg.capture(model) as recorded:
-            losses = losses_of(model, ids, pixels)
+        expected = norms_of(losses_of(model, ids, pixels), params)
         try:
-            found = recorded.norms(losses)
+            found = psg.per_sample_grad_norms(model, losses_of, (ids, pixels))
         except psg.CouplingError:
-            found = None
+            seen.append(False)
         else:
-            torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=0)
-        seen.append(found is not None)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+            seen.append(True)
     assert seen == [True, True, False, False, True]

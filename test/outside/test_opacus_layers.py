@@ -77,7 +77,6 @@ def _refused(test: Any) -> Any:
 
 
 def collect() -> dict[str, type]:
-    """Returns all of Opacus's tests of layers, adapted, by name."""
     # Their data are drawn by hypothesis: fewer examples, and always the same.
     settings.register_profile(
         "outside", max_examples=20, deadline=None, derandomize=True, database=None,

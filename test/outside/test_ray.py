@@ -146,16 +146,13 @@ def test_without_a_node_the_run_ends_as_undisturbed(short_folder, started, tmp_p
     torch.testing.assert_close(*map(weights, (folder, undisturbed)), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--num-workers 1 8", {"use_gpu": True, "elasticity_enabled": True}),
-        ("--num-workers 2 2 --device cpu", {"num_workers": 2, "use_tpu": False}),
-        (f"--num-workers 8 16 {TPU}", {"num_tpus_per_worker": 1, "max_workers": 16}),
-        # It checks the shape of the slice, which workers have to fill.
-        (f"--num-workers 8 12 {TPU}", "must be a multiple of 8"),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("--num-workers 1 8", {"use_gpu": True, "elasticity_enabled": True}),
+    ("--num-workers 2 2 --device cpu", {"num_workers": 2, "use_tpu": False}),
+    (f"--num-workers 8 16 {TPU}", {"num_tpus_per_worker": 1, "max_workers": 16}),
+    # It checks the shape of the slice, which workers have to fill.
+    (f"--num-workers 8 12 {TPU}", "must be a multiple of 8"),
+])  # fmt: skip
 def test_ray_knows_what_the_options_say(words, expected):
     options = ray_train.scaling(ray_train.parse(words.split()))
     if isinstance(expected, str):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from support.documents import ROOT, block
 from support.outside import package
+from support.per_sample_grad import norms_of
 from support.variable_batch_size.hugging_face import language_model
 from torch import nn
-from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import per_sample_grad as psg
@@ -20,7 +20,7 @@ from tools.outside import models
 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
 
-TRACE, MINIBATCH_SIZE, REFERENCE = [8, 16, 4, 24, 12, 8, 16, 8], 4, 8
+TRACE, REFERENCE = [8, 16, 4, 24, 12, 8, 16, 8], 8
 NUM_SAMPLES = sum(TRACE)
 
 
@@ -41,9 +41,8 @@ def mlp() -> nn.Module:
 
 
 def sampler_of(dataset, order) -> vbs.CustomSampler:
-    return vbs.CustomSampler(
-        dataset, TRACE, minibatch_size=MINIBATCH_SIZE, order=order, verbose=False
-    )
+    options = {"minibatch_size": 4, "order": order, "verbose": False}
+    return vbs.CustomSampler(dataset, TRACE, **options)
 
 
 def elastic(optimizer: torch.optim.Optimizer, dataset, **options):
@@ -58,15 +57,12 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 def plain_loop(model, optimizer, loss_of, dataset) -> list[torch.Tensor]:
     """Trains on a whole batch for every row of the trace; returns the weights."""
-    first = 0
     [lr] = {group["lr"] for group in optimizer.param_groups}
-    for size in TRACE:
-        batch = [tensor[first : first + size] for tensor in dataset.tensors]
-        first += size
+    for batch in zip(*(tensor.split(TRACE) for tensor in dataset.tensors)):
         optimizer.zero_grad()
         loss_of(model, *batch).backward()
         for group in optimizer.param_groups:
-            group["lr"] = lr * size / REFERENCE
+            group["lr"] = lr * len(batch[0]) / REFERENCE
         optimizer.step()
     return [parameter.detach() for parameter in trained(model)]
 
@@ -88,10 +84,8 @@ def test_a_loop_with_accelerate(prepared):
     weights = plain_loop(expected, of(expected.parameters()), mean_square, dataset)
     accelerator = accelerate.Accelerator(cpu=True)
     sampler, optimizer = elastic(of(model.parameters()), dataset)
-    parts = {
-        "model": model, "optimizer": optimizer,
-        "loader": DataLoader(dataset, batch_sampler=sampler),
-    }  # fmt: skip
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    parts = {"model": model, "optimizer": optimizer, "loader": loader}
     if prepared in parts:
         parts[prepared] = accelerator.prepare(parts[prepared])
     for x, y in parts["loader"]:
@@ -178,13 +172,11 @@ def test_per_sample_norms_of_an_adapter_are_those_of_a_loop(name):
     model, inputs, losses_of = adapted(name), tokens(3), token_losses
     if name in OF_LINEARS:
         inputs, losses_of = data().tensors[0][:3], lambda m, x: m(x).square().sum(1)
-    expected = []
-    for row in inputs.split(1):
-        found = torch.autograd.grad(losses_of(model, row).sum(), trained(model))
-        expected.append(get_total_norm(found))
-    with psg.capture(model, fallback=ADAPTERS[name][2]) as recorded:
-        losses = losses_of(model, inputs)
-    torch.testing.assert_close(recorded.norms(losses), torch.stack(expected))
+    losses = (losses_of(model, row).sum() for row in inputs.split(1))
+    expected = norms_of(losses, trained(model))
+    options = {"fallback": ADAPTERS[name][2]}
+    found = psg.per_sample_grad_norms(model, losses_of, (inputs,), **options)
+    torch.testing.assert_close(found, expected)
 
 
 def test_an_adapter_trains_under_a_trace():

@@ -114,14 +114,10 @@ def test_a_loss_of_ones_own_says_what_it_is_a_mean_over(tmp_path):
         def forward(self, input_ids, labels, **options):
             return {"loss": self.inner(input_ids, labels=labels).loss}
 
-    trainers = [
-        runs.trainer_of(tmp_path, runs.with_own_loss("unsaid")),
-        runs.trainer_of(tmp_path, compute_loss_func=function),
-        runs.trainer_of(tmp_path, model=Module()),
-    ]
-    for trainer in trainers:
+    own = {"cls": runs.with_own_loss("unsaid")}
+    for given in (own, {"compute_loss_func": function}, {"model": Module()}):
         with pytest.raises(ValueError, match="set loss_is_scaled_for_ga = True if"):
-            trainer.train()
+            runs.trainer_of(tmp_path, **given).train()
     told = runs.trainer_of(tmp_path, max_steps=2, compute_loss_func=function)
     told.loss_is_scaled_for_ga = False
     told.train()
@@ -206,14 +202,10 @@ def test_the_example_under_torchrun_is_continued_by_one_process(tmp_path):
     code = [sys.executable, "-c", "import torch, transformers.image_utils"]
     if subprocess.run(code, capture_output=True).returncode:
         pytest.skip("torchvision does not fit this torch, and transformers imports it")
-    arguments = (
-        ROOT / "examples/huggingface/language_model.py",
-        *SMALL,
-        "--folder",
-        "run",
-    )
+    script = ROOT / "examples/huggingface/language_model.py"
     for command in (LAUNCHER, (sys.executable,)):
-        status, output = run_script(*arguments, cwd=tmp_path, command=command)
+        given = *SMALL, "--folder", "run"
+        status, output = run_script(script, *given, cwd=tmp_path, command=command)
         assert status == 0, output
         assert (tmp_path / "run" / "checkpoint-6").exists()
 

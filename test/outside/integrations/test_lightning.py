@@ -50,10 +50,8 @@ def trainer_of(sampler: vbs.CustomSampler, strategy: Any = (), **options: Any) -
 
 # Two epochs of different numbers of steps, of 1 to 9 minibatches: some replicas are
 # idle in some steps, the first and the last of an epoch among them.
-CASE = elastic.Case(
-    (4, 36, 8, 4, 12, 32, 20, 4, 48, 40, 4), 2, "sgd-heavy-ball", exact=True
-)
-DECAY = 0.5
+TRACE, DECAY = (4, 36, 8, 4, 12, 32, 20, 4, 48, 40, 4), 0.5
+CASE = elastic.Case(TRACE, 2, "sgd-heavy-ball", exact=True)
 STEPS = [*elastic.batches(CASE)]
 LENGTHS = [[epoch for epoch, _ in STEPS].count(epoch) for epoch in range(CASE.epochs)]
 
@@ -86,7 +84,7 @@ class Module(lightning.LightningModule):
 class Seen(lightning.Callback):
     """Keeps what callbacks are told, and kills the process after an update."""
 
-    def __init__(self, kill_after: int | None) -> None:
+    def __init__(self, kill_after: int) -> None:
         self.steps, self.validated, self.num_batches = [], [], []
         self.kill_after = kill_after
 
@@ -104,21 +102,14 @@ class Seen(lightning.Callback):
 
 
 def fit(
-    rank: int,
-    folder: Path,
-    ckpt: Path | None = None,
-    kill_after: int | None = None,
-    **options: Any,
+    rank: int, folder: Path, ckpt: Path | None = None, kill_after: int = 0, **options
 ) -> dict[str, Any]:
-    """Trains with all of Lightning's extras, as a user writes it."""
     torch.set_num_threads(1)
     _, x, y = elastic.make(CASE)
     data = torch.utils.data.TensorDataset(torch.arange(len(x)), x, y)
     sampler, module, seen = elastic.sampler_of(CASE, data), Module(), Seen(kill_after)
-    saving = partial(
-        lightning.callbacks.ModelCheckpoint, folder, save_top_k=-1,
-        save_on_train_epoch_end=True,
-    )  # fmt: skip
+    always = {"save_top_k": -1, "save_on_train_epoch_end": True}
+    saving = partial(lightning.callbacks.ModelCheckpoint, folder, **always)
     saves = saving("{step}", every_n_train_steps=5), saving("{epoch}", every_n_epochs=1)
     strategy = {"rule": CASE.rule, "ref_batchsize": CASE.ref_batchsize, "noise": True}
     trainer = trainer_of(
@@ -140,13 +131,11 @@ def fit(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A run on three processes that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return folder, Backend("cpu", 3).run(fit, folder)
 
 
 def check_end(outcome, reference, first: int) -> None:
-    """Fails unless a run has ended, to the bit, as another one, from a step on."""
     assert all(map(torch.equal, outcome["weights"], reference["weights"]))
     assert outcome["end"] == reference["end"]
     ours, expected = ([step[:3] for step in o["steps"]] for o in (outcome, reference))
@@ -256,21 +245,17 @@ def small_fit(
     return trainer
 
 
-PRELUDE = """
-import os
+PRELUDE = """import os
 from test_lightning import DataLoader, Small, vbs
-
 os.chdir(os.path.dirname(os.path.abspath(__file__)))
 dataset, validation_loader, module = range(256), None, Small()
 """
-WRITES = """
-    os.write(1, f"WEIGHT {module.weight.item()}\\n".encode())
-"""
+WRITES = '    os.write(1, f"WEIGHT {module.weight.item()}\\n".encode())'
 
 
 def test_the_page_s_script_runs_under_torchrun(tmp_path):
     (tmp_path / "trace.csv").write_text("step,batchsize\n" + "0,32\n1,64\n" * 20)
-    code = PRELUDE + block("docs/trainers.md", "python", "L.Trainer(") + WRITES
+    code = f"{PRELUDE}{block('docs/trainers.md', 'python', 'L.Trainer(')}\n{WRITES}"
     path = os.pathsep.join(map(str, [ROOT, ROOT / "test", Path(__file__).parent]))
     script = written(tmp_path, code)
     done = python(script, command=LAUNCHER, PYTHONPATH=path)
@@ -432,32 +417,29 @@ def test_a_run_that_unfreezes_is_resumed_before_that_and_refused_after(tmp_path)
 # --- what a trace cannot carry -------------------------------------------------------
 
 
-def change(trainer, *_: Any) -> None:
-    sampler = trainer.strategy.sampler
-    sampler.ledger.replan(sampler.schedule)
+def replan(trainer, *_: Any) -> None:
+    trainer.strategy.sampler.ledger.replan(trainer.strategy.sampler.schedule)
 
 
-CHANGES = lightning.callbacks.LambdaCallback(on_train_batch_end=change)
+CHANGES = lightning.callbacks.LambdaCallback(on_train_batch_end=replan)
 ACCUMULATES = lightning.callbacks.GradientAccumulationScheduler({0: 2})
-SCALER = torch.amp.GradScaler("cpu")
-SCALED = lightning.plugins.MixedPrecision("16-mixed", "cpu", SCALER)
-
-
-@pytest.mark.parametrize(
-    ("attributes", "options", "says"),
-    [
-        ({}, {"accumulate_grad_batches": 2}, "the trace says"),
-        ({}, {"callbacks": [ACCUMULATES]}, "the trace says"),
-        ({}, {"gradient_clip_val": 1.0}, "pass max_grad_norm="),
-        ({}, {"plugins": [SCALED]}, "use bf16-mixed"),
-        ({"automatic_optimization": False}, {}, "return a loss"),
-        ({}, {"sync_batchnorm": True}, "statistics"),
-        ({"on_before_batch_transfer": print}, {}, "use on_after_batch_transfer"),
-        ({}, {"devices": 2}, "with torchrun"),
-        ({"training_step": lambda *_: None}, {}, r"0 \* loss"),
-        ({}, {"callbacks": [CHANGES]}, "replay the decided trace"),
-    ],
+SCALED = lightning.plugins.MixedPrecision(
+    "16-mixed", "cpu", torch.amp.GradScaler("cpu")
 )
+
+
+@pytest.mark.parametrize(("attributes", "options", "says"), [
+    ({}, {"accumulate_grad_batches": 2}, "the trace says"),
+    ({}, {"callbacks": [ACCUMULATES]}, "the trace says"),
+    ({}, {"gradient_clip_val": 1.0}, "pass max_grad_norm="),
+    ({}, {"plugins": [SCALED]}, "use bf16-mixed"),
+    ({"automatic_optimization": False}, {}, "return a loss"),
+    ({}, {"sync_batchnorm": True}, "statistics"),
+    ({"on_before_batch_transfer": print}, {}, "use on_after_batch_transfer"),
+    ({}, {"devices": 2}, "with torchrun"),
+    ({"training_step": lambda *_: None}, {}, r"0 \* loss"),
+    ({}, {"callbacks": [CHANGES]}, "replay the decided trace"),
+])  # fmt: skip
 def test_what_a_trace_cannot_carry_is_refused(attributes, options, says):
     module = type("Module", (Small,), attributes)()
     with pytest.raises(ValueError, match=f"not supported under a trace.*{says}"):
