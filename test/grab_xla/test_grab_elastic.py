@@ -1,7 +1,5 @@
 """GraB orders the samples that an elastic sampler cuts into a changing batch."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

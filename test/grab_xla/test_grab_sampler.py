@@ -1,7 +1,5 @@
 """How `GraBSampler` is used, also midway and on replicas, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import enum
 from collections import Counter

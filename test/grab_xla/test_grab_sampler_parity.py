@@ -1,7 +1,5 @@
 """Orders equal those of grab-sampler 0.1.3, whose ties are negative, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.grab_xla.ordering import gradients

@@ -1,7 +1,5 @@
 """The files for other people's launchers are what those launchers accept."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util

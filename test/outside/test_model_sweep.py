@@ -4,8 +4,6 @@ docs/outside.md shows what was found last. A model that gets worse fails here, a
 does one that gets better, until the table tells it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.outside import package

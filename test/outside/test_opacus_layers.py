@@ -5,8 +5,6 @@ sample's gradient with a loop over the samples. What is replaced is the one meth
 asks Opacus for the gradients.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import Any

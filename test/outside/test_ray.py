@@ -1,7 +1,5 @@
 """Ray Train runs its example, and a node is lost with its worker."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """torchdata's StatefulDataLoader: what is left after a stop, on any replicas."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

@@ -1,7 +1,5 @@
 """Torch's optimizers and LR schedulers, wrapped, and gains of others, are the same."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import inspect

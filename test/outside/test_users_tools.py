@@ -1,7 +1,5 @@
 """What users train with beside this project: each run equals a plain loop in torch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

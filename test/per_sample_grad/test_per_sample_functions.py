@@ -1,7 +1,5 @@
 """Coverage reports, plans, one-shot functions, and the code on the pages."""
 
-from __future__ import annotations
-
 import copy
 import types
 

@@ -1,7 +1,5 @@
 """Per-sample gradients on lazy tensors are right, compiled once and fetched once."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

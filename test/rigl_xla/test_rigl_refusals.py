@@ -1,7 +1,5 @@
 """What cannot be done is refused before anything is touched."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from functools import partial

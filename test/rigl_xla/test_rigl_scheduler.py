@@ -1,7 +1,5 @@
 """What stays sparse in a training loop, what moves, when, and which batches count."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

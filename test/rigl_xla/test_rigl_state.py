@@ -1,7 +1,5 @@
 """A resumed run equals the whole run; a state that does not fit is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every balance type keeps the same promises. `KINDS` has a row for each type."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Signs from inner products, orders from signs, and the herding of orders."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Neural tangent kernels against autograd, and orders from kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What a sampler holds, and what a step forms beyond the gradients that it is given."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Any number of replicas gives the orders and accumulators of one replica."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples enter the balance with the weights that they have in their updates."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Steps are of the next samples of the order, and those that are not are told."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from typing import Any

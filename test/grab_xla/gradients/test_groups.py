@@ -1,7 +1,5 @@
 """Fixed groups of samples are ordered by what a backward pass adds to ``.grad``."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """An ordinary module's ordinary backward pass orders its samples."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """Recording beside clipping, hooks, masks, autocast, DDP, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer under a trace: on any number of processes, killed, resumed."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

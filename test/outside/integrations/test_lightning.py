@@ -1,7 +1,5 @@
 """Lightning trains under a trace: on any processes, killed and resumed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """What would be wrong is an error that says why, or exact by a loop."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

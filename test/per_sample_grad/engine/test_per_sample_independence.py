@@ -4,8 +4,6 @@ Every case runs with a regular batch first, in which nothing meets, and then wit
 of the same shapes. A comparison of the first pass says nothing about those.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

@@ -1,7 +1,5 @@
 """Answers during the backward pass are the same and need the memory of training."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """A capture with a history says what one without a history says."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

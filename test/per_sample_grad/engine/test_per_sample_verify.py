@@ -1,7 +1,5 @@
 """What the comparison with autograd sees, when it is repeated, and what it allows."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

@@ -1,7 +1,5 @@
 """Answers from factors are as precise as the dtype allows, and so are projections."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

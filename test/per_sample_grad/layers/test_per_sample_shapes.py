@@ -1,7 +1,5 @@
 """Layers agree with a float64 loop over samples: every case, and drawn ones."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import hypothesis

@@ -5,8 +5,6 @@ inputs have their samples then, another sample's numbers must not move this one'
 operations whose gradient is wrong on XLA: they are known, and corrected or refused.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import types

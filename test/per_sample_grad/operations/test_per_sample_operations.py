@@ -1,7 +1,5 @@
 """Parameters used outside known modules: rules of operations, against a loop."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

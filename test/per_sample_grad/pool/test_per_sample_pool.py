@@ -1,7 +1,5 @@
 """Scores of a pool equal those of a loop, for every score, labels and block size."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Scores have the same bits for any batch size, part size and number of replicas."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

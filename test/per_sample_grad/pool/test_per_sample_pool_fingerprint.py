@@ -1,7 +1,5 @@
 """A description is that of the same code, constants, attributes and tensors alone."""
 
-from __future__ import annotations
-
 import collections
 import ctypes
 import enum

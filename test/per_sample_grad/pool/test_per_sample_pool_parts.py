@@ -1,7 +1,5 @@
 """Kept scores of a pool: any replicas continue them, and no other job does."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

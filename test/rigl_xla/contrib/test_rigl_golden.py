@@ -1,7 +1,5 @@
 """Training equals rigl-torch 0.5.2's bit for bit, from the same initial masks."""
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -1,7 +1,5 @@
 """Which layers of a model a pruner takes, and how it lets go of them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Reports count what the masks have, and operations are those that torch counts."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

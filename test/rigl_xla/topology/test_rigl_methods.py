@@ -1,7 +1,5 @@
 """What every method keeps true, RigL and its relatives, and a user's scores."""
 
-from __future__ import annotations
-
 import copy
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """When topology updates happen, how much they change, and sparsities per layer."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Gradients that are assigned to ``.grad`` move the topology as backward passes do."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """Replicas choose the masks of one process on all their data; XLA compiles once."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

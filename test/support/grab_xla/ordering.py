@@ -1,7 +1,5 @@
 """Every balance type under test, its oracle, and epochs of made-up gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A small classifier, its data, and elastic training in the orders of GraB."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Per-sample gradients by a loop, and models to compare with it: one row each."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """All answers about per-sample gradients, compared with a loop and with one another."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

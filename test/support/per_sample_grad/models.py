@@ -1,7 +1,5 @@
 """Models under test, one row each: layers, traps, and those that rules do not cover."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable

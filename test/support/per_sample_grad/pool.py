@@ -1,7 +1,5 @@
 """Pools to score, and their models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

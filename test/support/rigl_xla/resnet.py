@@ -1,7 +1,5 @@
 """Shapes of ResNet-50's weights, so that torchvision need not be installed."""
 
-from __future__ import annotations
-
 import torch
 
 from tools.references.resnet50 import resnet50

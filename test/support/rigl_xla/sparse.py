@@ -1,7 +1,5 @@
 """Small models that RigL keeps sparse, and the training loop that users write."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any
