@@ -11,6 +11,8 @@ if "GPU" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 else:  # without it products of CUDA are not the same twice
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Hundreds of processes import torch: from its sources they take three times as long.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Beside a process per core, threads of torch's only wait for each other: a default run
 # would take half as long again. It must be set before torch is loaded.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -44,7 +46,8 @@ child_process._IMPORTED += ["hypothesis", "pandas", "pytest"]
 # Files that take more than about 20 s begin first, the longest one before the others:
 # one that begins last keeps one worker busy, and the others wait.
 LONGEST = (
-    "test_interrupted_training", "test_variable_train_mnist", "test_stopping",
+    "test_live_run", "test_stopping", "test_interrupted_training",
+    "test_variable_train_mnist", "test_child_process",
     "test_rigl_replicas", "test_per_sample_xla", "test_examples", "test_recording",
     "test_grab_replicas", "test_scripts", "test_readme", "test_grab_elastic",
     "test_compilations", "test_elastic_family", "test_rigl_assigned_gradients",
