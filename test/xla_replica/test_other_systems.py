@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from support.scripts import python
+from support.xla_replica.replicas import of_torch_alone
 
 IMPORTS = """
 import os, signal, sys
@@ -28,6 +29,7 @@ except NotImplementedError as error:
 """
 
 
+@of_torch_alone
 def test_where_there_are_no_posix_signals_one_replica_runs():
     done = python("-c", IMPORTS)
     assert done.returncode == 0, done.stderr

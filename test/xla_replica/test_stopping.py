@@ -12,39 +12,22 @@ from unittest import mock
 import pytest
 import torch
 from support.scripts import python
-from support.xla_replica.replicas import (
-    HAS_XLA,
-    SEVERAL_REPLICAS,
-    TPU_LIKE,
-    Backend,
-    needs_xla,
-    of_torch_alone,
-    row,
-)
-from support.xla_replica.stopping import (
-    AS_A_TPU,
-    EMULATED,
-    GLOO,
-    LOCAL,
-    TORCHRUN,
-    all_end,
-)
+from support.xla_replica import replicas, stopping
 
 import xla_replica
 from xla_replica import ReplicaError, Stopped
 from xla_replica.stopping import forwarding
 
 STARTERS = {
-    "local": (LOCAL, []),
-    "gloo": (GLOO, [of_torch_alone]),
-    "torchrun": (TORCHRUN, [of_torch_alone]),
-    "emulated": (EMULATED, [needs_xla, pytest.mark.xla]),
-    "tpu-like": (AS_A_TPU, TPU_LIKE.marks),
+    "local": (stopping.LOCAL, [replicas.of_torch_alone]),
+    "gloo": (stopping.GLOO, [replicas.of_torch_alone]),
+    "torchrun": (stopping.TORCHRUN, [replicas.of_torch_alone]),
+    "emulated": (stopping.EMULATED, [replicas.needs_xla, pytest.mark.xla]),
+    "tpu-like": (stopping.AS_A_TPU, replicas.TPU_LIKE.marks),
 }
 
 
 def starts(name: str, *values: str, slow: bool = False):
-    """Returns a starter, and more, as a parameter of a test."""
     starter, marks = STARTERS[name]
     marks = [*marks, *([pytest.mark.slow] if slow else [])]
     return pytest.param(starter, *values, id="-".join([name, *values]), marks=marks)
@@ -64,7 +47,7 @@ def stops(rank: int, who: tuple[int, ...], early: str = "") -> None:
     time.sleep(0.5)
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", replicas.SEVERAL_REPLICAS)
 def test_launch_raises_stopped_an_exit_with_a_reason_when_all_have_ended(backend):
     with pytest.raises(SystemExit) as caught:
         backend.run(stops, (1, 2))
@@ -74,7 +57,7 @@ def test_launch_raises_stopped_an_exit_with_a_reason_when_all_have_ended(backend
 
 
 @pytest.mark.parametrize("early", ["stops", "returns"])
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", replicas.SEVERAL_REPLICAS)
 def test_a_replica_that_ends_alone_is_an_error(backend, early):
     with pytest.raises(
         ReplicaError, match=r"replica 1 returned|peer failed|failed in all_reduce_ of 1"
@@ -101,7 +84,9 @@ def stops_when_asked(rank: int) -> None:
             raise Stopped(reason, status)
 
 
-@pytest.mark.parametrize("backend", [row("cpu", 1), *SEVERAL_REPLICAS])
+@pytest.mark.parametrize(
+    "backend", [replicas.row("cpu", 1), *replicas.SEVERAL_REPLICAS]
+)
 def test_a_program_can_ask(backend):
     """The next run in the same process starts without that request."""
     for _ in range(2 if backend.num_replicas == 1 else 1):
@@ -125,7 +110,7 @@ def signals_itself(rank: int) -> None:
 def test_a_second_signal_acts_as_if_not_caught():
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(KeyboardInterrupt):
-        Backend("cpu", 1).run(signals_itself)
+        replicas.Backend("cpu", 1).run(signals_itself)
     assert handlers == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
 
 
@@ -203,7 +188,7 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_pa
         starts("emulated", "SIGUSR1", "", slow=True),
         starts("gloo", "SIGHUP", "fork"),
         starts("local", "SIGTERM", "fork"),
-        starts("local", "SIGTERM", "spawn", slow=HAS_XLA),
+        starts("local", "SIGTERM", "spawn", slow=replicas.HAS_XLA),
         starts("local", "SIGTERM", "forkserver", slow=True),
         starts("gloo", "SIGTERM", "fork"),
         starts("gloo", "SIGINT", "spawn", slow=True),
@@ -228,7 +213,9 @@ def test_a_caught_signal_stops_all_replicas_at_one_update(
     else:
         run.process.send_signal(number)
     status, error = run.ends()
-    if starter is not TORCHRUN:  # whose own status says that it was ended by a signal
+    if (
+        starter is not stopping.TORCHRUN
+    ):  # whose own status says that it was ended by a signal
         # The last of the signals to all may come when the script is about to end.
         assert status in (143, -number if workers else 143), error
     assert "DataLoader worker" not in error
@@ -236,7 +223,7 @@ def test_a_caught_signal_stops_all_replicas_at_one_update(
     assert len(saved) == run.num_replicas, error
     assert len({update for update, _ in saved}) == 1
     assert any(f"received {name}" in request for _, request in saved)
-    all_end(children)
+    stopping.all_end(children)
 
 
 @pytest.mark.parametrize(
@@ -259,10 +246,13 @@ def test_no_replica_or_worker_outlives_a_parent_that_a_signal_ends(
     number = signal.Signals[name]
     run = starter.start(tmp_path, arms=name == "SIGKILL", workers=workers)
     children = run.children()
-    assert len(children) >= {LOCAL: 2 if workers else 0, EMULATED: 1}.get(starter, 2)
+    assert len(children) >= {
+        stopping.LOCAL: 2 if workers else 0,
+        stopping.EMULATED: 1,
+    }.get(starter, 2)
     run.process.send_signal(number)
     status, error = run.ends()
     assert status == -number
     assert ("KeyboardInterrupt" in error) == (name == "SIGINT")
-    all_end(children)
+    stopping.all_end(children)
     assert run.files("saved") == []

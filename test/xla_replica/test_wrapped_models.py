@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from support.xla_replica.replicas import Backend
+from support.xla_replica.replicas import Backend, of_torch_alone
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +31,6 @@ def refused(call, *arguments) -> None:
 
 
 def wraps_its_model(rank: int) -> None:
-    """Before its optimizer is built."""
     model, optimizer = nn.Linear(3, 1), optimizer_of(nn.Linear(3, 1).parameters())
     wrapper = DistributedDataParallel(model)
     refused(optimizer_of, wrapper.parameters())
@@ -64,6 +63,7 @@ def wraps_its_model_later(rank: int) -> None:
         refused(optimizer.step)
 
 
+@of_torch_alone
 @pytest.mark.parametrize("wraps", [wraps_its_model, wraps_its_model_later])
 def test_a_ddp_models_parameters_are_refused_at_once_or_at_the_first_step(wraps):
     Backend("cpu", 2).run(wraps)

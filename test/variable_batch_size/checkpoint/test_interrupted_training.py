@@ -141,6 +141,7 @@ def test_killed_at_any_moment_it_ends_the_same(num_kills, undisturbed, tmp_path)
     assert_same_training(history(folder), undisturbed)
 
 
+@of_torch_alone
 def test_a_signal_to_all_processes_spares_the_loader_s_workers(tmp_path):
     """As a machine that shuts down; a worker that died would end the training."""
     endless = ("--epochs", 10_000, "--num-workers", 2)

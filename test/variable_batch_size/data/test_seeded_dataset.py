@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.xla_replica.replicas import SEVERAL_REPLICAS
+from support.xla_replica.replicas import SEVERAL_REPLICAS, of_torch_alone
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
@@ -51,8 +51,12 @@ def test_epochs_samples_and_seeds_differ_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("context", "persistent"), [("fork", False), ("fork", True), ("spawn", True)]
-)
+    ("context", "persistent"),
+    [
+        ("fork", False), ("fork", True),
+        pytest.param("spawn", True, marks=of_torch_alone),
+    ],
+)  # fmt: skip
 def test_workers_load_the_same(context, persistent):
     options = {"multiprocessing_context": context, "persistent_workers": persistent}
     options["num_workers"] = 1 + (context == "fork")  # others take seconds to begin

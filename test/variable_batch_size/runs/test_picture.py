@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from matplotlib import colors, figure, image
 from support.scripts import python
+from support.xla_replica.replicas import of_torch_alone
 
 import variable_batch_size as vbs
 
@@ -155,6 +156,7 @@ def test_runs_differ_in_colour_and_in_style_and_are_named(tmp_path, draw):
         assert near.sum() > 200, color
 
 
+@of_torch_alone
 def test_it_needs_no_display_and_matplotlib_only_when_it_draws(tmp_path):
     """And without matplotlib one sentence says what to install."""
     log = write_log(tmp_path / "run.jsonl")

@@ -46,7 +46,7 @@ def real_runs(rank: int, case: Case) -> dict[str, Any]:
     return runs
 
 
-@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 2)])
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 2, slow=True)])
 def test_it_is_the_run_that_replicas_make(backend):
     case = Case(TRACE, epochs=4, lr=0.125)
     runs = backend.run(real_runs, case)

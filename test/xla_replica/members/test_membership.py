@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.xla_replica.live_job import needs_lighthouse
+from support.xla_replica.replicas import of_torch_alone
 
 import xla_replica
 from xla_replica.members.member_replica import MemberReplica
@@ -62,6 +63,7 @@ time.sleep(0.3)  # its first heartbeat has begun
 """
 
 
+@of_torch_alone
 @needs_lighthouse
 def test_python_ends_after_the_heartbeat_under_way():
     with xla_replica.lighthouse() as address:
