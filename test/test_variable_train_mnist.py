@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 import torch
 import variable_train_mnist
-from support.scripts import run_script, words
-from support.xla_replica.replicas import HAS_XLA, Backend, needs_xla, of_torch_alone
+from support.scripts import run_script
+from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
@@ -22,15 +22,12 @@ import variable_batch_size as vbs
 HERE = Path(__file__).resolve().parent
 # Runs the script; returns its exit status and output.
 run = partial(run_script, HERE / "variable_train_mnist.py", "--no-progress")
+COMMON = ["--dataset=fake", "--num-replicas=1", "--device=cpu", "--no-progress"]
 
 
-COMMON = ("--dataset=fake", "--num-replicas=1", "--device=cpu", "--no-progress")
-ADASCALE = ("--rule", "adascale", "--log-steps", 1, "--iterations")
-
-
-def trains(*options: object) -> None:
+def trains(options: str) -> None:
     """Runs it here, on fake digits, and asserts that it ends well."""
-    assert variable_train_mnist.main(words([*COMMON, *options])) == 0
+    assert variable_train_mnist.main([*COMMON, *options.split()]) == 0
 
 
 def check_output(folder: Path, text: str, num_batch_sizes: int) -> pd.DataFrame:
@@ -49,18 +46,9 @@ def check_output(folder: Path, text: str, num_batch_sizes: int) -> pd.DataFrame:
     [pytest.param("xla", marks=needs_xla), pytest.param("cpu", marks=of_torch_alone)],
 )
 def test_fake_digits_are_learnt_on_two_replicas(tmp_path, device):
-    options = (
-        "--num-replicas",
-        2,
-        "--device",
-        device,
-        "--epochs",
-        4,
-        "--logdir",
-        "log",
-    )
-    options += ("--dataset", "fake", "--target-accuracy", 80, "--log-steps", 2)
-    status, text = run(*options, cwd=tmp_path)
+    options = f"--num-replicas 2 --device {device} --dataset fake --epochs 4"
+    options += " --target-accuracy 80 --log-steps 2 --logdir log"
+    status, text = run(*options.split(), cwd=tmp_path)
     assert status == 0, text
     history = check_output(tmp_path / "log", text, num_batch_sizes=7)
     # The linear rule: the learning rate is 0.05 at 128 samples.
@@ -72,9 +60,9 @@ def test_one_process_from_the_script_s_folder(tmp_path):
     """With another trace and rule; a missed target shows in the exit status."""
     trace = tmp_path / "trace.csv"
     trace.write_text("step,batchsize\n0,64\n1,128\n")
-    options = ("--trace", trace, "--rule", "root", "--on-end", "stop", "--epochs", 3)
-    options += ("--logdir", tmp_path / "log", "--target-accuracy", 99.9)
-    status, text = run(*COMMON, *options, cwd=HERE)
+    options = f"--trace {trace} --rule root --on-end stop --epochs 3"
+    options += f" --logdir {tmp_path / 'log'} --target-accuracy 99.9"
+    status, text = run(*COMMON, *options.split(), cwd=HERE)
     assert status == 1, text
     history = check_output(tmp_path / "log", text, num_batch_sizes=2)
     assert len(history) == 2  # those of the trace
@@ -85,13 +73,13 @@ def test_one_process_from_the_script_s_folder(tmp_path):
 @of_torch_alone
 @pytest.mark.parametrize("rule", ["linear-momentum", "adam-root", "power:0.75"])
 def test_other_rules_train(tmp_path, rule, capsys):
-    trains("--epochs", 1, "--max-grad-norm", 1, "--logdir", tmp_path, "--rule", rule)
+    trains(f"--epochs 1 --max-grad-norm 1 --logdir {tmp_path} --rule {rule}")
     check_output(tmp_path, capsys.readouterr().out, num_batch_sizes=3)
 
 
 def test_adascale_trains_for_so_many_iterations(tmp_path):
     """It trains whole epochs until the gains add up, and records what it measured."""
-    trains(*ADASCALE, 12, "--logdir", tmp_path)
+    trains(f"--rule adascale --log-steps 1 --iterations 12 --logdir {tmp_path}")
     history = pd.read_csv(tmp_path / "history.csv")
     assert history["progress"].iloc[-1] >= 12
     assert history[history["accuracy"].notna()].iloc[-2]["progress"] < 12
@@ -107,17 +95,17 @@ def test_adascale_trains_for_so_many_iterations(tmp_path):
 def test_a_complete_run_that_is_started_again_is_not_trained_further(tmp_path, capsys):
     texts = []
     for _ in range(2):
-        trains(*ADASCALE, 6, "--checkpoint", tmp_path)
+        trains(f"--rule adascale --log-steps 1 --iterations 6 --checkpoint {tmp_path}")
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != ""
 
 
 @of_torch_alone
 def test_a_closed_loop_is_repeated_by_what_it_decided(tmp_path):
-    common = ("--log-steps", 2, "--epochs", 2, "--measure-noise", "--logdir")
+    common = "--log-steps 2 --epochs 2 --measure-noise --logdir"
     loop, again = tmp_path / "loop", tmp_path / "again"
-    trains(*common, loop, "--trace", 128, "--closed-loop", "32:512")
-    trains(*common, again, "--trace", loop / "decided.csv")
+    trains(f"{common} {loop} --trace 128 --closed-loop 32:512")
+    trains(f"{common} {again} --trace {loop / 'decided.csv'}")
     first, second = (pd.read_csv(folder / "history.csv") for folder in (loop, again))
     columns = ["step", "batch_size", "lr", "loss", "accuracy", "noise_scale"]
     pd.testing.assert_frame_equal(first[columns], second[columns])
@@ -125,12 +113,12 @@ def test_a_closed_loop_is_repeated_by_what_it_decided(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
+@needs_xla
 @pytest.mark.parametrize("rule", ["linear", "adascale"])
 def test_digits_reach_97_percent_on_eight_replicas(tmp_path, rule):
     pytest.importorskip("sklearn")
-    options = ("--dataset", "digits", "--target-accuracy", 97, "--logdir", "log")
-    status, text = run(*options, "--rule", rule, cwd=tmp_path)
+    options = f"--dataset digits --target-accuracy 97 --logdir log --rule {rule}"
+    status, text = run(*options.split(), cwd=tmp_path)
     assert status == 0, text  # else it misses the accuracy
     assert "on replica 0 of 8 on xla:0" in text
     check_output(tmp_path / "log", text, num_batch_sizes=17)
@@ -139,21 +127,21 @@ def test_digits_reach_97_percent_on_eight_replicas(tmp_path, rule):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--epochs", 0], "--epochs must be at least 1, got 0"),
-        (["--iterations", "nan"], "--iterations must be above 0, got nan"),
-        (["--checkpoint-steps", 5], "--checkpoint-steps needs --checkpoint FOLDER"),
-        (["--closed-loop", "512:64"], "smaller one first, such as 64:512, got '512:"),
-        (["--closed-loop", "64:512", "--on-end", "stop"], "leave out --on-end, got"),
-        (["--lr", "nan"], "the reference learning rate must be"),
-        (["--rule", "lars"], "--rule: rule must be one of 'adam-half-life',"),
-        (["--trace", "nofile.csv"], "nofile.csv"),
-        (["--batch-size", 48], "not a multiple of minibatch_size"),
+        ("--epochs 0", "--epochs must be at least 1, got 0"),
+        ("--iterations nan", "--iterations must be above 0, got nan"),
+        ("--checkpoint-steps 5", "--checkpoint-steps needs --checkpoint FOLDER"),
+        ("--closed-loop 512:64", "smaller one first, such as 64:512, got '512:"),
+        ("--closed-loop 64:512 --on-end stop", "leave out --on-end, got"),
+        ("--lr nan", "the reference learning rate must be"),
+        ("--rule lars", "--rule: rule must be one of 'adam-half-life',"),
+        ("--trace nofile.csv", "nofile.csv"),
+        ("--batch-size 48", "not a multiple of minibatch_size"),
     ],
 )
 def test_bad_arguments_say_so(tmp_path, monkeypatch, arguments, message, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((SystemExit, ValueError, OSError)) as caught:
-        trains(*arguments)
+        trains(arguments)
     assert message in f"{caught.value}{capsys.readouterr().err}"
 
 
@@ -191,13 +179,9 @@ def test_the_bar_shows_numbers_of_one_step(monkeypatch, tmp_path):
     """Not the present batch size beside the loss of the last logging step."""
     shown = []
     monkeypatch.setattr(tqdm, "set_postfix", lambda *given, **_: shown.append(given[1]))
-    trains("--epochs", 1, "--log-steps", 2, "--logdir", tmp_path)
-    names = {"batch_size": "batch"}
-    table = (
-        pd.read_csv(tmp_path / "history.csv")
-        .dropna(subset="loss")
-        .rename(columns=names)
-    )
+    trains(f"--epochs 1 --log-steps 2 --logdir {tmp_path}")
+    table = pd.read_csv(tmp_path / "history.csv").dropna(subset="loss")
+    table = table.rename(columns={"batch_size": "batch"})
     rows = table[["step", "batch", "lr", "loss"]].round(4).to_dict("records")
     assert [{name: float(row[name]) for name in row} for row in shown] == rows
 

@@ -254,18 +254,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, kind, default, text in OPTIONS:
         taken = {"type": kind} if callable(kind) else {"choices": kind}
         parser.add_argument(f"--{name}", default=default, help=text, **taken)
-    parser.add_argument(
-        "--measure-noise",
-        action="store_true",
-        help="log gain, gradient noise scale and efficiency under any rule "
-        "(adascale always does)",
-    )
-    parser.add_argument(
-        "--no-progress",
-        dest="progress",
-        action="store_false",
-        help="do not show a progress bar",
-    )
+    told = "log gain, noise scale and efficiency under any rule (adascale always does)"
+    parser.add_argument("--measure-noise", action="store_true", help=told)
+    hides = {"dest": "progress", "action": "store_false"}
+    parser.add_argument("--no-progress", help="do not show a progress bar", **hides)
     args = parser.parse_args(argv)
     positive = (
         "epochs num_replicas log_steps test_batch_size checkpoint_steps batch_size "

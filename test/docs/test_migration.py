@@ -51,7 +51,6 @@ MEANT = {
 
 @pytest.fixture
 def classes() -> TensorDataset:
-    """Four kinds of vectors, far apart."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(96) % 4
     vectors = torch.randn(96, 4, generator=generator) / 2 + torch.eye(4)[labels] * 3

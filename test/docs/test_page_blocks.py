@@ -87,7 +87,6 @@ def test_no_block_escapes(page):
 
 @pytest.fixture(scope="module")
 def raised(tmp_path_factory) -> dict[str, str]:
-    """What the blocks that run here have raised."""
     file = tmp_path_factory.mktemp("blocks") / "raised"
     words = ("-m", "support.page_blocks", file, *PYTHON)
     done = python(*words, OMP_NUM_THREADS="1")
@@ -105,7 +104,6 @@ class ParsedError(Exception):
 
 
 def parse_args(self, args=None, namespace=None):
-    """Ends what calls it, once it has parsed."""
     raise ParsedError(PARSE(self, args, namespace))
 
 

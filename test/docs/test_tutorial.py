@@ -50,7 +50,6 @@ def write(folder: Path, stage: str) -> Path:
 
 
 def accuracies(text: str) -> dict[int, float]:
-    """Returns test accuracies in per cent by epoch."""
     found = re.findall(r"^epoch (\d+): test accuracy ([\d.]+) %$", text, re.MULTILINE)
     return {int(epoch): float(percent) for epoch, percent in found}
 

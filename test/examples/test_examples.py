@@ -42,7 +42,6 @@ slow = pytest.mark.slow
 
 @pytest.fixture
 def book(tmp_path) -> Path:
-    """A small text with something to learn."""
     path = tmp_path / "book.txt"
     path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
     return path
@@ -57,13 +56,11 @@ def tasks(book) -> dict[str, tuple]:
 
 
 def run_here(name: str, *arguments: object) -> int:
-    """Runs one replica in this process; returns the exit status."""
     first = ("--no-progress", "--num-replicas", 1, "--device", "cpu")
     return SCRIPTS[name].main(words([*first, *arguments]))
 
 
 def run(name: str, *arguments: object, cwd: Path, command=(sys.executable,)) -> str:
-    """Returns what the script prints when started from a checkout, as by users."""
     script = Path(SCRIPTS[name].__file__)
     status, text = run_script(script, *arguments, cwd=cwd, command=command)
     assert status == 0, text
@@ -71,7 +68,6 @@ def run(name: str, *arguments: object, cwd: Path, command=(sys.executable,)) -> 
 
 
 def history(folder: Path) -> pd.DataFrame:
-    """Returns all epochs of all runs, without what depends on the clock."""
     return pd.read_csv(folder / "history.csv").drop(columns="seconds")
 
 
@@ -127,7 +123,6 @@ EMULATED = ("--num-replicas", 2, "--device", "xla")
     ],
 )
 def test_two_replicas_do_what_one_does(tmp_path, tasks, name, replicas):
-    """Those of torchrun, too."""
     arguments = (*tasks[name], "--order", "pair", "--epochs", 2)
     run_here(name, *arguments, "--logdir", tmp_path / "one")
     options = replicas or ("--device", "cpu")
@@ -284,7 +279,6 @@ def test_windows_follow_one_another(book):
 
 
 def models() -> dict[str, tuple]:
-    """Returns every model with inputs and targets of four samples."""
     torch.manual_seed(0)
     labels, rows = torch.randint(10, (4,)), {}
     for name in MODELS:

@@ -19,7 +19,6 @@ COMMON = ("--dataset", "digits", "--device", "cpu", "--delta", 10)
 
 
 def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Runs one replica in this process; returns what it prints."""
     rigl_mnist.main(words([*COMMON, "--num-replicas", 1, *arguments]))
     return capsys.readouterr().out
 

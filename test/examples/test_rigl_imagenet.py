@@ -38,7 +38,6 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def saved(folder: Path) -> dict[str, Any]:
-    """Returns the newest checkpoint's training state, without random numbers."""
     state = torch.load(saved_files(folder)[0].path, weights_only=True)
     monitor = state["parts"]["monitor"]
     monitor["rows"] = without_times(monitor["rows"])
@@ -121,7 +120,6 @@ def test_replicas_do_what_one_does(tmp_path, device):
 
 
 def test_folders_of_images_augmented_by_seed_epoch_and_index_alone(tmp_path):
-    """They train torchvision's models."""
     pytest.importorskip("torchvision")
     from PIL import Image
 

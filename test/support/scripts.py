@@ -13,7 +13,6 @@ from support.documents import ROOT
 
 
 def words(arguments: Iterable[object]) -> list[str]:
-    """Returns the words of a command line."""
     return [str(argument) for argument in arguments]
 
 

@@ -169,8 +169,6 @@ def wrong_runs(rank: int) -> None:
 
 @pytest.fixture
 def logs_of(monkeypatch, tmp_path):
-    """Returns the logs of a function's two replicas, and their results."""
-
     def write(function: Callable[[int], Any]) -> tuple[list[str], list[Any]]:
         path = tmp_path / function.__name__
         monkeypatch.setenv("XLA_SAVE_TENSORS_FILE", str(path))

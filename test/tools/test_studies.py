@@ -23,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(tool: str, folder: Path, *options: str, draws: bool = True) -> dict[str, Any]:
-    """Runs a tool; returns what it saved, and checks the image that it drew."""
     image, output = folder / "made" / "image.png", folder / "made" / "output.json"
     options += ("--image", str(image)) if draws else ()
     script = ROOT / "tools" / "studies" / tool

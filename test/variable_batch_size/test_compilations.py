@@ -29,7 +29,6 @@ def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
 def counted_epochs(
     rank: int, optimizer: str, rule: str, backend: str = ""
 ) -> list[tuple[int, int, int]]:
-    """Returns the compilations, transfers and fallbacks of each epoch."""
     with xla_replica.current().seeded(0):
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         inputs, targets = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
@@ -194,7 +193,6 @@ def test_a_compiled_loop_body_is_refused():
 
 
 def test_numbers_are_uploaded_once_and_never_shared_between_uses():
-    """A tensor that two uses share would make another graph."""
     scalars = DeviceScalars(CPU, capacity=3)
     first = scalars.get("lr", 0.5)
     assert first.shape == (1,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import pickle
 import sys
 import types
 import typing
@@ -206,6 +207,7 @@ def test_a_new_loop_goes_on_where_training_stands(left_after):
     older = begin(model, sampler, wrapper, left_after)
     next(older)  # which nobody trains
     assert list(sampler) == expected[left_after:]
+    assert list(pickle.loads(pickle.dumps(sampler))) == expected
     assert run_epoch(model, sampler, wrapper) == EPOCH[left_after:]
     with pytest.raises(
         RuntimeError, match="a newer loop over the sampler has taken over"

@@ -65,7 +65,6 @@ def log(**options: Any) -> vbs.RunLog:
 
 
 def attached(target: Any, *arguments: Any, times: int = 1) -> None:
-    """Attaches what is made of a wrapper of SGD."""
     wrapper = wrapped()
     for each in [target(wrapper)] * times:
         wrapper.attach(each, *arguments)
@@ -89,7 +88,6 @@ def compiled(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 
 def weighed(weight: Any, **options: Any) -> None:
-    """Runs a minibatch of a weight; options are the wrapper's."""
     parameter, sampler, optimizer = one_weight([4], **{"reduction": "sum"} | options)
     if optimizer.rule.measured:
         optimizer.attach(StepLR(optimizer, 1), unit="iterations")
@@ -221,6 +219,10 @@ OF_VALUES = [
      "with another optimizer: build it"),
     (lambda: exact.wrapped(nn.Linear(4, 4), nn.Linear(4, 4).parameters()),
      "not one of the model's"),
+    (lambda: exact.Training("small", saved=exact.Training("small", True, 2).state()),
+     "num_threads"),
+    (lambda: GraBSampler(range(8), {"w": nn.Parameter(ONES)}, exact=True),
+     "needs scheme='gather', got 'sharded'"),
     # It would balance the samples that fill up a minibatch twice.
     (lambda: GraBSampler(range(8), {"w": nn.Parameter(ONES)}).after_update(
         vbs.Update(0, 0, 3, 2, (0.1,), False, False)

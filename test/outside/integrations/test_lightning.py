@@ -38,7 +38,6 @@ pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore")]
 
 
 def trainer_of(sampler: vbs.CustomSampler, strategy: Any = (), **options: Any) -> Any:
-    """Returns a trainer; ``strategy`` has arguments of the strategy."""
     defaults = {"logger": False, "enable_checkpointing": False, "max_epochs": 2}
     return lightning.Trainer(
         strategy=ElasticStrategy(sampler, **dict(strategy)), accelerator="cpu",

@@ -191,7 +191,6 @@ class Training:
         return self.replica.fetch([p.detach() for p in self.model.parameters()])
 
     def state(self) -> dict[str, Any]:
-        """Returns a copy of the states of model and optimizer, on the host."""
         parts = {"model": self.model, "optimizer": self.optimizer}
         found = {name: part.state_dict() for name, part in parts.items()}
         return copy.deepcopy(self.replica.to_host(found))
@@ -258,7 +257,6 @@ def large_batch_run(case: Case, loss=None, made=None, decay=1.0, ratios=()) -> A
 
 
 def assert_as_one_large_batch(case: Case, weights: list[torch.Tensor]) -> None:
-    """Asserts that these are `large_batch_run`'s: bit for bit if the case is exact."""
     tolerance = 0 if case.exact else 1e-6
     expected, _ = large_batch_run(case)
     torch.testing.assert_close(weights, expected, atol=tolerance, rtol=tolerance)

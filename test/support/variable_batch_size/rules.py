@@ -54,10 +54,7 @@ class Row:
 INSIDE = {"momentum_correction": True}
 PER_SAMPLE = {"decay_per_sample": True}
 ROWS = {
-    "constant": Row("constant"),
-    "linear": Row("linear"),
-    "linear-momentum": Row("linear-momentum"),
-    "root": Row("root"),
+    **{rule: Row(rule) for rule in ("constant", "linear", "linear-momentum", "root")},
     "root, inside": Row("root", options=INSIDE),
     "root, decay per sample": Row("root", options=PER_SAMPLE),
     "power": Row("power:0.75"),
@@ -117,7 +114,6 @@ def loss_of(model: Weights, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def inputs_of(dtype: torch.dtype) -> torch.Tensor:
-    """Returns samples, which are the gradients of minibatches that begin with them."""
     rows = [np.hstack([*map(np.ravel, gradients(n))]) for n in range(NUM_SAMPLES)]
     return torch.tensor(np.array(rows), dtype=dtype)
 

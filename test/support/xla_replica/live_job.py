@@ -56,7 +56,6 @@ class Fate(NamedTuple):
     signal: int = signal.SIGKILL
 
     def arm(self, folder: Path) -> None:
-        """Has this process meet it, and leave a file there when it does."""
         module, owner, name = PHASES[self.phase]
         kind = getattr(importlib.import_module(module), owner)
         inner, turns = getattr(kind, name), iter(range(self.turn))
@@ -80,10 +79,6 @@ class Loss(NamedTuple):
     steps: tuple[int, ...]
 
     def arm(self, folder: Path) -> None:
-        """Has this process lose them, once each, and leave a file there.
-
-        And one that says with which step it began.
-        """
         inner, left = ExactModel.look, [*self.steps]
 
         def look(exact: ExactModel, step: Step) -> None:
@@ -102,7 +97,6 @@ class Weather:
     """The disk and the clock of a process, as its job tells: see `LiveJob.tell`."""
 
     def arm(self, folder: Path) -> None:
-        """Has this process feel it."""
         fsync, now = os.fsync, time.time
 
         def told(name: str) -> float:
@@ -139,7 +133,6 @@ class LiveJob:
     def start(
         self, fate: Fate | Loss | Weather | None = None, **environment: str
     ) -> BaseProcess:
-        """Starts one more member."""
         arguments = {**self._environment, **environment}, self._arguments, fate
         # A server has imported torch, and so TorchTPU's runtime, which cannot fork.
         method = "spawn" if torchtpu.is_installed() else "forkserver"
@@ -160,7 +153,6 @@ class LiveJob:
         unfinished.rename(self.folder / name)  # whole, for who reads it meanwhile
 
     def look(self) -> list[BaseProcess]:
-        """Returns the members that have ended since the last look."""
         new = [process for process in self.running if not process.is_alive()]
         self.running = [each for each in self.running if each not in new]
         self.ended += new
@@ -176,23 +168,18 @@ class LiveJob:
         return found
 
     def log(self) -> str:
-        """Returns what all members have printed."""
         return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
 
     def num_met(self) -> int:
-        """Returns how many fates have been met."""
         return len(list(self.folder.glob("*.met")))
 
     def results(self) -> list[dict[str, Any]]:
-        """Returns what the members that have ended well have found."""
         return [json.loads(p.read_text()) for p in self.folder.glob("*.json")]
 
     def saved(self) -> list[SavedFile]:
-        """Returns the checkpoints, the newest first."""
         return saved_files(self.folder / "checkpoints")
 
     def num_updates(self) -> int:
-        """Returns how many updates the log tells of."""
         path = self.folder / "run.jsonl"
         return path.read_text().count('"lr"') if path.exists() else 0
 
@@ -236,7 +223,6 @@ class LiveJob:
             self.stop()
 
     def stop(self) -> None:
-        """Kills what is left."""
         for process in self.running:
             process.kill()
             process.join()

@@ -17,7 +17,6 @@ needs_xla = pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
 
 
 def on_gpu(test):
-    """Marks a test that needs a GPU."""
     found = torch.cuda.is_available()
     return pytest.mark.gpu(pytest.mark.skipif(not found, reason="no GPU")(test))
 
@@ -60,12 +59,10 @@ class Backend(NamedTuple):
 
 
 def on_xla(test):
-    """Marks a test whose replicas are on XLA."""
     return needs_xla(pytest.mark.xla(test))
 
 
 def on_chips(test):
-    """Marks a test whose processes are those of a host with TPU chips."""
     return pytest.mark.slow(pytest.mark.tpu_like(test))
 
 

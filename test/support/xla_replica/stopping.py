@@ -100,8 +100,6 @@ class Starter(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A script that is running."""
-
     process: subprocess.Popen[str]
     folder: Path
     num_replicas: int
@@ -134,7 +132,6 @@ class Run(NamedTuple):
         return self.process.returncode, error
 
     def children(self) -> list[int]:
-        """Returns the ids of all processes that descend from the script's."""
         return descendants(self.process.pid)
 
 
@@ -150,7 +147,6 @@ def processes() -> dict[int, list[str]]:
 
 
 def all_end(expected: list[int]) -> None:
-    """Waits until the processes have ended; raises AssertionError if some do not."""
     deadline = time.monotonic() + 60
     while alive := processes().keys() & expected:
         assert time.monotonic() < deadline, alive

@@ -11,14 +11,12 @@ LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone",
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on now."""
     with socket.socket() as server:
         server.bind(("localhost", 0))
         return server.getsockname()[1]
 
 
 def wait_for_server(port: int, patience: float = 60.0) -> None:
-    """Returns once somebody listens on this port."""
     deadline = time.monotonic() + patience
     while True:
         with socket.socket() as client:

@@ -30,7 +30,6 @@ _library = []  # what is registered lasts as long as its library
 
 
 def is_installed() -> bool:
-    """Returns whether TorchTPU and the plugin are."""
     packages = ("torch_tpu", PLUGIN.partition(".")[0])
     return all(importlib.util.find_spec(name) is not None for name in packages)
 

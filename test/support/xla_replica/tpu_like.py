@@ -86,7 +86,6 @@ class _Host:
         return exit_results.values(found)
 
     def end(self) -> None:
-        """Ends all processes, if they have not."""
         atexit.unregister(self.end)
         for channel in self._channels:
             channel.close()

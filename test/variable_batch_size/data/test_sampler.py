@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import pickle
 from types import SimpleNamespace
 from unittest.mock import NonCallableMagicMock
 
@@ -394,24 +393,6 @@ def test_a_loader_that_reads_ahead_is_refused_unless_it_is_followed():
         account.check()
     next(iter(one))  # looking at the data does no harm
     assert run(one, one) == expected(one)
-
-
-def test_a_newer_loop_deals_the_rest_and_an_older_one_is_told():
-    one, earlier = redealt(), []
-    account, older = Account(one.ledger, 0), iter(one)
-    for _ in range(3):
-        earlier.append(next(older))
-        account.check()
-        if account.train():
-            account.commit()
-    earlier.append(next(older))  # and not trained
-    later = list(one)
-    assert earlier[:3] + later == expected(redealt())
-    with pytest.raises(
-        RuntimeError, match="a newer loop over the sampler has taken over"
-    ):
-        next(older)
-    assert list(pickle.loads(pickle.dumps(one))) == list(redealt()) == expected(one)
 
 
 def test_a_sampler_says_what_it_is_and_where():

@@ -14,12 +14,7 @@ import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training
 from support.variable_batch_size.wrapping import one_weight
-from support.xla_replica.replicas import (
-    FOUR_TPU_LIKE,
-    SEVERAL_REPLICAS,
-    TPU_LIKE,
-    of_torch_alone,
-)
+from support.xla_replica import replicas
 
 import variable_batch_size as vbs
 import xla_replica
@@ -173,7 +168,6 @@ def test_all_look_at_the_same_updates_after_so_many_seconds(monkeypatch):
 
 
 def stops_for_one_reason(rank: int) -> None:
-    """Asks two of three replicas, each in another way, and not the first."""
     if rank == 1:
         xla_replica.catch_signals()
         os.kill(os.getpid(), signal.SIGINT)
@@ -184,7 +178,7 @@ def stops_for_one_reason(rank: int) -> None:
     raise xla_replica.Stopped(request.reason, request.exit_status)
 
 
-@of_torch_alone
+@replicas.of_torch_alone
 def test_all_replicas_stop_for_the_same_reason():
     with pytest.raises(xla_replica.Stopped, match="received SIGINT") as stopped:
         xla_replica.launch(stops_for_one_reason, (), 3, "cpu")
@@ -268,30 +262,30 @@ def construct(**given: Any) -> None:
     vbs.ElasticOptimizer(inner, sampler, **given)
 
 
-def disagreements(rank: int) -> dict[str, tuple[str, int]]:
-    is_last = rank == xla_replica.current().num_replicas - 1
-    same, found = {name: value for name, (value, _) in SETTINGS.items()}, {}
-    for name, (_, value) in SETTINGS.items():
-        try:
-            construct(**same | ({name: value} if is_last else {}))
-        except xla_replica.ReplicaError as error:
-            found[name] = str(error), error.rank
+def disagreements(rank: int) -> None:
+    """Asserts what a replica is told where the last one differs."""
+    last = xla_replica.current().num_replicas - 1
+    same = {name: value for name, (value, _) in SETTINGS.items()}
+    for name, (value, other) in SETTINGS.items():
+        with pytest.raises(xla_replica.ReplicaError) as caught:
+            construct(**same | ({name: other} if rank == last else {}))
+        said = f"{{{name!r}: {value!r}}}, replica 2 has {{{name!r}: {other!r}}}"
+        for words in (
+            SAID.get(name, said).replace("a 2", f"a {last}"),
+            f", and 1 of {last + 1} differ",
+            "build sampler, model and optimizer alike",
+        ):
+            assert words in str(caught.value)
+        assert caught.value.rank == last
     construct(**same)  # all have raised, so they can go on together
-    return found
 
 
-@pytest.mark.parametrize("backend", [*SEVERAL_REPLICAS, TPU_LIKE, FOUR_TPU_LIKE])
+@pytest.mark.parametrize(
+    "backend",
+    [*replicas.SEVERAL_REPLICAS, replicas.TPU_LIKE, replicas.FOUR_TPU_LIKE],
+)
 def test_settings_that_differ_are_named_at_construction(backend):
-    last = backend.num_replicas - 1
-    for found in backend.run(disagreements):
-        for name, (value, other) in SETTINGS.items():
-            message, rank = found.pop(name)
-            said = f"{{{name!r}: {value!r}}}, replica 2 has {{{name!r}: {other!r}}}"
-            assert SAID.get(name, said).replace("a 2", f"a {last}") in message
-            assert f", and 1 of {last + 1} differ" in message
-            assert "build sampler, model and optimizer alike" in message
-            assert rank == last
-        assert not found
+    backend.run(disagreements)
 
 
 def train_in_order(rank: int, seeds: list[int]) -> int:
@@ -307,7 +301,7 @@ def train_in_order(rank: int, seeds: list[int]) -> int:
     return len(training.samples)
 
 
-@pytest.mark.parametrize("backend", [*SEVERAL_REPLICAS, TPU_LIKE])
+@pytest.mark.parametrize("backend", [*replicas.SEVERAL_REPLICAS, replicas.TPU_LIKE])
 def test_orders_that_differ_are_found(backend):
     n = backend.num_replicas
     assert sum(backend.run(train_in_order, [7] * n)) == 32
@@ -331,7 +325,7 @@ def train_partly(rank: int, frozen: list[bool], is_attached: bool) -> None:
 
 
 @pytest.mark.parametrize("is_attached", [True, False])
-@of_torch_alone
+@replicas.of_torch_alone
 def test_parameters_that_one_replica_alone_trains_are_found(is_attached):
     xla_replica.launch(train_partly, ([True] * 2, is_attached), 2, "cpu")
     for frozen in ([True, False], [False, True]):

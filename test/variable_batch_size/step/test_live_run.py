@@ -15,22 +15,15 @@ import pytest
 import torch
 from support.variable_batch_size.member import KINDS, NUM_SAMPLES, TRACE
 from support.variable_batch_size.wrapping import make, sampler_of
-from support.xla_replica.live_job import (
-    PHASES,
-    Fate,
-    Lighthouse,
-    LiveJob,
-    Loss,
-    live_job,
-    needs_lighthouse,
-)
+from support.xla_replica import live_job as jobs
+from support.xla_replica.live_job import LiveJob, live_job
 from support.xla_replica.replicas import needs_torchtpu, needs_xla, of_torch_alone
 from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
 
-pytestmark = needs_lighthouse
+pytestmark = jobs.needs_lighthouse
 SLOW = pytest.mark.slow
 _expected: dict[tuple[str, ...], dict] = {}
 
@@ -45,7 +38,7 @@ def undisturbed(arguments: tuple[str, ...], folder: Path, **variables: str) -> d
     return _expected[arguments]
 
 
-def meet_fates(job: LiveJob, fates: list[Fate], num_members: int = 3) -> None:
+def meet_fates(job: LiveJob, fates: list[jobs.Fate], num_members: int = 3) -> None:
     """Has members meet their fates, and as many others take their places.
 
     On a busy machine one may be taken for dead before: another one has its fate then.
@@ -114,7 +107,7 @@ def started(job: LiveJob, number: int) -> list[Any]:
 
 @of_torch_alone
 def test_deaths_in_every_phase_leave_the_bits(tmp_path):
-    fates = [Fate(phase, random.randrange(1, 6)) for phase in PHASES]
+    fates = [jobs.Fate(phase, random.randrange(1, 6)) for phase in jobs.PHASES]
     options = {"more": ("--workers", "1"), "seconds": 1.0}
     with live(tmp_path, "--kind", "projected", *words(3, 0.02), **options) as job:
         meet_fates(job, fates)
@@ -124,12 +117,14 @@ def test_deaths_in_every_phase_leave_the_bits(tmp_path):
 @pytest.mark.parametrize("number", range(20))
 def test_ten_random_deaths_leave_the_bits(number, tmp_path):
     kind = ("plain", "projected", "rigl")[number % 3]
-    phases = [list(PHASES)[(10 * number + n) % len(PHASES)] for n in range(10)]
+    phases = [
+        list(jobs.PHASES)[(10 * number + n) % len(jobs.PHASES)] for n in range(10)
+    ]
     # How many times of a phase a member has for certain.
     rare = {"set_epoch": 2, "save": 2, "transfer": 1}
     ways = (*[signal.SIGKILL] * 3, signal.SIGTERM)
     fates = [
-        Fate(phase, random.randrange(rare.get(phase, 12)), random.choice(ways))
+        jobs.Fate(phase, random.randrange(rare.get(phase, 12)), random.choice(ways))
         for phase in phases
     ]
     options = {"more": ("--workers", str(number % 2)), "seconds": 1.0}
@@ -145,7 +140,7 @@ def test_a_member_that_alone_loses_sums_receives_what_the_others_made_of_them(tm
     first, second, last = (schedule.steps(epoch).stop - 1 for epoch in range(3))
     with live(tmp_path, *words(3, 0.02)) as job:
         steps = (2, first, second - 1, second, last)
-        job.start(Loss(steps))
+        job.start(jobs.Loss(steps))
         job.start()
         assert ends(job) == [0, 0], job.log()
         [joined] = [int(path.stem) for path in job.folder.glob("*.joined")]
@@ -228,7 +223,7 @@ def lose_a_slice(folder: Path, kind: str, sizes: tuple[int, int, int], **variabl
     arguments = ("--kind", kind, *words(4, 0.02))
     told = [{**variables, "MEMBER_REPLICAS": str(size)} for size in sizes]
     with live_job(folder / "live", *arguments, min_members=2, seconds=2.0) as job:
-        lost = job.start(Fate("sum", 20 * sizes[0]), **told[0])
+        lost = job.start(jobs.Fate("sum", 20 * sizes[0]), **told[0])
         stays = job.start(**told[1])
         job.wait(lambda: lost in job.ended)
         assert lost.exitcode == 1
@@ -291,7 +286,7 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
 @of_torch_alone
 def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
     expected = undisturbed(words(12), tmp_path / "alone")
-    lighthouse = Lighthouse(heartbeat_seconds=3.0)
+    lighthouse = jobs.Lighthouse(heartbeat_seconds=3.0)
     job = LiveJob(tmp_path / "live", words(12), lighthouse.variables)
     with lighthouse:
         members = started(job, 2)

@@ -260,14 +260,7 @@ def test_rigl_grows_by_all_minibatches_of_16_bits(float32_sums):
         dense_first=False, initial_masks={"weight": active}, replica=replica,
         skip_step=False, ignore_linear_layers=False,
     )  # fmt: skip
-    sampler = vbs.CustomSampler(
-        x,
-        [4],
-        minibatch_size=1,
-        num_replicas=1,
-        rank=0,
-        order=lambda epoch: [0, 1, 2, 3],
-    )
+    sampler = vbs.CustomSampler(x, [4], minibatch_size=1, order=range(4))
     options = {"float32_sums": float32_sums, "replica": replica}
     wrapper = vbs.ConstantOptimizer(sgd, sampler, **options)
     wrapper.attach(lambda update: pruner())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,9 +93,13 @@ class Loop(NamedTuple):
 
 
 def passes(t: Loop, scale: float = 1.0) -> None:
-    """Takes a minibatch, and runs it."""
     next(t.wrapper.minibatches)
     backward(t.model, scale)
+
+
+def share(t: Loop) -> None:
+    inner, replica = torch.optim.SGD([nn.Parameter(torch.ones(1))]), t.wrapper.replica
+    t.sampler.other = vbs.LinearRuleOptimizer(inner, t.sampler, 32, replica=replica)
 
 
 ACTIONS = {
@@ -130,16 +135,7 @@ ACTIONS = {
     "join": lambda t: t.wrapper.join_step(),
     "attach": lambda t: t.wrapper.attach(print),
     "attach another": lambda t: t.wrapper.attach(repr),
-    "share": lambda t: setattr(
-        t.sampler,
-        "other",
-        type(t.wrapper)(
-            torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1),
-            t.sampler,
-            ref_batchsize=32,
-            replica=t.wrapper.replica,
-        ),
-    ),
+    "share": share,
 }
 CHANGES = ("clip", "clamp", "scale", "replace", "scale data")
 ONE, TWO, THREE = {"trace": 32}, {"trace": 64}, {"trace": 96}
@@ -153,10 +149,9 @@ ON_ANY_REPLICA = [
         (THREE, f"{zero}, minibatch, {zero}, pass, step", LOST)
         for zero in ("zero", "zero in place", "zero data")
     ),
-    *((TWO, f"pass, {change}, step", CHANGED) for change in CHANGES),
-    *((TWO, f"minibatch, pass, {change}, step", CHANGED) for change in CHANGES),
     *(
-        (TWO, f"freeze, zero, minibatch, pass, {change}, step", CHANGED)
+        (TWO, f"{before}pass, {change}, step", CHANGED)
+        for before in ("", "minibatch, ", "freeze, zero, minibatch, ")
         for change in CHANGES
     ),
     (TWO, "take, step", NO_PASS),
@@ -186,11 +181,7 @@ ON_SEVERAL = [
     (IDLE, "attach, begin, attach another", "has joined 1 updates of epoch 0"),
     (FULL, "begin, minibatch, begin another", "abandoned after 0 of 2 steps, and the"),
     (FULL, "begin, epoch, begin", "epoch 0 has been trained; another pass needs"),
-    (
-        IDLE | {"lockstep": True},
-        "begin, pass, step",
-        r"call join_step\(\) in place of s",
-    ),
+    (IDLE | {"lockstep": True}, "begin, pass, step", r"call join_step\(\) in place"),
 ]
 OF_THE_INNER_ONE = [
     ({}, "pass, step the inner one", "of a wrapped SGD was called"),
@@ -258,24 +249,21 @@ def test_what_may_be_a_mistake_warns(options, actions, message, then, caplog):
     assert run_epoch(*found) == then
 
 
-def refused(rank: int) -> list[str]:
-    """Returns what is told on a device, of which the last loop does nothing wrong."""
-    told = []
-    for actions in ("pass, clip", "minibatch, zero in place, pass", "take", "pass"):
+def makes_mistakes(rank: int) -> None:
+    """Asserts what is told on a device, where the last loop does nothing wrong."""
+    for actions, message in (
+        ("pass, clip", "max_grad_norm="),
+        ("minibatch, zero in place, pass", r"remove model.zero_grad\(\)"),
+        ("take", r"call loss.backward\(\)"),
+        ("pass", None),
+    ):
         found, last = loop(actions, trace=192, replica=xla_replica.current())
         last(found)
-        try:
+        told = pytest.raises(ValueError, match=message) if message else nullcontext()
+        with told:
             found.wrapper.step()
-            told.append("")
-        except ValueError as error:
-            told.append(str(error))
-    return told
 
 
 @pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
 def test_mistakes_are_noticed_on_every_backend(backend):
-    for clip, zero, forget, nothing in backend.run(refused):
-        assert "max_grad_norm=" in clip
-        assert "remove model.zero_grad()" in zero
-        assert "call loss.backward()" in forget
-        assert nothing == ""
+    backend.run(makes_mistakes)

@@ -222,7 +222,6 @@ def test_weights_are_those_without_overlap(outcomes, name):
 
 
 def small_model(width: int = 32) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns four layers, the same on every replica, and an optimizer."""
     with xla_replica.current().seeded(0):
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
     return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)

@@ -56,7 +56,6 @@ def threads():
 
 
 def every_collective(rank: int, offset: int) -> None:
-    """Asserts what collectives bring."""
     replica = xla_replica.current()
     sums = [torch.full((2,), float(rank)), torch.tensor(offset + rank)]
     replica.all_reduce_(sums)

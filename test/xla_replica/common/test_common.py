@@ -33,7 +33,6 @@ from xla_replica.common.files import locked
 
 
 def test_what_is_allowed_is_returned():
-    """And integers of numpy as those of Python."""
     for value in (3, np.int64(3), np.uint8(3)):
         checked = check_integer("steps", value, least=3, most=3)
         assert (checked, type(checked)) == (3, int)

@@ -76,7 +76,6 @@ def fetch_beside_a_switch(rank: int) -> bool:
 
 
 def products_by_rank(log: Path, num_replicas: int) -> list[list[Program]]:
-    """Returns the programs of every replica that multiply matrices."""
     logs = [Path(f"{log}.{rank}").read_text() for rank in range(num_replicas)]
     programs = [programs_by_case(text)["products"] for text in logs]
     return [[each for each in some if " dot(" in each.text] for some in programs]

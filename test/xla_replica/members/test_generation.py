@@ -35,7 +35,6 @@ def asked(offers: dict[str, Offer], me: str = "a", **options) -> Generation | No
 
 
 def test_survivors_keep_their_order_and_new_ones_come_last():
-    """Every member computes the same."""
     entered = {"z": (1, 0), "b": (1, 1), "a": (3, 2)}
     survivors = {name: {"entered": place} for name, place in entered.items()}
     offers = offers_of(**survivors, m=NEW, c=NEW)

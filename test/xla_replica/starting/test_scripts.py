@@ -23,7 +23,6 @@ COMMAND = (sys.executable, "-W", "ignore", "-m", "xla_replica")
 
 
 def run(number: int, *words: object) -> tuple[int, str]:
-    """Runs the command in a new process; returns its exit status and output."""
     done = python("--num-replicas", number, *words, command=COMMAND, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
@@ -180,13 +179,11 @@ def does_it_all(rank: int, folder: str) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module", params=[row("xla", 4)])
 def outcomes(request, tmp_path_factory) -> dict[str, list[Any]]:
-    """What every replica has found, by what it has tried."""
     found = request.param.run(does_it_all, str(tmp_path_factory.mktemp("saved")))
     return dict(zip(("draws", "logs", "collectives", "groups"), zip(*found)))
 
 
 def plain(value: Any) -> Any:
-    """Returns numbers for tensors, also for those in a list."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     return value.tolist() if isinstance(value, torch.Tensor) else value
