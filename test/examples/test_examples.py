@@ -62,9 +62,7 @@ def run_here(name: str, *arguments: object) -> int:
 
 def run(name: str, *arguments: object, cwd: Path, command=(sys.executable,)) -> str:
     script = Path(SCRIPTS[name].__file__)
-    status, text = run_script(script, *arguments, cwd=cwd, command=command)
-    assert status == 0, text
-    return text
+    return run_script(script, *arguments, cwd=cwd, command=command)
 
 
 def history(folder: Path) -> pd.DataFrame:

@@ -99,11 +99,8 @@ def test_replicas_do_what_one_does(tmp_path, device):
     traced = ("--trace", "8,32,16", "--epochs", 2, "--label-smoothing", 0.2)
     run_here(tmp_path / "one", *traced)
     line = (*TINY, *traced, "--checkpoint", tmp_path / "two", "--device", device)
-    status, text = run_script(
-        Path(rigl_imagenet.__file__), *line, "--num-replicas", 2,
-        cwd=tmp_path / "two", timeout=600,
-    )  # fmt: skip
-    assert status == 0, text
+    script, line = Path(rigl_imagenet.__file__), (*line, "--num-replicas", 2)
+    text = run_script(script, *line, cwd=tmp_path / "two", timeout=600)
     two, one = (saved(tmp_path / folder) for folder in ("two", "one"))
     found, expected = (
         [row["train_loss"] for row in state["monitor"]["rows"]] for state in (two, one)

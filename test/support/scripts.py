@@ -28,14 +28,19 @@ def run_script(
     cwd: Path,
     command: Iterable[object] = (sys.executable,),
     timeout: float = 300.0,
-) -> tuple[int, str]:
-    """Runs a script by a command in a new process; returns its status and output."""
+    status: int = 0,
+) -> str:
+    """Runs a script by a command in a new process, which must end with this status.
+
+    Returns its output.
+    """
     done = subprocess.run(
         words([*command, script, *arguments]),
         cwd=cwd, env=environment(), text=True, timeout=timeout,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    return done.returncode, done.stdout
+    assert done.returncode == status, done.stdout
+    return done.stdout
 
 
 def python(
@@ -43,18 +48,22 @@ def python(
     command: Iterable[object] = (sys.executable,),
     stdin: str | None = None,
     timeout: float = 120.0,
+    status: int = 0,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python, which finds this checkout's packages and what supports its tests.
 
-    Its environment has these variables besides those of this process.
+    Its environment has these variables besides those of this process. It must end with
+    this status.
     """
     path = os.pathsep.join(words([ROOT, ROOT / "test"]))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
-    return subprocess.run(
+    done = subprocess.run(
         words([*command, *arguments]),
         env=environment, input=stdin, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 def written(folder: Path, source: str) -> Path:

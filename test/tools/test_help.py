@@ -40,8 +40,7 @@ for script in sys.argv[1:]:
 def test_the_help_of_every_script(tmp_path):
     run_all = tmp_path / "run_all.py"
     run_all.write_text(f"OURS = {{'tools', 'examples'}}\n{RUN_ALL}")
-    status, text = run_script(run_all, *SCRIPTS, cwd=tmp_path)
-    assert status == 0, text
+    text = run_script(run_all, *SCRIPTS, cwd=tmp_path)
     assert "NOT EXPLAINED" not in text
     assert "default: None" not in text
     texts = text.split("END OF HELP")[:-1]

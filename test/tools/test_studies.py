@@ -26,8 +26,7 @@ def run(tool: str, folder: Path, *options: str, draws: bool = True) -> dict[str,
     image, output = folder / "made" / "image.png", folder / "made" / "output.json"
     options += ("--image", str(image)) if draws else ()
     script = ROOT / "tools" / "studies" / tool
-    status, text = run_script(script, *options, "--output", output, cwd=folder)
-    assert status == 0, text
+    run_script(script, *options, "--output", output, cwd=folder)
     return saved_by(output, image if draws else None)
 
 

@@ -32,5 +32,4 @@ except NotImplementedError as error:
 @of_torch_alone
 def test_where_there_are_no_posix_signals_one_replica_runs():
     done = python("-c", IMPORTS)
-    assert done.returncode == 0, done.stderr
     assert "on Windows train with num_replicas=1" in done.stdout

@@ -202,9 +202,7 @@ def test_the_example_under_torchrun_is_continued_by_one_process(tmp_path):
         pytest.skip("torchvision does not fit this torch, and transformers imports it")
     script = ROOT / "examples/huggingface/language_model.py"
     for command in (LAUNCHER, (sys.executable,)):
-        given = *SMALL, "--folder", "run"
-        status, output = run_script(script, *given, cwd=tmp_path, command=command)
-        assert status == 0, output
+        run_script(script, *SMALL, "--folder", "run", cwd=tmp_path, command=command)
         assert (tmp_path / "run" / "checkpoint-6").exists()
 
 

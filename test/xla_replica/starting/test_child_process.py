@@ -131,7 +131,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3, slow=True)])
 def test_processes_that_are_ended_leave_no_semaphore_behind(backend, tmp_path):
-    done = python(written(tmp_path, FAILS), backend.device)
+    done = python(written(tmp_path, FAILS), backend.device, status=1)
     assert "the mistake of a user" in done.stderr
     assert "leaked" not in done.stderr
 
@@ -206,8 +206,7 @@ def test_processes_import_a_script_or_are_sent_its_functions(way, tmp_path):
 
 @of_torch_alone
 def test_a_script_without_a_guard_is_one_clear_error(tmp_path):
-    done = python(written(tmp_path, f"{DEFINES}\nmain('cpu')"))
-    assert done.returncode == 1
+    done = python(written(tmp_path, f"{DEFINES}\nmain('cpu')"), status=1)
     assert "FOUND" not in done.stdout
     assert 'call it under `if __name__ == "__main__":`' in done.stderr
     assert "ReplicaError: a process of the replicas raised RuntimeError" in done.stderr

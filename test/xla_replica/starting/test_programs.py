@@ -45,7 +45,6 @@ def programs_of_a_start(folder: Path, host: str, ask_at: int) -> tuple[bool, int
     always = {"TORCH_TPU_INTERNAL_TIER3_COMPILATION_CACHE_LOCAL_BACKUP_TASK": "0"}
     here = {"TORCH_TPU_TIER2_COMPILATION_CACHE": host}  # it has seen no program
     done = python("-c", SCRIPT, folder, ask_at, **here, **always)
-    assert done.returncode == 0, done.stderr[-3000:]
     assert "are not kept" not in done.stderr
     before, number = done.stdout.split("compiled")
     return "stopped" in before, int(number)

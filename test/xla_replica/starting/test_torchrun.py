@@ -51,7 +51,6 @@ def test_every_launch_of_every_restart_meets_its_own_peers(tmp_path, rendezvous)
     torchrun = [each for each in LAUNCHER if each != "--standalone"]
     torchrun += ["--max_restarts", "1", *place.split()]
     done = python(written(tmp_path, RESTARTED), command=torchrun)
-    assert done.returncode == 0, done.stderr
     assert done.stdout.count("TOTALS [3.0, 3.0, 3.0]") == 2
     assert "failed (exitcode: 21)" in done.stderr
 
@@ -78,7 +77,6 @@ if __name__ == "__main__":
 
 
 def test_an_exception_is_seen_although_peers_still_wait(tmp_path):
-    done = python(written(tmp_path, RAISES), command=LAUNCHER, timeout=60)
-    assert done.returncode == 1
+    done = python(written(tmp_path, RAISES), command=LAUNCHER, timeout=60, status=1)
     assert "KeyError: 'the cause'" in done.stderr
     assert "JOINED False" in done.stdout
