@@ -213,9 +213,7 @@ def test_a_caught_signal_stops_all_replicas_at_one_update(
     else:
         run.process.send_signal(number)
     status, error = run.ends()
-    if (
-        starter is not stopping.TORCHRUN
-    ):  # whose own status says that it was ended by a signal
+    if starter is not stopping.TORCHRUN:  # whose own status tells of the signal
         # The last of the signals to all may come when the script is about to end.
         assert status in (143, -number if workers else 143), error
     assert "DataLoader worker" not in error
@@ -246,10 +244,8 @@ def test_no_replica_or_worker_outlives_a_parent_that_a_signal_ends(
     number = signal.Signals[name]
     run = starter.start(tmp_path, arms=name == "SIGKILL", workers=workers)
     children = run.children()
-    assert len(children) >= {
-        stopping.LOCAL: 2 if workers else 0,
-        stopping.EMULATED: 1,
-    }.get(starter, 2)
+    least = {stopping.LOCAL: 2 if workers else 0, stopping.EMULATED: 1}
+    assert len(children) >= least.get(starter, 2)
     run.process.send_signal(number)
     status, error = run.ends()
     assert status == -number
