@@ -40,8 +40,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_384
-TEST_LINES = 34_649
+CODE = 22_947
+TEST_LINES = 33_790
 
 
 def test_lines_are_counted():
