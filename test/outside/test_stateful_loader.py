@@ -80,7 +80,7 @@ def test_the_first_replicas_state_loads_on_another_number(num_workers, num_repli
     passes = [iter(loader) for loader in loaders]
     for step in range(4):  # replica 1 is idle in the last of them
         for rank, minibatches in enumerate(passes):
-            for _ in range(plan.num_substeps_of(step, rank)):
+            for _ in range(plan.num_substeps(rank)[step]):
                 next(minibatches)
     state = loaders[0].state_dict()
     left, expected = [], expected[plan.starts[4] :]

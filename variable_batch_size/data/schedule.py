@@ -145,10 +145,6 @@ class EpochPlan:
         """Returns ``(num_steps,)`` int64: minibatches of replica ``rank`` per step."""
         return self._unrolled(self._substeps(self.head, rank))
 
-    def num_substeps_of(self, step: int, rank: int) -> int:
-        """Returns how many minibatches of one step replica ``rank`` runs."""
-        return int(self._substeps(np.array(self.batch_size(step)), rank))
-
     def step(self, number: int, rank: int) -> Step | None:
         """Returns a step as replica ``rank`` sees it; None after the epoch's last."""
         head, size = self.head, self.minibatch_size
@@ -163,12 +159,9 @@ class EpochPlan:
         place = self.epoch, number, self.first_step + number
         return Step(*place, *sizes, own == 0, number + 1 == num_steps)
 
-    def num_remaining(self, rank: int, first: int | None = None) -> int:
-        """Returns how many minibatches replica ``rank`` runs from a step on.
-
-        From `start_step` on without ``first``.
-        """
-        first = self.start_step if first is None else first
+    def num_remaining(self, rank: int) -> int:
+        """Returns how many minibatches replica ``rank`` runs from `start_step` on."""
+        first = self.start_step
         substeps = self._substeps(self.head, rank)
         num_held = min(self.num_held, self.num_steps - first)
         held = num_held * int(substeps[-1]) if num_held else 0
