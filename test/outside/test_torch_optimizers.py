@@ -96,7 +96,7 @@ def test_a_wrapped_optimizer_is_the_optimizer_to_the_bit(name):
     for each in options(name):
         refused = REFUSED.get(name)
         if isinstance(each.kwargs.get("lr"), torch.Tensor):
-            refused = refused or "must be a number, not a tensor"
+            refused = refused or "a finite number, got tensor"
         if refused:
             with pytest.raises((TypeError, RuntimeError), match=refused):
                 weights(name, each.kwargs, True)
