@@ -1,7 +1,5 @@
 """Fixtures that several test modules ask for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

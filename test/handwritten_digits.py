@@ -1,7 +1,5 @@
 """The data of `variable_train_mnist.py`: handwritten digits as 8-bit images."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What docs/architecture.md promises of the structure: who imports whom, and sizes."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """What pip installs for each place is what the README says."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import runpy

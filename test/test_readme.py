@@ -1,7 +1,5 @@
 """What the README shows works; so do its diffs, and those of the other pages."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Public modules are typed strictly, and mypy finds the mistakes in users' scripts."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

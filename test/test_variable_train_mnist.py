@@ -1,7 +1,5 @@
 """The MNIST script from end to end, as a user starts it."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

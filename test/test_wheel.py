@@ -5,8 +5,6 @@ Every other environment of this project has packages that hide a missing depende
 one that has the required dependencies alone.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Nothing names what was withdrawn, apart from the changelog and what refuses it."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

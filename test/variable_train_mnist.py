@@ -11,8 +11,6 @@
 The lines that make it elastic are marked with `# elastic`.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math

@@ -1,7 +1,5 @@
 """The pages about coming from other software show code that runs and means the same."""
 
-from __future__ import annotations
-
 import json
 import re
 import types

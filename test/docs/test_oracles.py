@@ -1,7 +1,5 @@
 """What the first page of each package writes by hand is what the package does."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Every block of code on the pages runs: here, in another test, or it says why not."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -1,7 +1,5 @@
 """What the pages name is there: files, headings and public names."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Numbers on the pages are those of the records that they cite."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

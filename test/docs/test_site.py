@@ -1,7 +1,5 @@
 """The site that `make docs` builds has every page, public name and error."""
 
-from __future__ import annotations
-
 import importlib
 
 from support.documents import ROOT, pages, read

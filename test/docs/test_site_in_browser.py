@@ -1,7 +1,5 @@
 """What a reader sees of the site: wide and narrow, in a browser that prefers dark."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The lines for the first day on a TPU, on emulated replicas in place of its chips."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Every stage of docs/tutorial.md runs, learns, and leads to the composed example."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """What the examples say of themselves, and of arguments that cannot be."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The example scripts as users start, stop and resume them."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The demonstration of members that die and join."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """The examples with gradients of samples: of a pool, and by rules of one's own."""
 
-from __future__ import annotations
-
 import argparse
 import re
 

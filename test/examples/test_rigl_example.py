@@ -1,7 +1,5 @@
 """examples/sparse/rigl_mnist.py learns, resumes, and runs on replicas with a trace."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

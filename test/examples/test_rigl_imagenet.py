@@ -1,7 +1,5 @@
 """examples/sparse/rigl_imagenet.py learns, resumes, and runs wherever replicas do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

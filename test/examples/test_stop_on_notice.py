@@ -1,7 +1,5 @@
 """A training is asked to stop as Google's metadata server announces it."""
 
-from __future__ import annotations
-
 import http.server
 import os
 import signal

@@ -1,7 +1,5 @@
 """The streaming example, stopped and gone on with on another number of replicas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Backends of torch.compile that count the graphs that they compile."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from typing import Any

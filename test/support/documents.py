@@ -1,7 +1,5 @@
 """Reading the documentation's pages: their code, their diffs and their links."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Counting what a device would run: operations that compute, not views."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

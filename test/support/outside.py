@@ -1,7 +1,5 @@
 """Packages of others, which only `make outside` installs."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import warnings

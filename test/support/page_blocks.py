@@ -3,8 +3,6 @@
 It takes a file, and the names of blocks, and writes there what each raises, as JSON.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

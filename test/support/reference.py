@@ -1,7 +1,5 @@
 """Published packages that the tests fetch and compare ours with."""
 
-from __future__ import annotations
-
 import os
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """Running a script as a user does, from a checkout."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

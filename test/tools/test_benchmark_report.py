@@ -1,7 +1,5 @@
 """The benchmarks' report: goals are judged, and what is missed or failed is loud."""
 
-from __future__ import annotations
-
 import pytest
 from support.documents import ROOT, read
 

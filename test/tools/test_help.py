@@ -1,7 +1,5 @@
 """Every script explains itself from any folder, in a checkout that is not installed."""
 
-from __future__ import annotations
-
 import pytest
 from support.documents import ROOT
 from support.scripts import run_script

@@ -1,7 +1,5 @@
 """What the checks of programs catch, from text and from emulated replicas."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

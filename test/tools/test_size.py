@@ -1,7 +1,5 @@
 """Size is a budget: lines of code, and what a reader has to follow."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The studies in tools/ find, on a small scale, what the pages say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

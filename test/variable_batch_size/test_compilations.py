@@ -1,7 +1,5 @@
 """After warm-up no change compiles a graph, by XLA or torch, or reads the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Elastic training on any number of replicas is large-batch training in one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.variable_batch_size import elastic

@@ -1,7 +1,5 @@
 """The optimizer wrappers on one replica; test_elastic_family.py has several."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """What each function of the package refuses, and what it says of the remedy."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Models that FSDP2 shards train as one process does, with any number of processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

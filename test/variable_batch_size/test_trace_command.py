@@ -1,7 +1,5 @@
 """The command vbs: its examples run, its help teaches, its errors are messages."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """`epochs` is the loop that the pages write by hand, and says what ends it."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ The 'meta' device takes its place: every operation runs, and a copy from the hos
 memory is seen on its way. Reading a value of it is an error.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Workers of loaders block the signals that are caught, and are ended all the same."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import signal

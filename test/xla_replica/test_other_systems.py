@@ -1,7 +1,5 @@
 """The packages import where the names of POSIX are missing, as on Windows."""
 
-from __future__ import annotations
-
 from support.scripts import python
 from support.xla_replica.replicas import of_torch_alone
 

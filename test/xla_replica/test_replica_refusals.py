@@ -1,7 +1,5 @@
 """What cannot work is refused, in words that say what can."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """All replicas stop at the same update, asked by a signal or by the program."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Models that something else sums the gradients of are refused."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref

@@ -1,7 +1,5 @@
 """A run with a `Checkpointer`, as a user writes it."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One training run, twice: elastic on replicas, and as one obvious large-batch loop."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

@@ -3,8 +3,6 @@
 Nothing of transformers is imported before a function is called.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

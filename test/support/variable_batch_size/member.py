@@ -7,8 +7,6 @@ and a line for every update that a member has made with the samples that it ran 
 If somebody writes a number into its file `end`, it ends after so many updates.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

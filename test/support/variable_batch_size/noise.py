@@ -1,7 +1,5 @@
 """An optimizer that measures noise, and minibatches of given gradients."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.optim import SGD

@@ -1,7 +1,5 @@
 """A replica that counts transfers."""
 
-from __future__ import annotations
-
 from xla_replica import LocalReplica
 
 

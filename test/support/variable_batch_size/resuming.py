@@ -1,7 +1,5 @@
 """Runs that are saved after every update, and resumed on other replicas."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@ The model is a weight vector w with loss g_i . w in minibatch i, so the minibatc
 gradients g_i are what we say they are, whatever the weights.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """A run of a model that processes share, as a user writes it."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Wrappers on one replica, alone or with pretended peers that do as it does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

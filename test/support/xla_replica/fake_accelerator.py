@@ -5,8 +5,6 @@ Python alone. Everything else is torch's own: `torch.accelerator`, devices such 
 ``metal:1``, the process group's backend and which kinds of devices it serves.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import types

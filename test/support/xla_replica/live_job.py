@@ -1,7 +1,5 @@
 """Runs `member.py` as several members, of which each meets the fate it is given."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib.util

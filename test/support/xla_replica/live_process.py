@@ -1,7 +1,5 @@
 """What a process of a live job does. It is imported before torch."""
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The replica backends under test; a new one is one more row."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Two members of a live run that are slices, whose replicas run one function."""
 
-from __future__ import annotations
-
 import functools
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Running a script under torchrun."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import time

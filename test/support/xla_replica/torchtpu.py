@@ -5,8 +5,6 @@ plugin has four devices and no process group, so that a process is one replica. 
 too old for `torch.compile`, and for ``cumsum``, in whose place there is a product.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

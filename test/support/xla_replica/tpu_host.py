@@ -6,8 +6,6 @@ many this is. XLA:CPU takes the client's place. It cannot sum across processes, 
 collectives go through gloo, in `_Client` alone.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.machinery
 import os

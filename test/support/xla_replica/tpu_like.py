@@ -4,8 +4,6 @@ Starting takes seconds, as on a TPU, so functions are sent to replicas that are 
 already: see `run`. Scripts are started in `environment`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

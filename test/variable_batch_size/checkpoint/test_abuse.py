@@ -1,7 +1,5 @@
 """A run that is tormented ends as one that is left in peace, and does not grow."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

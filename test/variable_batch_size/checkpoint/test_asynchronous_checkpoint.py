@@ -1,7 +1,5 @@
 """`Checkpointer(asynchronous=True)`: files are written beside the training, whole."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

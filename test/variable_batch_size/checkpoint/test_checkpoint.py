@@ -1,7 +1,5 @@
 """`Checkpointer`: a run that stops and is resumed ends as if it had not stopped."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of checkpoints are whole or not there, and every change is noticed."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

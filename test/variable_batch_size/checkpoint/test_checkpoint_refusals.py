@@ -1,7 +1,5 @@
 """`Checkpointer`: what it refuses to save and to resume."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -3,8 +3,6 @@
 It is the same bit for bit: the data have sums that no order of summation rounds.
 """
 
-from __future__ import annotations
-
 import pytest
 from support.variable_batch_size.resuming import (
     CASE,

@@ -1,7 +1,5 @@
 """Checkpoints of models that FSDP2 shards, loaded on other numbers of processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

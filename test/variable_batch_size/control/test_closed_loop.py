@@ -1,7 +1,5 @@
 """Batch sizes that a run decides for itself, and the replay of what it decided."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Orders that are never in memory: a bijection, uniform, and the same everywhere."""
 
-from __future__ import annotations
-
 import itertools
 import tracemalloc
 from collections import Counter

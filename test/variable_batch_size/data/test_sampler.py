@@ -1,7 +1,5 @@
 """`CustomSampler`: the order depends on seed and epoch, the minibatches on the plan."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

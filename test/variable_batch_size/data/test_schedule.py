@@ -1,7 +1,5 @@
 """`Schedule`, compared with the slow, obvious way to deal minibatches."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

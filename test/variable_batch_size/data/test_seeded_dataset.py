@@ -1,7 +1,5 @@
 """`SeededDataset`: equal data for every number of replicas and loader workers."""
 
-from __future__ import annotations
-
 import pickle
 import random
 

@@ -1,7 +1,5 @@
 """The estimators of gradient noise: every outcome, closed forms, and what must hold."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

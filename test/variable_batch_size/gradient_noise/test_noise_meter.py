@@ -1,7 +1,5 @@
 """Gradient noise as training measures it, over any split of a step over replicas."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import logging

@@ -3,8 +3,6 @@
 A new one is one row of support/variable_batch_size/rules.py.
 """
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The picture of runs: what its lines say, and that it needs no display."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The log of a run tells what was trained, costs nothing, and survives kills."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Schedulers driven by updates, samples, epochs and scale-invariant iterations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from contextlib import nullcontext

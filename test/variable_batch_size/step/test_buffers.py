@@ -1,7 +1,5 @@
 """Averaged buffers: equal on all replicas, as good as a large-batch run's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.variable_batch_size.elastic import Case, Training, batches

@@ -1,7 +1,5 @@
 """Weights have the same bits on any number of replicas, wherever they are resumed."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

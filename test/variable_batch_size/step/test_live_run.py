@@ -1,7 +1,5 @@
 """Members die, leave, stop and join in the middle of a run: its bits stay the same."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Batch sizes that are not multiples of the minibatch: means over real samples."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

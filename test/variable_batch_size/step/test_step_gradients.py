@@ -1,7 +1,5 @@
 """Gradients that stay allocated: zeroed, frozen, added and thrown away by users."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Steps and epochs: idle ones, lockstep, and what a loop must not do."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any, NamedTuple

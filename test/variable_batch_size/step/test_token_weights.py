@@ -1,7 +1,5 @@
 """Minibatches with weights: a step's gradient is the mean over all of its tokens."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

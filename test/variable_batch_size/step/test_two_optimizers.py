@@ -1,7 +1,5 @@
 """Two networks, each with an optimizer of its own, over one sampler."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.xla_replica.replicas import row

@@ -1,7 +1,5 @@
 """A log of devices becomes the steps that a run on them makes."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Sequence

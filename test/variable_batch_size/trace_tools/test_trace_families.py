@@ -1,7 +1,5 @@
 """Traces that are made from a few numbers."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

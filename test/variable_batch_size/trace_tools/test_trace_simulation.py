@@ -1,7 +1,5 @@
 """A simulated run has the steps, samples and learning rates of the real one."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """`Trace` reads every sensible source; an error says what is wrong with the others."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

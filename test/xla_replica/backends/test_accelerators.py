@@ -4,8 +4,6 @@ The accelerator is simulated (see support/xla_replica/fake_accelerator.py), so e
 script has a process, or two under torchrun, of its own, and does several things.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """Integers on a grid, against exact sums of Python's floats and fractions."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

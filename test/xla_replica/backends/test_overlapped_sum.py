@@ -3,8 +3,6 @@
 All gradients are integers, so that no sum is rounded, and runs are equal bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable

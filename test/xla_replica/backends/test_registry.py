@@ -1,7 +1,5 @@
 """Backends from outside the package: `current` finds them and `launch` starts them."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

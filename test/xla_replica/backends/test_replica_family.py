@@ -1,7 +1,5 @@
 """All replica backends behave alike."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

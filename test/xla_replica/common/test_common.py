@@ -1,7 +1,5 @@
 """What all packages share: checks of arguments, trees, whole files and differences."""
 
-from __future__ import annotations
-
 import collections
 import math
 import re

@@ -1,7 +1,5 @@
 """Comparing and selecting on a device, against Python on the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """xla_replica.grad returns what torch.autograd.grad does, and nothing else keeps it."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

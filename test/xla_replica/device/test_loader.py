@@ -1,7 +1,5 @@
 """The device loader; the 'meta' device takes the place of an accelerator."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

@@ -1,7 +1,5 @@
 """Matrix products keep all their digits, and afterwards settings are what they were."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """torch.compile on emulated replicas, which share a process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.compiled import GraphCounter

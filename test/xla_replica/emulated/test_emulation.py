@@ -4,8 +4,6 @@ What all backends have in common is in test_replica_family.py, and xm.* code as 
 write it in test_scripts.py.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

@@ -1,7 +1,5 @@
 """Each emulated replica compiles with the precision that it has set itself."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

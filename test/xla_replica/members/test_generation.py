@@ -1,7 +1,5 @@
 """Who trains next, from what members offer."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """What a member knows of its own silence, and what it does then."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Forked processes have what spawned ones would have: surroundings and the script."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

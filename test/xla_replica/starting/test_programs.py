@@ -1,7 +1,5 @@
 """A run that is started again on TorchTPU compiles nothing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

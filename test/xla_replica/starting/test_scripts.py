@@ -1,7 +1,5 @@
 """Other people's torch_xla scripts on N replicas of a CPU, and what they count on."""
 
-from __future__ import annotations
-
 import functools
 import re
 import signal

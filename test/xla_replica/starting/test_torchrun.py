@@ -1,7 +1,5 @@
 """Jobs that torchrun has started: restarts, several launches, exit statuses."""
 
-from __future__ import annotations
-
 import pytest
 from support.scripts import python, written
 from support.xla_replica.replicas import of_torch_alone

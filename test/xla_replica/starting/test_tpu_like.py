@@ -1,7 +1,5 @@
 """What processes do that torch_xla starts, as on a TPU's host, here on XLA:CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys
