@@ -182,10 +182,7 @@ def test_the_bar_shows_numbers_of_one_step(monkeypatch, tmp_path):
 
 
 def train_as_earlier(index: int, trace: str) -> tuple[list[bool], list[float]]:
-    """Trains as scripts for the earlier implementation, by torch_xla's own functions.
-
-    Returns what `step` returned, and losses.
-    """
+    """Trains by torch_xla's own functions; returns what `step` returned, and losses."""
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.parallel_loader as pl
 

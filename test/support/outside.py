@@ -9,10 +9,7 @@ import pytest
 
 
 def package(name: str) -> Any:
-    """Returns a module, or skips where it is not installed.
-
-    `make outside` sets OUTSIDE, and a module that is missing is then an error.
-    """
+    """Returns a module, or skips without it; under `make outside` it must be there."""
     if not os.environ.get("OUTSIDE"):
         return pytest.importorskip(name)
     with warnings.catch_warnings():

@@ -28,10 +28,7 @@ def run_script(
     timeout: float = 300.0,
     status: int = 0,
 ) -> str:
-    """Runs a script by a command in a new process, which must end with this status.
-
-    Returns its output.
-    """
+    """Runs a script in a new process, which must end so; returns its output."""
     done = subprocess.run(
         words([*command, script, *arguments]),
         cwd=cwd, env=environment(), text=True, timeout=timeout,

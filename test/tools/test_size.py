@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_947
-TEST_LINES = 33_790
+CODE = 22_945
+TEST_LINES = 33_500
 
 
 def test_lines_are_counted():

@@ -127,10 +127,7 @@ def refused(message: str) -> Any:
 
 
 def misuses(rank: int) -> bool:
-    """Asserts what is refused, and that an abandoned step leaves nothing.
-
-    Returns whether copies of shards were those of replica 0 before they were made so.
-    """
+    """Asserts what is refused; returns whether shards were those of replica 0."""
     run = Run(Case((16, 4), num_samples=56))  # the next epoch begins with 4
     minibatch = torch.ones(4, 6).double(), torch.zeros(4, dtype=torch.int64)
 

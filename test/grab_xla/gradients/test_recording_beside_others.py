@@ -23,10 +23,7 @@ N, BATCH, EPOCHS = 24, 8, 4
 
 
 def beside(what: str, how: str) -> tuple[list, list, list[float]]:
-    """Trains with something that looks at ``.grad`` or changes it.
-
-    Returns orders, weights, and what has been seen.
-    """
+    """Trains beside something that looks at ``.grad``; returns what both have seen."""
     dtype = torch.float32 if what == "autocast" else torch.float64
     model, seen, pruner = training.mlp(dtype), [], None
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -71,10 +71,7 @@ def samples_of(
 
 
 def moves_others(function: Callable, given: Any) -> tuple[list[str], int]:
-    """Returns where another sample moves one that it should not; and how much is known.
-
-    Samples are single rows, or a few consecutive ones.
-    """
+    """Returns where another sample moves one that it should not; how much is known."""
     wrong, number = [], 0
     leaves = [x for x in tensors_in(given) if x.requires_grad]
 

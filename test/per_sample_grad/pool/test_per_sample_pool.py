@@ -263,10 +263,7 @@ def mapped(function) -> list:
 
 
 class Keyworded(Apply):
-    """A model that takes its inputs in two halves, as keywords.
-
-    What it returns looks like that of models of Hugging Face's transformers.
-    """
+    """A model that takes two keywords, and answers as those of transformers do."""
 
     def __init__(self, wrap=lambda x: types.SimpleNamespace(logits=x)) -> None:
         super().__init__(wrap, inner=Vectors.model())

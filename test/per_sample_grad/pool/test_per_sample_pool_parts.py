@@ -314,10 +314,7 @@ IDENTITY = {*compared_items(MANY)}
 
 
 def job(rank: int, folder: str, log: str, batch_size: int) -> np.ndarray:
-    """Scores the pool on one replica, in a folder "rows" by projections.
-
-    A sample takes a while, and the log has which were asked for.
-    """
+    """Scores the pool slowly into "rows"; the log has which samples were asked for."""
 
     def watch(index):
         with open(log, "ab", buffering=0) as file:

@@ -191,10 +191,7 @@ class LiveJob:
         return len(self.used())
 
     def used(self) -> dict[int, list[Counter[int]]]:
-        """Returns the samples of every attempt at a step that has become an update.
-
-        And asserts that there are as many as the step has, each once.
-        """
+        """Returns by update the samples of every attempt at it: all of them, once."""
         ran, sizes, found = defaultdict(Counter), {}, defaultdict(list)
         for path in self.folder.glob("*.samples"):
             for text in path.read_text().splitlines():

@@ -33,10 +33,7 @@ def is_installed() -> bool:
 
 
 def load() -> None:
-    """Imports torch such that its accelerator in this process is a ``tpu``.
-
-    Importing torch loads TorchTPU, which then looks for its library.
-    """
+    """Imports torch and TorchTPU, whose accelerator in this process is a ``tpu``."""
     plugin = importlib.util.find_spec(PLUGIN).origin
     library = Path(plugin).with_name("xla_cpu_pjrt.so")
     os.environ.update(_ENVIRONMENT, TPU_LIBRARY_PATH=str(library))

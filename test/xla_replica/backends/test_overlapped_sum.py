@@ -267,10 +267,7 @@ def test_what_comes_too_late_for_a_sum_is_an_error(wrong, message):
 
 
 def counts(rank: int, substeps: int) -> tuple[dict, dict, list[tuple[str, int]]]:
-    """Returns what the fourth step writes, here and under DDP, and what it sums where.
-
-    An optimizer's own work does not count.
-    """
+    """Returns what a step writes here and under DDP, without the optimizer's work."""
     overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 5000
     x, (model, inner), (of_ddp, plain) = torch.ones(4, 32), small_model(), small_model()
     kernels, of_plain, data = Kernels(inner), Kernels(plain), range(64 * substeps)

@@ -56,10 +56,7 @@ ROWS = (
 
 
 def selects(rank: int) -> None:
-    """Asserts which numbers are the largest, and that another count compiles nothing.
-
-    And which are the first true ones of a mask.
-    """
+    """Asserts which numbers are largest, or first true; no count compiles anew."""
     replica = xla_replica.current()
     for rows in ROWS:
         a, b = (sorted(each, reverse=True) for each in rows.tolist())

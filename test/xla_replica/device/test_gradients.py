@@ -43,10 +43,7 @@ def live_tensors() -> int:
 
 
 def kept_tensors(rank: int) -> set[int]:
-    """Returns how many more lazy tensors live after passes with dropped gradients.
-
-    The engine's thread has the lowest priority.
-    """
+    """Returns how many more lazy tensors live after passes with dropped gradients."""
     x = torch.arange(4.0, device=xla_replica.current().device).requires_grad_()
     xla_replica.grad(x.square().sum(), [x])
     tasks = Path("/proc/self/task").iterdir()

@@ -24,10 +24,7 @@ class Model(nn.Module):
 
 
 def compiles_while_others_run(rank: int, evaluates: bool) -> tuple[int, list[float]]:
-    """Each replica draws, runs and compiles for itself, without waiting for others.
-
-    Returns the number of graphs and numbers drawn.
-    """
+    """Draws and compiles alone; returns the number of graphs and the numbers."""
     replica, counter = xla_replica.current(), GraphCounter("openxla")
     with replica.seeded(0):
         model, x = Model().to(replica.device), torch.randn(4, 6).to(replica.device)
@@ -62,10 +59,7 @@ def test_replicas_compile_one_at_a_time(evaluates, num_graphs):
 
 
 def sums_while_compiled(rank: int) -> list[int]:
-    """Sums in the middle of a compiled function, whose other input is unrelated.
-
-    Returns how much each of four times compiles.
-    """
+    """Sums within a compiled function; returns how much each call compiles."""
     import torch_xla.core.xla_model as xm
 
     replica = xla_replica.current()

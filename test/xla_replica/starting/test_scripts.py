@@ -186,10 +186,7 @@ def plain(value: Any) -> Any:
 
 
 def uses_collectives(rank: int, folder: str) -> dict[str, tuple[Any, Any]]:
-    """Calls every collective of torch_xla, where it can with its default arguments.
-
-    Returns what each has given, and what it promises.
-    """
+    """Calls every collective of torch_xla; returns what it gives, and promises."""
     import torch_xla.core.functions as xf
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
