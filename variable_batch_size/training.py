@@ -157,28 +157,37 @@ def epochs(
         bar.update()
         bar.set_postfix(epoch=update.epoch, batch=update.batch_size, refresh=False)
 
-    def run() -> Iterator[Epoch]:
-        with bar:
-            for number in range(sampler.epoch, last):
-                sampler.set_epoch(number)
-                optimizer.set_epoch(number)
-                epoch = Epoch(number, optimizer, loader, model, run_log)
-                yield epoch
-                if not epoch.has_run:
-                    raise ValueError(
-                        f"epoch {number} was left before its last minibatch: train all "
-                        "of it, or `break` out of both loops to end the training"
-                    )
-                if saver is not None:
-                    saver.save(epoch.metric)
-        if run_log is not None:
-            run_log.close()
-        if saver is not None:
-            saver.wait()
-            end_run()
-
     optimizer.attach(show)
-    return run()
+    numbers = range(sampler.epoch, last)
+    made = (Epoch(n, optimizer, loader, model, run_log) for n in numbers)
+    return _run(optimizer, made, bar, saver, run_log)
+
+
+def _run(
+    optimizer: ElasticOptimizer,
+    made: Iterable[Epoch],
+    bar: Any,
+    saver: Checkpointer | None,
+    log: RunLog | None,
+) -> Iterator[Epoch]:
+    """Yields epochs, each begun and then saved, and ends the run after the last one."""
+    with bar:
+        for epoch in made:
+            optimizer.sampler.set_epoch(epoch.number)
+            optimizer.set_epoch(epoch.number)
+            yield epoch
+            if not epoch.has_run:
+                raise ValueError(
+                    f"epoch {epoch.number} was left before its last minibatch: train "
+                    "all of it, or `break` out of both loops to end the training"
+                )
+            if saver is not None:
+                saver.save(epoch.metric)
+    if log is not None:
+        log.close()
+    if saver is not None:
+        saver.wait()
+        end_run()
 
 
 def _attached(optimizer: ElasticOptimizer, parts: dict[str, Any]) -> dict[str, Any]:
