@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_953
-TEST_LINES = 33_500
+CODE = 22_960
+TEST_LINES = 33_501
 
 
 def test_lines_are_counted():

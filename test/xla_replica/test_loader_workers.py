@@ -21,10 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX")
 
 
 class Signals:
-    """A dataset whose samples say which signals the worker has blocked.
-
-    The second never comes.
-    """
+    """Samples say which signals are blocked in the worker; the second never comes."""
 
     def __len__(self) -> int:
         return 2

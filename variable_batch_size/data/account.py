@@ -97,7 +97,7 @@ class Account:
     def begin_loop(self, is_followed: bool) -> None:
         """Notes that a loop begins; see `Ledger.followed`."""
         self._handed: deque[tuple[int, Place]] = deque()
-        self._handing_thread = self._num_trained = 0
+        self._handing_thread = self._training_thread = self._num_trained = 0
         # Whether the loop reads ahead; unknown before its first step().
         self._reads_ahead = False if is_followed else None
 
@@ -142,10 +142,14 @@ class Account:
                 "may read ahead"
             )
         if self._reads_ahead is None:
-            self._reads_ahead = num_handed > 1 or not self._is_handed_here()
-        # Trainers read all minibatches of a step at once.
-        is_ahead = self._handed[-1][1].step != place.step and not self._reads_ahead
-        if is_ahead or place[1:] != (self.number, self.substep):
+            self._reads_ahead = num_handed > 1
+        self._training_thread = threading.get_ident()
+        # Trainers read all minibatches of a step at once, and a thread any number.
+        is_ahead = self._handed[-1][1].step != place.step and self._is_read_here()
+        if (is_ahead and not self._reads_ahead) or place[1:] != (
+            self.number,
+            self.substep,
+        ):
             raise left_out(self.epoch)
         return is_new
 
@@ -165,13 +169,13 @@ class Account:
 
         ``is_sure``: the training loop has ended, too.
         """
-        is_sure |= self._reads_ahead is False and self._is_handed_here()
+        is_sure |= self._reads_ahead is False and self._is_read_here()
         if is_sure and self._handed and self._num_trained:
             raise left_out(self.epoch)
 
-    def _is_handed_here(self) -> bool:
-        """Returns whether the thread that calls is the one that asked for the last."""
-        return self._handing_thread == threading.get_ident()
+    def _is_read_here(self) -> bool:
+        """Returns whether the thread that calls is the one that reads and trains."""
+        return threading.get_ident() == self._handing_thread == self._training_thread
 
     # --- epochs ---------------------------------------------------------------------
 

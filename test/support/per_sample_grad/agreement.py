@@ -45,10 +45,7 @@ def agree(
     tolerance: float,
     fetch: Callable[[Any], Any] = lambda found: found,
 ) -> None:
-    """Checks all answers against the oracle, and the identities between them.
-
-    ``fetch`` brings them to the host, all at once.
-    """
+    """Checks all answers, fetched at once, against the oracle and one another."""
     grads = flat(truth)
     size = grads.norm()
     gram = grads @ grads.T

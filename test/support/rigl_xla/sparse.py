@@ -28,10 +28,7 @@ OPTIMIZERS = {
 
 
 def convnet(seed: int = 0) -> nn.Module:
-    """Returns a model from images ``(B, 1, 8, 8)`` to 10 logits.
-
-    The weights 0, 2, 5 and 7 can be sparse.
-    """
+    """Returns a model of images ``(B, 1, 8, 8)``; weights 0, 2, 5, 7 can be sparse."""
     with LocalReplica("cpu").seeded(seed):  # emulated replicas share a generator
         convolutions = nn.Conv2d(1, 8, 3), nn.Tanh(), nn.Conv2d(8, 16, 3), nn.Tanh()
         linears = nn.Linear(256, 16), nn.Tanh(), nn.Linear(16, 10)

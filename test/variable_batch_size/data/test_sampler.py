@@ -3,6 +3,7 @@
 import functools
 import itertools
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import NonCallableMagicMock
 
@@ -391,6 +392,18 @@ def test_a_loader_that_reads_ahead_is_refused_unless_it_is_followed():
         account.check()
     next(iter(one))  # looking at the data does no harm
     assert run(one, one) == expected(one)
+
+
+def test_a_thread_may_begin_to_read_ahead_after_the_first_step():
+    one = redealt()
+    account, loop = Account(one.ledger, 0), iter(one)
+    with ThreadPoolExecutor(1) as thread:
+        for reads in (lambda: [next(loop)], lambda: thread.submit(list, loop).result()):
+            for _ in reads():
+                account.check()
+                if account.train():
+                    account.commit()
+    assert account.ended
 
 
 def test_a_sampler_says_what_it_is_and_where():

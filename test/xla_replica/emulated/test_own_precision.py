@@ -19,10 +19,7 @@ _fetching, _switched = threading.Event(), threading.Event()
 
 
 def products(rank: int, fetches: bool) -> list[tuple[str, float]]:
-    """Multiplies before and after another precision is set, while peers wait.
-
-    Replicas come to their first use one after the other, in the reverse sequence.
-    """
+    """Multiplies before and after another precision is set, while peers wait."""
     import torch_xla.backends
 
     replica = xla_replica.current()
