@@ -35,10 +35,7 @@ def sampler_of(trace=(64, 96, 96), size=256, **options) -> vbs.CustomSampler:
 
 
 def minibatches(sampler, optimizer=None) -> Iterator[list[int]]:
-    """Yields what a sampler deals, epoch after epoch, for loops of another kind.
-
-    Epochs are set on the sampler and, if it is given, on the optimizer.
-    """
+    """Yields what a sampler deals, epoch after epoch, set on an optimizer, too."""
     epoch = sampler.epoch
     while epoch < sampler.num_epochs:
         sampler.set_epoch(epoch)
