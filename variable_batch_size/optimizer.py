@@ -339,13 +339,6 @@ class ElasticOptimizer(OptimizerProxy):
         check_attach(self._updates.account)
         self._updates.attached.add(target, unit, every)
 
-    def add_part(self, part: Part) -> None:
-        """Adds state of steps, whose tensors are summed with the gradients.
-
-        On every replica, before training: the sums of an update are of all parts.
-        """
-        self._updates.parts[f"part {len(self._updates.parts)}"] = part
-
     def change_batch_size(self, batch_size: int) -> int:
         """Changes the global batch size of all steps that nobody has begun. Collective.
 

@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from variable_batch_size.data.schedule import Step
 from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise.meter import Measurements
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.step.attached import Update
-from variable_batch_size.step.parts import Part
-from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_function, check_integer, check_type
 
 if TYPE_CHECKING:
@@ -129,8 +126,13 @@ class RunLog:
         }
         self._file = None if path is None else RunFile(path, settings, **header)
         self.path = self._file.path if self._file else None
-        self._losses = _Losses(optimizer)
-        optimizer.add_part(self._losses)
+        dtype = dtype_for(p for g in optimizer.param_groups for p in g["params"])
+        # Sums of losses, and their numbers: this replica's that are not shared yet, and
+        # those of all that are. Two zeros, or an idle replica had another program.
+        zeros = torch.zeros(2, dtype=dtype, device=self._replica.device)
+        self._nothing, self._nothing_shared = zeros, zeros.clone()
+        self._loss = self._loss_of_updates = self._nothing  # the latter at an update
+        self._shared_loss = self._nothing_shared
         # Since the last logging step; numbers may be on the device until they are told.
         self._lines: list[dict[str, Any]] = []
         self._num_told = 0
@@ -161,10 +163,18 @@ class RunLog:
                 "call optimizer.attach(log) before training"
             )
         if not self._optimizer.is_padding:
-            self._losses.add(loss)
+            loss = loss.detach().reshape(()).to(self._loss.dtype)
+            self._loss = self._loss + torch.stack([loss, torch.ones_like(loss)])
+
+    def drop_step(self) -> None:
+        """Forgets the losses since the last update, whose step is run again."""
+        self._loss = self._loss_of_updates
 
     def __call__(self, update: Update) -> None:
         """Tells of an update; `ElasticOptimizer.attach` has it called."""
+        is_due = update.step % self._log_steps == 0
+        if is_due or self._replica.is_live:  # where who has them may be lost
+            self._share_losses()  # first, since it runs again then
         self._begin(update.step)
         self._next_step, self._closed = update.step + 1, False
         rates = {f"lr_{group}": lr for group, lr in enumerate(update.lr)}
@@ -179,8 +189,7 @@ class RunLog:
         if update.weight is not None:
             line["weight"] = update.weight
         self._lines.append(line)
-        is_due = update.step % self._log_steps == 0
-        losses = self._read(self._losses.shared) if is_due else []
+        losses = self._read(self._shared_loss) if is_due else []
         # To wait for the device takes time of this update.
         now, num_replicas = time.perf_counter(), self._replica.num_replicas
         seconds, self._since = now - self._since, now
@@ -193,6 +202,7 @@ class RunLog:
         }
         if is_due:
             self._end_window(line, *losses[0].tolist())
+        self._loss_of_updates = self._loss
 
     def write(self, **values: float) -> None:
         """Tells more of the last update, such as ``accuracy=`` after an evaluation.
@@ -238,9 +248,12 @@ class RunLog:
         self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the losses since the last logging step."""
-        self._read()
-        return {"loss": self._losses.shared, "weight": self._sum("weight")}
+        """Returns the losses since the last logging step. Collective if not live."""
+        if self._replica.is_live:  # and it may be for a member that joins
+            self._read()
+        else:
+            self._share_losses()
+        return {"loss": self._shared_loss, "weight": self._sum("weight")}
 
     def change_members(self, generation: int) -> None:
         """Tells that other members of a live run train than before.
@@ -256,12 +269,13 @@ class RunLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""
-        if self._untold():  # of updates that were made
+        if self._replica.is_live and self._untold():  # of updates that were made
             self.flush()
         self._begun = self._begun and self._replica.is_live
         self._lines, self._num_told = [{"weight": state["weight"]}], 1
         self._next_step = None
-        self._losses.share(state["loss"])
+        self._loss = self._loss_of_updates = self._nothing
+        self._shared_loss = state["loss"].to(self._loss)
 
     def _begin(self, step: int) -> None:
         """Writes the header, once, before anything else."""
@@ -275,6 +289,13 @@ class RunLog:
     def _sum(self, name: str) -> float:
         """Returns a sum over the updates since the last logging step."""
         return float(sum(line.get(name, 0) for line in self._lines))
+
+    def _share_losses(self) -> None:
+        """Adds up the losses of all replicas, so that each has what one alone had."""
+        total = self._loss.clone()
+        self._replica.all_reduce_([total])
+        self._shared_loss = self._shared_loss + total
+        self._loss = self._loss_of_updates = self._nothing
 
     def _read(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Returns tensors on the host, and reads what lines have on the device."""
@@ -305,7 +326,7 @@ class RunLog:
         idle = self._sum("idle_seconds") / self._replica.num_replicas
         self._send(values | {"idle_share": idle / seconds}, line["step"])
         self._lines, self._num_told = [], 0
-        self._losses.share(None)
+        self._shared_loss = self._nothing_shared
         self._check_finite(line)
 
     def _check_finite(self, line: dict[str, Any]) -> None:
@@ -334,39 +355,6 @@ class RunLog:
     def _send(self, values: Mapping[str, float], step: int) -> None:
         for sink in self._sinks if self._replica.is_primary else ():
             sink(dict(values), step=step)
-
-
-class _Losses(Part):
-    """Losses of minibatches, which are summed over replicas with the gradients.
-
-    Attributes:
-        shared: ``(2,)``: the sum of losses, and their number, of all replicas' updates
-            since the last logging step.
-    """
-
-    def __init__(self, optimizer: ElasticOptimizer) -> None:
-        dtype = dtype_for(p for g in optimizer.param_groups for p in g["params"])
-        self._step = SmallSum(2, dtype, optimizer.replica)
-        # Another tensor than the step's zeros, or an idle replica had another program.
-        self._none = self.shared = self._step.total.clone()
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Adds the loss of a minibatch."""
-        loss = loss.detach().reshape(()).to(self._none.dtype)
-        self._step.add(torch.stack([loss, torch.ones_like(loss)]))
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self._step.total]
-
-    def commit(self, step: Step) -> None:
-        self.shared = self.shared + self._step.total
-
-    def clear(self) -> None:
-        self._step.total.zero_()
-
-    def share(self, losses: torch.Tensor | None) -> None:
-        """Goes on from the sums of a state, or from nothing."""
-        self.shared = self._none if losses is None else losses.to(self._none)
 
 
 def tensorboard(writer: Any) -> Sink:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Updates:
     account: Account
     gradients: StepGradients
     scaling: Scaling
-    parts: dict[str, Any]
+    parts: Mapping[str, Any]
     made: Update | None = None
     num_seen: int = 0
     num_minibatches: int = 0
