@@ -94,7 +94,7 @@ class Ledger:
     # --- dealing --------------------------------------------------------------------
 
     def new_loop(self) -> Loop:
-        """Returns a loop over `epoch` from where training stands in it.
+        """Returns a loop over `epoch` that begins where training has got to.
 
         So breaking a loop off loses nothing. Of an epoch that has ended, the loop deals
         all minibatches.

@@ -1,4 +1,4 @@
-"""How the members of a run stay together, and how a member that is behind catches up.
+"""Keeps the members of a run in step, and brings one that is behind up to date.
 
 A member that joins, or has missed an update in which another one died, receives what a
 checkpoint has from one that is furthest, from memory.

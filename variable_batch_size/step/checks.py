@@ -151,14 +151,11 @@ def _check_rule(
 ) -> None:
     """Raises unless the rule works with the groups at this batch ratio."""
     rule = run.rule
-    factor, least = rule.lr_factor(ratio), "> 0" if rule.decay_per_sample else ">= 0"
-    is_positive = is_number(factor) and (
-        factor > 0 or (least == ">= 0" and factor == 0)
-    )
-    if not (is_positive and factor < math.inf):
+    factor, may_be_zero = rule.lr_factor(ratio), not rule.decay_per_sample
+    if not (is_number(factor) and 0 <= factor < math.inf and (factor or may_be_zero)):
         raise ValueError(
             f"rule {rule.name!r} makes the factor {factor!r} of batch ratio {ratio:g}; "
-            f"it must be a finite number {least}"
+            f"it must be a finite number {'>= 0' if may_be_zero else '> 0'}"
         )
     if rule.measured or is_late:
         try:
