@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_954
-TEST_LINES = 33_498
+CODE = 22_958
+TEST_LINES = 33_522
 
 
 def test_lines_are_counted():

@@ -148,7 +148,10 @@ class Emulator:
                     compiled = counters.snapshot().compilations > before
                     self._check_same_program(rank, here, compiled, first)
             self._wait(rank)  # cure 4: nothing is dropped while it runs
-            if collectives:
+            if here:
+                # Until then a peer that has yet to dispatch counts compilations, and
+                # this replica's next one, a read in C++ say, would be taken for it.
+                here.all_dispatched.wait(self._rendezvous.timeout)
                 self._report(rank, f"past {first}")
 
         return compiling.untraced(guard)
@@ -214,6 +217,8 @@ class Emulator:
                 rank,
             )
         here.num_dispatched += 1
+        if here.num_dispatched == self._num_replicas:
+            here.all_dispatched.set()
 
     def _wait(self, rank: int) -> None:
         """Blocks until the replica's device is idle."""

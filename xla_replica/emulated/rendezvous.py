@@ -33,6 +33,7 @@ class Round:
         self.error: ReplicaError | None = None  # what all raise then, if they disagree
         # How many have dispatched their graph; guarded by the lock around compilation.
         self.num_dispatched = 0
+        self.all_dispatched = threading.Event()
 
 
 class Rendezvous:

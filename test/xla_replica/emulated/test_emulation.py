@@ -14,6 +14,7 @@ from support.xla_replica.replicas import Backend, needs_xla
 
 import xla_replica
 from xla_replica import ReplicaError
+from xla_replica.backends import counters
 
 pytestmark = [needs_xla, pytest.mark.xla]
 
@@ -80,6 +81,29 @@ def test_well_behaved_replicas_give_results(how):
     assert all(torch.equal(result, torch.full((4,), 4.0)) for result in results)
     assert dict(os.environ) == before
     assert multiprocessing.active_children() == []
+
+
+COUNT = counters.snapshot
+
+
+def count_late() -> counters.Counts:
+    time.sleep(0.3)
+    return COUNT()
+
+
+def compiles_out_of_sight(rank: int) -> float:
+    """Reads a number as C++ does, right after a sum, while a peer still counts."""
+    replica = xla_replica.current()
+    counters.snapshot = count_late
+    tensor = torch.ones(1).to(replica.device)
+    replica.all_reduce_([tensor])
+    replica.sync()
+    with torch._C.DisableTorchFunction():
+        return (tensor * (rank + 3)).item()
+
+
+def test_a_compilation_of_a_peer_that_has_gone_on_is_not_this_replicas():
+    assert TWO.run(compiles_out_of_sight) == [6.0, 8.0]
 
 
 def fetches_before_the_sync(rank: int) -> dict[str, object]:
