@@ -453,7 +453,7 @@ class RigLScheduler:
             self._handles.append(self.optimizer.register_step_post_hook(hook))
             watch_optimizers()
         # Dense gradients are added as the optimizer adds others, if its sums are exact.
-        self._exact = exact = getattr(self.optimizer, "exact", None)
+        self._exact = exact = getattr(self.optimizer, "repeatable", None)
         if exact and self.options.method_in_use.collects != "never":
             self._handles.append(DenseSums(self._steps, exact, self.replica))
 
@@ -462,7 +462,7 @@ class RigLScheduler:
         """Masks weights and ends the step, for ``skip_step=False``."""
         self.apply_mask_to_weights()
         check_bound(layer.weight for layer in self._layers)
-        if getattr(optimizer, "exact", None) is not self._exact:
+        if getattr(optimizer, "repeatable", None) is not self._exact:
             raise RuntimeError(
                 "the optimizer was wrapped, or wrapped again, after this pruner was "
                 "built, so that exact= is another one: build the pruner later"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from variable_batch_size.device_scalars import as_floats
 from variable_batch_size.gradient_noise.meter import NoiseOptions
 from variable_batch_size.live.exact import ExactModel
 from variable_batch_size.live.members import LiveBallots, LiveUpdates, State
+from variable_batch_size.live.repeatable import RepeatableSums
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.runs.run_file import installed_version
@@ -41,6 +42,13 @@ from variable_batch_size.step.together import update_together
 from variable_batch_size.step.update import Updates
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
+
+
+def _sums(exact: nn.Module | None, replica: Replica) -> Sums:
+    """Returns how the minibatches of a step add up."""
+    if exact is not None:
+        return ExactModel(exact, replica)
+    return RepeatableSums(replica) if replica.is_live else Sums()
 
 
 def _setting(name: str) -> property:
@@ -121,6 +129,8 @@ class ElasticOptimizer(OptimizerProxy):
             replicas: gradients are summed as integers, random numbers belong to their
             minibatch, and running statistics move once a step. See
             docs/exact_sums.md for what it costs and what it refuses.
+        compare_every: In a live run: compare the bits of members' weights every so many
+            updates. A member that differs receives those of the others, once.
         replica: Default: the one the caller runs in.
 
     Raises:
@@ -157,6 +167,7 @@ class ElasticOptimizer(OptimizerProxy):
         lockstep: bool = False,
         float32_sums: bool = True,
         exact: nn.Module | None = None,
+        compare_every: int = 100,
         replica: Replica | None = None,
     ) -> None:
         self.sampler = sampler
@@ -165,7 +176,7 @@ class ElasticOptimizer(OptimizerProxy):
             optimizer,
             sampler,
             replica,
-            Sums() if exact is None else ExactModel(exact, replica),
+            _sums(exact, replica),
             with_options(rule, momentum_correction, decay_per_sample),
             ref_batchsize,
             ref_weight,
@@ -176,6 +187,7 @@ class ElasticOptimizer(OptimizerProxy):
             overlap,
             lockstep,
             float32_sums,
+            compare_every,
         )
         checks.check_run(run)
         ledger = sampler.ledger
@@ -189,10 +201,9 @@ class ElasticOptimizer(OptimizerProxy):
             sampler.follow_rule(run.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
         check_agreement(run)
-        order: Any = sampler.order
-        if self.exact and hasattr(order, "ride"):
-            order.ride(self.exact)
-        optimizer.exact = self.exact  # type: ignore[attr-defined] # for who has it alone
+        run.sums.follow_order(sampler.order)
+        # For who has it alone.
+        optimizer.repeatable = self.repeatable  # type: ignore[attr-defined]
         self._updates = self._built()
         self._saved = ElasticState(run, self._updates)
         self._starts = no_starts()
@@ -429,13 +440,20 @@ class ElasticOptimizer(OptimizerProxy):
         super().add_param_group(param_group)
         self._updates.gradients.add(self.param_groups[-1]["params"])
 
-    def enter(self, settings: State, **options: Callable[..., Any]) -> None:
+    def enter(
+        self,
+        settings: State,
+        modules: Mapping[str, nn.Module],
+        **options: Callable[..., Any],
+    ) -> None:
         """Begins a run or joins a live one; `Checkpointer.load` calls it.
 
         Args:
             settings: What members must have in common beside the wrapper's own.
+            modules: Those that are trained, whose buffers count.
             **options: Those of `LiveUpdates.enter`.
         """
+        self._run.sums.watch(modules)
         own = {**common_settings(self._run), "version": installed_version()}
         self._updates.enter({**own, **settings}, **options)
 
@@ -446,6 +464,12 @@ class ElasticOptimizer(OptimizerProxy):
         """What the argument ``exact`` was made; None without it."""
         sums = self._run.sums
         return sums if isinstance(sums, ExactModel) else None
+
+    @property
+    def repeatable(self) -> RepeatableSums | None:
+        """What a step that may be run again adds up; None if none may be."""
+        sums = self._run.sums
+        return sums if isinstance(sums, RepeatableSums) else None
 
     @property
     def epoch(self) -> int:

@@ -17,7 +17,7 @@ from rigl_xla.topology.methods import Method
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.topology_update import change_
 from xla_replica import Replica, traits
-from xla_replica.backends.grid import Rider, Total
+from xla_replica.backends.grid import Rider
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class TopologySteps:
         self._num_unstepped += self.options.skip_step
         self.number += 1
         if self.collects and self.layers:
-            is_summed = getattr(optimizer, "exact", None) is not None
+            is_summed = getattr(optimizer, "repeatable", None) is not None
             self._collect(None if is_summed else replica)
         for layer in self.layers:
             layer.take_pending()
@@ -245,11 +245,12 @@ class TopologySteps:
 
 
 class DenseSums(Rider):
-    """Adds up dense gradients as integers, so that masks have the same bits everywhere.
+    """Adds up dense gradients as an optimizer whose steps may be run again adds others.
 
     Args:
         steps: Those of the pruner, which have begun.
-        exact: The optimizer's: it has a ``grid``, and ``names`` of parameters in it.
+        exact: The optimizer's ``repeatable``: it has a ``grid``, and ``names`` of
+            parameters in it.
         replica: Where it is lazy, steps that collect and others are one program.
     """
 
@@ -267,7 +268,7 @@ class DenseSums(Rider):
         self._exact.riders.remove(self)
 
     @property
-    def totals(self) -> list[Total]:
+    def totals(self) -> list[Any]:
         """The sums that replicas add up in this step."""
         return self._totals if self._steps.collects else []
 
@@ -288,9 +289,9 @@ class DenseSums(Rider):
         layers = self._steps.layers
         for layer in layers:
             layer.take_pending()
-        needs_totals = self._steps.collects or self._is_lazy
+        needs_totals, grid = self._steps.collects or self._is_lazy, self._exact.grid
         named = zip(self._names, layers if needs_totals else [])
-        self._totals = [Total(self._exact.grid, n, layer.data) for n, layer in named]
+        self._totals = [grid.total(n, layer.data) for n, layer in named]
 
 
 def collects(method: Method, schedule: UpdateSchedule, step: int) -> bool:

@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_958
-TEST_LINES = 33_522
+CODE = 23_144
+TEST_LINES = 33_599
 
 
 def test_lines_are_counted():

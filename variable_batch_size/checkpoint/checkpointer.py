@@ -377,8 +377,10 @@ class Checkpointer:
             "parts": sorted(self._parts),
             "times to save": (self._times.every_updates, self._times.every_minutes),
         }
+        modules = {n: p for n, p in self._parts.items() if isinstance(p, nn.Module)}
         self._optimizer.enter(
             settings,
+            modules,
             begin=begin,
             snapshot=self._snapshot,
             load=lambda state: self._load(self.folder, state, False),

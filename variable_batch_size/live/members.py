@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import xla_replica
+from variable_batch_size.live.repeatable import environment
 from variable_batch_size.step.attached import Update
 from variable_batch_size.step.ballots import Ballots
 from variable_batch_size.step.update import RunAgain, Updates
 from xla_replica import MemberLost, ReplicaError, Stopped
+from xla_replica.members.host_group import as_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class LiveUpdates(Updates):
 
     def __post_init__(self) -> None:
         self._is_lost = self._has_entered = self._has_state = False
+        self._has_differed = False  # weights from those of others
         self._update: Update | None = None  # whose functions run
         self._names: list[str] = []  # what members that train have attached
         self._last_met: tuple[Any, ...] = ()  # at which step, and with whom
@@ -93,6 +97,7 @@ class LiveUpdates(Updates):
             is_saved: Whether an object's state is a part of a snapshot.
         """
         replica = self.run.replica
+        settings = {**settings, **environment(replica)}
         if self._has_entered:
             raise ReplicaError(
                 "in a live run call Checkpointer.load() once, before set_epoch",
@@ -141,6 +146,8 @@ class LiveUpdates(Updates):
         while True:
             try:
                 super().after(update)
+                if (update.step + 1) % self.run.compare_every == 0:
+                    self._compare(update)
                 break
             except MemberLost as error:
                 logger.warning(f"members meet: {error}")
@@ -208,7 +215,8 @@ class LiveUpdates(Updates):
         if replica.is_primary:
             logger.info(
                 f"generation {generation.number}: {replica.num_replicas} members train "
-                f"from step {self.account.global_step} on"
+                f"from step {self.account.global_step} on, with "
+                f"{'exact sums' if self.run.sums.is_exact else 'sums of floats'}"
             )
         self._changed(generation.number)
 
@@ -225,8 +233,7 @@ class LiveUpdates(Updates):
 
     def _equalise(self, marks: list[tuple[int, ...]]) -> None:
         """Gives every member the state of one that is furthest; deals anew."""
-        run, account = self.run, self.account
-        replica, sums = run.replica, run.sums
+        run, replica = self.run, self.run.replica
         furthest = max(marks)
         source = marks.index(furthest)  # nobody has a state if its mark is empty
         is_source = replica.member == source and replica.leads
@@ -246,14 +253,59 @@ class LiveUpdates(Updates):
             state = replica.share(state, source, behind)
             if replica.member in behind and not is_source:
                 self._unpack(state)
-        grid = replica.share(sums.state_dict() if is_source else None, source)
+        self._begin_anew(source)
+
+    def _begin_anew(self, source: int) -> None:
+        """Begins the step under way on all members, as one of them would sum it."""
+        run, sums, account = self.run, self.gradients.sums, self.account
+        replica, own = run.replica, (run.sums.state_dict(), sums.order())
+        is_source = replica.member == source and replica.leads
+        state, order = replica.share(own if is_source else None, source)
+        sums.follow(order)
         account.ledger.move(replica.rank, replica.num_replicas, account.cursor)
         self.clear()
         self.scaling.forget_given()
         self.begin_minibatch()
         replica.sync()  # compiled now, it is what follows a loss, too
-        sums.meet(grid)
+        run.sums.meet(state)
         replica.sync()
+
+    # --- equal weights --------------------------------------------------------------
+
+    def _compare(self, update: Update) -> None:
+        """Gives the weights that most members have to those that have others.
+
+        Of two members the older one's hold. Raises ReplicaError the second time.
+        """
+        run, replica = self.run, self.run.replica
+        own = 0
+        for weights in replica.fetch([p.detach() for p in run.parameters()]):
+            own = zlib.crc32(as_bytes(weights.contiguous()).numpy(), own)
+        hashes = replica.all_gather_object(own)
+        most = max(hashes, key=hashes.count)  # of two the first, which is older
+        differ = [rank for rank, each in enumerate(hashes) if each != most]
+        others = sorted({replica.member_of(rank) for rank in differ})
+        if not others:
+            return
+        problem = (
+            f"after update {update.step} the weights of members {others} of "
+            f"{len(replica.met.members)} are not those of the others"
+        )
+        if self._has_differed:
+            raise ReplicaError(
+                f"{problem}, and not for the first time: a device computes wrongly, or "
+                "what is attached, or the optimizer, is not the same everywhere"
+            )
+        self._has_differed = True
+        logger.error(f"{problem}, which they receive now: look at what differs there")
+        source = replica.member_of(hashes.index(most))
+        is_source = replica.member == source and replica.leads
+        state = replica.share(self._packed() if is_source else None, source)
+        if replica.member in others:
+            self._unpack(state)
+        self._begin_anew(source)
+
+    # --- a member's state -----------------------------------------------------------
 
     def _packed(self) -> State:
         """Returns what another member needs to go on from here."""

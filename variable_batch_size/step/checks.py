@@ -40,6 +40,7 @@ def check_run(run: Run) -> None:
     check_choice("reduction", run.reduction, ("mean", "sum"))
     if run.log_steps is not None:
         check_integer("log_steps", run.log_steps, least=1)
+    check_integer("compare_every", run.compare_every, least=1)
     for name in ("ref_batchsize", "ref_weight", "max_grad_norm"):
         if getattr(run, name) is not None:
             check_number(name, getattr(run, name), above=0)
@@ -87,13 +88,11 @@ def _check_optimizer(run: Run) -> None:
 
 def _check_combinations(run: Run) -> None:
     """Raises TypeError unless arguments fit each other, the sampler and the replica."""
-    rule, is_exact, is_live = run.rule, run.sums.is_exact, run.replica.is_live
-    of_tokens, is_mean = run.ref_weight is not None, run.reduction == "mean"
+    rule, is_mean = run.rule, run.reduction == "mean"
+    of_tokens = run.ref_weight is not None
     for is_wrong, why in (
-        (run.lockstep and (is_live or is_exact),
+        (run.lockstep and run.sums.keeps_buffers,
          "exact= and live members do not work with lockstep=True, as trainers use it"),
-        (is_live and not is_exact,
-         "a live run needs sums that do not depend on members: pass exact=model"),
         (is_mean and run.sampler.schedule.pad_minibatches,
          "pad_minibatches=True needs reduction='sum' and, as the loss of a minibatch, "
          "(losses * optimizer.sample_weights).sum()"),

@@ -32,6 +32,7 @@ class ElasticOptions(TypedDict, total=False):
     lockstep: bool
     float32_sums: bool
     exact: torch.nn.Module | None
+    compare_every: int
     replica: Replica | None
 
 
@@ -57,6 +58,7 @@ class Run:
     overlap: bool
     lockstep: bool
     float32_sums: bool
+    compare_every: int
 
     @functools.cached_property
     def scalars(self) -> DeviceScalars:

@@ -19,9 +19,12 @@ class Sums:
 
     `variable_batch_size.live.exact.ExactModel` has the same bits in any order.
 
+    `variable_batch_size.live.repeatable.RepeatableSums` is for members of live runs.
+
     Attributes:
         is_exact: Whether sums have the same bits in any order.
-        keeps_buffers: Whether buffers are equal on all replicas after every update.
+        keeps_buffers: Whether a step may be run again by others, so that buffers are
+            equal on all replicas after every update.
     """
 
     is_exact = keeps_buffers = False
@@ -32,6 +35,12 @@ class Sums:
     def environment(self) -> dict[str, Any]:
         """Returns what the bits of a gradient depend on beside the model."""
         return {}
+
+    def watch(self, modules: Mapping[str, nn.Module]) -> None:
+        """Has what forward passes of these modules move be summed, too."""
+
+    def follow_order(self, order: Any) -> None:
+        """Has what orders a sampler's samples move with the steps."""
 
     def account(self, sampler: CustomSampler, key: int) -> Account:
         """Returns the account of an optimizer with these sums."""

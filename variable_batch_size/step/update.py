@@ -78,7 +78,7 @@ class Updates:
         self.scaling.forget_given()
 
     def enter(self, settings: Any, begin: Callable[[], Any], **others: Any) -> None:
-        """Begins a run. A live run may be joined instead; see `LiveUpdates`."""
+        """Begins a run. A live one may be joined instead; see `LiveUpdates`."""
         del settings, others
         begin()
 

@@ -73,6 +73,13 @@ class GradientSum:
                 collectives alone, where parameters are sharded.
         """
 
+    def order(self) -> list[int] | None:
+        """Returns in which order gradients are summed; None if any will do."""
+        return None
+
+    def follow(self, order: list[int] | None) -> None:
+        """Takes what `order` has returned on another replica; drops gradients."""
+
     def use_zeros(self) -> None:
         """Makes all gradients zero: this replica adds nothing to the next `sum_`."""
         for parameter, gradient in self.gradients.items():

@@ -129,6 +129,10 @@ class Grid:
         nan = self.up.new_full((), math.nan)
         return torch.where(self.is_bad, nan, self.up * count)
 
+    def total(self, name: str, like: torch.Tensor) -> Total:
+        """Returns a sum of tensors of this name, of the shape of ``like``."""
+        return Total(self, name, like)
+
     def follow(self) -> None:
         """Takes the units that `measure` has found, and forgets the step."""
         self._level = self._next_level
@@ -220,22 +224,65 @@ class Total:
             part.zero_()
 
 
+class FloatGrid:
+    """What a `Grid` is where sums are of floats, which need no units."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.is_lazy = replica.is_lazy
+
+    def extend(self, names: Sequence[str]) -> None:
+        """Takes names of tensors, of which it needs none."""
+
+    def divisors(self, count: Any = 1) -> Any:
+        """Returns what makes any sum a mean."""
+        return count.reshape(()) if isinstance(count, torch.Tensor) else count
+
+    def total(self, name: str, like: torch.Tensor) -> FloatTotal:
+        """Returns a sum of tensors of the shape and device of ``like``."""
+        del name
+        return FloatTotal(self, like)
+
+
+class FloatTotal:
+    """What a `Total` is where sums are of floats, of 32 bits or more."""
+
+    def __init__(self, grid: FloatGrid, like: torch.Tensor) -> None:
+        self._is_lazy = grid.is_lazy
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.parts = [torch.zeros_like(like.detach(), dtype=dtype)]
+
+    def add_(self, value: torch.Tensor | None) -> None:
+        """Adds a minibatch's tensor; None counts as zeros, see `Total.add_`."""
+        if value is not None:
+            self.parts[0].add_(value.to_dense() if value.is_sparse else value)
+        elif self._is_lazy:
+            self.parts[0].add_(torch.zeros_like(self.parts[0]))
+
+    def mean_into_(self, result: torch.Tensor, divisors: Any) -> torch.Tensor:
+        """Makes ``result`` the mean, see `Total.mean_into_`, and returns it."""
+        return result.copy_(self.parts[0] / divisors)
+
+    def zero_(self) -> None:
+        """Makes the sum zero."""
+        self.parts[0].zero_()
+
+
 class Rider:
     """What else of a step's minibatches counts if the step is made, and not otherwise.
 
-    Of what an optimizer with exact sums tells, it does what concerns it.
+    Of what an optimizer tells whose steps may be run again, it does what concerns it.
 
     Attributes:
         totals: What replicas sum, the same of them in every step that is alike.
     """
 
-    totals: Sequence[Total] = ()
+    totals: Sequence[Total | FloatTotal] = ()
 
     def end_minibatch(self) -> None:
         """Adds what a minibatch has left to `totals`."""
 
     def exchange(self, step: Any) -> None:
-        """Gathers what no sum can hold, before the sums of a step. Collective."""
+        """Gathers what no sum can hold, once a step's sums are there. Collective."""
 
     def commit(self, num_minibatches: Any) -> None:
         """Uses the sums over all replicas, right before the weights change."""

@@ -144,6 +144,7 @@ class OverlappedSum(GradientSum):
         super().__init__(replica, may_begin)
         self._begin = begin
         self._buckets: list[Bucket] = []
+        self._held: list[nn.Parameter] = []
         # Looked up once per gradient: a parameter's hash is computed in Python.
         self._place_of: dict[nn.Parameter, Place] = {}
         self._hooked: set[nn.Parameter] = set()
@@ -174,8 +175,22 @@ class OverlappedSum(GradientSum):
     def tensors(self) -> list[torch.Tensor]:
         return [bucket.numbers for bucket in self._buckets]
 
+    def order(self) -> list[int] | None:
+        if not self._has_order:
+            return None
+        places = {parameter: place for place, parameter in enumerate(self._held)}
+        return [places[parameter] for parameter in self.gradients]
+
+    def follow(self, order: list[int] | None) -> None:
+        for parameter in self.gradients:
+            parameter.grad = None
+        self._has_order = order is not None
+        held = self._held
+        self._fill([held[place] for place in order] if order else held[::-1])
+
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._fill(list(parameters)[::-1])  # about the order in which they appear
+        self._held = list(parameters)
+        self._fill(self._held[::-1])  # about the order in which they appear
         for parameter in parameters:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)

@@ -94,7 +94,7 @@ def next_generation(
     Survivors keep their order, and new members come last, by id. Those that have missed
     a generation, bring no proof or have other settings are not in it, nor is who
     leaves. While a survivor is between the functions that follow an update, new members
-    wait.
+    wait, and it goes on without them.
 
     Raises:
         Superseded: ``me`` has missed a generation.
@@ -133,7 +133,7 @@ def next_generation(
             "it with what the others have"
         )
     if any(stay[member].is_between for member in old):
-        new = []
+        new, min_members = [], 1  # who waited for new ones here would wait for ever
     members = tuple(old + [member for member in new if member not in refused])
     is_ready = me in members and len(members) >= min_members
     if not (is_ready or known[me].leaves):

@@ -20,6 +20,8 @@ import torch
 from torch._utils import _take_tensors
 
 from xla_replica.backends.distributed import BUCKET_BYTES
+from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.replica import Replica, listed
 from xla_replica.errors import MemberLost, ReplicaError
 from xla_replica.members.generation import Generation
@@ -77,6 +79,7 @@ class MemberReplica(Replica):
         self.member, self._firsts = 0, [0]  # the lowest rank of each member
         self._group: Any = None  # gloo's; None while it is alone, or does not lead
         self._is_broken = False
+        self._begun: list[Any] = []  # sums that nobody has waited for
         self._hanging: list[tuple[Any, Any]] = []  # groups, each with what hangs in it
         # A worker of a loader that freed a group would take its sockets away from here.
         os.register_at_fork(after_in_child=gc.freeze)
@@ -157,6 +160,10 @@ class MemberReplica(Replica):
         """Returns whether any replica of this member brings True."""
         return bool(self._slice.gather(torch.tensor([int(value)])).any())
 
+    def member_of(self, rank: int) -> int:
+        """Returns the number of a replica's member; older ones have lower numbers."""
+        return bisect.bisect_right(self._firsts, rank) - 1
+
     # --- with other members ---------------------------------------------------------
 
     def _lead(self, exchange: Callable[[], None]) -> None:
@@ -224,11 +231,11 @@ class MemberReplica(Replica):
 
     def _drop_group(self) -> None:
         """Ends the group, so that what the others wait for fails at once."""
-        self._group, self._is_broken = None, True
-        # As when who was silent has ended.
-        for hanging in [each for each in self._hanging if each[1].is_completed()]:
-            ctypes.pythonapi.Py_DecRef(hanging[0])
-            self._hanging.remove(hanging)
+        self._group, self._begun, self._is_broken = None, [], True
+        for hanging in [*self._hanging]:
+            if all(work.is_completed() for work in hanging[1]):  # who was silent ended
+                ctypes.pythonapi.Py_DecRef(hanging[0])
+                self._hanging.remove(hanging)
 
     def _loss(self, verb: str, error: Any) -> MemberLost:
         num_members = len(self.met.members) if self.met else 1
@@ -259,7 +266,7 @@ class MemberReplica(Replica):
                     # it, or abort where Python exits.
                     hanging = ctypes.py_object(group or self._group)
                     ctypes.pythonapi.Py_IncRef(hanging)
-                    self._hanging.append((hanging, work))
+                    self._hanging.append((hanging, [work, *self._begun]))
                     raise self._loss(verb, "it is not heard of any more")
             self._membership.note_together()
         except RuntimeError as error:
@@ -301,6 +308,46 @@ class MemberReplica(Replica):
                 for tensor, part in zip(own, parts):
                     tensor.copy_(part.view_as(tensor))
 
+    def gradient_sum(
+        self,
+        may_begin: Callable[[], bool],
+        overlap: bool = True,
+        parameters: Sequence[torch.Tensor] = (),
+    ) -> GradientSum:
+        if self.is_host and overlap:
+            return OverlappedSum(self, may_begin, self._begin_sum)
+        return super().gradient_sum(may_begin, overlap, parameters)
+
+    def _begin_sum(self, flat: torch.Tensor) -> Callable[[], None]:
+        """Begins a sum over members, which a slice makes at once.
+
+        A loss is raised by the function that waits for it, not out of backward().
+        """
+        if self._is_alone and self._inner.num_replicas == 1:
+            return lambda: None
+        work, problem = None, "it was lost before"
+        try:
+            if self._inner.num_replicas > 1 and not self._is_broken:
+                self.all_reduce_([flat])
+                return lambda: None
+            if not self._is_broken:
+                work = self._group.allreduce([flat])
+                self._begun.append(work)
+        except RuntimeError as error:
+            if isinstance(error, ReplicaError) and not isinstance(error, MemberLost):
+                raise  # of this member's own replicas
+            problem = str(error)
+
+        def begun(group: Any) -> Any:
+            del group
+            if work is None:
+                raise RuntimeError(problem)
+            if work in self._begun:
+                self._begun.remove(work)
+            return work
+
+        return lambda: self._wait("all_reduce_", begun)
+
     def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._inner.num_replicas > 1:
             tensor = self._inner.all_max(tensor)
@@ -331,7 +378,7 @@ class MemberReplica(Replica):
         tensors = listed("broadcast_", tensors)
         if self.num_replicas == 1:
             return
-        owner = bisect.bisect_right(self._firsts, source) - 1
+        owner = self.member_of(source)
         for tensor, value in zip(tensors, self.fetch(tensors)):
             if owner == self.member:
                 self._slice.tell(value, source - self._firsts[owner])

@@ -234,7 +234,7 @@ class Membership:
 
     @property
     def someone_waits(self) -> bool:
-        """Whether a living process that is not in the generation wants to join it."""
+        """Whether a living process wants to join the generation, or has to."""
         # Fewer than have passed since a death when the others meet.
         limit = 3 * self._heartbeat_seconds / _BEATS_PER_TIMEOUT
         known = {
@@ -242,9 +242,9 @@ class Membership:
             *self._left_out,
             *(self.generation.members if self.generation else ()),
         }
-        return any(
-            age < limit and member not in known for member, age in self._seen.items()
-        )
+        new = [m for m, age in self._seen.items() if age < limit and m not in known]
+        num_members = len(self.generation.members) if self.generation else 0
+        return bool(new) or 0 < num_members < self._min_members
 
     def _watch(self) -> None:
         """Sends heartbeats and looks who else does, until this member leaves."""

@@ -26,6 +26,7 @@ import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
 from rigl_xla import RigLScheduler
+from xla_replica.backends import overlapped_sum
 
 NUM_SAMPLES, MINIBATCH = 384, 8
 KINDS = ("plain", "adascale", "tokens", "projected", "group", "rigl")
@@ -83,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, default in (("workers", 0), ("epochs", 3), ("save-every", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--minibatch-seconds", type=float, default=0.0)
+    parser.add_argument("--float", action="store_true", help="sums of float64")
     parser.add_argument("--follow", action="store_true", help="batches follow members")
     parser.add_argument("--trace", type=Path, help="what such a run has decided")
     options = parser.parse_args(arguments)
@@ -90,6 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(message)s"
     )
     torch.set_num_threads(1)
+    if options.float:
+        torch.set_default_dtype(torch.float64)
+        # Several sums are under way at once.
+        overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 512
     torch.manual_seed(0)
     replica, folder = xla_replica.current(), options.folder
     name = os.environ.get("MEMBER_NAME", "alone")
@@ -117,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     optimizer = vbs.ElasticOptimizer(
         torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), sampler,
-        "adascale" if options.kind == "adascale" else "linear", 16, exact=model,
+        "adascale" if options.kind == "adascale" else "linear", 16,
+        exact=None if options.float else model, compare_every=10,
         max_grad_norm=1.0, reduction="sum" if are_sums else "mean",
     )  # fmt: skip
     log = vbs.RunLog(folder / "run.jsonl", optimizer, log_steps=1)
@@ -194,6 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     content = b"".join(value.numpy().tobytes() for value in found)
     digest = hashlib.sha256(content).hexdigest()[:16]
     result = {"hash": digest, "num_updates": checkpointer.num_updates}
+    if options.float:
+        torch.save([value.detach() for value in values], folder / f"{name}.values")
     (folder / f"{name}.compilations").write_text(json.dumps(num_compilations))
     written = folder / f"{name}-{replica.rank}.result"
     written.write_text(json.dumps(result))

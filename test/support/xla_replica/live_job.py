@@ -26,6 +26,7 @@ from support.xla_replica.torchrun import free_port, wait_for_server
 from variable_batch_size.checkpoint.files import SavedFile, saved_files
 from variable_batch_size.data.schedule import Step
 from variable_batch_size.live.exact import ExactModel
+from variable_batch_size.step.scaling import Scaling
 from xla_replica.starting import child_process
 
 # What a member can be at when it dies, and the function that it is then in.
@@ -38,6 +39,12 @@ PHASES = {
     "evaluation": ("support.variable_batch_size.member", "Evaluation", "__call__"),
     "save": ("variable_batch_size.checkpoint.checkpointer", "Checkpointer", "_save"),
     "transfer": ("xla_replica.members.member_replica", "MemberReplica", "share"),
+}
+# Further ones of members whose sums are of floats.
+FLOAT_PHASES = {
+    "begin": ("xla_replica.members.member_replica", "MemberReplica", "_begin_sum"),
+    "wait": ("xla_replica.members.member_replica", "MemberReplica", "_wait"),
+    "order": ("xla_replica.backends.overlapped_sum", "OverlappedSum", "_learn_order"),
 }
 _LATEST = {"set_epoch": 0.05, "transfer": 0.01}  # seconds after a phase has begun
 
@@ -54,7 +61,7 @@ class Fate(NamedTuple):
     signal: int = signal.SIGKILL
 
     def arm(self, folder: Path) -> None:
-        module, owner, name = PHASES[self.phase]
+        module, owner, name = {**PHASES, **FLOAT_PHASES}[self.phase]
         kind = getattr(importlib.import_module(module), owner)
         inner, turns = getattr(kind, name), iter(range(self.turn))
         latest = _LATEST.get(self.phase, 0.003)
@@ -89,6 +96,24 @@ class Loss(NamedTuple):
                 raise xla_replica.MemberLost("this member has lost the others' sums")
 
         ExactModel.look = look
+
+
+class Flip(NamedTuple):
+    """A member alone changes a weight, after these updates."""
+
+    steps: tuple[int, ...]
+
+    def arm(self, folder: Path) -> None:
+        inner = Scaling.step
+
+        def step(scaling: Scaling, *numbers: Any) -> Any:
+            found = inner(scaling, *numbers)
+            if scaling._run.sampler.ledger.global_step in self.steps:
+                parameter = scaling._run.parameters()[0]
+                parameter.data.view(-1)[0] *= 1.5
+            return found
+
+        Scaling.step = step
 
 
 class Weather:
@@ -129,7 +154,7 @@ class LiveJob:
         self.ended: list[BaseProcess] = []
 
     def start(
-        self, fate: Fate | Loss | Weather | None = None, **environment: str
+        self, fate: Fate | Flip | Loss | Weather | None = None, **environment: str
     ) -> BaseProcess:
         arguments = {**self._environment, **environment}, self._arguments, fate
         # A server has imported torch, and so TorchTPU's runtime, which cannot fork.

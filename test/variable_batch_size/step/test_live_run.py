@@ -75,6 +75,15 @@ def check(job: LiveJob, expected: dict) -> None:
     assert job.check_samples() == expected["num_updates"]
 
 
+def values(job: LiveJob) -> list[torch.Tensor]:
+    """Returns what members end with, of the same bits on all of them."""
+    first, *others = job.results()
+    assert others == [first] * len(others), job.log()
+    assert job.check_samples() == first["num_updates"]
+    assert "sums of floats" in job.log()
+    return torch.load(next(job.folder.glob("*.values")))
+
+
 def words(epochs: int, seconds: float = 0.03) -> tuple[str, ...]:
     return "--epochs", str(epochs), "--minibatch-seconds", str(seconds)
 
@@ -129,6 +138,38 @@ def test_ten_random_deaths_leave_the_bits(number, tmp_path):
     with live(tmp_path, "--kind", kind, *words(8, 0.02), **options) as job:
         meet_fates(job, fates, 4)
         assert job.num_met() == len(fates)
+
+
+@of_torch_alone
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(k, marks=SLOW) for k in ("tokens", "adascale"))]
+)
+def test_deaths_in_every_phase_change_float_sums_by_rounding_alone(kind, tmp_path):
+    arguments = ("--float", "--kind", kind, *words(4, 0.02))
+    phases = [*jobs.PHASES, *jobs.FLOAT_PHASES]
+    fates = [jobs.Fate(phase, random.randrange(1, 6)) for phase in phases]
+    with live_job(tmp_path / "alone", *arguments) as alone:
+        alone.start()
+        ends(alone)
+    with live_job(tmp_path / "live", *arguments, seconds=1.0) as job:
+        meet_fates(job, fates)
+    for own, other in zip(values(job), values(alone)):
+        torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-12)
+
+
+@of_torch_alone
+@pytest.mark.parametrize("steps", [(14,), (14, 34)])
+def test_a_member_whose_weights_differ_receives_those_of_the_others_once(
+    steps, tmp_path
+):
+    arguments = ("--float", *words(3, 0.02))
+    with live_job(tmp_path / "live", *arguments, min_members=3) as job:
+        members = [job.start(jobs.Flip(steps)), job.start(), job.start()]
+        ends(job)
+        assert "after update 19 the weights of members" in job.log()
+        assert ("not for the first time" in job.log()) == (len(steps) == 2)
+        assert [each.exitcode for each in members] == [len(steps) - 1] * 3
+    assert len(steps) == 2 or values(job)
 
 
 @of_torch_alone
@@ -197,17 +238,11 @@ class Member(xla_replica.LocalReplica):
     is_live = True
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [({"lockstep": True}, "do not work with lockstep=True"), ({}, "pass exact=model")],
-)
-def test_wrappers_that_cannot_be_live_are_refused(options, problem):
-    member, model = Member("cpu"), nn.Linear(2, 1)
-    with pytest.raises(TypeError, match=problem):
-        make(replica=member, **options)
-    inner = torch.optim.SGD(model.parameters(), 0.1)
-    options = {"replica": member, "exact": model}
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler_of(), 32, **options)
+def test_wrappers_that_cannot_be_live_are_refused():
+    with pytest.raises(TypeError, match="do not work with lockstep=True"):
+        make(replica=Member("cpu"), lockstep=True)
+    inner = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler_of(), 32, replica=Member("cpu"))
     with pytest.raises(xla_replica.ReplicaError, match=r"Checkpointer.load\(\)"):
         optimizer.set_epoch(0)
 
@@ -218,7 +253,8 @@ def lose_a_slice(folder: Path, kind: str, sizes: tuple[int, int, int], **variabl
     Returns:
         How many programs the one that lives compiled in each epoch.
     """
-    arguments = ("--kind", kind, *words(3, 0.02))
+    kinds = [kind] if kind == "--float" else ["--kind", kind]
+    arguments = (*kinds, *words(3, 0.02))
     told = [{**variables, "MEMBER_REPLICAS": str(size)} for size in sizes]
     with live_job(folder / "live", *arguments, min_members=2, seconds=2.0) as job:
         lost = job.start(jobs.Fate("sum", 20 * sizes[0]), **told[0])
@@ -228,14 +264,18 @@ def lose_a_slice(folder: Path, kind: str, sizes: tuple[int, int, int], **variabl
         job.start(**told[2])
         assert ends(job) == [1, 0, 0], job.log()
         variables.pop("MEMBER_DEVICE")
-        check(job, undisturbed(arguments, folder / "alone", **variables))
+        if kind == "--float":
+            values(job)
+        else:
+            check(job, undisturbed(arguments, folder / "alone", **variables))
         return json.loads((job.folder / f"{stays.pid}.compilations").read_text())
 
 
 @needs_xla
 @pytest.mark.xla
 @pytest.mark.parametrize(
-    "kind", ["plain", *(pytest.param(kind, marks=SLOW) for kind in KINDS[1:])]
+    "kind",
+    ["plain", *(pytest.param(kind, marks=SLOW) for kind in (*KINDS[1:], "--float"))],
 )
 def test_a_slice_on_xla_dies_another_joins_and_nothing_compiles(kind, tmp_path):
     xla = {"PJRT_DEVICE": "CPU", "MEMBER_DEVICE": "xla"}
@@ -262,7 +302,9 @@ def test_a_member_on_torchtpu_dies_and_another_joins(tmp_path):
 
 
 @of_torch_alone
-@pytest.mark.parametrize("kind", ["projected", pytest.param("rigl", marks=SLOW)])
+@pytest.mark.parametrize(
+    "kind", ["projected", "--float", pytest.param("rigl", marks=SLOW)]
+)
 def test_a_slice_of_processes_dies_and_another_joins(kind, tmp_path):
     lose_a_slice(tmp_path, kind, (2, 1, 2), MEMBER_DEVICE="cpu")
 

@@ -52,8 +52,9 @@ def test_who_is_in_a_generation():
     assert asked(offers, "a").members == asked(offers, "b").members == ("a",)
     # Nobody joins between functions that follow an update.
     offers = offers_of(a={"is_between": True}, b=NEW)
-    assert asked(offers).members == ("a",)
-    assert asked(offers, "b") is None
+    for min_members in (1, 2):
+        assert asked(offers, min_members=min_members).members == ("a",)
+        assert asked(offers, "b", min_members=min_members) is None
 
 
 @pytest.mark.parametrize(

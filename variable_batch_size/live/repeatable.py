@@ -1,0 +1,264 @@
+"""What makes a step one that other members may run again.
+
+Minibatches have seeds of their own, begin with the buffers of their step, and what they
+change beside gradients is summed with these and changes where the step is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from variable_batch_size.data.account import Account
+from variable_batch_size.data.ledger import Ledger
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.schedule import Place, Schedule, Step
+from variable_batch_size.device_scalars import DeviceScalars
+from variable_batch_size.step.gradients import StepGradients
+from variable_batch_size.step.parts import Part
+from variable_batch_size.step.run import Run
+from variable_batch_size.step.sums import Sums
+from xla_replica import Replica
+from xla_replica.backends.grid import FloatGrid, Rider
+from xla_replica.device.gradients import weak_hook
+from xla_replica.device.seeding import own_draws
+
+
+class RepeatableSums(Sums, Part):
+    """Sums in floating point, of steps that members may run again.
+
+    Args:
+        replica: The replica that the caller runs in.
+
+    Attributes:
+        grid: What sums are rounded to.
+        names: Each parameter's name in the grid.
+        riders: What a step sums beside the gradients, and what else belongs to it.
+    """
+
+    keeps_buffers = True
+    grid: Any
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica, self._scalars = replica, DeviceScalars(replica)
+        self.grid = FloatGrid(replica)
+        self.names: Mapping[nn.Parameter, str] = defaultdict(str)
+        self.riders: list[Rider] = []
+        self._watched: set[nn.Module] = set()
+        # Of these: whose buffers no forward pass may change.
+        self._others: list[tuple[str, nn.Module]] = []
+        self._versions: dict[str, Any] = {}
+
+    def check(self, parameters: list[nn.Parameter], schedule: Schedule) -> None:
+        """Raises TypeError if parameters are sharded."""
+        if self._replica.is_sharded(parameters):
+            raise TypeError(
+                "exact= and live members do not work with sharded parameters (FSDP2), "
+                "which sums gradients itself"
+            )
+
+    def watch(self, modules: Mapping[str, nn.Module]) -> None:
+        """Moves running statistics once a step, where the step is made."""
+        for prefix, model in modules.items():
+            layers = dict[str, nn.Module]()
+            for name, module in model.named_modules(prefix=prefix):
+                if module in self._watched:  # a part of another one, too
+                    continue
+                self._watched.add(module)
+                has_statistics = isinstance(module, _NormBase)
+                if not has_statistics or module.running_mean is None:
+                    self._others.append((name, module))
+                elif isinstance(module, nn.SyncBatchNorm):
+                    raise TypeError(
+                        f"exact= and live members: {name!r} is a SyncBatchNorm, whose "
+                        "statistics depend on the minibatches that replicas run "
+                        "together: use BatchNorm, which moves them once a step"
+                    )
+                else:
+                    layers[name] = module
+            self.riders.append(RunningStatistics(model, layers, self.grid))
+            model.register_forward_pre_hook(weak_hook(self._before_pass))
+            model.register_forward_hook(weak_hook(self._after_pass))
+
+    def follow_order(self, order: Any) -> None:
+        """Has what orders samples move with the steps, too."""
+        if hasattr(order, "ride"):
+            order.ride(self)
+
+    def parts(self) -> Mapping[str, Part]:
+        return {"repeatable": self}
+
+    def gradients(self, run: Run) -> StepGradients:
+        gradients = StepGradients(run)
+        gradients.is_aged = run.replica.is_lazy
+        return gradients
+
+    def account(self, sampler: CustomSampler, key: int) -> Account:
+        seed = functools.partial(self.seed_minibatch, sampler.seed)
+        return SeededAccount(sampler.ledger, key, seed)
+
+    def seed_minibatch(self, *place: int) -> None:
+        """Seeds what a minibatch draws, on the host and the device, by its place."""
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "little")
+        with own_draws():  # torch.manual_seed notes calls where CUDA is not in use
+            torch.default_generator.manual_seed(seed)
+        if not self._replica.is_host:
+            self._replica.seed(seed - self._replica.rank)  # which it adds
+
+    def _before_pass(self, model: nn.Module, *_: Any) -> None:
+        if _trains(model):
+            self._versions = self._found_versions()
+
+    def _after_pass(self, model: nn.Module, *_: Any) -> None:
+        """Raises ValueError if a forward pass has changed a buffer."""
+        found = self._found_versions() if _trains(model) else {}
+        for name, _ in found.items() - self._versions.items():
+            raise ValueError(
+                f"exact= and live members: the forward pass has changed the buffer "
+                f"{name!r}, and only the running statistics of normalisation layers "
+                "can move: compute it in a function that you attach"
+            )
+
+    def _found_versions(self) -> dict[str, tuple[int, int]]:
+        return {
+            f"{name}.{key}".removeprefix("."): (id(buffer), buffer._version)
+            for name, module in self._others
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    # --- as a part of the optimizer's updates ---------------------------------------
+
+    @torch.no_grad()
+    def end_minibatch(self, weight: torch.Tensor | None) -> None:
+        for rider in self.riders:
+            rider.end_minibatch()
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [p for rider in self.riders for each in rider.totals for p in each.parts]
+
+    def look(self, step: Step) -> None:
+        # Not before the sums, which some members have begun by then, and not others.
+        for rider in self.riders:
+            rider.exchange(step)
+        self._divisor: Any = step.num_minibatches
+        if self._replica.is_lazy:
+            self._divisor = self._scalars.get("statistics", self._divisor)
+
+    def commit(self, step: Step) -> None:
+        for rider in self.riders:
+            rider.commit(self._divisor)
+
+    def clear(self) -> None:
+        for rider in self.riders:
+            for total in rider.totals:
+                total.zero_()
+            rider.clear()
+
+
+def environment(replica: Replica) -> dict[str, Any]:
+    """Returns what the bits of a gradient, and of an update, depend on."""
+    return {
+        "device": replica.device_model,
+        "torch": str(torch.__version__),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+class SeededAccount(Account):
+    """Seeds what a minibatch draws, the same whatever replica runs it.
+
+    Before it is loaded and before it is run, since loaders draw, too.
+
+    Args:
+        seed: Seeds by the numbers that it is given.
+    """
+
+    strict = True
+
+    def __init__(self, ledger: Ledger, key: int, seed: Callable[..., None]) -> None:
+        self._seed, self._thread = seed, threading.get_ident()
+        super().__init__(ledger, key)
+
+    def take(self, deal: int, place: Place, is_run: bool) -> None:
+        super().take(deal, place, is_run)
+        if threading.get_ident() == self._thread:  # the loop's, not a loader's
+            ledger, plan = self.ledger, self.ledger.plan(place.epoch)
+            number = place.substep * ledger.num_replicas + ledger.rank
+            self._seed(plan.first_step + place.step, number)
+
+    def begin(self, epoch: int) -> bool | None:
+        self._thread = threading.get_ident()
+        return super().begin(epoch)
+
+
+def _trains(module: nn.Module) -> bool:
+    """Returns whether a pass is one of training."""
+    return module.training and torch.is_grad_enabled()
+
+
+class RunningStatistics(Rider):
+    """Moves the running statistics of normalisation layers once a step.
+
+    By the mean of what its minibatches would have moved them by from where the step
+    began.
+
+    Args:
+        model: Whose layers these are.
+        layers: BatchNorms and their kin, with statistics, by name.
+        grid: What moves are rounded to.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, nn.Module], grid: Any
+    ) -> None:
+        self._layers, self._grid = layers, grid
+        self._starts: list[torch.Tensor] = []  # none before a minibatch's first pass
+        names = [x for n, layer in layers.items() for x, _ in layer.named_buffers(n)]
+        grid.extend(names)
+        self.totals = [grid.total(*each) for each in zip(names, self._buffers())]
+        # A checkpoint that is reentrant runs layers without gradients first, and models
+        # may have parts that are called by themselves.
+        for module in (model, *layers.values()):
+            module.register_forward_pre_hook(weak_hook(self._begin))
+
+    def _buffers(self) -> list[torch.Tensor]:
+        found = [layer._buffers.values() for layer in self._layers.values()]
+        return [each for buffers in found for each in buffers if each is not None]
+
+    def _begin(self, module: nn.Module, *_: Any) -> None:
+        """Notes the statistics before the first pass of a minibatch, of a module."""
+        if _trains(module) and not self._starts:
+            self._starts = [buffer.clone() for buffer in self._buffers()]
+
+    def end_minibatch(self) -> None:
+        """Adds what a minibatch has moved, and puts back what was before it."""
+        starts: list[Any] = self._starts or [None] * len(self.totals)
+        for buffer, start, total in zip(self._buffers(), starts, self.totals):
+            total.add_(None if start is None else buffer - start)
+        self.clear()
+
+    def commit(self, num_minibatches: Any) -> None:
+        """Moves the statistics by the mean of the moves, and counts one batch."""
+        divisors = self._grid.divisors(num_minibatches)
+        for buffer, total in zip(self._buffers(), self.totals):
+            is_float = buffer.is_floating_point()
+            move = torch.empty_like(buffer, dtype=None if is_float else torch.float32)
+            total.mean_into_(move, divisors)
+            buffer.add_(move if is_float else move.sign().long())
+
+    def clear(self) -> None:
+        """Takes back what a minibatch has moved."""
+        for buffer, start in zip(self._buffers(), self._starts):
+            buffer.copy_(start)
+        self._starts = []
