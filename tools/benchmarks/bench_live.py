@@ -3,7 +3,7 @@
 Two live members, and two replicas that `launch` starts, train an MLP with AdamW, with
 sums of floats and with exact ones; two of torchft's replicas train it with its DDP. All
 ten run at once, but the pairs take turns of six updates, whose time and processor time
-are compared. Then one member of three, with sums of floats, is killed, and another joins.
+are compared. Then one member of three is killed, and another joins; sums are of floats.
 
     python tools/benchmarks/bench_live.py --output docs/benchmarks/bench_live.json
 """
@@ -209,13 +209,11 @@ def costs(width: int, num_turns: int) -> dict[str, list[float]]:
             pair: (width, num_updates, str(folder / pair), "", pair) for pair in PAIRS
         }
         theirs = (width, num_updates, str(folder / "torchft"))
-        trained, options = "bench_live.train", "num_replicas=2, device='cpu'"
+        launch = "xla_replica.launch(bench_live.train, {}, 2, 'cpu')[0]"
         # One lighthouse for each pair of members.
         with xla_replica.lighthouse() as second, xla_replica.lighthouse() as third:
             processes = [
-                start(
-                    f"print(xla_replica.launch({trained}, {told[pair]}, {options})[0])"
-                )
+                start(f"print({launch.format(told[pair])})")
                 for pair in ("elastic", "exact")
             ]
             for pair, place in (("live", address), ("live exact", second)):

@@ -73,7 +73,7 @@ class MemberReplica(Replica):
         for verb in ("sync", "wait", "fetch", "send", "rng_state", "set_rng_state"):
             setattr(self, verb, getattr(inner, verb))
         host = membership.host if membership else None
-        self._slice = Slice(inner, host, 2 * (timeout + patience))
+        self._slice = Slice(inner, host, 2 * timeout + 4 * patience)
         self._timeout = timeout
         self.met: Generation | None = None
         self.member, self._firsts = 0, [0]  # the lowest rank of each member

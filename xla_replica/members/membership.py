@@ -7,6 +7,7 @@ and answers a request for a quorum when all that live have made one.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import os
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 8
 _END_SECONDS = 5.0  # more than a heartbeat and a look at the page may take
+_HANGS = "hangs"  # a key in a member's store: the others wait for it in vain
+_STORE_PATIENCE = timedelta(seconds=5)
 _SEEN = re.compile(r"(member-[0-9a-f]{32}): seen ([0-9.e+-]+)s ago")
 
 
@@ -86,6 +89,8 @@ class Membership:
             host, 0, is_master=True, wait_for_workers=False
         )
         self.host, self._store_address = host, f"{host}:{self._store.port}"
+        # Whether it asks for a generation; whether others have told it that it hangs.
+        self._is_asking = self._is_quiet = False
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="members", daemon=True)
         atexit.register(self._end)
@@ -130,7 +135,10 @@ class Membership:
         if self._thread.ident is None:  # the lighthouse waits for whom it hears
             self._thread.start()
         self._note_silence(self._heard_at)
-        give_up = time.monotonic() + self._patience
+        self._is_asking, self._is_quiet = True, False
+        self._store.delete_key(_HANGS)
+        # The lighthouse answers without one that hangs after this patience, no sooner.
+        give_up = time.monotonic() + 2 * self._patience
         last = self.generation
         offer = Offer(
             prove(self._token, self.id),
@@ -152,8 +160,8 @@ class Membership:
                 break
             if time.monotonic() > give_up:
                 raise ReplicaError(
-                    f"after {self._patience:g} s there are {len(offers)} members, and "
-                    f"training needs {self._min_members} (LIVE_MIN_MEMBERS)"
+                    f"after {2 * self._patience:g} s there are {len(offers)} members, "
+                    f"and training needs {self._min_members} (LIVE_MIN_MEMBERS)"
                 )
             time.sleep(self._heartbeat_seconds / _BEATS_PER_TIMEOUT)
         for member, why in found.refused.items():
@@ -161,7 +169,7 @@ class Membership:
                 logger.warning(f"{member} is refused: {why}")
         self._left_out |= {*(last.members if last else ())} - {*found.members}
         self._ignored |= {*found.refused, *(m for m in offers if offers[m].leaves)}
-        self._lost, self.was_silent = frozenset(), False
+        self._lost, self.was_silent, self._is_asking = frozenset(), False, False
         if not leaves:
             if last is None:
                 self._entered = found.number, found.members.index(self.id)
@@ -197,7 +205,7 @@ class Membership:
             try:
                 quorum = self._client.quorum(
                     self.id,
-                    timedelta(seconds=max(left, 1.0)),
+                    timedelta(seconds=max(min(left, self._patience), 1.0)),
                     address="",
                     store_address=offer.store,
                     step=0,
@@ -208,12 +216,27 @@ class Membership:
                 if left <= 0:
                     raise ReplicaError(
                         f"the lighthouse at {self._address} has made no quorum for "
-                        f"{self._patience:g} s: {error}"
+                        f"{2 * self._patience:g} s: {error}"
                     ) from error
                 logger.warning(f"the lighthouse is asked again: {error}")
+                self._quieten_others()
                 time.sleep(self._heartbeat_seconds)
                 continue
             return {m.replica_id: _offer(m.data) for m in quorum.participants}
+
+    def _quieten_others(self) -> None:
+        """Tells members that do not come to stop their heartbeats.
+
+        The lighthouse makes no quorum of half of those that it hears of.
+        """
+        last = self.generation
+        for member, offer in zip(*(last.members, last.offers) if last else ((), ())):
+            host, port = offer.store.rsplit(":", 1)
+            place = host, int(port)
+            if member != self.id:
+                with contextlib.suppress(RuntimeError):  # it has died
+                    store = torch.distributed.TCPStore(*place, timeout=_STORE_PATIENCE)
+                    store.set(_HANGS, self.id)
 
     def leave(self) -> None:
         """Stops heartbeats: the others need not wait for this member any more."""
@@ -253,6 +276,10 @@ class Membership:
         is_known, told_at = True, float("inf")
         while not self._leaving.wait(pause):
             began = time.monotonic()
+            if not self._is_asking and self._store.check([_HANGS]):
+                self._is_quiet = self.was_silent = True
+            if self._is_quiet:  # until it asks, too
+                continue
             try:
                 self._client.heartbeat(self.id, timedelta(seconds=1))
                 # Sums may have ended since, also those of who was stopped meanwhile.

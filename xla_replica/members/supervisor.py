@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         variables = {
             "LIVE_LIGHTHOUSE": address,
             "LIVE_HEARTBEAT_SECONDS": str(options.heartbeat_seconds),
+            "LIVE_PATIENCE_SECONDS": str(options.patience),
             "LIVE_TOKEN": os.environ.get("LIVE_TOKEN") or secrets.token_hex(16),
         }
         texts = " ".join(f"{name}={value}" for name, value in variables.items())

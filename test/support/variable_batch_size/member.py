@@ -93,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     torch.set_num_threads(1)
     if options.float:
-        torch.set_default_dtype(torch.float64)
+        if "PJRT_DEVICE" not in os.environ:
+            torch.set_default_dtype(torch.float64)
         # Several sums are under way at once.
         overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 512
     torch.manual_seed(0)

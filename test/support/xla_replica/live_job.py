@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
 import xla_replica
 from support.xla_replica import torchtpu
@@ -98,6 +100,22 @@ class Loss(NamedTuple):
         ExactModel.look = look
 
 
+class Hang(NamedTuple):
+    """A member hangs in a forward pass, while its process and its heartbeat live."""
+
+    turn: int
+
+    def arm(self, folder: Path) -> None:
+        inner, turns = nn.Sequential.forward, iter(range(self.turn))
+
+        def forward(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+            if next(turns, None) is None:
+                time.sleep(600)
+            return inner(module, inputs)
+
+        nn.Sequential.forward = forward
+
+
 class Flip(NamedTuple):
     """A member alone changes a weight, after these updates."""
 
@@ -153,9 +171,7 @@ class LiveJob:
         self.running: list[BaseProcess] = []
         self.ended: list[BaseProcess] = []
 
-    def start(
-        self, fate: Fate | Flip | Loss | Weather | None = None, **environment: str
-    ) -> BaseProcess:
+    def start(self, fate: Any = None, **environment: str) -> BaseProcess:
         arguments = {**self._environment, **environment}, self._arguments, fate
         # A server has imported torch, and so TorchTPU's runtime, which cannot fork.
         method = "spawn" if torchtpu.is_installed() else "forkserver"
@@ -281,19 +297,22 @@ def live_job(
     *arguments: str,
     min_members: int = 1,
     seconds: float = 3.0,
+    patience: float = 300.0,
     **more: str,
 ) -> Iterator[LiveJob]:
     """Runs a lighthouse; gives a job without members.
 
     A member that is silent for so many ``seconds``, as on a busy machine, is dead.
     """
-    with xla_replica.lighthouse(heartbeat_seconds=seconds) as address:
+    times = {"heartbeat_seconds": seconds, "patience": patience}
+    with xla_replica.lighthouse(**times) as address:
         environment = {
             **more,
             "LIVE_LIGHTHOUSE": address,
             "LIVE_TOKEN": "secret",
             "LIVE_MIN_MEMBERS": str(min_members),
             "LIVE_HEARTBEAT_SECONDS": str(seconds),
+            "LIVE_PATIENCE_SECONDS": str(patience),
         }
         job = LiveJob(folder, arguments, environment)
         with job.stopped():

@@ -188,6 +188,19 @@ def test_a_member_that_alone_loses_sums_receives_what_the_others_made_of_them(tm
 
 
 @of_torch_alone
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_the_others_go_on_without_one_that_hangs(num_members, tmp_path):
+    times = {"patience": 3.0, "LIVE_TIMEOUT_SECONDS": "3"}
+    with live(tmp_path, *words(3, 0.02), **times) as job:
+        hangs = job.start(jobs.Hang(30))
+        others = [job.start() for _ in range(num_members - 1)]
+        job.wait(lambda: job.num_ready() == num_members)
+        job.wait(lambda: all(each in job.ended for each in others))
+        hangs.kill()
+        assert [each.exitcode for each in others] == [0] * len(others), job.log()
+
+
+@of_torch_alone
 def test_members_leave_stop_and_join(tmp_path):
     with live(tmp_path, *words(5, 0.04), min_members=2) as job:
         first, second = started(job, 2)
