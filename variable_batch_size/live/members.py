@@ -153,7 +153,10 @@ class LiveUpdates(Updates):
                 logger.warning(f"members meet: {error}")
             self._update = update
             self._meet()
-            self._update = None
+            last, self._update = self._update, None
+            if last is None:  # it was left behind, and has joined between two steps
+                return
+            update = last
         ballots: Any = self.ballots
         meets, leaves = ballots.change_agreed()
         if leaves:

@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -71,8 +71,9 @@ class Membership:
         self._token, self._min_members = token, min_members
         self._heartbeat_seconds, self._patience = heartbeat_seconds, patience
         self._num_replicas = num_replicas
-        self.id = f"member-{uuid.uuid4().hex}"
+        self.id = _new_id()
         self.generation: Generation | None = None
+        self._quorum = 0  # the number of the last one
         self.was_silent = False
         self._settings: Mapping[str, Any] = {}
         self._entered = (0, 0)
@@ -129,7 +130,8 @@ class Membership:
         Args: See `Offer`.
 
         Raises:
-            Superseded: The others have gone on without this member.
+            Superseded: The others have gone on without this member, which cannot join
+                them anew: they have ended, or are in an epoch after the next.
             ReplicaError: It is not of this run, or nobody has answered for too long.
         """
         if self._thread.ident is None:  # the lighthouse waits for whom it hears
@@ -140,22 +142,24 @@ class Membership:
         # The lighthouse answers without one that hangs after this patience, no sooner.
         give_up = time.monotonic() + 2 * self._patience
         last = self.generation
-        offer = Offer(
-            prove(self._token, self.id),
-            self._store_address,
-            self._settings,
-            (last.number, last.lineage) if last else (0, ""),
-            self._entered,
-            tuple(mark),
-            is_between,
-            leaves,
-            self.was_silent,
-            self._num_replicas,
-        )
+        offer = self._offer(mark, is_between, leaves)
         while True:
             offers = self._ask(offer, give_up)
-            self._check_is_not_left(offers)
-            found = next_generation(offers, self.id, self._token, self._min_members)
+            try:
+                found = next_generation(offers, self.id, self._token, self._min_members)
+            except Superseded as error:
+                furthest = max(each.mark for each in offers.values())
+                if leaves or furthest[-1] > mark[-1] + 1:
+                    raise
+                logger.warning(
+                    f"this member joins anew, with the others' state: {error}"
+                )
+                last = self.generation = None
+                self.id, self._entered = _new_id(), (0, 0)
+                self._ignored.add(self.id)
+                self.was_silent = False
+                offer = self._offer(())
+                continue
             if found is not None:
                 break
             if time.monotonic() > give_up:
@@ -176,6 +180,24 @@ class Membership:
             self.generation = found
         return found
 
+    def _offer(
+        self, mark: tuple[int, ...], is_between: bool = False, leaves: bool = False
+    ) -> Offer:
+        """Returns what this member brings; see `Offer`."""
+        last = self.generation
+        return Offer(
+            prove(self._token, self.id),
+            self._store_address,
+            self._settings,
+            (last.number, last.lineage) if last else (0, ""),
+            self._entered,
+            tuple(mark),
+            is_between,
+            leaves,
+            self.was_silent,
+            self._num_replicas,
+        )
+
     def note_together(self) -> None:
         """Notes that a collective has ended, as it may without a lighthouse."""
         self._heard_at = time.monotonic()
@@ -186,13 +208,17 @@ class Membership:
         self.was_silent |= now - since > self._heartbeat_seconds
         self._heard_at = now
 
-    def _check_is_not_left(self, offers: Mapping[str, Offer]) -> None:
-        """Raises Superseded if others may have gone on, and ended, meanwhile."""
-        last = self.generation
+    def _check_is_not_left(self, members: Iterable[str], quorum: int) -> None:
+        """Raises Superseded if others may have gone on, and ended, meanwhile.
+
+        They have not if the lighthouse has made no quorum since this member's last one.
+        """
+        last, before = self.generation, self._quorum
+        self._quorum = quorum
         if last is None or not self.was_silent or len(last.members) == 1:
             return
-        peers = {*last.members} & {*offers} - {self.id}
-        if not peers:
+        peers = {*last.members} & {*members} - {self.id}
+        if not peers and not before <= quorum <= before + 1:
             raise Superseded(
                 f"this member was not heard of for {self._heartbeat_seconds:g} s, and "
                 f"generation {last.number} is gone: start it again"
@@ -222,7 +248,9 @@ class Membership:
                 self._quieten_others()
                 time.sleep(self._heartbeat_seconds)
                 continue
-            return {m.replica_id: _offer(m.data) for m in quorum.participants}
+            offers = {m.replica_id: _read(m.data) for m in quorum.participants}
+            self._check_is_not_left(offers, quorum.quorum_id)
+            return offers
 
     def _quieten_others(self) -> None:
         """Tells members that do not come to stop their heartbeats.
@@ -307,7 +335,11 @@ class Membership:
             self._lost = frozenset(m for m in members if self._seen.get(m, 0) >= limit)
 
 
-def _offer(data: Mapping[str, Any] | None) -> Offer:
+def _new_id() -> str:
+    return f"member-{uuid.uuid4().hex}"
+
+
+def _read(data: Mapping[str, Any] | None) -> Offer:
     """Returns an offer as it came through JSON."""
     names = {field.name for field in dataclasses.fields(Offer)}
     values = {name: v for name, v in (data or {}).items() if name in names}

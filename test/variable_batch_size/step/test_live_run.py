@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,22 @@ def test_the_others_go_on_without_one_that_hangs(num_members, tmp_path):
 
 
 @of_torch_alone
+def test_members_that_are_paused_and_go_on_one_after_another_all_end_well(tmp_path):
+    with live(tmp_path, *words(6, 0.03), seconds=1.0) as job:
+        members = started(job, 3)
+        job.wait(more_updates(job))
+        for each in members:
+            os.kill(each.pid, signal.SIGSTOP)
+        time.sleep(3)  # heartbeats
+        for each in members:
+            os.kill(each.pid, signal.SIGCONT)
+            time.sleep(1.5)
+        assert ends(job) == [0, 0, 0], job.log()
+        assert len(job.results()) == 3
+        assert "joins anew" in job.log()
+
+
+@of_torch_alone
 def test_members_leave_stop_and_join(tmp_path):
     with live(tmp_path, *words(5, 0.04), min_members=2) as job:
         first, second = started(job, 2)
@@ -214,7 +231,7 @@ def test_members_leave_stop_and_join(tmp_path):
         os.kill(third.pid, signal.SIGCONT)
         ends(job)
         assert (second.exitcode, fourth.exitcode) == (0, 0)
-        assert third.exitcode == 1
+        assert third.exitcode == 1  # the others have ended
         assert "Superseded" in job.log()
 
 
