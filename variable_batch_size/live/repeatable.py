@@ -22,9 +22,7 @@ from variable_batch_size.data.ledger import Ledger
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place, Schedule, Step
 from variable_batch_size.device_scalars import DeviceScalars
-from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.parts import Part
-from variable_batch_size.step.run import Run
 from variable_batch_size.step.sums import Sums
 from xla_replica import Replica
 from xla_replica.backends.grid import FloatGrid, Rider
@@ -95,11 +93,6 @@ class RepeatableSums(Sums, Part):
 
     def parts(self) -> Mapping[str, Part]:
         return {"repeatable": self}
-
-    def gradients(self, run: Run) -> StepGradients:
-        gradients = StepGradients(run)
-        gradients.is_aged = run.replica.is_lazy
-        return gradients
 
     def account(self, sampler: CustomSampler, key: int) -> Account:
         seed = functools.partial(self.seed_minibatch, sampler.seed)

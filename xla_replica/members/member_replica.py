@@ -293,12 +293,15 @@ class MemberReplica(Replica):
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         tensors = listed("all_reduce_", tensors)
-        self._inner.all_reduce_(tensors)
+        # The results of a program are in the order in which tensors were written, and a
+        # replica without a minibatch has written to them in another one.
+        sums = [each.detach().clone() for each in tensors] if self.is_lazy else tensors
+        self._inner.all_reduce_(sums)
         if self._is_alone and self.is_host:
             return
         with torch.no_grad():
             # Of one member, too: on a lazy device what follows is another program then.
-            on_host = tensors if self.is_host else self._read(tensors)
+            on_host = sums if self.is_host else self._read(sums)
             for own, sent in zip(_buckets(tensors), _buckets(on_host)):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in sent])
                 self._over_members("all_reduce_", flat, "allreduce", [flat])
