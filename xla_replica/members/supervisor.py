@@ -23,6 +23,7 @@ _LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0  # for members that were asked to stop
 _STEADY_SECONDS = 30.0  # one that has lived so long was not wrong from the start
 _MOST_FAILURES = 2
+_LONGEST_PAUSE_SECONDS = 60.0
 _LEFT = (*(128 + n for n in SIGNALS), -signal.SIGTERM, -signal.SIGINT)
 
 
@@ -116,7 +117,8 @@ def keep_running(
     """Runs members until all have ended; returns the exit status.
 
     One that was asked to leave (143, 130) is not replaced, nor is any once one has
-    ended well; one that has died is, unless that happens at once and again and again.
+    ended well. One that has died is, after twice as long each time that a member dies
+    at once. Nobody is any more if that happens again and again and none is left.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # members end with it
     environment = {**os.environ, **variables}
@@ -128,22 +130,34 @@ def keep_running(
 
     for _ in range(num_members):
         start()
-    is_over, num_failures = False, 0
+    is_over, num_failures = False, 0  # of early ones since another one
+    due: list[float] = []  # when others are to start
     try:
-        while running:
+        while running or due:
             time.sleep(_LOOK_SECONDS)
+            while due and time.monotonic() >= min(due):
+                due.remove(min(due))
+                start()
             for member in [each for each in running if each.poll() is not None]:
                 is_early = time.monotonic() - running.pop(member) < _STEADY_SECONDS
                 status = member.returncode
                 is_over |= status == 0
+                if is_over:
+                    due = []
                 if is_over or status in _LEFT:
                     continue
-                num_failures = num_failures + 1 if is_early else 1
-                if num_failures > num_members + _MOST_FAILURES:
+                num_failures = num_failures + 1 if is_early else 0
+                if not running and num_failures > num_members + _MOST_FAILURES:
                     logger.error(f"member {member.pid} and those before it have failed")
                     return status
-                logger.warning(f"member {member.pid} has died ({status}): another one")
-                start()
+                # The first ones at once, one for each member.
+                doublings = max(0, num_failures - num_members)
+                pause = min(2.0**doublings - 1, _LONGEST_PAUSE_SECONDS)
+                logger.warning(
+                    f"member {member.pid} has died ({status}): another one"
+                    + (f" in {pause:g} s" if pause else "")
+                )
+                due.append(time.monotonic() + pause)
     except KeyboardInterrupt:
         return 130
     finally:
