@@ -191,7 +191,7 @@ def test_a_member_that_alone_loses_sums_receives_what_the_others_made_of_them(tm
 @of_torch_alone
 @pytest.mark.parametrize("num_members", [2, 3])
 def test_the_others_go_on_without_one_that_hangs(num_members, tmp_path):
-    times = {"patience": 3.0, "LIVE_TIMEOUT_SECONDS": "3"}
+    times = {"patience": 5.0, "LIVE_TIMEOUT_SECONDS": "4"}
     with live(tmp_path, *words(3, 0.02), **times) as job:
         hangs = job.start(jobs.Hang(30))
         others = [job.start() for _ in range(num_members - 1)]
