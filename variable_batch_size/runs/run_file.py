@@ -72,9 +72,9 @@ class RunFile:
             before = read_run(self.path)
             what = f"{self.path} has another run, and this one begins at step 0"
             remedy = "give RunLog another path, or resume from a checkpoint"
-            names = (self._header.keys() & before.header.keys()) - _MAY_DIFFER
-            called = {name: name for name in sorted(names)}
-            check_same(before.header, _plain(self._header), what, remedy, called)
+            own = {**before.header, **_plain(self._header)}
+            called = {name: name for name in before.header if name not in _MAY_DIFFER}
+            check_same(before.header, own, what, remedy, called)
             if before.events and before.events[-1]["event"] == "stop":
                 raise ValueError(f"{what}; the other has ended. {remedy}")
         self.event(BEGINNINGS[step > 0], step, **self._header)
@@ -118,8 +118,7 @@ class Run:
     @property
     def header(self) -> dict[str, Any]:
         """The last event ``start`` or ``resume``; empty if the file lacks one."""
-        begun = [event for event in self.events if event["event"] in BEGINNINGS]
-        return begun[-1] if begun else {}
+        return next((e for e in self.events[::-1] if e["event"] in BEGINNINGS), {})
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

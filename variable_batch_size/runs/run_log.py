@@ -18,6 +18,7 @@ from variable_batch_size.gradient_noise.meter import Measurements
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.step.attached import Update
 from xla_replica.common.arguments import check_function, check_integer, check_type
+from xla_replica.common.trees import map_tensors
 
 if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
@@ -85,16 +86,14 @@ class RunLog:
             step with the numbers of its line, and with ``samples_per_second`` and
             ``idle_share`` (of the replicas' time) since the last one; and with what
             `write` is given. An exception in one ends the run.
-        max_nonfinite: After so many logging steps in a row whose loss is not finite the
-            run ends, on all replicas, with a FloatingPointError. None: one warning.
 
     Attributes:
         path: The file, or None.
         updates_of: The optimizer, the only one that this may be attached to.
 
     Raises:
-        ValueError, TypeError: ``log_steps`` or ``max_nonfinite`` is not an integer
-            above zero, or a sink is not a function.
+        ValueError, TypeError: ``log_steps`` is not an integer above zero, or a sink is
+            not a function.
     """
 
     def __init__(
@@ -106,12 +105,8 @@ class RunLog:
         settings: Mapping[str, Any] | None = None,
         shows: Callable[[list[dict[str, Any]]], Any] | None = None,
         sinks: Sequence[Sink] = (),
-        max_nonfinite: int | None = None,
     ) -> None:
         self._log_steps = check_integer("log_steps", log_steps, least=1)
-        if max_nonfinite is not None:
-            check_integer("max_nonfinite", max_nonfinite, least=1)
-        self._max_nonfinite, self._num_nonfinite = max_nonfinite, 0
         for sink in sinks:
             check_function("each sink, which takes (values, step=step),", sink)
         self._sinks, self._shows = list(sinks), shows
@@ -132,13 +127,15 @@ class RunLog:
         zeros = torch.zeros(2, dtype=dtype, device=self._replica.device)
         self._nothing, self._nothing_shared = zeros, zeros.clone()
         self._loss = self._loss_of_updates = self._nothing  # the latter at an update
-        self._shared_loss = self._nothing_shared
-        # Since the last logging step; numbers may be on the device until they are told.
-        self._lines: list[dict[str, Any]] = []
-        self._num_told = 0
+        self._shared_loss, self._share_steps = self._nothing_shared, log_steps
+        self._is_shared = True  # whatever was lost until the last update
+        # Of the updates since the last logging step. Until they are told, numbers may
+        # be on the device.
+        self._told: list[dict[str, Any]] = []
+        self._untold: list[dict[str, Any]] = []
         self._newest: list[dict[str, Any]] = []  # the last that were told, perhaps lost
-        self._next_step: int | None = None  # unknown before the first `add`
-        self._begun = self._closed = False
+        self._next_step = -1  # unknown before the first `add`
+        self._begun = self._closed = self._has_warned = False
         self._since = time.perf_counter()
 
     def add(self, loss: torch.Tensor) -> None:
@@ -146,17 +143,13 @@ class RunLog:
 
         It is that of the backward pass, a mean or a sum. Padding is left out.
 
-        Raises TypeError if it is not a tensor, and ValueError if it is not one number,
-        or if updates were made that this was not told of.
+        Raises TypeError if it is not a tensor, RuntimeError if it is not one number,
+        and ValueError if updates were made that this was not told of.
         """
         check_type("add: loss", loss, torch.Tensor, "a tensor, which is not read")
-        if loss.numel() != 1:
-            shape = tuple(loss.shape)
-            raise ValueError(
-                f"add: the loss is a number, got a tensor of shape {shape}"
-            )
         step = self._sampler.ledger.global_step
-        self._next_step = step if self._next_step is None else self._next_step
+        if self._next_step < 0:
+            self._next_step = step
         if step > self._next_step and self._sampler.cursor.step > 0:
             raise ValueError(
                 "add: the optimizer has made updates that this RunLog was not told of: "
@@ -172,9 +165,10 @@ class RunLog:
 
     def __call__(self, update: Update) -> None:
         """Tells of an update; `ElasticOptimizer.attach` has it called."""
-        is_due = update.step % self._log_steps == 0
-        if is_due or self._replica.is_live:  # where who has them may be lost
-            self._share_losses()  # first, since it runs again then
+        if update.step % self._share_steps == 0:
+            self._share_losses()  # first: where a member is lost in it, it runs again
+        else:
+            self._is_shared = False
         self._begin(update.step)
         self._next_step, self._closed = update.step + 1, False
         rates = {f"lr_{group}": lr for group, lr in enumerate(update.lr)}
@@ -188,20 +182,21 @@ class RunLog:
         }
         if update.weight is not None:
             line["weight"] = update.weight
-        self._lines.append(line)
-        losses = self._read(self._shared_loss) if is_due else []
+        self._untold.append(line)
+        is_due = update.step % self._log_steps == 0
+        losses = self._read(self._shared_loss) if is_due else ()
         # To wait for the device takes time of this update.
         now, num_replicas = time.perf_counter(), self._replica.num_replicas
         seconds, self._since = now - self._since, now
         num_minibatches = -(-update.batch_size // update.minibatch_size)
         num_substeps = -(-num_minibatches // num_replicas)
-        line |= {
+        self._untold[-1] |= {
             "seconds": seconds,
             "idle_seconds": seconds * (num_replicas - num_minibatches / num_substeps),
             "time": round(time.time(), 3),
         }
         if is_due:
-            self._end_window(line, *losses[0].tolist())
+            self._end_window(*losses[0].tolist())
         self._loss_of_updates = self._loss
 
     def write(self, **values: float) -> None:
@@ -236,7 +231,9 @@ class RunLog:
         """
         self._begin(self._sampler.ledger.global_step)
         self._read()
-        self._tell(self._untold())
+        self._told += self._untold
+        untold, self._untold = self._untold, []
+        self._tell(untold)
 
     def close(self, reason: str = "the script has ended") -> None:
         """Writes the rest and the event ``stop``, unless that was told already.
@@ -249,10 +246,9 @@ class RunLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the losses since the last logging step. Collective if not live."""
-        if self._replica.is_live:  # and it may be for a member that joins
-            self._read()
-        else:
+        if not self._is_shared:
             self._share_losses()
+        self._read()
         return {"loss": self._shared_loss, "weight": self._sum("weight")}
 
     def change_members(self, generation: int) -> None:
@@ -260,6 +256,7 @@ class RunLog:
 
         And once more what the member that writes may have died with.
         """
+        self._share_steps = 1  # a member may be lost with the losses that it alone has
         step, number = self._sampler.ledger.global_step, self._replica.num_replicas
         self._begin(step)
         if self._file and self._replica.is_primary:
@@ -269,13 +266,13 @@ class RunLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""
-        if self._replica.is_live and self._untold():  # of updates that were made
+        if self._untold:
             self.flush()
-        self._begun = self._begun and self._replica.is_live
-        self._lines, self._num_told = [{"weight": state["weight"]}], 1
-        self._next_step = None
+        # A run that goes back begins anew in the file.
+        self._begun &= self._sampler.ledger.global_step >= self._next_step
+        self._told, self._next_step = [{"weight": state["weight"]}], -1
         self._loss = self._loss_of_updates = self._nothing
-        self._shared_loss = state["loss"].to(self._loss)
+        self._shared_loss, self._is_shared = state["loss"].to(self._loss), True
 
     def _begin(self, step: int) -> None:
         """Writes the header, once, before anything else."""
@@ -283,12 +280,10 @@ class RunLog:
             self._file.begin(step)
         self._begun = True
 
-    def _untold(self) -> list[dict[str, Any]]:
-        return self._lines[self._num_told :]
-
     def _sum(self, name: str) -> float:
         """Returns a sum over the updates since the last logging step."""
-        return float(sum(line.get(name, 0) for line in self._lines))
+        lines = [*self._told, *self._untold]
+        return float(sum(line.get(name, 0) for line in lines))
 
     def _share_losses(self) -> None:
         """Adds up the losses of all replicas, so that each has what one alone had."""
@@ -296,25 +291,23 @@ class RunLog:
         self._replica.all_reduce_([total])
         self._shared_loss = self._shared_loss + total
         self._loss = self._loss_of_updates = self._nothing
+        self._is_shared = True
 
-    def _read(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def _read(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns tensors on the host, and reads what lines have on the device."""
-        found: list[torch.Tensor]
-        lines, found = self._replica.to_host((self._untold(), [*tensors]))
-        for line, read in zip(self._untold(), lines):
-            for name, value in read.items():
-                if isinstance(value, torch.Tensor):
-                    line[name] = value.item()
+        lines, found = self._replica.to_host((self._untold, tensors))
+        self._untold = map_tensors(lines, torch.Tensor.item)
         return found
 
-    def _end_window(self, line: dict[str, Any], loss: float, number: float) -> None:
+    def _end_window(self, loss: float, number: float) -> None:
         """Tells of a logging step: the mean loss, too, and the gradient noise."""
+        line = self._untold[-1]
         if number:
             line["loss"] = loss / (self._sum("weight") or number)
         noise = self._optimizer.noise
         if noise and self._replica.is_primary:
             line |= noise.measure()._asdict()
-        self._tell(self._untold())
+        self.flush()
         # What the noise meter does not know yet is NaN; a loss that is, is news.
         values = {
             name: value
@@ -325,26 +318,14 @@ class RunLog:
         values["samples_per_second"] = self._sum("batch_size") / seconds
         idle = self._sum("idle_seconds") / self._replica.num_replicas
         self._send(values | {"idle_share": idle / seconds}, line["step"])
-        self._lines, self._num_told = [], 0
-        self._shared_loss = self._nothing_shared
-        self._check_finite(line)
-
-    def _check_finite(self, line: dict[str, Any]) -> None:
-        """Warns of a loss that is not finite; raises FloatingPointError of several."""
-        loss, number = line.get("loss", 0.0), self._num_nonfinite + 1
-        self._num_nonfinite = 0 if math.isfinite(loss) else number
-        text = f"the mean loss on the logging step {line['step']} is {loss}"
-        if self._num_nonfinite == self._max_nonfinite:
-            raise FloatingPointError(
-                f"{text}, as on {number} logging steps in a row: resume from a "
-                "checkpoint before these, with a smaller lr or max_grad_norm="
-            )
-        if self._num_nonfinite == 1 and self._replica.is_primary:
-            logger.warning(f"{text}; RunLog(max_nonfinite=) ends a run for that")
+        self._told, self._shared_loss = [], self._nothing_shared
+        is_news = not (self._has_warned or math.isfinite(line.get("loss", 0.0)))
+        if is_news and self._replica.is_primary:
+            logger.warning(f"the mean loss of step {line['step']} is {line['loss']}")
+        self._has_warned |= is_news
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
         """Tells of lines in the file, and to who shows them."""
-        self._num_told = len(self._lines)
         self._newest = lines or self._newest
         if lines and self._replica.is_primary:
             if self._file:
