@@ -6,10 +6,9 @@ import contextlib
 import copy
 import logging
 import math
-import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ from xla_replica.stopping import end_run
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 
 
 class Checkpointer:
@@ -122,6 +121,7 @@ class Checkpointer:
         self.best_metric: float | None = None
         self.updates_of = self._optimizer = optimizer
         self._settings, self._parts = dict(settings or {}), parts
+        self._form = {"the format": VERSION, "the names of parts": sorted(parts)}
         self._logs = [part for part in parts.values() if isinstance(part, RunLog)]
         self._modules = _modules(parts)
         optimizer.follow_buffers(self._modules)
@@ -154,8 +154,8 @@ class Checkpointer:
         if self._writing is not None and self._writing.done():
             self.wait()
         if self.replica.is_primary:
-            if self._begun is not None:
-                self._check_folder()
+            if self._begun is not None:  # told now, not by a save much later
+                files.claim(self.folder, self.num_updates - 1)
             if update.ends_epoch and update.epoch == 1:
                 self._warn_of_schedulers()
         is_due = self._times.due(self.num_updates)
@@ -165,12 +165,6 @@ class Checkpointer:
             self._stop()
         if is_due:
             self._save()
-
-    def _check_folder(self) -> None:
-        """Raises now what would be raised by the first save, perhaps much later."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=self.folder).close()
-        files.check_own(self.folder, self.num_updates - 1)
 
     def _warn_of_schedulers(self) -> None:
         for name, part in self._parts.items():
@@ -284,7 +278,7 @@ class Checkpointer:
             whole = state | {"digests": write_shards()}
             if not replica.is_primary:
                 return None
-            files.check_own(self.folder, number)
+            files.claim(self.folder, number)
             path = files.write(self.folder, number, whole, is_best)
             files.tidy(self.folder, self._keep)
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
@@ -306,7 +300,7 @@ class Checkpointer:
     def _snapshot(self) -> dict[str, Any]:
         """Returns the state without random numbers, tensors where they are."""
         return {
-            "version": VERSION,
+            "form": self._form,
             "best": self.best_metric,
             "settings": self._settings,
             "optimizer": self._optimizer.state_dict(),
@@ -348,13 +342,23 @@ class Checkpointer:
         self.wait()
         self.has_loaded |= not best
         self._loaded = None
+        begin = partial(self._resume, allow_changes, best)
         if best:
-            self._resume(allow_changes, best)
-        else:
-            self._enter(partial(self._resume, allow_changes))
+            begin()
+            return self._loaded
+        times = self._times.every_updates, self._times.every_minutes
+        self._optimizer.enter(
+            {**self._form, "settings": self._settings, "times to save": times},
+            {n: p for n, p in self._parts.items() if isinstance(p, nn.Module)},
+            begin=begin,
+            snapshot=self._snapshot,
+            load=lambda state: self._load(self.folder, state, False),
+            changed=self._change_members,
+            is_saved=self.saves,
+        )
         return self._loaded
 
-    def _resume(self, allow_changes: bool, best: bool = False) -> None:
+    def _resume(self, allow_changes: bool, best: bool) -> None:
         """Loads the checkpoint that replica 0 chooses, or a live member for itself."""
         find = partial(files.newest_whole, self.folder, best)
         if (path := self.replica.choose(find)) is None:
@@ -364,35 +368,15 @@ class Checkpointer:
             raise files.CheckpointError(f"no {path}: all hosts must share the folder")
         self._load(path, files.load(path, mapped=True), allow_changes)
 
-    def _enter(self, begin: Callable[[], None]) -> None:
-        """Begins the run, or joins a live one."""
-
-        def change(generation: int) -> None:
-            self._times.look_from(self.num_updates)
-            for log in self._logs:
-                log.change_members(generation)
-
-        settings = {
-            "settings": self._settings,
-            "parts": sorted(self._parts),
-            "times to save": (self._times.every_updates, self._times.every_minutes),
-        }
-        modules = {n: p for n, p in self._parts.items() if isinstance(p, nn.Module)}
-        self._optimizer.enter(
-            settings,
-            modules,
-            begin=begin,
-            snapshot=self._snapshot,
-            load=lambda state: self._load(self.folder, state, False),
-            changed=change,
-            is_saved=lambda part: part is self or self.saves(part),
-        )
+    def _change_members(self, generation: int) -> None:
+        """Goes on with other members of a live run."""
+        self._times.look_from(self.num_updates)
+        for log in self._logs:
+            log.change_members(generation)
 
     def _load(self, path: Path, state: dict[str, Any], allow_changes: bool) -> None:
         """Takes a checkpoint's state, or another member's, see `_snapshot`."""
-        parts = sorted(state.get("parts", ()))
-        saved = {"the format": state.get("version"), "the names of parts": parts}
-        own = {"the format": VERSION, "the names of parts": sorted(self._parts)}
+        saved, own = state.get("form", {}), self._form
         if not allow_changes:
             saved, own = saved | state.get("settings", {}), own | self._settings
         remedy = (

@@ -14,6 +14,7 @@ import pickle
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -184,11 +185,15 @@ def newest_whole(folder: Path, best: bool = False) -> Path | None:
     return None
 
 
-def check_own(folder: Path, num_updates: int) -> None:
-    """Deletes damaged checkpoints of more updates, which loading has passed over.
+def claim(folder: Path, num_updates: int) -> None:
+    """Prepares a folder for a run of so many updates, which is going to write there.
 
-    Raises CheckpointError if one of them is whole: it is another run's.
+    Deletes damaged checkpoints of more updates, which loading has passed over. Raises
+    CheckpointError if one of them is whole, since it is another run's, and OSError if
+    the folder cannot be written to.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
     for file in saved_files(folder):
         if file.num_updates <= num_updates:
             return

@@ -14,10 +14,10 @@ from xla_replica import Replica
 
 def saved(replica: Replica, own: torch.Tensor) -> dict[str, Any]:
     """Returns what the generators of replica 0 and of all devices hold. Collective."""
-    _, keys, *rest = np.random.get_state()
+    kind, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "numpy": [torch.from_numpy(keys.astype(np.int64)), *rest],
+        "numpy": [kind, keys.tolist(), *rest],
         "python": random.getstate(),
         # (num_replicas, length) uint8
         "devices": torch.stack(replica.gather_at_rest(own)),
@@ -31,8 +31,7 @@ def restore(state: dict[str, Any], replica: Replica) -> None:
     state: its dropout differs from that of the other replicas, as it should.
     """
     if replica.is_primary:  # other processes may have been seeded by rank
-        keys, *rest = state["numpy"]
-        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+        np.random.set_state(tuple(state["numpy"]))
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
     devices = state["devices"]
