@@ -128,7 +128,6 @@ class RunLog:
         self._nothing, self._nothing_shared = zeros, zeros.clone()
         self._loss = self._loss_of_updates = self._nothing  # the latter at an update
         self._shared_loss, self._share_steps = self._nothing_shared, log_steps
-        self._is_shared = True  # whatever was lost until the last update
         # Of the updates since the last logging step. Until they are told, numbers may
         # be on the device.
         self._told: list[dict[str, Any]] = []
@@ -167,18 +166,14 @@ class RunLog:
         """Tells of an update; `ElasticOptimizer.attach` has it called."""
         if update.step % self._share_steps == 0:
             self._share_losses()  # first: where a member is lost in it, it runs again
-        else:
-            self._is_shared = False
         self._begin(update.step)
         self._next_step, self._closed = update.step + 1, False
-        rates = {f"lr_{group}": lr for group, lr in enumerate(update.lr)}
         line = {
             "step": update.step,
             "epoch": update.epoch,
             "batch_size": update.batch_size,
             "samples": self._sampler.schedule.samples_before(update.step + 1),
-            "lr": rates.pop("lr_0"),
-            **rates,
+            **{f"lr_{n}" if n else "lr": lr for n, lr in enumerate(update.lr)},
         }
         if update.weight is not None:
             line["weight"] = update.weight
@@ -246,7 +241,7 @@ class RunLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the losses since the last logging step. Collective if not live."""
-        if not self._is_shared:
+        if self._share_steps > 1:  # else there are none that are not shared
             self._share_losses()
         self._read()
         return {"loss": self._shared_loss, "weight": self._sum("weight")}
@@ -272,7 +267,7 @@ class RunLog:
         self._begun &= self._sampler.ledger.global_step >= self._next_step
         self._told, self._next_step = [{"weight": state["weight"]}], -1
         self._loss = self._loss_of_updates = self._nothing
-        self._shared_loss, self._is_shared = state["loss"].to(self._loss), True
+        self._shared_loss = state["loss"].to(self._loss)
 
     def _begin(self, step: int) -> None:
         """Writes the header, once, before anything else."""
@@ -291,7 +286,6 @@ class RunLog:
         self._replica.all_reduce_([total])
         self._shared_loss = self._shared_loss + total
         self._loss = self._loss_of_updates = self._nothing
-        self._is_shared = True
 
     def _read(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns tensors on the host, and reads what lines have on the device."""
