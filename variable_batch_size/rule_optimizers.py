@@ -99,7 +99,7 @@ class PowerRuleOptimizer(ElasticOptimizer):
         )
 
 
-class AdaScaleOptimizer(ElasticOptimizer):
+class AdaScaleOptimizer(_NamedRuleOptimizer):
     """Multiplies the learning rate by the gain that it measures: AdaScale SGD.
 
     Johnson et al. 2020, arXiv:2007.05105, Algorithm 1. The gain says how many steps at
@@ -116,6 +116,7 @@ class AdaScaleOptimizer(ElasticOptimizer):
         sampler, options: See `ElasticOptimizer`.
     """
 
+    _rule = "adascale"
     noise: NoiseMeter
 
     def __init__(
@@ -135,13 +136,11 @@ class AdaScaleOptimizer(ElasticOptimizer):
             ref_batchsize = 32
         if options.get("noise", True) is not True:
             raise TypeError(
-                f"AdaScaleOptimizer takes the fields of NoiseOptions as arguments of "
-                f"its own, such as time_constant=, not noise=, got {options['noise']!r}"
+                "AdaScaleOptimizer takes the fields of NoiseOptions themselves, such "
+                f"as time_constant=, got noise={options['noise']!r}"
             )
         options["noise"] = NoiseOptions(time_constant, per_group, causal, compat)
-        super().__init__(
-            optimizer, sampler, "adascale", ref_batchsize, log_steps, **options
-        )
+        super().__init__(optimizer, sampler, ref_batchsize, log_steps, **options)
 
     def current_lr(self) -> tuple[float, ...]:  # type: ignore[override]
         """Returns each group's learning rate in this step, or an epoch's last one."""
@@ -165,7 +164,7 @@ class AdaScaleOptimizer(ElasticOptimizer):
         return self.noise.efficiency(batch_size)
 
 
-class LinearRuleMomentumOptimizer(ElasticOptimizer):
+class LinearRuleMomentumOptimizer(_NamedRuleOptimizer):
     """The linear rule with the factor inside SGD's momentum buffer.
 
     ``v = m v + (B / ref_batchsize) (mean gradient + wd w);  w -= lr v``
@@ -177,6 +176,8 @@ class LinearRuleMomentumOptimizer(ElasticOptimizer):
             them all by 1e-4 unless told otherwise.)
         sampler, ref_batchsize, log_steps, options: See `ElasticOptimizer`.
     """
+
+    _rule = "linear-momentum"
 
     def __init__(
         self,
@@ -191,6 +192,4 @@ class LinearRuleMomentumOptimizer(ElasticOptimizer):
             check_number("weight_decay", weight_decay, least=0)
             for group in optimizer.param_groups:
                 group["weight_decay"] = weight_decay
-        super().__init__(
-            optimizer, sampler, "linear-momentum", ref_batchsize, log_steps, **options
-        )
+        super().__init__(optimizer, sampler, ref_batchsize, log_steps, **options)

@@ -136,8 +136,7 @@ class Trace:
         table.check_increasing(unit, first)
         if unit == "tokens" and tokens_per_sample is None:
             raise TraceError(
-                f"{self.name}: the column 'tokens' needs tokens_per_sample, the number "
-                "of tokens in a sample"
+                f"{self.name}: the column 'tokens' needs tokens_per_sample"
             )
         per_sample = tokens_per_sample if unit == "tokens" else 1
         check_integer("tokens_per_sample", per_sample, least=1)

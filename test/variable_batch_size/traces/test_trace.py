@@ -83,7 +83,7 @@ BAD = [
     ("samples,batchsize\n0,64\n9,0\n", "line 3, batchsize: '0' must be an integer"),
     ("samples,tokens,batchsize\n0,0,64\n", "one column samples or tokens, found"),
     ("step,samples,batchsize\n0,0,64\n1,9,96\n", "leave out 'step' if rows hold fr"),
-    ("tokens,batchsize\n0,64\n", "needs tokens_per_sample, the number of"),
+    ("tokens,batchsize\n0,64\n", "the column tokens needs tokens_per_sample"),
     (f"samples,batchsize\n0,1\n{2**40},2\n", "7 steps lead to the last row"),
 ]  # fmt: skip
 
