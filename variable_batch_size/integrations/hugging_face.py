@@ -127,10 +127,11 @@ class ElasticTrainer(Trainer):
             on_end=on_end,
         )
         args.max_steps = self._num_updates()
-        self._elastic: dict[str, Any] = {
-            "rule": rule, "ref_batchsize": ref_batchsize, "ref_weight": ref_weight,
-            "noise": noise, "max_grad_norm": args.max_grad_norm or None,
-        }  # fmt: skip
+        self._elastic = functools.partial(
+            steps.StepOptimizer, sampler=self.sampler, rule=rule, noise=noise,
+            ref_batchsize=ref_batchsize, ref_weight=ref_weight, reduction="sum",
+            lockstep=True, max_grad_norm=args.max_grad_norm or None,
+        )  # fmt: skip
 
     def _refuse(self) -> None:
         """Raises ValueError for what would break the run."""
@@ -173,10 +174,7 @@ class ElasticTrainer(Trainer):
         """Returns the elastic optimizer around the one that the trainer creates."""
         if isinstance(self.optimizer, steps.StepOptimizer):
             return self.optimizer
-        inner = super().create_optimizer(model)
-        self.optimizer = steps.StepOptimizer(
-            inner, self.sampler, reduction="sum", lockstep=True, **self._elastic
-        )
+        self.optimizer = self._elastic(super().create_optimizer(model))
         self.optimizer.attach(functools.partial(setattr, self, "_update"))
         # Autocast and torch.compile, without DistributedDataParallel. The model is on
         # its device; to move it again, to "cpu:0", would copy the kept gradients.
@@ -226,9 +224,8 @@ class ElasticTrainer(Trainer):
         is_own |= self.compute_loss_func is not None
         is_own |= not isinstance(unwrap_peft_model(self.model), PreTrainedModel)
         refuse(
-            "a loss of your own that does not say what it is a mean over: set "
-            "loss_is_scaled_for_ga = True if it divides by num_items_in_batch or by a "
-            "minibatch's tokens, or False if it is the mean over a minibatch's samples",
+            "a loss of your own without loss_is_scaled_for_ga: set it to True if this "
+            "is a mean over tokens, or False if it is one over a minibatch's samples",
             is_own and self.loss_is_scaled_for_ga is None,
         )
         return self.loss_is_scaled_for_ga is not False

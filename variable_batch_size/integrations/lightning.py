@@ -76,7 +76,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         own = {"rule": rule, "ref_batchsize": ref_batchsize, "lockstep": True}
         self._options: Any = {**own, **options}
         self._log: vbs.RunLog | None = None
-        self._is_inside_step = self.may_lack_metrics = False
+        self._is_inside_step = False
 
     @property
     def optimizer(self) -> steps.StepOptimizer:
@@ -154,10 +154,10 @@ class ElasticStrategy(SingleDeviceStrategy):
         """Returns the mean, sum, maximum or minimum over replicas. Collective."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        is_training = self.lightning_module.trainer.training
-        is_lacking = self.may_lack_metrics and is_training
-        lacks = "sync_dist=True in an epoch in which some replica has no minibatch"
-        refuse(f"{lacks}: leave it out", is_lacking and tensor.is_floating_point())
+        if self.lightning_module.trainer.training and tensor.is_floating_point():
+            plan, why = self.sampler.plan, "some replica has no minibatch in the epoch"
+            most = plan.num_minibatches[plan.start_step :].max(initial=0)
+            refuse(f"sync_dist=True, as {why}: leave it out", most < plan.num_replicas)
         name = str(reduce_op).rpartition(".")[2].lower()
         values = self.all_gather(tensor)
         is_mean = name in ("mean", "avg")
@@ -204,8 +204,8 @@ class ElasticStrategy(SingleDeviceStrategy):
         refuse("sync_batchnorm: it averages the statistics itself", self._layer_sync)
         refuse(f"{hook}: use on_after_batch_transfer or collate_fn", own - known)
         refuse("fully_shard: write a loop with ElasticOptimizer", is_sharded)
-        if self.world_size == 1:
-            refuse("devices=: start the processes with torchrun", num_devices > 1)
+        is_one = num_devices > self.world_size == 1
+        refuse("devices=: start the processes with torchrun", is_one)
 
 
 class _EqualBuffers(Callback):
@@ -229,11 +229,7 @@ class _StepLoader(steps.Steps):
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch of sampler, optimizer and dataset."""
-        strategy = self._trainer.strategy
-        self.begin(epoch, strategy.optimizer, self._trainer.global_step)
-        plan = self.batches.plan
-        most = plan.num_minibatches[plan.start_step :].max(initial=0)
-        strategy.may_lack_metrics = most < plan.num_replicas
+        self.begin(epoch, self._trainer.strategy.optimizer, self._trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns nothing: the sampler's place is in the state of the optimizer."""

@@ -73,10 +73,8 @@ class Steps:
         plan = sampler.plan
         if not done == num_updates == plan.first_step + plan.start_step:
             raise ValueError(
-                f"the trainer begins epoch {epoch} after {num_updates} updates, and "
-                f"the sampler is at step {cursor.step} of epoch {cursor.epoch}, after "
-                f"{done}: resume from a checkpoint that the elastic trainer saved with "
-                "its optimizer; to train once more, build sampler and trainer anew"
+                f"the trainer made {num_updates} updates, the sampler {done}: load a "
+                "checkpoint that the elastic trainer saved, or build both anew"
             )
         optimizer.set_epoch(epoch)
         dataset: Any = self.loader.dataset
