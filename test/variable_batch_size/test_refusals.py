@@ -165,7 +165,7 @@ OF_TYPES = [
      "a finite number, got tensor"),
     (lambda: wrapped(make()[2], rule="root"), "Optimizer is a wrapper already"),
     (lambda: make(cls=vbs.AdaScaleOptimizer, noise=vbs.NoiseOptions()),
-     "time_constant=, not noise=, got NoiseOptions"),
+     "time_constant=, got noise=NoiseOptions"),
     (lambda: wrapped().step(lambda: None), r"call loss.backward\(\) before step\(\)"),
     (lambda: copy.deepcopy(wrapped()), r"save optimizer.state_dict\(\) instead"),
     (lambda: controlled(available=64), "available must be a function, got 64"),

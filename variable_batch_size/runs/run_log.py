@@ -287,7 +287,7 @@ class RunLog:
         self._shared_loss = self._shared_loss + total
         self._loss = self._loss_of_updates = self._nothing
 
-    def _read(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _read(self, *tensors: torch.Tensor) -> Any:
         """Returns tensors on the host, and reads what lines have on the device."""
         lines, found = self._replica.to_host((self._untold, tensors))
         self._untold = map_tensors(lines, torch.Tensor.item)
