@@ -144,6 +144,15 @@ class SavedFile(NamedTuple):
             _check_digest(self.path.parent / state["shards"] / name, digest)
         return state
 
+    def is_whole(self) -> bool:
+        """Returns whether it can be used; a warning says why it cannot."""
+        try:
+            self.read()
+        except CheckpointError as error:
+            logger.warning(f"{self.path.name} is damaged, and not used: {error}")
+            return False
+        return True
+
 
 def _check_digest(path: Path, digest: str) -> None:
     if not path.exists() or not sha256(path).startswith(digest):
@@ -171,18 +180,12 @@ def newest_whole(folder: Path, best: bool = False) -> Path | None:
     Raises CheckpointError if there are some and all are damaged.
     """
     files = saved_files(folder, best)
-    for file in files:
-        try:
-            file.read()
-            return file.path
-        except CheckpointError as error:
-            name = file.path.name
-            logger.warning(f"{name} is damaged, the one before it is used: {error}")
-    if files:
+    newest = next((file.path for file in files if file.is_whole()), None)
+    if files and newest is None:
         raise CheckpointError(
             f"all {len(files)} checkpoints in {folder} are damaged: move them away"
         )
-    return None
+    return newest
 
 
 def claim(folder: Path, num_updates: int) -> None:
@@ -197,15 +200,12 @@ def claim(folder: Path, num_updates: int) -> None:
     for file in saved_files(folder):
         if file.num_updates <= num_updates:
             return
-        try:
-            file.read()
-        except CheckpointError:
-            file.path.unlink(missing_ok=True)
-        else:
+        if file.is_whole():
             raise CheckpointError(
                 f"{file.path} has {file.num_updates} updates, and this run "
                 f"{num_updates}: call load() before training, or change the folder"
             )
+        file.path.unlink(missing_ok=True)
 
 
 def write(folder: Path, num_updates: int, state: Any, is_best: bool = False) -> Path:
