@@ -73,8 +73,9 @@ class Steps:
         plan = sampler.plan
         if not done == num_updates == plan.first_step + plan.start_step:
             raise ValueError(
-                f"the trainer made {num_updates} updates, the sampler {done}: load a "
-                "checkpoint that the elastic trainer saved, or build both anew"
+                f"the trainer begins epoch {epoch} after {num_updates} updates, the "
+                f"sampler is in epoch {cursor.epoch} after {done}: load a checkpoint "
+                "that the elastic trainer saved, or build both anew"
             )
         optimizer.set_epoch(epoch)
         dataset: Any = self.loader.dataset

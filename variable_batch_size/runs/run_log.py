@@ -179,7 +179,7 @@ class RunLog:
             line["weight"] = update.weight
         self._untold.append(line)
         is_due = update.step % self._log_steps == 0
-        losses = self._read(self._shared_loss) if is_due else ()
+        losses: Any = self._read(self._shared_loss) if is_due else ()
         # To wait for the device takes time of this update.
         now, num_replicas = time.perf_counter(), self._replica.num_replicas
         seconds, self._since = now - self._since, now

@@ -135,9 +135,7 @@ class Trace:
         table.refuse(unit, first[:1] != 0, "must be 0, as a batch size begins there")
         table.check_increasing(unit, first)
         if unit == "tokens" and tokens_per_sample is None:
-            raise TraceError(
-                f"{self.name}: the column 'tokens' needs tokens_per_sample"
-            )
+            raise TraceError(f"{self.name}: the column tokens needs tokens_per_sample")
         per_sample = tokens_per_sample if unit == "tokens" else 1
         check_integer("tokens_per_sample", per_sample, least=1)
         counts, used = [], 0
