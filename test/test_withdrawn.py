@@ -19,8 +19,7 @@ WITHDRAWN = {
         vbs.(simulate|convert).*--fit\b  vbs.simulate.*--(schedule|total-samples)
         \buse_norm_layers\b  \bnorm_layers\b  \bnorm_noise  \bnorm_factor\b
         \bnoise_estimator\b  gradient_noise\.best\b  damaged-\*
-        vbs\.Restored\b  \bstop_poll\b  \bpoll_seconds\b  \basynchronous=
-        \bmax_nonfinite\b
+        vbs\.Restored\b
     """,
     "grab_xla": r"""
         \b[Nn]umba\b  \bhas_numba\b  \bcompiled_rows\b  \btakes_factored\b
@@ -41,7 +40,7 @@ WITHDRAWN = {
     "xla_replica": r"""
         pytest_plugin(?!s)  \bxla_replicas\b  elastic-xla\[(notebook|report|grab)\]
         \.\[(notebook|report|grab|xla)\]  \bmain_module\b  \bScriptRunner\b
-        launch\([^)]*device=.(cuda|tpu).\)  \bbeside_training\b
+        launch\([^)]*device=.(cuda|tpu).\)
     """,
 }
 REFUSALS = (

@@ -86,14 +86,16 @@ class RunLog:
             step with the numbers of its line, and with ``samples_per_second`` and
             ``idle_share`` (of the replicas' time) since the last one; and with what
             `write` is given. An exception in one ends the run.
+        max_nonfinite: After so many logging steps in a row whose loss is not finite the
+            run ends, on all replicas, with a FloatingPointError. None: one warning.
 
     Attributes:
         path: The file, or None.
         updates_of: The optimizer, the only one that this may be attached to.
 
     Raises:
-        ValueError, TypeError: ``log_steps`` is not an integer above zero, or a sink is
-            not a function.
+        ValueError, TypeError: ``log_steps`` or ``max_nonfinite`` is not an integer
+            above zero, or a sink is not a function.
     """
 
     def __init__(
@@ -105,8 +107,12 @@ class RunLog:
         settings: Mapping[str, Any] | None = None,
         shows: Callable[[list[dict[str, Any]]], Any] | None = None,
         sinks: Sequence[Sink] = (),
+        max_nonfinite: int | None = None,
     ) -> None:
         self._log_steps = check_integer("log_steps", log_steps, least=1)
+        if max_nonfinite is not None:
+            check_integer("max_nonfinite", max_nonfinite, least=1)
+        self._max_nonfinite, self._num_nonfinite = max_nonfinite, 0
         for sink in sinks:
             check_function("each sink, which takes (values, step=step),", sink)
         self._sinks, self._shows = list(sinks), shows
@@ -134,7 +140,7 @@ class RunLog:
         self._untold: list[dict[str, Any]] = []
         self._newest: list[dict[str, Any]] = []  # the last that were told, perhaps lost
         self._next_step = -1  # unknown before the first `add`
-        self._begun = self._closed = self._has_warned = False
+        self._begun = self._closed = False
         self._since = time.perf_counter()
 
     def add(self, loss: torch.Tensor) -> None:
@@ -313,10 +319,20 @@ class RunLog:
         idle = self._sum("idle_seconds") / self._replica.num_replicas
         self._send(values | {"idle_share": idle / seconds}, line["step"])
         self._told, self._shared_loss = [], self._nothing_shared
-        is_news = not (self._has_warned or math.isfinite(line.get("loss", 0.0)))
-        if is_news and self._replica.is_primary:
-            logger.warning(f"the mean loss of step {line['step']} is {line['loss']}")
-        self._has_warned |= is_news
+        self._check_finite(line)
+
+    def _check_finite(self, line: dict[str, Any]) -> None:
+        """Warns of a loss that is not finite; raises FloatingPointError of several."""
+        loss, number = line.get("loss", 0.0), self._num_nonfinite + 1
+        self._num_nonfinite = 0 if math.isfinite(loss) else number
+        text = f"the mean loss on the logging step {line['step']} is {loss}"
+        if self._num_nonfinite == self._max_nonfinite:
+            raise FloatingPointError(
+                f"{text}, as on {number} logging steps in a row: resume from a "
+                "checkpoint before these, with a smaller lr or max_grad_norm="
+            )
+        if self._num_nonfinite == 1 and self._replica.is_primary:
+            logger.warning(f"{text}; RunLog(max_nonfinite=) ends a run for that")
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
         """Tells of lines in the file, and to who shows them."""

@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     digest = hashlib.sha256(content).hexdigest()[:16]
     result = {"hash": digest, "num_updates": checkpointer.num_updates}
     if options.float:
-        torch.save([value.detach() for value in values], folder / f"{name}.values")
+        torch.save(found, folder / f"{name}.values")
     (folder / f"{name}.compilations").write_text(json.dumps(num_compilations))
     written = folder / f"{name}-{replica.rank}.result"
     written.write_text(json.dumps(result))

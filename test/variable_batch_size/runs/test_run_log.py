@@ -347,9 +347,9 @@ def test_waiting_for_the_device_is_time_of_the_step_that_waits(tmp_path, monkeyp
     assert (table["seconds"][table["loss"].notna()] >= 0.05).all()
 
 
-def train_to_nan(rank: int) -> list[str]:
+def train_to_nan(rank: int, most: int | None) -> list[str]:
     """Returns the warnings of a run whose losses are NaN from step 4 on."""
-    training, told = Training(None, log_steps=2), []
+    training, told = Training(None, log_steps=2, max_nonfinite=most), []
     logger = logging.getLogger("variable_batch_size.runs.run_log")
     logger.addFilter(lambda record: told.append(record.getMessage()) or False)
     of_number = training.loss
@@ -362,17 +362,8 @@ def train_to_nan(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", [row("cpu", 2), row("xla", 2)])
-def test_a_loss_that_is_not_finite_is_told_once(backend):
-    told = backend.run(train_to_nan)
+def test_a_loss_that_is_not_finite_is_told_once_or_ends_the_run(backend):
+    told = backend.run(train_to_nan, None)
     assert sum(len(each) for each in told) == 1, told
-
-
-def test_a_sink_that_raises_ends_the_run_where_a_loss_is_not_finite():
-    def check(values: dict[str, float], *, step: int) -> None:
-        if not math.isfinite(values["loss"]):
-            raise FloatingPointError(f"the loss of step {step} is {values['loss']}")
-
-    training = Training(None, log_steps=2, sinks=[check])
-    training.loss = lambda model, x, y: model(x).sum() * math.nan
-    with pytest.raises(FloatingPointError, match="the loss of step 0 is nan"):
-        training.epoch(0)
+    with pytest.raises(xla_replica.ReplicaError, match="as on 3 logging steps in a ro"):
+        backend.run(train_to_nan, 3)
