@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 import xla_replica
 from rigl_xla import state
-from rigl_xla.layers.checks import Hold, check_bound, check_hold, watch_optimizers
+from rigl_xla.layers.checks import check_bound, check_hold, watch_optimizers
 from rigl_xla.layers.initial import (
     INITIAL_WEIGHTS,
     initial_layer,
@@ -33,15 +32,14 @@ from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.drift import check_equal
 from rigl_xla.update.optimizer_state import state_of
 from rigl_xla.update.steps import DenseSums, TopologySteps
-from xla_replica import AccumulationHook, AccumulationNote, Replica
+from xla_replica import Replica
 from xla_replica.backends.registry import given_or_current
 from xla_replica.common.arguments import check_integer
 
 
-def _of(part: str, name: str) -> property:
-    """Returns a property that reads an attribute of the schedule or the options."""
-    doc = f"What `{name}` of the {part} is."
-    return property(operator.attrgetter(f"{part}.{name}"), doc=doc)
+def _of(name: str) -> property:
+    """Returns a property that reads one of the options."""
+    return property(operator.attrgetter(f"options.{name}"), doc=f"The option `{name}`.")
 
 
 class RigLScheduler:
@@ -136,13 +134,13 @@ class RigLScheduler:
         model: nn.Module,
         optimizer: Optimizer,
         dense_allocation: float = Options.dense_allocation,
-        T_end: int | None = UpdateSchedule.T_end,
+        T_end: int | None = Options.T_end,
         sparsity_distribution: str | Distribution = Options.sparsity_distribution,
         ignore_linear_layers: bool = Options.ignore_linear_layers,
-        delta: int = UpdateSchedule.delta,
-        alpha: float = UpdateSchedule.alpha,
+        delta: int = Options.delta,
+        alpha: float = Options.alpha,
         static_topo: bool = Options.static_topo,
-        grad_accumulation_n: int = UpdateSchedule.grad_accumulation_n,
+        grad_accumulation_n: int = Options.grad_accumulation_n,
         state_dict: Mapping[str, Any] | None = None,
         *,
         method: str = Options.method,
@@ -155,7 +153,7 @@ class RigLScheduler:
         include: Selector | Iterable[Selector] = Options.include,
         exclude: Selector | Iterable[Selector] = Options.exclude,
         dense_first: bool | None = Options.dense_first,
-        annealing: str = UpdateSchedule.annealing,
+        annealing: str = Options.annealing,
         momentum: float = Options.momentum,
         skip_step: bool = Options.skip_step,
         bound_new_steps: bool = Options.bound_new_steps,
@@ -164,9 +162,9 @@ class RigLScheduler:
     ) -> None:
         arguments = locals()
         check_model(model)
-        self.options = options = _made_of(Options, arguments)
-        schedule: UpdateSchedule = _made_of(UpdateSchedule, arguments)
-        self.schedule = schedule
+        names = [field.name for field in dataclasses.fields(Options)]
+        given = {name: arguments[name] for name in names if name in arguments}
+        self.options = options = Options(**given)
         self.model, self.optimizer = model, optimizer
         self.replica = given_or_current(replica)
         self._handles: list[Any] = []
@@ -175,14 +173,13 @@ class RigLScheduler:
             self._restore(state_dict, {})
             return
         weights, sparse = options.plan(model)
-        options.check_schedule(schedule, stacklevel=2)
+        options.check_schedule(stacklevel=2)
         layers = [
             initial_layer(weight, sparse[weight.name], options)
             for weight in weights
             if sparse[weight.name] > 0
         ]
-        steps = TopologySteps(weights, layers, options, schedule)
-        self._check_hold(steps)
+        self._check_hold(steps := TopologySteps(weights, layers, options))
         warn_of_lost_connections(layers, options, self.replica, stacklevel=2)
         self._adopt(steps)
         if initial_weights is not None:
@@ -221,9 +218,7 @@ class RigLScheduler:
         for handle in self._handles:
             handle.remove()
         for layer in self._layers:
-            if layer.hold:
-                layer.hold.release()
-            layer.pending = layer.gradient = layer.discarded = None
+            layer.release()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has in common: no hooks, and no bond to this process."""
@@ -254,6 +249,16 @@ class RigLScheduler:
         self.close()
 
     # --- what can be asked ----------------------------------------------------------
+
+    @property
+    def schedule(self) -> UpdateSchedule:
+        """When the topology changes and by how much: a part of the options."""
+        return self.options
+
+    @property
+    def collects(self) -> bool:
+        """Whether an update uses the dense gradients of the step under way."""
+        return self._steps.collects
 
     @property
     def masks(self) -> dict[str, torch.Tensor]:
@@ -298,14 +303,14 @@ class RigLScheduler:
 
     # --- the attributes and methods of rigl-torch ------------------------------------
 
-    T_end = _of("schedule", "T_end")
-    delta_T = _of("schedule", "delta")
-    alpha = _of("schedule", "alpha")
-    grad_accumulation_n = _of("schedule", "grad_accumulation_n")
-    dense_allocation = _of("options", "dense_allocation")
-    sparsity_distribution = _of("options", "sparsity_distribution")
-    ignore_linear_layers = _of("options", "ignore_linear_layers")
-    static_topo = _of("options", "static_topo")
+    T_end = _of("T_end")
+    delta_T = _of("delta")
+    alpha = _of("alpha")
+    grad_accumulation_n = _of("grad_accumulation_n")
+    dense_allocation = _of("dense_allocation")
+    sparsity_distribution = _of("sparsity_distribution")
+    ignore_linear_layers = _of("ignore_linear_layers")
+    static_topo = _of("static_topo")
 
     @property
     def step(self) -> int:
@@ -410,9 +415,8 @@ class RigLScheduler:
 
     def _restore(self, saved: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         """Replaces the pruner's state by a saved one, in which values may change."""
-        what = (self.options, self.schedule, changes)
-        steps = state.from_dict(saved, self.model, *what, stacklevel=4)
-        steps.options.check_schedule(steps.schedule, stacklevel=3)
+        steps = state.from_dict(saved, self.model, self.options, changes, stacklevel=4)
+        steps.options.check_schedule(stacklevel=3)
         self._check_hold(steps)
         self._adopt(steps)
 
@@ -425,30 +429,22 @@ class RigLScheduler:
         """Replaces the pruner's state, and keeps the model sparse by its masks."""
         self.close()
         self._closed = False
-        self._steps, self._layers = steps, steps.layers
-        self.options, self.schedule = steps.options, steps.schedule
-        self._steps.begin(self.replica)
+        self._steps, self._layers, self.options = steps, steps.layers, steps.options
+        if not steps.is_collecting:
+            steps.discard_gradients(self.replica)
         self._place_hooks()
         self.apply_mask_to_weights()
         self.reset_momentum()
 
     def _place_hooks(self) -> None:
         """Registers hooks on weights, which keep no pruner alive, and the optimizer."""
-        steps = weakref.ref(self._steps)
-        self._handles = []
         for layer in self._layers:
-            parameter = layer.weight.parameter
-            mask = AccumulationHook(functools.partial(_mask_gradient, steps, layer))
-            note = AccumulationNote(functools.partial(_note_accumulation, steps, layer))
-            handles = [
-                parameter.register_hook(mask),
-                parameter.register_post_accumulate_grad_hook(note),
-            ]
-            layer.hold = Hold(parameter, self, handles)
+            layer.hold(self)
         # A pruner that counts the optimizer's steps lives as long as that.
         hook: Callable[..., None] = self._after_step
         if self.options.skip_step:
-            hook = functools.partial(_mask_weights, steps, self._layers)
+            hook = functools.partial(_mask_weights, self._layers)
+        self._handles = []
         if self._layers:
             self._handles.append(self.optimizer.register_step_post_hook(hook))
             watch_optimizers()
@@ -476,38 +472,11 @@ class RigLScheduler:
         self._steps.end(self.optimizer, self.replica)
 
 
-def _mask_gradient(
-    steps: weakref.ref[TopologySteps], layer: SparseLayer, grad: torch.Tensor
-) -> torch.Tensor:
-    """Returns a gradient masked, before it accumulates or is reduced; collects it."""
-    layer.follow(grad.device)
-    if (alive := steps()) is not None:
-        alive.note_gradient(layer, grad)
-    return torch.where(layer.mask, grad, grad.new_zeros(()))
-
-
-def _note_accumulation(
-    steps: weakref.ref[TopologySteps], layer: SparseLayer, parameter: torch.Tensor
-) -> None:
-    """Notes that a masked gradient was added to ``.grad``."""
-    layer.hooked = True
-    if (alive := steps()) is not None:
-        alive.note_accumulation(layer)
-
-
 @torch.no_grad()
-def _mask_weights(
-    steps: weakref.ref[TopologySteps], layers: Sequence[SparseLayer], *_: object
-) -> None:
+def _mask_weights(layers: Sequence[SparseLayer], *_: object) -> None:
     """Masks weights after the optimizer's step, also where the pruner is gone."""
     for layer in layers:
-        if layer.hold and not layer.hold.released:
+        if layer.hooks:  # or another pruner's layer is in its place
             layer.mask_()
-    if (alive := steps()) is not None:
-        alive.note_optimizer_step()
-
-
-def _made_of(kind: Any, arguments: Mapping[str, Any]) -> Any:
-    """Returns a dataclass of those arguments that have its fields' names."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    return kind(**{name: arguments[name] for name in names if name in arguments})
+    if pruner := layers[0].pruner:
+        pruner._steps.note_optimizer_step()

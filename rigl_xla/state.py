@@ -11,7 +11,7 @@ from torch import nn
 
 from rigl_xla.contrib import rigl_torch
 from rigl_xla.layers.checks import check_kind
-from rigl_xla.layers.options import NOT_SAVED, Options
+from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer, to_host
 from rigl_xla.layers.weights import Weight, weights_of
 from rigl_xla.topology.distribution import as_float
@@ -22,7 +22,11 @@ from xla_replica import Replica
 from xla_replica.common.arguments import check_integer, check_number, check_type
 from xla_replica.common.differences import check_same, differences
 
-FORMAT = 2
+FORMAT = 3
+# No state holds these options. Others may be repeated by the caller, who gets them from
+# the state otherwise.
+_NOT_SAVED = ("initial_masks", "initial_weights", "include", "exclude")
+_SCHEDULE = [field.name for field in dataclasses.fields(UpdateSchedule)]
 _FUNCTION = "function "  # begins the name of a function, which a state cannot hold
 
 
@@ -49,8 +53,7 @@ def to_dict(now: TopologySteps, replica: Replica) -> dict[str, Any]:
         "format": FORMAT,
         "step": now.number,
         "num_updates": now.num_updates,
-        "schedule": dataclasses.asdict(now.schedule),
-        "options": _plain_options(now.options),
+        "options": _plain(now.options),
         "layers": layers,
         "dense": [w.name for w in now.weights if w.name not in layers],
     }
@@ -60,7 +63,6 @@ def from_dict(
     state: Mapping[str, Any],
     model: nn.Module,
     options: Options,
-    schedule: UpdateSchedule,
     changes: Mapping[str, Any],
     stacklevel: int,
 ) -> TopologySteps:
@@ -74,36 +76,24 @@ def from_dict(
             f"state_dict has format {state.get('format')!r} and keys {sorted(state)}; "
             f"this release reads its own format {FORMAT} and rigl-torch 0.5.2's states"
         )
-    _check_parts(state)
-    options = _resumed(options, state["options"])
-    values = {**dataclasses.asdict(schedule), **state["schedule"], **changes}
-    if options.from_rigl_torch:
+    _check_has(state, ("step", "num_updates", "options", "layers", "dense"))
+    for part in ("options", "layers"):
+        check_type(f"state_dict[{part!r}]", state[part], Mapping, "a dict")
+    resumed, told = _resumed(options, state["options"], changes)
+    if resumed.from_rigl_torch:
         weights = rigl_torch.weights_of(model)
     else:
         weights = weights_of(model, options.include, options.exclude)
     steps = TopologySteps(
         weights,
-        _fit(state["layers"], state["dense"], weights, options),
-        options,
-        UpdateSchedule(**values),
+        _fit(state["layers"], state["dense"], weights, resumed),
+        resumed,
         check_integer("the step in state_dict", state["step"], 0),
         check_integer("num_updates in state_dict", state["num_updates"], 0),
     )
-    _warn_of_schedule(schedule, state["schedule"], changes, stacklevel)
+    if told:
+        warnings.warn(told, stacklevel=stacklevel)
     return steps
-
-
-def _check_parts(state: Mapping[str, Any]) -> None:
-    """Raises ValueError if a state lacks something, or has what nobody reads."""
-    _check_has(state, ("step", "num_updates", "schedule", "options", "layers", "dense"))
-    check_type("state_dict['layers']", state["layers"], Mapping, "a dict")
-    for part, kind in {"options": Options, "schedule": UpdateSchedule}.items():
-        what = f"state_dict[{part!r}]"
-        given = check_type(what, state[part], Mapping, "a dict")
-        known = {field.name for field in dataclasses.fields(kind)}
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise ValueError(f"{what} has {unknown}, which this release does not know")
 
 
 def _check_has(part: Mapping[str, Any], names: Sequence[str], of: str = "") -> None:
@@ -115,49 +105,36 @@ def _check_has(part: Mapping[str, Any], names: Sequence[str], of: str = "") -> N
         )
 
 
-def _warn_of_schedule(
-    own: UpdateSchedule,
-    saved: Mapping[str, Any],
-    changes: Mapping[str, Any],
-    stacklevel: int,
-) -> None:
-    """Warns if a schedule that the caller asked for is not the saved one."""
-    default = dataclasses.asdict(UpdateSchedule())
-    asked = {
-        name: value
-        for name, value in dataclasses.asdict(own).items()
-        if value != default[name] and name in saved and name not in changes
-    }
-    if changed := differences(saved, asked, {name: name for name in asked}):
-        names = ", ".join(f"{n}={v!r}" for n, v in asked.items() if saved[n] != v)
-        warnings.warn(
-            f"the saved schedule goes on: {'; '.join(changed)} in this call, which has "
-            f"no effect. For another one say pruner.load_state_dict(state, {names}); "
-            "where a Checkpointer has loaded the run, state=pruner.state_dict()",
-            stacklevel=stacklevel + 1,
-        )
-
-
-def _plain_options(options: Options) -> dict[str, Any]:
+def _plain(options: Options) -> dict[str, Any]:
     """Returns the options that are saved, functions by name."""
-    saved = {}
-    for field in dataclasses.fields(options):
-        if field.name not in NOT_SAVED:
-            value = getattr(options, field.name)
-            if callable(value):
-                value = _FUNCTION + getattr(value, "__name__", type(value).__name__)
-            elif isinstance(value, Mapping):
-                value = {name: as_float(number) for name, number in value.items()}
-            saved[field.name] = value
+    saved = {n: value for n, value in vars(options).items() if n not in _NOT_SAVED}
+    for name, value in saved.items():
+        if callable(value):
+            saved[name] = _FUNCTION + getattr(value, "__name__", type(value).__name__)
+    if options.sparsities:
+        each = options.sparsities.items()
+        saved["sparsities"] = {pattern: as_float(number) for pattern, number in each}
     return saved
 
 
-def _resumed(options: Options, saved: Mapping[str, Any]) -> Options:
-    """Returns the caller's options with the saved ones, which may be repeated."""
-    own, defaults = _plain_options(options), _plain_options(Options())
-    chosen = {name: name for name in saved if own[name] != defaults[name]}
+def _resumed(
+    options: Options, saved: Mapping[str, Any], changes: Mapping[str, Any]
+) -> tuple[Options, str]:
+    """Returns the saved options, and a warning if the caller's schedule is another one.
+
+    Other options than the saved ones, where the caller's are no defaults, are an error.
+    """
+    own, defaults = _plain(options), _plain(Options())
+    if unknown := [name for name in saved if name not in own]:
+        raise ValueError(
+            f"state_dict['options'] has {unknown}, which this release does not know"
+        )
+    if unknown := [name for name in changes if name not in _SCHEDULE]:
+        raise TypeError(f"load_state_dict: unexpected keyword argument {unknown[0]!r}")
+    asked = {name: name for name in saved if own[name] != defaults[name]}
+    of_run = {name: name for name in asked if name not in _SCHEDULE}
     what = "load_state_dict: the state of a run with other options"
-    check_same(saved, own, what, "Leave them out or give the same", chosen)
+    check_same(saved, own, what, "Leave them out or give the same", of_run)
     values = {}
     for name, value in saved.items():
         if not (isinstance(value, str) and value.startswith(_FUNCTION)):
@@ -167,7 +144,16 @@ def _resumed(options: Options, saved: Mapping[str, Any]) -> Options:
             raise ValueError(
                 f"state_dict was made with {name}= a {value}; give the same one again"
             )
-    return dataclasses.replace(options, **values)
+    told = ""
+    of_schedule = {n: n for n in asked if n in _SCHEDULE and n not in changes}
+    if changed := differences(saved, own, of_schedule):
+        again = ", ".join(f"{n}={own[n]!r}" for n in of_schedule if own[n] != saved[n])
+        told = (
+            f"the saved schedule goes on: {'; '.join(changed)} in this call, which has "
+            f"no effect. For another one say pruner.load_state_dict(state, {again}); "
+            "where a Checkpointer has loaded the run, state=pruner.state_dict()"
+        )
+    return dataclasses.replace(options, **{**values, **changes}), told
 
 
 def _fit(
@@ -201,27 +187,23 @@ def _layer_of(
 ) -> SparseLayer:
     """Returns a layer of a saved state; raises ValueError if it does not fit."""
     check_kind(weight)
-    parts = ("shape", "sparsity", "mask", "ever_active")
-    _check_has(entry, parts, f" of {weight.name!r}")
-    what = f"the sparsity of {weight.name!r} in state_dict"
-    sparsity = check_number(what, entry["sparsity"], 0, below=1)
-    shape = tuple(entry["shape"])
-    if tuple(weight.parameter.shape) != shape:
-        raise ValueError(
-            f"state_dict has a mask of shape {shape} for {weight.name!r}, which has "
-            f"shape {tuple(weight.parameter.shape)}; it is of another model"
-        )
-    mask = unpack(entry["mask"], shape)
-    ever = unpack(entry["ever_active"], shape)
-    pattern = options.pattern(weight, sparsity)
-    active = int(mask.count_nonzero())
-    layer = SparseLayer(weight, sparsity, active, mask, pattern, ever)
+    name, shape = weight.name, tuple(weight.parameter.shape)
+    _check_has(entry, ("shape", "sparsity", "mask", "ever_active"), f" of {name!r}")
     gradient = entry.get("gradient")
+    given = {"mask": tuple(entry["shape"])}
     if gradient is not None:
-        if tuple(gradient.shape) != shape:
+        given["gradient"] = tuple(gradient.shape)
+    for what, other in given.items():
+        if other != shape:
             raise ValueError(
-                f"state_dict has a gradient of shape {tuple(gradient.shape)} for "
-                f"{weight.name!r} of shape {shape}; it is damaged"
+                f"state_dict has a {what} of shape {other} for {name!r}, which has "
+                f"shape {shape}; it is of another model"
             )
+    what = f"the sparsity of {name!r} in state_dict"
+    sparsity = check_number(what, entry["sparsity"], 0, below=1)
+    mask, ever = (unpack(entry[which], shape) for which in ("mask", "ever_active"))
+    active, pattern = int(mask.count_nonzero()), options.pattern(weight, sparsity)
+    layer = SparseLayer(weight, sparsity, active, mask, pattern, ever)
+    if gradient is not None:
         layer.gradient = gradient.to(layer.mask.device, copy=True)
     return layer

@@ -35,11 +35,9 @@ def converted(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return {
         "step": int(state["step"]),
         "num_updates": int(state["rigl_steps"]),
-        "schedule": {
+        "options": {
             "delta": hyperparams["delta_T"],
             **{n: hyperparams[n] for n in ("T_end", "alpha", "grad_accumulation_n")},
-        },
-        "options": {
             "dense_allocation": state["dense_allocation"],
             "ignore_linear_layers": bool(hyperparams["ignore_linear_layers"]),
             "static_topo": bool(hyperparams["static_topo"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +14,7 @@ from rigl_xla.layers.sparse_layer import SparseLayer, to_host
 from rigl_xla.layers.weights import Weight
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
-from rigl_xla.topology.structure import outputs_first
+from rigl_xla.topology.structure import RowPattern, outputs_first
 from xla_replica import Replica
 from xla_replica.common.arguments import check_names, check_type
 
@@ -34,27 +34,23 @@ def initial_layer(weight: Weight, sparsity: float, options: Options) -> SparseLa
     kind that cannot be masked.
     """
     check_kind(weight)
-    parameter = weight.parameter.detach()
-    pattern, size = options.pattern(weight, sparsity), parameter.numel()
-    active = size - num_inactive(sparsity, size)
-    if pattern is not None:
-        active = pattern.num_active
+    parameter, seed = weight.parameter.detach(), options.seed
+    shape, size = tuple(parameter.shape), parameter.numel()
+    pattern = options.pattern(weight, sparsity)
+    # Without a pattern, all is one row.
+    row = RowPattern(shape, size, size - num_inactive(sparsity, size), False)
+    rows, given = pattern or row, options.initial_masks
+    active = rows.num_active
     if options.method_in_use.gradual:
-        active, mask = size, torch.ones(parameter.shape, dtype=torch.bool)
-    elif options.initial_masks == "random" and pattern is not None:
-        mask = pattern.random_mask(options.seed, weight.name)
-    elif options.initial_masks == "random":
-        mask = masks.random_mask(options.seed, weight.name, size, active)
+        active, mask = size, torch.ones(shape, dtype=torch.bool)
+    elif given == "random" and pattern is None:
+        mask = masks.random_mask(seed, weight.name, size, active).reshape(shape)
+    elif given == "random":
+        scores = masks.random_scores(seed, weight.name, 0, size)
+        mask = rows.best_mask(rows.join(scores))
     else:
-        given: Any = options.initial_masks
-        scores = parameter.abs() if given == "magnitude" else given[weight.name]
-        scores = scores.detach()  # on any device
-        if pattern is not None:
-            mask = pattern.best_mask(scores)
-        else:
-            count = torch.tensor([active]).to(scores.device)
-            mask = masks.top(scores.reshape(1, -1), count)
-    mask = mask.reshape(parameter.shape)
+        chosen = {weight.name: parameter.abs()} if given == "magnitude" else given
+        mask = rows.best_mask(chosen[weight.name].detach())  # on any device
     return SparseLayer(weight, sparsity, active, mask, pattern)
 
 

@@ -27,14 +27,10 @@ from xla_replica.common.arguments import (
     check_number,
 )
 
-# The options that no state holds. Others may be repeated by the caller, who gets them
-# from the state otherwise.
-NOT_SAVED = ("initial_masks", "initial_weights", "include", "exclude")
-
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """Which weights become how sparse, and how masks begin and change.
+class Options(UpdateSchedule):
+    """Which weights become how sparse, and how masks begin and when they change.
 
     `RigLScheduler` says what they mean. ``from_rigl_torch`` is for runs that began
     there, in which norms and embeddings may be sparse.
@@ -52,7 +48,7 @@ class Options:
     initial_weights: str | None = None
     sparsities: Mapping[str, float] | None = None
     include: Selector | Iterable[Selector] = ()
-    exclude: Iterable[Selector] = ()
+    exclude: Selector | Iterable[Selector] = ()
     dense_first: bool | None = None
     momentum: float = 0.9
     skip_step: bool = True
@@ -61,21 +57,20 @@ class Options:
     from_rigl_torch: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("include", "exclude"):
-            object.__setattr__(self, name, tuple(selectors(getattr(self, name))))
+        super().__post_init__()
         flags = "ignore_linear_layers", "static_topo", "skip_step", "bound_new_steps"
-        for name in flags:
+        for name in (*flags, *["dense_first"] * (self.dense_first is not None)):
             check_flag(name, getattr(self, name))
-        if self.dense_first is not None:
-            check_flag("dense_first", self.dense_first)
-        density = check_number(
-            "dense_allocation", self.dense_allocation, above=0, most=1
+        density, momentum = self.dense_allocation, self.momentum
+        self._set(
+            include=selectors(self.include),
+            exclude=selectors(self.exclude),
+            dense_allocation=as_float(
+                check_number("dense_allocation", density, above=0, most=1)
+            ),
+            momentum=as_float(check_number("momentum", momentum, 0, below=1)),
+            seed=check_integer("seed", self.seed),
         )
-        momentum = check_number("momentum", self.momentum, 0, below=1)
-        # Plain numbers, which a saved state can hold, also of NumPy's.
-        plain = {"dense_allocation": as_float(density), "momentum": as_float(momentum)}
-        for name, value in {**plain, "seed": check_integer("seed", self.seed)}.items():
-            object.__setattr__(self, name, value)
         distribution_named(self.sparsity_distribution)
         check_choice("initial_weights", self.initial_weights, [None, *INITIAL_WEIGHTS])
         if not isinstance(self.initial_masks, Mapping):
@@ -84,19 +79,32 @@ class Options:
                 "p.grad).abs() for n, p in model.named_parameters()})"
             )
             check_choice("initial_masks", self.initial_masks, INITIAL_MASKS, otherwise)
-        if self.method_in_use.gradual and self.initial_masks != "random":
-            raise ValueError(
-                f"method={self.method!r} begins dense and loses connections by its own "
-                "score; leave out initial_masks="
-            )
         given = {} if self.sparsities is None else self.sparsities
         if not isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
             raise TypeError(
                 "sparsities must be a dict from patterns of parameter names to "
                 f"sparsities, like {{'head': 0.5}}, or None, got {self.sparsities!r}"
             )
-        if self.structure is not None:
-            self._check_structure(self.structure)
+        self._check_combinations(given)
+
+    def _check_combinations(self, sparsities: Mapping[str, float]) -> None:
+        """Raises ValueError unless the options fit each other."""
+        method, structure, density = self.method_in_use, self.structure, self.density
+        for is_wrong, why in (
+            (method.gradual and self.initial_masks != "random",
+             f"method={self.method!r} begins dense and loses connections by its own "
+             "score; leave out initial_masks="),
+            (method.gradual and structure,
+             f"method={self.method!r} loses connections anywhere and cannot keep "
+             f"structure={structure!r}; use another method"),
+            (n_of_m(structure) and (self.dense_allocation not in (1, density)
+             or self.sparsity_distribution != Options.sparsity_distribution
+             or any(each not in (0, 1 - density) for each in sparsities.values())),
+             f"structure={structure!r} makes every layer {1 - density:g} sparse: leave "
+             "out dense_allocation=, sparsity_distribution= and all sparsities= but 0"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise ValueError(why)
 
     @property
     def method_in_use(self) -> Method:
@@ -111,29 +119,33 @@ class Options:
             )
         return STATIC
 
-    def check_schedule(self, schedule: UpdateSchedule, stacklevel: int) -> None:
+    def check_schedule(self, stacklevel: int) -> None:
         """Raises ValueError, or warns, if a method that has updates would have none."""
         method = self.method_in_use
-        if not (method.updates and self.is_sparse) or schedule.last_update:
+        if not (method.updates and self.is_sparse) or self.last_update:
             return
-        if schedule.T_end is None:
+        if self.T_end is None:
             raise ValueError(
                 f"method={self.method!r} needs T_end, the step from which on the "
                 "topology stays, about 0.75 times all steps; or static_topo=True"
             )
         too_early = (
-            f"T_end={schedule.T_end} is not past the first update at step "
-            f"delta={schedule.delta}, so method={self.method!r}"
+            f"T_end={self.T_end} is not past the first update at step "
+            f"delta={self.delta}, so method={self.method!r} would"
         )
         if method.gradual:
-            raise ValueError(
-                f"{too_early} would leave all dense; lower delta or raise T_end"
-            )
+            raise ValueError(f"{too_early} leave all dense; lower delta or raise T_end")
         warnings.warn(
-            f"{too_early} will never change the topology; lower delta, raise T_end, or "
-            "say static_topo=True",
+            f"{too_early} never change the topology; lower delta, raise T_end, or say "
+            "static_topo=True",
             stacklevel=stacklevel + 1,
         )
+
+    @property
+    def density(self) -> float:
+        """The share of active weights that layers are to have together."""
+        pattern = n_of_m(self.structure)
+        return pattern[0] / pattern[1] if pattern else self.dense_allocation
 
     @property
     def is_sparse(self) -> bool:
@@ -149,14 +161,12 @@ class Options:
             fixed = {weight.name: 0.0 for weight in weights if not weight.is_conv}
         for pattern, sparsity in (self.sparsities or {}).items():
             fixed |= dict.fromkeys(named(weights, pattern), sparsity)
-        kept = n_of_m(self.structure) if self.structure else None
-        target = 1 - kept[0] / kept[1] if kept else 1 - self.dense_allocation
         shapes = {weight.name: tuple(weight.parameter.shape) for weight in weights}
         # An excluded first layer is dense, and no other takes its place.
         first = [weight.name for weight in weights_of(model, self.include)[:1]]
         dense_first = self.dense_first if first == list(shapes)[:1] else False
         sparsities = allocate(
-            shapes, target, self.sparsity_distribution, fixed, dense_first
+            shapes, 1 - self.density, self.sparsity_distribution, fixed, dense_first
         )
         if not isinstance(self.initial_masks, str):
             sparse = {name: shapes[name] for name, value in sparsities.items() if value}
@@ -174,23 +184,3 @@ class Options:
             return None
         shape, groups = tuple(weight.parameter.shape), weight.transposed
         return row_pattern(self.structure, weight.name, shape, sparsity, groups)
-
-    def _check_structure(self, structure: str) -> None:
-        pattern = n_of_m(structure)
-        if self.method_in_use.gradual:
-            raise ValueError(
-                f"method={self.method!r} loses connections anywhere and cannot keep "
-                f"structure={structure!r}; use another method"
-            )
-        if pattern is None:
-            return
-        density = pattern[0] / pattern[1]
-        others = [self.dense_allocation not in (1, density)]
-        others += [self.sparsity_distribution != Options.sparsity_distribution]
-        others += [s not in (0, 1 - density) for s in (self.sparsities or {}).values()]
-        if any(others):
-            raise ValueError(
-                f"structure={structure!r} makes every layer {1 - density:g} sparse: "
-                "leave out dense_allocation=, sparsity_distribution= and all "
-                "sparsities= but 0"
-            )

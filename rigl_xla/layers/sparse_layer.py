@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from rigl_xla.layers.checks import Hold
 from rigl_xla.layers.weights import Weight
 from rigl_xla.topology.structure import RowPattern
-from xla_replica import Replica, traits
+from xla_replica import AccumulationHook, AccumulationNote, Replica, traits
 
 # What `SparseLayer.counts` counts, in this order: connections that are active, that the
 # last update grew and dropped, and that were ever active.
@@ -57,7 +57,8 @@ class SparseLayer:
         accumulated: The ``.grad`` that they have added to, after the last of them.
         discarded: The pending ones whose ``.grad`` was taken away in this step.
         gradient: The dense gradient of earlier steps, over all replicas.
-        hold: The hooks of the layer's pruner.
+        has_gradients: Whether there was one since the last update.
+        hooks: The hooks on the parameter, which `release` removes.
     """
 
     weight: Weight
@@ -72,7 +73,9 @@ class SparseLayer:
     accumulated: Accumulated | None = None
     discarded: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
-    hold: Hold | None = None
+    has_gradients: bool = False
+    hooks: list[Any] = dataclasses.field(default_factory=list)
+    _pruner: Any = None  # a weak reference
 
     def __post_init__(self) -> None:
         parameter, ever = self.weight.parameter, self.ever
@@ -84,7 +87,7 @@ class SparseLayer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has in common: it has no ``.grad`` and no hooks."""
-        return {**vars(self), "accumulated": None, "hold": None}
+        return {**vars(self), "accumulated": None, "hooks": [], "_pruner": None}
 
     @property
     def name(self) -> str:
@@ -100,6 +103,59 @@ class SparseLayer:
     def size(self) -> int:
         """Number of weights, active or not."""
         return self.weight.parameter.numel()
+
+    # --- the parameter's hooks ------------------------------------------------------
+
+    @property
+    def pruner(self) -> Any:
+        """The pruner that keeps the parameter sparse; None where nobody has it."""
+        return self._pruner and self._pruner()
+
+    @property
+    def collects(self) -> bool:
+        """Whether dense gradients of this step are needed."""
+        return bool(self.pruner and self.pruner.collects)
+
+    def hold(self, pruner: object) -> None:
+        """Keeps the parameter sparse, in place of a layer whose pruner is gone.
+
+        Hooks work until they are released, also when nobody has the pruner any more.
+        """
+        parameter = self.weight.parameter
+        if before := _holders.get(id(parameter)):
+            before.release()
+        _holders[id(parameter)], self._pruner = self, weakref.ref(pruner)
+        note = AccumulationNote(self._note_accumulation)
+        self.hooks = [
+            parameter.register_hook(AccumulationHook(self._mask_gradient)),
+            parameter.register_post_accumulate_grad_hook(note),
+        ]
+
+    def release(self) -> None:
+        """Removes the hooks, and forgets what was collected."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks, self._pruner = [], None
+        self.pending = self.gradient = self.discarded = None
+
+    def _mask_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient masked, before it is added or reduced; collects it."""
+        self.follow(grad.device)
+        self.has_gradients = True
+        if self.collects:
+            self.add(grad.detach())
+        return torch.where(self.mask, grad, grad.new_zeros(()))
+
+    def _note_accumulation(self, parameter: torch.Tensor) -> None:
+        """Notes how a backward pass has left ``.grad``: with a masked gradient more."""
+        self.hooked = True
+        if self.collects:
+            grad = parameter.grad
+            assert grad is not None
+            signs = torch.sign(grad.detach())
+            self.accumulated = Accumulated(TensorWeakRef(grad), grad._version, signs)
+
+    # --- the mask, and what is collected --------------------------------------------
 
     def follow(self, device: torch.device) -> None:
         """Moves the mask and its past to the parameter's device."""
@@ -118,13 +174,6 @@ class SparseLayer:
         before = self.pending
         # Autograd may have given the gradient to others too.
         self.pending = dense.clone() if before is None else before + dense
-
-    def note_accumulation(self) -> None:
-        """Notes how a backward pass has left ``.grad``."""
-        grad = self.weight.parameter.grad
-        assert grad is not None
-        signs = torch.sign(grad.detach())
-        self.accumulated = Accumulated(TensorWeakRef(grad), grad._version, signs)
 
     def drop_discarded(self, ends: bool = False) -> None:
         """Forgets what is pending if `zero_grad` has thrown it away since.
@@ -210,6 +259,16 @@ class SparseLayer:
         before = self.counts[0]
         self.counts = torch.stack([active, active - stayed, before - stayed, ever])
         self.mask.copy_(new)
+
+
+# By the identity of the parameter, which its layer keeps alive.
+_holders: MutableMapping[int, SparseLayer] = weakref.WeakValueDictionary()
+
+
+def pruner_of(parameter: torch.Tensor) -> Any:
+    """Returns the pruner that keeps a parameter sparse; None where nobody has it."""
+    layer = _holders.get(id(parameter))
+    return layer and layer.pruner
 
 
 def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -177,7 +177,7 @@ class Report:
         num_steps: int | None = None,
     ) -> None:
         self.step, self.num_updates = now.number, now.num_updates
-        self.drop_fraction = now.schedule.drop_fraction(now.number)
+        self.drop_fraction = now.options.drop_fraction(now.number)
         self._replica = replica
         # Counts may still be on the device.
         self._counts = {layer.name: (layer.size, layer.counts) for layer in now.layers}
@@ -196,7 +196,7 @@ class Report:
             **reasons_for_dense(model, now.weights, now.options.exclude),
         }
         self._final = {layer.name: layer.sparsity for layer in now.layers}
-        self._run = now.options.method_in_use, now.schedule, num_steps
+        self._run = now.options.method_in_use, now.options, num_steps
 
     @functools.cached_property
     def layers(self) -> dict[str, LayerReport]:

@@ -23,7 +23,7 @@ class RowPattern:
         per_row: How many of them are active.
         along_channels: Whether a row lies along the input channels alone, where matrix
             units multiply, as for N:M; or along the kernel too, for constant fan-in.
-        transposed: See `outputs_first_shape`.
+        transposed: See `outputs_first`.
     """
 
     shape: tuple[int, ...]
@@ -40,18 +40,14 @@ class RowPattern:
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns ``(rows, width)`` from a tensor of the weight's shape."""
-        tensor = outputs_first(tensor, self.transposed)
-        if self.along_channels:
-            tensor = tensor.movedim(1, -1)
-        return tensor.reshape(-1, self.width)
+        return self._rows_last(tensor).reshape(-1, self.width)
 
     def join(self, rows_RM: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that `cut` was given."""
-        out, channels, *kernel = outputs_first_shape(self.shape, self.transposed)
+        shape = self._rows_last(torch.empty(self.shape, device="meta")).shape
+        tensor = rows_RM.reshape(shape)
         if self.along_channels:
-            tensor = rows_RM.reshape(out, *kernel, channels).movedim(-1, 1)
-        else:
-            tensor = rows_RM.reshape(out, channels, *kernel)
+            tensor = tensor.movedim(-1, 1)
         return outputs_first(tensor, self.transposed)
 
     def best_mask(self, scores: torch.Tensor) -> torch.Tensor:
@@ -60,22 +56,20 @@ class RowPattern:
         counts = torch.full((len(scores_RM),), self.per_row, device=scores.device)
         return self.join(masks.top(scores_RM, counts))
 
-    def random_mask(self, seed: int, name: str) -> torch.Tensor:
-        """Returns a bool mask on the CPU with ``per_row`` active in each row."""
-        size = torch.Size(self.shape).numel()
-        scores_RM = masks.random_scores(seed, name, 0, size).reshape(-1, self.width)
-        return self.best_mask(self.join(scores_RM)).contiguous()
+    def _rows_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = outputs_first(tensor, self.transposed)
+        return tensor.movedim(1, -1) if self.along_channels else tensor
 
 
-def n_of_m(structure: str) -> tuple[int, int] | None:
-    """Returns ``(N, M)`` of ``'N:M'``; None for constant fan-in.
+def n_of_m(structure: str | None) -> tuple[int, int] | None:
+    """Returns ``(N, M)`` of ``'N:M'``; None for constant fan-in, and without a pattern.
 
     >>> n_of_m("2:4")
     (2, 4)
     """
-    check_type("structure", structure, str, "a text like '2:4'")
-    if structure == CONSTANT_FAN_IN:
+    if structure is None or structure == CONSTANT_FAN_IN:
         return None
+    check_type("structure", structure, str, "a text like '2:4'")
     match = re.fullmatch(r"(\d+):(\d+)", structure)
     if not match or not 0 < int(match[1]) < int(match[2]):
         raise ValueError(
@@ -96,12 +90,11 @@ def row_pattern(
 
     For constant fan-in, the sparsity is rounded to whole inputs, at least one.
     """
-    pattern = n_of_m(structure)
-    _, channels, *kernel = outputs_first_shape(shape, transposed)
+    inputs = outputs_first(torch.empty(shape, device="meta"), transposed)[0]
+    pattern, channels = n_of_m(structure), len(inputs)
     if pattern is None:
-        width = torch.Size((channels, *kernel)).numel()
-        per_row = max(1, round((1 - sparsity) * width))
-        return RowPattern(shape, width, per_row, False, transposed)
+        per_row = max(1, round((1 - sparsity) * inputs.numel()))
+        return RowPattern(shape, inputs.numel(), per_row, False, transposed)
     per_row, width = pattern
     if channels % width:
         raise ValueError(
@@ -111,24 +104,12 @@ def row_pattern(
     return RowPattern(shape, width, per_row, True, transposed)
 
 
-def outputs_first_shape(
-    shape: tuple[int, ...], transposed: int | None
-) -> tuple[int, ...]:
-    """Returns ``(out, in / groups, *kernel)`` of any weight's shape.
+def outputs_first(tensor: torch.Tensor, transposed: int | None) -> torch.Tensor:
+    """Returns ``(out, in / groups, *kernel)`` of a weight, and from there the weight.
 
     ``transposed`` is the number of groups of a transposed convolution, whose weight is
     ``(in, out / groups, *kernel)``; None for all others, which have outputs first.
     """
     if transposed is None:
-        return shape
-    return shape[1] * transposed, shape[0] // transposed, *shape[2:]
-
-
-def outputs_first(tensor: torch.Tensor, transposed: int | None) -> torch.Tensor:
-    """Returns a weight as `outputs_first_shape` has it, and from there the weight."""
-    if transposed is None:
         return tensor
-    first, second, *kernel = tensor.shape
-    split = tensor.reshape(transposed, first // transposed, second, *kernel)
-    shape = outputs_first_shape(tuple(tensor.shape), transposed)
-    return split.transpose(1, 2).reshape(shape)
+    return tensor.unflatten(0, (transposed, -1)).transpose(1, 2).flatten(0, 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 from rigl_xla.topology.distribution import as_float
 from xla_replica.common.arguments import check_choice, check_integer, check_number
@@ -48,15 +49,18 @@ class UpdateSchedule:
     annealing: str = "cosine"
 
     def __post_init__(self) -> None:
-        most = {"T_end": None, "delta": None, "grad_accumulation_n": self.delta}
-        for name, limit in most.items():
-            value = getattr(self, name)
-            if name != "T_end" or value is not None:
-                # A plain int, which a saved state can hold, also of one of NumPy.
-                object.__setattr__(self, name, check_integer(name, value, 1, limit))
+        if self.T_end is not None:
+            self._set(T_end=check_integer("T_end", self.T_end, 1))
+        self._set(delta=check_integer("delta", self.delta, 1))
+        number, most = self.grad_accumulation_n, self.delta
+        number = check_integer("grad_accumulation_n", number, 1, most)
         alpha = as_float(check_number("alpha", self.alpha, 0, 1))
-        object.__setattr__(self, "alpha", alpha)
+        self._set(grad_accumulation_n=number, alpha=alpha)
         check_choice("annealing", self.annealing, ANNEALINGS)
+
+    def _set(self, **plain: Any) -> None:
+        """Puts plain numbers, which a state can hold, in place of NumPy's."""
+        vars(self).update(plain)
 
     @property
     def last_update(self) -> int:

@@ -39,54 +39,37 @@ class TopologySteps:
         weights: All weights that can be sparse.
         layers: Those that are.
         options: The user's.
-        schedule: The user's.
         number: The number of the last step.
         num_updates: Updates of the topology up to then.
 
-    Attributes:
-        collects: Whether the dense gradients of the next step are needed; False before
-            `begin`.
     """
 
     weights: list[Weight]
     layers: list[SparseLayer]
     options: Options
-    schedule: UpdateSchedule
     number: int = 0
     num_updates: int = 0
 
     def __post_init__(self) -> None:
-        self.collects = False
         self._method = self.options.method_in_use
-        self._has_gradients = False
         self._replaced = False  # the optimizer's step, by an update of the topology
         self._num_uncalled = 0  # steps of the optimizer since the last `end`,
         self._num_unstepped = 0  # and the other way round
 
-    def begin(self, replica: Replica) -> None:
-        """Prepares for the step after the last one, which may be of a saved run."""
-        self._prepare_next(replica, discard=not self.is_collecting)
+    @property
+    def collects(self) -> bool:
+        """Whether the dense gradients of the next step are needed."""
+        return collects(self._method, self.options, self.number + 1)
 
     @property
     def is_collecting(self) -> bool:
         """Whether there are gradients that later steps add to."""
-        method, schedule, number = self._method, self.schedule, self.number
-        used = method.collects == "updates" and schedule.is_update(number)
-        goes_on = all(collects(method, schedule, n) for n in (number, number + 1))
-        return goes_on and not used
+        method, number = self._method, self.number
+        if method.collects == "updates" and self.options.is_update(number):
+            return False
+        return all(collects(method, self.options, n) for n in (number, number + 1))
 
     # --- during a step --------------------------------------------------------------
-
-    def note_gradient(self, layer: SparseLayer, gradient: torch.Tensor) -> None:
-        """Collects the dense gradient of a backward pass, before it is masked."""
-        self._has_gradients = True
-        if self.collects:
-            layer.add(gradient.detach())
-
-    def note_accumulation(self, layer: SparseLayer) -> None:
-        """Notes that ``.grad`` has grown by a masked gradient."""
-        if self.collects:
-            layer.note_accumulation()
 
     def end_backward(self) -> None:
         """Makes up for what only seemed to be discarded; see `SparseLayer`."""
@@ -106,8 +89,7 @@ class TopologySteps:
             if self.collects:
                 is_dense = layer.add_assigned()
                 can_read = alone and traits(grad).is_host
-                if not can_read or bool(is_dense):
-                    self._has_gradients = True
+                layer.has_gradients |= not can_read or bool(is_dense)
             zero_inactive_(grad.detach(), layer.mask)
 
     def note_optimizer_step(self) -> None:
@@ -122,8 +104,8 @@ class TopologySteps:
                 f"optimizer.step() ran in step {self.number} although pruner() had "
                 "returned False: `if pruner(): optimizer.step()`, or skip_step=False"
             )
-        is_expected = self._method.updates and self.number < self.schedule.last_update
-        if is_expected and self._num_uncalled > self.schedule.delta:
+        is_expected = self._method.updates and self.number < self.options.last_update
+        if is_expected and self._num_uncalled > self.options.delta:
             raise RuntimeError(
                 f"the optimizer took {self._num_uncalled} steps without a call of the "
                 "pruner: `if pruner(): optimizer.step()`; or build the pruner with "
@@ -140,26 +122,44 @@ class TopologySteps:
             RuntimeError: It is, but there was no gradient to make the update from; or
                 the optimizer has not stepped for long.
         """
-        self._check_has_stepped()
-        is_update = self._method.updates and self.schedule.is_update(self.number + 1)
-        if is_update:
-            self._check_has_gradients()
-            self._has_gradients = False
+        is_update = self._method.updates and self.options.is_update(self.number + 1)
+        self._check_end(is_update)
         self._replaced = is_update and self.options.skip_step
         self._num_uncalled = 0
         self._num_unstepped += self.options.skip_step
-        self.number += 1
         if self.collects and self.layers:
             is_summed = getattr(optimizer, "repeatable", None) is not None
             self._collect(None if is_summed else replica)
+        self.number += 1
         for layer in self.layers:
             layer.take_pending()
+            layer.has_gradients &= not is_update
         if is_update:
             self._update(optimizer)
         used = is_update and self._method.collects == "updates"
-        is_over = self.number == self.schedule.last_update + 1
-        self._prepare_next(replica, discard=used or is_over)
+        if used or self.number == self.options.last_update + 1:
+            self.discard_gradients(replica)
         return is_update
+
+    def _check_end(self, is_update: bool) -> None:
+        """Raises RuntimeError if nothing can have come of the steps so far."""
+        if not self.layers:
+            return
+        if self._num_unstepped > self.options.delta + _PATIENCE:
+            raise RuntimeError(
+                "the optimizer that this pruner was built with has not stepped in "
+                f"{self._num_unstepped} steps: if another trains the model, close() "
+                "this pruner and build one with it and state_dict=pruner.state_dict()"
+            )
+        needs_gradients = is_update and self._method.collects != "never"
+        if needs_gradients and not any(layer.has_gradients for layer in self.layers):
+            call = "pruner()" if self.options.skip_step else "optimizer.step()"
+            raise RuntimeError(
+                f"the topology update of step {self.number + 1} is due, but since the "
+                "last one no backward pass has reached a sparse weight, and no .grad "
+                f"is dense: have gradients in .grad, not masked, when {call} is called "
+                "(or apply_mask_to_gradients() before); method='set' needs none"
+            )
 
     def _collect(self, replica: Replica | None) -> None:
         """Adds the step's dense gradients, of all replicas, to those collected.
@@ -180,11 +180,11 @@ class TopologySteps:
             replica.sync()  # zeros, like gradients, enter the sum as data
             replica.all_reduce_(pending)
         if self._method.collects == "updates":
-            num_steps = self.schedule.grad_accumulation_n
+            num_steps = self.options.grad_accumulation_n
             for layer, dense in zip(self.layers, pending):
-                past = layer.gradient
                 if num_steps > 1:
                     dense = dense / num_steps
+                past = layer.gradient
                 layer.gradient = dense if past is None else past + dense
             return
         momentum = self.options.momentum
@@ -200,48 +200,21 @@ class TopologySteps:
         self.num_updates += 1
         trained = [x for x in self.layers if x.weight.parameter.requires_grad]
         if trained:
-            now = self.number, self.num_updates
-            change_(trained, optimizer, self.options, self.schedule, *now)
+            change_(trained, optimizer, self.options, self.number, self.num_updates)
             logger.debug("step %d: topology update %d", self.number, self.num_updates)
 
-    def _check_has_stepped(self) -> None:
-        """Raises RuntimeError if another optimizer seems to train the weights."""
-        if self.layers and self._num_unstepped > self.schedule.delta + _PATIENCE:
-            raise RuntimeError(
-                "the optimizer that this pruner was built with has not stepped in "
-                f"{self._num_unstepped} steps: if another trains the model, close() "
-                "this pruner and build one with it and state_dict=pruner.state_dict()"
-            )
-
-    def _check_has_gradients(self) -> None:
-        """Raises RuntimeError if nothing has come since the last update."""
-        needs = self.layers and self._method.collects != "never"
-        if self._has_gradients or not needs:
-            return
-        call = "pruner()" if self.options.skip_step else "optimizer.step()"
-        raise RuntimeError(
-            f"the topology update of step {self.number + 1} is due, but since the last "
-            "one no backward pass has reached a sparse weight, and no .grad is dense: "
-            f"have gradients in .grad, not masked, when {call} is called, or call "
-            "pruner.apply_mask_to_gradients() before; method='set' needs none"
-        )
-
-    def _prepare_next(self, replica: Replica, discard: bool) -> None:
-        """Prepares for the next step, with ``discard`` without what was collected.
+    def discard_gradients(self, replica: Replica) -> None:
+        """Prepares for the next step without what was collected.
 
         On a lazy device zeros take its place where updates are made from several steps:
         the first of these steps, and the last update, after which nothing is collected,
         are then the same programs as the others.
         """
-        method, schedule = self._method, self.schedule
-        if discard:
-            adds = method.collects == "always" or (
-                method.collects == "updates" and schedule.grad_accumulation_n > 1
-            )
-            zeros = replica.is_lazy and adds and self.number <= schedule.last_update
-            for layer in self.layers:
-                layer.gradient = torch.zeros_like(layer.data) if zeros else None
-        self.collects = collects(method, schedule, self.number + 1)
+        collects, num_steps = self._method.collects, self.options.grad_accumulation_n
+        adds = collects == "always" or (collects == "updates" and num_steps > 1)
+        zeros = replica.is_lazy and adds and self.number <= self.options.last_update
+        for layer in self.layers:
+            layer.gradient = torch.zeros_like(layer.data) if zeros else None
 
 
 class DenseSums(Rider):

@@ -13,7 +13,7 @@ from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.methods import Layer, Method, Score
-from rigl_xla.topology.update_schedule import UpdateSchedule, gradual_sparsity
+from rigl_xla.topology.update_schedule import gradual_sparsity
 from rigl_xla.update.optimizer_state import follow_mask_
 from xla_replica import traits
 
@@ -26,7 +26,6 @@ def change_(
     layers: Sequence[SparseLayer],
     optimizer: Optimizer,
     options: Options,
-    schedule: UpdateSchedule,
     step: int,
     update: int,
 ) -> None:
@@ -47,7 +46,7 @@ def change_(
     finite = torch.cat([masks.is_finite(tensor) for tensor in tensors]).all().reshape(1)
     groups = _groups(layers)
     ordered = [layer for group in groups for layer in group]
-    counts = [_next_counts(layer, method, schedule, step) for layer in ordered]
+    counts = [_next_counts(layer, options, step) for layer in ordered]
     layer_at = functools.partial(Layer, step=step, update=update, seed=options.seed)
     # One upload; two dimensions, so that no number of it becomes part of a program.
     counts_2L = torch.tensor(list(zip(*counts)), dtype=torch.int32)
@@ -67,16 +66,15 @@ def change_(
         layer.num_active = sum(numbers)
 
 
-def _next_counts(
-    layer: SparseLayer, method: Method, schedule: UpdateSchedule, step: int
-) -> tuple[int, int]:
+def _next_counts(layer: SparseLayer, options: Options, step: int) -> tuple[int, int]:
     """Returns how many connections the update keeps and how many it grows."""
+    method = options.method_in_use
     if method.gradual:
         # It ends with the last update, so that this one reaches the final sparsity.
-        sparsity = gradual_sparsity(step, layer.sparsity, 0, schedule.last_update)
+        sparsity = gradual_sparsity(step, layer.sparsity, 0, options.last_update)
         left = layer.size - num_inactive(sparsity, layer.size)
         return min(left, layer.num_active), 0
-    dropped = schedule.num_dropped(step, layer.num_active)
+    dropped = options.num_dropped(step, layer.num_active)
     grown = dropped if method.grow is not None else 0
     return layer.num_active - dropped, grown
 

@@ -230,7 +230,6 @@ DAMAGES = [
     (lambda s, x: s.update(step=-3), "the step in state_dict must be an integer >= 0"),
     (lambda s, x: s.update(num_updates=-1), "num_updates in state_dict must be"),
     (lambda s, x: s["options"].update(speed=3), r"'options'\] has \['speed'\], which"),
-    (lambda s, x: s["schedule"].update(speed=3), r"'schedule'\] has \['speed'\]"),
     (lambda s, x: x.pop("mask"), r"lacks \['mask'\] of '5.weight'"),
     (lambda s, x: x.update(sparsity=7), "sparsity of '5.weight' in state"),
     (lambda s, x: x.update(mask=x["mask"][:-1]), r"be 512 uint8, got .* \(511,\)"),
@@ -261,5 +260,5 @@ def test_numbers_of_numpy_are_plain_ones(distribution):
         options |= {"sparsities": {"5": real(0.5)}, SPARSITIES: distribution}
         state = through_a_file(sparse.sparse_convnet(**options)[2].state_dict())
         sizes = [[x["sparsity"], x["num_active"]] for x in state["layers"].values()]
-        states.append([state["schedule"], state["options"], sizes])
+        states.append([state["options"], sizes])
     assert states[0] == states[1]
