@@ -48,7 +48,7 @@ class Options(UpdateSchedule):
     initial_weights: str | None = None
     sparsities: Mapping[str, float] | None = None
     include: Selector | Iterable[Selector] = ()
-    exclude: Selector | Iterable[Selector] = ()
+    exclude: Iterable[Selector] = ()
     dense_first: bool | None = None
     momentum: float = 0.9
     skip_step: bool = True

@@ -14,10 +14,6 @@ from rigl_xla.layers.weights import Weight
 from rigl_xla.topology.structure import RowPattern
 from xla_replica import AccumulationHook, AccumulationNote, Replica, traits
 
-# What `SparseLayer.counts` counts, in this order: connections that are active, that the
-# last update grew and dropped, and that were ever active.
-COUNTS = ("num_active", "num_grown", "num_dropped", "num_explored")
-
 
 class Accumulated(NamedTuple):
     """A masked ``.grad`` as a backward pass has left it.
@@ -48,8 +44,9 @@ class SparseLayer:
         pattern: The pattern that its mask keeps, if any.
         ever: bool of the weight's shape, True where a connection was ever active.
             Default: as the mask, where nothing has moved yet.
-        counts: int32 ``(4,)`` on the same device, `COUNTS`; replaced by every update,
-            never written into.
+        counts: int32 ``(4,)`` on the same device: connections that are active, that
+            the last update grew and dropped, and that were ever active; replaced by
+            every update, never written into.
         pending: This replica's dense gradient of the current step, summed over its
             backward passes.
         hooked: Whether ``.grad`` holds what backward passes of the current step have

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Weight:
         attribute: Its name there.
         is_conv: Whether it is the kernel of a convolution.
         names: All its names; a shared one has several.
+        around: The modules that it is inside of, from the model to its owner.
     """
 
     name: str
@@ -47,6 +49,12 @@ class Weight:
     attribute: str
     is_conv: bool
     names: tuple[str, ...] = ()
+    around: tuple[nn.Module, ...] = ()
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether it may be sparse."""
+        return self.parameter.requires_grad and self.parameter.dim() >= 2
 
     @property
     def transposed(self) -> int | None:
@@ -81,15 +89,18 @@ def weights_of(
     """
     check_model(model)
     places = list(_places(model))
-    included = set(_included(selectors(include), places))
-    excluded = _selected(selectors(exclude), places, inside=True)
-    dense = {place.parameter for place in excluded}
+    included = {p for each in selectors(include) for p in _included(each, places)}
+    excluded = {
+        place.parameter
+        for each in selectors(exclude)
+        for place in _selected(each, places, inside=True)
+    }
     owners: dict[nn.Parameter, Weight] = {}
     names: dict[nn.Parameter, list[str]] = collections.defaultdict(list)
     for place in places:
         parameter = place.parameter
         names[parameter].append(place.name)
-        if parameter in dense or not place.is_allowed:
+        if parameter in excluded or not place.is_allowed:
             continue
         if place in included and _is_normalised(place):
             raise ValueError(
@@ -101,8 +112,8 @@ def weights_of(
         if (_multiplies(place) and not known) or (place in included and not other):
             owners[parameter] = place
     return [
-        Weight(names[p][0], p, at.module, at.attribute, at.is_conv, tuple(names[p]))
-        for p, at in owners.items()
+        dataclasses.replace(place, name=names[p][0], names=tuple(names[p]))
+        for p, place in owners.items()
     ]
 
 
@@ -129,29 +140,29 @@ def reasons_for_dense(
 ) -> dict[str, str]:
     """Returns why parameters of two or more dimensions are not among ``weights``."""
     places = list(_places(model))
-    fitting = (p for p in places if any(p.fits(s, inside=True) for s in exclude))
-    excluded = {place.parameter for place in fitting}
-    given = {weight.parameter for weight in weights}
-    reasons: dict[nn.Parameter, tuple[str, str]] = {}
+    excluded = {p.parameter for p in places if any(_fits(p, s, True) for s in exclude)}
+    seen = {weight.parameter for weight in weights}
+    reasons = {}
     for place in places:
-        parameter, kind = place.parameter, type(place.module).__name__
-        if parameter.dim() < 2 or parameter in given or parameter in reasons:
+        module, parameter = place.module, place.parameter
+        if parameter.dim() < 2 or parameter in seen:
             continue
-        other = getattr(place.module, place.attribute.rpartition("_")[0], None)
-        is_parameter = isinstance(other, nn.Parameter)
-        is_computed = isinstance(other, torch.Tensor) and not is_parameter
+        seen.add(parameter)
+        made = getattr(module, place.attribute.rpartition("_")[0], None)
+        is_made = isinstance(made, torch.Tensor) and not isinstance(made, nn.Parameter)
         if parameter in excluded:
             reason = "exclude= names it"
         elif not parameter.requires_grad:
             reason = "it is frozen"
-        elif isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)):
+        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             reason = "an embedding; include= makes it sparse"
-        elif is_computed or isinstance(place.module, ParametrizationList):
+        elif is_made or isinstance(module, ParametrizationList):
             reason = "a weight is computed from it, as by weight_norm"
         else:
+            kind = type(module).__name__
             reason = f"{kind} is not known to multiply by it; include= makes it sparse"
-        reasons[parameter] = (place.name, reason)
-    return dict(reasons.values())
+        reasons[place.name] = reason
+    return reasons
 
 
 def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
@@ -172,17 +183,13 @@ def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
 
 def named(weights: list[Weight], pattern: str) -> list[str]:
     """Returns names of the weights that a pattern matches, which must be some."""
-    names = [
-        weight.name
-        for weight in weights
-        if any(_is_named(pattern, name) for name in weight.names)
-    ]
-    if not names:
+    fitting = [w.name for w in weights if any(_is_named(pattern, n) for n in w.names)]
+    if not fitting:
         raise ValueError(
             f"{pattern!r} does not match the name of any weight that can be sparse; "
             f"there are {[w.name for w in weights]}"
         )
-    return names
+    return fitting
 
 
 def _multiplies(weight: Weight) -> bool:
@@ -195,88 +202,67 @@ def _multiplies(weight: Weight) -> bool:
     return attribute == "weight" and isinstance(module, MULTIPLIERS)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Place(Weight):
-    """A place where a parameter is, sparse or not; a shared one has several."""
-
-    around: tuple[nn.Module, ...] = ()  # from the model to the owner
-
-    @property
-    def is_allowed(self) -> bool:
-        """Whether it may be sparse."""
-        return self.parameter.requires_grad and self.parameter.dim() >= 2
-
-    def fits(self, selector: Selector, inside: bool) -> bool:
-        """Returns whether a selector fits, or with ``inside`` fits a module around."""
-        if isinstance(selector, type):
-            modules = self.around if inside else (self.module,)
-            return any(isinstance(module, selector) for module in modules)
-        if not isinstance(selector, str):
-            return bool(selector(self.name, self.parameter))
-        parts = self.name.split(".")
-        paths = [".".join(parts[:depth]) for depth in range(1, len(parts))]
-        return _is_named(selector, self.name) or (
-            inside and any(fnmatch.fnmatchcase(path, selector) for path in paths)
-        )
-
-
-def _is_named(pattern: str, name: str) -> bool:
-    """Returns whether a pattern fits a parameter's name, or that of its module."""
-    owner = name.rpartition(".")[0]
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(owner, pattern)
-
-
 def _places(
     module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()
-) -> Iterator[_Place]:
-    """Yields in order of registration, as `named_parameters` without deduplication."""
+) -> Iterator[Weight]:
+    """Yields every place of a parameter, in order of registration, sparse or not."""
     around = (*around, module)
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
             name, is_conv = unwrapped(path + attribute), isinstance(module, _ConvNd)
-            yield _Place(name, parameter, module, attribute, is_conv, (), around)
+            yield Weight(name, parameter, module, attribute, is_conv, (), around)
     for name, child in module._modules.items():
         if child is not None:
             yield from _places(child, f"{path}{name}.", around)
 
 
-def _included(given: list[Selector], places: list[_Place]) -> list[_Place]:
+def _included(selector: Selector, places: Sequence[Weight]) -> list[Weight]:
     """Returns the places that ``include`` selects; ValueError if they cannot be sparse.
 
     A module may have biases too, but not alone.
     """
-    usable_places = []
-    for selector in given:
-        hits = _selected([selector], places)
-        usable = [place for place in hits if place.is_allowed]
-        for place in hits:
-            owner = place.name.rpartition(".")[0]
-            is_module = isinstance(selector, type) or (
-                isinstance(selector, str) and fnmatch.fnmatchcase(owner, selector)
-            )
-            if place.is_allowed or (usable and is_module):
-                continue
-            parameter = place.parameter
+    hits = _selected(selector, places)
+    usable = [place for place in hits if place.is_allowed]
+    for place in hits:
+        owner, shape = place.name.rpartition(".")[0], tuple(place.parameter.shape)
+        is_module = isinstance(selector, type) or (
+            isinstance(selector, str) and fnmatch.fnmatchcase(owner, selector)
+        )
+        if not place.is_allowed and not (usable and is_module):
             raise ValueError(
-                f"include selects {place.name!r}, of shape {tuple(parameter.shape)} "
-                f"and requires_grad={parameter.requires_grad}; only trained parameters "
-                "of two or more dimensions can be sparse"
+                f"include selects {place.name!r}, of shape {shape} and requires_grad="
+                f"{place.parameter.requires_grad}; only trained parameters of two or "
+                "more dimensions can be sparse"
             )
-        usable_places += usable
-    return usable_places
+    return usable
 
 
 def _selected(
-    given: list[Selector], places: list[_Place], inside: bool = False
-) -> list[_Place]:
-    """Returns the places that any selector fits; raises ValueError if one fits none."""
-    selected = []
-    for selector in given:
-        hits = [place for place in places if place.fits(selector, inside)]
-        # A function may well select nothing.
-        if not hits and isinstance(selector, (str, type)):
-            raise ValueError(
-                f"include or exclude names {selector!r}, but the model has no such part"
-            )
-        selected += hits
-    return selected
+    selector: Selector, places: Sequence[Weight], inside: bool = False
+) -> list[Weight]:
+    """Returns the places that a selector fits; a name or a type must fit some."""
+    hits = [place for place in places if _fits(place, selector, inside)]
+    if not hits and isinstance(selector, (str, type)):
+        raise ValueError(
+            f"include or exclude names {selector!r}, but the model has no such part"
+        )
+    return hits
+
+
+def _fits(place: Weight, selector: Selector, inside: bool) -> bool:
+    """Returns whether a selector fits, or with ``inside`` fits a module around."""
+    if isinstance(selector, type):
+        modules = place.around if inside else (place.module,)
+        return any(isinstance(module, selector) for module in modules)
+    if isinstance(selector, str):
+        return _is_named(selector, place.name, inside)
+    return bool(selector(place.name, place.parameter))
+
+
+def _is_named(pattern: str, name: str, inside: bool = False) -> bool:
+    """Returns whether a pattern fits a parameter's name, or that of its module.
+
+    With ``inside`` that of any module around it, too.
+    """
+    names = [*itertools.accumulate(name.split("."), "{}.{}".format)]
+    return any(fnmatch.fnmatchcase(n, pattern) for n in names[0 if inside else -2 :])

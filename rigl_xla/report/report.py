@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import operator
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import PackedSequence
 
-from rigl_xla.layers.sparse_layer import COUNTS
 from rigl_xla.layers.weights import MULTIPLIERS, reasons_for_dense, weights_of
 from rigl_xla.report.costs import Cost, Operations, cost_of
 from xla_replica import Replica
@@ -56,8 +54,7 @@ def operations_of(
             "operations_of needs what the model is called with; the first tensor of it "
             "counts samples along its first dimension, but there is none"
         )
-    found = dict.fromkeys(names.values(), (0.0, 0.0))
-    num_samples = len(tensors[0])
+    found, num_samples = dict.fromkeys(names.values(), (0.0, 0.0)), len(tensors[0])
 
     def count(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # Attention does not call its projection.
@@ -73,16 +70,15 @@ def operations_of(
                 found[names[parameter]] = macs, outputs
 
     training = [module for module in model.modules() if module.training]
-    with contextlib.ExitStack() as hooks:
-        for module in model.modules():
-            if isinstance(module, MULTIPLIERS):
-                handle = module.register_forward_hook(count, with_kwargs=True)
-                hooks.enter_context(handle)
-        try:
-            model.eval()(*inputs, **named)
-        finally:
-            for module in training:
-                module.training = True
+    counted = [module for module in model.modules() if isinstance(module, MULTIPLIERS)]
+    hooks = [each.register_forward_hook(count, with_kwargs=True) for each in counted]
+    try:
+        model.eval()(*inputs, **named)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in training:
+            module.training = True
     return found
 
 
@@ -114,6 +110,8 @@ def _num_vectors(tensor: torch.Tensor) -> float:
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
     """Counts of one sparse weight, or of several together.
+
+    After its size they are those of `SparseLayer.counts`, in this order.
 
     Attributes:
         size: Number of weights.
@@ -178,34 +176,31 @@ class Report:
     ) -> None:
         self.step, self.num_updates = now.number, now.num_updates
         self.drop_fraction = now.options.drop_fraction(now.number)
-        self._replica = replica
-        # Counts may still be on the device.
-        self._counts = {layer.name: (layer.size, layer.counts) for layer in now.layers}
+        self.num_parameters = sum(p.numel() for p in model.parameters())
         own = [weight.name for weight in now.weights]
+        asked = "by dense_first, ignore_linear_layers, sparsities= or the distribution"
+        sparse = {layer.name for layer in now.layers}
+        self.dense = dict.fromkeys((name for name in own if name not in sparse), asked)
+        self.dense |= reasons_for_dense(model, now.weights, now.options.exclude)
         if operations is not None:
             used = [weight.name for weight in weights_of(model)]
             other = "the given operations of another model"
             check_names("the model multiplies by", used, operations, other)
             # What is sparse only because it was included costs nothing, as norms do.
             operations = {**dict.fromkeys(own, (0.0, 0.0)), **operations}
-        self._operations = operations
-        self.num_parameters = sum(p.numel() for p in model.parameters())
-        asked = "dense_first, ignore_linear_layers, sparsities= or the distribution"
-        self.dense = {
-            **{name: f"by {asked}" for name in own if name not in self._counts},
-            **reasons_for_dense(model, now.weights, now.options.exclude),
-        }
-        self._final = {layer.name: layer.sparsity for layer in now.layers}
-        self._run = now.options.method_in_use, now.options, num_steps
+        self._operations, self._num_steps = operations, num_steps
+        self._replica, self._options = replica, now.options
+        # Counts may still be on the device, and are replaced by the next update.
+        self._layers = [(x.name, x.size, x.sparsity, x.counts) for x in now.layers]
 
     @functools.cached_property
     def layers(self) -> dict[str, LayerReport]:
         """Every sparse layer, by parameter name. Reads the device, once."""
-        counts = [counts for _, counts in self._counts.values()]
-        fetched = iter(self._replica.fetch(counts) if counts else [])
+        counts = [counts for *_, counts in self._layers]
+        fetched = self._replica.fetch(counts) if counts else []
         return {
-            name: LayerReport(size, **dict(zip(COUNTS, next(fetched).tolist())))
-            for name, (size, _) in self._counts.items()
+            name: LayerReport(size, *numbers.tolist())
+            for (name, size, *_), numbers in zip(self._layers, fetched)
         }
 
     @property
@@ -238,11 +233,14 @@ class Report:
                 "operations depend on how often a forward pass uses each weight; give "
                 "report(rigl_xla.operations_of(model, inputs))"
             )
+        schedule, method = self._options, self._options.method_in_use
+        run = method, schedule, self._num_steps
         now = {name: layer.sparsity for name, layer in self.layers.items()}
-        cost = cost_of(self._operations, now, *self._run)
-        if self._run[0].gradual:  # what it costs follows from where it ends
-            final = cost_of(self._operations, self._final, *self._run)
-            cost = dataclasses.replace(cost, training_flops=final.training_flops)
+        cost = cost_of(self._operations, now, *run)
+        if method.gradual:  # what it costs follows from where it ends
+            final = {name: sparsity for name, _, sparsity, _ in self._layers}
+            training = cost_of(self._operations, final, *run).training_flops
+            cost = dataclasses.replace(cost, training_flops=training)
         return cost
 
     def scalars(self) -> dict[str, float]:
@@ -260,21 +258,15 @@ class Report:
         """A table: a line for every sparse layer, and one for all of them."""
         rows = [*self.layers.items(), ("all sparse layers", self._total)]
         width = max(len(name) for name, _ in rows)
-        lines = [
-            f"{'':{width}} {'active':>10} {'of':>10} {'sparse':>8} {'moved':>7} "
-            f"{'explored':>8}"
+        head = f"{'active':>10} {'of':>10} {'sparse':>8} {'moved':>7} {'explored':>8}"
+        lines = [f"{'':{width}} {head}"]
+        lines += [
+            f"{name:{width}} {x.num_active:>10} {x.size:>10} {x.sparsity:>8.2%} "
+            f"{x.churn:>7.2%} {x.exploration_rate:>8.2%}"
+            for name, x in rows
         ]
-        for name, layer in rows:
-            lines.append(
-                f"{name:{width}} {layer.num_active:>10} {layer.size:>10} "
-                f"{layer.sparsity:>8.2%} {layer.churn:>7.2%} "
-                f"{layer.exploration_rate:>8.2%}"
-            )
-        lines.append(
-            f"of all {self.num_parameters} parameters {self.model_sparsity:.2%} are "
-            "inactive"
-        )
-        lines += left_out(self.dense)
+        share = f"{self.num_parameters} parameters {self.model_sparsity:.2%}"
+        lines += [f"of all {share} are inactive", *left_out(self.dense)]
         if self._operations is not None:
             cost = self.cost
             lines.append(
