@@ -16,11 +16,7 @@ from torch.optim import Optimizer
 import xla_replica
 from rigl_xla import state
 from rigl_xla.layers.checks import check_bound, check_hold, watch_optimizers
-from rigl_xla.layers.initial import (
-    INITIAL_WEIGHTS,
-    initial_layer,
-    warn_of_lost_connections,
-)
+from rigl_xla.layers.initial import INITIAL_WEIGHTS, warn_of_lost_connections
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.layers.weights import Selector, check_model
@@ -29,9 +25,8 @@ from rigl_xla.report.report import Report, describe
 from rigl_xla.topology.distribution import Distribution
 from rigl_xla.topology.methods import Score
 from rigl_xla.topology.update_schedule import UpdateSchedule
-from rigl_xla.update.drift import check_equal
-from rigl_xla.update.optimizer_state import state_of
 from rigl_xla.update.steps import DenseSums, TopologySteps
+from rigl_xla.update.topology_update import state_of
 from xla_replica import Replica
 from xla_replica.backends.registry import given_or_current
 from xla_replica.common.arguments import check_integer
@@ -167,21 +162,16 @@ class RigLScheduler:
         self.options = options = Options(**given)
         self.model, self.optimizer = model, optimizer
         self.replica = given_or_current(replica)
-        self._handles: list[Any] = []
         self._closed = True  # until `_adopt`
         if state_dict is not None:
             self._restore(state_dict, {})
             return
-        weights, sparse = options.plan(model)
+        weights, layers = options.layers_of(model)
         options.check_schedule(stacklevel=2)
-        layers = [
-            initial_layer(weight, sparse[weight.name], options)
-            for weight in weights
-            if sparse[weight.name] > 0
-        ]
-        self._check_hold(steps := TopologySteps(weights, layers, options))
-        warn_of_lost_connections(layers, options, self.replica, stacklevel=2)
-        self._adopt(steps)
+        check_hold(layers, optimizer, skip_step, self)
+        if initial_masks == "random" and not options.method_in_use.gradual:
+            warn_of_lost_connections(layers, self.replica, stacklevel=2)
+        self._adopt(TopologySteps(weights, layers, options))
         if initial_weights is not None:
             with torch.no_grad():
                 for layer in layers:
@@ -203,7 +193,7 @@ class RigLScheduler:
         """
         if self._closed:
             return True
-        check_bound(layer.weight for layer in self._layers)
+        check_bound(self._layers)
         self._steps.end_backward()
         self._steps.collect_assigned(self.replica)
         if not self.options.skip_step:
@@ -230,9 +220,8 @@ class RigLScheduler:
         vars(self).update(state)
         if "replica" not in state:
             self.replica = xla_replica.current()
-        self._handles, self._exact = [], None
         if not self._closed:
-            self._check_hold(self._steps)
+            check_hold(self._layers, self.optimizer, self.options.skip_step, self)
             self._place_hooks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RigLScheduler:
@@ -299,7 +288,7 @@ class RigLScheduler:
         Raises:
             ReplicaError: They differ.
         """
-        check_equal(self._layers, self.replica)
+        self._steps.check_replicas(self.replica)
 
     # --- the attributes and methods of rigl-torch ------------------------------------
 
@@ -417,13 +406,8 @@ class RigLScheduler:
         """Replaces the pruner's state by a saved one, in which values may change."""
         steps = state.from_dict(saved, self.model, self.options, changes, stacklevel=4)
         steps.options.check_schedule(stacklevel=3)
-        self._check_hold(steps)
+        check_hold(steps.layers, self.optimizer, steps.options.skip_step, self)
         self._adopt(steps)
-
-    def _check_hold(self, steps: TopologySteps) -> None:
-        """Raises ValueError or TypeError unless model and optimizer fit the state."""
-        sparse = [layer.weight for layer in steps.layers]
-        check_hold(sparse, self.optimizer, steps.options.skip_step, self)
 
     def _adopt(self, steps: TopologySteps) -> None:
         """Replaces the pruner's state, and keeps the model sparse by its masks."""
@@ -444,7 +428,7 @@ class RigLScheduler:
         hook: Callable[..., None] = self._after_step
         if self.options.skip_step:
             hook = functools.partial(_mask_weights, self._layers)
-        self._handles = []
+        self._handles: list[Any] = []
         if self._layers:
             self._handles.append(self.optimizer.register_step_post_hook(hook))
             watch_optimizers()
@@ -457,7 +441,7 @@ class RigLScheduler:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Masks weights and ends the step, for ``skip_step=False``."""
         self.apply_mask_to_weights()
-        check_bound(layer.weight for layer in self._layers)
+        check_bound(self._layers)
         if getattr(optimizer, "repeatable", None) is not self._exact:
             raise RuntimeError(
                 "the optimizer was wrapped, or wrapped again, after this pruner was "

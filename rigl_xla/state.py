@@ -12,14 +12,19 @@ from torch import nn
 from rigl_xla.contrib import rigl_torch
 from rigl_xla.layers.checks import check_kind
 from rigl_xla.layers.options import Options
-from rigl_xla.layers.sparse_layer import SparseLayer, to_host
+from rigl_xla.layers.sparse_layer import SparseLayer
 from rigl_xla.layers.weights import Weight, weights_of
 from rigl_xla.topology.distribution import as_float
 from rigl_xla.topology.masks import pack, unpack
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.steps import TopologySteps
 from xla_replica import Replica
-from xla_replica.common.arguments import check_integer, check_number, check_type
+from xla_replica.common.arguments import (
+    check_integer,
+    check_names,
+    check_number,
+    check_type,
+)
 from xla_replica.common.differences import check_same, differences
 
 FORMAT = 3
@@ -32,23 +37,19 @@ _FUNCTION = "function "  # begins the name of a function, which a state cannot h
 
 def to_dict(now: TopologySteps, replica: Replica) -> dict[str, Any]:
     """Returns `RigLScheduler.state_dict`. Reads the device, in one transfer."""
-    collected = [x for x in now.layers if now.is_collecting and x.gradient is not None]
-    tensors = [mask for layer in now.layers for mask in (layer.mask, layer.ever)]
-    tensors += [layer.gradient.detach() for layer in collected]
-    host = iter(to_host(tensors, replica))
     layers: dict[str, Any] = {}
     for layer in now.layers:
-        mask, ever = next(host), next(host)
-        layers[layer.name] = {
-            "shape": list(mask.shape),
-            "sparsity": layer.sparsity,
-            # Not layer.num_active: gradual pruning may have refused an update.
-            "num_active": int(mask.sum()),
-            "mask": pack(mask),
-            "ever_active": pack(ever),
-        }
-    for layer in collected:
-        layers[layer.name]["gradient"] = next(host)
+        layers[layer.name] = {"mask": layer.mask, "ever_active": layer.ever}
+        if now.is_collecting and layer.gradient is not None:
+            layers[layer.name]["gradient"] = layer.gradient
+    layers = replica.to_host(layers)
+    for layer in now.layers:
+        entry = layers[layer.name]
+        # Not layer.num_active: gradual pruning may have refused an update.
+        num_active = int(entry["mask"].sum())
+        entry |= {name: pack(entry[name]) for name in ("mask", "ever_active")}
+        entry |= {"shape": list(layer.mask.shape), "sparsity": layer.sparsity}
+        entry["num_active"] = num_active
     return {
         "format": FORMAT,
         "step": now.number,
@@ -79,21 +80,23 @@ def from_dict(
     _check_has(state, ("step", "num_updates", "options", "layers", "dense"))
     for part in ("options", "layers"):
         check_type(f"state_dict[{part!r}]", state[part], Mapping, "a dict")
-    resumed, told = _resumed(options, state["options"], changes)
+    resumed = _resumed(options, state["options"], changes, stacklevel + 1)
     if resumed.from_rigl_torch:
         weights = rigl_torch.weights_of(model)
     else:
         weights = weights_of(model, options.include, options.exclude)
-    steps = TopologySteps(
+    saved, own = state["layers"], [weight.name for weight in weights]
+    known = [*saved, *state["dense"]]
+    by = "by the same include=, exclude= and frozen weights"
+    check_names("state_dict has", known, own, f"weights that can be sparse {by}")
+    check_names("the model has", own, known, f"weights of state_dict {by}")
+    return TopologySteps(
         weights,
-        _fit(state["layers"], state["dense"], weights, resumed),
+        [_layer_of(saved[w.name], w, resumed) for w in weights if w.name in saved],
         resumed,
         check_integer("the step in state_dict", state["step"], 0),
         check_integer("num_updates in state_dict", state["num_updates"], 0),
     )
-    if told:
-        warnings.warn(told, stacklevel=stacklevel)
-    return steps
 
 
 def _check_has(part: Mapping[str, Any], names: Sequence[str], of: str = "") -> None:
@@ -118,17 +121,17 @@ def _plain(options: Options) -> dict[str, Any]:
 
 
 def _resumed(
-    options: Options, saved: Mapping[str, Any], changes: Mapping[str, Any]
-) -> tuple[Options, str]:
-    """Returns the saved options, and a warning if the caller's schedule is another one.
+    options: Options,
+    saved: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    stacklevel: int,
+) -> Options:
+    """Returns the saved options, and warns if the caller's schedule is another one.
 
     Other options than the saved ones, where the caller's are no defaults, are an error.
     """
     own, defaults = _plain(options), _plain(Options())
-    if unknown := [name for name in saved if name not in own]:
-        raise ValueError(
-            f"state_dict['options'] has {unknown}, which this release does not know"
-        )
+    check_names("state_dict['options'] has", saved, own, "the options of this release")
     if unknown := [name for name in changes if name not in _SCHEDULE]:
         raise TypeError(f"load_state_dict: unexpected keyword argument {unknown[0]!r}")
     asked = {name: name for name in saved if own[name] != defaults[name]}
@@ -144,42 +147,16 @@ def _resumed(
             raise ValueError(
                 f"state_dict was made with {name}= a {value}; give the same one again"
             )
-    told = ""
     of_schedule = {n: n for n in asked if n in _SCHEDULE and n not in changes}
     if changed := differences(saved, own, of_schedule):
         again = ", ".join(f"{n}={own[n]!r}" for n in of_schedule if own[n] != saved[n])
-        told = (
+        warnings.warn(
             f"the saved schedule goes on: {'; '.join(changed)} in this call, which has "
             f"no effect. For another one say pruner.load_state_dict(state, {again}); "
-            "where a Checkpointer has loaded the run, state=pruner.state_dict()"
+            "where a Checkpointer has loaded the run, state=pruner.state_dict()",
+            stacklevel=stacklevel,
         )
-    return dataclasses.replace(options, **{**values, **changes}), told
-
-
-def _fit(
-    saved: Mapping[str, Any],
-    dense: Sequence[str],
-    weights: Sequence[Weight],
-    options: Options,
-) -> list[SparseLayer]:
-    """Returns the layers of a saved state, in the order of the model's weights.
-
-    ``dense`` are names of the other weights.
-    """
-    own, known = [weight.name for weight in weights], [*saved, *dense]
-    missing = [name for name in known if name not in own]
-    more = [name for name in own if name not in known]
-    if missing or more:
-        raise ValueError(
-            f"state_dict has {missing}, which are not weights of this model that can "
-            f"be sparse, and lacks {more}, which are, of {own}; it must be the same "
-            "model, with the same include=, exclude= and frozen weights"
-        )
-    return [
-        _layer_of(saved[weight.name], weight, options)
-        for weight in weights
-        if weight.name in saved
-    ]
+    return dataclasses.replace(options, **{**values, **changes})
 
 
 def _layer_of(

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rigl_xla.layers.sparse_layer import pruner_of
+from rigl_xla.layers.sparse_layer import SparseLayer, pruner_of
 from rigl_xla.layers.weights import Weight
 from xla_replica import is_sharded
 from xla_replica.common.arguments import check_type
 
 
 def check_hold(
-    weights: Sequence[Weight], optimizer: Any, skip_step: bool, pruner: object
+    layers: Sequence[SparseLayer], optimizer: Any, skip_step: bool, pruner: object
 ) -> None:
-    """Raises ValueError or TypeError unless ``pruner`` may keep the weights sparse.
+    """Raises ValueError or TypeError unless ``pruner`` may keep the layers sparse.
 
     A wrapper that must be called after every backward pass, and decides when to update,
     has a true attribute ``steps_by_itself``.
@@ -27,13 +27,13 @@ def check_hold(
     allowed = "a torch optimizer, or a wrapper that is one"
     check_type("optimizer", optimizer, Optimizer, allowed)
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    strangers = [w.name for w in weights if id(w.parameter) not in owned]
-    if _held(weights, pruner):
+    strangers = [x.name for x in layers if id(x.weight.parameter) not in owned]
+    if _held(layers, pruner):
         gc.collect()  # one that nobody has any more, but that refers to itself
-    held = _held(weights, pruner)
+    held = _held(layers, pruner)
     names: dict[str, list[str]] = {}
-    for weight in weights:
-        names.setdefault(str(weight.parameter.device), []).append(weight.name)
+    for layer in layers:
+        names.setdefault(str(layer.data.device), []).append(layer.name)
     for is_wrong, why in (
         (skip_step and getattr(optimizer, "steps_by_itself", False),
          f"{type(optimizer).__name__} decides itself when to update, so that a "
@@ -52,9 +52,10 @@ def check_hold(
             raise ValueError(why)
 
 
-def _held(weights: Sequence[Weight], pruner: object) -> list[str]:
-    """Returns names of the weights that another pruner keeps sparse."""
-    return [w.name for w in weights if pruner_of(w.parameter) not in (None, pruner)]
+def _held(layers: Sequence[SparseLayer], pruner: object) -> list[str]:
+    """Returns names of the layers that another pruner keeps sparse."""
+    holders = {x.name: pruner_of(x.weight.parameter) for x in layers}
+    return [name for name, other in holders.items() if other not in (None, pruner)]
 
 
 @functools.cache
@@ -75,8 +76,7 @@ def _refuse_stranger(optimizer: Optimizer, *_: object) -> None:
             if optimizer.state is not pruner.optimizer.state:
                 raise RuntimeError(
                     f"a {type(optimizer).__name__} that this pruner was not built with "
-                    "has stepped sparse weights: if it trains the model, close() this "
-                    "pruner and build one with it and state_dict=pruner.state_dict()"
+                    "has stepped sparse weights: close() the pruner and build it anew"
                 )
 
 
@@ -97,15 +97,11 @@ def check_kind(weight: Weight) -> None:
             raise TypeError(f"{weight.name!r} {why}, or put it into exclude=")
 
 
-def check_bound(weights: Iterable[Weight]) -> None:
+def check_bound(layers: Sequence[SparseLayer]) -> None:
     """Raises ValueError if modules have other parameters by now than the pruner."""
-    replaced = [
-        weight.name
-        for weight in weights
-        if getattr(weight.module, weight.attribute, None) is not weight.parameter
-    ]
-    if replaced:
-        raise ValueError(
-            f"the model has other parameters now, such as {replaced[0]!r}, as after a "
-            "move to XLA: build optimizer and pruner after the move"
-        )
+    for weight in (layer.weight for layer in layers):
+        if getattr(weight.module, weight.attribute, None) is not weight.parameter:
+            raise ValueError(
+                f"the model has other parameters now, such as {weight.name!r}, as "
+                "after a move to XLA: build optimizer and pruner after the move"
+            )

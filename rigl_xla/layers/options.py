@@ -1,4 +1,4 @@
-"""The options of a user, checked before anything is touched."""
+"""The options of a user, and the layers that training begins with by them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from rigl_xla.layers.initial import INITIAL_MASKS, INITIAL_WEIGHTS, check_scores
+from rigl_xla.layers.checks import check_kind
+from rigl_xla.layers.initial import INITIAL_WEIGHTS
+from rigl_xla.layers.sparse_layer import SparseLayer
 from rigl_xla.layers.weights import Selector, Weight, named, selectors, weights_of
+from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import (
     Distribution,
     allocate,
     as_float,
     distribution_named,
+    num_inactive,
 )
 from rigl_xla.topology.methods import STATIC, Method, Score, method_named
 from rigl_xla.topology.structure import RowPattern, n_of_m, row_pattern
@@ -24,7 +28,9 @@ from xla_replica.common.arguments import (
     check_choice,
     check_flag,
     check_integer,
+    check_names,
     check_number,
+    check_type,
 )
 
 
@@ -78,7 +84,8 @@ class Options(UpdateSchedule):
                 "scores by parameter name (SNIP's, after a backward pass: {n: (p * "
                 "p.grad).abs() for n, p in model.named_parameters()})"
             )
-            check_choice("initial_masks", self.initial_masks, INITIAL_MASKS, otherwise)
+            kinds = ("random", "magnitude")
+            check_choice("initial_masks", self.initial_masks, kinds, otherwise)
         given = {} if self.sparsities is None else self.sparsities
         if not isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
             raise TypeError(
@@ -89,8 +96,12 @@ class Options(UpdateSchedule):
 
     def _check_combinations(self, sparsities: Mapping[str, float]) -> None:
         """Raises ValueError unless the options fit each other."""
-        method, structure, density = self.method_in_use, self.structure, self.density
+        method = method_named(self.method, self.drop, self.grow)
+        structure, density = self.structure, self.density
         for is_wrong, why in (
+            (self.static_topo and (method.gradual or self.drop or self.grow),
+             "static_topo=True never changes the topology, so that drop=, grow= and a "
+             "method that begins dense have nothing to do; leave them out"),
             (method.gradual and self.initial_masks != "random",
              f"method={self.method!r} begins dense and loses connections by its own "
              "score; leave out initial_masks="),
@@ -109,37 +120,28 @@ class Options(UpdateSchedule):
     @property
     def method_in_use(self) -> Method:
         """The method with the user's scores, which never updates if so asked."""
-        method = method_named(self.method, self.drop, self.grow)
-        if not self.static_topo:
-            return method
-        if method.gradual or self.drop or self.grow:
-            raise ValueError(
-                "static_topo=True never changes the topology, so that drop=, grow= and "
-                "a method that begins dense have nothing to do; leave them out"
-            )
-        return STATIC
+        if self.static_topo:
+            return STATIC
+        return method_named(self.method, self.drop, self.grow)
 
     def check_schedule(self, stacklevel: int) -> None:
         """Raises ValueError, or warns, if a method that has updates would have none."""
         method = self.method_in_use
         if not (method.updates and self.is_sparse) or self.last_update:
             return
-        if self.T_end is None:
-            raise ValueError(
-                f"method={self.method!r} needs T_end, the step from which on the "
-                "topology stays, about 0.75 times all steps; or static_topo=True"
+        why = (
+            f"method={self.method!r} needs T_end, the step from which on the topology "
+            "stays, about 0.75 times all steps; or static_topo=True"
+        )
+        if self.T_end is not None:
+            without = "leave all dense" if method.gradual else "never change anything"
+            why = (
+                f"T_end={self.T_end} is not past the first update at step delta="
+                f"{self.delta}: method={self.method!r} would {without}; raise T_end"
             )
-        too_early = (
-            f"T_end={self.T_end} is not past the first update at step "
-            f"delta={self.delta}, so method={self.method!r} would"
-        )
-        if method.gradual:
-            raise ValueError(f"{too_early} leave all dense; lower delta or raise T_end")
-        warnings.warn(
-            f"{too_early} never change the topology; lower delta, raise T_end, or say "
-            "static_topo=True",
-            stacklevel=stacklevel + 1,
-        )
+        if self.T_end is None or method.gradual:
+            raise ValueError(why)
+        warnings.warn(why, stacklevel=stacklevel + 1)
 
     @property
     def density(self) -> float:
@@ -153,8 +155,11 @@ class Options(UpdateSchedule):
         asked = self.sparsities or {}
         return self.dense_allocation < 1 or bool(self.structure) or any(asked.values())
 
-    def plan(self, model: nn.Module) -> tuple[list[Weight], dict[str, float]]:
-        """Returns all weights that can be sparse, and how sparse each is to be."""
+    def layers_of(self, model: nn.Module) -> tuple[list[Weight], list[SparseLayer]]:
+        """Returns all weights that can be sparse, and those that are, with first masks.
+
+        Raises ValueError or TypeError if they do not fit the options; touches nothing.
+        """
         weights = weights_of(model, self.include, self.exclude)
         fixed = {}
         if self.ignore_linear_layers:
@@ -168,19 +173,54 @@ class Options(UpdateSchedule):
         sparsities = allocate(
             shapes, 1 - self.density, self.sparsity_distribution, fixed, dense_first
         )
-        if not isinstance(self.initial_masks, str):
-            sparse = {name: shapes[name] for name, value in sparsities.items() if value}
-            check_scores(self.initial_masks, sparse)
         if self.is_sparse and not any(sparsities.values()):
             raise ValueError(
                 f"no weight is left to be sparse of {list(shapes)}: see dense_first, "
                 "sparsities=, and a linear model needs ignore_linear_layers=False"
             )
-        return weights, sparsities
+        sparse = (weight for weight in weights if sparsities[weight.name])
+        return weights, [self._layer_of(w, sparsities[w.name]) for w in sparse]
+
+    def _layer_of(self, weight: Weight, sparsity: float) -> SparseLayer:
+        """Returns a layer with its first mask; the weight itself is not touched."""
+        check_kind(weight)
+        name, shape = weight.name, tuple(weight.parameter.shape)
+        pattern, size = self.pattern(weight, sparsity), weight.parameter.numel()
+        # Without a pattern, all is one row.
+        row = RowPattern(shape, size, size - num_inactive(sparsity, size), False)
+        rows = pattern or row
+        active = rows.num_active
+        if self.method_in_use.gradual:
+            active, mask = size, torch.ones(shape, dtype=torch.bool)
+        elif isinstance(self.initial_masks, Mapping):
+            mask = rows.best_mask(_scores(self.initial_masks, name, shape))
+        elif self.initial_masks == "magnitude":
+            mask = rows.best_mask(weight.parameter.detach().abs())
+        elif pattern is None:
+            mask = masks.random_mask(self.seed, name, size, active).reshape(shape)
+        else:
+            scores = masks.random_scores(self.seed, name, 0, size)
+            mask = pattern.best_mask(pattern.join(scores))
+        return SparseLayer(weight, sparsity, active, mask, pattern)
 
     def pattern(self, weight: Weight, sparsity: float) -> RowPattern | None:
         """Returns the pattern that the mask of a weight keeps, if any."""
-        if self.structure is None:
-            return None
         shape, groups = tuple(weight.parameter.shape), weight.transposed
         return row_pattern(self.structure, weight.name, shape, sparsity, groups)
+
+
+def _scores(
+    given: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Returns the scores of a weight; raises unless they are finite numbers."""
+    check_names("scores are needed for", [name], given, "the weights that have some")
+    scores = check_type(
+        f"the scores of {name!r}", given[name], torch.Tensor, "a tensor"
+    )
+    fits = scores.shape == shape and not (scores.is_complex() or scores.is_meta)
+    if not (fits and bool(torch.isfinite(scores).all())):
+        raise ValueError(
+            f"the scores of {name!r} must be finite real numbers of shape {shape}, got "
+            f"{scores.dtype} of shape {tuple(scores.shape)} on {scores.device}"
+        )
+    return scores.detach()  # on any device

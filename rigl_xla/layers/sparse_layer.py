@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from rigl_xla.layers.weights import Weight
 from rigl_xla.topology.structure import RowPattern
-from xla_replica import AccumulationHook, AccumulationNote, Replica, traits
+from xla_replica import AccumulationHook, AccumulationNote, traits
 
 
 class Accumulated(NamedTuple):
@@ -140,7 +140,10 @@ class SparseLayer:
         self.follow(grad.device)
         self.has_gradients = True
         if self.collects:
-            self.add(grad.detach())
+            self.drop_discarded()
+            # Autograd may have given the gradient to others too.
+            dense = grad.detach().clone() if self.pending is None else grad.detach()
+            self.pending = added(self.pending, dense)
         return torch.where(self.mask, grad, grad.new_zeros(()))
 
     def _note_accumulation(self, parameter: torch.Tensor) -> None:
@@ -165,13 +168,6 @@ class SparseLayer:
         self.follow(self.data.device)
         zero_inactive_(self.data, self.mask)
 
-    def add(self, dense: torch.Tensor) -> None:
-        """Adds a backward pass's dense gradient to what is pending."""
-        self.drop_discarded()
-        before = self.pending
-        # Autograd may have given the gradient to others too.
-        self.pending = dense.clone() if before is None else before + dense
-
     def drop_discarded(self, ends: bool = False) -> None:
         """Forgets what is pending if `zero_grad` has thrown it away since.
 
@@ -182,9 +178,7 @@ class SparseLayer:
             return
         grad, left = self.weight.parameter.grad, self.accumulated
         if grad is None:
-            before, self.discarded = self.discarded, self.pending
-            if before is not None and self.pending is not None:
-                self.discarded = before + self.pending
+            self.discarded = added(self.discarded, self.pending)
             self.pending, self.hooked = None, False
         elif self.pending is not None and left is not None:
             if grad is left.grad() and grad._version == left.version:
@@ -218,7 +212,7 @@ class SparseLayer:
             if self.hooked:
                 is_of_all = is_of_all & (signs != left.signs).any()
             before = torch.where(is_of_all, before, before.new_zeros(()))
-            self.pending = before if self.pending is None else before + self.pending
+            self.pending = added(before, self.pending)
         if self.hooked and self.pending is not None:
             self.pending = torch.where(is_dense, grad.detach(), self.pending)
             zero_inactive_(grad.detach(), self.mask)
@@ -268,6 +262,13 @@ def pruner_of(parameter: torch.Tensor) -> Any:
     return layer and layer.pruner
 
 
+def added(one: torch.Tensor | None, other: torch.Tensor | None) -> Any:
+    """Returns the sum of those that are not None."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
 def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Returns the mask on the parameter's device and in its memory format.
 
@@ -277,13 +278,6 @@ def like(parameter: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     if parameter.is_contiguous():
         return mask
     return torch.empty_like(parameter.detach(), dtype=torch.bool).copy_(mask)
-
-
-def to_host(tensors: Sequence[torch.Tensor], replica: Replica) -> list[torch.Tensor]:
-    """Returns copies on the CPU, in one transfer where the backend can."""
-    if all(traits(tensor).is_host for tensor in tensors):
-        return [tensor.detach().clone() for tensor in tensors]
-    return replica.fetch(tensors)
 
 
 def zero_inactive_(tensor: torch.Tensor, mask: torch.Tensor) -> None:

@@ -167,13 +167,13 @@ def reasons_for_dense(
 
 def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
     """Returns selectors as a list; a single one becomes a list of one."""
-    is_one = isinstance(given, (str, type, nn.Module)) or callable(given)
-    every: list[Any] = [given]
-    if not is_one and isinstance(given, Iterable):
-        every = list(given)
+    is_one = isinstance(given, str) or callable(given)
+    every: list[Any] = (
+        [given] if is_one or not isinstance(given, Iterable) else list(given)
+    )
     for selector in every:
-        is_name = isinstance(selector, (str, type))
-        if not is_name and (not callable(selector) or isinstance(selector, nn.Module)):
+        is_function = callable(selector) and not isinstance(selector, nn.Module)
+        if not is_function and not isinstance(selector, str):
             raise TypeError(
                 f"{selector!r} selects no layers; give a pattern of names, a type of "
                 "module, or a function of a parameter's name and the parameter"

@@ -86,10 +86,10 @@ def _uses(
     module: nn.Module, attribute: str, args: Any, kwargs: Any, output: Any
 ) -> float:
     """Returns how often a call multiplied a vector by a weight."""
-    if isinstance(module, _ConvNd) and module.transposed:
-        pixels = args[0] if args else kwargs["input"]
-        return float(pixels.numel() / module.in_channels)
     if isinstance(module, _ConvNd):
+        if module.transposed:
+            pixels = args[0] if args else kwargs["input"]
+            return float(pixels.numel() / module.in_channels)
         return float(output.numel() / module.out_channels)
     while isinstance(output, (tuple, PackedSequence)):  # of attention, recurrent layers
         output = output[0]
@@ -296,24 +296,25 @@ def describe(now: TopologySteps, model: nn.Module) -> str:
     What was left out comes after them.
     """
     active = {layer.name: layer.num_active for layer in now.layers}
-    sizes = [weight.parameter.numel() for weight in now.weights]
-    rows = [(active.get(w.name, n), n, w.is_conv) for w, n in zip(now.weights, sizes)]
+    sizes = [(weight, weight.parameter.numel()) for weight in now.weights]
+    rows = [(active.get(w.name, size), size, w.is_conv) for w, size in sizes]
     of_each = ", ".join(f"{nonzero}/{size}" for nonzero, size, _ in rows)
     shares = ", ".join(f"{100 * nonzero / size:.2f}%" for nonzero, size, _ in rows)
-    lines = {
-        "layers": len(rows),
-        "nonzero_params": f"[{of_each}]",
-        "nonzero_percentages": f"[{shares}]",
-        "total_nonzero_params": _share(rows),
-        "total_CONV_nonzero_params": _share([row for row in rows if row[2]]),
-        "step": now.number,
-        "num_rigl_steps": now.num_updates,
-        "ignoring_linear_layers": now.options.ignore_linear_layers,
-        "sparsity_distribution": now.options.sparsity_distribution,
-    }
-    values = [f"{name}={value}," for name, value in lines.items()]
-    dense = reasons_for_dense(model, now.weights, now.options.exclude)
-    return "\n".join(["RigLScheduler(", *values, ")", *left_out(dense)])
+    lines = [
+        "RigLScheduler(",
+        f"layers={len(rows)},",
+        f"nonzero_params=[{of_each}],",
+        f"nonzero_percentages=[{shares}],",
+        f"total_nonzero_params={_share(rows)},",
+        f"total_CONV_nonzero_params={_share([row for row in rows if row[2]])},",
+        f"step={now.number},",
+        f"num_rigl_steps={now.num_updates},",
+        f"ignoring_linear_layers={now.options.ignore_linear_layers},",
+        f"sparsity_distribution={now.options.sparsity_distribution},",
+        ")",
+        *left_out(reasons_for_dense(model, now.weights, now.options.exclude)),
+    ]
+    return "\n".join(lines)
 
 
 def _share(rows: Sequence[tuple[int, int, bool]]) -> str:

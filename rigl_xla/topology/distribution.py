@@ -133,9 +133,6 @@ def allocate(
             check_integer(f"each number of the shape of {name!r}", size, 1)
     given = dict(check_type("fixed", fixed or {}, Mapping, "a dict by name"))
     check_names("a sparsity is given for", given, shapes, "the layers")
-    for name, value in given.items():
-        what = f"the sparsity of {name!r}"
-        given[name] = as_float(check_number(what, value, 0, below=1))
     if dense_first is None:
         dense_first = rule in (uniform, adjusted_uniform)
     check_flag("dense_first", dense_first)
@@ -150,10 +147,12 @@ def allocate(
             f"sparsity_distribution={distribution!r} gave {chosen!r}; it must return a "
             f"sparsity for each of {list(free)} and for no other layer"
         )
-    result = {name: given[name] if name in given else chosen[name] for name in shapes}
-    for name, value in result.items():
-        what = f"the sparsity that {distribution!r} gives {name!r}"
-        result[name] = as_float(check_number(what, value, 0, below=1))
+    result = {}
+    for name in shapes:
+        source = "of" if name in given else f"that {distribution!r} gives"
+        value = given[name] if name in given else chosen[name]
+        value = check_number(f"the sparsity {source} {name!r}", value, 0, below=1)
+        result[name] = as_float(value)
     return result
 
 

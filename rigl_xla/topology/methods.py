@@ -136,9 +136,8 @@ def method_named(
     Dense gradients are then collected if a given score may look at them, as one that
     a user has written may.
     """
-    check_choice("method", name, METHODS)
-    method = METHODS[name]
-    given: dict[str, Any] = {"drop": drop, "grow": grow}
+    method = METHODS[check_choice("method", name, METHODS)]
+    given = {"drop": drop, "grow": grow}
     given = {what: score for what, score in given.items() if score is not None}
     if given and not method.updates:
         raise ValueError(
@@ -147,12 +146,13 @@ def method_named(
     if grow is not None and method.grow is None:
         raise ValueError(f"method={name!r} grows no connections; leave out grow=")
     otherwise = "a function of a rigl_xla.Layer that returns a tensor of its shape"
-    scores = {}
-    for what, score in given.items():
-        if not callable(score):
-            score = SCORES[check_choice(what, score, SCORES, otherwise)]
-        scores[what] = score
-    needed = any(score not in (magnitude, Layer.random) for score in scores.values())
-    if needed and method.collects == "never":
-        method = dataclasses.replace(method, collects="updates")
+    scores: dict[str, Any] = {
+        what: score
+        if callable(score)
+        else SCORES[check_choice(what, score, SCORES, otherwise)]
+        for what, score in given.items()
+    }
+    looks = any(score not in (magnitude, Layer.random) for score in scores.values())
+    if looks and method.collects == "never":
+        scores["collects"] = "updates"
     return dataclasses.replace(method, **scores)

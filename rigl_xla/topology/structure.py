@@ -39,11 +39,11 @@ class RowPattern:
         return size // self.width * self.per_row
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns ``(rows, width)`` from a tensor of the weight's shape."""
-        return self._rows_last(tensor).reshape(-1, self.width)
+        """Returns ``(rows, width)`` of a tensor of the weight's size."""
+        return self._rows_last(tensor.reshape(self.shape)).reshape(-1, self.width)
 
     def join(self, rows_RM: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that `cut` was given."""
+        """Returns the tensor that `cut` was given, of the weight's shape."""
         shape = self._rows_last(torch.empty(self.shape, device="meta")).shape
         tensor = rows_RM.reshape(shape)
         if self.along_channels:
@@ -80,16 +80,18 @@ def n_of_m(structure: str | None) -> tuple[int, int] | None:
 
 
 def row_pattern(
-    structure: str,
+    structure: str | None,
     name: str,
     shape: tuple[int, ...],
     sparsity: float,
     transposed: int | None = None,
-) -> RowPattern:
-    """Returns how ``structure`` cuts a weight; raises ValueError if it cannot.
+) -> RowPattern | None:
+    """Returns how ``structure``, if any, cuts a weight; ValueError if it cannot.
 
     For constant fan-in, the sparsity is rounded to whole inputs, at least one.
     """
+    if structure is None:
+        return None
     inputs = outputs_first(torch.empty(shape, device="meta"), transposed)[0]
     pattern, channels = n_of_m(structure), len(inputs)
     if pattern is None:

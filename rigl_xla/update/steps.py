@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from rigl_xla.layers.options import Options
-from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
+from rigl_xla.layers.sparse_layer import SparseLayer, added, zero_inactive_
 from rigl_xla.layers.weights import Weight
 from rigl_xla.topology import masks
 from rigl_xla.topology.methods import Method
@@ -108,8 +109,7 @@ class TopologySteps:
         if is_expected and self._num_uncalled > self.options.delta:
             raise RuntimeError(
                 f"the optimizer took {self._num_uncalled} steps without a call of the "
-                "pruner: `if pruner(): optimizer.step()`; or build the pruner with "
-                "skip_step=False, or static_topo=True for a topology that stays"
+                "pruner: call it in each, or build it with skip_step=False"
             )
 
     # --- its end --------------------------------------------------------------------
@@ -135,7 +135,11 @@ class TopologySteps:
             layer.take_pending()
             layer.has_gradients &= not is_update
         if is_update:
-            self._update(optimizer)
+            self.num_updates += 1
+            trained = [x for x in self.layers if x.weight.parameter.requires_grad]
+            if trained:
+                change_(trained, optimizer, self.options, self.number, self.num_updates)
+                logger.debug("step %d: update %d", self.number, self.num_updates)
         used = is_update and self._method.collects == "updates"
         if used or self.number == self.options.last_update + 1:
             self.discard_gradients(replica)
@@ -148,8 +152,7 @@ class TopologySteps:
         if self._num_unstepped > self.options.delta + _PATIENCE:
             raise RuntimeError(
                 "the optimizer that this pruner was built with has not stepped in "
-                f"{self._num_unstepped} steps: if another trains the model, close() "
-                "this pruner and build one with it and state_dict=pruner.state_dict()"
+                f"{self._num_unstepped} steps: build it anew with the one that does"
             )
         needs_gradients = is_update and self._method.collects != "never"
         if needs_gradients and not any(layer.has_gradients for layer in self.layers):
@@ -182,10 +185,8 @@ class TopologySteps:
         if self._method.collects == "updates":
             num_steps = self.options.grad_accumulation_n
             for layer, dense in zip(self.layers, pending):
-                if num_steps > 1:
-                    dense = dense / num_steps
-                past = layer.gradient
-                layer.gradient = dense if past is None else past + dense
+                mean = dense / num_steps if num_steps > 1 else dense
+                layer.gradient = added(layer.gradient, mean)
             return
         momentum = self.options.momentum
         # A running mean would keep a NaN for ever: such a step leaves all as they were.
@@ -194,14 +195,6 @@ class TopologySteps:
             past = torch.zeros_like(dense) if layer.gradient is None else layer.gradient
             mean = past * momentum + dense * (1 - momentum)
             layer.gradient = torch.where(finite, mean, past)
-
-    def _update(self, optimizer: Optimizer) -> None:
-        """Changes the topology of all layers but those that are frozen by now."""
-        self.num_updates += 1
-        trained = [x for x in self.layers if x.weight.parameter.requires_grad]
-        if trained:
-            change_(trained, optimizer, self.options, self.number, self.num_updates)
-            logger.debug("step %d: topology update %d", self.number, self.num_updates)
 
     def discard_gradients(self, replica: Replica) -> None:
         """Prepares for the next step without what was collected.
@@ -215,6 +208,29 @@ class TopologySteps:
         zeros = replica.is_lazy and adds and self.number <= self.options.last_update
         for layer in self.layers:
             layer.gradient = torch.zeros_like(layer.data) if zeros else None
+
+    def check_replicas(self, replica: Replica) -> None:
+        """Compares hashes of masks and weights; see `RigLScheduler.check_replicas`."""
+        if replica.num_replicas == 1:
+            return
+        tensors = [
+            tensor for layer in self.layers for tensor in (layer.mask, layer.data)
+        ]
+        host, hashes = iter(replica.fetch(tensors)), {}
+        for layer in self.layers:
+            mask, weight = next(host), next(host)
+            finite = torch.isfinite(weight)
+            numbers = torch.where(finite, weight, 0) + 0.0  # zeros have one sign
+            parts = {"mask": mask, "finite weights": finite, "weights": numbers}
+            for what, part in parts.items():
+                data = part.contiguous().view(torch.uint8).numpy()
+                name = f"{what} of {layer.name}"
+                hashes[name] = hashlib.blake2b(data, digest_size=8).hexdigest()
+        remedy = (
+            "They must begin with equal weights (replica.seeded, broadcast_ or DDP), "
+            "step by the same summed gradients, and all call the pruner in every step"
+        )
+        replica.check_agreement("sparse layers, by their hashes", hashes, remedy)
 
 
 class DenseSums(Rider):

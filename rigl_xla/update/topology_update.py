@@ -1,9 +1,9 @@
-"""One topology update of all layers, on their device."""
+"""One topology update of all layers, and of the optimizer's state, on their device."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,13 +13,16 @@ from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.methods import Layer, Method, Score
+from rigl_xla.topology.structure import RowPattern
 from rigl_xla.topology.update_schedule import gradual_sparsity
-from rigl_xla.update.optimizer_state import follow_mask_
 from xla_replica import traits
+from xla_replica.device.selection import kth_largest
 
 # Layers that are chosen for together are copied into one tensor, which is sorted: two
 # dozen bytes for each of so many weights.
 _WEIGHTS_IN_GROUP = 2**25
+# One in so many connections moves further than the percentile that bounds new ones.
+_ONE_IN = 10
 
 
 def change_(
@@ -47,14 +50,17 @@ def change_(
     groups = _groups(layers)
     ordered = [layer for group in groups for layer in group]
     counts = [_next_counts(layer, options, step) for layer in ordered]
-    layer_at = functools.partial(Layer, step=step, update=update, seed=options.seed)
     # One upload; two dimensions, so that no number of it becomes part of a program.
     counts_2L = torch.tensor(list(zip(*counts)), dtype=torch.int32)
     counts_2L = counts_2L.to(layers[0].mask.device)
     new: list[torch.Tensor] = []
     for group in groups:
+        views = [
+            Layer(x.name, x.data, x.mask, x.gradient, step, update, options.seed)
+            for x in group
+        ]
         part_2L = counts_2L[:, len(new) : len(new) + len(group)]
-        new += _group_masks(group, method, part_2L, finite, layer_at)
+        new += _group_masks(views, group[0].pattern, method, part_2L, finite)
     for number, (layer, mask, numbers) in enumerate(zip(ordered, new, counts)):
         parameter, kept = layer.weight.parameter, layer.mask & mask
         num_kept = counts_2L[0, number] if options.bound_new_steps else None
@@ -80,23 +86,18 @@ def _next_counts(layer: SparseLayer, options: Options, step: int) -> tuple[int, 
 
 
 def _group_masks(
-    layers: list[SparseLayer],
+    layers: list[Layer],
+    pattern: RowPattern | None,
     method: Method,
     counts_2L: torch.Tensor,
     finite: torch.Tensor,
-    layer_at: Callable[..., Layer],
-) -> Iterable[torch.Tensor]:
+) -> list[torch.Tensor]:
     """Returns next masks of layers of one size; of one layer if it has a pattern."""
-    views = [layer_at(x.name, x.data, x.mask, x.gradient) for x in layers]
     mask_LN = torch.stack([layer.mask.flatten() for layer in layers])
-    drop_LN = _scores(method.drop, views)
-    grow_LN = None if method.grow is None else _scores(method.grow, views)
-    pattern = layers[0].pattern
+    drop_LN = _scores(method.drop, layers)
+    grow_LN = None if method.grow is None else _scores(method.grow, layers)
     if pattern is not None and grow_LN is not None:
-        cut = [
-            pattern.cut(tensor[0].reshape(pattern.shape))
-            for tensor in (mask_LN, drop_LN, grow_LN)
-        ]
+        cut = [pattern.cut(each) for each in (mask_LN, drop_LN, grow_LN)]
         rows = masks.drop_and_grow(*cut, *counts_2L, pattern.per_row)
         new_LN, keep_LN = (pattern.join(found_RM).reshape(1, -1) for found_RM in rows)
     else:
@@ -109,20 +110,19 @@ def _group_masks(
     return [new.reshape(layer.mask.shape) for new, layer in zip(new_LN, layers)]
 
 
-def _scores(score: Score, views: list[Layer]) -> torch.Tensor:
+def _scores(score: Score, layers: list[Layer]) -> torch.Tensor:
     """Returns ``(L, N)``: a score of layers of one size."""
     scores = []
-    for view in views:
-        values = score(view)
-        if not isinstance(values, torch.Tensor) or values.shape != view.weight.shape:
-            got = getattr(values, "shape", type(values).__name__)
+    for layer in layers:
+        found, shape = score(layer), tuple(layer.weight.shape)
+        if not isinstance(found, torch.Tensor) or found.shape != shape:
+            got = getattr(found, "shape", type(found).__name__)
             raise ValueError(
                 f"the score {getattr(score, '__name__', score)!r} gave {got} for "
-                f"{view.name!r}; it must return a tensor of the weight's shape, "
-                f"{tuple(view.weight.shape)}"
+                f"{layer.name!r}; it must give a tensor of the weight's shape, {shape}"
             )
-        values = values if values.is_floating_point() else values.float()
-        scores.append(values.detach().flatten())
+        found = found if found.is_floating_point() else found.float()
+        scores.append(found.detach().flatten())
     return torch.stack(scores)
 
 
@@ -138,3 +138,71 @@ def _groups(layers: Sequence[SparseLayer]) -> list[list[SparseLayer]]:
         length = max(1, _WEIGHTS_IN_GROUP // max(1, group[0].size))
         parts += [group[i : i + length] for i in range(0, len(group), length)]
     return parts
+
+
+def state_of(
+    parameter: torch.Tensor, optimizer: Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what the optimizer keeps for each weight: momentum, second moments."""
+    state = optimizer.state.get(parameter)  # not [...], which would make an entry
+    for name, value in (state or {}).items():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            yield name, value
+
+
+def follow_mask_(
+    layer: SparseLayer,
+    new: torch.Tensor,
+    optimizer: Optimizer,
+    num_kept: torch.Tensor | None,
+) -> None:
+    """Makes the optimizer's state that of a new mask, in place.
+
+    It is zero but for connections that were active and still are. Of those that grow,
+    rates begin at their initial value, and second moments where
+    `bounded_second_moment` says, or without ``num_kept`` at zero, too.
+    """
+    parameter, kept = layer.weight.parameter, layer.mask & new
+    state = dict(state_of(parameter, optimizer))
+    first, second = state.get("exp_avg"), state.get("exp_avg_sq")
+    begins: dict[str, Any] = {}
+    if num_kept is not None and first is not None and second is not None:
+        bounded = bounded_second_moment(first, second, layer.gradient, kept, num_kept)
+        begins = {"exp_avg_sq": bounded, "max_exp_avg_sq": bounded}
+    if "step_size" in state:  # Rprop's: a rate, not a sum
+        groups = optimizer.param_groups
+        own = (g for g in groups if any(each is parameter for each in g["params"]))
+        begins["step_size"] = float(next(own)["lr"])
+    for name, tensor in state.items():
+        zero_inactive_(tensor, kept)
+        if name in begins:
+            grown = new & ~layer.mask
+            tensor.copy_(torch.where(grown, begins[name], tensor))
+
+
+def bounded_second_moment(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    gradient: torch.Tensor | None,
+    kept: torch.Tensor,
+    num_kept: torch.Tensor,
+) -> torch.Tensor:
+    """Returns second moments with which new connections move no further than others.
+
+    A moment m of zero and a second one v of zero make Adam's first steps three times
+    the learning rate, where others move a tenth of it, since their gradients change
+    their signs. With r the 90th percentile of ``|m| / sqrt(v)`` over the connections
+    that stay, and g the gradient by which one grows, ``v = (g / r)²`` makes a step of r
+    times the learning rate while its gradient is g. It is at least the mean of v, which
+    it is without a gradient. ``kept`` is bool, and ``num_kept`` their number, ``()``.
+    """
+    zero = second.new_zeros(())
+    known = kept & (second > 0)
+    ratios = torch.where(known, first.abs() / second.sqrt(), zero)
+    counts = (num_kept // _ONE_IN).clamp(min=1).reshape(1, 1)
+    ratio = kth_largest(ratios.reshape(1, -1), counts).reshape(())
+    mean = torch.where(kept, second, zero).sum() / num_kept.clamp(min=1)
+    if gradient is None:
+        return mean
+    bound = torch.where(ratio > 0, (gradient / ratio).square(), zero)
+    return torch.maximum(bound.to(second.dtype), mean)

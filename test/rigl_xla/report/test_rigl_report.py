@@ -65,6 +65,7 @@ def test_counts_are_those_of_the_masks(kind):
 def test_a_report_reads_once_and_only_if_looked_at():
     replica = CountingReplica()
     model, optimizer, pruner = sparse_convnet(replica=replica)
+    replica.num_fetches = 0
     train(model, optimizer, pruner, range(4))
     early, kept = pruner.report(), pruner.masks["5.weight"].clone()
     train(model, optimizer, pruner, range(4, 8))
