@@ -9,7 +9,7 @@ import torch
 from support.variable_batch_size.checkpointed import Order
 from support.variable_batch_size.elastic import Killed
 from support.variable_batch_size.wrapping import FakeReplica
-from support.xla_replica.replicas import SEVERAL_REPLICAS
+from support.xla_replica.replicas import row
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -86,7 +86,7 @@ def both_ways(rank: int, folder: str):
     return by_hand(rank), by_epochs(rank, folder, None)
 
 
-@pytest.mark.parametrize("backend", SEVERAL_REPLICAS)
+@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 2)])
 def test_it_is_the_loop_by_hand_and_resumes_where_it_was_killed(backend, tmp_path):
     expected, whole = zip(*backend.run(both_ways, str(tmp_path / "whole")))
     with pytest.raises(xla_replica.ReplicaError):

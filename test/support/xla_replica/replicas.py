@@ -107,7 +107,7 @@ COMPILED = Backend("tpu" if TORCHTPU else "xla", 1)
 IS_COMPILED = MARKS[COMPILED.device]
 BACKENDS = [
     *backends("cpu", 1, 2, 3, slow=(5, 8)),
-    *backends("xla", 3, slow=(1, 2, 5, 8)),  # the script for eight runs by default
+    *backends("xla", 2, slow=(1, 3, 5, 8)),
     *GPUS,
     *TORCHTPU,
 ]

@@ -17,7 +17,7 @@ import xla_replica
 
 BACKENDS = [
     *backends("cpu", 1, 3, slow=(2, 5, 8)),
-    *backends("xla", 3, slow=(1, 2, 8)),
+    *backends("xla", 2, slow=(1, 3, 8)),
     *TORCHTPU,
     TPU_LIKE,
 ]

@@ -68,7 +68,7 @@ def elastic_runs(rank: int) -> dict[str, tuple]:
     [
         *backends("cpu", 1, slow=(3,)),
         row("cpu", 2, slow=HAS_XLA),
-        *backends("xla", 3, slow=(1, 8)),
+        *backends("xla", 2, slow=(1, 3, 8)),
     ],
 )
 def test_a_padded_run_equals_one_process_with_the_same_batches(backend):
