@@ -366,7 +366,7 @@ def run_all(rank: int) -> None:
 
 
 @on_xla
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_only_the_balance_is_above_the_precision_of_training(
     monkeypatch, tmp_path, num_replicas
 ):
