@@ -24,9 +24,9 @@ def alone():
     return dict(zip(exact.RUNS, found))
 
 
+@of_torch_alone
 @pytest.mark.parametrize(
-    "backend",
-    [row("cpu", 2), row("cpu", 3), row("cpu", 5, True), row("cpu", 8, True), *GPUS],
+    "backend", [*(row("cpu", n, slow=n > 3) for n in (2, 3, 5, 8)), *GPUS]
 )
 def test_bits_are_those_of_one_replica(backend, alone):
     found = backend.run(exact.finished, tuple(exact.RUNS))
@@ -292,11 +292,7 @@ def test_orders_masks_and_weights_have_the_same_bits(kind):
 
 @on_xla
 @pytest.mark.parametrize(
-    "kinds",
-    [
-        ["group", "rigl"],
-        pytest.param([*ORDERS][1:] + [*MASKS][1:], marks=pytest.mark.slow),
-    ],
+    "kinds", [["group"], pytest.param([*[*ORDERS][1:], *MASKS], marks=pytest.mark.slow)]
 )
 def test_orders_masks_and_weights_have_the_same_bits_on_xla(kinds):
     runs = [zip(*Backend("xla", n).run(train, kinds)) for n in (1, 2)]
