@@ -169,7 +169,7 @@ def measured(rank: int) -> list[tuple[list[float], list[torch.Tensor]]]:
 
 
 @pytest.mark.parametrize(
-    "backend", [row("cpu", 1), row("cpu", 3), row("xla", 2), *TORCHTPU]
+    "backend", [row("cpu", 1), row("cpu", 3), row("xla", 2, slow=True), *TORCHTPU]
 )
 def test_adascale_with_equal_weights_is_adascale(backend):
     for (numbers, weights), found in backend.run(measured):
