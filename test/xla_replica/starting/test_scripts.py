@@ -49,16 +49,17 @@ def test_help_and_what_a_wrong_command_line_says(arguments, status, said, capsys
 
 
 @on_xla
-def test_a_script_for_torch_xla_alone_trains_on_eight_replicas(tmp_path):
+@pytest.mark.parametrize("number", [3, slow(8)])
+def test_a_script_for_torch_xla_alone_trains_on_replicas(number, tmp_path):
     script = ROOT / "test" / "support" / "xla_replica" / "torch_xla_training.py"
-    printed = run(8, script, tmp_path)
-    assert "trained on 8 devices" in printed
+    printed = run(number, script, tmp_path)
+    assert f"trained on {number} devices" in printed
     first, _, last = map(float, re.findall(r"loss ([\d.]+)", printed))
     assert last < 0.5 * first
-    expected, *others = (torch.load(tmp_path / f"weights-{n}.pt") for n in range(8))
-    for name in expected:
-        for each in others:
-            assert "running" in name or torch.equal(each[name], expected[name]), name
+    weights = [torch.load(tmp_path / f"weights-{n}.pt") for n in range(number)]
+    for name, expected in weights[0].items():
+        for each in weights[1:]:
+            assert "running" in name or torch.equal(each[name], expected), name
 
 
 SCRIPT = """
