@@ -190,7 +190,7 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(what, tmp_pa
         starts("local", "SIGTERM", "forkserver", slow=True),
         starts("gloo", "SIGTERM", "fork"),
         starts("gloo", "SIGINT", "spawn", slow=True),
-        starts("emulated", "SIGTERM", "fork"),
+        starts("emulated", "SIGTERM", "fork", slow=True),
         starts("emulated", "SIGINT", "spawn", slow=True),
         starts("tpu-like", "SIGTERM", "fork"),
         starts("tpu-like", "SIGINT", "spawn"),

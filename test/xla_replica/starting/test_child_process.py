@@ -187,12 +187,7 @@ GUARDED = f"{DEFINES}\nif __name__ == '__main__':\n    main('cpu')\n"
 
 
 @pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param("-c", marks=[pytest.mark.xla] if HAS_XLA else []),
-        pytest.param("-", marks=of_torch_alone),
-        pytest.param("a file", marks=of_torch_alone),
-    ],
+    "way", ["-c", *(pytest.param(way, marks=of_torch_alone) for way in ("-", "a file"))]
 )
 def test_processes_import_a_script_or_are_sent_its_functions(way, tmp_path):
     what = {"-c": ["-c", CALL], "-": ["-"]}.get(way, [written(tmp_path, GUARDED)])
