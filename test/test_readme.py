@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.documents import block, blocks, patched, read, sides
 from support.scripts import python
-from support.xla_replica.replicas import HAS_XLA, needs_xla, of_torch_alone
+from support.xla_replica.replicas import HAS_XLA, MARKS, of_torch_alone
 from support.xla_replica.torchrun import LAUNCHER
 
 from tools.size.count_lines import PACKAGES
@@ -79,15 +79,13 @@ def scripts() -> dict[str, str]:
     ("name", "num_replicas", "launcher"),
     [
         pytest.param("before README", 1, (), marks=of_torch_alone),
-        ("after README", 3, ()),
+        ("after README", 2 if HAS_XLA else 3, ()),
         pytest.param("after README", 2, LAUNCHER, marks=of_torch_alone),
         ("AdaScale", 1 if HAS_XLA else 3, ()),
         pytest.param("before DDP", 2, LAUNCHER, marks=pytest.mark.slow),
         pytest.param("after DDP", 2, LAUNCHER, marks=pytest.mark.slow),
-        pytest.param(
-            "before torch_xla", 1, (),
-            marks=[needs_xla, pytest.mark.xla, pytest.mark.slow],
-        ),
+        pytest.param("before torch_xla", 1, (),
+                     marks=[*MARKS["xla"], pytest.mark.slow]),
         ("after torch_xla", 2 if HAS_XLA else 1, ()),
     ],
 )  # fmt: skip
