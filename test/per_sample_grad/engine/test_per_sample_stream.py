@@ -9,6 +9,7 @@ import torch
 from support.per_sample_grad import captured, compared, fold, norms_of, rules_kept
 from support.per_sample_grad.agreement import agree, answers, assert_same_grads
 from support.per_sample_grad.models import BY_NAME, CASES, Apply, WithParameter, twice
+from support.xla_replica.replicas import of_torch_alone
 from torch import nn
 
 import per_sample_grad as psg
@@ -67,6 +68,7 @@ def peak_of_training(model: nn.Module, x: torch.Tensor) -> int:
     return peak
 
 
+@of_torch_alone
 @pytest.mark.parametrize("name", DEEP)
 def test_norms_and_gram_need_the_memory_of_training(name):
     build, shape = DEEP[name]
@@ -81,6 +83,7 @@ def test_norms_and_gram_need_the_memory_of_training(name):
         assert kept > 1.1 * training
 
 
+@of_torch_alone
 def test_gradients_are_made_when_the_activations_have_gone():
     """The head's gradients, the largest, would be kept during the whole pass."""
     model = nn.Sequential(deep_cnn(), nn.Linear(16, 512), nn.Linear(512, 100))
@@ -91,6 +94,7 @@ def test_gradients_are_made_when_the_activations_have_gone():
     assert peak_memory(step) <= 1.1 * training
 
 
+@of_torch_alone
 @pytest.mark.parametrize("method", ["factored", "materialized"])
 @pytest.mark.parametrize(("build", "shape"), [
     (lambda: nn.Conv2d(3, 8, 5, padding=2), (8, 3, 8, 8)),
@@ -158,6 +162,7 @@ ANSWERS = {
 }
 
 
+@of_torch_alone
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_nothing_is_kept_by_a_cycle(answer):
     """On a lazy device every tensor that is alive is an output of the program."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from support.per_sample_grad import captured, flat, fold, rules_kept
 from support.per_sample_grad.agreement import assert_same_grads
 from support.per_sample_grad.models import put, turned
+from support.xla_replica.replicas import of_torch_alone
 from torch import nn
 
 import per_sample_grad as psg
@@ -278,6 +279,7 @@ def test_a_change_is_seen_as_in_a_model_without_a_history(number):
             assert found == expected
 
 
+@of_torch_alone
 @pytest.mark.parametrize("way", [None, *WAYS])
 def test_neither_a_graph_nor_a_model_is_kept(way):
     model = Switched().double() if way is None else Used(way).double()
