@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.grab_xla import ordering
 from support.grab_xla.ordering import BALANCING, INVARIANT, KINDS, PERMUTING
-from support.xla_replica.replicas import ONE_XLA_BACKEND, needs_xla
+from support.xla_replica.replicas import ONE_XLA_BACKEND, needs_xla, of_torch_alone
 
 import xla_replica
 from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
@@ -140,7 +140,7 @@ def weights_of(epoch: int) -> np.ndarray:  # which can be pickled
     return np.arange(48) % (5 + epoch) + 1.0
 
 
-@each("steps", [0, 2, 3, 6])
+@each("steps", [0, 3, *(pytest.param(n, marks=of_torch_alone) for n in (2, 6))])
 @each("name", ordering.ALL)
 def test_a_saved_run_goes_on_where_it_was(name, steps, tmp_path):
     """As does what another process gets of it, whoever looks at the rest."""

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import Kernels
-from support.xla_replica.replicas import ONE_XLA_BACKEND, needs_xla
+from support.xla_replica.replicas import ONE_XLA_BACKEND, needs_xla, of_torch_alone
 
 import xla_replica
 from grab_xla import GraBSampler
@@ -247,6 +247,7 @@ def test_narrow_vectors_are_summed_in_float32(dtype):
     assert numbers(found) == pytest.approx(expected, rel=1e-5)
 
 
+@of_torch_alone
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_vectors_are_never_copied_whole(dtype, monkeypatch):
     monkeypatch.setattr(prefix_sums, "MAX_ELEMENTS", 100)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.grab_xla import ordering
 from support.grab_xla.ordering import KINDS
+from support.xla_replica.replicas import of_torch_alone
 from torch.utils.data import DataLoader
 
 from grab_xla import GraBSampler, GraBWarning
@@ -25,6 +26,10 @@ LOADERS: dict[str, dict[str, Any]] = {
     "all drawn ahead": {"num_workers": 1, "prefetch_factor": 9},
     "device loader": {},
 }
+WITH_WORKERS_ONCE = [
+    pytest.param(kind, marks=[of_torch_alone] * ("num_workers" in options))
+    for kind, options in LOADERS.items()
+]
 
 
 def loader_of(sampler: GraBSampler, kind: str = "plain") -> DataLoader | DeviceLoader:
@@ -58,7 +63,7 @@ def train(kind: str, at=None, when=None, between=list) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("between", [list, lambda loader: next(iter(loader))])
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", WITH_WORKERS_ONCE)
 def test_a_pass_inside_another_one_is_told_or_changes_nothing(kind, between):
     expected = train("drop_last" if kind == "drop_last" else "plain")
     num_batches = len(expected[0]) // BATCH + (kind != "drop_last")
@@ -75,7 +80,7 @@ def test_a_pass_inside_another_one_is_told_or_changes_nothing(kind, between):
 
 
 @pytest.mark.filterwarnings("ignore:.*had a step:grab_xla.GraBWarning")
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", WITH_WORKERS_ONCE)
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("used", [1, 3, 5])
 def test_an_epoch_that_is_left_early_is_not_refused(kind, used, evaluates):
