@@ -45,23 +45,24 @@ child_process._IMPORTED += ["hypothesis", "pandas", "pytest"]
 # one that begins last keeps one worker busy, and the others wait.
 LONGEST = (
     "test_live_run", "test_stopping", "test_interrupted_training",
-    "test_variable_train_mnist", "test_child_process",
-    "test_rigl_replicas", "test_per_sample_xla", "test_examples", "test_recording",
-    "test_grab_replicas", "test_scripts", "test_readme", "test_grab_elastic",
+    "test_variable_train_mnist", "test_child_process", "test_rigl_replicas",
+    "test_per_sample_xla", "test_examples", "test_recording", "test_grab_replicas",
+    "test_program_checks", "test_scripts", "test_readme", "test_grab_elastic",
     "test_compilations", "test_elastic_family", "test_rigl_assigned_gradients",
     "test_sharded_models", "test_rule_family", "test_overlapped_sum",
-    "test_page_blocks", "test_accelerators", "test_grab_sampler_parity",
-    "test_rigl_example",
-    "test_grab_memory", "test_token_weights", "test_replica_family", "test_emulation",
-    "test_per_sample_stream", "test_asynchronous_checkpoint", "test_balance_family",
-    "test_tpu_like", "test_training", "test_exact_sums",
+    "test_page_blocks", "test_accelerators", "test_rigl_example", "test_grab_memory",
+    "test_token_weights", "test_replica_family", "test_per_sample_stream",
+    "test_asynchronous_checkpoint", "test_balance_family", "test_exact_sums",
 )  # fmt: skip
 
 
-# Pages, examples and tools run alike whatever the runtime and the version of torch,
-# so the default run of the torch environment has them alone; but for those of XLA, and
-# for what pages show and runs on what is there.
-RUN_ONCE = [Path(__file__).parent / name for name in ("docs", "examples", "tools")]
+# Pages, examples, scripts and tools run alike whatever the runtime and the version of
+# torch, so the default run of the torch environment has them alone; but for those of
+# XLA, and for what pages show and runs on what is there.
+RUN_ONCE = {Path(__file__).parent / name for name in (
+    "docs", "examples", "tools", "test_architecture.py", "test_variable_train_mnist.py",
+    "grab_xla/test_grab_sampler_parity.py",
+)}  # fmt: skip
 RUN_TWICE = ("test_page_blocks", "test_migration")
 
 # A loaded machine now and then takes more than the default 200 ms for an example.
@@ -95,7 +96,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
         is_own = item.get_closest_marker("xla") or item.path.stem in RUN_TWICE
-        if HAS_XLA and item.path.parent in RUN_ONCE and not is_own:
+        if HAS_XLA and RUN_ONCE & {item.path, item.path.parent} and not is_own:
             item.add_marker(pytest.mark.slow)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import variable_train_mnist
 from support.scripts import run_script
-from support.xla_replica.replicas import Backend, needs_xla, of_torch_alone
+from support.xla_replica.replicas import Backend, needs_xla
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
@@ -39,12 +39,8 @@ def check_output(folder: Path, text: str, num_batch_sizes: int) -> pd.DataFrame:
     return history
 
 
-@pytest.mark.parametrize(
-    "device",
-    [pytest.param("xla", marks=needs_xla), pytest.param("cpu", marks=of_torch_alone)],
-)
-def test_fake_digits_are_learnt_on_two_replicas(tmp_path, device):
-    options = f"--num-replicas 2 --device {device} --dataset fake --epochs 4"
+def test_fake_digits_are_learnt_on_two_replicas(tmp_path):
+    options = "--num-replicas 2 --device cpu --dataset fake --epochs 4"
     options += " --target-accuracy 80 --log-steps 2 --logdir log"
     text = run(*options.split(), cwd=tmp_path)
     history = check_output(tmp_path / "log", text, num_batch_sizes=7)
@@ -52,7 +48,6 @@ def test_fake_digits_are_learnt_on_two_replicas(tmp_path, device):
     assert (history["lr"] / history["batch_size"]).round(9).nunique() == 1
 
 
-@of_torch_alone
 def test_one_process_from_the_script_s_folder(tmp_path):
     """With another trace and rule; a missed target shows in the exit status."""
     trace = tmp_path / "trace.csv"
@@ -66,7 +61,6 @@ def test_one_process_from_the_script_s_folder(tmp_path):
     assert "misses 99.9 %" in text
 
 
-@of_torch_alone
 @pytest.mark.parametrize("rule", ["linear-momentum", "adam-root", "power:0.75"])
 def test_other_rules_train(tmp_path, rule, capsys):
     trains(f"--epochs 1 --max-grad-norm 1 --logdir {tmp_path} --rule {rule}")
@@ -96,7 +90,6 @@ def test_a_complete_run_that_is_started_again_is_not_trained_further(tmp_path, c
     assert texts[0] == texts[1] != ""
 
 
-@of_torch_alone
 def test_a_closed_loop_is_repeated_by_what_it_decided(tmp_path):
     common = "--log-steps 2 --epochs 2 --measure-noise --logdir"
     loop, again = tmp_path / "loop", tmp_path / "again"
