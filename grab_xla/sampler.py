@@ -19,21 +19,30 @@ from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import GraBWarning, Orders, SampleWeights, Weights, WeightsOf
+from grab_xla.epoch.orders import (
+    GraBWarning,
+    Orders,
+    Weights,
+    WeightsOf,
+    weights_function,
+)
 from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
 from grab_xla.gradients.samples import GradientMatrix
-from grab_xla.random_projections import size_of
+from grab_xla.options import Measurements, Signs, family
+from grab_xla.random_projections import RandomProjection
 from grab_xla.sorter import Sorter
 from grab_xla.training_passes import TrainingPasses
 from per_sample_grad import Projection
-from xla_replica.common.arguments import check_type
+from xla_replica.common.arguments import check_choice, check_integer, check_type
 from xla_replica.common.differences import check_same
 from xla_replica.common.names import unwrapped
 
 # The version of `GraBSampler.state_dict`.
-VERSION = 2
+VERSION = 3
+# Sums over an epoch need this precision.
+DTYPES = (torch.float32, torch.float64)
 _PARAMETERS = "the checksum of the parameters' names, shapes and sequence"
 
 
@@ -79,26 +88,16 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             sampler says which (``CustomSampler.update_weights``). Or a function from
             the number of an epoch to ``(num_samples,)`` numbers, by position in its
             order, equal on all replicas.
-        random_projection, pi_eps, kron_order: grab-sampler's way to ask for projections
-            of a size: ``"jl"``, ``"jl_sparse"`` or ``"kron"``; see
-            `random_projections.size_of`.
         normalize_grads: Whether to divide every (projected) gradient by its norm.
-        prob_balance: Whether to draw signs by the self-balancing walk with the constant
-            ``prob_balance_c`` instead of taking the better one.
-        tie: The sign at an inner product of exactly zero, such as that of each epoch's
-            first sample: 'negative' (grab-sampler) or 'positive' (the papers' code).
-        tile_size: How many rows' inner products are formed at once; any number gives
-            the same signs. The default depends on the backend.
         dtype: The dtype of the balance state; gradients are converted.
-        record_norm: Whether to keep the norms that `sorter.grad_norms` returns.
-        record_herding: Whether to keep what `sorter.herding` and
-            `sorter.avg_grad_error` return; see `EpochMetrics` for this and the next
-            option.
-        stale_mean_herding: Whether herding is centred by the mean of the previous
-            epoch, in O(d) memory, instead of keeping all gradients of an epoch.
-        cuda_herding: Accepted for code that passes it; gradients are kept where they
-            are balanced.
-        **balance_options: The options of the balance type: the fields of its class.
+        signs: How signs are decided. Its fields may be arguments, as grab-sampler has
+            them: ``tie``, ``tile_size``, ``prob_balance``, ``prob_balance_c``.
+        measurements: What is measured, likewise: ``record_norm``, ``record_herding``,
+            ``stale_mean_herding``, ``cuda_herding``.
+        projecting: grab-sampler's way to ask for projections of a size, likewise:
+            ``random_projection``, ``pi_eps``, ``kron_order``.
+        **options: Fields of these three, and the options of the balance type: the
+            fields of its class.
 
     Raises:
         TypeError: An option is unknown, missing, or of the wrong type; or parameters
@@ -134,57 +133,48 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         projection_size: int = 4096,
         group_size: int | None = None,
         weights: Weights = "equal",
-        random_projection: str = "none",
-        pi_eps: float = 0.1,
-        kron_order: int = 2,
         normalize_grads: bool = False,
-        prob_balance: bool = False,
-        prob_balance_c: float = 30,
-        tie: str = "negative",
-        tile_size: int | None = None,
         dtype: torch.dtype = torch.float32,
-        record_norm: bool = False,
-        record_herding: bool = False,
-        stale_mean_herding: bool = False,
-        cuda_herding: bool = False,
-        **balance_options: Any,
+        signs: Signs | None = None,
+        measurements: Measurements | None = None,
+        projecting: RandomProjection | None = None,
+        **options: Any,
     ) -> None:
-        del cuda_herding
         if not isinstance(data_source, Sized):
             raise TypeError(
                 f"data_source={data_source!r} has no length: an order needs a dataset "
-                "with __len__, not a stream, which brings its own order"
+                "with __len__, not a stream"
             )
         self.num_samples = len(data_source)
         if self.num_samples == 0:
             raise ValueError("data_source is empty: there is nothing to order")
+        signs = family(Signs, signs, options)
+        measurements = family(Measurements, measurements, options)
+        projecting = family(RandomProjection, projecting, options)
         # grab-sampler has enums.
         self.balance_type = str(getattr(balance_type, "value", balance_type))
-        ordering = ordering_named(self.balance_type, **balance_options)
+        ordering = ordering_named(self.balance_type, **options)
+        check_choice("dtype", dtype, DTYPES)
         self._replica = replica_for(num_replicas, rank, device)
         self.device = torch.device(self._replica.device if device is None else device)
         self._timer = timer or contextlib.nullcontext
-        kind = str(getattr(random_projection, "value", random_projection))
+        kind = str(projecting.random_projection)
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
-        shapes = {name: tuple(p.shape) for name, p in trainable_params.items()}
-        given = repr([(unwrapped(name), shape) for name, shape in shapes.items()])
         self._group_size = fidelities.samples_together(
             self.fidelity, group_size, self.num_samples, ordering
         )
         self._num_groups = self.num_samples // self._group_size
-        ordering.check_fits(self._num_groups)
-        self._weights = SampleWeights(weights, self.num_samples)
-        size = size_of(kind, shapes, self._num_groups, pi_eps, kron_order)
+        fidelities.check_fits(ordering, self._num_groups)
+        shapes = {name: tuple(p.shape) for name, p in trainable_params.items()}
+        size = projecting.size(shapes, self._num_groups)
         if size is None and self.fidelity == "projected":
             size = projection_size
-        self.projection: Projection | None = None
-        if size is not None:
-            self.projection = Projection(shapes, size, seed=seed)
+        self.projection = None if size is None else Projection(shapes, size, seed=seed)
         self._matrix = GradientMatrix(
             shapes, self.projection, normalize_grads, dtype, self.device
         )
-        walk_constant = prob_balance_c if prob_balance else None
-        weighting = self._weights.name
+        given = repr([(unwrapped(name), shape) for name, shape in shapes.items()])
+        named = {"equal": None, "update": "update"}
         # What a saved state must agree with.
         self._identity: dict[str, Any] = {
             "version": VERSION,
@@ -192,26 +182,19 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             "options": repr(ordering),
             "num_samples": self.num_samples,
             "num_columns": self._matrix.num_columns,
-            "settings": {
-                "normalize_grads": normalize_grads,
-                "tie": tie,
-                "prob_balance": walk_constant,
-                "weights": None if weighting == "equal" else weighting,
-                "projection": self.projection and repr(self.projection),
-                "group_size": group_size,
-                _PARAMETERS: zlib.crc32(given.encode()),
-            },
+            "normalize_grads": normalize_grads,
+            "tie": signs.tie,
+            "prob_balance": signs.walk_constant,
+            "weights": "given" if callable(weights) else named.get(weights),
+            "projection": self.projection and repr(self.projection),
+            "group_size": group_size,
+            _PARAMETERS: zlib.crc32(given.encode()),
         }
         self._columns = Columns(
             self._replica, self._matrix.num_columns, scheme, self.device, dtype, exact
         )
-        herding = "running" if stale_mean_herding else "exact"
-        self._metrics = EpochMetrics(
-            self._columns, record_norm, herding if record_herding else None
-        )
-        self._balancer = OnlineBalancer(
-            ordering, self._columns, self._metrics, tie, tile_size, walk_constant
-        )
+        self._metrics = EpochMetrics(self._columns, measurements)
+        self._balancer = OnlineBalancer(ordering, self._columns, self._metrics, signs)
         self._uses_gradients = ordering.needs_gradients or self._metrics.on
         if self._uses_gradients:
             xla_replica.refuse_sharded(
@@ -221,17 +204,18 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last,
             self._group_size,
         )  # fmt: skip
+        if generator is None:
+            generator = torch.Generator().manual_seed(check_integer("seed", seed))
         self._orders = Orders(
-            ordering, self.num_samples, random_first_epoch, generator, seed,
-            record_orders, self._group_size,
-        )  # fmt: skip
+            ordering, sharding, random_first_epoch, generator, record_orders
+        )
         self._replica.check_agreement(
             "the checksum of the first order",
             zlib.crc32(self.order.tobytes()),
             "Give all replicas the same seed or equal generators.",
         )
         self._progress = Progress(
-            self._orders, sharding, self._balancer, self._weights,
+            self._orders, sharding, self._balancer, weights_function(weights),
             self._uses_gradients, self._timer,
         )  # fmt: skip
 
@@ -241,11 +225,10 @@ class GraBSampler(TrainingPasses, Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Begins the next epoch, or continues a restored one."""
-        if self._is_recorded and self._balancer.num_seen == 0:
+        if self._is_recorded and self.num_seen == 0:
             warnings.warn(
-                "forward passes were recorded, but backward() was never called, so the "
-                "order stays the same: call sampler.backward(losses) in place of "
-                "losses.mean().backward()",
+                "forward passes were recorded, and the order stays the same: call "
+                "sampler.backward(losses) in place of losses.mean().backward()",
                 GraBWarning,
                 stacklevel=2,
             )
@@ -270,7 +253,8 @@ class GraBSampler(TrainingPasses, Sampler[int]):
 
         ``weights_of`` is as ``weights``, or returns None in every epoch: all the same.
         """
-        self._weights.follow(weights_of)
+        if self._identity["weights"] == "update":
+            self._progress.weights_of = weights_of
 
     @property
     def epoch(self) -> int:
@@ -304,8 +288,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         """
         if self._uses_gradients:
             raise TypeError(
-                f"count: balance_type={self.balance_type!r} or a metric needs "
-                "gradients: call step()"
+                f"count: {self.balance_type!r} or a metric needs gradients: call step()"
             )
         self._progress.count(num_samples)
 
@@ -328,9 +311,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         expected = "mean" if getattr(update, "weight", None) is None else "sum"
         if self._reduction not in (None, expected):
             raise ValueError(
-                f"the optimizer's reduction is {expected!r}, but backward() left the "
-                f"gradient of the {self._reduction} of the losses in .grad: call "
-                f"sampler.backward(losses, reduction={expected!r})"
+                f"the optimizer's reduction is {expected!r}, but that of the last "
+                f"backward() {self._reduction!r}: call sampler.backward(losses, "
+                f"reduction={expected!r})"
             )
         if not self._rides:
             self._progress.finish_update(update)
@@ -387,7 +370,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         if state.get("version", VERSION) != VERSION:
             raise ValueError(
                 f"load_state_dict: the state has format {state['version']}, which an "
-                f"earlier version saved; this one reads {VERSION}: begin the run anew"
+                f"earlier version saved, and this one reads {VERSION}"
             )
         own = self._identity
         others = self._orders.state_dict().keys() | {"given_for", "engine"}
@@ -395,11 +378,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         if missing:
             raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}")
         theirs = {name: state[name] for name in own}
-        check_same(
-            {**theirs, "settings": None, **theirs["settings"]},
-            {**own, "settings": None, **own["settings"]},
-            "load_state_dict: the state of another sampler",
-        )
+        check_same(theirs, own, "load_state_dict: the state of another sampler")
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
         self._balancer.draw(self._num_groups, self._orders.generator)

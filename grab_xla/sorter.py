@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ from grab_xla.epoch.online_balancer import OnlineBalancer
 from grab_xla.epoch.orders import Orders
 
 
+@dataclasses.dataclass(frozen=True)
 class Sorter:
     """Measurements of the current epoch, and methods that the balance type hands on.
 
@@ -18,10 +20,9 @@ class Sorter:
     `Ordering.order_methods` and `state_methods` name.
     """
 
-    def __init__(
-        self, orders: Orders, balancer: OnlineBalancer, metrics: EpochMetrics
-    ) -> None:
-        self._orders, self._balancer, self._metrics = orders, balancer, metrics
+    _orders: Orders
+    _balancer: OnlineBalancer
+    _metrics: EpochMetrics
 
     @property
     def grad_norms(self) -> list[float]:
@@ -41,10 +42,8 @@ class Sorter:
     def __getattr__(self, name: str) -> Any:
         ordering = self._orders.ordering
         if name in ordering.order_methods:
-            return functools.partial(self._give, getattr(ordering, name))
+            order_of = getattr(ordering, name)
+            return lambda *of, **options: self._orders.give(order_of(*of, **options))
         if name in ordering.state_methods:
             return functools.partial(self._balancer.change_state, name)
         raise AttributeError(f"the sorter of {type(ordering).__name__} has no {name!r}")
-
-    def _give(self, order_of: Any, *args: Any, **options: Any) -> None:
-        self._orders.give(order_of(*args, **options))

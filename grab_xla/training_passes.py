@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from grab_xla.gradients.groups import add_gradient, group_gradients, parameters_of
 from grab_xla.gradients.samples import sample_gradients
-from per_sample_grad import Capture, CoverageError
+from per_sample_grad import Capture
 from xla_replica.common.arguments import check_choice
 
 
@@ -22,8 +23,8 @@ class TrainingPasses:
     """
 
     _reduction: str | None = None  # that of the last `backward`
-    # The last forward pass, until its `backward`.
-    _recorded: Capture | dict[str, torch.nn.Parameter] | None = None
+    # What runs the backward pass of the last forward pass, until it has.
+    _pass: Callable[..., Mapping[str, Tensor] | Tensor] | None = None
     _is_recorded = False  # without a `backward` or a `step` since
 
     def record(
@@ -40,11 +41,13 @@ class TrainingPasses:
         if not self._uses_gradients:
             return contextlib.nullcontext()
         parameters = parameters_of(model, self._matrix.shapes)
-        if self.fidelity == "group":
-            self._recorded, self._is_recorded = parameters, True
-            return contextlib.nullcontext()
-        self._recorded = capture = Capture(model, [*parameters], **options)
         self._is_recorded = True
+        if self.fidelity == "group":
+            given = parameters, self._columns.dtype, self.projection is not None
+            self._pass = functools.partial(group_gradients, *given)
+            return contextlib.nullcontext()
+        capture = Capture(model, [*parameters], **options)
+        self._pass = functools.partial(sample_gradients, capture, self.projection)
         return capture
 
     def backward(
@@ -88,36 +91,19 @@ class TrainingPasses:
                 f"backward() with losses of shape {tuple(losses.shape)}: give one "
                 'number per sample, shape (B,), as with reduction="none"'
             )
-        num_rows = 1 if is_group else len(losses)
+        run, self._pass = self._pass, None
+        rows: Mapping[str, Tensor] | Tensor = {}
         if not self._uses_gradients:
             add_gradient(losses, reduction)
-            self._reduction = reduction
-            self._progress.claim(num_rows, indices)
-            return
-        recorded = self._recorded
-        if recorded is None:
+        elif run is None:
             raise RuntimeError(
                 "backward() without record(): compute the losses inside `with "
                 "sampler.record(model):`, once for every backward()"
             )
-        self._recorded = None
-        rows: Mapping[str, Tensor] | Tensor
-        if isinstance(recorded, Capture):
-            try:
-                rows = sample_gradients(
-                    recorded, losses, reduction, self.projection, from_samples
-                )
-            except CoverageError as error:
-                raise CoverageError(
-                    f"{error}. Give such options to sampler.record(), or balance "
-                    "groups of samples, for any model: GraBSampler(..., "
-                    'fidelity="group")'
-                ) from error
         else:
-            dtype, projects = self._columns.dtype, self.projection is not None
-            rows = group_gradients(recorded, losses, reduction, dtype, projects)
+            rows = run(losses, reduction, from_samples)
         self._reduction = reduction
-        self._place(rows, num_rows, indices)
+        self._place(rows, 1 if is_group else len(losses), indices)
 
     def _check_group(self, losses: Tensor) -> None:
         """Raises ValueError if these cannot be the losses of the next group."""
@@ -125,8 +111,7 @@ class TrainingPasses:
         if losses.dim() and len(group) and losses.shape != group.shape:
             raise ValueError(
                 f"backward() with losses of {tuple(losses.shape)} for a group of "
-                f"{len(group)}: pass group_size={self._group_size} as batch_size= to "
-                "the DataLoader, too"
+                f"{len(group)}: pass group_size= as batch_size= to the DataLoader, too"
             )
 
     def _place(
@@ -137,16 +122,10 @@ class TrainingPasses:
     ) -> None:
         """Balances what a step has of every sample, or keeps it until the update."""
         self._is_recorded = False
-        progress, balancer = self._progress, self._balancer
-        if not progress.claim(num_rows, indices):
-            return
-        with self._timer("sorter_step"), torch.no_grad():
-            pieces = self._matrix.pieces(rows, balancer.piece_size)
-            if progress.waits or self._replica.num_replicas > 1:
-                [piece] = pieces
-                balancer.place_together(piece, progress.end, progress.waits)
-            else:
-                balancer.place(pieces)
+        if self._progress.claim(num_rows, indices):
+            with self._timer("sorter_step"), torch.no_grad():
+                pieces = self._matrix.pieces(rows, self._balancer.piece_size)
+                self._progress.place(pieces)
 
     def step(
         self,
@@ -175,7 +154,5 @@ class TrainingPasses:
                 ``indices`` are not the next samples of the order, or, without them,
                 these are more samples than were drawn of it.
         """
-        num_rows = self._matrix.count(per_sample_grads, batch)
-        if not batch:
-            per_sample_grads = {n: g.unsqueeze(0) for n, g in per_sample_grads.items()}
-        self._place(per_sample_grads, num_rows, indices)
+        grads, num_rows = self._matrix.checked(per_sample_grads, batch)
+        self._place(grads, num_rows, indices)

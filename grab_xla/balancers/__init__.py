@@ -10,6 +10,7 @@ from grab_xla.balancers.base import Balancer, Ordering, State
 from grab_xla.balancers.batch import BatchBalance, UncentredBatchBalance
 from grab_xla.balancers.pair import PairBalance
 from grab_xla.balancers.recursive_pair import RecursivePairBalance
+from xla_replica.common.arguments import check_choice
 
 __all__ = ["BALANCE_TYPES", "Balancer", "Ordering", "State", "ordering_named"]
 
@@ -41,19 +42,12 @@ def ordering_named(balance_type: str, **options: Any) -> Ordering:
         TypeError: An option is unknown to this type, missing, or of the wrong type.
     """
     name = getattr(balance_type, "value", balance_type)  # grab-sampler has an enum.
-    if name not in BALANCE_TYPES:
-        raise ValueError(
-            f"balance_type={balance_type!r} is unknown; allowed are "
-            f"{', '.join(BALANCE_TYPES)}"
-        )
-    ordering = BALANCE_TYPES[name]
-    fields = {field.name: field for field in dataclasses.fields(ordering)}
-    for option in options.keys() - fields.keys():
+    ordering = BALANCE_TYPES[check_choice("balance_type", name, BALANCE_TYPES)]
+    try:
+        return ordering(**options)
+    except TypeError as error:
+        allowed = [field.name for field in dataclasses.fields(ordering)]
         raise TypeError(
-            f"{option!r} is not an option of balance_type={name!r}, whose options are: "
-            f"{', '.join(sorted(fields)) or 'none'}"
-        )
-    for option, field in fields.items():
-        if field.default is dataclasses.MISSING and option not in options:
-            raise TypeError(f"balance_type={name!r} needs {option}=")
-    return ordering(**options)
+            f"balance_type={name!r} has the options {', '.join(allowed) or 'none'}: "
+            f"{error}"
+        ) from error

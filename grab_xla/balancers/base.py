@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -36,11 +36,12 @@ class Ordering:
             `GraBSampler.step` has nothing to do unless metrics are recorded.
         is_permutation: Whether every sample comes once an epoch.
         placement_dtype: The dtype of placements, which stay on the device for an epoch.
+            Floating ones may be any numbers.
+        depth: The levels below the root, if there is a tree of accumulators; may be a
+            property or a field, as may the next one.
         piece_size: A step may be balanced in pieces of any multiple of this many
-            samples, one after the other, which gives the same placements. None means
-            that it may not; may be a property.
-        num_draws: The uniform random numbers that a sample needs in probabilistic
-            balancing; may be a property.
+            samples, one after the other, which gives the same placements; fewer samples
+            have none. None means that it may not.
         fills: What tensors of the state, by name, hold in columns that fill up a
             replica's share. Default: 0.
         order_methods, state_methods: The names of methods that `GraBSampler.sorter`
@@ -51,25 +52,25 @@ class Ordering:
     needs_gradients: ClassVar[bool] = False
     is_permutation: ClassVar[bool] = True
     placement_dtype: ClassVar[torch.dtype] = torch.int8
+    depth: ClassVar[int] = 0
     piece_size: ClassVar[int | None] = None
-    num_draws: ClassVar[int] = 1
     fills: ClassVar[Mapping[str, float]] = {}
     order_methods: ClassVar[Collection[str]] = ()
     state_methods: ClassVar[Collection[str]] = ()
 
+    @property
+    def num_nodes(self) -> int:
+        """The number of accumulators in the tree."""
+        return int(2 ** (self.depth + 1) - 1)
+
+    @property
+    def num_leaves(self) -> int:
+        """The leaves that placements name, see `reorder`."""
+        return int(2**self.depth)
+
     def num_pending(self, state: State) -> int:
         """Returns the number of samples that wait for a partner."""
-        return 0
-
-    def check_placements(self, placements: np.ndarray) -> None:
-        """Raises ValueError if `balance` may not return these.
-
-        It is called where they are read: on a CPU after every step, elsewhere when an
-        epoch ends.
-        """
-
-    def check_fits(self, num_samples: int) -> None:
-        """Raises ValueError if so few samples could never be ordered."""
+        return len(state.get("pending", ()))
 
     def first_order(
         self, num_samples: int, shuffled: bool, generator: torch.Generator
@@ -106,16 +107,6 @@ class Ordering:
         """Returns the state at the beginning of every epoch, the first one included."""
         return {name: torch.zeros_like(value) for name, value in state.items()}
 
-    def begin_step(
-        self, state: State, pieces: Iterable[Any], decide: Decisions
-    ) -> State:
-        """Returns the state for a step, given all of its rows before any is balanced.
-
-        ``pieces`` are the ``(R, columns)`` that `balance` will be called with. They are
-        formed when they are iterated over, so keep none of them.
-        """
-        return state
-
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         """Balances the next R samples of the order, with gradients ``(R, columns)``.
 
@@ -131,8 +122,6 @@ class Balancer(Ordering, abc.ABC):
     """An order that follows from the gradients of the previous epoch."""
 
     needs_gradients: ClassVar[bool] = True
-    # The leaves that placements name, see `reorder`; may be a property.
-    num_leaves: ClassVar[int] = 1
 
     @abc.abstractmethod
     def init(
@@ -141,19 +130,6 @@ class Balancer(Ordering, abc.ABC):
 
     @abc.abstractmethod
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced: ...
-
-    def check_placements(self, placements: np.ndarray) -> None:
-        leaves = self.num_leaves
-        if placements.dtype.kind == "b":
-            wrong = np.ones_like(placements)
-        else:
-            is_integer = placements == np.rint(placements)
-            wrong = ~(is_integer & (np.abs(placements) <= leaves))
-        if wrong.any():
-            raise ValueError(
-                f"{type(self).__name__}.balance returned {placements[wrong][0]} "
-                f"({placements.dtype}); allowed are integers from {-leaves} to {leaves}"
-            )
 
     def next_order(
         self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator

@@ -13,31 +13,25 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, Balancer, State
-from grab_xla.balancing.decisions import Decisions, mark_nonfinite
+from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.reordering import reorder_interleaved
-from grab_xla.balancing.row_by_row import balance_rows
-from xla_replica import where_finite
 from xla_replica.common.arguments import check_integer
 
 
 class BlockBalancer(Balancer):
-    """Balances blocks of ``block_size`` samples of the order; a subclass says how.
+    """Balances blocks of ``piece_size`` samples of the order; a subclass says how.
 
     The samples of a block that a step leaves unfinished wait for the next step, so that
     orders do not depend on where steps end. Those that still wait at the end of an
     epoch were not balanced and go to the middle.
 
-    The state holds ``sums`` (num_sums, columns), the accumulators, and ``pending`` (k,
-    columns), the gradients of the last k < block_size samples.
+    The state holds ``sums`` (num_nodes, columns), the accumulators, and ``pending`` (k,
+    columns), the gradients of the last k < piece_size samples.
     """
 
     @property
     @abc.abstractmethod
-    def block_size(self) -> int: ...
-
-    @property
-    @abc.abstractmethod
-    def num_sums(self) -> int: ...
+    def piece_size(self) -> int: ...  # type: ignore[override]
 
     @abc.abstractmethod
     def balance_blocks(
@@ -45,24 +39,9 @@ class BlockBalancer(Balancer):
     ) -> Tensor:
         """Returns the placements of whole blocks, and adds to ``sums`` in place."""
 
-    def check_fits(self, num_samples: int) -> None:
-        if 1 < num_samples < self.block_size:
-            raise ValueError(
-                f"{self} balances whole blocks of {self.block_size} samples (or "
-                f"groups), and there are only {num_samples}, so that the order would "
-                "never change: choose smaller blocks, or another balance_type"
-            )
-
-    @property
-    def piece_size(self) -> int | None:  # type: ignore[override]
-        return self.block_size
-
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        sums = torch.zeros(self.num_sums, num_columns, dtype=dtype, device=device)
+        sums = torch.zeros(self.num_nodes, num_columns, dtype=dtype, device=device)
         return {"sums": sums, "pending": sums.new_zeros(0, num_columns)}
-
-    def num_pending(self, state: State) -> int:
-        return len(state["pending"])
 
     def begin_epoch(self, state: State) -> State:
         sums = torch.zeros_like(state["sums"])
@@ -75,7 +54,7 @@ class BlockBalancer(Balancer):
             rows = rows * decide.weights_R.unsqueeze(1)
         if self.num_pending(state):
             rows = torch.cat([state["pending"], rows])
-        end = len(rows) // self.block_size * self.block_size
+        end = len(rows) // self.piece_size * self.piece_size
         # A copy, because a view would keep the whole batch alive.
         state = {**state, "pending": rows[end:].clone()}
         if end == 0:
@@ -105,12 +84,8 @@ class PairBalance(BlockBalancer):
         check_integer("num_workers", self.num_workers, 1)
 
     @property
-    def block_size(self) -> int:
+    def piece_size(self) -> int:  # type: ignore[override]
         return 2 * self.num_workers
-
-    @property
-    def num_sums(self) -> int:
-        return 1
 
     def balance_blocks(
         self, sums: Tensor, rows_RD: Tensor, decide: Decisions
@@ -121,10 +96,12 @@ class PairBalance(BlockBalancer):
             # That of the partner, which came last.
             limits = _partners(limits[: len(rows_RD)], self.num_workers)[1]
         if decide.row_by_row:
-            signs = balance_rows(first, second, sums, limits, 0, decide.tie)
+            signs = decide.balance(sums, first, second, limits)
         else:
-            differences = mark_nonfinite(first - second, first, second)
-            signs = _signs(sums, differences, limits, decide)
+            tiles = decide.tiles(first - second, limits)
+            signs = torch.cat(
+                [decide.balance(sums, rows, None, limit) for rows, limit in tiles]
+            )
         by_worker = signs.view(-1, 1, self.num_workers)
         return torch.cat([by_worker, -by_worker], dim=1).flatten()
 
@@ -140,18 +117,3 @@ def _partners(rows_RN: Tensor, num_workers: int) -> tuple[Tensor, Tensor]:
         return rows_RN[0::2], rows_RN[1::2]
     blocks = rows_RN.unflatten(0, (-1, 2, num_workers))
     return blocks[:, 0].flatten(0, 1), blocks[:, 1].flatten(0, 1)
-
-
-def _signs(
-    sums: Tensor, rows_RD: Tensor, limits_RN: Tensor | None, decide: Decisions
-) -> Tensor:
-    """Returns the signs of rows, ``(R,)``, and adds them to ``sums`` with these."""
-    parts = []
-    for rows, limits in decide.tiles(rows_RD, limits_RN):
-        gram, products = decide.gram(rows, sums)
-        finite = where_finite(torch.diagonal(gram))
-        limits = None if limits is None else limits[:, 0]
-        signs = decide.signs(products[:, 0], gram, finite, limits)
-        sums.addmm_(signs.unsqueeze(0), rows)
-        parts.append(signs)
-    return torch.cat(parts)

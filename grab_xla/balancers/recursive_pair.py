@@ -43,20 +43,16 @@ class RecursivePairBalance(BlockBalancer):
             )
 
     @property
-    def block_size(self) -> int:
+    def piece_size(self) -> int:  # type: ignore[override]
         return self.batch_size
 
     @property
-    def num_sums(self) -> int:
-        return self.batch_size - 1
+    def depth(self) -> int:  # type: ignore[override]
+        return self.batch_size.bit_length() - 2
 
     @property
-    def num_leaves(self) -> int:  # type: ignore[override]
+    def num_leaves(self) -> int:
         return self.batch_size
-
-    @property
-    def num_draws(self) -> int:  # type: ignore[override]
-        return self.batch_size.bit_length() - 1
 
     def balance_blocks(
         self, sums: Tensor, rows_RD: Tensor, decide: Decisions
@@ -99,8 +95,8 @@ class RecursivePairBalance(BlockBalancer):
             return torch.where(found, values, torch.zeros_like(values)).sum(1)
 
         weights = []
-        for level in range(self.num_draws):
-            depth = self.num_draws - level  # of the tree below a node of this level
+        for level in range(self.depth + 1):
+            depth = self.depth + 1 - level  # of the tree below a node of this level
             nodes = products_RV[:, 2**level - 1 : 2 ** (level + 1) - 1]
             is_node = (places >> depth).unsqueeze(1) == torch.arange(2**level, **like)
             own = torch.where(is_node, nodes, torch.zeros_like(nodes)).sum(1)

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_replica import comparable, lazy_operation, traits
+from grab_xla.balancing.row_by_row import balance_rows
+from xla_replica import comparable, lazy_operation, traits, where_finite
 
 TIES = ("negative", "positive")
 # What a sum of weights is at least where it divides: of nothing, the mean is zero.
@@ -52,6 +53,8 @@ class Decisions:
             None: one shard holds all columns, so they are whole.
         tile_size: How many rows' inner products are formed at once; None means all.
         row_by_row: Whether rows are balanced one after the other; see `balance_rows`.
+        stale: An accumulator, ``(1, D)``, and a number that it is divided by, ``(1,)``,
+            which decide all signs; None: a sign depends on those before it.
     """
 
     tie: str = "negative"
@@ -60,6 +63,7 @@ class Decisions:
     sum_: Callable[[list[Tensor]], None] | None = None
     tile_size: int | None = None
     row_by_row: bool = False
+    stale: tuple[Tensor, Tensor] | None = None
 
     def tiles(self, *of_rows: Tensor | None) -> Iterator[list[Any]]:
         """Yields tiles of rows and, of each of the others, its part for these rows."""
@@ -98,6 +102,90 @@ class Decisions:
         with_centre, of_centre_1V = products[:, -1:], parts[2]
         gram = gram - with_centre - with_centre.T + of_centre_1V[:, -1:]
         return gram, products[:, :-1] - of_centre_1V[:, :-1]
+
+    def balance(
+        self,
+        sums: Tensor,
+        rows_RD: Tensor,
+        centre: Tensor | None,
+        thresholds_RN: Tensor | None,
+        depth: int = 0,
+    ) -> Tensor:
+        """Balances a tile of ``rows - centre`` down a tree of accumulators.
+
+        Args:
+            sums: ``(V, D)`` or ``(V + 1, D)``, changed in place: the accumulators of
+                the tree, V = 2^(depth + 1) - 1, node v with the children 2v + 1 and
+                2v + 2, and perhaps the plain sum of what was balanced.
+            rows_RD: The rows. One that is not finite is left out.
+            centre: ``(1, D)``, or None for zero; where the decisions are made
+                `row_by_row` also ``(R, D)``.
+            thresholds_RN: Those of the rows at each level, or None for zeros.
+            depth: The number of levels below the root.
+
+        Returns:
+            The placements, ``(R,)``, 0 where a row is not finite; see `reorder`.
+        """
+        if self.row_by_row:
+            return balance_rows(rows_RD, centre, sums, thresholds_RN, depth, self.tie)
+        on_host = self.tile_size is not None and traits(rows_RD).is_host
+        if centre is not None and (on_host or self.stale is not None):
+            # A tile on a CPU is small, so differences are formed: with them float32
+            # loses no digits where the mean is larger than they are.
+            rows_RD, centre = rows_RD - centre, None
+        rows_RD = without_nan(rows_RD)
+        num_nodes = 2 ** (depth + 1) - 1
+        if self.stale is None:
+            gram, products = self.gram(rows_RD, sums[:num_nodes], centre)
+            finite = where_finite(torch.diagonal(gram))
+            walk = products, gram, finite, thresholds_RN, depth
+            factors, placements = self._walk(*walk)
+        else:
+            accumulator, divisor = self.stale
+            inner = (rows_RD @ accumulator.T)[:, 0], squared_norms(rows_RD)
+            products, squares = self.whole(torch.stack(inner))
+            finite = where_finite(squares)
+            limits = None if thresholds_RN is None else thresholds_RN[:, 0]
+            below = self.below(products / divisor, limits)
+            positive = finite.to(sums.dtype)
+            placements = torch.where(below, positive, -positive)
+            factors = [placements.unsqueeze(1)]
+        if len(sums) > num_nodes:
+            factors.append(finite.to(sums.dtype).unsqueeze(1))
+        factors_VR = torch.cat(factors, dim=1).T
+        sums.addmm_(factors_VR, rows_RD)
+        if centre is not None:
+            sums.addcmul_(factors_VR.sum(1, keepdim=True), centre, value=-1)
+        return placements
+
+    def _walk(
+        self,
+        products_RV: Tensor,
+        gram_RR: Tensor,
+        finite_R: Tensor,
+        thresholds_RN: Tensor | None,
+        depth: int,
+    ) -> tuple[list[Tensor], Tensor]:
+        """Returns the signs at the nodes of each level, and ``(R,)`` placements.
+
+        Level by level, rows at the same node are decided one after the other; at nodes
+        that a row does not pass its sign is 0.
+        """
+        limits = [None] * (depth + 1) if thresholds_RN is None else thresholds_RN.T
+        signs = self.signs(products_RV[:, 0], gram_RR, finite_R, limits[0])
+        signs_of_levels, place = [signs.unsqueeze(1)], None
+        for level in range(1, depth + 1):
+            # TPUs emulate int64.
+            place = (signs < 0).int() + (0 if place is None else 2 * place)
+            places = torch.arange(2**level, dtype=torch.int32, device=place.device)
+            is_here = place.unsqueeze(1) == places
+            products = products_RV[:, 2**level - 1 : 2 ** (level + 1) - 1]
+            products = torch.where(is_here, products, torch.zeros_like(products))
+            together = place.unsqueeze(1) == place
+            gram = torch.where(together, gram_RR, torch.zeros_like(gram_RR))
+            signs = self.signs(products.sum(1), gram, finite_R, limits[level])
+            signs_of_levels.append(is_here * signs.unsqueeze(1))
+        return signs_of_levels, signs if place is None else signs * (place + 1)
 
     def below(self, products: Tensor, thresholds: Tensor | None) -> Tensor:
         """Returns where the sign is +1, bool in the shape of ``products``."""
@@ -191,11 +279,10 @@ def without_nan(rows_RD: Tensor) -> Tensor:
     return torch.nan_to_num(rows_RD, nan=huge, posinf=huge, neginf=huge)
 
 
-def mark_nonfinite(values_RD: Tensor, *sources_RD: Tensor) -> Tensor:
-    """Returns ``values``, made huge where a source they come from is not finite."""
+def mark_nonfinite(values_RD: Tensor, source_RD: Tensor) -> Tensor:
+    """Returns ``values``, made huge where their source is not finite."""
+    if traits(source_RD).is_host and math.isfinite(float(source_RD.sum())):
+        return values_RD
     huge = torch.finfo(values_RD.dtype).max / 4
-    for source in sources_RD:
-        if not (traits(source).is_host and math.isfinite(float(source.sum()))):
-            small = source.abs() < comparable(huge, source)
-            values_RD = torch.where(small, values_RD, huge)
-    return values_RD
+    small = source_RD.abs() < comparable(huge, source_RD)
+    return torch.where(small, values_RD, huge)

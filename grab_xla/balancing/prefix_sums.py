@@ -91,10 +91,11 @@ class RunningHerding:
         It holds ``prefix``, ``(D,)``, the sum of all centred rows so far; ``infinity``
         and ``squares``, ``(1,)``, the largest infinity norm and squared 2-norm so far.
         """
-        sizes = {"prefix": num_columns, "infinity": 1, "squares": 1}
+        prefix = torch.zeros(num_columns, dtype=self.dtype, device=self.device)
         return {
-            key: torch.zeros(size, dtype=self.dtype, device=self.device)
-            for key, size in sizes.items()
+            "prefix": prefix,
+            "infinity": prefix.new_zeros(1),
+            "squares": prefix.new_zeros(1),
         }
 
     def update(
@@ -123,15 +124,12 @@ class RunningHerding:
         This is the first half of `update`: the maxima do not change.
         """
         prefix = state["prefix"]
-        has = f"with the {len(prefix)} columns of this state"
-        if rows.ndim != 2 or rows.shape[1] != len(prefix) or len(rows) == 0:
+        fits = rows.shape[1:] == mean.shape == prefix.shape
+        if not fits or len(rows) == 0:
             raise ValueError(
-                f"rows must have the shape (B, d), B at least 1, {has}, got "
-                f"{tuple(rows.shape)}"
-            )
-        if mean.shape != prefix.shape:
-            raise ValueError(
-                f"mean must have the shape (d,), {has}, got {tuple(mean.shape)}"
+                "rows must be (B, d), B at least 1, and mean (d,), with the "
+                f"{len(prefix)} columns of this state, got {tuple(rows.shape)} and "
+                f"{tuple(mean.shape)}"
             )
         # One sum runs through all batches, so that the result does not depend on where
         # they end.

@@ -130,26 +130,11 @@ class RoundRobinSharding:
     @property
     def num_remaining(self) -> int:
         """How many samples of the smaller group at the end every replica runs."""
-        return self._of_remainder.length(0) if self.group_size > 1 else 0
-
-    @property
-    def _of_remainder(self) -> RoundRobinSharding:
-        remainder = self.num_samples % self.group_size
-        return dataclasses.replace(self, num_samples=remainder, group_size=1)
+        return len(self._dealt(np.arange(self.num_samples % self.group_size), 0))
 
     def end(self, start: int) -> int:
         """Returns the end of the positions that a pass from ``start`` uses."""
-        if not self.drop_last:
-            return self.num_groups
-        left = self.num_groups - start
-        return start + left // self.num_replicas * self.num_replicas
-
-    def length(self, start: int) -> int:
-        """Returns how many samples every replica runs in a pass from ``start``."""
-        return self._num_own(start) * self.group_size + self.num_remaining
-
-    def _num_own(self, start: int) -> int:
-        return -(-(self.end(start) - start) // self.num_replicas)
+        return self._end(self.num_groups, start)
 
     def own(self, order: np.ndarray, start: int) -> np.ndarray:
         """Returns this replica's samples from position ``start``, ``(length,)`` int64.
@@ -162,12 +147,18 @@ class RoundRobinSharding:
         >>> RoundRobinSharding(5, 2, 1, group_size=2).own(order, 0)
         array([4, 0, 2])
         """
-        size, end = self.group_size, self.end(start)
-        positions = self.rank + np.arange(self._num_own(start)) * self.num_replicas
-        groups = order[: self.num_groups * size].reshape(-1, size)
-        used = np.concatenate([groups[start:end], groups])
-        dealt = used[positions % len(used)].reshape(-1)
-        if not self.num_remaining:
-            return dealt
-        remaining = self._of_remainder.own(order[self.num_groups * size :], 0)
-        return np.concatenate([dealt, remaining])
+        whole, rest = np.split(order, [self.num_groups * self.group_size])
+        groups = self._dealt(whole.reshape(-1, self.group_size), start)
+        return np.concatenate([groups.reshape(-1), self._dealt(rest, 0)])
+
+    def _end(self, num_units: int, start: int) -> int:
+        left_out = (num_units - start) % self.num_replicas if self.drop_last else 0
+        return num_units - left_out
+
+    def _dealt(self, units: np.ndarray, start: int) -> np.ndarray:
+        """Returns this replica's units from position ``start``, and repetitions."""
+        used = units[start : self._end(len(units), start)]
+        num_own = -(-len(used) // self.num_replicas)
+        positions = self.rank + np.arange(num_own) * self.num_replicas
+        used = np.concatenate([used, units])
+        return used[positions % max(len(used), 1)]

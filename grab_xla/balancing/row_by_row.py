@@ -28,21 +28,10 @@ def balance_rows(
     depth: int,
     tie: str,
 ) -> Tensor:
-    """Balances ``minuends - subtrahends`` down a tree of accumulators, row by row.
+    """Does what `Decisions.balance` does of ``minuends - subtrahends`` on a CPU.
 
-    It decides as `Decisions.signs` does, and changes the accumulators in place.
-
-    Args:
-        minuends, subtrahends: ``(R, D)`` on the CPU, the latter also ``(1, D)`` for
-            all; None is zero.
-        sums: ``(V, D)`` or ``(V + 1, D)``: the accumulators of a tree of ``depth``
-            levels below the root, V = 2^(depth + 1) - 1; the row after them is the
-            plain sum of what was balanced.
-        thresholds, tie: ``(R, depth + 1)`` or None for zeros, and the sign where an
-            inner product equals its threshold; see `Decisions`.
-
-    Returns:
-        The placements, ``(R,)`` int32, 0 where a row is not finite; see `reorder`.
+    Subtrahends are ``(R, D)``, or ``(1, D)`` for all rows, or None for zero. Placements
+    are int32.
     """
     others = [None] if subtrahends is None else subtrahends.numpy()
     limits = [[0.0] * (depth + 1)] if thresholds is None else thresholds.tolist()

@@ -17,12 +17,16 @@ W replicas, B samples of each per step, d columns.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 import xla_replica
+from grab_xla.gradients.row_copies import interleaved
 from xla_replica import LocalReplica, Replica
 from xla_replica.common.arguments import check_choice, check_flag
 
@@ -31,41 +35,76 @@ SCHEMES = ("sharded", "gather")
 _LARGE, _LANES = 1024, 128
 
 
+@dataclasses.dataclass(frozen=True)
 class Columns:
     """The columns that this replica holds of every vector, and how.
 
-    ``num_columns`` is d, ``shards`` whether the scheme shares columns, and ``num_own``
-    how many each replica holds, because the last share is filled up. ``joins_updates``:
-    rows may have to wait for an update, where there are several replicas or ``exact``.
+    ``num_columns`` is d; ``exact`` is as for `GraBSampler`.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        num_columns: int,
-        scheme: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        exact: bool = False,
-    ) -> None:
-        check_choice("scheme", scheme, SCHEMES)
-        if check_flag("exact", exact) and scheme != "gather":
-            raise ValueError(f"exact=True needs scheme='gather', got {scheme!r}")
-        if replica.is_live and not exact:
+    replica: Replica
+    num_columns: int
+    scheme: str
+    device: torch.device
+    dtype: torch.dtype
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("scheme", self.scheme, SCHEMES)
+        if check_flag("exact", self.exact) and self.scheme != "gather":
+            raise ValueError(f"exact=True needs scheme='gather', got {self.scheme!r}")
+        if self.replica.is_live and not self.exact:
             raise ValueError(
                 "a live run needs GraBSampler(..., exact=True, scheme='gather')"
             )
-        self.exact, self.joins_updates = exact, exact or replica.num_replicas > 1
-        self.replica, self.num_columns = replica, num_columns
-        self.device, self.dtype = device, dtype
-        self.shards = scheme == "sharded" and replica.num_replicas > 1
-        num_shards = replica.num_replicas if self.shards else 1
-        self.num_own = math.ceil(num_columns / num_shards)
-        if self.shards and self.num_own > _LARGE:
-            self.num_own = math.ceil(self.num_own / _LANES) * _LANES
-        self._num_filled = self.num_own * num_shards
 
-    def of_all_replicas(self, rows_BD: Tensor) -> Tensor:
+    @functools.cached_property
+    def joins_updates(self) -> bool:
+        """Whether replicas exchange steps, and rows may have to wait for an update."""
+        return self.exact or self.replica.num_replicas > 1
+
+    @functools.cached_property
+    def shards(self) -> bool:
+        """Whether replicas share the columns."""
+        return self.scheme == "sharded" and self.replica.num_replicas > 1
+
+    @functools.cached_property
+    def num_own(self) -> int:
+        """How many columns each replica holds, because the last share is filled up."""
+        if not self.shards:
+            return self.num_columns
+        num_own = math.ceil(self.num_columns / self.replica.num_replicas)
+        return math.ceil(num_own / _LANES) * _LANES if num_own > _LARGE else num_own
+
+    def in_sequence(self, rows_BD: Tensor) -> Tensor:
+        """Returns its columns of all replicas' rows, in the order's order. Collective.
+
+        Row b of replica r is the (b W + r)-th.
+        """
+        return interleaved(self._of_all_replicas(rows_BD))
+
+    def of_minibatches(
+        self, own: Sequence[Tensor], num_minibatches: int, minibatch_size: int
+    ) -> Iterator[Tensor]:
+        """Yields its columns of an update's minibatches, in the order's order.
+
+        Collective. Minibatch k of a step was run by replica k mod W. In every round
+        each replica exchanges one minibatch, zeros if it has none left. The same
+        programs serve every batch size: one exchanges, one balances a minibatch.
+        """
+        rounds, num_replicas = list(own), self.replica.num_replicas
+        if len(rounds) * num_replicas < num_minibatches:
+            zeros = torch.zeros(minibatch_size, self.num_columns, dtype=self.dtype)
+            rounds.append(zeros.to(self.replica.device))
+        # Now what is sent is data, so that every replica runs the same program.
+        self.replica.sync()
+        for first, sent in zip(range(0, num_minibatches, num_replicas), rounds):
+            received = self._of_all_replicas(sent)
+            minibatches = [rows.clone() for rows in received.unbind(0)]
+            self.replica.sync()
+            yield from minibatches[: num_minibatches - first]
+
+    def _of_all_replicas(self, rows_BD: Tensor) -> Tensor:
         """Returns its columns of all rows, ``(W, B, num_own)``. Collective."""
         if self.replica.num_replicas == 1:
             return rows_BD.unsqueeze(0)
@@ -97,7 +136,7 @@ class Columns:
         return parts.transpose(0, 1).flatten(1)[:, : self.num_columns]
 
     def _filled(self, vectors_VD: Tensor, fill: float = 0.0) -> Tensor:
-        missing = self._num_filled - self.num_columns
+        missing = self.num_own * self.replica.num_replicas - self.num_columns
         return torch.nn.functional.pad(vectors_VD, (0, missing), value=fill)
 
 
@@ -109,20 +148,17 @@ def replica_for(
     Only replicas that sum with one another, on their own device, can be asked for.
     """
     current = xla_replica.current()
-    if device is not None and torch.device(device).type != current.device.type:
-        if num_replicas != 1 and current.num_replicas > 1:
-            raise ValueError(
-                f"device={device}, but the caller is {current}, whose sums are there: "
-                "leave device out, or pass num_replicas=1 for a separate sampler"
-            )
-        return LocalReplica(device, "a device was asked for")
-    if (num_replicas, rank) in ((1, None), (1, 0)) and current.num_replicas > 1:
-        return LocalReplica(current.device, "num_replicas=1 was asked for")
-    if num_replicas not in (None, current.num_replicas) or (
-        rank not in (None, current.rank)
-    ):
-        raise ValueError(
-            f"num_replicas={num_replicas}, rank={rank}, but the caller is {current}: "
-            "leave both out, or pass num_replicas=1 for a separate sampler"
-        )
-    return current
+    own_device = device is None or torch.device(device).type == current.device.type
+    own_numbers = (num_replicas in (None, current.num_replicas)) and (
+        rank in (None, current.rank)
+    )
+    if own_device and own_numbers:
+        return current
+    is_alone = num_replicas == 1 or (num_replicas is None and current.num_replicas == 1)
+    if is_alone and rank in (None, 0):
+        return LocalReplica(device or current.device, "a separate one was asked for")
+    raise ValueError(
+        f"num_replicas={num_replicas}, rank={rank}, device={device}, but the caller is "
+        f"{current}: leave both out, and device, or pass num_replicas=1 for a separate "
+        "sampler"
+    )

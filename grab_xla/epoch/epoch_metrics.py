@@ -14,24 +14,22 @@ import math
 import torch
 from torch import Tensor
 
+from grab_xla.balancers import State
 from grab_xla.balancing.decisions import SMALLEST
 from grab_xla.balancing.prefix_sums import PrefixNorms, RunningHerding
 from grab_xla.epoch.columns import Columns
+from grab_xla.options import Measurements
 from xla_replica import where_finite
+
+Weighted = tuple[Tensor, Tensor]  # rows and their weights
 
 
 class EpochMetrics:
-    """Measures norms and herding of the current epoch.
+    """Measures norms and herding of the current epoch."""
 
-    'exact' herding keeps all vectors of an epoch, n d numbers, and centres them by
-    their own mean; 'running' keeps O(d) numbers and centres by the mean of the previous
-    epoch (zero in the first one).
-    """
-
-    def __init__(self, columns: Columns, norms: bool, herding: str | None) -> None:
-        self._columns, self._replica = columns, columns.replica
-        self._keeps_norms, self._herding = norms, herding
-        self.on = norms or herding is not None  # Whether anything is measured.
+    def __init__(self, columns: Columns, asked: Measurements) -> None:
+        self._columns, self._replica, self._asked = columns, columns.replica, asked
+        self.on = asked.record_norm or asked.record_herding
         self._running = RunningHerding(columns.dtype, columns.device)
         self._sum = self._running.init(columns.num_own)["prefix"]
         self._count = self._sum.new_zeros(1)  # the sum of the weights
@@ -40,9 +38,9 @@ class EpochMetrics:
     def reset(self) -> None:
         """Forgets the previous epoch, except for its mean."""
         self._squares: list[Tensor] = []
-        self._vectors: list[tuple[Tensor, Tensor | None]] = []
+        self._vectors: list[Weighted] = []
         self._prefixes: list[PrefixNorms] = []
-        if self._herding is not None:
+        if self._asked.record_herding:
             self._mean = self._sum / self._count.clamp(min=SMALLEST)
             self._sum = torch.zeros_like(self._sum)
             self._count = torch.zeros_like(self._count)
@@ -50,24 +48,30 @@ class EpochMetrics:
 
     def observe(self, rows_RD: Tensor, weights_R: Tensor | None = None) -> None:
         """Measures the next vectors, given this replica's columns of them."""
-        if self._keeps_norms:
+        if self._asked.record_norm:
             self._squares.append(rows_RD.square().sum(1))
-        if self._herding is None:
+        if not self._asked.record_herding:
             return
         # What is not finite is not balanced.
-        instead = self._mean if self._herding == "running" else 0.0
+        is_stale = self._asked.stale_mean_herding
+        instead = self._mean if is_stale else 0.0
         rows_RD = torch.where(where_finite(rows_RD), rows_RD, instead)
-        self._sum = self._sum + _weighted(rows_RD, weights_R).sum(0)
-        self._count = self._count + (
-            len(rows_RD) if weights_R is None else weights_R.sum()
-        )
-        if self._herding == "exact":
+        if weights_R is None:
+            weights_R = rows_RD.new_ones(len(rows_RD))
+        self._sum = self._sum + (rows_RD * weights_R.unsqueeze(1)).sum(0)
+        self._count = self._count + weights_R.sum()
+        if is_stale:
+            self._state = self._advance(self._state, (rows_RD, weights_R), self._mean)
+        else:
             self._vectors.append((rows_RD, weights_R))
-            return
-        deviations = _weighted(rows_RD - self._mean, weights_R)
-        zeros = torch.zeros_like(self._mean)
-        self._state, norms = self._running.advance(self._state, deviations, zeros)
+
+    def _advance(self, state: State, weighted: Weighted, mean: Tensor) -> State:
+        """Notes the norms of the prefix sums that end at these rows."""
+        rows_RD, weights_R = weighted
+        deviations = (rows_RD - mean) * weights_R.unsqueeze(1)
+        state, norms = self._running.advance(state, deviations, torch.zeros_like(mean))
         self._prefixes.append(norms)
+        return state
 
     def norms(self) -> list[float]:
         """Returns 2-norms in the order visited. One transfer."""
@@ -82,26 +86,20 @@ class EpochMetrics:
 
         One transfer.
         """
-        prefixes = list(self._prefixes)
         if self._vectors:
+            self._prefixes = []
             mean = self._sum / self._count.clamp(min=SMALLEST)
             state = self._running.init(self._columns.num_own)
-            for rows, weights in self._vectors:
-                deviations = _weighted(rows - mean, weights)
-                zeros = torch.zeros_like(mean)
-                state, norms = self._running.advance(state, deviations, zeros)
-                prefixes.append(norms)
-        if not prefixes:
+            for weighted in self._vectors:
+                state = self._advance(state, weighted, mean)
+        if not self._prefixes:
             return -math.inf, -math.inf
-        infinity = torch.cat([norms.infinity for norms in prefixes])
-        squares = torch.cat([norms.squares for norms in prefixes])
+        infinity, squares = (torch.cat(parts) for parts in zip(*self._prefixes))
         if self._columns.shards:
             self._columns.all_reduce_([squares])
             infinity = self._replica.all_gather(infinity).amax(0)
-        state = self._running.init(0)
-        state = self._running.record(state, PrefixNorms(infinity, squares))
-        result = self._running.result(state)
-        infinity, euclidean = self._replica.fetch(list(result))
+        largest = [infinity.amax(0), squares.amax(0).sqrt()]
+        infinity, euclidean = self._replica.fetch(largest)
         return float(infinity), float(euclidean)
 
     def scalars(self) -> dict[str, float]:
@@ -113,7 +111,3 @@ class EpochMetrics:
         if norms := self.norms():
             values |= {"norm/mean": sum(norms) / len(norms), "norm/max": max(norms)}
         return values
-
-
-def _weighted(rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
-    return rows_RD if weights_R is None else rows_RD * weights_R.unsqueeze(1)

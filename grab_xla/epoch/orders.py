@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from grab_xla.balancers import Ordering
-from grab_xla.balancing.reordering import KEEP, check_permutation
+from grab_xla.balancing.reordering import (
+    KEEP,
+    RoundRobinSharding,
+    check_permutation,
+)
 from xla_replica import traits
-from xla_replica.common.arguments import check_choice, check_integer
+from xla_replica.common.arguments import check_choice, check_type
 
 # From the number of an epoch to numbers by position in its order, or None: all equal.
 WeightsOf = Callable[[int], Sequence[float] | np.ndarray | None]
@@ -27,10 +31,9 @@ class GraBWarning(UserWarning):
 class Orders:
     """Keeps the order of the current epoch and asks the balance type for the next.
 
-    The generator, made from ``seed`` if there is none, is the only source of
-    randomness. With a ``group_size``, consecutive samples of the first order stay
-    together, and placements are those of groups; samples that do not fill a group keep
-    the last places.
+    A copy of the generator is the only source of randomness. With a ``group_size``,
+    consecutive samples of the first order stay together, and placements are those of
+    groups; samples that do not fill a group keep the last places.
 
     Attributes:
         order: ``(num_samples,)`` int64, the order of the current epoch.
@@ -44,44 +47,36 @@ class Orders:
     def __init__(
         self,
         ordering: Ordering,
-        num_samples: int,
+        sharding: RoundRobinSharding,
         shuffled: bool,
-        generator: torch.Generator | None,
-        seed: int,
+        generator: torch.Generator,
         record: bool,
-        group_size: int = 1,
     ) -> None:
-        seed = check_integer("seed", seed)
-        self.ordering, self.generator = ordering, torch.Generator()
-        if generator is None:
-            self.generator.manual_seed(seed)
-        elif not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
-        elif not traits(generator.device).is_host:
+        allowed = "a torch.Generator"
+        check_type("generator", generator, torch.Generator, allowed)
+        if not traits(generator.device).is_host:
             raise ValueError(
                 f"generator must be on the CPU, got one on {generator.device}"
             )
-        else:
-            # A copy: replicas that are threads may have been given the same object.
-            self.generator.set_state(generator.get_state())
-        self.order = self._checked(
-            ordering.first_order(num_samples, shuffled, self.generator), num_samples
-        )
+        # A copy: replicas that are threads may have been given the same object.
+        self.generator = torch.Generator().set_state(generator.get_state())
+        self.ordering, self._sharding, self._records = ordering, sharding, record
+        size = sharding.num_samples
+        self.order = self._checked(ordering.first_order(size, shuffled, self.generator))
         self.epoch, self.begun = 0, False
         self.history: list[list[int]] = []
         self.drawn_from = self.generator.get_state()
-        self._records, self._group_size = record, group_size
-        self._warned: set[str] = set()  # of what has been warned, once
+        self._warned: set[str] = set()
         self.given: np.ndarray | None = None
 
     def give(self, order: np.ndarray) -> None:
         """Makes ``order`` the order of the next epoch."""
-        self.given = self._checked(order, len(self.order))
+        self.given = self._checked(order)
 
-    def _checked(self, order: np.ndarray, num_samples: int) -> np.ndarray:
+    def _checked(self, order: np.ndarray) -> np.ndarray:
         if not self.ordering.is_permutation:
             return order
-        return check_permutation("the order", order, num_samples)
+        return check_permutation("the order", order, self._sharding.num_samples)
 
     def advance(self, placements: np.ndarray) -> None:
         """Begins the first epoch, or the one that follows from these placements."""
@@ -97,53 +92,31 @@ class Orders:
         self.drawn_from = self.generator.get_state()
 
     def _following(self, placements: np.ndarray) -> np.ndarray:
-        follows, size = self.ordering.next_order, self._group_size
+        follows, size = self.ordering.next_order, self._sharding.group_size
         if size == 1:
             return follows(self.order, placements, self.generator)
-        num_groups = len(self.order) // size
+        num_groups = self._sharding.num_groups
         numbers = follows(np.arange(num_groups), placements, self.generator)
         whole, rest = np.split(self.order, [num_groups * size])
         groups = whole.reshape(num_groups, size)[numbers]
         return np.concatenate([groups.reshape(-1), rest])
 
     def _warn_of_nonfinite(self, placements: np.ndarray) -> None:
-        is_float = placements.dtype.kind == "f"
-        bad = ~np.isfinite(placements) if is_float else placements == KEEP
+        bad = ~np.isfinite(placements)
+        if placements.dtype.kind != "f":
+            bad = placements == KEEP
         if bad.any():
-            size = self._group_size
-            of = "samples" if size == 1 else "groups"
-            first = self.order[np.argmax(bad) * size]
-            self._warn_once(
+            size = self._sharding.group_size
+            self.warn_once(
                 "not finite",
-                f"the gradients of {bad.sum()} {of} of epoch {self.epoch} were not "
-                f"finite, such as that of sample {first}; they keep their places and "
-                "do not affect the balance. Later ones are not reported",
+                f"the gradients of {bad.sum()} {'samples' if size == 1 else 'groups'} "
+                f"of epoch {self.epoch} were not finite, such as that of sample "
+                f"{self.order[np.argmax(bad) * size]}; they keep their places and do "
+                "not affect the balance. Later ones are not reported",
             )
 
-    def warn_of_steps(self, num_drawn: int, num_stepped: int) -> None:
-        """Warns, once, that samples of the epoch were drawn and had no step."""
-        self._warn_once(
-            "steps",
-            f"{num_drawn} samples of epoch {self.epoch} were drawn, and {num_stepped} "
-            "had a step. Unless the others were the last ones, as where an epoch is "
-            "left early, gradients were taken for those of other samples: give one "
-            "loss (or gradient) for every sample that the loader gives, a zero for one "
-            "that does not count, or pass indices=. Later ones are not reported",
-        )
-
-    def warn_of_remainder(self) -> None:
-        """Warns, once, that samples which do not fill a group are left out."""
-        num_samples = len(self.order) % self._group_size
-        if num_samples:
-            self._warn_once(
-                "remainder",
-                f"epoch {self.epoch} left out {num_samples} samples, the remainder of "
-                f"{len(self.order)} samples in groups of {self._group_size}, and all "
-                "epochs will: choose a group_size that divides the number of samples, "
-                "or a DataLoader without drop_last",
-            )
-
-    def _warn_once(self, subject: str, text: str) -> None:
+    def warn_once(self, subject: str, text: str) -> None:
+        """Warns unless there was a warning of this subject."""
         if subject not in self._warned:
             self._warned.add(subject)
             warnings.warn(text, GraBWarning, stacklevel=6)
@@ -169,52 +142,39 @@ class Orders:
         self.given = None if given is None else given.cpu().numpy().copy()
 
 
-class SampleWeights:
-    """The weights of an order's samples in every epoch.
+def weights_function(weights: Weights) -> WeightsOf:
+    """Returns the function for what `GraBSampler` takes as ``weights``."""
+    if callable(weights):
+        return weights
+    ways = {"equal": _equal, "update": _unknown}
+    return ways[check_choice("weights", weights, ways)]
 
-    Args:
-        weights: See `GraBSampler`.
-        num_samples: The length of the order.
 
-    Attributes:
-        name: ``"equal"``, ``"update"`` or ``"given"``.
+def _equal(epoch: int) -> None:
+    pass
+
+
+def _unknown(epoch: int) -> None:
+    raise ValueError(
+        "weights='update' needs an elastic sampler (CustomSampler(..., order=sampler)),"
+        " or pass a function from the epoch to weights"
+    )
+
+
+def weights_in(epoch: int, weights_of: WeightsOf, num_samples: int) -> Tensor | None:
+    """Returns ``(num_samples,)`` float64 on the CPU, or None: all weigh the same.
+
+    Raises:
+        ValueError: Nobody knows the updates, or weights are not allowed.
     """
-
-    def __init__(self, weights: Weights, num_samples: int) -> None:
-        self.name = "given"
-        if not callable(weights):
-            self.name = check_choice("weights", weights, ("equal", "update"))
-        self._of_epoch = weights if callable(weights) else None
-        self._num_samples = num_samples
-        self._last: tuple[int, Tensor | None] = (-1, None)
-
-    def follow(self, weights_of: WeightsOf) -> None:
-        """Takes the weights of updates from what knows them."""
-        if self.name == "update":
-            self._of_epoch = weights_of
-
-    def of(self, epoch: int) -> Tensor | None:
-        """Returns ``(num_samples,)`` float64 on the CPU, or None: all weigh the same.
-
-        Raises:
-            ValueError: Nobody knows the updates, or weights are not allowed.
-        """
-        if self.name == "equal":
-            return None
-        if self._of_epoch is None:
-            raise ValueError(
-                "weights='update' needs an elastic sampler (CustomSampler(..., "
-                "order=sampler)), or pass a function from the epoch to weights"
-            )
-        if self._last[0] != epoch:
-            weights, values = self._of_epoch(epoch), None
-            if weights is not None:
-                values = np.asarray(weights, dtype=np.float64)
-                fits = values.shape == (self._num_samples,)
-                if not fits or not (np.isfinite(values) & (values >= 0)).all():
-                    raise ValueError(
-                        f"the weights of an epoch must be {self._num_samples} finite "
-                        f"numbers of at least 0, got {weights!r}"
-                    )
-            self._last = epoch, None if values is None else torch.from_numpy(values)
-        return self._last[1]
+    weights = weights_of(epoch)
+    if weights is None:
+        return None
+    values = np.asarray(weights, dtype=np.float64)
+    fits = values.shape == (num_samples,)
+    if not fits or not (np.isfinite(values) & (values >= 0)).all():
+        raise ValueError(
+            f"the weights of an epoch must be {num_samples} finite numbers of at least "
+            f"0, got {weights!r}"
+        )
+    return torch.from_numpy(values)

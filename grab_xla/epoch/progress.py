@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import Orders, SampleWeights
+from grab_xla.epoch.orders import Orders, WeightsOf, weights_in
 from xla_replica.backends.grid import Rider
 
 
+@dataclasses.dataclass(eq=False)
 class Progress(Rider):
-    """Begins epochs, and checks that steps are of the next samples of their order.
+    """Begins epochs, and gives the balance the gradients of the next samples.
 
     The sampler deals the order itself, or another sampler does: then replica r runs the
     r-th of every W minibatches of a step. Positions in the order are those of groups;
@@ -29,78 +31,76 @@ class Progress(Rider):
     warning when the order is left, unless they are fewer than a step has, as those that
     a loader draws and leaves out by ``drop_last``.
 
-    Args:
+    Attributes:
         orders: The orders of the epochs.
         sharding: How replicas share them.
         balancer: What balances; its ``num_seen`` counts groups, and after the whole
             ones also the smaller one at the end.
-        weights: What samples' gradients are multiplied by.
+        weights_of: The weights of an epoch's samples.
         uses_gradients: Whether anything is balanced.
         timer: Makes a context from a name.
-
-    Attributes:
         dealt_elsewhere: The epoch whose whole order another sampler was given; None if
             no order was given.
-        waits: Whether gradients of a step wait for the update, as several replicas' do
-            then, and exact ones.
-        end: How many whole groups of the order the pass uses on all replicas.
     """
 
-    def __init__(
-        self,
-        orders: Orders,
-        sharding: RoundRobinSharding,
-        balancer: OnlineBalancer,
-        weights: SampleWeights,
-        uses_gradients: bool,
-        timer: Callable[[str], contextlib.AbstractContextManager[Any]],
-    ) -> None:
-        self._orders, self._sharding, self._balancer = orders, sharding, balancer
-        self._weights, self._timer = weights, timer
-        self._replica, self._group_size = balancer.columns.replica, sharding.group_size
-        self._uses_gradients = uses_gradients
-        # Of this order: samples that were drawn, that had a step, and the most in a
-        # step that did not say which they are.
-        self._num_drawn = self._num_stepped = self._step_size = 0
-        self._orders_left, self._is_drawn, self._older_goes_on = 0, False, False
-        # The position at which the pass over the order began, and whether that is in
-        # the middle of an epoch, which a state restored.
-        self._start, self._resumed = 0, False
-        self._own = sharding.own(orders.order, 0)
-        self._set_dealer(None)
+    orders: Orders
+    sharding: RoundRobinSharding
+    balancer: OnlineBalancer
+    weights_of: WeightsOf
+    uses_gradients: bool
+    timer: Callable[[str], contextlib.AbstractContextManager[Any]]
+    dealt_elsewhere: int | None = None
+
+    def __post_init__(self) -> None:
+        self._columns = self.balancer.columns
+        self._group_size = self.sharding.group_size
+        # Of this order, the number of which tells its passes: samples that were drawn,
+        # that had a step, and the most in a step that did not say which they are.
+        self._num_drawn = self._num_stepped = self._step_size = self._number = 0
+        self._is_drawn = self._older_goes_on = False  # by any loop, by an older pass
+        # The position at which the pass over the order began: 0, or that of a state
+        # that was restored in the middle of an epoch.
+        self._begin_at(0)
+        self._own = self.sharding.own(self.orders.order, 0)
+        self._weighed_for = -1  # the epoch whose weights the balancer has
+        self._steps: list[int] = []  # their samples, since the last update
+        self._waiting: list[Tensor] = []  # rows of minibatches, until their update
+        self._has_updated = False
         self._gathered: Iterable[Tensor] = ()  # what `commit` balances
-        self._num_pending = 0  # minibatches of this replica that wait for their update
-        self._num_updated = 0  # samples of this epoch that updates have used
+        self._num_gathered = 0  # groups
+
+    def _begin_at(self, start: int) -> None:
+        self._start, self._end = start, self.sharding.end(start)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether rows of a step wait for the update."""
+        return self._columns.joins_updates and self.dealt_elsewhere is not None
 
     def __len__(self) -> int:
         """Returns how many samples this replica runs in a pass."""
-        return self._sharding.length(self._start)
+        return len(self.sharding.own(self.orders.order, self._start))
 
     @property
     def num_seen(self) -> int:
         """The samples of the current order whose gradients have been taken."""
-        num_samples = self._balancer.num_seen * self._group_size
-        return min(num_samples, self._sharding.num_samples)
+        num_samples = self.balancer.num_seen * self._group_size
+        return min(num_samples, self.sharding.num_samples)
 
-    def _set_dealer(self, dealt_elsewhere: int | None) -> None:
-        self.dealt_elsewhere = dealt_elsewhere
-        waits = self._balancer.columns.joins_updates
-        self.waits = waits and dealt_elsewhere is not None
-        self.end = self._sharding.end(self._start)
+    # --- epochs ---------------------------------------------------------------------
 
     def deal(self) -> Iterator[int]:
         """Begins the next epoch, or what is left of a restored one."""
         self.dealt_elsewhere = None
         self._advance()
-        self._set_dealer(None)
-        self._set_weights(self._orders.epoch)
-        self._own = self._sharding.own(self._orders.order, self._start)
+        self._weigh(self.orders.epoch)
+        self._own = self.sharding.own(self.orders.order, self._start)
         self._older_goes_on = False
-        return self._draw(self._own.tolist(), self._orders_left)
+        return self._draw(self._own.tolist(), self._number)
 
-    def _draw(self, samples: list[int], orders_left: int) -> Iterator[int]:
+    def _draw(self, samples: list[int], number: int) -> Iterator[int]:
         for num_drawn, sample in enumerate(samples, 1):
-            if orders_left == self._orders_left:
+            if number == self._number:
                 self._num_drawn, self._is_drawn = max(self._num_drawn, num_drawn), True
             else:
                 self._older_goes_on = True
@@ -108,7 +108,7 @@ class Progress(Rider):
 
     def _leave_order(self) -> None:
         """Ends the passes over the order."""
-        self._orders_left += 1
+        self._number += 1
         self._num_drawn = self._num_stepped = self._step_size = 0
 
     def give(self, epoch: int) -> None:
@@ -123,56 +123,88 @@ class Progress(Rider):
                 f"the order of epoch {epoch} is gone: the current epoch is {given_for}"
             )
         # The elastic sampler knows its position: it asks for whole orders.
-        if given_for is None or epoch > given_for:
-            self._resumed = False
+        self._begin_at(0)
+        if epoch != given_for:
             self._advance()
-        self._start, self._resumed = 0, False
-        self._set_dealer(epoch)
-        self._set_weights(epoch)
+        self.dealt_elsewhere = epoch
+        self._weigh(epoch)
 
-    def _set_weights(self, epoch: int) -> None:
-        weights = self._weights.of(epoch)
-        # Samples of a group are of one update.
-        self._balancer.weights = (
-            None if weights is None else weights[:: self._group_size]
-        )
+    def _weigh(self, epoch: int) -> None:
+        if epoch != self._weighed_for:
+            weights = weights_in(epoch, self.weights_of, self.sharding.num_samples)
+            if weights is not None:  # Samples of a group are of one update.
+                weights = weights[:: self._group_size]
+            self.balancer.weights, self._weighed_for = weights, epoch
 
     def _advance(self) -> None:
         """Begins an epoch unless the current one has not been used."""
-        orders, num_seen = self._orders, self._balancer.num_seen
+        orders, num_seen = self.orders, self.balancer.num_seen
         # Nor does looking at the rest of a restored epoch begin another.
-        unused = self._resumed and num_seen == self._start
-        if unused and orders.given is None:
+        if orders.given is None and 0 < self._start == num_seen:
             return
-        self._balancer.drop_pending()
-        self._start, self._resumed, self._num_pending = 0, False, 0
+        num_waiting = len(self._waiting)
+        self.clear()
+        if num_waiting and not self._has_updated:
+            raise ValueError(
+                f"{num_waiting} minibatches were not balanced: call sampler.step() "
+                "before optimizer.step(), and optimizer.attach(sampler.after_update)"
+            )
+        self._begin_at(0)
+        if num_seen == 0:
+            self._num_stepped = 0  # what waited for an update had no step
         if orders.begun and orders.ordering.needs_gradients and num_seen == 0:
             return
-        num_groups = self._sharding.num_groups
         if num_seen:
-            if 0 < self._step_size <= self._num_drawn - self._num_stepped:
-                orders.warn_of_steps(self._num_drawn, self._num_stepped)
+            self._compare()
             self._leave_order()
-            self._num_updated = 0
-            if num_seen == num_groups or self.dealt_elsewhere is not None:
-                orders.warn_of_remainder()
-        placements = self._balancer.placements()
-        with self._timer("reset_epoch"):
+            num_left = self.sharding.num_samples % self._group_size
+            is_whole = num_seen == self.sharding.num_groups
+            if num_left and (is_whole or self.dealt_elsewhere is not None):
+                orders.warn_once(
+                    "remainder",
+                    f"epoch {orders.epoch} left out {num_left} samples, which fill no "
+                    f"group, and all epochs will: choose a group_size that divides "
+                    f"{self.sharding.num_samples}, or a DataLoader without drop_last",
+                )
+        placements = self.balancer.placements()
+        with self.timer("reset_epoch"):
             orders.advance(placements)
-            self._balancer.reset(num_groups, orders.generator)
+            self.balancer.reset(self.sharding.num_groups, orders.generator)
+
+    def _compare(self) -> None:
+        """Warns if fewer samples of the order had a step than were drawn."""
+        drawn, stepped = self._num_drawn, self._num_stepped
+        if 0 < self._step_size <= drawn - stepped:
+            self.orders.warn_once(
+                "steps",
+                f"{drawn} samples of epoch {self.orders.epoch} were drawn, and "
+                f"{stepped} had a step. Unless it was left early, give one loss (or "
+                "gradient) for every sample, a zero for one that does not count, or "
+                "indices=: others got these gradients. Later ones are not reported",
+            )
+
+    def restore(self, dealt_elsewhere: int | None) -> None:
+        """Continues where the orders and the balancer were restored."""
+        self._leave_order()
+        self.clear()
+        num_seen, sharding = self.balancer.num_seen, self.sharding
+        end = sharding.end(0) + (sharding.num_remaining > 0)
+        self._begin_at(num_seen if num_seen < end else 0)
+        self.dealt_elsewhere = dealt_elsewhere
+        self._own = sharding.own(self.orders.order, self._start)
+
+    # --- steps ----------------------------------------------------------------------
 
     def next_samples(self, num_groups: int) -> np.ndarray:
         """Returns the next samples that this replica runs, as many as there are."""
-        num_seen, num_replicas = self._balancer.num_seen, self._replica.num_replicas
+        num_samples, replica = num_groups * self._group_size, self._columns.replica
         if self.dealt_elsewhere is None:
-            own, first = self._own, -(-(num_seen - self._start) // num_replicas)
-            if num_seen > self.end:  # the smaller group at the end is done, too
-                first = len(own)
-        else:
-            own = self._orders.order
-            turn = self._num_pending * num_replicas + self._replica.rank
-            first = num_seen + turn * num_groups
-        return own[first * self._group_size : (first + num_groups) * self._group_size]
+            return self._own[self._num_stepped :][:num_samples]
+        turn = replica.rank
+        if self._waits:
+            turn += len(self._steps) * replica.num_replicas
+        position = self.balancer.num_seen + turn * num_groups
+        return self.orders.order[position * self._group_size :][:num_samples]
 
     def claim(
         self, num_groups: int, indices: Sequence[int] | Tensor | None = None
@@ -182,55 +214,68 @@ class Progress(Rider):
         Raises:
             ValueError: These cannot be the next groups.
         """
-        if not self._orders.begun:
+        if not self.orders.begun:
             raise ValueError(
                 "step() before the first epoch: iterate over the sampler first"
             )
-        expected = self.next_samples(num_groups)
-        num_samples = num_groups * self._group_size
+        expected, balancer = self.next_samples(num_groups), self.balancer
+        num_samples, num_left = num_groups * self._group_size, len(expected)
         deals = self.dealt_elsewhere is None
         # What is left after the whole groups is not balanced.
-        is_smaller = deals and num_groups == 1 and 0 < len(expected) < num_samples
+        is_smaller = deals and num_groups == 1 and 0 < num_left < num_samples
         if is_smaller:
-            num_samples = len(expected)
-        num_left = len(expected)
+            num_samples = num_left
         if deals and self._is_drawn and indices is None:
             drawn = 0 if self._older_goes_on else self._num_drawn - self._num_stepped
             num_left = min(num_left, drawn)
         if num_left < num_samples:
             raise ValueError(
                 f"step() with {num_samples} samples, but only {num_left} are left of "
-                "this epoch on this replica, or of those that its newest pass has "
-                "drawn. Every sample has one step: add up several losses of a batch, "
-                "and evaluate in the middle of an epoch with a DataLoader of its own. "
-                "iter(sampler) begins the next epoch"
+                "this epoch or of what its newest pass has drawn: add up losses of a "
+                "batch, and evaluate in the middle of an epoch with a DataLoader of "
+                "its own; iter(sampler) begins the next one"
             )
         if indices is not None:
             received = torch.as_tensor(indices).cpu().numpy().reshape(-1)
             if not np.array_equal(received, expected):
                 raise ValueError(
                     f"step(): indices are {received[:8].tolist()}..., but the next "
-                    f"{num_samples} samples of the order are "
-                    f"{expected[:8].tolist()}...: call step() once per batch, in the "
-                    "order in which the loader gives them; a second pass over the "
-                    "loader begins the next epoch"
+                    f"samples of the order are {expected[:8].tolist()}...: call step() "
+                    "once per batch, in the loader's order; a second pass over it "
+                    "begins the next epoch"
                 )
         self._num_stepped += num_samples
         if indices is None:
             self._step_size = max(self._step_size, num_samples)
-        self._num_pending += self.waits
-        if self._uses_gradients and not is_smaller:
+        if num_groups and not deals:
+            self._steps.append(num_samples)
+        if self.uses_gradients and not is_smaller:
             return num_groups > 0
-        if not self.waits:
-            num_left = self.end - self._balancer.num_seen
-            num_used = num_groups * self._replica.num_replicas
-            self._balancer.num_seen += min(num_used, num_left or 1)
+        if not self._waits:
+            num_left = self._end - balancer.num_seen
+            num_used = num_groups * self._columns.replica.num_replicas
+            balancer.num_seen += min(num_used, num_left or 1)
         return False
+
+    def place(self, pieces: Iterable[Tensor]) -> None:
+        """Balances the rows of a step, or keeps them until the update."""
+        if self._columns.joins_updates:
+            [rows] = pieces
+            if self._waits:
+                # A copy: gradients may be zeroed before the update. It has the layout
+                # of what replicas exchange.
+                row_major = torch.contiguous_format
+                self._waiting.append(rows.clone(memory_format=row_major))
+                return
+            num_left = self._end - self.balancer.num_seen
+            # Without the repeated samples at the end.
+            pieces = [self._columns.in_sequence(rows)[:num_left]]
+        self.balancer.place(pieces)
 
     def count(self, num_samples: int) -> None:
         """Counts steps of an order that needs no gradients."""
         num_groups, num_remaining = divmod(num_samples, self._group_size)
-        if num_remaining and num_remaining != self._sharding.num_remaining:
+        if num_remaining and num_remaining != self.sharding.num_remaining:
             raise ValueError(
                 f"count({num_samples}): with group_size={self._group_size} samples are "
                 "used in whole groups"
@@ -239,71 +284,75 @@ class Progress(Rider):
         if num_remaining:
             self.claim(1)
 
+    # --- updates of an elastic optimizer --------------------------------------------
+
     def finish_update(self, update: Any) -> None:
         """Balances what waits for an update; see `GraBSampler.after_update`."""
-        num_samples = update.batch_size
-        self._gather(update.epoch, num_samples, update.minibatch_size)
-        if self._balancer.columns.joins_updates:
+        self._gather(update)
+        if self._columns.joins_updates:
             self.commit()
-        elif self._uses_gradients and self.dealt_elsewhere == update.epoch:
-            # A state that is saved during the update would lack gradients that come
-            # later: the samples of a resumed run would get the signs of others.
-            num_new = self.num_seen - self._num_updated
-            self._num_updated = self.num_seen
-            if num_new != num_samples:
-                raise ValueError(
-                    f"this update has {num_samples} samples, but sampler.step() took "
-                    f"the gradients of {num_new} since the last one: call it once per "
-                    "minibatch, before optimizer.step()"
-                )
+        self._steps = []
 
-    def _gather(self, epoch: int, batch_size: int, minibatch_size: int) -> None:
-        size = self._group_size
+    def exchange(self, step: Any) -> None:
+        """Gathers what a step balances, before it is made. Collective."""
+        self._gather(step)
+        self._gathered = list(self._gathered)
+
+    def _gather(self, update: Any) -> None:
+        batch_size, minibatch_size = update.batch_size, update.minibatch_size
+        size, replica = self._group_size, self._columns.replica
         if size > 1 and minibatch_size != size:
             raise ValueError(
                 f"group_size={size}, but minibatches have {minibatch_size} samples: "
                 f"CustomSampler(..., minibatch_size={size})"
             )
-        if self._uses_gradients and batch_size % minibatch_size:
+        if self.uses_gradients and batch_size % minibatch_size:
             raise ValueError(
-                f"the batch size {batch_size} is not a multiple of the minibatch size "
-                f"{minibatch_size}, so a minibatch was padded with samples that would "
-                "be balanced twice: leave out pad_minibatches=True where gradients "
-                "choose the order"
+                f"the batch size {batch_size} is not a multiple of minibatch_size="
+                f"{minibatch_size}: padding would be balanced twice, so leave out "
+                "pad_minibatches=True where gradients choose the order"
             )
-        if self._balancer.columns.joins_updates:
+        if self._columns.joins_updates:
             # An idle replica may come here before it asks for the epoch's order.
-            self.give(epoch)
-        self._num_new = batch_size // size
-        self._gathered = self._balancer.gather(self._num_new, minibatch_size // size)
-
-    def exchange(self, step: Any) -> None:
-        """Gathers what a step balances, before it is made. Collective."""
-        self._gather(step.epoch, step.batch_size, step.minibatch_size)
-        if self._uses_gradients:
-            self._gathered = list(self._gathered)
+            self.give(update.epoch)
+        self._num_gathered = batch_size // size
+        if not self.uses_gradients or self.dealt_elsewhere != update.epoch:
+            return
+        # Of gradients that come later, a state that is saved during the update would
+        # know nothing: the samples of a resumed run would get the signs of others.
+        num_minibatches = batch_size // minibatch_size
+        num_own = len(range(replica.rank, num_minibatches, replica.num_replicas))
+        expected, joins = num_own * minibatch_size, self._columns.joins_updates
+        if sum(self._steps) != expected or (joins and len(self._steps) != num_own):
+            raise ValueError(
+                f"replica {replica.rank} ran {num_own} minibatches of {minibatch_size} "
+                f"samples in this update, but sampler.step() took the gradients of "
+                f"{sum(self._steps)} since the last one, in {len(self._steps)} calls: "
+                "call it once per minibatch, before optimizer.step()"
+            )
+        if joins:
+            self._gathered = self._columns.of_minibatches(
+                self._waiting, num_minibatches, minibatch_size // size
+            )
 
     def commit(self, num_minibatches: Any = None) -> None:
-        """Balances what was gathered."""
+        """Balances what was gathered, minibatch after minibatch.
+
+        Under an elastic sampler replicas run different numbers of minibatches, so they
+        can only balance together at the update, which all of them reach.
+        """
         del num_minibatches
-        self._num_pending = 0
-        if self._uses_gradients:
-            self._balancer.place_update(self._gathered)
+        self._has_updated = True
+        if self.uses_gradients:
+            sync = self._columns.replica.sync
+            sync()  # so that every minibatch has the same program
+            for rows in self._gathered:
+                self.balancer.place([rows])
+                sync()
         else:
-            self._balancer.num_seen += self._num_new
+            self.balancer.num_seen += self._num_gathered
+        self.clear()
 
     def clear(self) -> None:
         """Forgets what waits for an update."""
-        self._balancer.drop_step()
-        self._num_pending, self._gathered = 0, ()
-
-    def restore(self, dealt_elsewhere: int | None) -> None:
-        """Continues where the orders and the balancer were restored."""
-        self._leave_order()
-        self._num_pending, self._num_updated = 0, self.num_seen
-        num_seen, sharding = self._balancer.num_seen, self._sharding
-        end = sharding.end(0) + (sharding.num_remaining > 0)
-        self._resumed = 0 < num_seen < end
-        self._start = num_seen if self._resumed else 0
-        self._set_dealer(dealt_elsewhere)
-        self._own = sharding.own(self._orders.order, self._start)
+        self._steps, self._waiting, self._gathered = [], [], ()

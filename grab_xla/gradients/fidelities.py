@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from grab_xla.balancers import Ordering
-from xla_replica.common.arguments import check_choice, check_integer
+from xla_replica.common.arguments import check_choice, check_integer, check_type
 
 Fidelity = Literal["exact", "projected", "group"]
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
@@ -29,27 +29,21 @@ def chosen(
     Raises:
         TypeError, ValueError: An argument is not allowed.
     """
-    if not isinstance(parameters, Mapping) or not all(
-        isinstance(value, Tensor) for value in parameters.values()
-    ):
-        raise TypeError(
-            "trainable_params must map names to tensors, such as "
-            f"dict(model.named_parameters()); got {type(parameters).__name__}"
-        )
+    allowed = "a dict from names to tensors, such as dict(model.named_parameters())"
+    check_type("trainable_params", parameters, Mapping, allowed)
     if not parameters:
         raise ValueError("trainable_params is empty: there is nothing to balance")
     is_projected = random_projection != "none"
-    if fidelity is not None:
-        check_choice("fidelity", fidelity, FIDELITIES)
-        if fidelity == "exact" and is_projected:
-            raise ValueError(
-                f"leave out fidelity='exact' or random_projection={random_projection!r}"
-            )
-        return fidelity
-    if is_projected:
-        return "projected"
-    is_small = sum(value.numel() for value in parameters.values()) <= EXACT_UP_TO
-    return "exact" if is_small or not ordering.needs_gradients else "projected"
+    if fidelity is None:
+        is_small = sum(value.numel() for value in parameters.values()) <= EXACT_UP_TO
+        is_exact = is_small or not ordering.needs_gradients
+        return "exact" if is_exact and not is_projected else "projected"
+    check_choice("fidelity", fidelity, FIDELITIES)
+    if fidelity == "exact" and is_projected:
+        raise ValueError(
+            f"leave out fidelity='exact' or random_projection={random_projection!r}"
+        )
+    return fidelity
 
 
 def samples_together(
@@ -69,8 +63,8 @@ def samples_together(
         return 1
     if group_size is None:
         raise TypeError(
-            "fidelity='group' needs group_size=, the number of samples in a backward "
-            "pass: the batch_size of the DataLoader, or CustomSampler's minibatch_size"
+            "fidelity='group' needs group_size=: the batch_size of the DataLoader, or "
+            "CustomSampler's minibatch_size"
         )
     check_integer("group_size", group_size, 1, num_samples)
     if not ordering.is_permutation:
@@ -78,3 +72,13 @@ def samples_together(
             f"fidelity='group' cannot be combined with {ordering}: it repeats samples"
         )
     return group_size
+
+
+def check_fits(ordering: Ordering, num_groups: int) -> None:
+    """Raises ValueError if so few groups, or samples, could never be ordered."""
+    least = ordering.piece_size or 1
+    if 1 < num_groups < least:
+        raise ValueError(
+            f"{ordering} balances whole blocks of {least} samples (or groups), and "
+            f"there are only {num_groups}: choose smaller blocks or another type"
+        )

@@ -23,33 +23,26 @@ def parameters_of(
     Raises:
         ValueError: The model has no such parameter, or it is frozen.
     """
-    found = {
-        name: parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-    }
-    wrong = [
-        name
-        for name, shape in shapes.items()
-        if name not in found or found[name].shape != shape
-    ]
+    given = model.named_parameters(remove_duplicate=False)
+    found = {name: parameter for name, parameter in given if parameter.requires_grad}
+    kinds = {name: parameter.shape for name, parameter in found.items()}
+    wrong = [name for name, shape in shapes.items() if kinds.get(name) != shape]
     if wrong:
         raise ValueError(
             f"record: {', '.join(wrong[:5])} of GraBSampler's trainable_params are not "
-            "trainable parameters of the model, of the same shapes; build the sampler "
-            "with {n: p for n, p in model.named_parameters() if p.requires_grad}. Of a "
-            "wrapper, such as DDP, and of the model in it, take the names and the "
-            "model from one of the two"
+            "trainable parameters of the model, of the same shapes; of a wrapper, such "
+            "as DDP, and the model in it, take names and the model from one of the two"
         )
     return {name: found[name] for name in shapes}
 
 
 def group_gradients(
     parameters: Mapping[str, nn.Parameter],
-    losses: Tensor,
-    reduction: str,
     dtype: torch.dtype,
     by_name: bool,
+    losses: Tensor,
+    reduction: str,
+    from_samples: bool = False,
 ) -> Tensor | dict[str, Tensor]:
     """Returns what the backward pass of a group adds to ``.grad``: ``(1, columns)``.
 
@@ -57,11 +50,12 @@ def group_gradients(
     copies.
     Gradients are taken from hooks, before they are added. So what other groups have
     left in ``.grad``, and sums over replicas in the same backward pass, do not matter.
-    The hooks are there during the pass alone.
+    The hooks are there during the pass alone. ``from_samples`` changes nothing.
 
     Raises:
         RuntimeError: The losses do not depend on the parameters.
     """
+    del from_samples
     shapes = [p.shape for p in parameters.values()]
     like: dict[str, Any] = {"dtype": dtype, "device": losses.device}
     row = None

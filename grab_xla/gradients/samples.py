@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from grab_xla.gradients.groups import of_another_model
 from grab_xla.gradients.row_copies import flattened
-from per_sample_grad import Capture, Dense, Factors, Projection
+from per_sample_grad import Capture, CoverageError, Dense, Factors, Projection
 from xla_replica import full_matmul_precision, traits, where_finite
 from xla_replica.common.arguments import check_type
 
@@ -25,18 +26,18 @@ _BUDGET = 4 * PIECE_ON_DEVICE
 
 def sample_gradients(
     capture: Capture,
+    projection: Projection | None,
     losses: Tensor,
     reduction: Literal["mean", "sum"],
-    projection: Projection | None = None,
     from_samples: bool = False,
 ) -> Mapping[str, Tensor] | Tensor:
     """Runs the backward pass of the mean loss, or of the sum.
 
     Args:
         capture: The recorded forward pass.
+        projection: Gradients are projected by this.
         losses: ``(B,)``.
         reduction: ``"mean"`` or ``"sum"``.
-        projection: Gradients are projected by this.
         from_samples: ``.grad`` gets the mean, or the sum, of gradients of samples, if
             these are not projected.
 
@@ -48,22 +49,7 @@ def sample_gradients(
         RuntimeError: The losses do not depend on the parameters.
         PerSampleError: As for `Capture.backward`.
     """
-    rows: Mapping[str, Tensor] | Tensor
-    if projection is None:
-        rows = _formed(capture, losses, reduction, from_samples and len(losses) > 0)
-    else:
-        rows = capture.project(losses, projection, accumulate=reduction)
-    if capture.unused == capture.params.keys():
-        raise of_another_model()
-    return rows
-
-
-def _formed(
-    capture: Capture,
-    losses: Tensor,
-    reduction: Literal["mean", "sum"],
-    from_samples: bool,
-) -> dict[str, Tensor]:
+    from_samples = from_samples and projection is None and len(losses) > 0
     later: list[Factors] = []
 
     def form(factors: Factors) -> dict[str, Tensor]:
@@ -74,61 +60,71 @@ def _formed(
         return factors.materialize()
 
     accumulate = None if from_samples else reduction
-    found = capture.stream(losses, form, accumulate=accumulate)
+    try:
+        if projection is not None:
+            projected = capture.project(losses, projection, accumulate=accumulate)
+        else:
+            rows = capture.stream(losses, form, accumulate=accumulate)
+    except CoverageError as error:
+        raise CoverageError(
+            f"{error}. Give such options to sampler.record(), or balance groups, for "
+            'any model: GraBSampler(..., fidelity="group")'
+        ) from error
+    if capture.unused == capture.params.keys():
+        raise of_another_model()
+    if projection is not None:
+        return projected
     while later:
-        found |= later.pop().materialize()
+        rows |= later.pop().materialize()
     if from_samples:
-        sums = {name: getattr(each, reduction)(0) for name, each in found.items()}
+        sums = {name: getattr(each, reduction)(0) for name, each in rows.items()}
         capture.add_gradients(sums)
-    return found
+    return rows
 
 
+@dataclasses.dataclass(frozen=True)
 class GradientMatrix:
     """Turns the gradients of a step into rows ``(B, K)``, parameter after parameter.
 
     Rows are gradients or projections of them, or either of norm one. A whole copy of
     the gradients is made only where the balance needs it.
 
-    Args:
+    Attributes:
         shapes: Those of gradients, by name, in the sequence of the columns.
         projection: Projects gradients; None: they are balanced as they are.
         normalize: Whether rows are divided by their norms.
-        dtype: The dtype of the rows.
-        device: The device of the rows.
-
-    Attributes:
-        shapes: As they were given.
-        num_columns: K.
+        dtype, device: Those of the rows.
     """
 
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        projection: Projection | None,
-        normalize: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.shapes = shapes
-        self._projection, self._normalize = projection, normalize
-        self._dtype, self._device = dtype, device
-        self._num_inputs = self.num_columns = sum(map(math.prod, shapes.values()))
-        # The shapes of projections that are given.
-        self._projected: dict[str, tuple[int, ...]] = {}
-        if projection is not None:
-            self.num_columns = projection.size
-            kept = projection.kept.items()
-            self._projected = {name: (math.prod(sides),) for name, sides in kept}
+    shapes: Mapping[str, tuple[int, ...]]
+    projection: Projection | None
+    normalize: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @functools.cached_property
+    def _num_inputs(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def num_columns(self) -> int:
+        """K."""
+        return self._num_inputs if self.projection is None else self.projection.size
+
+    def _given_as(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a projection that is given in place of a gradient."""
+        if self.projection is None:
+            return self.shapes[name]
+        return (math.prod(self.projection.kept[name]),)
 
     def pieces(
         self, grads: Mapping[str, Tensor] | Tensor, multiple: int | None
     ) -> Iterable[Tensor]:
-        """Returns the rows, some after the others, each time they are iterated over.
+        """Returns the rows, some after the others.
 
         All come at once where gradients are one matrix, and on a lazy backend, where
         every piece would be a part of the program. A projection is small, but what is
         formed on the way to it may not be; so it is formed in pieces and comes at once.
-        What comes at once is formed once; several pieces are formed every time.
 
         Args:
             grads: ``(B, columns)`` of all parameters, or for every parameter
@@ -139,19 +135,18 @@ class GradientMatrix:
         if isinstance(grads, Tensor):
             return [self._rows([grads])]
         values = [grads[name].detach() for name in self.shapes]
-        kind, projects = traits(self._device), self._projection is not None
+        kind, projects = traits(self.device), self.projection is not None
         if projects:
             multiple = 1
-        pieces: list[Sequence[Tensor]] = [values]
+        pieces: Iterable[Sequence[Tensor]] = [values]
         if multiple is not None and not kind.is_lazy:
             numbers = PIECE_ON_HOST if kind.is_host else PIECE_ON_DEVICE
             size = max(1, numbers // (multiple * self._num_inputs)) * multiple
-            pieces = list(zip(*(value.split(size) for value in values)))
-        form = self._projected_rows if projects else self._rows
-        if len(pieces) > 1 and not projects:
-            return _Pieces(form, pieces)
-        rows = [form(columns) for columns in pieces]
-        return [rows[0] if len(rows) == 1 else torch.cat(rows)]
+            pieces = zip(*(value.split(size) for value in values))
+        if not projects:
+            return map(self._rows, pieces)
+        rows = [self._projected_rows(columns) for columns in pieces]
+        return rows if len(rows) == 1 else [torch.cat(rows)]
 
     def _projected_rows(self, gradients: Sequence[Tensor]) -> Tensor:
         named = zip(self.shapes, gradients)
@@ -159,64 +154,52 @@ class GradientMatrix:
 
     def _rows(self, gradients: Sequence[Tensor]) -> Tensor:
         """Returns the rows of some samples, given their gradients by parameter."""
-        is_lazy, columns = traits(self._device).is_lazy, []
+        is_lazy, columns = traits(self.device).is_lazy, []
         for each in gradients:
             flat = flattened(each) if is_lazy else each.unsqueeze(1).flatten(1)
-            columns.append(flat.to(device=self._device, dtype=self._dtype))
+            columns.append(flat.to(device=self.device, dtype=self.dtype))
         rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-        return normalized(rows) if self._normalize else rows
+        return normalized(rows) if self.normalize else rows
 
     def _projections(self, name: str, gradients: Tensor) -> Tensor:
         """Returns projections of one parameter's gradients, unless they are these."""
-        assert self._projection is not None
-        if gradients.shape[1:] == self._projected[name]:
+        assert self.projection is not None
+        if gradients.shape[1:] == self._given_as(name):
             return gradients
         shape = self.shapes[name] or (1,)
-        values = gradients.to(device=self._device, dtype=self._dtype)
+        values = gradients.to(device=self.device, dtype=self.dtype)
         values = values.reshape(len(values), *shape)
-        with full_matmul_precision(self._device):
-            return self._projection.of(name, [Dense(values)], _BUDGET)
+        with full_matmul_precision(self.device):
+            return self.projection.of(name, [Dense(values)], _BUDGET)
 
-    def count(self, grads: Mapping[str, Tensor], batched: bool) -> int:
-        """Returns how many samples these are the gradients of, after checking them."""
+    def checked(
+        self, grads: Mapping[str, Tensor], batched: bool
+    ) -> tuple[Mapping[str, Tensor], int]:
+        """Returns gradients with a batch axis, and of how many samples they are."""
         allowed = "a dict from parameter names to per-sample gradients"
         check_type("step(): the gradients", grads, Mapping, allowed)
         if grads.keys() != self.shapes.keys():
             missing = sorted(self.shapes.keys() - grads.keys())
             unknown = sorted(grads.keys() - self.shapes.keys())
             raise ValueError(
-                "step() needs the gradients of exactly the parameters that the sampler "
-                f"was built with; missing {missing[:5]}, unknown {unknown[:5]}"
+                "step() needs gradients of exactly the sampler's parameters; missing "
+                f"{missing[:5]}, unknown {unknown[:5]}"
             )
-        sizes = set()
+        if not batched:
+            grads = {name: each.unsqueeze(0) for name, each in grads.items()}
         for name, shape in self.shapes.items():
             received = tuple(grads[name].shape)
-            allowed_shapes = shape, self._projected.get(name, shape)
-            is_batch = len(received) >= batched
-            if not is_batch or received[batched:] not in allowed_shapes:
-                wanted = f"(B, {str(shape)[1:]}" if batched else str(shape)
+            if received[1:] not in (shape, self._given_as(name)) or not received:
                 raise ValueError(
                     f"step(): the gradient of {name!r} has shape {received}; a "
-                    f"parameter of shape {shape} needs {wanted}"
+                    f"parameter of shape {shape} needs (B, {str(shape)[1:]}"
                 )
-            sizes.add(received[0] if batched else 1)
+        sizes = {len(each) for each in grads.values()}
         if len(sizes) > 1:
             raise ValueError(
-                "step(): parameters have gradients of different numbers of samples: "
-                f"{sorted(sizes)}"
+                f"step(): gradients of different numbers of samples: {sorted(sizes)}"
             )
-        return sizes.pop()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pieces:
-    """Rows that are formed piece by piece, anew each time they are iterated over."""
-
-    form: Callable[[Sequence[Tensor]], Tensor]
-    pieces: Sequence[Sequence[Tensor]]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return map(self.form, self.pieces)
+        return grads, sizes.pop()
 
 
 def normalized(rows_BD: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 
 import per_sample_grad as psg
 import xla_replica
-from grab_xla import GraBSampler, herding
+from grab_xla import GraBSampler, Measurements, RandomProjection, Signs, herding
 from grab_xla.random_projections import KINDS as PROJECTIONS
 from tools.tpu import cases
 from tools.tpu.program_checks import CASE_MARK, products, programs_by_case
@@ -89,6 +89,25 @@ def test_names_and_arguments_of_grab_sampler_are_taken():
     assert sampler.orders_history == [list(range(N)), following]
     assert {"sorter_step", "reset_epoch"} <= set(sections)
     assert len(sampler) == N
+
+
+def test_options_of_a_family_are_one_value_or_arguments():
+    signs = {"tie": "positive", "prob_balance": True, "prob_balance_c": 2.0}
+    measured = {"record_norm": True, "record_herding": True}
+    projecting = {"random_projection": "kron", "pi_eps": 0.9, "kron_order": 3}
+    values = {
+        "signs": Signs(**signs),
+        "measurements": Measurements(**measured),
+        "projecting": RandomProjection(**projecting),
+    }
+    found = []
+    for options in (values, signs | measured | projecting):
+        with pytest.warns(UserWarning, match="reduces nothing"):
+            sampler = KINDS["mean"].sampler(N, **options)
+        orders = [ordering.run_epoch(sampler, epoch, 5) for epoch in range(3)]
+        found.append((orders, sampler.scalars(), repr(sampler.projection)))
+    assert found[0] == found[1]
+    assert found[0][1].keys() == {"herding", "avg_grad_error", "norm/mean", "norm/max"}
 
 
 def test_adaptive_mean_divides_by_what_is_good_of_what_it_is_given():
@@ -188,12 +207,13 @@ def test_gradients_that_cannot_be_are_refused(grads, message):
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [
-    ({"balance_type": "median"}, ValueError, "allowed are mean, pair"),
-    ({"prob_balanced": True}, TypeError, "not an option of balance_type='mean'"),
+    ({"balance_type": "median"}, ValueError, "one of 'mean', 'pair'.* got 'median'"),
+    ({"prob_balanced": True}, TypeError,
+     "balance_type='mean' has the options none: .* 'prob_balanced'"),
     ({"balance_type": "recursive", "depth": -1}, ValueError, "depth must be"),
-    ({"balance_type": "recursive-pair"}, TypeError, "needs batch_size="),
+    ({"balance_type": "recursive-pair"}, TypeError, "missing .* 'batch_size'"),
     ({"balance_type": "recursive-pair", "batch_size": 6}, ValueError, "power of"),
-    ({"balance_type": "fixed"}, TypeError, "needs orders="),
+    ({"balance_type": "fixed"}, TypeError, "missing .* 'orders'"),
     ({"balance_type": "fixed", "orders": [0] * N}, ValueError, "permutation"),
     ({"balance_type": "fixed", "orders": None}, ValueError, "permutation"),
     ({"balance_type": "ema", "ema_decay": 1.5}, ValueError, "> 0 and < 1"),
@@ -206,6 +226,9 @@ def test_gradients_that_cannot_be_are_refused(grads, message):
     ({"random_projection": "svd"}, ValueError, "one of .*'jl_sparse'.*'svd'"),
     ({"kron_order": 0}, ValueError, "kron_order must be an integer >= 1, got 0"),
     ({"pi_eps": 1.0, "random_projection": "jl"}, ValueError, "pi_eps must be"),
+    ({"pi_eps": 1.0}, ValueError, "pi_eps=1.0 and kron_order=2 need random_projection"),
+    ({"kron_order": 3}, ValueError, "kron_order=3 need random_projection=, one of 'n"),
+    ({"signs": Signs(), "tile_size": 3}, TypeError, "tile_size as fields of Signs"),
     ({"fidelity": "exact", "random_projection": "jl"}, ValueError,
      "leave out fidelity='exact' or random_projection='jl'"),
     ({"fidelity": "rough"}, ValueError, "fidelity must be one of 'exact', 'proj"),
@@ -213,7 +236,7 @@ def test_gradients_that_cannot_be_are_refused(grads, message):
     ({"seed": 1.5}, TypeError, "seed must be an integer"),
     ({"generator": 3}, TypeError, "torch.Generator"),
     ({"num_replicas": 3, "rank": 1}, ValueError, "leave both out"),
-    ({"trainable_params": [torch.zeros(3)]}, TypeError, "map names to tensors"),
+    ({"trainable_params": [torch.zeros(3)]}, TypeError, "names to tensors"),
     ({"trainable_params": {}}, ValueError, "empty"),
     ({"data_source": range(0)}, ValueError, "data_source is empty"),
     *(({"data_source": source}, TypeError, "no length: an order needs a dataset")

@@ -51,7 +51,7 @@ def sampler_of(name: str, **options) -> GraBSampler:
 @pytest.mark.parametrize("tile_size", [None, 4])
 @pytest.mark.parametrize("name", BALANCING)
 def test_a_step_does_not_copy_its_gradients(name, tile_size):
-    """Only 'batch' has to look at all of them before it balances the first."""
+    """Some have to look at all of them before they balance the first."""
     peak = peak_of_step(sampler_of(name, tile_size=tile_size), gradients())
     most = 1.5 if BALANCE_TYPES[KINDS[name].name].piece_size is None else 0.9
     assert peak <= most * BATCH * NUM_BYTES
