@@ -30,8 +30,10 @@ def parameters_of(
     if wrong:
         raise ValueError(
             f"record: {', '.join(wrong[:5])} of GraBSampler's trainable_params are not "
-            "trainable parameters of the model, of the same shapes; of a wrapper, such "
-            "as DDP, and the model in it, take names and the model from one of the two"
+            "trainable parameters of the model, of the same shapes; build the sampler "
+            "with {n: p for n, p in model.named_parameters() if p.requires_grad}. Of a "
+            "wrapper, such as DDP, and of the model in it, take the names and the "
+            "model from one of the two"
         )
     return {name: found[name] for name in shapes}
 
