@@ -147,6 +147,7 @@ def _resumed(
             raise ValueError(
                 f"state_dict was made with {name}= a {value}; give the same one again"
             )
+    resumed = dataclasses.replace(options, **{**values, **changes})
     of_schedule = {n: n for n in asked if n in _SCHEDULE and n not in changes}
     if changed := differences(saved, own, of_schedule):
         again = ", ".join(f"{n}={own[n]!r}" for n in of_schedule if own[n] != saved[n])
@@ -156,7 +157,7 @@ def _resumed(
             "where a Checkpointer has loaded the run, state=pruner.state_dict()",
             stacklevel=stacklevel,
         )
-    return dataclasses.replace(options, **{**values, **changes})
+    return resumed
 
 
 def _layer_of(
