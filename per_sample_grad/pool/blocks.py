@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from per_sample_grad.pool.fingerprint import digest, fingerprint
 from xla_replica.common.arguments import check_integer
 
 Interval = tuple[int, int]
@@ -29,6 +32,7 @@ _UNDERSTOOD = (
     f"the targets under one of the keys {', '.join(TARGETS)}; for anything else pass "
     "split=, a function from a batch to (inputs, targets or None)"
 )
+LEAST_ITEMS = 3
 # Attributes of a DataLoader that say how samples are loaded, not which, nor in what
 # order.
 _LOADER_OPTIONS = (
@@ -90,28 +94,30 @@ class BlockSource:
             self.dataset, self.collate = loader.dataset, loader.collate_fn
             self._options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
             batch_size = loader.batch_size if batch_size is None else batch_size
-        if isinstance(self.dataset, IterableDataset) or not hasattr(
-            self.dataset, "__len__"
+            if loader.batch_sampler is None:
+                raise ValueError(
+                    "the pool: a DataLoader with batch_size=None does not collate; "
+                    "give the dataset itself, or a DataLoader with a batch size"
+                )
+        if not hasattr(self.dataset, "__len__") or isinstance(
+            self.dataset, IterableDataset
         ):
             raise TypeError(
                 f"the pool: a {type(self.dataset).__name__} has no length and no "
                 "indices to report samples by; give a dataset with __len__ and "
                 "__getitem__"
             )
-        if isinstance(loader, DataLoader) and loader.batch_sampler is None:
-            raise ValueError(
-                "the pool: a DataLoader with batch_size=None does not collate; give "
-                "the dataset itself, or a DataLoader with a batch size"
-            )
         size = block_size if batch_size is None else batch_size
         self._batch_size = self.rounded_up(check_integer("batch_size", size, least=1))
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def rounded_up(self, samples: int) -> int:
         """Returns this number of samples, rounded up to whole blocks."""
         return -(-samples // self.block_size) * self.block_size
+
+    def intervals(self, size: int) -> list[Interval]:
+        """Returns intervals of so many samples that make up the pool."""
+        count = len(self.dataset)
+        return [(start, min(start + size, count)) for start in range(0, count, size)]
 
     def batches(self, intervals: Sequence[Interval]) -> Iterator[list[Any]]:
         """Yields lists of blocks ``(inputs, targets, Given)`` over intervals.
@@ -119,15 +125,20 @@ class BlockSource:
         Each interval begins with a new block, and its last block repeats the last
         sample. One DataLoader serves all, so that its workers start once.
         """
+        asked = [
+            range(first, min(first + self._batch_size, stop))
+            for start, stop in intervals
+            for first in range(start, stop, self._batch_size)
+        ]
         collate = functools.partial(_collate_blocks, self.collate, self.block_size)
         loader = DataLoader(
             self.dataset,
-            batch_sampler=self._indices(intervals),
+            batch_sampler=map(list, asked),
             collate_fn=collate,
             **self._options,
         )
         batches = iter(loader)
-        for indices in self._indices(intervals):
+        for indices in asked:
             where = f"samples {indices[0]} to {indices[-1]}"
             with noted(f"while {where} of the pool were loaded"):
                 blocks = []
@@ -136,11 +147,6 @@ class BlockSource:
                     last = min(first + self.block_size - 1, indices[-1])
                     blocks.append((inputs, targets, Given(first, last, targets)))
             yield blocks
-
-    def _indices(self, intervals: Sequence[Interval]) -> Iterator[list[int]]:
-        for start, stop in intervals:
-            for first in range(start, stop, self._batch_size):
-                yield list(range(first, min(first + self._batch_size, stop)))
 
 
 def _collate_blocks(
@@ -195,3 +201,36 @@ def _split_checked(split: Split, batch: Any) -> tuple[Any, Any]:
             "(inputs, targets) or (inputs, None)"
         )
     return found
+
+
+def compared_items(count: int) -> list[int]:
+    """Returns the positions of the items that are compared, of a pool of so many.
+
+    >>> compared_items(3), len(compared_items(10_000))
+    ([0, 1, 2], 100)
+    """
+    number = min(count, max(LEAST_ITEMS, math.isqrt(count)))
+    return np.linspace(0, count - 1, number).round().astype(int).tolist()
+
+
+def pool_digest(dataset: Any, tag: str | None) -> str:
+    """Returns a hash of what a dataset shows of itself, and of some of its items.
+
+    Raises TypeError if its items are others every time, unless ``tag`` stands for them.
+    """
+    indices = compared_items(len(dataset))
+    with torch.random.fork_rng(devices=[]):  # so that scoring draws the same numbers
+        first, second = (
+            # What cannot be described in an item is not compared.
+            fingerprint({"item": [dataset[index] for index in indices]}, tag="")
+            for _ in range(2)
+        )
+    if first != second and tag is None:
+        raise TypeError(
+            "the items of the pool are others every time that they are read, so nobody "
+            "can tell whether another run has the same: leave random augmentation out, "
+            "seed it by the sample, or pass tag=, a text of your own that stands for "
+            "them: change the text whenever they change"
+        )
+    items = first if first == second else None
+    return digest(repr((fingerprint({"pool": dataset}, tag), items)))

@@ -4,7 +4,8 @@ A description maps the path of every part, such as ``loss.label_smoothing``, to 
 text that another process writes too. Code of Python and of installed packages is
 described by its name and version; other functions by their source text without comments
 and by the globals, defaults, attributes and closure that they load; classes and modules
-by what they have; other objects by what pickle saves of them. All else is an error.
+by what they have; datasets by their public attributes; files in a list by their sizes
+and times; other objects by what pickle saves of them. All else is an error.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from xla_replica import Replica
 
@@ -32,9 +34,8 @@ _PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
 _PLAIN += (range, type(...), torch.dtype, torch.layout, torch.memory_format)
 # What pickle does not save, or only by name.
 _MADE_OF: dict[type, tuple[str, ...]] = {types.MethodType: ("__self__", "__func__")}
-_MADE_OF |= {property: ("fget", "fset")}
+_MADE_OF |= {property: ("fget", "fset"), functools.cached_property: ("func",)}
 _MADE_OF |= dict.fromkeys((classmethod, staticmethod), ("__func__",))
-_MADE_OF |= {functools.cached_property: ("func",)}
 _MADE_OF |= {functools.partial: ("func", "args", "keywords")}
 # What pickle saves of an object, by names that no attribute has.
 _SAVED = ("(make)", "(arguments)", "(state)", "(items)", "(pairs)", "(restore)")
@@ -101,33 +102,37 @@ def _described(path: str, value: Any, tag: str | None, seen: Any) -> dict[str, s
     found = {path: text if len(text) <= 80 else f"{text[:40]}... {digest(text)}"}
     for name, part in parts.items():
         found |= _described(f"{path}{name}", part, tag, seen)
-    if len(found) > _MANY_PARTS and not isinstance(value, nn.Module):
-        found = {path: f"{len(found)} parts {digest(repr(found))}"}
+        if len(found) > _MANY_PARTS and not isinstance(value, nn.Module):
+            found = {path: f"many parts {digest(repr(found))}"}
     return found
 
 
 def _read(value: Any) -> tuple[str, dict[str, Any]]:
     """Returns a text that tells a value from others of its kind, and its parts."""
     kind = type(value)
-    parts: dict[str, Any] = {}
     if kind in _PLAIN or kind.__module__ == "typing":  # such as a TypeVar of a class
-        return repr(value), parts
+        return repr(value), {}
     if isinstance(value, torch.device | Replica):
-        return getattr(value, "type", "replica"), parts  # which one is up to the run
+        return getattr(value, "type", "replica"), {}  # which one is up to the run
     if isinstance(value, torch.Tensor):
         bits: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return f"{value.dtype} {tuple(value.shape)} {digest(bits.numpy())}", parts
+        return f"{value.dtype} {tuple(value.shape)} {digest(bits.numpy())}", {}
+    if kind is np.memmap:
+        return _read_items("memmap", [value.filename], {})
     if kind is np.ndarray and not value.dtype.hasobject:
         bits = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return f"{value.dtype} {value.shape} {digest(bits)}", parts
+        return f"{value.dtype} {value.shape} {digest(bits)}", {}
     if kind in (set, frozenset, list, tuple):
         items = sorted(value, key=repr) if kind in (set, frozenset) else value
         parts = {f"[{number}]": item for number, item in enumerate(items)}
-        return f"{kind.__name__} of {len(value)}", parts
+        return _read_items(f"{kind.__name__} of {len(value)}", items, parts)
     if kind is dict and all(type(key) in _PLAIN for key in value):
-        return f"dict of {[*value]}", {f"[{key!r}]": value[key] for key in value}
-    if isinstance(value, types.FunctionType | type | types.ModuleType):
-        return _read_code(value)
+        parts = {f"[{key!r}]": part for key, part in value.items()}
+        return _read_items(f"dict of {[*value]}", [*value.items()], parts)
+    if isinstance(value, types.FunctionType):
+        return _read_function(value)
+    if isinstance(value, type | types.ModuleType):
+        return _read_class(value)
     if kind in _MADE_OF:
         parts = {name: getattr(value, name) for name in _MADE_OF[kind]}
     elif isinstance(value, nn.Module):
@@ -138,35 +143,76 @@ def _read(value: Any) -> tuple[str, dict[str, Any]]:
         parts |= {name: [*own[name].values()] for name in hooks}
         parts |= value._parameters | value._buffers | value._modules
     else:
-        reduce = copyreg.dispatch_table.get(kind)
-        saved: Any = reduce(value) if reduce else value.__reduce_ex__(4)
-        if isinstance(saved, str):  # the name of a global
-            name = _installed(str(value.__module__), saved)
-            return name or saved, parts if name else {".wrapped": value.__wrapped__}
-        parts = {n: part for n, part in zip(_SAVED, saved) if part is not None}
-        parts["__class__"] = kind
-        if isinstance(state := parts.get("(state)"), dict):
-            del parts["(state)"]
-            parts |= {name: state[name] for name in sorted(state.keys() - _NOT_VALUES)}
+        parts = _saved(value)
     return kind.__qualname__, {f".{name}": part for name, part in parts.items()}
 
 
-def _read_code(value: Any) -> tuple[str, dict[str, Any]]:
-    """Reads a function, class or module: name and version, or source and variables."""
-    name, is_function = getattr(value, "__qualname__", ""), inspect.isfunction(value)
-    module = getattr(value, "__module__", value.__name__)
-    installed = _installed(str(module), name)
-    if is_function:  # what wraps another function has the other's name and module
-        found: Any = sys.modules.get(str(module))
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        of_code = _installed(str(value.__globals__.get("__name__")), "")
-        is_own = of_code is not None and getattr(found, "__func__", found) is value
-        installed = installed if is_own else None
-    if installed:
+def _read_items(
+    text: str, items: Sequence[Any], parts: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Reads a container, many plain items as one text; of paths, the files too."""
+    paths = [each[0] if type(each) is tuple and each else each for each in items]
+    if paths and isinstance(paths[0], str | os.PathLike) and os.path.isfile(paths[0]):
+        stats = [os.stat(path) for path in paths if os.path.isfile(path)]
+        text += f" files {[(each.st_size, each.st_mtime_ns) for each in stats]}"
+    if len(items) > _MANY_PARTS and all(map(_is_plain, items)):
+        return f"{text} {items!r}", {}
+    return text, parts
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind in _PLAIN or (kind is tuple and all(map(_is_plain, value)))
+
+
+def _saved(value: Any) -> dict[str, Any]:
+    """Returns what pickle saves of an object, and what a dataset shows of itself."""
+    reduce = copyreg.dispatch_table.get(type(value))
+    saved: Any = reduce(value) if reduce else value.__reduce_ex__(4)
+    if isinstance(saved, str):  # the name of a global
+        name = _installed(str(value.__module__), saved)
+        return {"(name)": name} if name else {"__wrapped__": value.__wrapped__}
+    if isinstance(known := getattr(value, "_fingerprint", None), str):  # of datasets
+        return {"_fingerprint": known}
+    parts = {name: part for name, part in zip(_SAVED, saved) if part is not None}
+    state = parts.get("(state)", {})
+    dicts = state if type(state) is tuple else (state,)  # one more of slots
+    if all(each is None or type(each) is dict for each in dicts):
+        parts.pop("(state)", None)
+        own = {name: each[name] for each in dicts if each for name in sorted(each)}
+        if isinstance(value, Dataset):
+            return {n: part for n, part in own.items() if _is_shown(value, n, part)}
+        parts |= {name: part for name, part in own.items() if name not in _NOT_VALUES}
+    return {"__class__": type(value), **parts}
+
+
+def _is_shown(dataset: Any, name: str, value: Any) -> bool:
+    """Whether an attribute of a dataset is no note of what it was asked for."""
+    is_list = type(value) in (list, tuple) and all(map(_is_plain, value))
+    return not name.startswith("_") and not (is_list and len(value) != len(dataset))
+
+
+def _read_function(function: Any) -> tuple[str, dict[str, Any]]:
+    """Reads a function: name and version, or source text and globals; and variables."""
+    code, known = function.__code__, function.__globals__
+    parts = inspect.getclosurevars(function).nonlocals
+    # What wraps another function has the other's name and module.
+    module = str(known.get("__name__"))
+    text = _installed(module, f"{function.__qualname__}, line {code.co_firstlineno}")
+    if text is None:
+        text = f"source {digest(_source(code))}"
+        parts |= {name: known[name] for name in _globals_of(code) & known.keys()}
+    for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+        parts[name] = getattr(function, name) or None
+    return text, {f".{n}": parts[n] for n in sorted(parts) if parts[n] is not None}
+
+
+def _read_class(value: Any) -> tuple[str, dict[str, Any]]:
+    """Reads a class or module: name and version, or what it has."""
+    name = getattr(value, "__qualname__", "")
+    installed = _installed(str(getattr(value, "__module__", value.__name__)), name)
+    if installed and "<" not in name:
         return installed, {}
-    if is_function:
-        return f"source {digest(_source(value.__code__))}", _variables(value)
     if not isinstance(value, type):
         raise TypeError("a module of your own: import what is used of it by name")
     parts: dict[str, Any] = {".__bases__": value.__bases__}
@@ -194,7 +240,7 @@ def _installed(module: str, name: str) -> str | None:
         version = getattr(sys.modules[package], "__version__", None)
     elif package in sys.stdlib_module_names and file.is_relative_to(_PYTHON):
         version = "of Python {}.{}".format(*sys.version_info)
-    return None if version is None or "<" in name else f"{module}.{name} {version}"
+    return None if version is None else f"{module}.{name} {version}"
 
 
 def _source(code: types.CodeType) -> str:
@@ -210,17 +256,6 @@ def _source(code: types.CodeType) -> str:
     if len(found) != 1:
         raise ValueError(f"{len(found)} functions of its kind begin in its line")
     return ast.unparse(found[0])
-
-
-def _variables(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the globals, defaults, attributes and closure that a function may use."""
-    known = function.__globals__
-    names = sorted(_globals_of(function.__code__) & known.keys())
-    found = {name: known[name] for name in names}
-    for name in ("__defaults__", "__kwdefaults__", "__dict__"):
-        found[name] = getattr(function, name) or None
-    found |= inspect.getclosurevars(function).nonlocals
-    return {f".{name}": value for name, value in found.items() if value is not None}
 
 
 def _globals_of(code: types.CodeType) -> set[str]:

@@ -4,111 +4,123 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from tqdm import tqdm
 
 import xla_replica
 from per_sample_grad.engine.settings import selected
-from per_sample_grad.pool.blocks import BlockSource, Given, Interval, noted
+from per_sample_grad.pool.blocks import BlockSource, Interval, noted, pool_digest
 from per_sample_grad.pool.fingerprint import fingerprint
-from per_sample_grad.pool.items import pool_digest
-from per_sample_grad.pool.parts import DESCRIPTION, Parts, deal
-from per_sample_grad.pool.scores import LABELS, Passes, Score, Scorer
-from xla_replica.common.arguments import check_flag, check_integer, check_type
-from xla_replica.common.files import locked
+from per_sample_grad.pool.parts import Parts
+from per_sample_grad.pool.scores import LABELS, Score, Scorer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class PoolRun:
     """What is computed for every sample of a pool; call it on every replica.
 
     Attributes:
-        models: By the names that messages have for them.
+        scorers: By the names that messages have for their models.
         source: The pool's blocks.
         score: What each sample gets.
-        name: The name of the score.
-        function: What computes it besides, to be described.
         labels: Which targets a block has.
-        passes: What a scorer does.
-        folder, part_size, tag, progress: Arguments of `score_pool`.
     """
 
-    models: dict[str, nn.Module]
+    scorers: Mapping[str, Scorer]
     source: BlockSource
     score: Score
-    name: str
-    function: Any
     labels: str
-    passes: Passes
-    folder: str | os.PathLike[str] | None
-    part_size: int
-    tag: str | None
-    progress: bool
 
-    def __post_init__(self) -> None:
-        check_flag("progress", self.progress)
-        check_integer("part_size", self.part_size, least=1)
-        paths = (str, os.PathLike, type(None))
-        check_type("folder", self.folder, paths, "the path of a folder")
-        check_type("tag", self.tag, str | None, "a text or None")
-        for model in self.models.values():
-            xla_replica.current().check_device(model.parameters())
-
-    def _description(self) -> dict[str, Any]:
+    def description(self, name: str, function: Any, tag: str | None) -> dict[str, Any]:
         """Returns all that the numbers depend on, as names and values for JSON."""
-        replica, passes = xla_replica.current(), self.passes
+        replica, source = xla_replica.current(), self.source
         replica.sync()  # one program for all weights that are not computed yet
+        one = next(iter(self.scorers.values()))
         found = {
-            "score": self.name,
+            "score": name,
             "labels": self.labels,
-            "autocast": str(passes.autocast),
-            "last_layer": passes.last_layer,
-            "block_size": self.source.block_size,
+            "autocast": str(one.autocast),
+            "last_layer": one.last_layer,
+            "block_size": source.block_size,
             "device": replica.device.type,
-            "tag": self.tag,
-            "pool": pool_digest(self.source.dataset, self.tag),
+            "tag": tag,
+            "pool": pool_digest(source.dataset, tag),
         }
+        # `check` changes no number, and selected parameters are described by shape.
+        options = {**one.options}
+        params, _ = options.pop("params", None), options.pop("check", None)
+        models = {key: scorer.model for key, scorer in self.scorers.items()}
         computing = {
-            **self.models,
-            "score function": self.function,
-            "loss": passes.loss,
-            "split": self.source.split,
-            "forward": passes.forward,
-            "collate": self.source.collate,
-            # `check` changes no number, and selected parameters are described by shape.
-            "options": {
-                option: value
-                for option, value in sorted(passes.options.items())
-                if option not in ("params", "check")
-            },
+            **models,
+            "score function": function,
+            "loss": one.loss,
+            "split": source.split,
+            "forward": one.forward,
+            "collate": source.collate,
+            "options": options,
         }
         if self.score.of_parameters:
-            params = passes.options.get("params")
-            chosen = [selected(one, params) for one in self.models.values()]
+            chosen = [selected(model, params) for model in models.values()]
             computing["params"] = [
-                str({name: tuple(param.shape) for name, param in params.items()})
-                for params in chosen
+                str({name: tuple(param.shape) for name, param in each.items()})
+                for each in chosen
             ]
-        return found | fingerprint(computing, self.tag)
+        return found | fingerprint(computing, tag)
 
-    def collected(self) -> np.ndarray:
+    def check_weights(self, description: Mapping[str, str]) -> None:
+        """Raises ReplicaError unless all replicas have the same weights. Collective."""
+        replica = xla_replica.current()
+        if replica.num_replicas == 1:
+            return
+        replica.sync()
+        tensors = {
+            f"{key}.{name}": tensor
+            for key, scorer in self.scorers.items()
+            for name, tensor in (
+                *scorer.model.named_parameters(),
+                *scorer.model.named_buffers(),
+            )
+        }
+        if not tensors.keys() <= description.keys():
+            description = fingerprint(tensors)
+        own = {name: description[name] for name in tensors}
+        others = replica.all_gather_object(own)
+        differing = [n for n in own if any(o.get(n) != own[n] for o in others)]
+        replica.check_agreement(
+            f"the weights to score with ({len(differing)} of {len(own)} parameters and "
+            "buffers differ)",
+            {name: own[name] for name in differing[:3]},
+            "Their scores would be mixed. Build the model once, before launch, load "
+            "the same checkpoint on every replica, or call replica.broadcast_("
+            "[*model.parameters(), *model.buffers()]); `with replica.seeded(0):` "
+            "builds the same model on every replica.",
+        )
+
+    def collected(
+        self, intervals: Sequence[Interval], parts: Parts | None, progress: bool
+    ) -> np.ndarray:
         """Returns all replicas' scores, ``(n, *width)`` float32.
 
-        Raises:
-            ValueError: The folder has parts of something else.
+        Args:
+            intervals: Those of the parts.
+            parts: Where they are kept; None: nowhere.
+            progress: Whether one replica shows a progress bar.
         """
-        numbers = np.zeros((len(self.source), *self.score.width), dtype=np.float32)
-        self._fill(numbers)
-        replica = xla_replica.current()
+        replica, count = xla_replica.current(), len(self.source.dataset)
+        numbers = np.zeros((count, *self.score.width), dtype=np.float32)
+        kept = np.zeros(len(intervals), dtype=bool)
+        if parts is not None:
+            kept = replica.all_gather_object(parts.kept(len(intervals)))[0]
+        is_written = parts is not None and not kept.all()
+        with parts.locked() if is_written else contextlib.nullcontext():
+            self._fill(numbers, intervals, parts, kept, progress)
+            if parts is not None:
+                replica.barrier()  # until all of them have kept their parts
         if replica.num_replicas == 1 or not numbers.size:
             return numbers
         # Every replica has zeros for the others' numbers. The bits are summed as
@@ -117,160 +129,78 @@ class PoolRun:
         replica.all_reduce_([total])
         return replica.fetch([total])[0].numpy().view(np.float32)
 
-    def _fill(self, numbers: np.ndarray) -> None:
-        """Writes what this replica reads or computes to ``numbers``, ``(n, *width)``.
-
-        It returns as soon as all replicas have kept their parts in the folder.
-        """
-        replica, count = xla_replica.current(), len(self.source)
-        folder = None if self.folder is None else Path(self.folder)
-        description = {} if folder is None else self._description()
-        if replica.num_replicas > 1:
-            replica.sync()
-            _check_weights(replica, self.models, description)
-        part_size = self.source.rounded_up(self.part_size)
-        parts = Parts(count, part_size, folder, description)
-        parts.describe()
-        if not count:
-            return
-        kept = np.stack(replica.all_gather_object(parts.kept()))
-        found = kept.any(axis=0)
-        is_filled = folder is None or found.all()
-        with contextlib.nullcontext() if is_filled else self._locked(parts, folder):
-            to_read, to_compute = deal(kept, replica.rank)
-            for number in to_read:
-                if not parts.is_intact(number):
-                    parts.set_aside(number)
-                    to_compute.append(number)
-                else:
-                    numbers[slice(*parts.interval(number))] = parts.mapped(number)
-            intervals = [parts.interval(n) for n in np.flatnonzero(found).tolist()]
-            num_found = sum(stop - start for start, stop in intervals)
-            self._compute(parts, to_compute, num_found, numbers)
-            if folder is not None:
-                replica.barrier()
-
-    @contextlib.contextmanager
-    def _locked(self, parts: Parts, folder: Path) -> Iterator[None]:
-        """Locks the folder in the block, and deletes what a killed run was writing.
-
-        Raises:
-            OSError: Another process computes for the folder.
-        """
-        replica, left = xla_replica.current(), parts.unfinished()
-        lock = locked(folder / DESCRIPTION)
-        with lock if replica.is_primary else contextlib.nullcontext(True) as is_free:
-            if not all(replica.all_gather_object(is_free)):
-                raise OSError(
-                    errno.EBUSY,
-                    "score_pool is at work for this folder in another process; wait "
-                    "until that has ended, or give another folder",
-                    str(folder),
-                )
-            for path in left:
-                path.unlink(missing_ok=True)
-            yield
-
-    def _compute(
+    def _fill(
         self,
-        parts: Parts,
-        to_compute: Sequence[int],
-        num_found: int,
         numbers: np.ndarray,
+        intervals: Sequence[Interval],
+        parts: Parts | None,
+        kept: np.ndarray,
+        progress: bool,
     ) -> None:
-        """Computes parts, and keeps each while the next one is computed."""
+        """Writes what this replica reads or scores to ``numbers``, ``(n, *width)``.
+
+        Missing parts are dealt to the replicas in turn, and then those that are kept.
+        Each is written while the next one is scored.
+        """
         replica, size = xla_replica.current(), self.source.block_size
-        intervals = [parts.interval(number) for number in to_compute]
-        hidden = not (self.progress and replica.is_primary)
-        with (
-            tqdm(
-                total=parts.count, initial=num_found, unit="samples", disable=hidden
-            ) as bar,
-            self._evaluating() as scorers,
-            contextlib.closing(self._blocks(intervals)) as blocks,
-            ThreadPoolExecutor(1) as writer,
-        ):
-            writing: Future[None] | None = None
-            for number, (start, stop) in zip(to_compute, intervals):
-                found = []
+        missing = []
+        dealt = np.argsort(kept, kind="stable")[replica.rank :: replica.num_replicas]
+        for number in dealt.tolist():
+            rows = None if parts is None else parts.read(number)
+            if rows is None:
+                missing.append(number)
+            else:
+                numbers[slice(*intervals[number])] = rows
+        found = sum(intervals[n][1] - intervals[n][0] for n in np.flatnonzero(kept))
+        hidden = not (progress and replica.is_primary)
+        with contextlib.ExitStack() as stack:
+            for scorer in self.scorers.values():
+                for module in scorer.model.modules():
+                    stack.callback(setattr, module, "training", module.training)
+                scorer.model.eval()
+            bar: Any = tqdm(
+                total=len(numbers), initial=found, unit="samples", disable=hidden
+            )
+            stack.enter_context(bar)
+            blocks = self._blocks([intervals[number] for number in missing])
+            stack.enter_context(contextlib.closing(blocks))
+            writer = stack.enter_context(ThreadPoolExecutor(1))
+            written: Future[Any] = writer.submit(int)  # nothing yet
+            for number in missing:
+                start, stop = intervals[number]
+                scored = []
                 for _ in range(start, stop, size):
-                    found.append(self._values(scorers, *next(blocks)))
+                    scored.append(next(blocks))
                     # An estimate for all the replicas; exact at the end.
-                    done = size * replica.num_replicas
-                    bar.update(min(done, parts.count - bar.n))
-                if not replica.is_host:
-                    # A lazy device has one transfer for a list, others for one tensor.
-                    if not replica.is_lazy:
-                        found = [torch.cat(found)[: stop - start]]
-                    found = replica.fetch(found)
-                rows = np.concatenate([block.numpy() for block in found])
-                rows = rows[: stop - start]
-                numbers[start:stop] = rows
-                if writing is not None:
-                    writing.result()
-                if parts.folder is not None:
-                    writing = writer.submit(parts.write, number, rows)
-            if writing is not None:
-                writing.result()
-            bar.update(parts.count - bar.n)
+                    bar.update(min(size * replica.num_replicas, bar.total - bar.n))
+                # A lazy device has one transfer for a list, others for one tensor.
+                scored = scored if replica.is_lazy else [torch.cat(scored)]
+                fetched = [each.numpy() for each in replica.fetch(scored)]
+                numbers[start:stop] = rows = np.concatenate(fetched)[: stop - start]
+                written.result()
+                if parts is not None:
+                    written = writer.submit(parts.write, number, rows)
+            written.result()
+            bar.update(bar.total - bar.n)
 
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[list[Scorer]]:
-        """Yields scorers of the models, which are in evaluation mode in the block."""
-        replica, size = xla_replica.current(), self.source.block_size
-        models = self.models.values()
-        modes = [(m, m.training) for model in models for m in model.modules()]
-        try:
-            yield [Scorer(m.eval(), self.passes, size, replica) for m in models]
-        finally:
-            for module, mode in modes:
-                module.training = mode
+    def _blocks(
+        self, intervals: Sequence[Interval]
+    ) -> Generator[torch.Tensor, None, None]:
+        """Yields the scores of blocks, which are loaded ahead.
 
-    def _blocks(self, intervals: list[Interval]) -> Generator[Any, None, None]:
-        """Yields blocks on the device, loaded ahead; closing it stops the loading."""
-        for batch in xla_replica.current().loader(self.source.batches(intervals)):
-            yield from batch
-
-    def _values(
-        self, scorers: Sequence[Scorer], inputs: Any, targets: Any, given: Given
-    ) -> torch.Tensor:
-        """Returns the mean over the models, ``(block_size, *width)`` float32."""
-        replica, each = xla_replica.current(), []
-        for scorer in scorers:
-            scorer.given = given if self.labels == "given" else None
-            with noted(f"while {given} of the pool were scored"):
-                values = self.score.values
-                found = LABELS[self.labels](values, scorer, inputs, targets)
-                each.append(found.detach().float())
-            replica.sync()
-        mean = each[0] if len(each) == 1 else sum(each[1:], each[0]) / len(each)
-        replica.sync()
-        return mean
-
-
-def _check_weights(
-    replica: xla_replica.Replica,
-    models: dict[str, nn.Module],
-    description: dict[str, Any],
-) -> None:
-    """Raises ReplicaError unless all replicas have the same weights. Collective."""
-    tensors = {
-        f"{model}.{name}": tensor
-        for model, one in models.items()
-        for name, tensor in (*one.named_parameters(), *one.named_buffers())
-    }
-    is_described = tensors.keys() <= description.keys()
-    described = description if is_described else fingerprint(tensors)
-    own = {name: described[name] for name in tensors}
-    others = replica.all_gather_object(own)
-    names = sorted({name for other in others for name in other})
-    differing = [n for n in names if len({o.get(n) for o in others}) > 1]
-    replica.check_agreement(
-        f"the weights to score with ({len(differing)} of {len(names)} parameters and "
-        "buffers differ)",
-        {name: own.get(name) for name in differing[:3]},
-        "Their scores would be mixed. Build the model once, before launch, load the "
-        "same checkpoint on every replica, or call replica.broadcast_("
-        "[*model.parameters(), *model.buffers()]); `with replica.seeded(0):` builds "
-        "the same model on every replica.",
-    )
+        They are means over the models, ``(block_size, *width)`` float32.
+        """
+        replica = xla_replica.current()
+        for batch in replica.loader(self.source.batches(intervals)):
+            for inputs, targets, given in batch:
+                each = []
+                for scorer in self.scorers.values():
+                    scorer.given = given if self.labels == "given" else None
+                    with noted(f"while {given} of the pool were scored"):
+                        labelled = LABELS[self.labels]
+                        found = labelled(self.score.values, scorer, inputs, targets)
+                        each.append(found.detach().float())
+                    replica.sync()
+                mean = each[0] if len(each) == 1 else sum(each[1:], each[0]) / len(each)
+                replica.sync()
+                yield mean

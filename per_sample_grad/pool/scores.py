@@ -18,33 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import xla_replica
 from per_sample_grad.engine.capturing import Capture, capture
-from per_sample_grad.factors.factors import Factors
-from per_sample_grad.factors.projection import Projection
 from per_sample_grad.pool.blocks import Given
-from xla_replica import Replica
-from xla_replica.common.arguments import check_type
 
 Loss = Callable[[torch.Tensor, Any], torch.Tensor]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """What passes over a block are: arguments of `score_pool`.
-
-    ``options`` are those for `capture`.
-    """
-
-    loss: Loss
-    forward: Forward
-    autocast: torch.dtype | None
-    options: dict[str, Any]
-    last_layer: str | None = None
-
-    def __post_init__(self) -> None:
-        allowed = "a torch.dtype, such as torch.bfloat16, or None"
-        check_type("autocast", self.autocast, torch.dtype | None, allowed)
+# From a capture and its losses to numbers.
+Answer = Callable[[Capture, torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -52,20 +33,24 @@ class Scorer:
     """A model in evaluation mode, and what scores need; B is ``block_size``.
 
     Attributes:
+        options: Those for `capture`; the others are arguments of `score_pool`.
         given: What the pool has for the block under way, if its labels are those to
             use.
     """
 
     model: nn.Module
-    passes: Passes
+    loss: Loss
+    forward: Forward
+    autocast: torch.dtype | None
+    last_layer: str | None
+    options: Mapping[str, Any]
     block_size: int
-    replica: Replica
     given: Given | None = None
 
     def logits(self, inputs: Any) -> torch.Tensor:
         """Returns the logits, ``(B, *)``."""
         with self._autocast():
-            logits = self.passes.forward(self.model, inputs)
+            logits = self.forward(self.model, inputs)
         if not isinstance(logits, torch.Tensor):
             raise TypeError(
                 f"the model gave a {type(logits).__name__} without .logits, not a "
@@ -78,10 +63,10 @@ class Scorer:
         """Returns the losses, ``(B,)``; another shape is a ValueError."""
         with self._autocast():
             logits = self.logits(inputs)
-            ignored = _ignored_class(self.passes.loss)
+            ignored = _ignored_class(self.loss)
             if ignored is not None:
-                self.check_classes(logits, ignored)
-            losses = self.passes.loss(logits, targets)
+                self.check_classes(logits, ignored, probabilities=True)
+            losses = self.loss(logits, targets)
         if losses.shape != (self.block_size,):
             raise ValueError(
                 f"loss= gave shape {tuple(losses.shape)} for {self.block_size} "
@@ -104,8 +89,7 @@ class Scorer:
         self,
         logits: torch.Tensor,
         ignored: int | None = None,
-        what: str = "the loss",
-        probabilities: bool = True,
+        probabilities: bool = False,
     ) -> None:
         """Raises ValueError, with the sample, if a given label is not a class.
 
@@ -114,32 +98,29 @@ class Scorer:
         Args:
             logits: ``(B, C)``; with other dimensions nothing is checked.
             ignored: A label that is allowed too.
-            what: What needs the classes, in the words of messages.
             probabilities: Whether floats ``(B, C)`` are allowed.
         """
         if self.given is None or logits.dim() != 2:
             return
-        labels = self.given.targets
+        labels, num_classes = self.given.targets, logits.shape[1]
         kind, shape = getattr(labels, "dtype", None), getattr(labels, "shape", ())
         is_floating = kind is not None and kind.is_floating_point
         if probabilities and is_floating and shape == logits.shape:
             return
         if kind is None or is_floating or shape != (self.block_size,):
             raise ValueError(
-                f"{what} needs ({self.block_size},) classes as integers, got a "
+                f"labels must be ({self.block_size},) classes as integers, got a "
                 f"{type(labels).__name__} of {kind} {tuple(shape)} for {self.given}"
             )
-        classes = logits.shape[1]
-        wrong = (labels < 0) | (labels >= classes)
+        wrong = (labels < 0) | (labels >= num_classes)
         if ignored is not None:
             wrong &= labels != ignored
-        if wrong.any():
-            place = int(wrong.nonzero()[0])
+        for place in wrong.nonzero()[:1].flatten().tolist():
             others = "" if ignored is None else f", or {ignored} for none"
             raise ValueError(
-                f"the label of sample {self.given.first + place} is "
-                f"{labels[place].item()}, but the model has {classes} classes: 0 to "
-                f"{classes - 1} are allowed{others}"
+                f"the label of sample {self.given.first + place} is {labels[place]}, "
+                f"but the model has {num_classes} classes: 0 to {num_classes - 1} are "
+                f"allowed{others}"
             )
 
     def grad_norms(
@@ -152,12 +133,12 @@ class Scorer:
         self,
         inputs: Any,
         targets: Any,
-        answer: Callable[[Capture, torch.Tensor], torch.Tensor],
+        answer: Answer,
         options: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
         """Returns what ``answer`` makes of a capture and its losses, ``(B,)``."""
-        options = self.passes.options if options is None else options
-        self.replica.sync()
+        options = self.options if options is None else options
+        xla_replica.current().sync()
         with torch.enable_grad(), capture(self.model, **options) as recorded:
             losses = self.losses(inputs, targets)
         found = answer(recorded, losses)
@@ -166,37 +147,35 @@ class Scorer:
             # midst: which block has one must not show.
             del recorded, losses, found
             return self.answers(inputs, targets, answer, {**options, "check": "never"})
-        self.replica.sync()
+        xla_replica.current().sync()
         return found
 
     def find_last_layer(self, inputs: Any) -> str:
         """Returns ``last_layer``, by default the last module the logits depend on."""
-        if self.passes.last_layer is not None:
-            return self.passes.last_layer
-        self.replica.sync()
-        with (
-            torch.enable_grad(),
-            capture(self.model, **self.passes.options) as recorded,
-        ):
-            logits = self.logits(inputs)
-        losses = logits.flatten(1).sum(1)
-        found = recorded._run(losses, lambda _: None, reported=True)
-        last = found.modules[-1] if found.modules else None
-        if last is None or last.is_operation or found.problems:
-            names = last.params if last is not None and last.is_operation else ()
-            unknown = ", ".join([*found.problems, *names]) or "the model"
-            raise ValueError(
-                f"no rule accounts for {unknown}: name the last layer with last_layer="
-            )
-        self.passes = dataclasses.replace(self.passes, last_layer=last.name)
-        self.replica.sync()
-        return last.name
+        if self.last_layer is None:
+            xla_replica.current().sync()
+            with torch.enable_grad(), capture(self.model, **self.options) as recorded:
+                losses = self.logits(inputs).flatten(1).sum(1)
+            found = recorded._run(losses, lambda _: None, reported=True)
+            last = found.modules[-1:]
+            unknown = [*found.problems]
+            unknown += [
+                name for each in last if each.is_operation for name in each.names
+            ]
+            if unknown or not last:
+                names = ", ".join(unknown) or "the model"
+                raise ValueError(
+                    f"no rule accounts for {names}: name the last layer with "
+                    "last_layer="
+                )
+            self.last_layer = last[0].name
+            xla_replica.current().sync()
+        return self.last_layer
 
     def _autocast(self) -> torch.autocast:
         # One context per forward pass: what it caches would tie programs together.
-        enabled = self.passes.autocast is not None
-        kind = self.replica.device.type
-        return torch.autocast(kind, dtype=self.passes.autocast, enabled=enabled)
+        kind, enabled = xla_replica.current().device.type, self.autocast is not None
+        return torch.autocast(kind, dtype=self.autocast, enabled=enabled)
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -270,7 +249,7 @@ def loss(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
 def el2n(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
     """Returns ``‖softmax(logits) - onehot(target)‖``, ``(B,)``."""
     logits = scorer.classes(inputs, "el2n")
-    scorer.check_classes(logits, what="el2n", probabilities=False)
+    scorer.check_classes(logits)
     with torch.no_grad():
         error = logits.float().softmax(1)
         classes = torch.arange(error.shape[1], device=error.device)
@@ -281,51 +260,32 @@ def last_layer_grad_norm(scorer: Scorer, inputs: Any, targets: Any) -> torch.Ten
     """Returns the norms for one layer's parameters; the backward pass stops there."""
     layer = scorer.model.get_submodule(scorer.find_last_layer(inputs))
     own = {id(param) for param in layer.parameters()}
-    options = {**scorer.passes.options, "params": lambda _, param: id(param) in own}
+    options = {**scorer.options, "params": lambda _, param: id(param) in own}
     return scorer.grad_norms(inputs, targets, options)
 
 
-def of_factors(function: Callable[[Factors], torch.Tensor]) -> Score:
-    """Returns the score that a function of every sample's gradient makes.
+def of_gradients(answer: Answer, width: tuple[int, ...] = ()) -> Score:
+    """Returns the score that is an answer about every sample's gradient.
 
-    ``function`` maps the `Factors` of a block to numbers, ``(B,)``, on their device.
+    ``answer`` maps a capture and its losses to ``(B, *width)``, on their device.
     """
 
-    def answer(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
-        factors = recorded.backward(losses)
-        with torch.no_grad():
-            found = function(factors)
+    def checked(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
+        found, allowed = answer(recorded, losses), (len(losses), *width)
         shape = getattr(found, "shape", None)
-        if not isinstance(found, torch.Tensor) or shape != losses.shape:
+        if not isinstance(found, torch.Tensor) or shape != allowed:
             raise ValueError(
                 f"score= returned a {type(found).__name__}"
                 f"{'' if shape is None else f' of shape {tuple(shape)}'} for factors "
-                f"of {len(losses)} samples; return a tensor of one number per sample, "
-                "(B,), such as factors.norms()"
+                f"of {len(losses)} samples; return a tensor {allowed}, such as "
+                "factors.norms(), or give a Projection of the selected parameters"
             )
         return found
 
     def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-        return scorer.answers(inputs, targets, answer)
+        return scorer.answers(inputs, targets, checked)
 
-    return Score(values, of_parameters=True)
-
-
-def of_projection(projection: Projection) -> Score:
-    """Returns the score that is the projection of every sample's gradient, a row."""
-
-    def answer(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
-        found = recorded.project(losses, projection)
-        if found.shape[1] != projection.size:
-            raise ValueError(
-                "score= is a projection of parameters that are not selected by params="
-            )
-        return found
-
-    def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-        return scorer.answers(inputs, targets, answer)
-
-    return Score(values, of_parameters=True, width=(projection.size,))
+    return Score(values, of_parameters=True, width=width)
 
 
 SCORES: dict[str, Score] = {
@@ -367,7 +327,7 @@ def expected(values: Values, scorer: Scorer, inputs: Any, targets: Any) -> torch
     one, total = torch.ones_like(number), torch.zeros_like(chances[:, 0])
     for _ in range(chances.shape[1]):
         # One program for every class: even the first number is data.
-        scorer.replica.sync()
+        xla_replica.current().sync()
         chance = chances.gather(1, number.unsqueeze(1)).squeeze(1)
         total = total + chance * values(scorer, inputs, number).to(total.dtype)
         number = number + one

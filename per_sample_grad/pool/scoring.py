@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,22 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from per_sample_grad.engine.capturing import capture
+import xla_replica
+from per_sample_grad.engine.capturing import Capture, capture
 from per_sample_grad.engine.settings import listed
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.projection import Projection
 from per_sample_grad.pool import scores as kinds
 from per_sample_grad.pool.blocks import BlockSource, Split, split_batch
+from per_sample_grad.pool.parts import Parts
 from per_sample_grad.pool.running import PoolRun
-from per_sample_grad.pool.scores import LABELS, SCORES, Passes, Score
-from xla_replica.common.arguments import check_choice, check_flag, check_integer
+from per_sample_grad.pool.scores import LABELS, SCORES, Score, Scorer, of_gradients
+from xla_replica.common.arguments import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_type,
+)
 from xla_replica.common.later import pd
 
 BLOCK_SIZE, PART_SIZE = 64, 4096
@@ -167,23 +175,36 @@ def score_pool(
         ReplicaError: Replicas have different weights.
     """
     _check_options(options)
+    check_flag("progress", progress)
+    paths = (str, os.PathLike, type(None))
+    check_type("folder", folder, paths, "the path of a folder")
+    check_type("tag", tag, str | None, "a text or None")
+    dtypes = "a torch.dtype, such as torch.bfloat16, or None"
+    check_type("autocast", autocast, torch.dtype | None, dtypes)
     row, name = _row(score, options)
     # By the model's own probabilities the mean gradient of a cross entropy is zero.
     allowed = ("given", "pseudo") if row.width else LABELS
-    run = PoolRun(
-        models=_models(model),
-        source=BlockSource(loader, batch_size, block_size, split),
-        score=row,
-        name=name,
-        function=score if callable(score) else str(score),
-        labels=row.labels or check_choice("labels", labels, allowed),
-        passes=Passes(loss, forward, autocast, options, last_layer),
-        folder=folder,
-        part_size=part_size,
-        tag=tag,
-        progress=progress,
-    )
-    return PoolScores(run.collected(), name)
+    labels = row.labels or check_choice("labels", labels, allowed)
+    models = _models(model)
+    for one in models.values():
+        xla_replica.current().check_device(one.parameters())
+    source = BlockSource(loader, batch_size, block_size, split)
+    part_size = source.rounded_up(check_integer("part_size", part_size, least=1))
+    settings = loss, forward, autocast, last_layer, options, source.block_size
+    scorers = {key: Scorer(one, *settings) for key, one in models.items()}
+    run = PoolRun(scorers, source, row, labels)
+    description: dict[str, Any] = {}
+    if folder is not None:
+        function = score if callable(score) else str(score)
+        description = {"count": len(source.dataset), "part_size": part_size}
+        description |= run.description(name, function, tag)
+    run.check_weights(description)
+    parts = None
+    if folder is not None:
+        parts = Parts(Path(folder), description)
+        parts.describe()
+    intervals = source.intervals(part_size)
+    return PoolScores(run.collected(intervals, parts, progress), name)
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -201,9 +222,17 @@ def _row(
 ) -> tuple[Score, str]:
     """Returns a score and its name."""
     if isinstance(score, Projection):
-        return kinds.of_projection(score), "projection"
+
+        def project(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
+            return recorded.project(losses, score)
+
+        return of_gradients(project, (score.size,)), "projection"
     if callable(score):
-        return kinds.of_factors(score), getattr(score, "__name__", type(score).__name__)
+
+        def ask(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
+            return score(recorded.backward(losses))
+
+        return of_gradients(ask), getattr(score, "__name__", type(score).__name__)
     others = "a function of Factors or a Projection"
     row = SCORES[check_choice("score", score, SCORES, others)]
     if not row.takes_params and options.get("params") is not None:

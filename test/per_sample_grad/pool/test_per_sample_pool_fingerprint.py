@@ -22,8 +22,8 @@ from support.per_sample_grad.pool import Pool, scores
 from support.scripts import python
 from torch import nn
 
+from per_sample_grad.pool.blocks import compared_items
 from per_sample_grad.pool.fingerprint import fingerprint
-from per_sample_grad.pool.items import compared_items
 
 FACTOR = 1.0
 Point = collections.namedtuple("Point", "x y")

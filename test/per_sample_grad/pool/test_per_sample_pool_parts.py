@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import per_sample_grad as psg
 import xla_replica
 from per_sample_grad.pool import parts
-from per_sample_grad.pool.items import compared_items, pool_digest
+from per_sample_grad.pool.blocks import compared_items, pool_digest
 from per_sample_grad.pool.parts import Parts
 from xla_replica.common import files
 
@@ -82,11 +82,11 @@ def test_another_jobs_parts_are_an_error(tmp_path, told):
 
 
 @pytest.mark.parametrize(("text", "told"), [
-    ('{"score": "grad_norm", "count": 23}', "are not of format 6. Give another fo"),
-    ('{"score": "loss", "format": 5}', "another version of per_sample_grad, who"),
-    ("[]", "another version of per_sample_grad"),
+    ('{"score": "grad_norm", "count": 23}', "else: format was None and is 7; .* Give"),
+    ('{"score": "loss", "format": 6}', "else: format was 6 and is 7; "),
+    ("[]", "else: format was None and is 7; "),
     ("[" * 200_000, r"pool\.json is damaged .*Give another"),
-    ('{"format": 6,', r"pool\.json is damaged .*Give another"),
+    ('{"format": 7,', r"pool\.json is damaged .*Give another"),
 ], ids=range(5))  # fmt: skip
 def test_a_folder_of_another_format_is_an_error(text, told, tmp_path):
     (tmp_path / "pool.json").write_text(text)
@@ -239,7 +239,7 @@ def test_another_pool_is_told_from_the_one_that_was_scored(tmp_path):
     assert pool_digest(Files(tmp_path), None) != digests["files"]
     lock = threading.Lock()
     unknown = Files(tmp_path, change=lambda x: x if lock else None)
-    with pytest.raises(TypeError, match=r"^pool\.lock is a .*Pass tag="):
+    with pytest.raises(TypeError, match=r"^pool\.change\.lock is a .*Pass tag="):
         pool_digest(unknown, None)
 
 
