@@ -37,6 +37,7 @@ def dot(contribution: Contribution, vectors: torch.Tensor, budget: int) -> torch
 
 def _dots(contribution: Part, vectors: torch.Tensor) -> torch.Tensor:
     rows, columns = forms.matrix_shape(vectors.shape[1:])
+    vectors = vectors.to(forms.float_factor(contribution).dtype)
     matrices = vectors.reshape(len(vectors), rows, columns)
     match contribution:
         case Dense(values):
@@ -69,9 +70,10 @@ def add_weighted_sums_(
     adds nothing, even if it is not finite.
     """
     by_matrix = (len(totals), *forms.matrix_shape(totals.shape[1:]))
+    weights = weights.to(totals.dtype)
     for start, stop, some in _parts(contribution, budget):
         own = weights[:, start:stop]
-        some = forms.where((own != 0).any(0), some)
+        some = forms.where((own != 0).any(0), forms.cast(some, totals.dtype))
         match some:
             case Outer(left, right):
                 by_position = own.repeat_interleave(left.shape[2], 1)[:, None, :, None]
@@ -131,19 +133,12 @@ def gram(
 
 
 def materialized_squared_norms(
-    contributions: Sequence[Contribution],
-    shape: Sequence[int],
-    samples: int,
-    width: int,
+    contributions: Sequence[Contribution], shape: Sequence[int], samples: int
 ) -> torch.Tensor:
-    """Returns ``‖g_n‖²`` from gradients: of some samples and columns at a time."""
-    columns, found = forms.matrix_shape(shape)[1], []
+    """Returns ``‖g_n‖²`` from gradients: of some samples at a time."""
+    found = []
     for interval in forms.chunks(forms.num_rows(contributions[0]), samples):
-        blocks = (
-            columns_of(contributions, shape, interval, first, last)
-            for first, last in forms.chunks(columns, width)
-        )
-        found.append(forms.summed(map(squares, blocks)))
+        found.append(squares(_formed(contributions, shape, *interval)))
     return torch.cat(found)
 
 
@@ -158,83 +153,56 @@ def materialized_gram(
 
     ``samples`` is how many samples are unfolded at a time.
     """
-
+    rows, columns = forms.matrix_shape(shape)
     terms = []
-    for interval in forms.chunks(forms.matrix_shape(shape)[1], width):
-        a = b = gradients(left, shape, samples, *interval).flatten(1)
-        if left is not right:
-            b = gradients(right, shape, samples, *interval).flatten(1)
-        terms.append(a @ b.T)
+    for first, last in forms.chunks(columns, width):
+        sides = []
+        for uses in (left,) if left is right else (left, right):
+            some = [forms.columns(use, first, last) for use in uses]
+            sides.append(gradients(some, (rows, last - first), samples).flatten(1))
+        terms.append(sides[0] @ sides[-1].T)
     return forms.summed(terms)
 
 
-def formed(contribution: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns the gradients of a tensor of this shape, ``(N, *shape)``."""
-    if isinstance(contribution, Dense):
-        return contribution.values.reshape(-1, *shape)
-    count, columns = forms.num_rows(contribution), forms.matrix_shape(shape)[1]
-    return gradients([contribution], shape, count, 0, columns).reshape(-1, *shape)
-
-
 def gradients(
-    contributions: Sequence[Contribution],
-    shape: Sequence[int],
-    samples: int,
-    first: int,
-    last: int,
+    contributions: Sequence[Contribution], shape: Sequence[int], samples: int
 ) -> torch.Tensor:
-    """Returns columns of every sample's gradient, ``(N, r, last - first)``.
+    """Returns every sample's gradient, ``(N, *shape)``, the sum of the uses.
 
-    The uses are summed; ``samples`` is how many samples are computed at a time.
+    ``samples`` is how many samples are unfolded at a time.
     """
     total = forms.num_rows(contributions[0])
     if samples >= total:
-        return columns_of(contributions, shape, (0, total), first, last)
+        return _formed(contributions, shape, 0, total)
     found: torch.Tensor | None = None
     for start, stop in forms.chunks(total, samples):
-        block = columns_of(contributions, shape, (start, stop), first, last)
+        block = _formed(contributions, shape, start, stop)
         if found is None:
-            found = block.new_empty(total, *block.shape[1:])
+            found = block.new_empty(total, *shape)
         # Written into place: pieces that are joined later take the memory twice.
         found[start:stop] = block
     assert found is not None
     return found
 
 
-def columns_of(
-    contributions: Sequence[Contribution],
-    shape: Sequence[int],
-    samples: tuple[int, int],
-    first: int,
-    last: int,
+def _formed(
+    contributions: Sequence[Contribution], shape: Sequence[int], start: int, stop: int
 ) -> torch.Tensor:
-    """Returns columns ``[first, last)`` of the gradients of an interval of samples.
-
-    Chunks together cost the flops of the whole. For `Windows`, the columns are
-    multiples of K.
-    """
-    rows, all_columns = forms.matrix_shape(shape)
-    low, high = samples
+    """Returns the gradients of samples ``[start, stop)``, the sum of the uses."""
+    rows, columns = forms.matrix_shape(shape)
 
     def of_use(contribution: Contribution) -> torch.Tensor:
-        match contribution:
+        match forms.part(contribution, start, stop):
             case Outer(left, right):
-                columns = right[low:high, ..., first:last]
-                return (left[low:high].transpose(2, 3) @ columns).flatten(1, 2)
-            case Windows():
-                outer = contribution.outer(low, high, first, last)
-                return (outer.left.transpose(2, 3) @ outer.right).flatten(1, 2)
+                found = left.transpose(2, 3) @ right
             case Lookup(index, values):
-                index, added = index[low:high], values[low:high, ..., first:last]
-                num, width = len(index), last - first
-                first_row = torch.arange(num, device=index.device).unsqueeze(1) * rows
-                places = (index.long() + first_row).flatten()
-                table = values.new_zeros(num * rows, width)
-                table.index_add_(0, places, added.reshape(-1, width))
-                return table.unflatten(0, (num, rows))
+                number = torch.arange(stop - start, device=index.device)
+                places = index.long() + number.unsqueeze(1) * rows
+                found = values.new_zeros((stop - start) * rows, columns)
+                found.index_add_(0, places.flatten(), values.flatten(0, 1))
             case Dense(values):
-                matrix = values[low:high].reshape(high - low, rows, all_columns)
-                return matrix[..., first:last]
+                found = values
+        return found.reshape(stop - start, *shape)
 
     return forms.summed(map(of_use, contributions))
 

@@ -91,7 +91,6 @@ class Factors:
         It is not that of the losses: float64 targets make it wider than the model's.
         """
         dtypes = [forms.float_factor(use).dtype for use in self._uses]
-        self._is_mixed = len({*dtypes}) > 1
         return forms.accumulation_dtype(*(dtypes or [self.losses.dtype]))
 
     def __len__(self) -> int:
@@ -111,7 +110,8 @@ class Factors:
     def compression(self) -> float:
         """How many times fewer numbers the factors hold than `materialize` returns."""
         gradients = len(self) * sum(map(math.prod, self.shapes.values()))
-        return gradients / max(1, sum(map(forms.held_elements, self._uses)))
+        tensors = [each for u in self._uses for each in forms.tensors_of(u).values()]
+        return gradients / max(1, sum(tensor.numel() for tensor in tensors))
 
     def plan(self, quantity: Quantity, other: Factors | None = None) -> Plan:
         """Returns how ``"norms"`` or ``"gram"`` will be computed, for printing."""
@@ -174,11 +174,9 @@ class Factors:
         many, terms, count = check_vectors(vectors, self.shapes), [], 1
         with self._precision():
             for name, uses in self.merged.items():
-                rows = vectors[name].detach().to(self._dtype)
+                rows = vectors[name].detach()
                 rows = rows if many else rows.unsqueeze(0)
                 count = len(rows)
-                if self._is_mixed:
-                    uses = [forms.cast(use, self._dtype) for use in uses]
                 terms += [algebra.dot(use, rows, self._budget) for use in uses]
             found = self._sum(terms, (len(self), count))
         return found if many else found[:, 0]
@@ -219,8 +217,6 @@ class Factors:
         with self._precision(products=False):
             rows = weights.detach().to(self._dtype) * self._multiplier
             for name, uses in self.merged.items():
-                if self._is_mixed:
-                    uses = [forms.cast(use, self._dtype) for use in uses]
                 for use in uses:
                     algebra.add_weighted_sums_(totals[name], use, rows, self._budget)
 
@@ -248,10 +244,9 @@ class Factors:
                 terms, uses = [], self.merged[name]
                 if uses:
                     uses = [forms.multiplied(use, self._multiplier) for use in uses]
-                    width = forms.matrix_shape(shape)[1]
-                    each = planning.samples_of_gradients(uses, width, n, self._budget)
-                    terms = [algebra.gradients(uses, shape, each, 0, width)]
-                found[name] = self._sum(terms, (n, *shape), power=0).reshape(n, *shape)
+                    each = planning.samples_of_gradients(uses, shape, n, self._budget)
+                    terms = [algebra.gradients(uses, shape, each)]
+                found[name] = self._sum(terms, (n, *shape), power=0)
         return found
 
     def _sum(
@@ -305,7 +300,7 @@ class Factors:
         choice = self._choice("norms", name, self)
         if choice.form == "materialized":
             return algebra.materialized_squared_norms(
-                uses, self.shapes[name], choice.samples, choice.columns
+                uses, self.shapes[name], choice.samples
             )
         found = self._squares_and_terms.get(name)
         if found is None:

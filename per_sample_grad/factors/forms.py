@@ -125,19 +125,9 @@ class Windows(_Grouped):
         """q, the columns of the right factor."""
         return self.source.shape[1] // self.groups * self.kernel
 
-    def outer(
-        self, start: int, stop: int, first: int = 0, last: int | None = None
-    ) -> Outer:
-        """Returns samples ``[start, stop)`` and columns ``[first, last)``, unfolded.
-
-        Both columns are multiples of K; ``last`` None means all of them.
-        """
+    def outer(self, start: int, stop: int) -> Outer:
+        """Returns samples ``[start, stop)``, unfolded."""
         source = self.source[start * self.rows : stop * self.rows]
-        last = self.width if last is None else last
-        if last - first < self.width:
-            channels = slice(first // self.kernel, last // self.kernel)
-            by_group = source.unflatten(1, (self.groups, -1))
-            source = by_group[:, :, channels].flatten(1, 2)
         right = self.unfold(source.to(self.left.dtype))
         return Outer(self.left[start:stop], _joined(right, stop - start))
 
@@ -192,11 +182,9 @@ def widened(contribution: Contribution) -> Contribution:
 
     The source of `Windows` keeps its dtype until it is unfolded.
     """
-    fields = vars(contribution).items()
-    tensors = [(n, value) for n, value in fields if isinstance(value, torch.Tensor)]
-    dtype = accumulation_dtype(*[tensor.dtype for _, tensor in tensors])
-    changed: dict[str, Any] = {}
-    for name, tensor in tensors:
+    tensors, changed = tensors_of(contribution), {}
+    dtype = accumulation_dtype(*[tensor.dtype for tensor in tensors.values()])
+    for name, tensor in tensors.items():
         if tensor.requires_grad:
             changed[name] = tensor = tensor.detach()
         if tensor.dtype != dtype and tensor.is_floating_point() and name != "source":
@@ -207,9 +195,13 @@ def widened(contribution: Contribution) -> Contribution:
     return dataclasses.replace(contribution, **changed) if changed else contribution
 
 
-def cast(contribution: Contribution, dtype: torch.dtype) -> Contribution:
+def cast(contribution: Part, dtype: torch.dtype) -> Part:
     """Returns it with all floats in a dtype."""
-    floats = {n: x for n, x in _tensors(contribution).items() if x.is_floating_point()}
+    if float_factor(contribution).dtype == dtype:
+        return contribution
+    floats = {
+        n: x for n, x in tensors_of(contribution).items() if x.is_floating_point()
+    }
     changed: Any = {name: tensor.to(dtype) for name, tensor in floats.items()}
     return dataclasses.replace(contribution, **changed)
 
@@ -223,7 +215,8 @@ def multiplied(contribution: Contribution, number: float) -> Contribution:
     return dataclasses.replace(contribution, **changed)
 
 
-def _tensors(contribution: Contribution) -> dict[str, torch.Tensor]:
+def tensors_of(contribution: Contribution) -> dict[str, torch.Tensor]:
+    """Returns the tensors that it holds, by the names of their fields."""
     found = vars(contribution).items()
     return {name: value for name, value in found if isinstance(value, torch.Tensor)}
 
@@ -236,8 +229,7 @@ class Versions:
     """
 
     def __init__(self, uses: Iterable[Contribution]) -> None:
-        values = [value for use in uses for value in vars(use).values()]
-        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        tensors = [each for use in uses for each in tensors_of(use).values()]
         self._seen = [(each, each._version) for each in tensors]
 
     def refuse_changes(self, text: str) -> None:
@@ -252,7 +244,7 @@ def where(kept: torch.Tensor, contribution: Part) -> Part:
         name: torch.where(
             kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, torch.zeros_like(tensor)
         )
-        for name, tensor in _tensors(contribution).items()
+        for name, tensor in tensors_of(contribution).items()
         if tensor.is_floating_point()
     }
     return dataclasses.replace(contribution, **tensors)
@@ -335,11 +327,6 @@ def float_factor(contribution: Contribution) -> torch.Tensor:
             return values
 
 
-def held_elements(contribution: Contribution) -> int:
-    """Returns how many numbers its tensors hold."""
-    return sum(tensor.numel() for tensor in _tensors(contribution).values())
-
-
 def chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
     """Yields intervals of ``size`` numbers that make up ``[0, total)``."""
     for start in range(0, total, size):
@@ -352,5 +339,24 @@ def part(contribution: Contribution, start: int, stop: int) -> Part:
         return contribution.outer(start, stop)
     if start == 0 and stop == num_rows(contribution):
         return contribution
-    tensors = _tensors(contribution).items()
+    tensors = tensors_of(contribution).items()
     return type(contribution)(**{name: value[start:stop] for name, value in tensors})
+
+
+def columns(contribution: Contribution, first: int, last: int) -> Contribution:
+    """Returns what contributes to columns ``[first, last)`` of the matrix.
+
+    For `Windows` both are multiples of K.
+    """
+    match contribution:
+        case Outer(left, right):
+            return Outer(left, right[..., first:last])
+        case Windows():
+            channels = slice(first // contribution.kernel, last // contribution.kernel)
+            by_group = contribution.source.unflatten(1, (contribution.groups, -1))
+            source = by_group[:, :, channels].flatten(1, 2)
+            return dataclasses.replace(contribution, source=source)
+        case Lookup(index, values):
+            return Lookup(index, values[..., first:last])
+        case Dense(values):
+            return Dense(values.reshape(*values.shape[:2], -1)[..., first:last])

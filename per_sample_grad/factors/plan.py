@@ -136,7 +136,7 @@ def choose(
         flops = 2 * num_samples * partners * rows * columns
         return Choice("dense", num_samples, columns, 1, flops, flops, 0)
     blocks = 1 if uses is others else 2
-    formed = materialized(uses, shape, num_samples, partners, blocks, budget)
+    formed = _materialized(uses, shape, num_samples, partners, blocks, budget)
     if not all(has_product(a, b) for a in uses for b in others):
         return formed
     factored = _factored(uses, others, num_samples, partners, columns, budget)
@@ -153,11 +153,11 @@ def has_product(a: Contribution, b: Contribution) -> bool:
 
 
 def samples_of_gradients(
-    uses: Sequence[Contribution], columns: int, num_samples: int, budget: int
+    uses: Sequence[Contribution], shape: Sequence[int], num_samples: int, budget: int
 ) -> int:
     """Returns how many samples to compute at a time when all gradients are kept."""
     # What is unfolded is padded, and may be copied, before it is multiplied.
-    unfolded = 2 * columns * max(map(forms.unfolded, uses))
+    unfolded = 2 * forms.matrix_shape(shape)[1] * max(map(forms.unfolded, uses))
     each = unfolded * forms.float_factor(uses[0]).itemsize
     return _fitting(budget, each, num_samples)
 
@@ -169,7 +169,7 @@ def _fitting(budget: int, each: int, most: int, unit: int = 1) -> int:
     return max(unit, min(most, budget // each // unit * unit))
 
 
-def materialized(
+def _materialized(
     uses: Sequence[Contribution],
     shape: Sequence[int],
     num_samples: int,
@@ -178,32 +178,33 @@ def materialized(
     budget: int,
 ) -> Choice:
     """Returns the choice that forms gradients."""
-    rows, all_columns = forms.matrix_shape(shape)
-    size, itemsize = rows * all_columns, forms.float_factor(uses[0]).itemsize
+    rows, columns = forms.matrix_shape(shape)
+    size, itemsize = rows * columns, forms.float_factor(uses[0]).itemsize
     flops = 2 * num_samples * partners * size
     for use in uses:
         if isinstance(use, Lookup):
-            flops += num_samples * use.positions * all_columns
+            flops += num_samples * use.positions * columns
         elif not isinstance(use, Dense):
             flops += 2 * num_samples * use.positions * size
-    # Numbers of a column: on the way; several uses have the sum so far, the next term
-    # and the next sum; and a Gram matrix has the gradients of all samples besides.
     unfolded = max(map(forms.unfolded, uses))
-    of_sample = 2 * unfolded + rows * (1 if len(uses) == 1 else 3)
-    of_all = blocks * num_samples * rows if partners > 1 else 0
-    samples = num_samples
-    if unfolded or partners == 1:
-        samples = _fitting(budget, of_sample * all_columns * itemsize, samples)
-    of_column = (samples * of_sample + of_all) * itemsize
-    unit = math.lcm(*[use.kernel for use in uses if isinstance(use, Windows)])
-    columns = _fitting(budget, of_column, all_columns, unit)
-    times = -(-all_columns // max(columns, 1)) * -(-num_samples // samples)
-    is_table = any(isinstance(use, Lookup) for use in uses)
-    passes = PASSES_OF_TABLES if is_table and partners == 1 else PASSES
-    elements = passes * size + unfolded * all_columns
+    passes = PASSES
+    if partners == 1 and any(isinstance(use, Lookup) for use in uses):
+        passes = PASSES_OF_TABLES
+    elements = passes * size + unfolded * columns
     cost = flops + FLOPS_PER_ELEMENT * num_samples * elements
-    peak = of_column * columns
-    return Choice("materialized", samples, columns, times, flops, cost, peak)
+    # Numbers of a column: on the way, where several uses have the sum so far, the next
+    # term and the next sum; and for a Gram matrix the gradients of all samples.
+    each = (2 * unfolded + rows * (1 if len(uses) == 1 else 3)) * itemsize
+    of_all, samples, width = 0, num_samples, columns
+    if unfolded or partners == 1:
+        samples = _fitting(budget, each * columns, num_samples)
+    if partners > 1:
+        of_all = blocks * num_samples * rows * itemsize
+        unit = math.lcm(*[use.kernel for use in uses if isinstance(use, Windows)])
+        width = _fitting(budget, samples * each + of_all, columns, unit)
+    times = -(-columns // max(width, 1)) * -(-num_samples // samples)
+    peak = (samples * each + of_all) * width
+    return Choice("materialized", samples, width, times, flops, cost, peak)
 
 
 def _factored(

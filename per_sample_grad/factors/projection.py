@@ -18,7 +18,6 @@ more variance than a projection of the whole gradient to as many numbers.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import random
 import zlib
@@ -158,8 +157,6 @@ _FEW = 2**22
 _LARGEST_MATRIX = 2**18
 # The bytes of patches that are unfolded at a time, which stay in a CPU's cache.
 _CACHE = 2**21
-# As long as so many operations of a product takes a CPU to write a number.
-_FLOPS_PER_ELEMENT = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,30 +175,17 @@ class Fold:
 
     def along(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns the sums along a dimension, of which n becomes ``kept``."""
-        after = values.shape[dim + 1 :]
-        if len(after) == 1 and not values.is_contiguous():  # its transpose is, likely
+        after = values.dim() - dim - 1
+        if after == 1 and not values.is_contiguous():  # its transpose is, likely
             return self.along(values.transpose(-1, -2), dim + 1).transpose(-1, -2)
         few = values.numel() * self.kept <= _FEW or self.kept <= _MOST_BY_PRODUCT
-        if self.matrix is not None and few and len(after) < 2:
+        if self.matrix is not None and few and after < 2:
             return self.matrix @ values if after else F.linear(values, self.matrix)
-        signs = self.signs.view(-1, *(1 for _ in after)) if after else self.signs
-        return _added_up(values * signs, dim, self.kept)
-
-
-def _added_up(signed: torch.Tensor, dim: int, kept: int) -> torch.Tensor:
-    """Returns sums of those numbers along a dimension that share a place."""
-    count = signed.shape[dim]
-    number = count % kept
-    total: torch.Tensor
-    if not number:
-        return torch.sum(signed.unflatten(dim, (-1, kept)), dim)
-    if count < 2 * kept:
-        total, rest = signed.split(kept, dim)
-    else:
-        whole, rest = signed.split([count - number, number], dim)
-        total = torch.sum(whole.unflatten(dim, (-1, kept)), dim)
-    total.narrow(dim, 0, number).add_(rest)
-    return total
+        signed = values * self.signs.view(-1, *[1] * after)
+        rest = -len(self.signs) % self.kept
+        if rest:  # zeros add nothing
+            signed = F.pad(signed, (*[0] * (2 * after), 0, rest))
+        return signed.unflatten(dim, (-1, self.kept)).sum(dim)
 
 
 class Folds(NamedTuple):
@@ -349,53 +333,21 @@ def _project_part(part: Part, folds: Folds) -> torch.Tensor:
 def _project_outer(
     left: torch.Tensor, right: torch.Tensor, folds: Folds
 ) -> torch.Tensor:
-    """Returns the projections of outer products, each side folded when it is cheapest.
+    """Returns the projections of outer products, ``(N, k1, k2)``.
 
     Rows of several groups are folded last, since each group has its own.
     """
-    _, groups, positions, p = left.shape
-    of_rows, of_columns = folds.rows, folds.columns
-    if groups == positions == 1:
-        left = _along(left.flatten(1), of_rows, 1)
-        right = _along(right.flatten(1), of_columns, 1)
-        return left.unsqueeze(2) * right.unsqueeze(1)
-    sizes = (p, right.shape[3], *folds.kept)
-    rows_first, columns_first = _folded_first(groups, positions, *sizes)
     # (N, G, p, T): convolutions have their positions last already.
-    left = left.transpose(2, 3)
-    if rows_first:
-        left = _along(left, of_rows, 2)
-    if columns_first:
-        right = _along(right, of_columns, 3)
+    left, right = left.transpose(2, 3), _along(right, folds.columns, 3)
+    groups = left.shape[1]
+    if groups == 1:
+        left = _along(left, folds.rows, 2)
     if left.shape[2] <= right.shape[3]:
         matrix = left @ right
     else:  # faster in this order on a CPU
         matrix = (right.transpose(2, 3) @ left.transpose(2, 3)).transpose(2, 3)
     matrix = matrix.flatten(1, 2)
-    if not rows_first:
-        matrix = _along(matrix, of_rows, 1)
-    return matrix if columns_first else _along(matrix, of_columns, 2)
-
-
-@functools.cache
-def _folded_first(
-    groups: int, positions: int, p: int, q: int, k1: int, k2: int
-) -> tuple[bool, bool]:
-    """Returns whether rows and columns are folded before the sum over positions."""
-
-    def cost(rows_first: bool, columns_first: bool) -> int:
-        a, b = k1 if rows_first else p, k2 if columns_first else q
-        rows, columns = (
-            0 if kept == count else 2 * count * min(kept, _MOST_BY_PRODUCT)
-            for kept, count in ((k1, p * groups), (k2, q))
-        )
-        each = rows * rows_first + columns * columns_first + 2 * a * b
-        after = rows * b * (not rows_first) + columns * k1 * (not columns_first)
-        return positions * each + _FLOPS_PER_ELEMENT * a * b + after
-
-    orders = [(True, True), (False, True), (True, False), (False, False)]
-    orders = orders if groups == 1 else orders[1::2]
-    return min(orders, key=lambda order: cost(*order))
+    return matrix if groups == 1 else _along(matrix, folds.rows, 1)
 
 
 def _along(values: torch.Tensor, fold: Fold | None, dim: int) -> torch.Tensor:

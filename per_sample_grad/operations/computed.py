@@ -73,9 +73,10 @@ def _sides(found: Outer) -> tuple[int, int]:
 
 def _formed(found: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
     """Returns the gradients of a tensor of this shape, ``(N, *shape)``."""
+    count = forms.num_rows(found)
     if isinstance(found, Outer):
-        found = Dense(algebra.formed(found, _sides(found)))
-    return algebra.formed(found, shape)
+        found = Dense(algebra.gradients([found], _sides(found), count))
+    return algebra.gradients([found], shape, count)
 
 
 def _below(
