@@ -11,6 +11,7 @@ Axes are those of `forms`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -70,10 +71,10 @@ def add_weighted_sums_(
     adds nothing, even if it is not finite.
     """
     by_matrix = (len(totals), *forms.matrix_shape(totals.shape[1:]))
-    weights = weights.to(totals.dtype)
+    weights, has_weight = weights.to(totals.dtype), (weights != 0).any(0)
     for start, stop, some in _parts(contribution, budget):
-        own = weights[:, start:stop]
-        some = forms.where((own != 0).any(0), forms.cast(some, totals.dtype))
+        own, kept = weights[:, start:stop], has_weight[start:stop]
+        some = forms.mapped(some, functools.partial(_where, kept, totals.dtype))
         match some:
             case Outer(left, right):
                 by_position = own.repeat_interleave(left.shape[2], 1)[:, None, :, None]
@@ -84,6 +85,14 @@ def add_weighted_sums_(
                 totals.view(by_matrix).index_add_(1, index.flatten().long(), scaled)
             case Dense(values):
                 totals.view(len(totals), -1).addmm_(own, values.flatten(1))
+
+
+def _where(
+    kept: torch.Tensor, dtype: torch.dtype, values: torch.Tensor
+) -> torch.Tensor:
+    """Returns zeros for the samples that are not ``kept``, ``(N,)`` bool."""
+    kept = kept.view(-1, *[1] * (values.dim() - 1))
+    return torch.where(kept, values, torch.zeros_like(values)).to(dtype)
 
 
 def _parts(contribution: Contribution, budget: int) -> Iterator[tuple[int, int, Part]]:

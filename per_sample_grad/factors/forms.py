@@ -195,14 +195,10 @@ def widened(contribution: Contribution) -> Contribution:
     return dataclasses.replace(contribution, **changed) if changed else contribution
 
 
-def cast(contribution: Part, dtype: torch.dtype) -> Part:
-    """Returns it with all floats in a dtype."""
-    if float_factor(contribution).dtype == dtype:
-        return contribution
-    floats = {
-        n: x for n, x in tensors_of(contribution).items() if x.is_floating_point()
-    }
-    changed: Any = {name: tensor.to(dtype) for name, tensor in floats.items()}
+def mapped(contribution: Part, function: Callable[[torch.Tensor], Any]) -> Part:
+    """Returns it with a function applied to all its floats."""
+    tensors = tensors_of(contribution).items()
+    changed = {n: function(each) for n, each in tensors if each.is_floating_point()}
     return dataclasses.replace(contribution, **changed)
 
 
@@ -236,18 +232,6 @@ class Versions:
         """Raises PerSampleError with this text if any was changed since."""
         if any(tensor._version != version for tensor, version in self._seen):
             raise PerSampleError(text)
-
-
-def where(kept: torch.Tensor, contribution: Part) -> Part:
-    """Returns zeros for the rows that are not ``kept``, ``(N,)`` bool."""
-    tensors: Any = {
-        name: torch.where(
-            kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, torch.zeros_like(tensor)
-        )
-        for name, tensor in tensors_of(contribution).items()
-        if tensor.is_floating_point()
-    }
-    return dataclasses.replace(contribution, **tensors)
 
 
 def regroup(contribution: Contribution, num_samples: int) -> Contribution:
@@ -298,15 +282,11 @@ def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
 def _merged(uses: list[Any]) -> Any:
     if len(uses) == 1:
         return uses[0]
-    match uses[0]:
-        case Outer():
-            left = torch.cat([use.left for use in uses], 2)
-            return Outer(left, torch.cat([use.right for use in uses], 2))
-        case Lookup():
-            index = torch.cat([use.index for use in uses], 1)
-            return Lookup(index, torch.cat([use.values for use in uses], 1))
-        case _:
-            return Dense(summed(use.values for use in uses))
+    kind = type(uses[0])
+    if kind is Dense:
+        return Dense(summed(use.values for use in uses))
+    fields = zip(*[tensors_of(use).values() for use in uses])
+    return kind(*[torch.cat(each, 2 if kind is Outer else 1) for each in fields])
 
 
 def summed(terms: Iterable[torch.Tensor]) -> torch.Tensor:

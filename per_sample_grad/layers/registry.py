@@ -274,11 +274,8 @@ def _wrong(rule: Rule, owner: object, got: str) -> str:
     name = f"{rule.__module__}.{getattr(rule, '__qualname__', rule)}"
     return (
         f"the rule of {owner}, {name}, returned {got}. It must return a dict by the "
-        "parameters' names within the module, of Dense(values) with values (N, *shape "
-        "of the parameter), Outer(left, right) with (N, G, T, p) and (N, G, T, q), "
-        "where G p is the parameter's first dimension and q the product of the others, "
-        "or Lookup(index, values) with (N, T) and (N, T, q), or lists of them, where N "
-        "are the rows of the gradient that it was given, or one for each sample"
+        "parameters' names of Dense (N, *shape), Outer (N, G, T, p) and (N, G, T, q) "
+        "or Lookup (N, T) and (N, T, q), or lists of them: see register_rule"
     )
 
 

@@ -32,11 +32,10 @@ from xla_replica import Replica
 
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
 _PLAIN += (range, type(...), torch.dtype, torch.layout, torch.memory_format)
-# What pickle does not save, or only by name.
-_MADE_OF: dict[type, tuple[str, ...]] = {types.MethodType: ("__self__", "__func__")}
-_MADE_OF |= {property: ("fget", "fset"), functools.cached_property: ("func",)}
-_MADE_OF |= dict.fromkeys((classmethod, staticmethod), ("__func__",))
-_MADE_OF |= {functools.partial: ("func", "args", "keywords")}
+# What pickle does not save, or only by name, and the attributes that make it up.
+_WRAPPERS = (types.MethodType, property, classmethod, staticmethod)
+_WRAPPERS += (functools.cached_property, functools.partial)
+_WRAPPED = ("__self__", "__func__", "fget", "fset", "func", "args", "keywords")
 # What pickle saves of an object, by names that no attribute has.
 _SAVED = ("(make)", "(arguments)", "(state)", "(items)", "(pairs)", "(restore)")
 # What has more parts than that, and is not a module, is one line of a description.
@@ -131,10 +130,14 @@ def _read(value: Any) -> tuple[str, dict[str, Any]]:
         return _read_items(f"dict of {[*value]}", [*value.items()], parts)
     if isinstance(value, types.FunctionType):
         return _read_function(value)
-    if isinstance(value, type | types.ModuleType):
+    if isinstance(value, type):
         return _read_class(value)
-    if kind in _MADE_OF:
-        parts = {name: getattr(value, name) for name in _MADE_OF[kind]}
+    if isinstance(value, types.ModuleType):
+        if installed := _installed(value.__name__, ""):
+            return installed, {}
+        raise TypeError("a module of your own: import what is used of it by name")
+    if kind in _WRAPPERS:
+        parts = {n: getattr(value, n) for n in _WRAPPED if hasattr(value, n)}
     elif isinstance(value, nn.Module):
         own = vars(value)
         parts = {"__class__": kind, "forward": kind.forward}
@@ -202,19 +205,16 @@ def _read_function(function: Any) -> tuple[str, dict[str, Any]]:
     if text is None:
         text = f"source {digest(_source(code))}"
         parts |= {name: known[name] for name in _globals_of(code) & known.keys()}
-    for name in ("__defaults__", "__kwdefaults__", "__dict__"):
-        parts[name] = getattr(function, name) or None
+        for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+            parts[name] = getattr(function, name) or None
     return text, {f".{n}": parts[n] for n in sorted(parts) if parts[n] is not None}
 
 
-def _read_class(value: Any) -> tuple[str, dict[str, Any]]:
-    """Reads a class or module: name and version, or what it has."""
-    name = getattr(value, "__qualname__", "")
-    installed = _installed(str(getattr(value, "__module__", value.__name__)), name)
-    if installed and "<" not in name:
+def _read_class(value: type) -> tuple[str, dict[str, Any]]:
+    """Reads a class: name and version, or what it has."""
+    installed = _installed(value.__module__, value.__qualname__)
+    if installed and "<" not in installed:
         return installed, {}
-    if not isinstance(value, type):
-        raise TypeError("a module of your own: import what is used of it by name")
     parts: dict[str, Any] = {".__bases__": value.__bases__}
     for name, part in vars(value).items():
         is_slot = name == "_abc_impl" or inspect.ismemberdescriptor(part)

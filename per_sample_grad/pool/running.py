@@ -38,30 +38,18 @@ class PoolRun:
 
     def description(self, name: str, function: Any, tag: str | None) -> dict[str, Any]:
         """Returns all that the numbers depend on, as names and values for JSON."""
-        replica, source = xla_replica.current(), self.source
-        replica.sync()  # one program for all weights that are not computed yet
-        one = next(iter(self.scorers.values()))
-        found = {
-            "score": name,
-            "labels": self.labels,
-            "autocast": str(one.autocast),
-            "last_layer": one.last_layer,
-            "block_size": source.block_size,
-            "device": replica.device.type,
-            "tag": tag,
-            "pool": pool_digest(source.dataset, tag),
-        }
-        # `check` changes no number, and selected parameters are described by shape.
-        options = {**one.options}
-        params, _ = options.pop("params", None), options.pop("check", None)
+        xla_replica.current().sync()  # one program for all weights not computed yet
         models = {key: scorer.model for key, scorer in self.scorers.items()}
+        shared = vars(next(iter(self.scorers.values())))
+        # `check` changes no number, and selected parameters are described by shape.
+        options = {**shared["options"]}
+        params, _ = options.pop("params", None), options.pop("check", None)
         computing = {
             **models,
             "score function": function,
-            "loss": one.loss,
-            "split": source.split,
-            "forward": one.forward,
-            "collate": source.collate,
+            "split": self.source.split,
+            "collate": self.source.collate,
+            **{n: shared[n] for n in ("loss", "forward", "autocast", "last_layer")},
             "options": options,
         }
         if self.score.of_parameters:
@@ -70,6 +58,14 @@ class PoolRun:
                 str({name: tuple(param.shape) for name, param in each.items()})
                 for each in chosen
             ]
+        found = {
+            "score": name,
+            "labels": self.labels,
+            "block_size": self.source.block_size,
+            "device": xla_replica.current().device.type,
+            "tag": tag,
+            "pool": pool_digest(self.source.dataset, tag),
+        }
         return found | fingerprint(computing, tag)
 
     def check_weights(self, description: Mapping[str, str]) -> None:

@@ -202,9 +202,8 @@ def call_model(model: nn.Module, inputs: Any) -> torch.Tensor:
     Calls ``model(tensor)``, ``model(**dict)`` or ``model(*tuple)``; logits are what it
     returns, or its ``.logits`` or ``["logits"]``.
     """
-    if isinstance(inputs, torch.Tensor):
-        out = model(inputs)
-    elif isinstance(inputs, Mapping):
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    if isinstance(inputs, Mapping):
         out = model(**inputs)
     elif isinstance(inputs, tuple | list):
         out = model(*inputs)

@@ -246,13 +246,9 @@ def _row(
 
 def _models(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Returns models by the names that messages have for them."""
-    if isinstance(model, nn.Module):
-        return {"model": model}
-    models = list(model) if isinstance(model, Iterable) else [model]
-    wrong = [one for one in models if not isinstance(one, nn.Module)]
-    if wrong or not models:
-        raise TypeError(
-            "model must be a torch.nn.Module or a sequence of them, got a "
-            f"{type(wrong[0] if wrong else model).__name__}"
-        )
-    return {f"model[{number}]": one for number, one in enumerate(models)}
+    is_one = isinstance(model, nn.Module) or not isinstance(model, Iterable)
+    models: list[Any] = [model] if is_one else [*model]
+    for one in models or [model]:
+        allowed = "a torch.nn.Module or a sequence of them"
+        check_type("model", one, nn.Module, allowed)
+    return {"model" if is_one else f"model[{n}]": one for n, one in enumerate(models)}
