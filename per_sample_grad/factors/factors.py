@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ _CHANGED = (
 )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Factors:
     """The gradients of B losses, each formed only when an answer needs it.
 
@@ -38,39 +40,31 @@ class Factors:
 
     Attributes:
         shapes: The shape of each parameter, by name.
+        merged: What `contributions` are multiples of, by name; empty where the losses
+            do not depend on a parameter.
         losses: ``(B,)``.
-        merged: What `contributions` are multiples of, by name.
+        multiplier: Gradients are so many times what contributions add up to: numbers
+            that answers are multiplied by once, and not every activation's gradient.
+        method: The form of products.
+        budget: Bytes of temporary tensors.
+        cancelling: Parameters whose positions cancel: known from earlier, and where
+            values may be read from the device, found when products are asked for.
+        may_read: Whether they may.
+        of_bfloat16: Whether all gradients of outputs came in bfloat16.
     """
 
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        merged: Mapping[str, Sequence[Contribution]],
-        losses: torch.Tensor,
-        *,
-        multiplier: float,
-        method: Method,
-        budget: int,
-        cancelling: set[str],
-        may_read: bool,
-        of_bfloat16: bool,
-    ) -> None:
-        self.shapes = dict(shapes)
-        self.losses = losses
-        # Gradients are so many times what contributions add up to: numbers that answers
-        # are multiplied by once, and not every activation's gradient.
-        self._multiplier = multiplier
-        self._method: Method = method
-        self._budget = budget
-        # Parameters whose positions cancel: known from earlier, and where values may
-        # be read from the device, found when products are asked for.
-        self._cancelling = cancelling
-        self._may_read = may_read
-        # Whether all gradients of outputs came in bfloat16.
-        self._of_bfloat16 = of_bfloat16
+    shapes: dict[str, tuple[int, ...]]
+    merged: Mapping[str, Sequence[Contribution]]
+    losses: torch.Tensor
+    multiplier: float
+    method: Method
+    budget: int
+    cancelling: set[str]
+    may_read: bool
+    of_bfloat16: bool
+
+    def __post_init__(self) -> None:
         self._squares_and_terms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        # A parameter that the losses do not depend on has an empty list.
-        self.merged = {name: list(merged[name]) for name in self.shapes}
         self._uses = [use for uses in self.merged.values() for use in uses]
         self._versions = forms.Versions(self._uses)
 
@@ -81,7 +75,7 @@ class Factors:
         batches = (self, *others)
         for each in batches:
             each._versions.refuse_changes(_CHANGED)
-        of_bfloat16 = all(each._of_bfloat16 for each in batches)
+        of_bfloat16 = all(each.of_bfloat16 for each in batches)
         return forms.full_precision(self.losses.device, products, of_bfloat16)
 
     @functools.cached_property
@@ -104,7 +98,7 @@ class Factors:
     def contributions(self, name: str) -> list[Contribution]:
         """Returns the merged uses of a parameter, for your own algebra."""
         with self._precision():
-            return [forms.multiplied(u, self._multiplier) for u in self.merged[name]]
+            return [forms.multiplied(u, self.multiplier) for u in self.merged[name]]
 
     @property
     def compression(self) -> float:
@@ -133,24 +127,23 @@ class Factors:
             if joined:
                 rows = joined[0] if len(joined) == 1 else torch.cat(joined, 1)
                 terms.append(algebra.squares(rows))
-            total = self._sum(terms, self.losses.shape, power=2)
+            total = self._sum(terms, self.losses.shape, self.multiplier**2)
             return total if squared else total.sqrt()
 
     def norms_by_parameter(self, *, squared: bool = False) -> dict[str, torch.Tensor]:
         """Returns ``‖g_i‖`` of each parameter, ``(B,)``, by name."""
+        square = self.multiplier**2
         with self._precision():
             found = {
-                name: self._sum([self._squared_norms(name)], (len(self),), 2)
+                name: self._sum([self._squared_norms(name)], (len(self),), square)
                 for name in self.shapes
             }
             return found if squared else {name: x.sqrt() for name, x in found.items()}
 
     def gram(self) -> torch.Tensor:
         """Returns ``⟨g_i, g_j⟩``, ``(B, B)``, symmetric, from full float32 products."""
-        with self._precision():
-            terms = [self._gram(name, self) for name in self.shapes]
-            total = self._sum(terms, (len(self), len(self)), power=2)
-            return (total + total.T) / 2
+        total = self.cross_gram(self)
+        return (total + total.T) / 2
 
     def cross_gram(self, other: Factors) -> torch.Tensor:
         """Returns ``⟨g_i, g'_j⟩`` with the samples of another batch, ``(B, B')``."""
@@ -162,7 +155,8 @@ class Factors:
             )
         with self._precision(other):
             terms = [self._gram(name, other) for name in self.shapes]
-            return self._sum(terms, (len(self), len(other))) * other._multiplier
+            number = self.multiplier * other.multiplier
+            return self._sum(terms, (len(self), len(other)), number)
 
     def dot(self, vectors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Returns ``⟨v, g_i⟩``, ``(B,)``, or ``(B, K)`` for K vectors.
@@ -177,8 +171,8 @@ class Factors:
                 rows = vectors[name].detach()
                 rows = rows if many else rows.unsqueeze(0)
                 count = len(rows)
-                terms += [algebra.dot(use, rows, self._budget) for use in uses]
-            found = self._sum(terms, (len(self), count))
+                terms += [algebra.dot(use, rows, self.budget) for use in uses]
+            found = self._sum(terms, (len(self), count), self.multiplier)
         return found if many else found[:, 0]
 
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -215,10 +209,10 @@ class Factors:
             weights: ``(K, B)``.
         """
         with self._precision(products=False):
-            rows = weights.detach().to(self._dtype) * self._multiplier
+            rows = weights.detach().to(self._dtype) * self.multiplier
             for name, uses in self.merged.items():
                 for use in uses:
-                    algebra.add_weighted_sums_(totals[name], use, rows, self._budget)
+                    algebra.add_weighted_sums_(totals[name], use, rows, self.budget)
 
     def project(self, projection: Projection) -> dict[str, torch.Tensor]:
         """Returns projections of every gradient, ``(B, k1 k2)`` by name.
@@ -232,8 +226,9 @@ class Factors:
         found, n = {}, len(self)
         with self._precision():
             for name, uses in self.merged.items():
-                terms = [projection.of(name, uses, self._budget)] if uses else []
-                found[name] = self._sum(terms, (n, math.prod(projection.kept[name])))
+                terms = [projection.of(name, uses, self.budget)] if uses else []
+                size = n, math.prod(projection.kept[name])
+                found[name] = self._sum(terms, size, self.multiplier)
         return found
 
     def materialize(self) -> dict[str, torch.Tensor]:
@@ -243,21 +238,18 @@ class Factors:
             for name, shape in self.shapes.items():
                 terms, uses = [], self.merged[name]
                 if uses:
-                    uses = [forms.multiplied(use, self._multiplier) for use in uses]
-                    each = planning.samples_of_gradients(uses, shape, n, self._budget)
+                    uses = [forms.multiplied(use, self.multiplier) for use in uses]
+                    each = planning.samples_of_gradients(uses, shape, n, self.budget)
                     terms = [algebra.gradients(uses, shape, each)]
-                found[name] = self._sum(terms, (n, *shape), power=0)
+                found[name] = self._sum(terms, (n, *shape))
         return found
 
     def _sum(
-        self, terms: list[torch.Tensor], size: Sequence[int], power: int = 1
+        self, terms: list[torch.Tensor], size: Sequence[int], number: float = 1
     ) -> torch.Tensor:
-        """Returns the sum of the terms; zeros of this size where there are none.
-
-        It is multiplied as products of so many gradients are.
-        """
+        """Returns ``number`` times the sum of terms; zeros where there are none."""
         if terms:
-            total, number = sum(terms[1:], terms[0]), self._multiplier**power
+            total = sum(terms[1:], terms[0])
             return total if number == 1 else total * number
         return torch.zeros(size, dtype=self._dtype, device=self.losses.device)
 
@@ -268,7 +260,7 @@ class Factors:
         where nothing is planned to be computed from factors of several positions.
         """
         uses = self.merged[name]
-        if self._method != "auto" or sum(use.positions for use in uses) < 2:
+        if self.method != "auto" or sum(use.positions for use in uses) < 2:
             return None
         plans = (self._planned(q, name, self, "auto") for q in planning.QUANTITIES)
         if all(choice.form != "factored" for choice in plans):
@@ -281,11 +273,11 @@ class Factors:
         return planning.cancels(*self._squares_and_terms[name])
 
     def _cancels(self, name: str) -> bool:
-        if self._may_read and name not in self._cancelling:
+        if self.may_read and name not in self.cancelling:
             found = self.cancellation(name)
             if found is not None and bool(found):
-                self._cancelling.add(name)
-        return name in self._cancelling
+                self.cancelling.add(name)
+        return name in self.cancelling
 
     def _squared_norms(self, name: str) -> torch.Tensor:
         uses = self.merged[name]
@@ -295,7 +287,7 @@ class Factors:
             case [Dense(values)]:
                 return algebra.squares(values)
             case [Outer(left, right)] if left.shape[1] == left.shape[2] == 1:
-                if self._method != "materialized":
+                if self.method != "materialized":
                     return algebra.squares(left) * algebra.squares(right)
         choice = self._choice("norms", name, self)
         if choice.form == "materialized":
@@ -319,8 +311,8 @@ class Factors:
         return algebra.gram(left, right, choice.samples)
 
     def _choice(self, quantity: Quantity, name: str, other: Factors) -> Choice:
-        choice = self._planned(quantity, name, other, self._method)
-        is_free = self._method == "auto" and choice.form == "factored"
+        choice = self._planned(quantity, name, other, self.method)
+        is_free = self.method == "auto" and choice.form == "factored"
         if is_free and (self._cancels(name) or other._cancels(name)):
             return self._planned(quantity, name, other, "materialized")
         return choice
@@ -336,7 +328,7 @@ class Factors:
             num_samples=len(self),
             num_others=len(other),
             method=method,
-            budget=self._budget,
+            budget=self.budget,
         )
 
 
@@ -348,11 +340,9 @@ def check_vectors(
     if differing:
         raise ValueError(f"dot: {', '.join(differing)} must be both given and captured")
     single = all(vectors[name].shape == shape for name, shape in shapes.items())
-    counts = {len(v) for v in vectors.values() if v.dim()}
-    many = len(counts) == 1 and all(
-        vectors[name].shape[1:] == shape and vectors[name].dim() == len(shape) + 1
-        for name, shape in shapes.items()
-    )
+    counts = {tuple(vector.shape[:1]) for vector in vectors.values()}
+    many = len(counts) == 1 and () not in counts
+    many &= all(vectors[name].shape[1:] == shape for name, shape in shapes.items())
     if not single and not many:
         raise ValueError(
             "dot: vectors must have the parameters' shapes, or all of them one "

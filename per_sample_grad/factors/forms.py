@@ -182,9 +182,11 @@ def widened(contribution: Contribution) -> Contribution:
 
     The source of `Windows` keeps its dtype until it is unfolded.
     """
-    tensors, changed = tensors_of(contribution), {}
-    dtype = accumulation_dtype(*[tensor.dtype for tensor in tensors.values()])
-    for name, tensor in tensors.items():
+    fields = vars(contribution).items()
+    tensors = [(n, value) for n, value in fields if isinstance(value, torch.Tensor)]
+    dtype = accumulation_dtype(*[tensor.dtype for _, tensor in tensors])
+    changed: dict[str, Any] = {}
+    for name, tensor in tensors:
         if tensor.requires_grad:
             changed[name] = tensor = tensor.detach()
         if tensor.dtype != dtype and tensor.is_floating_point() and name != "source":
@@ -225,7 +227,8 @@ class Versions:
     """
 
     def __init__(self, uses: Iterable[Contribution]) -> None:
-        tensors = [each for use in uses for each in tensors_of(use).values()]
+        values = [value for use in uses for value in vars(use).values()]
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
         self._seen = [(each, each._version) for each in tensors]
 
     def refuse_changes(self, text: str) -> None:
@@ -317,7 +320,7 @@ def part(contribution: Contribution, start: int, stop: int) -> Part:
     """Returns samples ``[start, stop)``, unfolded."""
     if isinstance(contribution, Windows):
         return contribution.outer(start, stop)
-    if start == 0 and stop == num_rows(contribution):
+    if start == 0 and stop == len(float_factor(contribution)):
         return contribution
     tensors = tensors_of(contribution).items()
     return type(contribution)(**{name: value[start:stop] for name, value in tensors})
