@@ -33,7 +33,7 @@ from xla_replica import Replica
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
 _PLAIN += (range, type(...), torch.dtype, torch.layout, torch.memory_format)
 # What pickle does not save, or only by name, and the attributes that make it up.
-_WRAPPERS = (types.MethodType, property, classmethod, staticmethod)
+_WRAPPERS: tuple[type, ...] = (types.MethodType, property, classmethod, staticmethod)
 _WRAPPERS += (functools.cached_property, functools.partial)
 _WRAPPED = ("__self__", "__func__", "fget", "fset", "func", "args", "keywords")
 # What pickle saves of an object, by names that no attribute has.
@@ -198,7 +198,7 @@ def _is_shown(dataset: Any, name: str, value: Any) -> bool:
 def _read_function(function: Any) -> tuple[str, dict[str, Any]]:
     """Reads a function: name and version, or source text and globals; and variables."""
     code, known = function.__code__, function.__globals__
-    parts = inspect.getclosurevars(function).nonlocals
+    parts = dict(inspect.getclosurevars(function).nonlocals)
     # What wraps another function has the other's name and module.
     module = str(known.get("__name__"))
     text = _installed(module, f"{function.__qualname__}, line {code.co_firstlineno}")

@@ -64,7 +64,8 @@ class Parts:
         content = memoryview(path.read_bytes() if path.is_file() else b"")
         rows, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
         if self._checksum(number, rows) == checksum:
-            return np.load(io.BytesIO(rows), allow_pickle=False)
+            found: np.ndarray = np.load(io.BytesIO(rows), allow_pickle=False)
+            return found
         aside = rename(path, path.with_suffix(".damaged"))
         warnings.warn(
             f"{path} is damaged: its content is not what was written; it is now "

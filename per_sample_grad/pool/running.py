@@ -110,10 +110,11 @@ class PoolRun:
         replica, count = xla_replica.current(), len(self.source.dataset)
         numbers = np.zeros((count, *self.score.width), dtype=np.float32)
         kept = np.zeros(len(intervals), dtype=bool)
-        if parts is not None:
-            kept = replica.all_gather_object(parts.kept(len(intervals)))[0]
-        is_written = parts is not None and not kept.all()
-        with parts.locked() if is_written else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if parts is not None:
+                kept = replica.all_gather_object(parts.kept(len(intervals)))[0]
+                if not kept.all():
+                    stack.enter_context(parts.locked())
             self._fill(numbers, intervals, parts, kept, progress)
             if parts is not None:
                 replica.barrier()  # until all of them have kept their parts
