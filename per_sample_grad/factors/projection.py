@@ -185,7 +185,7 @@ class Fold:
         rest = -len(self.signs) % self.kept
         if rest:  # zeros add nothing
             signed = F.pad(signed, (*[0] * (2 * after), 0, rest))
-        return signed.unflatten(dim, (-1, self.kept)).sum(dim)
+        return torch.sum(signed.unflatten(dim, (-1, self.kept)), dim)
 
 
 class Folds(NamedTuple):

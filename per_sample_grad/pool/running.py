@@ -148,7 +148,8 @@ class PoolRun:
                 missing.append(number)
             else:
                 numbers[slice(*intervals[number])] = rows
-        found = sum(intervals[n][1] - intervals[n][0] for n in np.flatnonzero(kept))
+        done = np.flatnonzero(kept).tolist()
+        found = sum(intervals[n][1] - intervals[n][0] for n in done)
         hidden = not (progress and replica.is_primary)
         with contextlib.ExitStack() as stack:
             for scorer in self.scorers.values():

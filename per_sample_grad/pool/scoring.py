@@ -244,7 +244,7 @@ def _row(
     return row, score
 
 
-def _models(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
+def _models(model: Any) -> dict[str, nn.Module]:
     """Returns models by the names that messages have for them."""
     is_one = isinstance(model, nn.Module) or not isinstance(model, Iterable)
     models: list[Any] = [model] if is_one else [*model]
