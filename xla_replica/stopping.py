@@ -66,12 +66,10 @@ class _Process:
         self.lock = threading.Lock()  # never taken by a signal handler
         self.num_runs = 0
         self.request: StopRequest | None = None
-        self.armed: frozenset[int] = frozenset()
-        self.received: frozenset[int] = frozenset()  # while armed
-        self.listened: frozenset[int] = frozenset()
-        self.installed_late: _Installed = {}  # by catch_signals
         self.first = _FirstSignal()
-        self.folder: str | None = None
+        self.installed: _Installed = {}
+        self.armed: frozenset[int] = frozenset()
+        self.folder: str | None = None  # that of `forwarding`, in a child
 
 
 _process = _Process()
@@ -118,33 +116,28 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
         ValueError: A signal does not exist or cannot be caught, or none is given.
         RuntimeError: Nothing listens for it, and this is not the main thread.
     """
-    if isinstance(signals, str) or not isinstance(signals, Iterable):
-        raise TypeError(
-            f"signals must be a sequence such as ({signals!r},), got {signals!r}"
-        )
-    numbers = frozenset(_number(name) for name in signals)
+    kinds = list, tuple, set, frozenset
+    check_type("signals", signals, kinds, "a sequence such as ('SIGTERM',)")
+    numbers = frozenset(map(_number, signals))
     if not numbers:
         raise ValueError("catch_signals needs at least one signal, got none")
     with _process.lock:
-        unheard = numbers - _process.listened
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main:  # nohup's promise: a signal that it ignores stays so
-            ignored = {n for n in unheard if signal.getsignal(n) == signal.SIG_IGN}
-            unheard -= ignored
-        if unheard and not is_main:
-            names = ", ".join(sorted(signal.Signals(n).name for n in unheard))
-            raise RuntimeError(
-                f"catch_signals: only the main thread can begin to listen for {names}; "
-                "or call xla_replica.launch in the main thread, for "
-                + ", ".join(number.name for number in SIGNALS)
-            )
-        _process.installed_late |= _install(unheard, _on_signal)
-        _process.listened |= unheard
+        unheard = sorted(numbers - _process.installed.keys())
+        if not _is_main_thread():  # nohup's promise: a signal that it ignores stays so
+            unheard = [n for n in unheard if signal.getsignal(n) != signal.SIG_IGN]
+            if unheard:
+                names = ", ".join(signal.Signals(n).name for n in unheard)
+                raise RuntimeError(
+                    f"catch_signals: only the main thread can begin to listen for "
+                    f"{names}; or call xla_replica.launch in the main thread, for "
+                    + ", ".join(number.name for number in SIGNALS)
+                )
+        _process.installed |= _install(unheard, _on_signal)
         _process.armed |= numbers
         spare_workers(_process.armed)
         if _process.folder is not None:
             for number in numbers:
-                _armed_file(_process.folder, number).touch()
+                Path(_process.folder, f"{os.getpid()}.{number}.armed").touch()
 
 
 @contextlib.contextmanager
@@ -159,20 +152,14 @@ def listening() -> Iterator[None]:
     with _process.lock:
         _process.num_runs += 1
         outermost = _process.num_runs == 1
-    armed, listened = _process.armed, _process.listened
-    installed_before = dict(_process.installed_late)
+    armed, installed = _process.armed, dict(_process.installed)
     try:
         yield
     finally:
         with _process.lock:
             _process.num_runs -= 1
             if outermost:
-                late = _process.installed_late.items() - installed_before.items()
-                _restore(dict(late))
-                _process.installed_late = installed_before
-                _process.listened, _process.armed = listened, armed
-                spare_workers(armed)
-                _process.request, _process.first = None, _FirstSignal()
+                _return_to(armed, installed)
 
 
 @contextlib.contextmanager
@@ -185,18 +172,13 @@ def listening_for_parent(folder: str) -> Iterator[None]:
     """
     _process.num_runs += 1
     _process.folder = folder
-    _process.listened |= _install(_to_be_heard(), _on_signal).keys()
+    _process.installed |= _install(_to_be_heard(), _on_signal)
     try:
         yield
     finally:
         with _process.lock:
             _process.folder = None
             for number in _process.armed:
-                armed = _armed_file(folder, number)
-                if number in _process.received:
-                    armed.rename(armed.with_suffix(".received"))
-                else:
-                    armed.unlink(missing_ok=True)
                 # Python restores handlers while it ends, but not this one.
                 signal.signal(number, signal.SIG_IGN)
 
@@ -207,14 +189,13 @@ def forwarding(folder: str) -> Iterator[None]:
 
     A signal that no replica has armed acts as it did before, and so does one that
     insists. A signal to a process group reaches the replicas too, and may arrive here
-    when they have obeyed it and ended.
+    when they have obeyed it and ended: what they have armed is caught until then.
     """
     first = _FirstSignal()
 
     def forward(number: int) -> bool:
         armed = list(Path(folder).glob(f"*.{number}.armed"))
-        obeyed = any(Path(folder).glob(f"*.{number}.received"))
-        if not (armed or obeyed) or first.insists():
+        if not armed or first.insists():
             return False
         for path in armed:
             with contextlib.suppress(ProcessLookupError):
@@ -234,14 +215,9 @@ def end_run() -> None:
     Only where no `launch` surrounds it, as in a notebook, where another run may follow.
     """
     with _process.lock:
-        if _process.num_runs or _process.folder is not None:
-            return
-        if threading.current_thread() is threading.main_thread():
-            _restore(_process.installed_late)
-            _process.installed_late, _process.listened = {}, frozenset()
-        _process.armed = frozenset()
-        spare_workers(_process.armed)
-        _process.request, _process.first = None, _FirstSignal()
+        if not _process.num_runs:
+            kept = {} if _is_main_thread() else _process.installed
+            _return_to(frozenset(), kept)
 
 
 def check_stop(reason: Any, exit_status: Any) -> None:
@@ -254,7 +230,6 @@ def _on_signal(number: int) -> bool:
     """Notes a request if the signal is armed; returns whether it was caught."""
     if number not in _process.armed or _process.first.insists():
         return False
-    _process.received |= {number}
     if _process.request is None:
         name = signal.Signals(number).name
         _process.request = StopRequest(f"received {name}", 128 + number)
@@ -281,13 +256,17 @@ def _to_be_heard() -> list[int]:
     return heard
 
 
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 def _install(numbers: Iterable[int], caught: Callable[[int], bool]) -> _Installed:
     """Installs handlers, in the main thread only; returns them and those before.
 
     A handler written in C (Python sees None) could not be restored, and is left.
     """
     installed: _Installed = {}
-    if threading.current_thread() is threading.main_thread():
+    if _is_main_thread():
         for number in numbers:
             before = signal.getsignal(number)
             if before is not None:
@@ -302,6 +281,14 @@ def _restore(installed: _Installed) -> None:
     for number, (handler, before) in installed.items():
         if signal.getsignal(number) is handler:  # else the user has installed another
             signal.signal(number, before)
+
+
+def _return_to(armed: frozenset[int], installed: _Installed) -> None:
+    """Ends what has been asked and caught since this was caught; with the lock."""
+    _restore(dict(_process.installed.items() - installed.items()))
+    _process.installed, _process.armed = installed, armed
+    spare_workers(armed)
+    _process.request, _process.first = None, _FirstSignal()
 
 
 def _handler(before: Any, caught: Callable[[int], bool]) -> Callable[[int, Any], None]:
@@ -323,11 +310,8 @@ def _handler(before: Any, caught: Callable[[int], bool]) -> Callable[[int, Any],
 def _number(name: int | str) -> int:
     """Returns the number of a signal that can be caught; raises ValueError if none."""
     try:
-        if isinstance(name, str):
-            number = signal.Signals[name]
-        else:
-            number = signal.Signals(check_integer("a signal's number", name))
-    except (KeyError, TypeError, ValueError) as error:
+        number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
+    except (KeyError, ValueError) as error:
         raise ValueError(
             f"catch_signals: {name!r} is not a signal here; allowed are names such as "
             "'SIGTERM' and their numbers"
@@ -335,8 +319,3 @@ def _number(name: int | str) -> int:
     if number.name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"catch_signals: {number.name} cannot be caught")
     return int(number)
-
-
-def _armed_file(folder: str, number: int) -> Path:
-    """Returns the file that says that this process has armed a signal."""
-    return Path(folder, f"{os.getpid()}.{number}.armed")
