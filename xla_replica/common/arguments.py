@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 import reprlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 
@@ -24,28 +25,21 @@ def is_number(value: object) -> bool:
 
 
 def check_integer(
-    name: str, value: object, least: int | None = None, most: int | None = None
+    name: str, value: Any, least: int | None = None, most: int | None = None
 ) -> int:
     """Returns ``value`` as an int; raises TypeError or ValueError where it is not one.
 
     >>> check_integer("seed", 3, least=0, most=3)
     3
     """
-    is_one = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    number = int(value) if is_one else 0  # type: ignore[call-overload]
-    if (
-        not is_one
-        or (least is not None and number < least)
-        or (most is not None and number > most)
-    ):
-        limits = ((">=", least), ("<=", most))
-        raise _refusal(name, value, is_one, "an integer", limits)
-    return number
+    limits = {">=": least, "<=": most}
+    _check_number(name, value, "an integer", is_integer(value), limits)
+    return int(value)
 
 
 def check_number(
     name: str,
-    value: object,
+    value: Any,
     least: float | None = None,
     most: float | None = None,
     *,
@@ -56,21 +50,9 @@ def check_number(
 
     ``least`` and ``most`` are in the range, ``above`` and ``below`` are not.
     """
-    is_one = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    try:
-        number = float(value) if is_one else math.nan  # type: ignore[arg-type]
-    except OverflowError:  # an integer of more than 300 digits
-        number = math.inf
-    if (
-        not math.isfinite(number)
-        or (least is not None and number < least)
-        or (above is not None and number <= above)
-        or (most is not None and number > most)
-        or (below is not None and number >= below)
-    ):
-        limits = ((">=", least), (">", above), ("<=", most), ("<", below))
-        raise _refusal(name, value, is_one, "a finite number", limits)
-    return value  # type: ignore[return-value]
+    limits = {">=": least, ">": above, "<=": most, "<": below}
+    _check_number(name, value, "a finite number", is_number(value), limits)
+    return value  # type: ignore[no-any-return]
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -128,16 +110,22 @@ def check_type(name: str, value: Any, kind: Any, allowed: str) -> Any:
     return value
 
 
-def _refusal(
-    name: str,
-    value: object,
-    is_one: bool,
-    kind: str,
-    limits: Iterable[tuple[str, float | None]],
-) -> Exception:
-    """Returns the error for a wrong type or, if ``is_one``, for a wrong number."""
-    parts = [f"{sign} {limit}" for sign, limit in limits if limit is not None]
-    allowed = f"{kind} {' and '.join(parts)}" if parts else kind
-    return (ValueError if is_one else TypeError)(
-        f"{name} must be {allowed}, got {value!r}"
-    )
+_COMPARED = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
+def _check_number(
+    name: str, value: Any, kind: str, is_one: bool, limits: Mapping[str, float | None]
+) -> None:
+    """Raises TypeError or, if it ``is_one`` of this kind, ValueError if it is wrong."""
+    given = {sign: limit for sign, limit in limits.items() if limit is not None}
+    try:
+        is_right = is_one and math.isfinite(value)
+    except OverflowError:  # an integer of more than 300 digits
+        is_right = False
+    if not is_right or not all(
+        _COMPARED[s](value, limit) for s, limit in given.items()
+    ):
+        range_ = " and ".join(f"{sign} {limit}" for sign, limit in given.items())
+        allowed = f"{kind} {range_}".rstrip()
+        error = ValueError if is_one else TypeError
+        raise error(f"{name} must be {allowed}, got {value!r}")
