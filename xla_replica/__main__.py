@@ -24,9 +24,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from xla_replica.common.arguments import check_number
+from xla_replica.common.arguments import check_integer, check_number
 from xla_replica.starting.scripts import run_script
-from xla_replica.starting.xla import is_installed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,14 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
     args = parser.parse_args(arguments)
-    if args.num_replicas < 1:
-        parser.error(f"--num-replicas must be at least 1, got {args.num_replicas}")
     try:
+        check_integer("--num-replicas", args.num_replicas, least=1)
         check_number("--timeout", args.timeout, above=0)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    if not is_installed():
-        parser.error("needs torch_xla: pip install 'elastic-xla[xla-cpu]'")
     if not run_script(**vars(args)):
         sys.stderr.write(
             f"xla_replica: {args.script} has not called torch_xla.launch or xmp.spawn "

@@ -309,13 +309,10 @@ def _handler(before: Any, caught: Callable[[int], bool]) -> Callable[[int, Any],
 
 def _number(name: int | str) -> int:
     """Returns the number of a signal that can be caught; raises ValueError if none."""
-    try:
-        number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"catch_signals: {name!r} is not a signal here; allowed are names such as "
-            "'SIGTERM' and their numbers"
-        ) from error
-    if number.name in ("SIGKILL", "SIGSTOP"):
-        raise ValueError(f"catch_signals: {number.name} cannot be caught")
-    return int(number)
+    for known, number in signal.Signals.__members__.items():
+        if name in (known, number) and known not in ("SIGKILL", "SIGSTOP"):
+            return int(number)
+    raise ValueError(
+        f"catch_signals: {name!r} is not a signal that can be caught here; allowed are "
+        "names such as 'SIGTERM' and their numbers"
+    )

@@ -54,9 +54,9 @@ REFUSED = {
         ("^scalar: ", LOCAL.scalar, 0.5, torch.bool),
         ("exit_status must be .* <= 255, got 256", Stopped, "why", 256),
         ("exit_status must be .* <= 255, got 256", request_stop, "why", 256),
-        ("'SIGTREM' is not a signal here", CATCH, ["SIGTREM"]),
-        ("1000 is not a signal here", CATCH, [1000]),
-        ("SIGKILL cannot be caught", CATCH, ["SIGKILL"]),
+        ("'SIGTREM' is not a signal that can be", CATCH, ["SIGTREM"]),
+        ("1000 is not a signal that can be", CATCH, [1000]),
+        ("'SIGKILL' is not a signal that can be", CATCH, ["SIGKILL"]),
         ("needs at least one signal, got none", CATCH, []),
     ],
 }  # fmt: skip

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
-
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
 
 # Ends the names of `unfinished_name`.
 UNFINISHED = ".tmp"
@@ -73,18 +67,18 @@ def locked(path: Path) -> Iterator[bool]:
     ends, for whatever reason. Where files cannot be locked, as on Windows and in some
     network folders, or this one cannot be written to, every process has it.
     """
+    has_it = True
     with contextlib.ExitStack() as closed:
-        has_it = True
         try:
+            import fcntl  # not on Windows
+
             file = closed.enter_context(path.open("r+b"))
-        except OSError:
-            file = None
-        if file is not None and fcntl is not None:
-            try:
-                # Not flock, whose locks child processes inherit, such as DataLoader's.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                has_it = error.errno not in (errno.EACCES, errno.EAGAIN)
+            # Not flock, whose locks child processes inherit, such as DataLoader's.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            has_it = False
+        except (ImportError, OSError):
+            pass
         yield has_it
 
 

@@ -12,16 +12,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from xla_replica.device.seeding import in_turn
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def untraced(function: _Function) -> _Function:
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``function`` such that compiled functions call it, and do not trace it.
 
     It ends the graph before it, as a print does.

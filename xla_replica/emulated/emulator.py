@@ -40,12 +40,8 @@ from xla_replica.emulated.rendezvous import Rendezvous, Round, shown
 from xla_replica.errors import ReplicaError
 
 COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "collective_permute",
-)
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
+)  # fmt: skip
 
 
 def environment(num_replicas: int) -> dict[str, str]:
@@ -72,28 +68,23 @@ class Emulator:
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
-        self._num_replicas = num_replicas
         self._rendezvous = Rendezvous(num_replicas, timeout)
         self._report = report
-        self._torch_xla, self._xm, self._xr = torch_xla, xm, xr
-        self._c = torch_xla._XLAC
+        self._torch_xla, self._xr = torch_xla, xr
+        self._c = native = torch_xla._XLAC
         self._compiling = threading.Lock()
         self._pending: list[list[str]] = [[] for _ in range(num_replicas)]
         self._alive: list[torch.Tensor] = []
-
-    def install(self) -> None:
-        """Replaces the entry points where graphs compile and collectives are traced."""
         for name in COLLECTIVES:
-            setattr(self._xm, name, self._announced(name, getattr(self._xm, name)))
-        for name in ("_xla_step_marker", "_xla_sync_live_tensors"):
-            setattr(self._c, name, self._guarded(getattr(self._c, name)))
-        self._c._xla_sync_multi = self._after_collectives(self._c._xla_sync_multi)
+            setattr(xm, name, self._announced(name, getattr(xm, name)))
+        for name in ("_xla_step_marker", "_xla_sync_live_tensors", "_xla_sync_multi"):
+            setattr(native, name, self._guarded(name, getattr(native, name)))
         for name in ("_xla_warm_up_cache", "_get_xla_tensors_hlo"):
-            setattr(self._c, name, self._alone(getattr(self._c, name)))
-        lowering = self._c.lowering.LoweringContext
-        lowering.build = self._alone(lowering.build)
+            setattr(native, name, self._alone()(getattr(native, name)))
+        lowering = native.lowering.LoweringContext
+        lowering.build = self._alone()(lowering.build)
         # Held by whoever compiles with torch.compile.
-        self.tracing = compiling.install(self._num_replicas, self._torch_xla.sync)
+        self.tracing = compiling.install(num_replicas, torch_xla.sync)
         self._put_own_precision = own_process.install()
 
     @contextlib.contextmanager
@@ -104,7 +95,8 @@ class Emulator:
         self._alive.append(torch.zeros(1).to(self._torch_xla.device()))  # cure 5
         device = str(self._torch_xla.device())
         of_threads = functools.partial(_CallGuard, self, None)
-        with own_process.replica(device, of_threads), _CallGuard(self, rank):
+        own_process.begin_replica(device, of_threads)
+        with _CallGuard(self, rank):
             yield rank
             self._torch_xla.sync()
         self._report(rank, "returned")
@@ -126,13 +118,19 @@ class Emulator:
 
         return compiling.untraced(announce)
 
-    def _guarded(self, compile_and_start: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(
+        self, name: str, compile_and_start: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """Returns ``compile_and_start`` under the lock, after all replicas have met."""
 
         @functools.wraps(compile_and_start)
         def guard(*args: Any, **kwargs: Any) -> None:
             kwargs.pop("wait", None)  # the waits are here, outside the lock
             rank = self._xr.global_ordinal()
+            if name == "_xla_sync_multi":
+                # Compiled functions call it for their inputs alone. Collectives that
+                # these do not need would otherwise be taken for run.
+                self.run_pending(rank)
             collectives, self._pending[rank] = self._pending[rank], []
             self._wait(rank)  # cure 3
             here, first = None, shown(collectives[0]) if collectives else ""
@@ -140,8 +138,7 @@ class Emulator:
                 self._report(rank, f"waiting for its peers in {first}")
                 here = self._rendezvous.meet(rank, collectives)
                 self._report(rank, f"running the graph with {first}")
-            with self._compiling:  # cure 1
-                self._put_own_precision()
+            with self._alone():  # cure 1
                 before = counters.snapshot().compilations if here else 0
                 compile_and_start(*args, **kwargs, wait=False)
                 if here:
@@ -156,30 +153,12 @@ class Emulator:
 
         return compiling.untraced(guard)
 
-    def _after_collectives(self, sync_some: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``sync_some``, of given tensors alone, after all pending work.
-
-        Compiled functions call it for their inputs. Collectives that these do not need
-        would otherwise be taken for run.
-        """
-        guarded = self._guarded(sync_some)
-
-        def sync_all_first(*args: Any, **kwargs: Any) -> None:
-            self.run_pending(self._xr.global_ordinal())
-            guarded(*args, **kwargs)
-
-        return compiling.untraced(sync_all_first)
-
-    def _alone(self, compile_only: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what lowers or compiles without collectives, under the lock."""
-
-        @functools.wraps(compile_only)
-        def compile_alone(*args: Any) -> Any:
-            with self._compiling:
-                self._put_own_precision()
-                return compile_only(*args)
-
-        return compile_alone
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Surrounds, or decorates, what compiles: only one thread does at a time."""
+        with self._compiling:
+            self._put_own_precision()
+            yield
 
     def run_pending(self, rank: int) -> None:
         """Syncs if the replica has traced a collective that has not run yet."""
@@ -197,8 +176,7 @@ class Emulator:
         because of what peers have done: the graph would then depend on them.
         """
         self._wait(rank)  # cure 3
-        with self._compiling:
-            self._put_own_precision()
+        with self._alone():
             yield
 
     def _check_same_program(
@@ -208,16 +186,13 @@ class Emulator:
         if compiled and here.num_dispatched:
             raise ReplicaError(
                 f"replica {rank} compiled another program than its peers for the graph "
-                f"with {first}, and XLA:CPU lets only copies of one program "
-                "meet. (TPUs have run some of this kind, such as torch_xla's "
-                "test_mp_distributed_mm; nothing promises that they do.) A Python "
-                "number, a shape or a pending tensor differs between replicas: bring "
-                "numbers that differ to the device with Replica.scalar, and call "
-                "Replica.sync() before the collective",
+                f"with {first} (TPUs have run some of this kind): a Python number, a "
+                "shape or a pending tensor differs. Bring such numbers to the device "
+                "with Replica.scalar, and call Replica.sync() before the collective",
                 rank,
             )
         here.num_dispatched += 1
-        if here.num_dispatched == self._num_replicas:
+        if here.num_dispatched == self._rendezvous.num_replicas:
             here.all_dispatched.set()
 
     def _wait(self, rank: int) -> None:
@@ -241,13 +216,9 @@ _FETCHES = {
 }
 # These do with some arguments, see `_fetches`.
 _MAY_FETCH = {
-    _TENSOR.copy_,
-    _TENSOR.to,
-    _TENSOR.__getitem__,
-    _TENSOR.__setitem__,
-    _TENSOR.where,
+    _TENSOR.copy_, _TENSOR.to, _TENSOR.__getitem__, _TENSOR.__setitem__, _TENSOR.where,
     torch.where,
-}
+}  # fmt: skip
 
 
 class _CallGuard(TorchFunctionMode):
@@ -296,8 +267,7 @@ def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return any(_on_xla(value) for value in args)
     if func is _TENSOR.to:
         target: Any = kwargs.get("device", args[1] if len(args) > 1 else None)
-        if isinstance(target, torch.Tensor):
-            target = target.device
+        target = getattr(target, "device", target)
         is_device = isinstance(target, (str, torch.device))
         return _on_xla(args[0]) and is_device and torch.device(target).type == "cpu"
     if func in (torch.where, _TENSOR.where):
@@ -319,6 +289,5 @@ def _call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Returns name, reduction, dtypes and shapes: they are equal on all replicas."""
     described = [args[0]] if args and isinstance(args[0], str) else []
     for tensor in tensors_in([args, kwargs]):
-        shape = ",".join(map(str, tensor.shape))
-        described.append(f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]")
+        described.append(f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}")
     return f"{name}({', '.join(described)})"

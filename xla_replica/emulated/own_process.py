@@ -10,12 +10,11 @@ all the same.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,16 +52,26 @@ class Member:
     Attributes:
         device: The name of its torch_xla device.
         draws: Its CPU generator.
-        groups: Its groups of torch.distributed.
+        groups: What torch.distributed knows of its groups.
         precision: That of its matrix products.
         surround: Returns what surrounds a further thread that it starts.
     """
 
     device: str
     draws: torch.Generator
-    groups: dict[str, Any]
+    groups: Any
     precision: str
     surround: Callable[[], AbstractContextManager[Any]]
+
+    def enter(self) -> None:
+        """Makes the calling thread one of the replica's, for as long as it lives."""
+        import torch_xla
+
+        torch_xla._XLAC._xla_set_default_device(self.device)
+        _here.member = self
+        world: Any = torch.distributed.distributed_c10d._world
+        world._world.world = self.groups
+        draw_from(self.draws)
 
 
 class _Here(threading.local):
@@ -93,23 +102,17 @@ def install() -> Callable[[], None]:
     return _install_precision()
 
 
-@contextlib.contextmanager
-def replica(
+def begin_replica(
     device: str, surround: Callable[[], AbstractContextManager[Any]]
-) -> Iterator[None]:
-    """Surrounds a replica's thread; ``surround`` returns what surrounds its others."""
-    with own_draws():  # nobody else's state is in place now
-        draws = torch.default_generator.clone_state()
+) -> None:
+    """Makes the calling thread a replica's first; ``surround`` is for others of it."""
     import torch_xla
 
+    with own_draws():  # nobody else's state is in place now
+        draws = torch.default_generator.clone_state()
+    world: Any = torch.distributed.distributed_c10d._world
     precision = torch_xla._XLAC._xla_get_mat_mul_precision()
-    _here.member = Member(device, draws, _new_groups(), precision, surround)
-    draw_from(draws)
-    try:
-        yield
-    finally:
-        _here.member = None
-        draw_from(None)
+    Member(device, draws, world._get_world(), precision, surround).enter()
 
 
 def _as_member(start: Callable[..., None]) -> Callable[..., None]:
@@ -125,11 +128,7 @@ def _as_member(start: Callable[..., None]) -> Callable[..., None]:
             run = thread.run
 
             def run_as_member() -> None:
-                import torch_xla
-
-                torch_xla._XLAC._xla_set_default_device(member.device)
-                _here.member = member
-                draw_from(member.draws)
+                member.enter()
                 with member.surround():
                     run()
 
@@ -142,40 +141,13 @@ def _as_member(start: Callable[..., None]) -> Callable[..., None]:
 # --- torch.distributed --------------------------------------------------------------
 
 
-def _new_groups() -> dict[str, Any]:
-    """Returns what torch.distributed keeps in variables of its module."""
-    mappings = "map names group_ranks backend_config to_tag coalesce_state"
-    groups: dict[str, Any] = {f"pg_{name}": {} for name in mappings.split()}
-    return {**groups, "tags_to_pg": {}, "default_pg": None, "group_count": 0}
-
-
-class _Groups:
-    """Stands in for torch.distributed's ``_world``: the calling replica's groups."""
-
-    def __init__(self, of_the_process: Any) -> None:
-        object.__setattr__(self, "_of_the_process", of_the_process)
-
-    def __getattr__(self, name: str) -> Any:
-        member = _here.member
-        if member is not None and name in member.groups:
-            return member.groups[name]
-        return getattr(self._of_the_process, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        member = _here.member
-        if member is not None and name in member.groups:
-            member.groups[name] = value
-        else:
-            setattr(self._of_the_process, name, value)
-
-
 def _install_groups() -> None:
     """Gives every replica its own groups of torch.distributed."""
-    import torch.distributed.distributed_c10d as c10d
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
     from torch_xla._internal import rendezvous
     from torch_xla.distributed import xla_backend
 
-    c10d._world = _Groups(c10d._world)
+    torch.distributed.distributed_c10d._world = ThreadLocalWorld()
     # Groups are also found by their names, which are the same on every replica.
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     # torch_xla's has a fixed port, which a second run on this machine cannot have.

@@ -17,6 +17,9 @@ from collections.abc import Iterable, Sequence
 
 from xla_replica.errors import ReplicaError
 
+# What a replica that has returned brings in place of collectives.
+_END = "the end of its run"
+
 
 def shown(call: str) -> str:
     """Returns a collective's name, dtypes and shapes, or the first of them, to read."""
@@ -29,7 +32,7 @@ class Round:
     def __init__(self) -> None:
         # By rank: the calls of collectives that it has traced, and not run.
         self.arrived: dict[int, tuple[str, ...]] = {}
-        self.open = False  # whether all have come
+        self.all_arrived = threading.Event()
         self.error: ReplicaError | None = None  # what all raise then, if they disagree
         # How many have dispatched their graph; guarded by the lock around compilation.
         self.num_dispatched = 0
@@ -45,84 +48,60 @@ class Rendezvous:
     def __init__(self, num_replicas: int, timeout: float) -> None:
         self.num_replicas = num_replicas
         self.timeout = timeout
-        self._changed = threading.Condition()
+        self._changing = threading.Lock()
         self._round = Round()
-        self._returned: set[int] = set()
         self._threads: dict[int, int] = {}
 
     def enter(self, rank: int) -> None:
         """Registers the calling thread as replica ``rank``."""
-        with self._changed:
-            self._threads[rank] = threading.get_ident()
+        self._threads[rank] = threading.get_ident()
 
     def leave(self, rank: int) -> None:
-        """Notes that replica ``rank`` has returned and will not come again.
-
-        Blocks until all have returned; raises if none does for ``timeout``.
-        """
-        with self._changed:
-            self._returned.add(rank)
-            self._changed.notify_all()
-            while (num_returned := len(self._returned)) < self.num_replicas:
-                if not self._changed.wait_for(
-                    lambda before=num_returned: len(self._returned) > before,
-                    self.timeout,
-                ):
-                    raise self._late(self._returned, "the end of its run")
+        """Blocks until all replicas have returned as ``rank`` has; raises if not."""
+        self.meet(rank, [_END])
 
     def meet(self, rank: int, collectives: Sequence[str]) -> Round:
         """Blocks until every replica has come, and raises unless they agree."""
-        with self._changed:
+        with self._changing:
             here = self._round
             here.arrived[rank] = tuple(collectives)
             if len(here.arrived) == self.num_replicas:
-                here.error = _disagreement(here.arrived)
-                here.open = True
                 self._round = Round()
-                self._changed.notify_all()
-            is_decided = self._changed.wait_for(
-                lambda: here.open or self._gone(here), self.timeout
-            )
-            if not is_decided:
-                raise self._late(here.arrived, _first(here))
-            if not here.open:
-                raise self._left(here)
-            if here.error is not None:
-                raise here.error
-            return here
+                here.error = _disagreement(here.arrived)
+                here.all_arrived.set()
+        if not here.all_arrived.wait(self.timeout):
+            with self._changing:
+                if not here.all_arrived.is_set():
+                    raise self._late(here)
+        if here.error is not None:
+            raise here.error
+        return here
 
-    def _gone(self, here: Round) -> set[int]:
-        """Returns the replicas that have returned without coming to this round."""
-        return self._returned - set(here.arrived)
-
-    def _left(self, here: Round) -> ReplicaError:
-        """Returns the error for a round that some replicas will not come to."""
-        gone = sorted(self._gone(here))
-        return ReplicaError(
-            f"{_name(gone)} returned while {_name(here.arrived)} wait in "
-            f"{_first(here)}. Every replica must take the same number of updates: "
-            "look for a loop that ends early or an exception that is swallowed on "
-            f"{_name(gone)}",
-            gone[0],
-        )
-
-    def _late(self, in_time: Iterable[int], goal: str) -> ReplicaError:
+    def _late(self, here: Round) -> ReplicaError:
         """Returns the error that names the late replicas, with their stacks."""
-        late = sorted(set(range(self.num_replicas)) - set(in_time))
+        late = sorted(set(range(self.num_replicas)) - set(here.arrived))
         stacks = "\n".join(
             f"{_name([rank])} is at:\n{_stack(self._threads.get(rank))}"
             for rank in late
         )
         return ReplicaError(
-            f"{_name(late)} did not reach {goal} within {self.timeout:g} s of "
-            f"{_name(in_time)}. If a replica is only slow, raise "
-            f"launch(..., timeout=).\n{stacks}",
+            f"{_name(late)} did not reach {_first(here.arrived)} within "
+            f"{self.timeout:g} s of {_name(here.arrived)}. If one is only slow, raise "
+            f"launch(timeout=).\n{stacks}",
             late[0],
         )
 
 
 def _disagreement(arrived: dict[int, tuple[str, ...]]) -> ReplicaError | None:
     """Returns the error if the replicas are about to run different collectives."""
+    gone = [rank for rank in arrived if arrived[rank] == (_END,)]
+    waiting = {rank: brought for rank, brought in arrived.items() if rank not in gone}
+    if gone and waiting:
+        return ReplicaError(
+            f"{_name(gone)} returned while {_name(waiting)} wait in {_first(waiting)}: "
+            "on all, loops must end together, and no exception may be swallowed",
+            min(gone),
+        )
     by_rank = [arrived[rank] for rank in range(len(arrived))]
     for number, brought in enumerate(itertools.zip_longest(*by_rank), start=1):
         ranks_by_call: dict[str, list[int]] = {}
@@ -138,17 +117,16 @@ def _disagreement(arrived: dict[int, tuple[str, ...]]) -> ReplicaError | None:
         )
         return ReplicaError(
             f"replicas disagree about collective {number} of the graph they are "
-            f"about to run: {parties}. Every replica must run the same collectives on "
-            "tensors of the same shapes and dtypes in the same order",
+            f"about to run: {parties}. They must run the same ones, on tensors of the "
+            "same shapes and dtypes",
             groups[0][0],
         )
     return None
 
 
-def _first(here: Round) -> str:
-    """Returns the collectives of the first replica of a round, in words."""
-    rank = min(here.arrived)
-    return ", ".join(map(shown, here.arrived[rank]))
+def _first(arrived: dict[int, tuple[str, ...]]) -> str:
+    """Returns the collectives of the first replica that has some, in words."""
+    return ", ".join(map(shown, arrived[min(arrived)]))
 
 
 def _name(ranks: Iterable[int]) -> str:

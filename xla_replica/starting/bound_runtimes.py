@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from unittest import mock
 
 import torch
@@ -48,56 +48,41 @@ def check_is_only_host(device: torch.device) -> None:
     number = len((hosts or "").split(","))
     if number > 1:
         raise ValueError(
-            f"this host is one of {number} of its slice, and launch would train a "
-            "model on it alone: start torchrun on every host (docs/launching.md), or "
-            "set TPU_WORKER_HOSTNAMES=localhost for a job of this host"
+            f"this host is one of {number} of its slice, and launch trains on it "
+            "alone: start torchrun on every host, or set TPU_WORKER_HOSTNAMES=localhost"
         )
 
 
-@contextlib.contextmanager
-def starting_on(device: torch.device, num_processes: int) -> Iterator[None]:
-    """Surrounds the start of processes: the environment is then what they need.
+def variables_of_run(kind: torch.device, num_processes: int) -> Mapping[str, str]:
+    """Returns the environment that all processes of a run need.
 
     Raises:
         ValueError: The runtime cannot have so many processes.
     """
+    from torch.tpu import distributed  # torch_tpu's
+
+    given = f"num_replicas={num_processes} on {kind.type!r}"
     with mock.patch.dict(os.environ):
-        if device.type in BOUND_KINDS:
-            from torch.tpu import distributed  # torch_tpu's
-
-            given = f"num_replicas={num_processes} on {device.type!r}"
-            try:
-                distributed.set_tpu_launch_env(nproc_per_node=num_processes)
-            except RuntimeError as error:
-                raise ValueError(f"{given}: {error}") from error
-            # It keeps what the environment, or a call before this one, has chosen.
-            addresses = os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"]
-            number = len(addresses.split(","))
-            if number != num_processes:
-                raise ValueError(
-                    f"{given}, but TORCH_TPU_SLICEBUILDER_ADDRESSES={addresses} is for "
-                    f"{number}: leave TORCH_TPU_* unset; use torchrun for several hosts"
-                )
-        yield
+        try:
+            distributed.set_tpu_launch_env(nproc_per_node=num_processes)
+        except RuntimeError as error:
+            raise ValueError(f"{given}: {error}") from error
+        variables = dict(os.environ)
+    # It keeps what the environment, or a call before this one, has chosen.
+    addresses = variables["TORCH_TPU_SLICEBUILDER_ADDRESSES"]
+    number = len(addresses.split(","))
+    if number != num_processes:
+        raise ValueError(
+            f"{given}, but TORCH_TPU_SLICEBUILDER_ADDRESSES={addresses} is for "
+            f"{number}: leave TORCH_TPU_* unset; use torchrun for several hosts"
+        )
+    return variables
 
 
-def variables_of_process(kind: str, rank: int, num_processes: int) -> Mapping[str, str]:
-    """Returns what a launcher such as torchrun sets, where the runtime reads it."""
-    if kind not in BOUND_KINDS:
-        return {}
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_processes),
-        "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",  # asked for, but not used: the group meets in a file
-    }
-
-
-def check_variables(device: torch.device, num_processes: int) -> None:
+def check_variables(device: torch.device) -> None:
     """Raises ReplicaError if what started this process has not set all variables."""
-    if device.type not in BOUND_KINDS or num_processes == 1:
+    num_processes = os.environ.get("WORLD_SIZE", "1")
+    if device.type not in BOUND_KINDS or num_processes == "1":
         return
     missing = [name for name in _REQUIRED if name not in os.environ]
     if missing:

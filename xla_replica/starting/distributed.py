@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -30,24 +31,19 @@ from xla_replica.backends.registry import Job, check_is_alone, register_backend
 from xla_replica.backends.replica import LocalReplica, default_device, in_use
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError
-from xla_replica.starting import child_process, exit_results
 from xla_replica.starting.bound_runtimes import (
     BOUND_KINDS,
     check_is_only_host,
     check_variables,
-    starting_on,
-    variables_of_process,
+    variables_of_run,
 )
-from xla_replica.stopping import listening, listening_for_parent
+from xla_replica.starting.child_process import Runtime, run_here, run_in_children
 
 # Where launchers say which of its host's processes this is. Slurm's comes last: mpirun
 # inherits that of the script that called it.
 _LOCAL_RANKS = (
-    "LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "SLURM_LOCALID",
-)
+    "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
+)  # fmt: skip
 _GLOO_ABORTS = (
     "so gloo ends a process whose peer is at another collective, as one under "
     "`if rank == 0:`: call each on every replica, with tensors of the same sizes"
@@ -61,7 +57,7 @@ _NCCL_ABORTS = (
 def _launch(device: torch.device, job: Job) -> list[Any]:
     """Runs a job on devices of a kind; see `launch`."""
     if job.is_started:
-        return [_run_here(job, device)]
+        return _run_here(job, device)
     check_is_alone()
     check_is_only_host(device)
     num_replicas = job.num_replicas or 1
@@ -75,28 +71,41 @@ def _launch(device: torch.device, job: Job) -> list[Any]:
             )
     if num_replicas == 1:
         alone = LocalReplica(in_use(device), reason="launched alone")
-        with listening():
-            return exit_results.values(
-                [exit_results.run_replica(alone, job.fn, job.args)]
-            )
-    task = exit_results.dump_task(job.fn, job.args)
-    aborts = _GLOO_ABORTS if traits(device).is_host else _NCCL_ABORTS
-    arguments = [
-        (rank, task, num_replicas, device.type, job.timeout)
-        for rank in range(num_replicas)
-    ]
-    with starting_on(device, num_replicas):
-        return child_process.run_in_children(
-            _child_main,
-            arguments,
-            lambda processes, folder: child_process.first_death(
-                "replica {}".format,
-                processes,
-                lambda rank: rank in exit_results.returned(folder),
-                aborts=aborts,
-            ),
-            num_replicas,
-            start_method="spawn" if device.type in BOUND_KINDS else "forkserver",
+        return run_here(job, contextlib.nullcontext(alone))
+    runtime = ProcessGroupRuntime(device, num_replicas, job.timeout)
+    return run_in_children(runtime, job.fn, job.args)
+
+
+class ProcessGroupRuntime(Runtime):
+    """A child for each replica, on its own device of a kind."""
+
+    def __init__(self, kind: torch.device, num_replicas: int, timeout: float) -> None:
+        super().__init__(num_replicas, timeout)
+        self._kind = kind.type  # which importing the script may register
+        if kind.type in BOUND_KINDS:
+            self.start_method = "spawn"
+            self.variables = variables_of_run(kind, num_replicas)
+        aborts = _GLOO_ABORTS if traits(kind).is_host else _NCCL_ABORTS
+        self.causes = {-signal.SIGABRT: aborts}
+
+    def prepare(self, number: int) -> None:
+        if self._kind not in BOUND_KINDS:
+            return
+        # What a launcher such as torchrun sets, and the runtime reads.
+        for name in ("RANK", "LOCAL_RANK"):
+            os.environ[name] = str(number)
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ[name] = str(self.num_replicas)
+        # Asked for, but not used: the group meets in a file.
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
+
+    def replica(self, number: int, folder: str) -> Any:
+        return _joined(
+            _take_device(torch.device(self._kind), number),
+            self.timeout,
+            init_method=Path(folder, "rendezvous").as_uri(),
+            rank=number,
+            world_size=self.num_replicas,
         )
 
 
@@ -119,45 +128,17 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
     if index >= count:
         raise ReplicaError(
             f"this process is number {local_rank} on its host, which has {count} "
-            f"devices of kind {kind.type!r}: start at most as many (torchrun "
-            "--nproc_per_node)"
+            f"devices of kind {kind.type!r}: start at most as many"
         )
     torch.get_device_module(kind).set_device(index)
     return torch.device(kind.type, index)
 
 
-def _child_main(
-    folder: str,
-    rank: int,
-    task: bytes,
-    num_replicas: int,
-    kind: str,
-    timeout: float,
-) -> None:
-    """Runs one replica in its process, and writes its result or failure."""
-    os.environ.update(variables_of_process(kind, rank, num_replicas))
-    called = exit_results.import_script(task)  # which may register the kind of device
-    device = _take_device(torch.device(kind), rank)
-
-    @contextlib.contextmanager
-    def joined() -> Iterator[DistributedReplica]:
-        _join_group(
-            device,
-            timeout,
-            init_method=Path(folder, "rendezvous").as_uri(),
-            rank=rank,
-            world_size=num_replicas,
-        )
-        with listening_for_parent(folder), computing_on(device):
-            yield DistributedReplica("a process", device)
-            _wait_for_peers(rank, timeout)
-
-    exit_results.run_and_write(folder, called, joined, rank)
-    torch.distributed.destroy_process_group()
-
-
-def _join_group(device: torch.device, timeout: float, **where: Any) -> None:
-    """Initialises the default group such that destroying it ends its threads.
+@contextlib.contextmanager
+def _joined(
+    device: torch.device, timeout: float, **where: Any
+) -> Iterator[DistributedReplica]:
+    """Initialises the default group, and destroys it once all replicas have returned.
 
     torch.distributed.nn has the default group as default arguments. If it is first
     imported while a group exists (the first torch.optim.Optimizer does, by way of
@@ -173,6 +154,19 @@ def _join_group(device: torch.device, timeout: float, **where: Any) -> None:
         device_id=None if device.index is None else device,
         **where,
     )
+    with computing_on(device):
+        replica = DistributedReplica("a process of this job", device)
+        yield replica
+        try:  # until all have ended a peer may still sum
+            # Not a sum, as in Replica.barrier, which could be taken for a peer's.
+            torch.distributed.barrier()
+        except RuntimeError as error:
+            raise ReplicaError(
+                f"replica {replica.rank} returned, but a peer failed or did not return "
+                f"within {timeout:g} s: {error}",
+                replica.rank,
+            ) from error
+    torch.distributed.destroy_process_group()
 
 
 _launches = itertools.count()
@@ -197,62 +191,26 @@ def _meeting_place(timeout: float) -> dict[str, Any]:
     return {"store": store, "rank": rank, "world_size": world_size}
 
 
-def _wait_for_peers(rank: int, timeout: float) -> None:
-    """Returns when all replicas have ended: until then a peer may still sum."""
-    try:
-        # Not a sum, as in Replica.barrier, which could be taken for a peer's.
-        torch.distributed.barrier()
-    except RuntimeError as error:
-        raise ReplicaError(
-            f"replica {rank} returned, but a peer failed or did not return within "
-            f"{timeout:g} s: {error}",
-            rank,
-        ) from error
-
-
-def _run_here(job: Job, kind: torch.device) -> Any:
+def _run_here(job: Job, kind: torch.device) -> list[Any]:
     """Runs the job's function in this process, which joins its group if it has not."""
-    joins = process_group() is None
-    world_size = (
-        int(os.environ["WORLD_SIZE"]) if joins else torch.distributed.get_world_size()
-    )
-    if job.num_replicas not in (None, world_size):
-        raise ValueError(
-            f"num_replicas={job.num_replicas}, but this job has {world_size} "
-            "processes: leave it out or start as many (torchrun --nproc_per_node)"
-        )
-    check_variables(kind, world_size)
-    surroundings = contextlib.nullcontext()
-    if joins:
-        ranks = (int(os.environ[name]) for name in _LOCAL_RANKS if name in os.environ)
-        device = _take_device(kind, next(ranks, None))
-        surroundings = _in_group_of_its_own(device, job.timeout)
-    else:
+    check_variables(kind)
+    if process_group() is not None:
         check_served(kind)
         device = chosen_by_script(kind)
-    with surroundings:
         replica = DistributedReplica("a process of this job", device)
-        with listening(), computing_on(device):
-            result = exit_results.run_replica(replica, job.fn, job.args)
-            if joins:
-                _wait_for_peers(replica.rank, job.timeout)
-    return exit_results.values([result])[0]
-
-
-@contextlib.contextmanager
-def _in_group_of_its_own(device: torch.device, timeout: float) -> Iterator[None]:
-    """Joins the default group of this job, and leaves it at the end.
-
-    After an exception peers do not come any more, and nccl's group would wait for them
-    when it is destroyed, while nobody sees the exception. So it is aborted.
-    """
-    _join_group(device, timeout, **_meeting_place(timeout))
+        with computing_on(device):
+            return run_here(job, contextlib.nullcontext(replica))
+    ranks = (int(os.environ[name]) for name in _LOCAL_RANKS if name in os.environ)
+    device = _take_device(kind, next(ranks, None))
+    where = _meeting_place(job.timeout)
     try:
-        yield
+        return run_here(job, _joined(device, job.timeout, **where))
     except BaseException:
-        torch.distributed.distributed_c10d._abort_process_group()
+        # Peers do not come any more, and nccl's group would wait for them when it is
+        # destroyed, while nobody sees the exception.
+        if process_group() is not None:
+            torch.distributed.distributed_c10d._abort_process_group()
         raise
-    torch.distributed.destroy_process_group()
 
 
 # --- the rows -----------------------------------------------------------------------
@@ -276,12 +234,9 @@ def _launch_on_accelerator(job: Job) -> list[Any]:
 
 def _accelerator_preference(job: Job) -> int:
     """Returns how much an accelerator is preferred: 0 where there is none."""
-    if process_group() is None:
-        device = default_device()
-    elif _find() is None:
+    if process_group() is not None and _find() is None:
         return 0
-    else:
-        device = device_in_group()
+    device = default_device() if process_group() is None else device_in_group()
     return 0 if traits(device).is_host else 3
 
 

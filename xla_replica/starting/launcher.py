@@ -62,10 +62,9 @@ def launch(
         args: A tuple of the arguments after the rank; picklable, as is the result.
         num_replicas: Default: every device there is, one on a CPU.
         device: One of the table.
-        timeout: Seconds that a replica may be late, at a collective or after the last
-            of its peers has returned, before the run is ended with an error. On
-            emulated replicas and on a TPU an exception ends it at once. At most
-            2,000,000, 23 days.
+        timeout: Seconds that a replica may be late, at a collective or after its peers
+            have returned, before the run is ended with an error. On emulated replicas
+            and on a TPU an exception ends it at once. At most 2,000,000, 23 days.
 
     Raises:
         Stopped: At least one replica raised it; raised when all have ended.

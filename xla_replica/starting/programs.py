@@ -31,12 +31,9 @@ def keep_programs(folder: str | Path) -> bool:
         return True
     if torch.tpu._get_cache_requests():
         logger.warning(
-            "the programs that this run compiles are not kept in %s, so that its next "
-            "start compiles them again: something has been computed on the TPU "
-            "already. Call xla_replica.keep_programs(%r) at the beginning of the "
-            "script",
+            "compiled programs are not kept in %s, since something has been computed "
+            "on the TPU already: call xla_replica.keep_programs before that",
             folder,
-            str(folder),
         )
         return False
     os.environ[_FOLDER_OF_PROGRAMS] = str(Path(folder).absolute())

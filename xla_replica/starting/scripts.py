@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from xla_replica.emulated.emulator import environment
-from xla_replica.errors import ReplicaError
-from xla_replica.starting.emulated import run_emulated
+from xla_replica.errors import ReplicaError, Stopped
+from xla_replica.starting.child_process import run_in_children
+from xla_replica.starting.emulated import EmulatedRuntime
+from xla_replica.starting.xla import check_no_device_is_used
 
 
 def run_script(
@@ -41,42 +43,28 @@ def run_script(
     # The script's own process is none of the replicas, but torch_xla and what is
     # forked read these variables once.
     os.environ.update(environment(num_replicas))
-    import torch_xla
     from torch_xla._internal import pjrt
 
     num_launches = 0
     prepare = _say_tpu if as_tpu else None
 
-    def run_multiprocess(
-        fn: Callable[..., Any],
-        *args: Any,
-        start_method: str = "spawn",
-        **kwargs: Any,
-    ) -> dict[int, Any]:
+    def run_multiprocess(fn: Any, *args: Any, **options: Any) -> dict[int, Any]:
         """Does what torch_xla's function of this name does.
 
         The script is imported anew, whatever the ``start_method``.
         """
-        del start_method
-        if torch_xla._XLAC._xla_runtime_is_initialized():
-            raise RuntimeError(
-                "this process has used an XLA device before it starts replicas: use "
-                "devices only in the function that torch_xla.launch runs"
-            )
+        options.pop("start_method", None)
+        check_no_device_is_used()
         nonlocal num_launches
         num_launches += 1
-        call = functools.partial(fn, *args, **kwargs)
+        runtime = EmulatedRuntime(num_replicas, timeout, prepare)
+        call = functools.partial(fn, *args, **options)
         try:
-            results = run_emulated(
-                _call_without_rank, (call,), num_replicas, timeout, prepare
-            )
+            results = run_in_children(runtime, _call_without_rank, (call,))
         except ReplicaError as error:
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from error  # a script may catch it
-        for result in results:
-            if isinstance(result, SystemExit):
-                raise result
         return dict(enumerate(results))
 
     pjrt.run_multiprocess = run_multiprocess
@@ -96,15 +84,15 @@ def run_script(
 def _call_without_rank(rank: int, call: Callable[[], Any]) -> Any:
     """Calls what torch_xla has prepared, which asks for the rank itself.
 
-    Returns the exception of ``sys.exit(0)``, after which torch_xla's parent exits.
+    A script exits with ``sys.exit(0)`` of its replicas.
     """
     del rank
     try:
         return call()
     except SystemExit as exited:
-        if exited.code not in (None, 0):
-            raise
-        return exited
+        if exited.code in (None, 0):
+            raise Stopped("sys.exit", 0) from None
+        raise
 
 
 def _say_tpu() -> None:

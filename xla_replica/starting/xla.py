@@ -1,28 +1,41 @@
 """The backend 'xla': the chips of a TPU, or replicas emulated on this CPU.
 
-Every chip has a process; `emulated` starts threads of one process.
+A chip's replica is a process; emulated ones are threads of one (`emulated`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
+import logging
 import os
+import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from xla_replica.backends.distributed import kinds_served, process_group
 from xla_replica.backends.registry import Job, check_is_alone, register_backend
 from xla_replica.backends.xla import XlaReplica
 from xla_replica.errors import ReplicaError
-from xla_replica.starting import child_process, emulated, exit_results
-from xla_replica.starting.lateness import HostProgress
-from xla_replica.stopping import listening
+from xla_replica.starting.child_process import Runtime, run_here, run_in_children
+from xla_replica.starting.emulated import EmulatedRuntime
+
+logger = logging.getLogger(__name__)
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+# Google's number on the PCI bus, which other devices of its machines have too, and
+# those of the chips that torch_xla 2.9, the last one, knows, which is slow to import.
+_GOOGLE = "0x1ae0"
+_CHIPS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 
 
 def is_installed() -> bool:
@@ -35,110 +48,139 @@ def has_tpu() -> bool:
     chosen = os.environ.get("PJRT_DEVICE")
     if not is_installed() or chosen is not None:
         return chosen == "TPU"
-    if not _has_device_of_google():
-        return False  # without importing torch_xla, which takes seconds
-    # Importing torch_xla would otherwise choose a device for this whole process. What
-    # else it sets in the environment stays: libtpu needs it.
-    name = "PJRT_SELECT_DEFAULT_DEVICE"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        from torch_xla._internal import tpu
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-    return tpu.num_available_chips() > 0
+    return any(
+        path.read_text().strip() == _GOOGLE
+        and path.with_name("device").read_text().strip() in _CHIPS
+        for path in PCI_DEVICES.glob("*/vendor")
+    )
 
 
-def _has_device_of_google() -> bool:
-    """Returns whether the PCI bus has a device of Google's, as every TPU is."""
-    vendors = PCI_DEVICES.glob("*/vendor")
-    return any(path.read_text().strip() == "0x1ae0" for path in vendors)
+# --- the chips of this host ----------------------------------------------------------
 
 
-def run_on_tpu(job: Job) -> list[Any]:
-    """Runs ``fn(rank, *args)`` on every chip and returns this host's results by rank.
-
-    In processes of ours, one for each chip, as `torch_xla.launch` would start them: it
-    waits for its first process whatever happens to the others, and they outlive it.
-    """
+def check_no_device_is_used() -> None:
+    """Raises ReplicaError if this process, which starts replicas, computes by XLA."""
     import torch_xla
-    from torch_xla._internal import pjrt
 
-    os.environ.setdefault("PJRT_DEVICE", "TPU")
     if torch_xla._XLAC._xla_runtime_is_initialized():
         raise ReplicaError(
             "an XLA device was used before launch: make tensors and models in the "
             "function that launch runs"
         )
-    number = pjrt.tpu.num_local_processes()
-    used = 1 if job.num_replicas == 1 else number
-    if used < number and (hosts := pjrt.tpu.num_tpu_workers()) > 1:
+
+
+def _run_on_tpu(job: Job) -> list[Any]:
+    """Runs a job on every chip and returns this host's results by rank.
+
+    In processes of ours, one for each chip, as `torch_xla.launch` would start them: it
+    waits for its first process whatever happens to the others, and they outlive it.
+    """
+    from torch_xla._internal import pjrt
+
+    os.environ.setdefault("PJRT_DEVICE", "TPU")
+    check_no_device_is_used()
+    num_chips = pjrt.tpu.num_local_processes()
+    alone = job.num_replicas == 1 < num_chips
+    if alone and (hosts := pjrt.tpu.num_tpu_workers()) > 1:
         raise ValueError(
             f"num_replicas=1, but this slice has {hosts} hosts: leave num_replicas out"
         )
-    progress = HostProgress(used, job.timeout)
-    task = exit_results.dump_task(job.fn, job.args)
-    return child_process.run_in_children(
-        _child_main,
-        [(index, number, task, job.num_replicas, progress) for index in range(used)],
-        progress.watch,
-        used,
-        start_method="spawn",
-    )
+    runtime = TpuRuntime(num_chips, job.num_replicas, job.timeout)
+    return run_in_children(runtime, job.fn, job.args)
 
 
-def _child_main(
-    folder: str,
-    index: int,
-    number: int,
-    task: bytes,
-    num_replicas: int | None,
-    progress: HostProgress,
-) -> None:
-    """Runs the replicas of one of ``number`` chips (several on v2 and v3)."""
+class TpuRuntime(Runtime):
+    """A child for each chip of this host, or one for a replica alone.
 
-    @contextlib.contextmanager
-    def on_chip() -> Iterator[XlaReplica]:
-        replica = XlaReplica(
-            "a process of this host", functools.partial(progress.waiting, index)
+    What replicas wait for is native and has no end. So a replica says in shared memory
+    that it waits, and the process that has started it looks.
+
+    Attributes:
+        num_chips: How many chips the host has.
+        asked: How many replicas the job asks for, None for all.
+    """
+
+    start_method = "spawn"
+
+    def __init__(self, num_chips: int, asked: int | None, timeout: float) -> None:
+        super().__init__(1 if asked == 1 else num_chips, timeout)
+        self.num_chips, self.asked = num_chips, asked
+        self._ranks = RawArray(ctypes.c_int, [-1] * self.num_processes)
+        # By time.monotonic, which processes share: since when a process waits, 0 while
+        # it does not, and when it has returned.
+        self._since = RawArray(ctypes.c_double, self.num_processes)
+        self._returned = RawArray(ctypes.c_double, self.num_processes)
+        self._is_logged = False
+
+    def death(self, number: int, how: str) -> ReplicaError:
+        return self._error([number], how)
+
+    def late(self) -> ReplicaError | None:
+        if not self._is_logged and -1 not in self._ranks:
+            self._is_logged, ranks = True, sorted(self._ranks)
+            where = "here" if 0 in ranks else "on another host"
+            host = socket.gethostname()
+            logger.info("replicas %s are on host %s; 0 is %s", ranks, host, where)
+        now, numbers = time.monotonic(), range(self.num_processes)
+        late = [number for number in numbers if not self._since[number]]
+        since, first = min((self._since[n] or now, n) for n in numbers)
+        goal = f"come to what {self._name(first)} has waited for"
+        if now - since <= self.timeout:
+            late = [number for number in late if not self._returned[number]]
+            last_return = max(self._returned)
+            if not (late and last_return and now - last_return > self.timeout):
+                return None
+            goal = "return after its peers"
+        return self._error(
+            late,
+            f"did not {goal} within {self.timeout:g} s, or replicas run different "
+            "programs. If one is only slow, raise launch(timeout=)",
         )
-        progress.started(index, replica)
+
+    def _error(self, numbers: Sequence[int], how: str) -> ReplicaError:
+        names = " and ".join(map(self._name, numbers)) or "another host's replica"
+        ranks = [self._ranks[number] for number in numbers if self._ranks[number] >= 0]
+        return ReplicaError(f"{names} {how}", ranks[0] if ranks else None)
+
+    def _name(self, number: int) -> str:
+        rank = self._ranks[number]
+        known = f"the process of chip {number}" if rank < 0 else f"replica {rank}"
+        return f"{known} on host {socket.gethostname()}"
+
+    def run(self, number: int, run: Callable[[], None]) -> None:
+        """Runs the replicas of a chip, of which there are two on v2 and v3."""
+        from torch_xla._internal import pjrt
+
+        def start(*place: int) -> None:
+            if self.asked == 1 < self.num_chips:
+                pjrt.initialize_singleprocess()
+            else:
+                pjrt.initialize_multiprocess(*place)
+
+        pjrt._run_thread_per_device(number, self.num_chips, run, start)
+        self._returned[number] = time.monotonic()
+
+    def replica(self, number: int, folder: str) -> AbstractContextManager[XlaReplica]:
+        waiting = functools.partial(self.waiting, number)
+        replica = XlaReplica("a process of this host", waiting)
+        self._ranks[number] = replica.rank
         # A chip of v2 and v3 has two devices, which are alone without knowing it.
         num_devices = max(replica.num_replicas, replica.rank + 1)
-        if num_replicas not in (None, num_devices):
+        if self.asked not in (None, num_devices):
             raise ValueError(
-                f"num_replicas={num_replicas}, but there are {num_devices} devices: "
+                f"num_replicas={self.asked}, but there are {num_devices} devices: "
                 "leave num_replicas out to use all, or, on one host, pass 1"
             )
-        yield replica
+        return contextlib.nullcontext(replica)
 
-    called = exit_results.import_script(task)
-    alone = num_replicas == 1 < number
-    emulated.run_threads(folder, called, on_chip, index, number, alone)
-
-
-def _join_torchrun() -> None:
-    """Joins torch_xla's group of the processes that torchrun has started."""
-    import torch.distributed
-    import torch_xla.distributed.xla_backend  # noqa: F401
-
-    os.environ.setdefault("PJRT_DEVICE", "TPU")
-    torch.distributed.init_process_group("xla", init_method="xla://")
-
-
-def _run_here(job: Job) -> Any:
-    """Runs the job's function as the replica that this process or thread is already."""
-    replica = XlaReplica("a process of this job")
-    if job.num_replicas not in (None, replica.num_replicas):
-        raise ValueError(
-            f"num_replicas={job.num_replicas}, but the group has {replica.num_replicas}"
-        )
-    with listening():
-        result = exit_results.run_replica(replica, job.fn, job.args)
-        replica.wait()
-    return exit_results.values([result])[0]
+    @contextlib.contextmanager
+    def waiting(self, number: int) -> Iterator[None]:
+        """Surrounds what waits for other replicas."""
+        self._since[number] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since[number] = 0.0
 
 
 # --- the row ------------------------------------------------------------------------
@@ -166,21 +208,24 @@ def _launch(job: Job) -> list[Any]:
             "device='xla' needs torch_xla: pip install 'elastic-xla[xla-tpu]' on a TPU "
             "VM, 'elastic-xla[xla-cpu]' elsewhere, or launch with device='cpu'"
         )
-    if _is_joined():
-        return [_run_here(job)]
     if has_tpu() and process_group() is None:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return run_on_tpu(job)
-        _join_torchrun()
-        return [_run_here(job)]
+            return _run_on_tpu(job)
+        import torch_xla.distributed.xla_backend  # noqa: F401
+
+        os.environ.setdefault("PJRT_DEVICE", "TPU")
+        torch.distributed.init_process_group("xla", init_method="xla://")
+    if _is_joined():
+        replica = XlaReplica("a process of this job")
+        return run_here(job, contextlib.nullcontext(replica))
     if job.is_started:
         raise ValueError(
             "device='xla' in one of several processes needs a TPU: start the script "
             "with python, not torchrun, or use device='cpu'"
         )
     check_is_alone()
-    num_replicas = job.num_replicas or 1
-    return emulated.run_emulated(job.fn, job.args, num_replicas, job.timeout)
+    runtime = EmulatedRuntime(job.num_replicas or 1, job.timeout)
+    return run_in_children(runtime, job.fn, job.args)
 
 
 def _preference(job: Job) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import xla_replica
-from xla_replica.starting import exit_results
+from xla_replica.starting import child_process
 
 
 def environment(
@@ -81,7 +81,7 @@ class _Host:
         except (EOFError, ConnectionResetError):
             self._process.wait()
             raise pickle.loads(Path(self._path("error")).read_bytes()) from None
-        return exit_results.values(found)
+        return child_process.values(found)
 
     def end(self) -> None:
         atexit.unregister(self.end)
@@ -110,8 +110,8 @@ def _serve(rank: int, address: str) -> None:
         channel.send(rank)
         while True:
             fn, args = pickle.loads(channel.recv_bytes())
-            result = exit_results.run_replica(xla_replica.current(), fn, args)
-            channel.send_bytes(exit_results._dump(result, "not to be pickled"))
+            result = child_process.run_replica(xla_replica.current(), fn, args)
+            channel.send_bytes(child_process.dump(result, "not to be pickled"))
 
 
 def _main(folder: str) -> None:

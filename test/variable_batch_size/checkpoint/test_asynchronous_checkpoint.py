@@ -180,9 +180,7 @@ def test_killed_at_any_moment_the_newest_announced_one_is_whole(num_kills, tmp_p
     num_unfinished = 0
     for kill in range(num_kills):
         log = tmp_path / f"log-{kill}"
-        surroundings = child_process._Surroundings(None, "forkserver")
-        own = (surroundings, 1, announce, str(folder), log)
-        process = context.Process(target=child_process._run_child, args=own)
+        process = context.Process(target=announce, args=(str(folder), log))
         process.start()
         try:
             deadline = time.monotonic() + PATIENCE

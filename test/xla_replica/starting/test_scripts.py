@@ -35,7 +35,11 @@ def run(number: int, *words: object, status: int = 0) -> str:
         ("--help", 0, "python -m xla_replica --num-replicas 8 train.py --lr 0.1"),
         ("--help", 0, "torch_xla.launch(train, args=(0.1,))"),
         ("train.py", 2, "the following arguments are required: --num-replicas"),
-        ("--num-replicas 0 train.py", 2, "--num-replicas must be at least 1, got"),
+        (
+            "--num-replicas 0 train.py",
+            2,
+            "--num-replicas must be an integer >= 1, got 0",
+        ),
         ("--num-replicas two train.py", 2, "invalid int value: 'two'"),
         ("--num-replicas 2", 2, "the following arguments are required: script"),
         ("--num-replicas 2 --timeout 0 x.py", 2, "--timeout must be"),
@@ -126,7 +130,7 @@ if __name__ == "__main__" or sys.argv[1] == "no guard":
         slow("exits well", 0, []),
         slow("nprocs", 1, ["Unsupported nprocs (8)"]),
         slow("no launch", 0, ["has not called torch_xla.launch or xmp.spawn"]),
-        slow("uses a device", 1, ["has used an XLA device before it starts replicas"]),
+        slow("uses a device", 1, ["an XLA device was used before launch"]),
         slow("no guard", 1, ["is not going to be frozen to produce an executable"]),
     ],
 )  # fmt: skip

@@ -13,9 +13,7 @@ from support.xla_replica.replicas import needs_xla, on_chips
 from support.xla_replica.stopping import AS_A_TPU, ONE_OF_TWO_HOSTS, all_end
 from support.xla_replica.torchrun import LAUNCHER
 
-from xla_replica import LocalReplica
 from xla_replica.starting import xla
-from xla_replica.starting.lateness import HostProgress
 
 pytestmark = [needs_xla, pytest.mark.xla]
 
@@ -126,22 +124,21 @@ def test_one_chip_of_a_host_is_a_replica_alone(tmp_path, num_replicas, hosts, re
 )
 def test_who_is_late_is_named(waiting, returned, said, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: 1000.0)
-    monkeypatch.setattr("xla_replica.starting.lateness.time", clock)
-    progress = HostProgress(3, timeout=5.0)
-    for number in range(3):
-        replica = LocalReplica("cpu")
-        replica.rank = number
-        progress.started(number, replica)
+    monkeypatch.setattr("xla_replica.starting.xla.time", clock)
+    runtime = xla.TpuRuntime(3, None, timeout=5.0)
+    runtime._ranks[:] = range(3)
+    for number in returned:
+        runtime._returned[number] = clock.monotonic()
     with contextlib.ExitStack() as waits:
         for number in waiting:
-            waits.enter_context(progress.waiting(number))
-        assert progress.late(returned) is None  # they have only begun
+            waits.enter_context(runtime.waiting(number))
+        assert runtime.late() is None  # they have only begun
         clock.monotonic = lambda: 1005.5
-        error = progress.late(returned)
+        error = runtime.late()
     assert (error is None) == (said is None)
     assert (said or "").format(HOST) in str(error)
     if not returned:
-        assert progress.late([]) is None  # nobody waits any more
+        assert runtime.late() is None  # nobody waits any more
 
 
 @pytest.mark.slow
@@ -152,39 +149,23 @@ def test_processes_of_torchrun_that_know_nothing_of_each_other_are_refused(tmp_p
     assert "torchrun has started 2 processes, but torch_xla knows 1" in done.stderr
 
 
-def test_a_machine_without_any_device_of_google_has_no_tpu(tmp_path, monkeypatch):
-    """There torch_xla is not imported; elsewhere it knows which device is a TPU."""
+def test_a_machine_has_a_tpu_where_torch_xla_would_find_one(tmp_path, monkeypatch):
+    """It is not imported for that, which would take seconds."""
+    from torch_xla._internal import tpu
+
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    monkeypatch.setitem(sys.modules, "torch_xla._internal", None)  # cannot be imported
     monkeypatch.setattr(xla, "PCI_DEVICES", tmp_path)
-    for vendor in ("0x1af4", "0x8086"):
-        (tmp_path / vendor).mkdir()
-        (tmp_path / vendor / "vendor").write_text(f"{vendor}\n")
-    assert not xla.has_tpu()
-    (tmp_path / vendor / "vendor").write_text("0x1ae0\n")
-    with pytest.raises(ImportError):
-        xla.has_tpu()
+    monkeypatch.setitem(sys.modules, "torch_xla._internal", None)  # not to be imported
+    (tmp_path / "0").mkdir()
+    for chip in (*tpu._TPU_PCI_DEVICE_IDS, "0x0042"):  # a network card of Google's
+        for vendor in ("0x1af4", "0x8086", tpu._GOOGLE_PCI_VENDOR_ID):
+            (tmp_path / "0" / "vendor").write_text(f"{vendor}\n")
+            (tmp_path / "0" / "device").write_text(f"{chip}\n")
+            assert xla.has_tpu() == (vendor == "0x1ae0" and chip != "0x0042")
 
 
-FINDS = """
+JOINS = """
 import os
-os.environ.pop("PJRT_DEVICE", None)
-import sys, types
-from xla_replica.starting import xla
-xla._has_device_of_google = lambda: True
-
-class Finder:  # what importing torch_xla sets on a host with a TPU
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch_xla" and "PJRT_SELECT_DEFAULT_DEVICE" in os.environ:
-            os.environ["LIBTPU_INIT_ARGS"] = "--of_torch_xla"
-
-sys.meta_path.insert(0, Finder())
-before = dict(os.environ)
-xla.has_tpu()
-changed = {n: v for n, v in os.environ.items() if before.get(n) != v}
-assert changed["LIBTPU_INIT_ARGS"] == "--of_torch_xla", changed
-assert "PJRT_SELECT_DEFAULT_DEVICE" not in os.environ
-
 os.environ["PJRT_DEVICE"] = "CPU"
 import torch, torch.distributed, torch_xla.distributed.xla_backend, xla_replica
 
@@ -206,14 +187,14 @@ xla_replica.current()
 """
 
 
-def test_torch_xlas_variables_and_its_process_group_are_kept_and_spmd_is_refused():
-    """One process does all of it, since importing torch_xla takes seconds."""
-    done = python("-c", FINDS, status=1)
+def test_torch_xlas_process_group_is_kept_and_spmd_is_refused():
+    """One process does both, since importing torch_xla takes seconds."""
+    done = python("-c", JOINS, status=1)
     assert "this process uses SPMD" in done.stderr, done.stderr
     assert done.stdout.splitlines() == [
         "replica 0 of 1 on xla:0 (torch.distributed is initialised with xla)",
         "replica 0 of 1 on xla:0 (a process of this job)",
-        "num_replicas=2, but the group has 1",
+        "num_replicas=2, but this job has 1: leave it out or start as many processes",
     ]
 
 
