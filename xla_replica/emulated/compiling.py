@@ -19,13 +19,25 @@ import torch
 from xla_replica.device.seeding import in_turn
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``function`` such that compiled functions call it, and do not trace it.
+def replace(
+    owner: Any, names: str, function: Callable[..., Any], is_traced: bool = True
+) -> None:
+    """Has ``function`` called in place of others; its first argument is the other one.
 
-    It ends the graph before it, as a print does.
+    What is not traced is called by compiled functions, and ends the graph before it, as
+    a print does.
     """
     reason = "emulated replicas meet in Python before they run a collective"
-    return torch.compiler.disable(function, reason=reason)
+    for name in names.split():
+        replaced = getattr(owner, name)
+
+        @functools.wraps(replaced)
+        def call(*args: Any, replaced: Any = replaced, **kwargs: Any) -> Any:
+            return function(replaced, *args, **kwargs)
+
+        if not is_traced:
+            call = torch.compiler.disable(call, reason=reason)
+        setattr(owner, name, call)
 
 
 def install(num_replicas: int, sync: Callable[[], Any]) -> AbstractContextManager[Any]:
@@ -50,44 +62,39 @@ def install(num_replicas: int, sync: Callable[[], Any]) -> AbstractContextManage
         aot.prepare_aot_module_simplified, force_non_lazy_backward_lowering=True
     )
 
-    # Every compiled function asks this before it runs.
-    is_tracing = torch.fx._symbolic_trace.is_fx_symbolic_tracing
-
-    @functools.wraps(is_tracing)
-    def is_tracing_once_others_are_done() -> bool:
+    def is_tracing_once_others_are_done(is_tracing: Callable[[], bool]) -> bool:
         with lock:
             return is_tracing()
 
-    torch.fx._symbolic_trace.is_fx_symbolic_tracing = is_tracing_once_others_are_done
+    # Every compiled function asks this before it runs.
+    symbolic = torch.fx._symbolic_trace
+    replace(symbolic, "is_fx_symbolic_tracing", is_tracing_once_others_are_done)
 
-    # The graph that torch has made becomes XLA's when it first runs.
-    extract = bridge.extract_compiled_graph
-
-    @functools.wraps(extract)
-    def extract_alone(*args: Any) -> Any:
+    def extract_alone(extract: Callable[..., Any], *args: Any) -> Any:
         sync()  # what is pending may be a collective, and must not wait for peers below
         with lock:
             return extract(*args)
 
-    bridge.extract_compiled_graph = extract_alone
-
-    # What falls back to the host is run by itself. It is found by counting fallbacks of
-    # the whole process, of which a peer may have caused one.
-    collector = bridge.UnsupportedNodesCollector
-    run = collector.run
-
-    @functools.wraps(run)
-    def run_until_confirmed(self: Any, *args: Any) -> Any:
-        result, found = run(self, *args), self._unsupported_nodes
-        while found:
-            self._unsupported_nodes = []
-            result = run(self, *args)
-            again = [node for node in found if node in self._unsupported_nodes]
-            if len(again) == len(found):
-                break
-            found = again
-        self._unsupported_nodes = found
-        return result
-
-    collector.run = run_until_confirmed
+    # The graph that torch has made becomes XLA's when it first runs.
+    replace(bridge, "extract_compiled_graph", extract_alone)
+    # What falls back to the host is run by itself.
+    replace(bridge.UnsupportedNodesCollector, "run", _run_until_confirmed)
     return lock
+
+
+def _run_until_confirmed(run: Callable[..., Any], collector: Any, *args: Any) -> Any:
+    """Collects the nodes that fall back to the host whenever they run.
+
+    They are found by counting fallbacks of the whole process, of which a peer may have
+    caused one.
+    """
+    result, found = run(collector, *args), collector._unsupported_nodes
+    while found:
+        collector._unsupported_nodes = []
+        result = run(collector, *args)
+        again = [node for node in found if node in collector._unsupported_nodes]
+        if len(again) == len(found):
+            break
+        found = again
+    collector._unsupported_nodes = found
+    return result

@@ -36,12 +36,12 @@ from xla_replica.backends import counters
 from xla_replica.common.trees import tensors_in
 from xla_replica.device.seeding import own_draws
 from xla_replica.emulated import compiling, own_process
+from xla_replica.emulated.compiling import replace
 from xla_replica.emulated.rendezvous import Rendezvous, Round, shown
 from xla_replica.errors import ReplicaError
 
-COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
-)  # fmt: skip
+_COLLECTIVES = "all_reduce all_gather reduce_scatter all_to_all collective_permute"
+_COMPILE_AND_START = "_xla_step_marker _xla_sync_live_tensors _xla_sync_multi"
 
 
 def environment(num_replicas: int) -> dict[str, str]:
@@ -75,14 +75,10 @@ class Emulator:
         self._compiling = threading.Lock()
         self._pending: list[list[str]] = [[] for _ in range(num_replicas)]
         self._alive: list[torch.Tensor] = []
-        for name in COLLECTIVES:
-            setattr(xm, name, self._announced(name, getattr(xm, name)))
-        for name in ("_xla_step_marker", "_xla_sync_live_tensors", "_xla_sync_multi"):
-            setattr(native, name, self._guarded(name, getattr(native, name)))
-        for name in ("_xla_warm_up_cache", "_get_xla_tensors_hlo"):
-            setattr(native, name, self._alone()(getattr(native, name)))
-        lowering = native.lowering.LoweringContext
-        lowering.build = self._alone()(lowering.build)
+        replace(xm, _COLLECTIVES, self._announce, is_traced=False)
+        replace(native, _COMPILE_AND_START, self._start, is_traced=False)
+        replace(native, "_xla_warm_up_cache _get_xla_tensors_hlo", self._compile)
+        replace(native.lowering.LoweringContext, "build", self._compile)
         # Held by whoever compiles with torch.compile.
         self.tracing = compiling.install(num_replicas, torch_xla.sync)
         self._put_own_precision = own_process.install()
@@ -102,63 +98,56 @@ class Emulator:
         self._report(rank, "returned")
         self._rendezvous.leave(rank)
 
-    def _announced(self, name: str, traced: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a collective of xla_model that also notes itself as pending."""
+    def _announce(self, trace: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Traces a collective of xla_model, and notes it as pending."""
+        if trace.__name__ == "all_gather":
+            kwargs["pin_layout"] = False  # pinned, graphs differ between replicas
+            args = args[:4]
+        collective = _call(trace.__name__, args, kwargs)
+        rank = self._xr.global_ordinal()
+        self._pending[rank].append(collective)
+        self._report(rank, f"computing, with {shown(collective)} to be run")
+        return trace(*args, **kwargs)
 
-        @functools.wraps(traced)
-        def announce(*args: Any, **kwargs: Any) -> Any:
-            if name == "all_gather":
-                kwargs["pin_layout"] = False  # pinned, graphs differ between replicas
-                args = args[:4]
-            collective = _call(name, args, kwargs)
-            rank = self._xr.global_ordinal()
-            self._pending[rank].append(collective)
-            self._report(rank, f"computing, with {shown(collective)} to be run")
-            return traced(*args, **kwargs)
-
-        return compiling.untraced(announce)
-
-    def _guarded(
-        self, name: str, compile_and_start: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """Returns ``compile_and_start`` under the lock, after all replicas have met."""
-
-        @functools.wraps(compile_and_start)
-        def guard(*args: Any, **kwargs: Any) -> None:
-            kwargs.pop("wait", None)  # the waits are here, outside the lock
-            rank = self._xr.global_ordinal()
-            if name == "_xla_sync_multi":
-                # Compiled functions call it for their inputs alone. Collectives that
-                # these do not need would otherwise be taken for run.
-                self.run_pending(rank)
-            collectives, self._pending[rank] = self._pending[rank], []
-            self._wait(rank)  # cure 3
-            here, first = None, shown(collectives[0]) if collectives else ""
-            if collectives:
-                self._report(rank, f"waiting for its peers in {first}")
-                here = self._rendezvous.meet(rank, collectives)
-                self._report(rank, f"running the graph with {first}")
-            with self._alone():  # cure 1
-                before = counters.snapshot().compilations if here else 0
-                compile_and_start(*args, **kwargs, wait=False)
-                if here:
-                    compiled = counters.snapshot().compilations > before
-                    self._check_same_program(rank, here, compiled, first)
-            self._wait(rank)  # cure 4: nothing is dropped while it runs
+    def _start(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Compiles and starts a graph under the lock, after all replicas have met."""
+        kwargs.pop("wait", None)  # the waits are here, outside the lock
+        rank = self._xr.global_ordinal()
+        if start.__name__ == "_xla_sync_multi":
+            # Compiled functions call it for their inputs alone. Collectives that these
+            # do not need would otherwise be taken for run.
+            self.run_pending(rank)
+        collectives, self._pending[rank] = self._pending[rank], []
+        self._wait(rank)  # cure 3
+        here, first = None, shown(collectives[0]) if collectives else ""
+        if collectives:
+            self._report(rank, f"waiting for its peers in {first}")
+            here = self._rendezvous.meet(rank, collectives)
+            self._report(rank, f"running the graph with {first}")
+        with self._alone():  # cure 1
+            before = counters.snapshot().compilations if here else 0
+            start(*args, **kwargs, wait=False)
             if here:
-                # Until then a peer that has yet to dispatch counts compilations, and
-                # this replica's next one, a read in C++ say, would be taken for it.
-                here.all_dispatched.wait(self._rendezvous.timeout)
-                self._report(rank, f"past {first}")
-
-        return compiling.untraced(guard)
+                compiled = counters.snapshot().compilations > before
+                self._check_same_program(rank, here, compiled, first)
+        self._wait(rank)  # cure 4: nothing is dropped while it runs
+        if here:
+            # Until then a peer that has yet to dispatch counts compilations, and this
+            # replica's next one, a read in C++ say, would be taken for it.
+            here.all_dispatched.wait(self._rendezvous.timeout)
+            self._report(rank, f"past {first}")
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Surrounds, or decorates, what compiles: only one thread does at a time."""
+        """Surrounds what compiles: only one thread does at a time."""
         with self._compiling:
             self._put_own_precision()
             yield
+
+    def _compile(self, compile_only: Callable[..., Any], *args: Any) -> Any:
+        """Lowers or compiles what holds no collective, under the lock."""
+        with self._alone():
+            return compile_only(*args)
 
     def run_pending(self, rank: int) -> None:
         """Syncs if the replica has traced a collective that has not run yet."""

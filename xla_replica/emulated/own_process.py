@@ -22,6 +22,7 @@ import torch
 import torch.utils.data
 
 from xla_replica.device.seeding import draw_from, in_turn, own_draws
+from xla_replica.emulated.compiling import replace
 
 _HAVE_DRAWN = """
     rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like
@@ -96,7 +97,7 @@ def install() -> Callable[[], None]:
     # An epoch of any DataLoader begins with a draw.
     loading: Any = torch.utils.data.dataloader._BaseDataLoaderIter
     loading.__init__ = in_turn(loading.__init__)
-    threading.Thread.start = _as_member(threading.Thread.start)
+    replace(threading.Thread, "start", _start_as_member)
     _install_groups()
     _install_model_wrapper()
     return _install_precision()
@@ -115,27 +116,22 @@ def begin_replica(
     Member(device, draws, world._get_world(), precision, surround).enter()
 
 
-def _as_member(start: Callable[..., None]) -> Callable[..., None]:
-    """Returns ``Thread.start`` such that a replica's threads belong to it.
+def _start_as_member(start: Callable[..., None], thread: threading.Thread) -> None:
+    """Starts a thread, which belongs to the replica that starts it.
 
     torch_xla's loader and its asynchronous closures run in threads.
     """
+    member = _here.member
+    if member is not None:
+        run = thread.run
 
-    @functools.wraps(start)
-    def start_as_member(thread: threading.Thread) -> None:
-        member = _here.member
-        if member is not None:
-            run = thread.run
+        def run_as_member() -> None:
+            member.enter()
+            with member.surround():
+                run()
 
-            def run_as_member() -> None:
-                member.enter()
-                with member.surround():
-                    run()
-
-            thread.run = run_as_member  # type: ignore[method-assign]
-        start(thread)
-
-    return start_as_member
+        thread.run = run_as_member  # type: ignore[method-assign]
+    start(thread)
 
 
 # --- torch.distributed --------------------------------------------------------------
@@ -154,23 +150,16 @@ def _install_groups() -> None:
     rendezvous._store = torch.distributed.HashStore()
     # DistributedDataParallel reads shapes and the order of its buckets in native code,
     # where no read is seen.
-    group = xla_backend.ProcessGroupXla
-    group.allgather = _synced(group.allgather)
-    group.broadcast = _synced(group.broadcast)
+    replace(xla_backend.ProcessGroupXla, "allgather broadcast", _call_and_sync)
 
 
-def _synced(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``collective`` such that what it returns has been computed."""
+def _call_and_sync(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns a collective's result once it has been computed."""
+    import torch_xla
 
-    @functools.wraps(collective)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        import torch_xla
-
-        result = collective(*args, **kwargs)
-        torch_xla.sync()
-        return result
-
-    return run
+    result = collective(*args, **kwargs)
+    torch_xla.sync()
+    return result
 
 
 def _install_model_wrapper() -> None:
