@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -20,13 +20,12 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointError
 
 import xla_replica
-from per_sample_grad.engine import comparison, fallback, graph
-from per_sample_grad.engine.attribution import Attribution
+from per_sample_grad.engine import comparison, graph
 from per_sample_grad.engine.comparison import Comparer, Comparison, Proof
-from per_sample_grad.engine.independence import samples_stay_apart
 from per_sample_grad.engine.recording import RecordedCall, RecordedModule
 from per_sample_grad.engine.settings import Accumulate, Settings
-from per_sample_grad.errors import PerSampleError, Refusal
+from per_sample_grad.engine.walk import Table
+from per_sample_grad.errors import CoverageError, PerSampleError, Refusal
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.factors import JOINED, Factors
 from per_sample_grad.factors.forms import Contribution
@@ -108,24 +107,38 @@ class BackwardPass:
         self._may_read = self._traits.is_host
         self._waiting: list[Factors] = []
 
-    def run(self, attribution: Attribution) -> None:
+    def run(self, table: Table) -> None:
         """Runs the pass; empties its calls, so that each can be freed when applied."""
-        settings, calls = self.settings, attribution.calls
-        proof = comparison.PROVEN.get(settings.model, {}).get(attribution.key)
-        apart = self._keeps_samples_apart(attribution, proof)
-        self.problems = {n: [why] for n, why in attribution.uncovered.items()}
+        self._begin(table)
+        if self._calls or self.accumulate is not None:
+            self._apply_rules(table.nodes)
+        table.nodes.clear()
+        self._refuse_problems()
+        if self.problems:
+            self._use_fallback(self.problems)
+        self._hand_on_rest()
+        if self._comparer is not None:
+            self._conclude(self._comparer, table)
+        self._refuse_changes([*self._versions])
+        for factors in self._waiting:
+            self.receive(factors)
+
+    def _begin(self, table: Table) -> None:
+        """Takes the calls, decides on a comparison, and refuses what is known wrong."""
+        settings, proof, calls = self.settings, table.proof, table.calls
+        self.problems = {name: [why] for name, why in table.problems.items()}
         if settings.check == "never" and proof is None:
             self._leave_out_operations(calls)
-        self._refuse_problems(attribution.called)
-        if proof is not None and settings.has_fallback and not self.reported:
-            reason = "its rule is wrong for this structure"
-            self.problems |= {name: [reason] for name in proof.wrong}
-        nodes = graph.backward_nodes(self.losses.grad_fn)
-        if self._traits.is_lazy and proof is None:
-            wrong_operations.refuse_wrong_operations({node.name() for node in nodes})
-        self._comparer = self._new_comparer(proof, apart, nodes)
+        self._refuse_problems()
         if proof is not None:
             self._cancelling |= proof.cancelling
+            if settings.has_fallback and not self.reported:
+                reason = "its rule is wrong for this structure"
+                self.problems |= {name: [reason] for name in proof.wrong}
+        elif self._traits.is_lazy:
+            found = {node.name() for node in table.nodes}
+            wrong_operations.refuse_wrong_operations(found)
+        self._comparer = self._new_comparer(table)
         if self._comparer is not None:
             # A comparison reads the device anyway; a lazy one must not be read before.
             self.waits |= self._traits.is_lazy
@@ -136,22 +149,6 @@ class BackwardPass:
         self.modules = [call.owner for call in calls]
         self._calls = list(calls)
         calls.clear()
-        if self._calls or self.accumulate is not None:
-            self._apply_rules(nodes)
-        del nodes
-        self._refuse_problems(attribution.called)
-        if self.problems:
-            self._use_fallback(self.problems)
-        rest = [name for name in self._params if name not in self._handed_on]
-        self.unused = set(rest) - self._small.keys()
-        if rest:
-            self._refuse_changes(rest)
-            self._hand_on({name: self._small.pop(name, []) for name in rest})
-        if self._comparer is not None:
-            self._conclude(self._comparer, attribution.key, apart)
-        self._refuse_changes([*self._versions])
-        for factors in self._waiting:
-            self.receive(factors)
 
     def run_without_samples(self) -> None:
         """Gives answers of shape ``(0, ...)``; adds to ``.grad`` what autograd adds."""
@@ -173,21 +170,20 @@ class BackwardPass:
             of_bfloat16=self._wide.isdisjoint(merged),
         )
 
-    def _keeps_samples_apart(
-        self, attribution: Attribution, proof: Proof | None
-    ) -> bool:
-        """Returns whether what is proven of this structure holds for other data."""
-        if proof is not None and not proof.wrong:
-            return proof.keeps_samples_apart
-        # Calls that a fallback replaces may be anywhere.
-        wrong = frozenset() if proof is None else proof.wrong
-        calls = [c for c in attribution.calls if not wrong.issuperset(c.owner.names)]
-        return samples_stay_apart(self.losses, calls, attribution.may_read)
-
-    def _refuse_problems(self, called: bool) -> None:
+    def _refuse_problems(self) -> None:
         """Raises CoverageError if there are problems, and no fallback for them."""
-        if self.problems and not self.settings.has_fallback:
-            fallback.raise_uncovered(self.problems, self.losses, called)
+        if not self.problems or self.settings.has_fallback:
+            return
+        by_reason: dict[str, list[str]] = {}
+        for name, reasons in self.problems.items():
+            by_reason.setdefault("; ".join(reasons), []).append(name)
+        lines = [f"  {', '.join(each)}: {why}\n" for why, each in by_reason.items()]
+        raise CoverageError(
+            "these parameters have uses that no layer rule accounts for:\n"
+            f"{''.join(lines)}Register a rule for the module (register_rule, the "
+            "cheapest), leave the parameters out (params=), or pass "
+            'fallback="loop" (B backward passes of the batch)'
+        )
 
     def _leave_out_operations(self, calls: list[RecordedCall]) -> None:
         """Takes out operations, whose parameters become problems.
@@ -208,28 +204,30 @@ class BackwardPass:
         scale = self.settings.scale
         return total * scale if scale != 1 else total
 
-    def _new_comparer(
-        self, proof: Proof | None, apart: bool, nodes: Collection[Node]
-    ) -> Comparer | None:
+    def _new_comparer(self, table: Table) -> Comparer | None:
         """Returns a comparer; None if nothing has to be compared in this capture."""
-        check = self.settings.check
+        check, proof, params = self.settings.check, table.proof, self._params
         if check == "never":
             return None
         # Where data decide which samples meet, a proof says nothing about other data.
+        # Calls that a fallback replaces may be anywhere.
+        apart = (proof.wrong if proof else frozenset()).issuperset(table.astray)
         if check == "always" or not apart:
             proof = None
-        known = proof is not None and (not proof.wrong or self.settings.has_fallback)
-        # A parameter whose gradient was zero, or no more than rounding, is compared
-        # again as soon as it is more, which is known after the pass.
-        params, total_norm = self._params, 0.0
-        if proof is not None and known:
+        is_known = proof is not None and (not proof.wrong or self.settings.has_fallback)
+        if is_known:
+            # A parameter whose gradient was zero, or no more than rounding, is compared
+            # again as soon as it is more, which is known after the pass.
+            assert proof is not None
             params = {n: p for n, p in params.items() if n in proof.unseen}
-            total_norm = proof.total_norm
-        if not params:
-            return None
-        dtypes, scale = graph.gradient_dtypes(nodes), self.settings.scale
-        comparer = Comparer(self.losses, params, dtypes, scale, not apart, total_norm)
-        if not known:
+            if not params:
+                return None
+        total_norm = proof.total_norm if is_known and proof is not None else 0.0
+        dtypes = {each.dtype for node in table.nodes for each in node._input_metadata}
+        comparer = Comparer(
+            self.losses, params, dtypes, self.settings.scale, not apart, total_norm
+        )
+        if not is_known:
             # With autograd's gradient known, each factor can be freed at once.
             comparer.compute_reference(retain_graph=True)
         return comparer
@@ -243,35 +241,32 @@ class BackwardPass:
         """
         calls = [call for call in self._calls if call is not None]
         self._num_missing.update(name for call in calls for name in call.owner.names)
-        # A fallback needs the graph once more, and so may a comparison.
-        comparer = self._comparer
-        retain_graph = self.retain_graph or self.settings.has_fallback
-        retain_graph |= comparer is not None and not comparer.has_reference
+        edges = [call.output for call in calls]
         # Some rules run the node itself, which they can when the pass is over.
-        late: dict[int, list[tuple[torch.Tensor, forms.Versions]]] = {
-            number: [] for number, call in enumerate(calls) if call.call.runs_nodes
-        }
-        retain_graph |= bool(late)
-        edges = [call.region.output for call in calls]
-        reached = {edge.node for edge in edges}.intersection(nodes)
+        late = [call.call.runs_nodes for call in calls]
+        del calls
         asked: set[Node] = set()
         if self.accumulate is None:
-            asked = graph.ends(nodes, reached)
+            asked = graph.ends(nodes, {edge.node for edge in edges})
+        # A fallback needs the graph once more, and so may a comparison.
+        retain_graph = self.retain_graph or self.settings.has_fallback or any(late)
+        if self._comparer is not None and not self._comparer.has_reference:
+            retain_graph = True
+        kept: list[tuple[int, torch.Tensor, forms.Versions]] = []
 
         def come_by(number: int, gradients: Sequence[torch.Tensor | None]) -> None:
             gradient = gradients[edges[number].output_nr]
-            if number in late and gradient is not None:
+            if late[number] and gradient is not None:
                 versions = forms.Versions([forms.Dense(gradient)])
-                late[number].append((gradient, versions))
+                kept.append((number, gradient, versions))
             else:
                 self._apply(number, gradient)
 
-        del calls
         numbers = [n for n, edge in enumerate(edges) if edge.node in asked]
         found: Sequence[torch.Tensor | None] = ()
         with contextlib.ExitStack() as placed:
             for number, edge in enumerate(edges):
-                if edge.node in reached and edge.node not in asked:
+                if edge.node not in asked:
                     hook = functools.partial(come_by, number)
                     placed.callback(edge.node.register_prehook(hook).remove)
             total = self._total()
@@ -288,23 +283,15 @@ class BackwardPass:
             except CheckpointError as error:
                 # This version of torch does not tell that hooks keep what was saved.
                 raise PerSampleError(_CHECKPOINTED) from error
-        for number, kept in late.items():
-            for gradient, versions in kept:
-                versions.refuse_changes(_EDITED.format(self._calls[number].owner))
-                self._apply(number, gradient)
-        for number, gradient in zip(numbers, found):
+        for number, gradient, versions in kept:
+            versions.refuse_changes(_EDITED.format("an operation"))
             self._apply(number, gradient)
+        for number, each in zip(numbers, found):
+            self._apply(number, each)
         del found
         for number, call in enumerate(self._calls):
-            if call is None:
-                continue
-            if edges[number].node in reached:
-                raise PerSampleError(
-                    f"the backward pass never came to {call.owner}: this is a defect "
-                    "of per_sample_grad; please report it"
-                )
-            # A module may take no gradient of an input: then calls below have none.
-            self._apply(number, None)
+            if call is not None:  # no gradient has come to it, which counts as zero
+                self._apply(number, None)
 
     def _apply(self, number: int, gradient: torch.Tensor | None) -> None:
         """Applies a call's rule, and hands on the parameters that are complete."""
@@ -405,31 +392,49 @@ class BackwardPass:
     def _use_fallback(self, names: Collection[str]) -> None:
         """Hands on parameters' gradients as B backward passes give them."""
         params = {n: param for n, param in self._params.items() if n in names}
-        found = fallback.loop(self.losses, params)
+        options = {"retain_graph": True, "allow_unused": True}
+        options["materialize_grads"] = True
+        inputs, times = list(params.values()), 1 / self._multiplier
+        rows = [xla_replica.grad(x, inputs, **options) for x in self.losses.unbind()]
+        found = {}
+        for name, column in zip(params, zip(*rows)):
+            dense = [each.to_dense() if each.is_sparse else each for each in column]
+            use = forms.widened(forms.Dense(torch.stack(dense)))
+            found[name] = [forms.multiplied(use, times)]
         self._wide.update(found)
-        times = 1 / self._multiplier
-        self._hand_on(
-            {
-                name: [forms.multiplied(forms.widened(forms.Dense(rows)), times)]
-                for name, rows in found.items()
-            }
-        )
+        self._hand_on(found)
 
-    def _conclude(self, comparer: Comparer, key: Hashable, apart: bool) -> None:
+    def _hand_on_rest(self) -> None:
+        """Hands on small gradients, and those of what the losses do not depend on."""
+        rest = [name for name in self._params if name not in self._handed_on]
+        self.unused = set(rest) - self._small.keys()
+        if rest:
+            self._refuse_changes(rest)
+            self._hand_on({name: self._small.pop(name, []) for name in rest})
+
+    def _conclude(self, comparer: Comparer, table: Table) -> None:
         """Compares; replaces wrong answers by a fallback's; remembers the proof."""
+        has_fallback = self.settings.has_fallback
         if not comparer.has_reference:
-            proof = comparison.PROVEN[self.settings.model][key]
-            if comparer.says_nothing_new(proof.unseen):
+            assert table.proof is not None
+            if comparer.says_nothing_new(table.proof.unseen):
                 return
-            comparer.compute_reference(self.retain_graph or self.settings.has_fallback)
+            comparer.compute_reference(self.retain_graph or has_fallback)
         self.compared = comparer.result()
         self._cancelling |= self.compared.cancelling
         if self.reported:
             return
-        wrong = self.compared.wrong if self.settings.has_fallback else {}
+        wrong = self.compared.wrong if has_fallback else {}
         if wrong:
             comparer.compute_reference(retain_graph=True)
             self._use_fallback(wrong)
             self.compared = comparer.result()
         comparison.raise_if_wrong(self.compared)
-        comparison.remember(self.settings.model, key, self.compared, wrong, apart)
+        if not self.compared.unknown:
+            new = Proof(
+                self.compared.unseen,
+                astray=frozenset(table.astray),
+                is_structural=table.is_structural,
+            )
+            proof = (table.proof or new).after(self.compared, wrong)
+            comparison.PROVEN.setdefault(self.settings.model, {})[table.key] = proof

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import xla_replica
-from per_sample_grad.engine.attribution import attribute
 from per_sample_grad.engine.backward_pass import BackwardPass
 from per_sample_grad.engine.comparison import Comparison
 from per_sample_grad.engine.recording import Recorder
@@ -23,6 +22,7 @@ from per_sample_grad.engine.settings import (
     refuse_hooked,
     selected,
 )
+from per_sample_grad.engine.walk import walk
 from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors.factors import Factors, check_projected
 from per_sample_grad.factors.forms import Contribution
@@ -380,7 +380,7 @@ class Capture:
         backward_pass = BackwardPass(self._settings, losses, receive, **options)
         found = None
         if losses.shape[0]:
-            found = attribute(self._settings, losses, self._recorder)
+            found = walk(self._settings, losses, self._recorder)
         self._recorder.stop(forget=True)
         self._answered = True
         if found is None:

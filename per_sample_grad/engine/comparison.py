@@ -85,7 +85,7 @@ class Comparer:
     Attributes:
         losses: ``(B,)``.
         params: The parameters to compare, by name.
-        dtypes: Those of all gradients in the graph, of which the least precise one
+        dtypes: Those of all gradients in the graph, of which the least precise float
             decides what is rounding.
         scale: What losses are multiplied by in every backward pass.
         all_differ: Whether every sample has another weight.
@@ -112,6 +112,7 @@ class Comparer:
         self._cancelling: dict[str, torch.Tensor] = {}
         self._used: set[str] = set()
         # Float64 gradients may come from a part that computes in float32.
+        self.dtypes = {each for each in self.dtypes if each.is_floating_point}
         precisions = [torch.finfo(dtype).eps for dtype in self.dtypes]
         self._least_eps = min(torch.finfo(torch.float32).eps, max(precisions))
 
@@ -304,23 +305,18 @@ def raise_if_wrong(found: Comparison) -> None:
         raise CouplingError(
             "per-sample gradients do not add up to autograd's gradient (relative "
             f"difference, allowed {found.tolerance:g}):{lines}\nThe usual causes: "
-            "samples that influence each other's losses (batch statistics, losses that "
-            "compare samples, attention across the batch), a batch that is not in "
-            "dimension batch_dim of these modules, global forward hooks, a registered "
-            "rule that is wrong, a table of positions that has as many rows as the "
-            "batch or a multiple. Say where the batch is (batch_dim=; None for a "
-            "module that returns the same for all samples), make the samples "
-            "independent, leave these parameters out (params=), or pass "
-            'fallback="loop", which is exact for each loss as it is'
+            "samples that influence each other's losses (batch statistics, attention "
+            "across the batch), a batch that is not in dimension batch_dim, a wrong "
+            "rule, a table with as many rows as the batch. Say where the batch is "
+            "(batch_dim=; None for a module that returns the same for all samples), "
+            'leave these parameters out (params=), or pass fallback="loop"'
         )
     if unknown := found.unknown:
         warnings.warn(
             f"autograd's gradients of {listed(unknown)} are not finite, so the "
-            "answers of this batch could not be compared with them: if a rule or "
-            "batch_dim is wrong or samples influence each other, the answers of finite "
-            "samples are wrong, too, and nothing says so. Leave out samples whose loss "
-            "is not finite, or capture a batch without any first: later ones of its "
-            "structure need no comparison",
+            "answers of this batch could not be compared with them, and may be wrong "
+            "for finite samples, too. Leave out samples whose loss is not finite, or "
+            "capture a batch without any first",
             stacklevel=4,
         )
 
@@ -351,41 +347,34 @@ class Proof:
         wrong: Those that a fallback had to replace.
         total_norm: The norm of the whole gradient.
         cancelling: Those whose positions cancel.
-        keeps_samples_apart: Whether it holds for other data, too:
-            `independence.samples_stay_apart`.
+        astray: As in `walk.Table`, if ``is_structural``.
+        is_structural: Whether all calls that the losses depend on account for the
+            parameters, and nothing else does, whatever the data.
     """
 
     unseen: Mapping[str, int]
     wrong: frozenset[str] = frozenset()
     total_norm: float = 0.0
     cancelling: frozenset[str] = frozenset()
-    keeps_samples_apart: bool = False
+    astray: frozenset[str] = frozenset()
+    is_structural: bool = False
+
+    def after(self, found: Comparison, wrong: Collection[str]) -> Proof:
+        """Returns what is proven after another comparison."""
+        unseen = {
+            name: max(count, self.unseen[name])
+            for name, count in found.unseen.items()
+            if name in self.unseen
+        }
+        return dataclasses.replace(
+            self,
+            unseen=unseen,
+            wrong=self.wrong | frozenset(wrong),
+            total_norm=max(found.total_norm, self.total_norm),
+            cancelling=self.cancelling | found.cancelling,
+        )
 
 
 # What is proven of each model's structures, by their keys.
 PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Proof]]
 PROVEN = weakref.WeakKeyDictionary()
-
-
-def remember(
-    model: nn.Module,
-    key: Hashable,
-    found: Comparison,
-    wrong: Collection[str],
-    keeps_samples_apart: bool,
-) -> None:
-    """Keeps what a comparison proved of a structure, by its key."""
-    if not found.unknown:
-        proven = PROVEN.setdefault(model, {})
-        before = proven.get(key, Proof(found.unseen))
-        proven[key] = Proof(
-            {
-                name: max(count, before.unseen[name])
-                for name, count in found.unseen.items()
-                if name in before.unseen
-            },
-            before.wrong | frozenset(wrong),
-            max(found.total_norm, before.total_norm),
-            before.cancelling | found.cancelling,
-            keeps_samples_apart,
-        )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from per_sample_grad.engine import graph
 from per_sample_grad.engine.settings import Settings
@@ -17,6 +18,7 @@ from per_sample_grad.errors import CoverageError, PerSampleError
 from per_sample_grad.layers import batch_norm, registry
 from per_sample_grad.layers.registry import Call, Rule, rule_of
 from per_sample_grad.operations import wrong_operations
+from per_sample_grad.operations.layouts import by_shape
 from xla_replica.common.trees import map_tensors, tensors_in
 
 _ORDINARY = frozenset((torch.Tensor, nn.Parameter))
@@ -56,25 +58,37 @@ class RecordedCall(NamedTuple):
     Attributes:
         owner: The module.
         call: What the rule sees.
-        region: The part of the graph that the call made.
+        output: Where the gradient of its output arrives.
         shape: The shape of its output.
+        inputs: Its inputs that have a graph.
         versions: How often each tensor that its rule reads had been changed in place.
         has_batch: Whether its output may have rows for samples.
     """
 
     owner: RecordedModule
     call: Call
-    region: graph.Region
+    output: GradientEdge
     shape: torch.Size
-    versions: tuple[int, ...]
+    inputs: tuple[GradientEdge, ...] = ()
+    versions: tuple[int, ...] = ()
     has_batch: bool = True
+
+    @property
+    def identity(self) -> Hashable:
+        """What must be equal for two calls to be the same, but for their data."""
+        params, module = tuple(self.owner.params.items()), self.call.module
+        call = self.call.batch_dim, self.shape, self.has_batch, module.training
+        return (self.owner.name, self.owner.rule, params, *call)
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """The tensors among its arguments."""
+        return tensors_in((self.call.args, self.call.kwargs))
 
     def has_rows(self, num_samples: int) -> bool:
         """Returns whether its output has the same number of rows for each sample."""
-        dim = self.call.batch_dim
-        if not self.has_batch or not -len(self.shape) <= dim < len(self.shape):
-            return False
-        return self.shape[dim] > 0 and self.shape[dim] % num_samples == 0
+        rows = by_shape(self.shape, self.call.batch_dim, num_samples)
+        return self.has_batch and rows is not None
 
     def why_no_rows(self, num_samples: int) -> str:
         """Returns why its output does not count as having rows for samples."""
@@ -82,20 +96,18 @@ class RecordedCall(NamedTuple):
         count = shape[dim] if -len(shape) <= dim < len(shape) else "nothing"
         return (
             f"dimension {dim} of its output {shape} counts {count}, not a multiple of "
-            f"the {num_samples} samples; set batch_dim (None for a module that returns "
-            "the same for all samples), or give the module a batch dimension (position "
-            "ids: expand them to one row per sample)"
+            f"the {num_samples} samples; set batch_dim (None: it returns the same for "
+            "all samples), or give it a row for each sample"
         )
 
     def refuse_changes(self) -> None:
         """Raises PerSampleError if its rule would read what was changed in place."""
-        tensors = (*tensors_in((self.call.args, self.call.kwargs)), *self.owner.reads)
+        tensors = (*self.given, *self.owner.reads)
         if self.versions != tuple([tensor._version for tensor in tensors]):
             raise PerSampleError(
                 f"an input of {self.owner}, or a tensor of it that its rule reads, was "
-                "changed in place after the module had used it, so its gradient cannot "
-                "be computed (an ordinary backward pass fails likewise): use an "
-                "operation that is not in place, or change weights afterwards"
+                "changed in place after the module had used it: use an operation that "
+                "is not in place, or change weights after the backward pass"
             )
 
 
@@ -204,13 +216,14 @@ class Recorder:
         # None: what it returns is the same for all samples.
         dim = self._settings.batch_dims.get(owner.name, default)
         own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
-        # Appended afterwards: Dynamo breaks its graph at `region_of`, and cannot carry
-        # the `append` of a list over the break.
+        # Appended afterwards: Dynamo breaks its graph at `output_edge`, and cannot
+        # carry the `append` of a list over the break.
         call = RecordedCall(
             owner,
             Call(module, own[0], own[1], default if dim is None else dim),
-            graph.region_of(tensors, output),
+            graph.output_edge(output),
             output.shape,
+            tuple([get_gradient_edge(each) for each in tensors if each.requires_grad]),
             tuple([tensor._version for tensor in (*tensors, *owner.reads)]),
             dim is not None,
         )

@@ -10,7 +10,7 @@ and autograd takes them down, vectorised over the samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -20,12 +20,12 @@ import xla_replica
 from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import algebra, forms
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
-from per_sample_grad.operations import rules
+from per_sample_grad.operations import contributions, nodes
 
 
 def take_down(
     edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
-) -> dict[str, list[Contribution]]:
+) -> dict[str, Contribution]:
     """Returns the contributions to parameters of what a tensor gets of each sample.
 
     Args:
@@ -39,20 +39,20 @@ def take_down(
     while (variable := getattr(edge.node, "variable", None)) is None:
         below = _below(edge, found)
         if below is None:
-            return _by_autograd(edge, found, wanted)
+            break
         edge, found = below
-    missing = [name for name, param in wanted.items() if param is not variable]
-    _refuse_missing(missing)
-    return {name: [_of_shape(found, _shape(edge))] for name in wanted}
+    if variable is None:
+        parts = _by_autograd(edge, found, wanted)
+    else:
+        reached = [name for name, param in wanted.items() if param is variable]
+        parts = dict.fromkeys(reached, _of_shape(found, _shape(edge)))
+    if missing := [name for name in wanted if name not in parts]:
+        raise Refusal(f"it does not depend on {', '.join(missing)}")
+    return parts
 
 
 def _shape(edge: GradientEdge) -> tuple[int, ...]:
     return tuple(edge.node._input_metadata[edge.output_nr].shape)
-
-
-def _refuse_missing(names: Sequence[str]) -> None:
-    if names:
-        raise Refusal(f"it does not depend on {', '.join(names)}")
 
 
 def _of_shape(found: Contribution, shape: tuple[int, ...]) -> Contribution:
@@ -88,12 +88,14 @@ def _below(
     if len(slots) != 1:
         return None
     [slot] = slots
-    source = rules.source_shape(node, slot)
+    source = nodes.source_shape(node, slot)
     here = _through_view(node, shape, source, found)
     if here is None and node.name() == "EmbeddingBackward0":
         values = _formed(found, shape)
-        index = rules.saved(node, "indices")
-        here = rules.lookup(node, index.expand(len(values), *index.shape), values)
+        index = nodes.saved(node, "indices")
+        here = contributions.lookup(
+            node, index.expand(len(values), *index.shape), values
+        )
     if here is None:
         return None
     below, number = node.next_functions[slot]
@@ -105,14 +107,14 @@ def _through_view(
     node: Node, shape: tuple[int, ...], source: tuple[int, ...], found: Contribution
 ) -> Contribution | None:
     """Returns what the input of a view or a permutation gets; None: not known."""
-    if node.name() in rules.UNCHANGED:
+    if node.name() in nodes.UNCHANGED:
         is_complex = node._input_metadata[0].dtype.is_complex
-        if is_complex != rules.source(node, 0).dtype.is_complex:
+        if is_complex != nodes.source(node, 0).dtype.is_complex:
             return None  # real numbers that become complex get a part of the gradient
         in_any_view = isinstance(found, (Dense, Outer))
         same = forms.matrix_shape(source) == forms.matrix_shape(shape)
         return found if in_any_view or same else None
-    order = rules.order_of(node)
+    order = nodes.order_of(node)
     if order is None:
         return None
     before = [order.index(dim) for dim in range(len(order))]
@@ -143,19 +145,13 @@ def _turned(found: Outer, shape: tuple[int, ...], order: list[int]) -> Outer | N
 
 def _by_autograd(
     edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
-) -> dict[str, list[Contribution]]:
+) -> dict[str, Contribution]:
     """Returns the contributions by one vectorised backward pass to the parameters."""
     data = edge.node._input_metadata[edge.output_nr]
     values = _formed(found, tuple(data.shape)).to(data.dtype)
     inputs = list(wanted.values())
     with xla_replica.AccumulationHook.paused(inputs):
-        gradients = torch.autograd.grad(
-            [edge],
-            inputs,
-            [values],
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
+        rows = torch.autograd.grad(
+            [edge], inputs, [values], True, allow_unused=True, is_grads_batched=True
         )
-    _refuse_missing([name for name, grad in zip(wanted, gradients) if grad is None])
-    return {name: [Dense(grad)] for name, grad in zip(wanted, gradients)}
+    return {name: Dense(each) for name, each in zip(wanted, rows) if each is not None}

@@ -1,10 +1,8 @@
-"""Operations that keep samples apart whatever the data, and where each has its samples.
+"""Where the samples of an operation's inputs are, from where those of its output are.
 
-A row of `LAYOUTS` says of one operation: if this dimension of the output counts
-samples, that dimension of each input does, and no number of the output depends on
-another sample's. What has no row may let any two samples meet, by its data or
-otherwise, so all of its inputs have to be the same for all samples. A dimension that
-counts samples has B rows, or k times B of which k consecutive ones belong to each.
+A rule says of one operation: if this dimension of the output counts samples, that
+dimension of each input does, and no number of the output depends on another sample's.
+An operation without a rule may let any two samples meet, by its data or otherwise.
 """
 
 from __future__ import annotations
@@ -15,13 +13,35 @@ from typing import NamedTuple
 
 from torch.autograd.graph import Node
 
-from per_sample_grad.operations import rules
+from per_sample_grad.operations import nodes
 
 Shape = tuple[int, ...]
+
+
+class Rows(NamedTuple):
+    """Where a tensor has its samples: as many consecutive rows for each of them.
+
+    Attributes:
+        axis: The dimension that counts the rows.
+        before: How often all samples' rows follow one another in it: another dimension
+            was folded into it.
+    """
+
+    axis: int
+    before: int = 1
+
+
+def by_shape(shape: Sequence[int], dim: int, num_samples: int) -> Rows | None:
+    """Returns where a tensor has samples if this dimension may count them."""
+    if not -len(shape) <= dim < len(shape):
+        return None
+    has_rows = shape[dim] > 0 and shape[dim] % num_samples == 0
+    return Rows(dim % len(shape)) if has_rows else None
+
+
 # For each input, the dimension that counts samples; None: it must be the same for all.
-Layout = Sequence[int | None]
-# In the names of functions that XLA's backend has in place of torch's.
-_OF_XLA = "::aten_autograd_ops::"
+# Samples' rows follow one another as often as in the output, or `Rows` says how often.
+Layout = Sequence[Rows | int | None]
 
 
 class Unknown(Exception):
@@ -33,8 +53,8 @@ class LayoutQuery(NamedTuple):
 
     Attributes:
         node: Its node in autograd's graph.
-        shape: That of the output.
-        dim: The dimension of the output that counts samples, not negative.
+        shape: The shape of the output.
+        rows: Where the output has its samples.
         inputs: The shapes of the inputs; None for those without a graph.
         num_samples: B.
         may_read: Whether the tensors that it has saved may be looked at.
@@ -42,26 +62,18 @@ class LayoutQuery(NamedTuple):
 
     node: Node
     shape: Shape
-    dim: int
+    rows: Rows
     inputs: tuple[Shape | None, ...]
     num_samples: int
     may_read: bool
 
-    def layout(self) -> Layout | None:
-        """Returns where the inputs have their samples; None: samples may meet."""
-        name = self.node.name()
-        if _OF_XLA in name:
-            name = name.partition(_OF_XLA)[2]
-            name = name.replace("dAutogradFunction>", "DWithIndicesBackward0")
-        rule = LAYOUTS.get(name)
-        if rule is None and rules.is_pointwise(name):
-            rule = _broadcast
-        if rule is None:
-            return None
-        try:
-            return rule(self)
-        except Unknown:
-            return None
+    @property
+    def dim(self) -> int:
+        """The dimension of the output that counts samples, not negative."""
+        return self.rows.axis
+
+
+LayoutRule = Callable[[LayoutQuery], Layout]
 
 
 def _at(shape: Shape | None, dim: int, of: LayoutQuery) -> int | None:
@@ -73,48 +85,52 @@ def _at(shape: Shape | None, dim: int, of: LayoutQuery) -> int | None:
     return dim
 
 
-def through_view(shape: Shape, dim: int, before: Shape, num_samples: int) -> int:
-    """Returns the dimension that counts samples ``before`` a view to this shape.
+def through_view(shape: Shape, rows: Rows, before: Shape, num_samples: int) -> Rows:
+    """Returns where the samples were ``before`` a view to this shape.
 
     Raises:
-        Unknown: None does.
+        Unknown: No dimension counts them.
     """
-    outer = math.prod(shape[:dim])
-    for at, size in enumerate(before):
-        if size and size % num_samples == 0 and math.prod(before[:at]) == outer:
-            return at
+    outer, start = math.prod(shape[: rows.axis]) * rows.before, 1
+    for axis, size in enumerate(before):
+        if start * size > outer or (start == outer and num_samples == 1):
+            count, rest = divmod(outer, start)
+            if rest or size % (count * num_samples):
+                break
+            return Rows(axis, count)
+        start *= size
     raise Unknown
 
 
-def _viewed(of: LayoutQuery) -> Layout:
+def viewed(of: LayoutQuery) -> Layout:
     [before] = of.inputs
     assert before is not None
-    return [through_view(of.shape, of.dim, before, of.num_samples)]
+    return [through_view(of.shape, of.rows, before, of.num_samples)]
 
 
-def _one_broadcast(shape: Shape | None, output: Shape, dim: int) -> int | None:
+def _of_broadcast(shape: Shape | None, output: Shape, dim: int) -> int | None:
     """Returns where an input that is broadcast has its samples; None: nowhere."""
     if shape is None:
         return None
-    own = rules.aligned(shape, output)
+    own = nodes.aligned(shape, output)
     if len(own) != len(output) or any(n not in (1, m) for n, m in zip(own, output)):
         raise Unknown
     at = dim - len(output) + len(shape)
     return at if own[dim] == output[dim] and at >= 0 else None
 
 
-def _broadcast(of: LayoutQuery) -> Layout:
-    return [_one_broadcast(shape, of.shape, of.dim) for shape in of.inputs]
+def broadcast(of: LayoutQuery) -> Layout:
+    return [_of_broadcast(shape, of.shape, of.dim) for shape in of.inputs]
 
 
-def _permuted(of: LayoutQuery) -> Layout:
-    order = rules.order_of(of.node)
+def permuted(of: LayoutQuery) -> Layout:
+    order = nodes.order_of(of.node)
     if order is None:
         raise Unknown
     return [order[of.dim]]
 
 
-def _along(*names: str, leading: int = 0) -> Callable[[LayoutQuery], Layout]:
+def along(*names: str, leading: int = 0) -> LayoutRule:
     """Returns the rule of operations along dimensions which they have saved.
 
     Slices along another dimension are computed by themselves. ``leading`` is how many
@@ -130,7 +146,7 @@ def _along(*names: str, leading: int = 0) -> Callable[[LayoutQuery], Layout]:
             rank = len(shape) + leading
             given = [getattr(of.node, f"_saved_{name}") for name in names]
             dims = {
-                rules.signed(dim) % rank
+                nodes.signed(dim) % rank
                 for each in given
                 if each is not None
                 for dim in (each if isinstance(each, Iterable) else [each])
@@ -153,17 +169,15 @@ def _along(*names: str, leading: int = 0) -> Callable[[LayoutQuery], Layout]:
     return rule
 
 
-def _sliced(of: LayoutQuery) -> Layout:
+def sliced(of: LayoutQuery) -> Layout:
     """Also along the samples, where nothing is left out."""
     [shape] = of.inputs
     if shape == of.shape:
         return [of.dim]
-    return _along("dim")(of)
+    return along("dim")(of)
 
 
-def _within(
-    mixed: Callable[[LayoutQuery], Iterable[int]], count: int = 1
-) -> Callable[[LayoutQuery], Layout]:
+def within(mixed: Callable[[LayoutQuery], Iterable[int]], count: int = 1) -> LayoutRule:
     """Returns the rule of operations that mix numbers along these dimensions alone.
 
     ``count`` inputs have the output's samples, in the same dimension.
@@ -178,24 +192,24 @@ def _within(
     return rule
 
 
-def _all_but_first(of: LayoutQuery) -> Iterable[int]:
+def all_but_first(of: LayoutQuery) -> Iterable[int]:
     return range(1, len(of.shape))
 
 
-def _last(count: int) -> Callable[[LayoutQuery], Iterable[int]]:
+def last(count: int) -> Callable[[LayoutQuery], Iterable[int]]:
     return lambda of: range(len(of.shape) - count, len(of.shape))
 
 
-def _normalized(of: LayoutQuery) -> Iterable[int]:
-    return _last(len(of.node._saved_normalized_shape))(of)  # type: ignore[attr-defined]
+def normalized(of: LayoutQuery) -> Iterable[int]:
+    return last(len(of.node._saved_normalized_shape))(of)  # type: ignore[attr-defined]
 
 
-def _padded(of: LayoutQuery) -> Iterable[int]:
+def padded(of: LayoutQuery) -> Iterable[int]:
     pad, last = of.node._saved_pad, len(of.shape) - 1  # type: ignore[attr-defined]
     return [last - n // 2 for n, width in enumerate(pad) if width]
 
 
-def _restrided(of: LayoutQuery) -> Layout:
+def restrided(of: LayoutQuery) -> Layout:
     """What torch's pooling to one place does to a mean, which moves no number."""
     mean, _ = of.node.next_functions[0]
     _, channels, *rest = of.shape
@@ -210,51 +224,52 @@ def _restrided(of: LayoutQuery) -> Layout:
     return [of.dim]
 
 
-def _repeated(of: LayoutQuery) -> Layout:
+def repeated(of: LayoutQuery) -> Layout:
+    """Each sample has some copies of what is repeated, or all have rows in it."""
     [shape] = of.inputs
     assert shape is not None
     at, rows = of.dim - len(of.shape) + len(shape), of.shape[of.dim]
     own = shape[at] if at >= 0 else 1
-    if own * of.num_samples == rows:
-        return [None]  # each sample has one copy
-    if own != rows:
+    if at >= 0 and own == rows:
+        return [at]
+    if not own or of.rows.before != 1 or rows % (own * of.num_samples):
         raise Unknown
-    return [at]
+    return [None]
 
 
-def _batch_normalized(of: LayoutQuery) -> Layout:
+def batch_normalized(of: LayoutQuery) -> Layout:
     """Each channel, which instance norm makes of samples, has its own statistics."""
     if of.dim == 1:
         return [1, *[None if shape is None else 0 for shape in of.inputs[1:]]]
     if getattr(of.node, "_saved_training", False):
         raise Unknown
-    return _within(_all_but_first)(of)
+    return within(all_but_first)(of)
 
 
-def _product(
+def product(
     *axes: tuple[int | None, int | None], with_bias: bool = False
-) -> Callable[[LayoutQuery], Layout]:
+) -> LayoutRule:
     """Returns the rule of a product; ``axes`` are its factors' by the output's."""
 
     def rule(of: LayoutQuery) -> Layout:
         first, *_ = of.inputs
-        bias = [_one_broadcast(first, of.shape, of.dim)] if with_bias else []
+        bias = [_of_broadcast(first, of.shape, of.dim)] if with_bias else []
         return [*bias, *axes[of.dim]]
 
     return rule
 
 
-def _attended(of: LayoutQuery) -> Layout:
+def attended(of: LayoutQuery) -> Layout:
     """Samples, and heads, attend to themselves; a mask is added to the scores."""
     query, key, *_ = of.inputs
     if of.dim > 1 or query is None or key is None:
         raise Unknown
     scores = (*query[:3], key[2])
-    masks = [_one_broadcast(shape, scores, of.dim) for shape in of.inputs[3:]]
+    masks = [_of_broadcast(shape, scores, of.dim) for shape in of.inputs[3:]]
     return [*[_at(shape, of.dim, of) for shape in of.inputs[:3]], *masks]
 
 
-def _indexed(of: LayoutQuery) -> Layout:
+def indexed(of: LayoutQuery) -> Layout:
     """Rows along dimensions that no tensor of indices is for."""
     if not of.may_read:
         raise Unknown
@@ -273,97 +288,13 @@ def _indexed(of: LayoutQuery) -> Layout:
     return [_at(shape, rest[of.dim if of.dim < place else of.dim - rank], of)]
 
 
-def _class_losses(of: LayoutQuery) -> Layout:
+def looked_up(of: LayoutQuery) -> Layout:
+    """Rows of a table, which any sample may take."""
+    if of.dim == len(of.shape) - 1:
+        raise Unknown
+    return [None]
+
+
+def class_losses(of: LayoutQuery) -> Layout:
     """Of ``(N, C, *)``: the second dimension is that of the classes."""
     return [of.dim + (of.dim > 0), *[None] * (len(of.inputs) - 1)]
-
-
-def _named(names: str, rule: Callable[[LayoutQuery], Layout]) -> dict:
-    """Returns rows of one rule; a name without its ending is that of the first form."""
-    every = [n if "Backward" in n else f"{n}Backward0" for n in names.split()]
-    return dict.fromkeys(every, rule)
-
-
-_PLACE_BY_PLACE = """
-    Lift LiftFresh Conj NegView Copysign Complex Polar MaskedFill
-    Expand Tril Triu Hardswish LogSigmoid NativeDropout FusedDropout PreluKernel
-    RreluWithNoise RreluWithNoiseFunctional MseLoss SmoothL1Loss HuberLoss
-    SoftMarginLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits
-    MaskedFillBackward1 CopyBackwards
-"""
-_ALONG_A_DIMENSION = """
-    Amax Amin Aminmax Max Min Mode Kthvalue Logsumexp LinalgVectorNorm Std StdMean Var
-    VarMean Nansum Cumsum Cumprod Logcumsumexp Cummax Cummin Softmax LogSoftmax
-    SafeSoftmax Sort Topk Gather IndexSelect IndexAdd IndexCopy IndexFill Scatter
-    ScatterAdd Cat Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Glu Select
-    Unbind FftC2C FftC2R FftR2C NarrowCopy
-    SumBackward1 MeanBackward1 ProdBackward1 MedianBackward1 NanmedianBackward1
-    NormBackward1 NormBackward3 SortBackward1 IndexFillBackward1 ScatterBackward1
-"""
-_ON_LAST_DIMENSIONS = {
-    1: """
-        ReflectionPad1D ReplicationPad1D UpsampleNearest1D UpsampleNearestExact1D
-        UpsampleLinear1D
-    """,
-    2: """
-        AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D MaxPool2D MaxPool2DWithIndices
-        MkldnnMaxPool2D FractionalMaxPool2D MaxUnpool2D ReflectionPad2D
-        ReplicationPad2D UpsampleNearest2D UpsampleNearestExact2D UpsampleBilinear2D
-        UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa
-    """,
-    3: """
-        AvgPool3D AdaptiveAvgPool3D AdaptiveMaxPool3D MaxPool3DWithIndices
-        MkldnnMaxPool3D FractionalMaxPool3D MaxUnpool3D ReflectionPad3D
-        ReplicationPad3D UpsampleNearest3D UpsampleNearestExact3D UpsampleTrilinear3D
-        PixelShuffle PixelUnshuffle
-    """,
-}
-_SAMPLES_FIRST = """
-    Convolution ConvolutionOverrideable CudnnConvolution NativeGroupNorm Im2Col Col2Im
-    MultiMarginLoss MultilabelMarginLoss
-"""
-_ATTENTIONS = """
-    ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention
-    ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
-    ScaledDotProductFusedAttentionOverrideable
-"""
-# By the name of the node. Other operations that compute each number from those in its
-# place are known by torch's tags.
-LAYOUTS: dict[str, Callable[[LayoutQuery], Layout]] = {
-    **_named(_PLACE_BY_PLACE, _broadcast),
-    **dict.fromkeys((*rules.UNCHANGED, "SqueezeBackward2"), _viewed),
-    **_named("Permute Transpose T", _permuted),
-    **_named(_ALONG_A_DIMENSION, _along("dim")),
-    **_named("Stack", _along("dim", leading=1)),
-    **_named("Unfold", _along("dimension")),
-    **_named("Flip Roll", _along("dims")),
-    **_named("Slice", _sliced),
-    **_named("Repeat", _repeated),
-    **_named("ViewAsReal ViewAsComplex", _within(lambda of: ())),
-    "AsStridedBackward1": _restrided,
-    **_named("Index", _indexed),
-    **_named("Mm", _product((0, None), (None, 1))),
-    **_named("Addmm", _product((0, None), (None, 1), with_bias=True)),
-    **_named("Bmm", _product((0, 0), (1, None), (None, 2))),
-    **_named("Baddbmm", _product((0, 0), (1, None), (None, 2), with_bias=True)),
-    **_named("Mv", _product((0, None))),
-    **_named("Addmv", _product((0, None), with_bias=True)),
-    **_named("Addr", _product((0, None), (None, 0), with_bias=True)),
-    **_named("Linear", _within(_last(1))),
-    **_named(_SAMPLES_FIRST, _within(_all_but_first)),
-    **_named("NativeLayerNorm FusedRmsNorm", _within(_normalized)),
-    **_named(
-        "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm NativeBatchNormLegitNoTraining",
-        _batch_normalized,
-    ),
-    **_named("ConstantPadNd", _within(_padded)),
-    **{
-        name: rule
-        for count, names in _ON_LAST_DIMENSIONS.items()
-        for name, rule in _named(names, _within(_last(count))).items()
-    },
-    **_named("GridSampler2D GridSampler3D", _within(_all_but_first, 2)),
-    **_named("NllLoss NllLoss2D", _class_losses),
-    **_named("CtcLoss", lambda of: [1]),
-    **_named(_ATTENTIONS, _attended),
-}

@@ -33,7 +33,7 @@ def test_coverage_names_what_is_missing_and_what_is_wrong():
     report = report_of("turned")
     found = report.parameters["p"]
     assert found.problems == (
-        "1 use(s) outside any module with a rule (no rule is registered for "
+        "a use outside any module with a rule (no rule is registered for "
         "WithParameter; PolarBackward0 mixes it with samples, and has no rule)",
     )
     assert found.correct  # the loop's answer

@@ -287,6 +287,17 @@ def test_usual_operations_are_compared_once(name):
     assert found == [True, False, False]
 
 
+def test_rows_that_follow_one_another_at_each_step_are_known_for_all_data():
+    """Time is first, and both dimensions are folded into the rows of a product."""
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(m.first(x).transpose(0, 1), m.p).transpose(0, 1)
+
+    model, _ = made(lambda: WithParameter(forward, 3, 4, first=nn.Linear(4, 4)))
+    batches = torch.randn(2, B, 5, 4, dtype=torch.float64)
+    assert [compared(model, fold, batch) for batch in batches] == [True, False]
+
+
 # --- drawn models -----------------------------------------------------------------
 
 PIECES: list[Callable] = [

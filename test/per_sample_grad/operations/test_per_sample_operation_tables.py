@@ -7,7 +7,6 @@ operations whose gradient is wrong on XLA: they are known, and corrected or refu
 
 import itertools
 import re
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +23,8 @@ from torch.testing._internal.opinfo.core import SampleInput
 
 import per_sample_grad as psg
 import xla_replica
-from per_sample_grad.operations import layouts
+from per_sample_grad.operations import table
+from per_sample_grad.operations.layouts import Rows
 from per_sample_grad.operations.wrong_operations import WRONG
 from xla_replica.common.trees import map_tensors, tensors_in
 
@@ -38,34 +38,20 @@ OPS = [
 NUM_PARTS = 8
 
 
-def said(output: torch.Tensor, dim: int, num_samples: int) -> layouts.Layout | None:
-    node = output.grad_fn
-    shapes = tuple(
-        None if below is None else tuple(below._input_metadata[number].shape)
-        for below, number in node.next_functions
-    )
-    shape = tuple(output.shape)
-    query = layouts.LayoutQuery(node, shape, dim, shapes, num_samples, may_read=True)
-    return query.layout()
-
-
 def samples_of(
     output: torch.Tensor, inputs: list, dim: int, num_samples: int
-) -> list[int | None]:
+) -> list[Rows | None]:
     """Returns where leaves have their samples, through all nodes; None: unknown."""
-    stack, found = [(output.grad_fn, output, dim)], {}
+    stack, found = [(output.grad_fn, output.output_nr, Rows(dim))], {}
     while stack:
-        node, tensor, at = stack.pop()
+        node, number, at = stack.pop()
         if hasattr(node, "variable"):
             found.setdefault(id(node.variable), set()).add(at)
             continue
-        below = None if at is None else said(tensor, at, num_samples)
-        for i, (each, number) in enumerate(node.next_functions):
-            if each is None:
-                continue
-            shape = each._input_metadata[number].shape
-            inner = types.SimpleNamespace(grad_fn=each, shape=shape)
-            stack.append((each, inner, None if below is None else below[i]))
+        below = at and table.layout_of(node, number, at, num_samples, True)
+        for i, (each, source) in enumerate(node.next_functions):
+            if each is not None:
+                stack.append((each, source, below and below[i]))
     places = [found.get(id(each), {None}) for each in inputs]
     return [each.pop() if len(each) == 1 else None for each in places]
 
@@ -89,7 +75,9 @@ def moves_others(function: Callable, given: Any) -> tuple[list[str], int]:
                         continue
                     number += 1
                     moved = leaf.detach().clone()
-                    moved.unflatten(at, (count, -1)).select(at, count - 1).mul_(0.9)
+                    axis, before = at
+                    rows = moved.unflatten(axis, (before, count, -1))
+                    rows.select(axis + 1, count - 1).mul_(0.9)
                     changed = map_tensors(
                         given, lambda x, of=leaf, to=moved: to if x is of else x
                     )
@@ -125,7 +113,7 @@ def test_another_sample_moves_nothing(part, most):
 def test_rows_are_names_of_nodes():
     nodes = set(dir(torch._C._functions))
     newer = {"AminmaxBackward0", "NarrowCopyBackward0"}  # than torch 2.9
-    assert not layouts.LAYOUTS.keys() - nodes - newer
+    assert not table.OPERATIONS.keys() - nodes - newer
 
 
 # --- operations that are wrong on XLA -----------------------------------------------

@@ -157,6 +157,11 @@ CASES = [
     case_of("batched-product", lambda m, x: torch.bmm(
         m.a(x).transpose(0, 1), m.p).transpose(0, 1), 5, 4, 3,
         batch_dim=TIME_FIRST, a=(3, 4)),
+    # Where samples are is seen from the losses, and need not be said.
+    case_of("time-first-inside", lambda m, x: (F.linear(
+        m.a(x).transpose(0, 1), m.p) * m.p[:, 0]).transpose(0, 1), 5, 4, a=(3, 4)),
+    case_of("input-that-takes-a-gradient", lambda m, x: m.a(
+        x.clone().requires_grad_() * m.p), 3, a=(3, 4)),
     case_of("in-the-middle", lambda m, x: F.linear(
         m.a(x), m.p.transpose(0, 1).flatten(1)), 2, 5, 2, a=(3, 4)),
     case_of("copies-for-samples", lambda m, x: torch.bmm(
@@ -216,6 +221,9 @@ TABLES = [
         embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
     Case("of-positions-with-a-row", lambda: Apply(
         lambda m, x: m.inner(x * m.embed(torch.arange(3)[None])),
+        embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
+    Case("of-positions-cut", lambda: Apply(
+        lambda m, x: m.inner(torch.tanh(x + m.embed(torch.arange(4))[None][:, 1:])),
         embed=nn.Embedding(5, 3), inner=nn.Linear(3, 2)), (3, 3)),
     # A class of each sample, which has a row for it, is used in the same way.
     Case("of-classes", lambda: Apply(

@@ -1,0 +1,528 @@
+"""One walk through the graph, from the losses to whatever accounts for the parameters.
+
+It begins where samples are known to be, at the losses, and takes with it where they are
+in each tensor, by the `table` of operations. It steps over calls of modules that have a
+rule. Where an operation takes something that is the same for all samples, and that is
+computed from parameters alone, the two meet: the operation accounts for these
+parameters. A parameter that is reached nevertheless has a use that nothing accounts
+for. That finds functional uses of a weight, parametrizations, ties, parameters of
+MultiheadAttention, and outputs that were replaced by an in-place operation on a view.
+
+An operation whose layout is unknown may let any two samples meet, by its data or behind
+a coefficient of zero. Below it shapes say where samples are. What is found there is
+only believed where it is compared, and is compared in every pass: what has been proven
+of other data says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from per_sample_grad.engine import graph
+from per_sample_grad.engine.comparison import PROVEN, Proof
+from per_sample_grad.engine.recording import RecordedCall, RecordedModule, Recorder
+from per_sample_grad.engine.settings import Settings
+from per_sample_grad.errors import CoverageError
+from per_sample_grad.layers.registry import Owned, is_of_torch, why_no_rule
+from per_sample_grad.operations import contributions, layouts, nodes, uses
+from per_sample_grad.operations.layouts import Rows, by_shape
+from per_sample_grad.operations.table import layout_of, operation_of
+from per_sample_grad.operations.uses import OperationCall
+
+# A node that runs another graph inside, in which parameters would not be seen.
+_OPAQUE = "CheckpointFunctionBackward"
+# Nodes that depend on more than their inputs in the graph.
+_BY_DATA = (
+    "EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0",
+    "IndexPutBackward0",
+)  # fmt: skip
+# Nodes that bring dimensions into another order, or only change a shape.
+_MOVES = (
+    *nodes.UNCHANGED, "PermuteBackward0", "TransposeBackward0", "TBackward0",
+)  # fmt: skip
+_KEPT_BY_HOOKS = "what its operation has saved is kept by hooks"
+
+
+class Table(NamedTuple):
+    """What a backward pass is given.
+
+    Attributes:
+        nodes: The nodes that it comes by, each after those below it.
+        calls: Calls of modules, and operations, that account for parameters.
+        problems: Why parameters have uses without a call, by name.
+        key: What must be equal for one proof to hold for two captures.
+        proof: What has been proven of this structure; None: nothing.
+        astray: Parameters of calls whose samples may not be where their rule says, as
+            data decide: what is proven of them holds for no other data.
+        is_structural: Whether ``calls`` and ``astray`` are the same for all data.
+        has_other_leaves: Whether anything but the parameters takes a gradient.
+    """
+
+    nodes: list[Node]
+    calls: list[RecordedCall]
+    problems: Mapping[str, str]
+    key: Hashable
+    proof: Proof | None
+    astray: Collection[str]
+    is_structural: bool
+    has_other_leaves: bool
+
+
+def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
+    """Finds what accounts for every parameter in what was recorded.
+
+    Raises:
+        PerSampleError: An input was changed in place, or parameters are hidden.
+    """
+    passed = graph.backward_nodes(losses.grad_fn)
+    reached = {*passed}
+    calls = [each for each in recorder.calls if each.output.node in reached]
+    names = {id(param): name for name, param in settings.params.items()}
+    proven = PROVEN.get(settings.model, {})
+    structure = (
+        tuple([each.identity for each in recorder.calls]),
+        (losses.shape, losses.dtype, losses.device, settings.default_batch_dim),
+        tuple([(name, param.shape) for name, param in settings.params.items()]),
+        graph.structure(passed, names),
+    )
+    key: Hashable = (structure, (), ())
+    proof = proven.get(key)
+    problems: Mapping[str, str] = {}
+    if proof is not None and proof.is_structural and not recorder.unrecorded:
+        astray, is_structural = proof.astray, True
+    else:
+        found = _Walk(settings, losses, recorder, passed)
+        found.run()
+        every, calls = calls, [each for each in calls if found.reaches(each)]
+        found.refuse_hidden(calls)
+        by_operations, problems = found.operations(), found.explained_problems()
+        is_structural = found.is_structural and len(every) == len(calls)
+        is_structural &= not (by_operations or problems)
+        operations = tuple([each.identity for each in by_operations])
+        key = (structure, operations, tuple(problems))
+        proof, calls = proven.get(key), calls + by_operations
+        astray = frozenset(found.astray if len(losses) > 1 else ())
+    for call in calls:
+        call.refuse_changes()
+    leaves = [getattr(node, "variable", None) for node in passed]
+    return Table(
+        passed,
+        calls,
+        problems,
+        key,
+        proof,
+        astray,
+        is_structural,
+        any(each is not None and id(each) not in names for each in leaves),
+    )
+
+
+class _Place(NamedTuple):
+    """A tensor on the way: an output of a node.
+
+    Attributes:
+        node: The node.
+        number: Of the output.
+        rows: Where it has the samples; None: it must be the same for all.
+        is_certain: Whether that is so whatever the data.
+        why: Why nothing accounts for a parameter that is reached from here.
+        inside: Of a call whose module is not known to keep samples apart: the nodes of
+            its inputs, where the way through it ends, and its parameters. None: outside
+            of such calls.
+        met: The last operation and input that a parameter may meet the only sample at.
+    """
+
+    node: Node
+    number: int
+    rows: Rows | None
+    is_certain: bool
+    why: str
+    inside: tuple[frozenset[Node], tuple[str, ...]] | None = None
+    met: tuple[Node, int, Rows] | None = None
+
+
+class _Walk:
+    """The walk, and what it has found so far.
+
+    Attributes:
+        problems: Why parameters have uses without a call, by name.
+        astray: As in `Table`.
+        is_structural: Whether nothing was decided by data.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        losses: torch.Tensor,
+        recorder: Recorder,
+        passed: Sequence[Node],
+    ) -> None:
+        self.problems: dict[str, str] = {}
+        self.astray: set[str] = set()
+        self._settings, self._losses, self._recorder = settings, losses, recorder
+        self._passed = passed
+        self._num_samples = len(losses)
+        self._names = {id(param): name for name, param in settings.params.items()}
+        self._model_params = {id(param) for param in settings.model.parameters()}
+        self._custom: str | None = None
+        self._reached: set[Node] = set()
+        self._uses: dict[Node, tuple[Rows, dict[int, list[str]]]] = {}
+        # Calls that return the same for all samples: what rows of a table or buffers of
+        # the model are computed from, and not what may be computed from the samples.
+        # They are a part of what is computed from parameters alone.
+        self._constant: list[RecordedCall] = []
+        # Of calls with the same output (a module that ends with another) the last one.
+        self._calls: dict[Node, RecordedCall] = {}
+        for each in recorder.calls:
+            if self._is_constant(each):
+                self._constant.append(each)
+            else:
+                self._calls[each.output.node] = each
+        self._below = self._parameters_below()
+        if any(self._below.values()):
+            # A checkpoint that calls no module with parameters was not noticed.
+            recorder.saved_by_hooks |= graph.is_saved_by_hooks(passed)
+        self._may_read = not recorder.saved_by_hooks
+        by_indices = any(node.name() == "IndexBackward0" for node in passed)
+        self.is_structural = not self._constant and not by_indices
+
+    @functools.cached_property
+    def _known(self) -> Owned:
+        return Owned(self._settings.model)
+
+    @functools.cached_property
+    def _same(self) -> Collection[Node]:
+        """Nodes inside of calls that are said to return the same for all samples."""
+        said = [each for each in self._constant if not each.has_batch]
+        inside = [
+            graph.backward_nodes(each.output.node, [edge.node for edge in each.inputs])
+            for each in said
+        ]
+        return set().union(*inside)
+
+    def _is_constant(self, recorded: RecordedCall) -> bool:
+        """Returns whether a call has no rows, and took no numbers of unknown origin.
+
+        Known are integers, such as the ids of positions, what has a graph, which is
+        looked at later, and what the model owns.
+        """
+        if not recorded.has_batch or recorded.has_rows(self._num_samples):
+            return not recorded.has_batch
+        given = [each for each in recorded.given if each.is_floating_point()]
+        unknown = [each for each in given if each not in self._known]
+        return len(unknown) <= len(recorded.inputs)
+
+    def _looks_up(self, recorded: RecordedCall) -> bool:
+        """Returns whether a call may have looked up what is the same for all samples.
+
+        A table of positions may have as many rows as there are samples, or a multiple.
+        """
+        floats = [each for each in recorded.given if each.is_floating_point()]
+        return self._num_samples > 1 and not floats
+
+    def _parameters_below(self) -> dict[Node, frozenset[str]]:
+        """Returns the parameters that each node depends on outside of calls."""
+        below: dict[Node, frozenset[str]] = {}
+        for node in self._passed:
+            call = self._calls.get(node)
+            if call is not None:
+                names = call.owner.names if self._looks_up(call) else ()
+                below[node] = frozenset(names)
+                continue
+            name = self._names.get(id(getattr(node, "variable", None)))
+            found = [below[each] for each, _ in node.next_functions if each is not None]
+            below[node] = frozenset([name] if name else ()).union(*filter(None, found))
+        return below
+
+    def run(self) -> None:
+        """Goes all ways from the losses."""
+        root, why = self._losses.grad_fn, "no operation that meets samples has a rule"
+        stack = [] if root is None else [_Place(root, 0, Rows(0), True, why)]
+        seen: set[_Place] = set()
+        while stack:
+            for place in self._step(stack.pop()):
+                known = place._replace(why="")  # of which the first one counts
+                if known not in seen:
+                    seen.add(known)
+                    stack.append(place)
+        if not self._recorder.called:
+            names = sorted(set().union(*self._below.values()))
+            self.problems = dict.fromkeys(names, self._why_uncalled())
+            self._uses.clear()
+
+    def _why_uncalled(self) -> str:
+        """Returns the likely cause where no module's hook has run."""
+        if any(each.name() == "CompiledFunctionBackward" for each in self._passed):
+            return (
+                "what torch.compile has compiled calls no hooks: call the model in the "
+                "capture, not a compiled function (capture(compiled) runs the compiled "
+                "module as it was written)"
+            )
+        return (
+            "no module was called inside the capture: was the forward pass run before "
+            "it?"
+        )
+
+    def _step(self, place: _Place) -> list[_Place]:
+        """Returns what a place depends on, except for what is accounted for there."""
+        node = place.node
+        if place.inside is not None and node in place.inside[0]:
+            place = place._replace(inside=None)
+        is_outside, variable = place.inside is None, getattr(node, "variable", None)
+        if variable is not None:
+            name = self._names.get(id(variable))
+            if name is not None and is_outside:
+                why, met = place.why, place.met
+                why = self._take(*met, [name], place.is_certain) if met else why
+                if why:
+                    self.problems.setdefault(name, why)
+            return []
+        call = self._calls.get(node) if is_outside else None
+        # Rows that are the same for all samples are a part of what meets them.
+        is_table = place.rows is None and place.is_certain
+        if call is not None and not (is_table and self._looks_up(call)):
+            place = place._replace(is_certain=self._reach_call(call, place))
+            if is_of_torch(call.call.module, call.owner.rule):
+                return self._inputs_of(call, place.is_certain)
+            ends = frozenset([edge.node for edge in call.inputs])
+            place = place._replace(inside=(ends, call.owner.names))
+        elif is_outside and isinstance(node, BackwardCFunction):
+            self._custom = node.name()
+            if self._custom == _OPAQUE:
+                raise CoverageError(
+                    "torch.utils.checkpoint with use_reentrant=True hides parameters "
+                    "from the graph: pass use_reentrant=False"
+                )
+        return self._inputs_below(place)
+
+    def _reach_call(self, call: RecordedCall, place: _Place) -> bool:
+        """Returns whether samples are certainly where the rule takes them to be."""
+        self._reached.add(place.node)
+        found: Rows | None = None
+        if place.rows is not None and place.is_certain:
+            shape = nodes.output_shape(place.node, place.number)
+            with contextlib.suppress(layouts.Unknown):
+                found = layouts.through_view(
+                    shape, place.rows, call.shape, self._num_samples
+                )
+        is_certain = found == self._guess(call.shape, call.call.batch_dim) is not None
+        if not is_certain:
+            self.astray.update(call.owner.names)
+        return is_certain
+
+    def _inputs_of(self, call: RecordedCall, is_certain: bool) -> list[_Place]:
+        """Returns a layer's inputs, each with its samples if it has any."""
+        why, found = "what is computed from it is the input of a module", []
+        for node, number, *_ in call.inputs:
+            shape = nodes.output_shape(node, number)
+            rows = self._guess(shape, call.call.batch_dim)
+            # Of one dimension are weights within bags.
+            found.append(_Place(node, number, rows, is_certain and len(shape) > 1, why))
+        return found
+
+    def _guess(
+        self, shape: Sequence[int] | None, dim: int | None = None
+    ) -> Rows | None:
+        """Returns where a tensor has its samples as far as shapes tell."""
+        dim = self._settings.default_batch_dim if dim is None else dim
+        return None if shape is None else by_shape(shape, dim, self._num_samples)
+
+    def _inputs_below(self, place: _Place) -> list[_Place]:
+        """Returns the inputs of an operation, except for what it accounts for."""
+        node, rows, certain = place.node, place.rows, place.is_certain
+        shapes = nodes.input_shapes(node)
+        if rows is None and not certain:
+            rows = self._guess(nodes.output_shape(node, place.number))
+        found: list[Rows | None] | None = [None] * len(shapes)
+        if rows is not None:
+            found = self._layout(place, rows)
+        is_known = found is not None
+        if found is None:
+            certain, found = False, [self._guess(each) for each in shapes]
+        if place.inside is not None and None in shapes and not (rows and certain):
+            self.astray.update(place.inside[1])  # samples may come in without a graph
+        inputs = []
+        for slot, ((each, number), at) in enumerate(zip(node.next_functions, found)):
+            if each is None:
+                continue
+            why, met = place.why, None
+            if rows is not None and place.inside is None and self._below[each]:
+                why, met = self._meet(place, rows, slot, at, is_known)
+            if at is None and self._num_samples == 1:  # it has all rows
+                at = self._guess(shapes[slot])
+            if why:
+                inputs.append(_Place(each, number, at, certain, why, place.inside, met))
+        return inputs
+
+    def _layout(self, place: _Place, rows: Rows) -> list[Rows | None] | None:
+        node, number = place.node, place.number
+        return layout_of(node, number, rows, self._num_samples, self._may_read)
+
+    def _meet(
+        self, place: _Place, rows: Rows, slot: int, at: Rows | None, is_known: bool
+    ) -> tuple[str, tuple[Node, int, Rows] | None]:
+        """Lets an operation account for the parameters below an input, if it can.
+
+        Returns why it does not, or nothing, and where they may meet the only sample.
+        """
+        node = place.node
+        below, _ = node.next_functions[slot]
+        assert below is not None
+        if reason := self._why_of_samples(below):
+            return reason if at is None else place.why, None
+        names, operation = sorted(self._below[below]), operation_of(node)
+        if is_known and at is None:
+            return self._take(node, slot, rows, names, place.is_certain), None
+        met = place.met
+        if self._num_samples == 1 and operation and operation.contribution:
+            # All rows are those of one sample, in whatever dimension they are.
+            shape = nodes.output_shape(node, place.number)
+            for axis in map(Rows, range(len(shape))):
+                found = self._layout(place, axis)
+                if found is not None and found[slot] is None:
+                    return self._take(node, slot, axis, names, place.is_certain), None
+            met = (node, slot, rows) if shape[rows.axis] == 1 else None
+        return _mixes(node) if at is None else place.why, met
+
+    def _take(
+        self, node: Node, slot: int, rows: Rows, names: Sequence[str], is_certain: bool
+    ) -> str:
+        """Takes an operation as what accounts for parameters; returns why it is not."""
+        operation = operation_of(node)
+        if operation is None or operation.contribution is None:
+            return _mixes(node)
+        if operation.reads and not self._may_read:
+            return _KEPT_BY_HOOKS
+        if operation.runs and not contributions.keeps_rows(node, slot):
+            return _mixes(node)
+        _, slots = self._uses.setdefault(node, (rows, {}))
+        slots[slot] = [*dict.fromkeys((*slots.get(slot, ()), *names))]
+        if not is_certain:
+            self.astray.update(names)
+        return ""
+
+    def _why_of_samples(self, top: Node) -> str:
+        """Returns why what a node made may depend on samples; nothing: it does not."""
+        stack = [(top, True)]
+        seen = set(stack)
+        while stack:
+            node, is_moved = stack.pop()
+            if reason := self._why_by_itself(node, top, is_moved):
+                return reason
+            is_moved = is_moved and (node.name() in _MOVES or self._is_one_row(node))
+            below = [(each, is_moved) for each, _ in node.next_functions if each]
+            new = [each for each in below if each not in seen]
+            seen.update(new)
+            stack += new
+        return ""
+
+    def _is_one_row(self, node: Node) -> bool:
+        """Returns whether an operation has one row in the place of those of samples."""
+        dim = self._settings.default_batch_dim
+        shapes = nodes.output_shape(node), *filter(None, nodes.input_shapes(node))
+        return all(-len(x) <= dim < len(x) and x[dim] == 1 for x in shapes)
+
+    def _why_by_itself(self, node: Node, top: Node, is_moved: bool) -> str:
+        """Returns why a node may depend on samples, but for its inputs with a graph.
+
+        ``is_moved`` says that it has the rows of ``top``, which are those of a table.
+        """
+        name, variable = node.name(), getattr(node, "variable", None)
+        if variable is not None:
+            is_own = id(variable) in self._model_params
+            return "" if is_own or not self._guess(variable.shape) else _mixes(top)
+        if isinstance(node, BackwardCFunction):
+            return f"{name} may do anything with it"
+        call = self._calls.get(node)
+        if call is not None and not (self._looks_up(call) and is_moved):
+            return _mixes(top)
+        if node in self._same:
+            return ""
+        if name in _BY_DATA and self._num_samples > 1 and not is_moved:
+            has_rows = self._guess(nodes.output_shape(node))
+            if has_rows and not (self._may_read and uses.is_own(node, self._known)):
+                return f"{name} may take rows by samples' indices"
+        if None in nodes.input_shapes(node):
+            if not self._may_read:
+                return _KEPT_BY_HOOKS
+            if not uses.is_known(node, self._known):
+                return f"{name} mixes it with what may be samples"
+        return ""
+
+    def reaches(self, recorded: RecordedCall) -> bool:
+        """Returns whether the losses depend on a call, outside of others."""
+        node = recorded.output.node
+        return node in self._reached and self._calls.get(node) is recorded
+
+    def refuse_hidden(self, calls: Sequence[RecordedCall]) -> None:
+        """Raises CoverageError for parameters used only within an autograd.Function."""
+        seen = {name for call in calls for name in call.owner.names}
+        hidden = sorted(self._recorder.unrecorded - seen - self.problems.keys())
+        if hidden and self._custom is not None:
+            raise CoverageError(
+                f"modules with {', '.join(hidden)} were called without gradients, "
+                f"perhaps in the torch.autograd.Function {self._custom}: call them "
+                "outside of it (for checkpoints: use_reentrant=False), or leave them "
+                "out if the losses do not depend on them (params=)"
+            )
+
+    def operations(self) -> list[RecordedCall]:
+        """Returns operations, each as a call of the module with its first parameter."""
+        model, params = self._settings.model, self._settings.params
+        calls = []
+        for node, (rows, slots) in self._uses.items():
+            names = tuple(dict.fromkeys(n for each in slots.values() for n in each))
+            owner = names[0].rpartition(".")[0]
+            module = model.get_submodule(owner)
+            kind = node.name().removesuffix("Backward0")
+            kind = f"{kind} in {type(module).__name__}"
+            recorded = RecordedModule(
+                owner, kind, uses.by_operation, {n: n for n in names}, names,
+                is_operation=True,
+            )  # fmt: skip
+            own = {slot: {n: params[n] for n in each} for slot, each in slots.items()}
+            call = OperationCall(
+                module, (), {}, rows.axis, node, rows, own, self._num_samples
+            )
+            shape = torch.Size(nodes.output_shape(node))
+            calls.append(RecordedCall(recorded, call, GradientEdge(node, 0), shape))
+        return calls
+
+    def explained_problems(self) -> dict[str, str]:
+        """Returns why parameters have uses that nothing accounts for, by name."""
+        # Of calls that certainly return the same for all samples nothing more can be
+        # said than where that meets samples.
+        of_calls = {
+            name: f"{call.owner}: {call.why_no_rows(self._num_samples)}"
+            for call in self._constant
+            if call.has_batch and call.shape[:1] != (1,)
+            for name in call.owner.names
+        }
+        return {
+            name: "a use outside any module with a rule ("
+            f"{_why_outside(self._settings.model, name)}; "
+            f"{of_calls.get(name, why)})"
+            for name, why in self.problems.items()
+        }
+
+
+def _mixes(node: Node) -> str:
+    return f"{node.name()} mixes it with samples, and has no rule"
+
+
+def _why_outside(model: nn.Module, name: str) -> str:
+    """Returns why no recorded call accounts for a use of this parameter."""
+    owner = name.rpartition(".")[0]
+    module = model.get_submodule(owner)
+    return why_no_rule(module) or (
+        f"{type(module).__name__} {owner!r} has a rule, but this use is not its own "
+        "call"
+    )
