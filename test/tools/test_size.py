@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 23_187
-TEST_LINES = 33_649
+CODE = 22_127
+TEST_LINES = 33_688
 
 
 def test_lines_are_counted():

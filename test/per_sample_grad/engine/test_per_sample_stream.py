@@ -148,8 +148,7 @@ def test_a_convolution_is_unfolded_when_it_is_asked():
     assert peak < 25 * x.nbytes / 4  # a quarter of all windows
     (windows,) = factors[0].contributions("weight")
     expected = nn.functional.unfold(x, 5, padding=2).transpose(1, 2)
-    part = windows.outer(2, 4, 25, 75).right[:, 0]
-    torch.testing.assert_close(part, expected[2:4, :, 25:75])
+    torch.testing.assert_close(windows.outer(2, 4).right[:, 0], expected[2:4])
 
 
 ANSWERS = {
