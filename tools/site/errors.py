@@ -42,6 +42,11 @@ class Texts:
             if isinstance(node, ast.Assign):
                 name = ast.unparse(node.targets[0])
                 self.values.setdefault(name, []).append(node.value)
+            if isinstance(node, ast.For):  # over the rows of a table
+                names = getattr(node.target, "elts", [])
+                for row in getattr(node.iter, "elts", []):
+                    for target, value in zip(names, getattr(row, "elts", [])):
+                        self.values.setdefault(ast.unparse(target), []).append(value)
             if isinstance(node, ast.FunctionDef):
                 ends = [end for end in ast.walk(node) if isinstance(end, ast.Return)]
                 values = [end.value for end in ends if end.value]
