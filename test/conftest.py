@@ -1,5 +1,6 @@
 """Fixtures that several test modules ask for."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +20,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # programs, of which tests run each a few times. Without any of LLVM's optimisations
 # (level 0) products are rounded in another way in each program, so that a resumed run
 # ends with other bits. The newer emitters of fusions take a fifth longer than the older
-# ones. What a user has set counts more.
+# ones, which TorchTPU does not have. What a user has set counts more.
+has_emitters = importlib.util.find_spec("torch_xla")
 os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false "
+    "--xla_backend_optimization_level=1 "
+    f"{'--xla_cpu_use_fusion_emitters=false ' if has_emitters else ''}"
     f"{os.environ.get('XLA_FLAGS', '')}"
 )
 

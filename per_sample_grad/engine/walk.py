@@ -48,6 +48,8 @@ _BY_DATA = (
 _MOVES = (
     *nodes.UNCHANGED, "PermuteBackward0", "TransposeBackward0", "TBackward0",
 )  # fmt: skip
+# Nodes that take one sample out of all.
+_TAKE = ("UnbindBackward0", "SelectBackward0")
 _KEPT_BY_HOOKS = "what its operation has saved is kept by hooks"
 
 
@@ -138,6 +140,7 @@ class _Place(NamedTuple):
             its inputs, where the way through it ends, and its parameters. None: outside
             of such calls.
         met: The last operation and input that a parameter may meet the only sample at.
+        is_single: Whether it is of one sample, as what is stacked to the losses is.
     """
 
     node: Node
@@ -147,6 +150,7 @@ class _Place(NamedTuple):
     why: str
     inside: tuple[frozenset[Node], tuple[str, ...]] | None = None
     met: tuple[Node, int, Rows] | None = None
+    is_single: bool = False
 
 
 class _Walk:
@@ -339,14 +343,17 @@ class _Walk:
         """Returns the inputs of an operation, except for what it accounts for."""
         node, rows, certain = place.node, place.rows, place.is_certain
         shapes = nodes.input_shapes(node)
-        if rows is None and not certain:
+        if rows is None and not (certain or place.is_single):
             rows = self._guess(nodes.output_shape(node, place.number))
         found: list[Rows | None] | None = [None] * len(shapes)
         if rows is not None:
             found = self._layout(place, rows)
-        is_known = found is not None
+        is_known, is_single = found is not None, place.is_single
         if found is None:
-            certain, found = False, [self._guess(each) for each in shapes]
+            certain, is_single = False, node.name() == "StackBackward0"
+            found = [None if is_single else self._guess(each) for each in shapes]
+        elif is_single and node.name() in _TAKE:
+            is_single, found = False, [self._guess(each) for each in shapes]
         if place.inside is not None and None in shapes and not (rows and certain):
             self.astray.update(place.inside[1])  # samples may come in without a graph
         inputs = []
@@ -359,7 +366,9 @@ class _Walk:
             if at is None and self._num_samples == 1:  # it has all rows
                 at = self._guess(shapes[slot])
             if why:
-                inputs.append(_Place(each, number, at, certain, why, place.inside, met))
+                inputs.append(
+                    _Place(each, number, at, certain, why, place.inside, met, is_single)
+                )
         return inputs
 
     def _layout(self, place: _Place, rows: Rows) -> list[Rows | None] | None:

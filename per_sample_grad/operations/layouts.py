@@ -92,6 +92,8 @@ def through_view(shape: Shape, rows: Rows, before: Shape, num_samples: int) -> R
         Unknown: No dimension counts them.
     """
     outer, start = math.prod(shape[: rows.axis]) * rows.before, 1
+    if 0 in before:  # nothing is anywhere
+        raise Unknown
     for axis, size in enumerate(before):
         if start * size > outer or (start == outer and num_samples == 1):
             count, rest = divmod(outer, start)
@@ -140,7 +142,8 @@ def along(*names: str, leading: int = 0) -> LayoutRule:
     def rule(of: LayoutQuery) -> Layout:
         found: list[int | None] = []
         for shape in of.inputs:
-            if not shape:  # no graph, or a number that fills
+            # No graph, or a number that fills; of those that are stacked, one sample's.
+            if shape is None or not (shape or leading):
                 found.append(None)
                 continue
             rank = len(shape) + leading

@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_127
-TEST_LINES = 33_688
+CODE = 22_136
+TEST_LINES = 33_691
 
 
 def test_lines_are_counted():

@@ -143,7 +143,8 @@ def _first_death(
     """Waits until all processes have ended well; returns how the first one has not."""
     running = {process.sentinel: number for number, process in enumerate(processes)}
     while running:
-        for sentinel in connection.wait(list(running), 1.0):
+        ended, error = connection.wait(list(running), 1.0), runtime.late()
+        for sentinel in ended:
             number = running.pop(sentinel)
             processes[number].join()
             code = processes[number].exitcode
@@ -153,7 +154,6 @@ def _first_death(
                 return runtime.death(number, f"died ({kind} {abs(code)}{cause})")
             if not any(Path(folder).glob(f"*.{number}.result")):  # os._exit(0), say
                 return runtime.death(number, "exited before its function returned")
-        error = runtime.late()
         if error is not None:
             return error
     return None
