@@ -1,8 +1,8 @@
 """Fixtures that several test modules ask for."""
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 # Tests are of replicas on the CPU, wherever they run; `make gpu` runs those of GPUs.
@@ -21,12 +21,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # (level 0) products are rounded in another way in each program, so that a resumed run
 # ends with other bits. The newer emitters of fusions take a fifth longer than the older
 # ones, which TorchTPU does not have. What a user has set counts more.
-has_emitters = importlib.util.find_spec("torch_xla")
-os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=1 "
-    f"{'--xla_cpu_use_fusion_emitters=false ' if has_emitters else ''}"
-    f"{os.environ.get('XLA_FLAGS', '')}"
-)
+os.environ["XLA_FLAGS"] = " ".join([
+    "--xla_backend_optimization_level=1",
+    *["--xla_cpu_use_fusion_emitters=false"] * (find_spec("torch_xla") is not None),
+    os.environ.get("XLA_FLAGS", ""),
+])  # fmt: skip
 
 import hypothesis
 import pytest
