@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 22_136
-TEST_LINES = 33_690
+TEST_LINES = 33_706
 
 
 def test_lines_are_counted():

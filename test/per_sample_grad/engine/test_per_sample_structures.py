@@ -311,3 +311,19 @@ def test_insides_of_a_call_may_stop_gradients():
         (found,) = outcome(model, x)
         torch.testing.assert_close(outcome(copy.deepcopy(model), x), (found,))
         assert stops == (not found[:, :16].any())  # of the first weight
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(9, 4), nn.EmbeddingBag(9, 4)])
+@pytest.mark.parametrize("num_samples", [2, 4, 0])  # 4 is also the width
+def test_losses_that_are_stacked_sample_by_sample_are_each_of_one(layer, num_samples):
+    x = torch.arange(3 * num_samples).view(num_samples, 3) % 9
+    with psg.capture(layer) as recorded:
+        out = layer(x)
+        losses = [sample.square().sum() for sample in out.unbind()]
+        losses = torch.stack(losses) if losses else out.flatten()
+    rows = recorded.backward(losses).materialize()["weight"]
+    for row, sample in zip(rows, x):
+        [expected] = torch.autograd.grad(
+            layer(sample[None]).square().sum(), layer.weight
+        )
+        torch.testing.assert_close(row, expected)
