@@ -219,8 +219,9 @@ class Account:
         replicas would not begin it too.
         """
         is_same = self.announced and epoch == self.epoch
-        if is_same and not self.has_run:
-            return None  # a second call: idle steps are joined already
+        # A second call: idle steps are joined already.
+        if (is_same and not self.has_run) or self.ledger.is_passed(epoch):
+            return None
         plan = self.ledger.begin_epoch(epoch)
         is_lost, problem = self.has_run and not self.ended, ""
         if is_lost:

@@ -40,11 +40,13 @@ class Ledger:
         start: Where a loaded state begins, until training has ended that epoch.
         accounts: Each optimizer's `Account`, while it is alive, by what it updates.
         is_placed: Whether an update or a loaded state says where the run is.
+        has_moved: Whether members come and go: epochs that others have trained
+            meanwhile are then passed over.
     """
 
     def __init__(self, schedule: Schedule, rank: int, num_replicas: int) -> None:
         self.schedule, self.rank, self.num_replicas = schedule, rank, num_replicas
-        self.padded = self.is_placed = False
+        self.padded = self.is_placed = self.has_moved = False
         self.deal = self.epoch = 0
         self.start: Cursor | None = None
         self._plans: dict[int, EpochPlan] = {}
@@ -56,21 +58,25 @@ class Ledger:
         Raises TraceExhausted if the trace has ended and ``on_end='error'``.
         """
         if epoch not in self._plans:
-            start = self.start or Cursor(0, 0)
-            plan = dataclasses.replace(
-                self.schedule.plan(epoch, self.num_replicas),
-                start_step=start.step if epoch == start.epoch else 0,
-                padded=self.padded,
-            )
+            start, plan = self.start, self.schedule.plan(epoch, self.num_replicas)
+            first = start.step if start and epoch == start.epoch else 0
+            if self.is_passed(epoch):
+                first = plan.num_steps
+            plan = dataclasses.replace(plan, start_step=first, padded=self.padded)
             self._plans = {epoch: plan, **dict([*self._plans.items()][:1])}
         return self._plans[epoch]
+
+    def is_passed(self, epoch: int) -> bool:
+        """Returns whether the other members have trained an epoch without this one."""
+        epochs = [account.epoch for account in self.accounts.values()]
+        return self.has_moved and epoch < min(epochs, default=0)
 
     def begin_epoch(self, epoch: int) -> EpochPlan:
         """Returns a plan as `plan` does; of another pass over an epoch, the whole one.
 
         Raises ValueError if a restored run is in a later epoch.
         """
-        if self.start and epoch < self.start.epoch:
+        if self.start and epoch < self.start.epoch and not self.is_passed(epoch):
             raise ValueError(
                 f"set_epoch({epoch}): the restored run is in epoch "
                 f"{self.start.epoch}; begin with range(sampler.epoch, num_epochs)"
@@ -200,7 +206,7 @@ class Ledger:
     def move(self, rank: int, num_replicas: int, cursor: Cursor) -> None:
         """Goes on as another replica, after another step, where members change."""
         with self._lock:
-            self.rank, self.num_replicas = rank, num_replicas
+            self.rank, self.num_replicas, self.has_moved = rank, num_replicas, True
             self.epoch = max(self.epoch, cursor.epoch)
             self.redeal(cursor)
 

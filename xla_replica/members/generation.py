@@ -27,7 +27,7 @@ class Offer:
         settings: What members must have in common, by name.
         generation: Number and lineage of the last one that the member was in.
         entered: Number of the one in which it came, and its rank there.
-        mark: How far it has come; a later one is larger, its last number is the epoch.
+        mark: How far it has come; a later one is larger.
         is_between: Whether it is amid functions that follow an update, where nobody can
             join.
         leaves: Whether it goes.

@@ -130,8 +130,7 @@ class Membership:
         Args: See `Offer`.
 
         Raises:
-            Superseded: The others have gone on without this member, which cannot join
-                them anew: they have ended, or are in an epoch after the next.
+            Superseded: The others have gone on without this member, and have ended.
             ReplicaError: It is not of this run, or nobody has answered for too long.
         """
         if self._thread.ident is None:  # the lighthouse waits for whom it hears
@@ -148,8 +147,7 @@ class Membership:
             try:
                 found = next_generation(offers, self.id, self._token, self._min_members)
             except Superseded as error:
-                furthest = max(each.mark for each in offers.values())
-                if leaves or furthest[-1] > mark[-1] + 1:
+                if leaves:
                     raise
                 logger.warning(
                     f"this member joins anew, with the others' state: {error}"

@@ -218,6 +218,17 @@ def test_members_that_are_paused_and_go_on_one_after_another_all_end_well(tmp_pa
 
 
 @of_torch_alone
+def test_a_paused_member_passes_over_the_epochs_that_another_one_has_trained(tmp_path):
+    with live(tmp_path, *words(16, 0.02), seconds=1.0) as job:
+        paused, _ = started(job, 2)
+        os.kill(paused.pid, signal.SIGSTOP)
+        job.wait(lambda: job.num_updates() > 100)  # in the eighth epoch
+        os.kill(paused.pid, signal.SIGCONT)
+        assert ends(job) == [0, 0], job.log()
+        assert "joins anew" in job.log()
+
+
+@of_torch_alone
 def test_members_leave_stop_and_join(tmp_path):
     with live(tmp_path, *words(5, 0.04), min_members=2) as job:
         first, second = started(job, 2)
