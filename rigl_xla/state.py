@@ -128,7 +128,7 @@ def _resumed(
 ) -> Options:
     """Returns the saved options, and warns if the caller's schedule is another one.
 
-    Other options than the saved ones, where the caller's are no defaults, are an error.
+    Raises ValueError if the caller asks for another option than the saved one.
     """
     own, defaults = _plain(options), _plain(Options())
     check_names("state_dict['options'] has", saved, own, "the options of this release")

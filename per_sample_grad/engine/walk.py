@@ -8,8 +8,8 @@ parameters. A parameter that is reached nevertheless has a use that nothing acco
 for. That finds functional uses of a weight, parametrizations, ties, parameters of
 MultiheadAttention, and outputs that were replaced by an in-place operation on a view.
 
-An operation whose layout is unknown may let any two samples meet, by its data or behind
-a coefficient of zero. Below it shapes say where samples are. What is found there is
+An operation whose layout is unknown may mix any two samples, depending on its data, or
+with a coefficient that happens to be zero. Below it shapes say where samples are. What is found there is
 only believed where it is compared, and is compared in every pass: what has been proven
 of other data says nothing.
 """

@@ -190,7 +190,7 @@ def _saved(value: Any) -> dict[str, Any]:
 
 
 def _is_shown(dataset: Any, name: str, value: Any) -> bool:
-    """Whether an attribute of a dataset is no note of what it was asked for."""
+    """Returns whether an attribute of a dataset is more than a record of requests."""
     is_list = type(value) in (list, tuple) and all(map(_is_plain, value))
     return not name.startswith("_") and not (is_list and len(value) != len(dataset))
 

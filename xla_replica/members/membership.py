@@ -130,7 +130,7 @@ class Membership:
         Args: See `Offer`.
 
         Raises:
-            Superseded: The others have gone on without this member, and have ended.
+            Superseded: The others have trained on without this member and have ended.
             ReplicaError: It is not of this run, or nobody has answered for too long.
         """
         if self._thread.ident is None:  # the lighthouse waits for whom it hears
@@ -207,7 +207,7 @@ class Membership:
         self._heard_at = now
 
     def _check_is_not_left(self, members: Iterable[str], quorum: int) -> None:
-        """Raises Superseded if others may have gone on, and ended, meanwhile.
+        """Raises Superseded if others may have trained on and ended meanwhile.
 
         They have not if the lighthouse has made no quorum since this member's last one.
         """
