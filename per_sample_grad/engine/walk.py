@@ -9,9 +9,9 @@ for. That finds functional uses of a weight, parametrizations, ties, parameters 
 MultiheadAttention, and outputs that were replaced by an in-place operation on a view.
 
 An operation whose layout is unknown may mix any two samples, depending on its data, or
-with a coefficient that happens to be zero. Below it shapes say where samples are. What is found there is
-only believed where it is compared, and is compared in every pass: what has been proven
-of other data says nothing.
+with a coefficient that happens to be zero. Below it shapes say where samples are. What
+is found there is only believed where it is compared, and is compared in every pass:
+what has been proven of other data says nothing.
 """
 
 from __future__ import annotations

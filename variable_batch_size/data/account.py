@@ -219,7 +219,7 @@ class Account:
         replicas would not begin it too.
         """
         is_same = self.announced and epoch == self.epoch
-        # A second call, after which idle steps are joined; or others have trained it.
+        # A second call, idle steps are joined already; or others have trained it.
         if (is_same and not self.has_run) or self.ledger.is_passed(epoch):
             return None
         plan = self.ledger.begin_epoch(epoch)
