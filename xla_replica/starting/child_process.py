@@ -140,7 +140,11 @@ def run_in_children(
 def _first_death(
     runtime: Runtime, processes: Sequence[BaseProcess], folder: str
 ) -> ReplicaError | None:
-    """Waits until all processes have ended well; returns how the first one has not."""
+    """Returns how the first process ends without a word, None if all say how they end.
+
+    A collective may fail before the system reports the death that it fails by: after
+    such a failure the others have a second.
+    """
     running = {process.sentinel: number for number, process in enumerate(processes)}
     while running:
         ended, error = connection.wait(list(running), 1.0), runtime.late()
@@ -148,15 +152,26 @@ def _first_death(
             number = running.pop(sentinel)
             processes[number].join()
             code = processes[number].exitcode
-            if code:
+            if any(Path(folder).glob(f"*.{number}.failure")):
+                if not isinstance(_first_failure(folder)[2], ReplicaError):
+                    return None
+            elif code:
                 kind = "exit status" if code > 0 else "signal"
                 cause = f": {runtime.causes[code]}" if code in runtime.causes else ""
                 return runtime.death(number, f"died ({kind} {abs(code)}{cause})")
-            if not any(Path(folder).glob(f"*.{number}.result")):  # os._exit(0), say
+            elif not any(Path(folder).glob(f"*.{number}.result")):  # os._exit(0), say
                 return runtime.death(number, "exited before its function returned")
-        if error is not None:
+        if any(Path(folder).glob("*.failure")):
+            if not ended:
+                return None
+        elif error is not None:
             return error
     return None
+
+
+def _first_failure(folder: str) -> tuple[int | None, str, BaseException | None]:
+    """Returns the rank, the text and, if it can be sent, the exception."""
+    return pickle.loads(min(Path(folder).glob("*.failure")).read_bytes())
 
 
 def _collect_results(
@@ -167,11 +182,10 @@ def _collect_results(
     A status other than 0 that a replica has passed to ``sys.exit`` is the job's too. 0
     is not: the replica has left its peers, and the job has not ended well.
     """
-    failures = sorted(Path(folder).glob("*.failure"))
-    if failures:
-        rank, text, error = pickle.loads(failures[0].read_bytes())
+    if any(Path(folder).glob("*.failure")):
+        rank, text, error = _first_failure(folder)
         if isinstance(error, ReplicaError):
-            raise error
+            raise death or error
         if isinstance(error, SystemExit) and error.code not in (None, 0):
             logger.warning("replica %s ended the job by sys.exit(%r)", rank, error.code)
             raise error
@@ -237,7 +251,7 @@ def _run_child(
         with listening_for_parent(folder):
             runtime.run(number, run)
     except BaseException as error:
-        _fail(folder, None, error)
+        _fail(folder, number, None, error)
 
 
 def _run_replica(runtime: Runtime, folder: str, called: bytes, number: int) -> None:
@@ -254,10 +268,12 @@ def _run_replica(runtime: Runtime, folder: str, called: bytes, number: int) -> N
             content = dump(result, "its result cannot be pickled")
             Path(folder, f"{rank:06d}.{number}.result").write_bytes(content)
     except BaseException as error:  # a replica that exits has failed its peers too
-        _fail(folder, rank, error)
+        _fail(folder, number, rank, error)
 
 
-def _write_failure(folder: str, rank: int | None, error: BaseException) -> None:
+def _write_failure(
+    folder: str, number: int, rank: int | None, error: BaseException
+) -> None:
     """Writes what replica ``rank`` raised; None where no single replica is at fault."""
     who = "a process of the replicas" if rank is None else f"replica {rank}"
     trace = "".join(traceback.format_exception(error))
@@ -268,11 +284,11 @@ def _write_failure(folder: str, rank: int | None, error: BaseException) -> None:
         with_error = dump((rank, text, error), "")
         pickle.loads(with_error)
         content = with_error
-    path = Path(folder, f"{time.time_ns()}.failure")
+    path = Path(folder, f"{time.time_ns()}.{number}.failure")
     write_whole(unfinished_name(path), lambda file: file.write(content), path)
 
 
-def _fail(folder: str, rank: int | None, error: BaseException) -> NoReturn:
+def _fail(folder: str, number: int, rank: int | None, error: BaseException) -> NoReturn:
     """Writes what a replica raised, and ends the process at once; the first one counts.
 
     Its peers would wait, and so may threads that are stuck in native code.
@@ -283,9 +299,9 @@ def _fail(folder: str, rank: int | None, error: BaseException) -> NoReturn:
             with contextlib.suppress(OSError):  # nobody reads any more
                 sys.stdout.flush()
                 sys.stderr.flush()
-            _write_failure(folder, rank, error)
+            _write_failure(folder, number, rank, error)
         except BaseException as later:  # as of torch's handler, that a worker has died
-            _write_failure(folder, rank, later)
+            _write_failure(folder, number, rank, later)
     finally:
         os._exit(1)
 

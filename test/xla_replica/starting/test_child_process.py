@@ -1,6 +1,7 @@
 """Forked processes have what spawned ones would have: surroundings and the script."""
 
 import os
+import signal
 import sys
 import time
 from multiprocessing import forkserver
@@ -111,6 +112,25 @@ def test_a_process_that_ends_without_a_word_is_named_at_once(how, said):
     """A loader's dead worker interrupts what its replica writes of an exception."""
     with pytest.raises(ReplicaError, match=said):
         Backend("cpu", 2).run(ends_early, how)
+
+
+def fails_by_a_peer(rank: int, how: int) -> None:
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), how) if how else os._exit(0)
+    raise ReplicaError("replica 0 of 2 failed in all_reduce_", 0)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (signal.SIGKILL, r"^replica 1 died \(signal 9\)"),
+        (0, "^replica 1 exited before its function returned"),
+    ],
+)
+def test_a_death_is_told_though_a_peers_collective_fails_before_it_is_seen(how, said):
+    with pytest.raises(ReplicaError, match=said):
+        Backend("cpu", 2).run(fails_by_a_peer, how)
 
 
 FAILS = """
