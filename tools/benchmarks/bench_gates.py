@@ -25,14 +25,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import grab_xla
 import per_sample_grad as psg
-from tools.benchmarks.models import GPT2, MODELS, TOKENS, GPT2Small, losses_of, resnet50
+from tools.benchmarks.models import (
+    GPT,
+    GPT2,
+    MODELS,
+    TOKENS,
+    Attention,
+    GPT2Small,
+    losses_of,
+    resnet50,
+)
 from tools.peak_memory import peak_memory
 from tools.record import parser_with_output, row, save
 from tools.side_by_side import Step, side_by_side
@@ -46,39 +54,6 @@ SMALL = {"norms": 2.0}
 WITH_FREE_PARAMETERS = {"norms": 2.5}
 PUBLIC = {"norms": 1.35, "project": 1.15, "group": 1.03, "projected": 1.1}
 MEMORY = {"exact": 1.5, "projected": 1.15, "group": 1.1}
-
-
-class Attention(nn.Module):
-    """A block of a transformer, written of Linears."""
-
-    def __init__(self, width: int, heads: int, is_causal: bool) -> None:
-        super().__init__()
-        self.heads, self.is_causal = heads, is_causal
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.norm1(x)).chunk(3, -1)
-        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """Four blocks of width 128; the loss is the mean over 64 tokens."""
-
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(LENGTH, width)
-        self.blocks = nn.Sequential(*(Attention(width, 4, True) for _ in range(4)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.tokens(x) + self.positions(torch.arange(LENGTH, device=x.device))
-        return self.head(self.norm(self.blocks(h)))
 
 
 class ViT(nn.Module):
@@ -150,7 +125,7 @@ def photographs() -> torch.Tensor:
 # The model, its inputs, and by a way's name the most that it may take over training.
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable, dict[str, float]]] = {
     "cnn": (MODELS["cnn"][0], images, LARGE),
-    "gpt": (GPT, tokens, LARGE),
+    "gpt": (lambda: GPT(128, 4, VOCABULARY, LENGTH), tokens, LARGE),
     "vit": (ViT, images, LARGE),
     "mlp": (small_mlp, vectors, SMALL),
     "mlp, free parameters": (FreeMLP, vectors, WITH_FREE_PARAMETERS),

@@ -1,15 +1,17 @@
 """Measures what live members cost: without a failure, at a death, and where one joins.
 
-Two live members, and two replicas that `launch` starts, train an MLP with AdamW, with
-sums of floats and with exact ones; two of torchft's replicas train it with its DDP. All
-ten run at once, but the pairs take turns of six updates, whose time and processor time
-are compared. Then one member of three is killed, and another joins; sums are of floats.
+Two processes train a model with AdamW: by DistributedDataParallel, by the elastic
+wrapper that `launch` starts, as live members, with sums of floats and with exact ones,
+and by torchft's replicas with its DDP. All twelve run at once, but the pairs take turns
+of six updates, whose time is compared. Then one member of three is killed, and another
+joins; sums are of floats.
 
     python tools/benchmarks/bench_live.py --output docs/benchmarks/bench_live.json
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -17,37 +19,60 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm.auto import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 import variable_batch_size as vbs
 import xla_replica
+from tools.benchmarks.bench_ddp import cnn, mlp
+from tools.benchmarks.models import GPT
 from tools.record import parser_with_output, row, save
 
 HEARTBEAT_SECONDS = 1.0
-# Widths, of 2 w^2 weights, three times; and the turns in a round.
-WIDTHS = {"10 MB of state": (640, 16), "100 MB of state": (2048, 6)}
 DEATH = "from a death to the next update"
 JOINER = "of a joiner, from load() to its first update"
 LOADING = "of a joiner, from load() to its first minibatch"
+
+
+def wide(width: int) -> nn.Module:
+    """Returns two square layers: 24 w^2 bytes with AdamW's state."""
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+# By name: the model, and a minibatch of its inputs.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "GPT of 5 M, 4 x 128 tokens": (
+        lambda: GPT(256, 5, 2000, 128), lambda: torch.randint(0, 2000, (4, 128)),
+    ),
+    "CNN, 128 images": (lambda: cnn(64), lambda: torch.randn(128, 256)),
+    "MLP 8 x 1024, 128 rows": (lambda: mlp(8, 1024), lambda: torch.randn(128, 1024)),
+    "10 MB of state": (lambda: wide(640), lambda: torch.randn(256, 640)),
+    "100 MB of state": (lambda: wide(2048), lambda: torch.randn(256, 2048)),
+}  # fmt: skip
+STATES = tuple(name for name in MODELS if "state" in name)
 # Seconds; a death is detected by a heartbeat that fails to come.
 GOALS = {
-    "10 MB of state": {DEATH: HEARTBEAT_SECONDS + 0.25, JOINER: None, LOADING: None},
-    "100 MB of state": {DEATH: None, JOINER: None, LOADING: 1.0},
+    STATES[0]: {DEATH: HEARTBEAT_SECONDS + 0.25, JOINER: None, LOADING: None},
+    STATES[1]: {DEATH: None, JOINER: None, LOADING: 1.0},
 }
-STEP_GOALS = {
-    "live over elastic": 1.03, "live over torchft": 1.03, "live exact over exact": 1.02,
-}  # fmt: skip
-BATCH = 256
+# The pair that is measured, the one that it is compared with, and the goal.
+RATIOS = (
+    ("live", "ddp", 1.03), ("live", "elastic", 1.03), ("live", "torchft", 1.03),
+    ("live exact", "exact", 1.02), ("live exact", "live", None),
+)  # fmt: skip
 TURN = 6  # updates
-PAIRS = ("elastic", "exact", "live", "live exact", "torchft")
+PAIRS = ("ddp", "elastic", "exact", "live", "live exact", "torchft")
 
-Times = list[list[float]]  # of turns: their seconds, and the processor's
+Times = list[float]  # the seconds of turns
 
 
 class Turns:
@@ -62,13 +87,14 @@ class Turns:
     def __init__(self, folder: Path, number: int, num_updates: int) -> None:
         self._folder, self._number = folder, number
         self._num_updates = num_updates
-        self.seconds: list[float] = []  # of each turn, without its first update
-        self.processor_seconds: list[float] = []
+        self.seconds: Times = []  # of each turn, without its first update
+        (folder / f"ready-{os.getpid()}").touch()
+        self.wait()
 
     def wait(self) -> None:
         """Waits until it is this pair's turn."""
         while not (self._folder / f"turn-{self._number}").exists():
-            time.sleep(0.001)
+            time.sleep(0.005)
 
     def __call__(self, update: vbs.Update) -> None:
         self.end(update.step)
@@ -77,80 +103,106 @@ class Turns:
         """Ends an update; after the last one of a turn it waits for the next turn."""
         place = (step + 1) % TURN
         if place == 1:
-            self._began = time.perf_counter(), time.process_time()
+            self._began = time.perf_counter()
         if place == 0:
-            now = time.perf_counter(), time.process_time()
-            self.seconds.append(now[0] - self._began[0])
-            self.processor_seconds.append(now[1] - self._began[1])
+            self.seconds.append(time.perf_counter() - self._began)
             (self._folder / f"turn-{self._number + 1}").touch()
             self._number += len(PAIRS)
             if step + 1 < self._num_updates:
                 self.wait()
 
 
-def build_model(width: int) -> nn.Module:
-    """Returns the MLP, the same in every process."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+class Loop:
+    """A model, the same in every process, and the loss of its minibatch."""
+
+    def __init__(self, name: str) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        build, draw = MODELS[name]
+        self.model, self._inputs = build(), draw()
+        self.inner = torch.optim.AdamW(self.model.parameters())
+
+    def backward(self, model: nn.Module) -> None:
+        outputs = model(self._inputs).flatten(0, -2)
+        F.cross_entropy(outputs, torch.arange(len(outputs)) % 10).backward()
+
+
+def train_by_hand(
+    model: DistributedDataParallel, optimizer: Any, loop: Loop, substeps: int,
+    num_updates: int, turns: Turns,
+) -> Times:  # fmt: skip
+    """Trains with a module that sums gradients in the last minibatch of a step."""
+    for step in range(num_updates):
+        optimizer.zero_grad()
+        for substep in range(substeps):
+            last = substep == substeps - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                loop.backward(model)
+        optimizer.step()
+        turns.end(step)
+    return turns.seconds
+
+
+def train_with_ddp(
+    rank: int, name: str, substeps: int, num_updates: int, folder: str
+) -> Times:
+    """Trains by torch's DDP; returns what `train` does."""
+    del rank
+    loop = Loop(name)
+    model = DistributedDataParallel(loop.model, gradient_as_bucket_view=True)
+    turns = Turns(Path(folder).parent, PAIRS.index("ddp"), num_updates)
+    return train_by_hand(model, loop.inner, loop, substeps, num_updates, turns)
 
 
 def train_with_torchft(
-    width: int, num_updates: int, folder: str, address: str
-) -> list[list[float]]:
-    """Trains the same by torchft; returns what `train` does."""
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    name: str, substeps: int, num_updates: int, folder: str, address: str
+) -> Times:
+    """Trains by torchft; returns what `train` does."""
+    import torchft
 
-    torch.set_num_threads(1)
-    model = build_model(width)
+    loop = Loop(name)
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
-    manager = Manager(
-        pg=ProcessGroupGloo(), load_state_dict=lambda state: None, state_dict=dict,
-        min_replica_size=2, rank=0, world_size=1, store_addr="127.0.0.1",
-        store_port=store.port, lighthouse_addr=address, hostname="127.0.0.1",
-        replica_id=f"torchft-{os.getpid()}", init_sync=False,
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(), load_state_dict=lambda state: None,
+        state_dict=dict, min_replica_size=2, rank=0, world_size=1,
+        store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=address,
+        hostname="127.0.0.1", replica_id=f"torchft-{os.getpid()}", init_sync=False,
     )  # fmt: skip
-    ddp = DistributedDataParallel(manager, model)
-    optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters()))
-    inputs, targets = torch.randn(BATCH, width), torch.arange(BATCH)
+    model = torchft.DistributedDataParallel(manager, loop.model)
+    optimizer = torchft.Optimizer(manager, loop.inner)
     turns = Turns(Path(folder).parent, PAIRS.index("torchft"), num_updates)
-    turns.wait()
-    for step in range(num_updates):
-        optimizer.zero_grad()
-        F.cross_entropy(ddp(inputs), targets % 10).backward()
-        optimizer.step()
-        turns.end(step)
+    seconds = train_by_hand(model, optimizer, loop, substeps, num_updates, turns)
     manager.shutdown()
-    return [turns.seconds, turns.processor_seconds]
+    return seconds
 
 
 def train(
     rank: int,
-    width: int,
+    name: str,
+    substeps: int,
     num_updates: int,
     folder: str,
     times: str = "",
     pair: str = "live",
-) -> list[list[float]]:
-    """Trains one of a pair; returns the seconds of turns, and the processor's.
+) -> Times:
+    """Trains one of a pair; returns the seconds of its turns.
 
     With ``times`` it appends the clock's time to that file: before and after it has
     loaded, and after every update. Without them it waits for its pair's turns.
     """
     del rank
-    torch.set_num_threads(1)
-    model = build_model(width)
+    loop = Loop(name)
     sampler = vbs.CustomSampler(
-        dataset_size=10**6, trace=[2 * BATCH], minibatch_size=BATCH, on_end="hold",
+        dataset_size=10**6, trace=[2 * substeps], minibatch_size=1, on_end="hold",
         verbose=False,
     )  # fmt: skip
-    optimizer = vbs.LinearRuleOptimizer(
-        torch.optim.AdamW(model.parameters()), sampler, ref_batchsize=BATCH,
-        exact=model if "exact" in pair else None,
-    )  # fmt: skip
+    optimizer = vbs.ConstantOptimizer(
+        loop.inner, sampler, exact=loop.model if "exact" in pair else None
+    )
     checkpointer = vbs.Checkpointer(
-        folder, optimizer, model=model, every_updates=10**6, stop_on=()
+        folder, optimizer, model=loop.model, every_updates=10**6, stop_on=()
     )
 
     def note() -> None:
@@ -158,23 +210,23 @@ def train(
             with open(times, "a") as file:
                 file.write(f"{time.time()}\n")
 
-    turns = Turns(Path(folder).parent, PAIRS.index(pair), num_updates)
     note()
     checkpointer.load()
     note()
     optimizer.attach(lambda update: note())
+    seconds: Times = []
     if not times:
+        turns = Turns(Path(folder).parent, PAIRS.index(pair), num_updates)
         optimizer.attach(turns)
-        turns.wait()
+        seconds = turns.seconds
     optimizer.attach(checkpointer)
     optimizer.set_epoch(0)
-    inputs, targets = torch.randn(BATCH, width), torch.arange(BATCH)
     for _ in sampler:
-        F.cross_entropy(model(inputs), targets % 10).backward()
+        loop.backward(loop.model)
         optimizer.step()
         if checkpointer.num_updates == num_updates:
             break
-    return [turns.seconds, turns.processor_seconds]
+    return seconds
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[str]:
@@ -201,59 +253,52 @@ def start_member(
     )
 
 
-def costs(width: int, num_turns: int) -> dict[str, list[float]]:
-    """Returns, by turn, what updates of live members take over those of others."""
-    with tempfile.TemporaryDirectory() as name, xla_replica.lighthouse() as address:
-        folder, num_updates = Path(name), TURN * num_turns
-        told = {
-            pair: (width, num_updates, str(folder / pair), "", pair) for pair in PAIRS
-        }
-        theirs = (width, num_updates, str(folder / "torchft"))
-        launch = "xla_replica.launch(bench_live.train, {}, 2, 'cpu')[0]"
-        # One lighthouse for each pair of members.
-        with xla_replica.lighthouse() as second, xla_replica.lighthouse() as third:
-            processes = [
-                start(f"print({launch.format(told[pair])})")
-                for pair in ("elastic", "exact")
-            ]
-            for pair, place in (("live", address), ("live exact", second)):
-                members = [start_member(place, told[pair], min_members=2) for _ in "AB"]
-                processes += members
-            line = f"print(bench_live.train_with_torchft(*{theirs}, {third!r}))"
-            processes += [start(line) for _ in "AB"]
-            time.sleep(30)  # all have imported, and wait
-            (folder / "turn-0").touch()
-            said = [process.communicate()[0].splitlines()[-1] for process in processes]
-    elastic, exact, live, _, live_exact, _, torchft, _ = map(json.loads, said)
-
-    def ratios(mine: Times, others: Times, kind: int = 0) -> list[float]:
-        return [one / other for one, other in zip(mine[kind], others[kind])]
-
+def costs(name: str, substeps: int, num_turns: int) -> dict[str, Times]:
+    """Returns the milliseconds of an update, by pair and turn."""
+    num_updates = TURN * num_turns
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        told = {pair: (name, substeps, num_updates, str(root / pair)) for pair in PAIRS}
+        launch = "print(xla_replica.launch(bench_live.{}, {}, 2, 'cpu')[0])"
+        processes = {"ddp": start(launch.format("train_with_ddp", told["ddp"]))}
+        for pair in ("elastic", "exact"):
+            processes[pair] = start(launch.format("train", (*told[pair], "", pair)))
+        for pair in ("live", "live exact", "torchft"):
+            # One lighthouse for each pair of members.
+            address = stack.enter_context(xla_replica.lighthouse())
+            if pair == "torchft":
+                theirs = f"bench_live.train_with_torchft(*{told[pair]}, {address!r})"
+                both = [start(f"print({theirs})") for _ in "AB"]
+            else:
+                own = (*told[pair], "", pair)
+                both = [start_member(address, own, min_members=2) for _ in "AB"]
+            processes[pair] = both[0]
+        while len(list(root.glob("ready-*"))) < 2 * len(PAIRS):
+            time.sleep(0.1)
+        (root / "turn-0").touch()
+        said = {pair: one.communicate()[0] for pair, one in processes.items()}
+    seconds = {pair: json.loads(text.splitlines()[-1]) for pair, text in said.items()}
     return {
-        "live over elastic": ratios(live, elastic),
-        "live over elastic, processor time": ratios(live, elastic, 1),
-        "live over torchft": ratios(live, torchft),
-        "live exact over exact": ratios(live_exact, exact),
-        "live exact over live": ratios(live_exact, live),
-        "elastic, ms": [1e3 * seconds / (TURN - 1) for seconds in elastic[0]],
+        pair: [1e3 * turn / (TURN - 1) for turn in turns]
+        for pair, turns in seconds.items()
     }
 
 
-def changes(width: int) -> dict[str, float]:
+def changes(name: str) -> dict[str, float]:
     """Kills one of three members, and has another one join; returns seconds."""
     with tempfile.TemporaryDirectory() as folder, xla_replica.lighthouse() as address:
 
-        def ticks(name: str) -> list[float]:
-            path = Path(folder, name)
+        def ticks(member: str) -> list[float]:
+            path = Path(folder, member)
             return [float(t) for t in path.read_text().split()] if path.exists() else []
 
-        def join(name: str) -> subprocess.Popen[str]:
-            path = str(Path(folder, name))
-            return start_member(address, (width, 10**6, folder, path))
+        def join(member: str) -> subprocess.Popen[str]:
+            path = str(Path(folder, member))
+            return start_member(address, (name, 1, 10**6, folder, path))
 
-        members = [join(name) for name in "ABC"]
+        members = [join(each) for each in "ABC"]
         try:
-            while min(len(ticks(name)) for name in "ABC") < 12:
+            while min(len(ticks(each)) for each in "ABC") < 12:
                 time.sleep(0.1)
             members[0].kill()
             killed_at = time.time()
@@ -277,15 +322,25 @@ def changes(width: int) -> dict[str, float]:
 def main() -> None:
     parser = parser_with_output(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+    )
+    parser.add_argument(
+        "--substeps", type=int, nargs="+", default=[1, 2],
+        help="minibatches of a step on each replica (default: 1 2)",
+    )  # fmt: skip
     options = parser.parse_args()
     rows = []
-    for name, (width, num_turns) in WIDTHS.items():
-        steps = costs(width, num_turns * options.rounds)
-        ends = [changes(width) for _ in range(options.rounds)]
-        rows.append(row(f"elastic step: {name}", steps.pop("elastic, ms"), "ms"))
-        for what, ratios in steps.items():
-            goal = STEP_GOALS.get(what)
-            rows.append(row(f"{what}: {name}", ratios, at_most=goal))
+    cases = [(name, count) for name in options.models for count in options.substeps]
+    for name, substeps in tqdm(cases, desc="steps", disable=None):
+        steps = costs(name, substeps, 4 * options.rounds)
+        of = f"{name}, {substeps} a step"
+        rows.append(row(f"elastic step: {of}", steps["elastic"], "ms"))
+        for pair, other, goal in RATIOS:
+            ratios = [mine / its for mine, its in zip(steps[pair], steps[other])]
+            rows.append(row(f"{pair} over {other}: {of}", ratios, at_most=goal))
+    for name in tqdm([n for n in STATES if n in options.models], desc="deaths"):
+        ends = [changes(name) for _ in range(options.rounds)]
         for what, goal in GOALS[name].items():
             seconds = [end[what] for end in ends]
             rows.append(row(f"{what}: {name}", seconds, "s", at_most=goal))

@@ -39,6 +39,42 @@ class Transformer(nn.Module):
         return F.gelu(x)
 
 
+class Attention(nn.Module):
+    """A block of a transformer, written of Linears."""
+
+    def __init__(self, width: int, heads: int, is_causal: bool) -> None:
+        super().__init__()
+        self.heads, self.is_causal = heads, is_causal
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Blocks of causal attention over sequences of ``length`` tokens."""
+
+    def __init__(self, width: int, blocks: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(
+            *(Attention(width, width // 32, True) for _ in range(blocks))
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        h = self.tokens(x) + self.positions(places)
+        return self.head(self.norm(self.blocks(h)))
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(),
