@@ -5,8 +5,9 @@ imported before a backend is chosen.
 """
 
 from xla_replica.backends.counters import Counts, count
+from xla_replica.backends.local import LocalReplica
 from xla_replica.backends.registry import DEVICES, Job, current, register_backend
-from xla_replica.backends.replica import LocalReplica, Replica
+from xla_replica.backends.replica import Replica
 from xla_replica.device.comparisons import comparable, where_finite
 from xla_replica.device.device_traits import (
     DeviceTraits,

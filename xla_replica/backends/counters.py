@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from xla_replica.backends.replica import Replica, default_device
+from xla_replica.backends.local import default_device
+from xla_replica.backends.replica import Replica
 from xla_replica.common.arguments import check_type
 
 

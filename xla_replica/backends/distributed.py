@@ -15,8 +15,9 @@ import torch
 from torch._utils import _take_tensors
 
 from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.local import default_device, in_use
 from xla_replica.backends.overlapped_sum import OverlappedSum
-from xla_replica.backends.replica import Replica, default_device, in_use, listed
+from xla_replica.backends.replica import Replica, listed
 from xla_replica.backends.sharded_sum import (
     ShardedParameters,
     ShardedSum,

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from xla_replica.backends.replica import LocalReplica, Replica
+from xla_replica.backends.local import LocalReplica
+from xla_replica.backends.replica import Replica
 from xla_replica.common.arguments import check_function, check_type
 from xla_replica.errors import ReplicaError
 

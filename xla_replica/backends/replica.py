@@ -12,34 +12,29 @@ import abc
 import functools
 import math
 import numbers
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.sharded_files import read_parts, write_parts
+from xla_replica.backends.objects import check_equal, gather_objects
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import accumulation_hook
 from xla_replica.device.loader import (
-    CutBatches,
     DeviceLoader,
-    FreshBatches,
     StreamCopies,
+    load_ahead,
     warn_of_slow_workers,
 )
-from xla_replica.device.seeding import check_seed, seeded
-from xla_replica.errors import ReplicaError
-
-# What `Replica.all_gather_object` sends at first; longer values take a second round.
-_FIRST_BYTES = 1024
+from xla_replica.device.placing import move_with_ties
+from xla_replica.device.seeding import check_seed, generator_of, seeded
+from xla_replica.device.sharded_files import read_parts, write_parts
 
 
 class Replica(abc.ABC):
@@ -359,17 +354,7 @@ class Replica(abc.ABC):
         Args:
             value: Anything that can be pickled; tensors in it should be on the CPU.
         """
-        own = pickle.dumps(value)
-        if self.num_replicas == 1:
-            return [pickle.loads(own)]
-        self.sync()
-        width = _FIRST_BYTES
-        lengths, texts = self._all_gather_bytes(own, width)
-        if max(lengths) > width:
-            # A power of two, so that few programs are compiled.
-            width = 1 << (max(lengths) - 1).bit_length()
-            lengths, texts = self._all_gather_bytes(own, width)
-        return [pickle.loads(text[:length]) for length, text in zip(lengths, texts)]
+        return gather_objects(self, value)
 
     def gather_at_rest(self, value: Any) -> list[Any]:
         """Returns what `all_gather_object` does, for replicas that save or stop.
@@ -381,14 +366,6 @@ class Replica(abc.ABC):
     def choose(self, find: Callable[[], Any]) -> Any:
         """Returns what ``find`` returns on replica 0; a live member's is its own."""
         return self.all_gather_object(find() if self.is_primary else None)[0]
-
-    def _all_gather_bytes(self, own: bytes, width: int) -> tuple[Any, list[bytes]]:
-        """Returns the replicas' lengths, and their first ``width`` bytes, padded."""
-        words = np.empty(1 + width // 4, np.int32)
-        words[0] = len(own)
-        words[1:] = np.frombuffer(own[:width].ljust(width, b"\0"), np.int32)
-        [rows] = self.fetch([self.all_gather(self.send(torch.from_numpy(words)))])
-        return rows[:, 0].tolist(), [row[1:].tobytes() for row in rows.numpy()]
 
     def check_agreement(self, what: str, value: Any, remedy: str) -> None:
         """Raises unless every replica brings an equal ``value``. Collective; blocks.
@@ -402,22 +379,7 @@ class Replica(abc.ABC):
         Raises:
             ReplicaError: Replicas differ; on every replica, with the ranks.
         """
-        if self.num_replicas == 1:
-            return
-        values = self.all_gather_object(value)
-        others = [rank for rank, other in enumerate(values) if other != values[0]]
-        if others:
-            mine, theirs = values[0], values[others[0]]
-            if isinstance(mine, dict) and isinstance(theirs, dict):
-                names = [n for n in mine | theirs if mine.get(n) != theirs.get(n)]
-                mine, theirs = ({n: v.get(n) for n in names} for v in (mine, theirs))
-            ranks = ", ".join(map(str, others[:8])) + ", ..." * (len(others) > 8)
-            raise ReplicaError(
-                f"replicas disagree about {what}: replica 0 has {mine!r}, replica "
-                f"{others[0]} has {theirs!r}, and {len(others)} of "
-                f"{self.num_replicas} differ from replica 0 (rank {ranks}). {remedy}",
-                others[0],
-            )
+        check_equal(self, what, value, remedy)
 
     def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:  # noqa: B027
         """Raises TypeError if something else sums these parameters' gradients already.
@@ -439,15 +401,7 @@ class Replica(abc.ABC):
         Collective; returns the model. Tied parameters stay tied, which ``model.to``
         makes independent ones of on XLA.
         """
-        places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for name, tensor in {**module._parameters, **module._buffers}.items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((module, name))
-        model.to(self.device)
-        for (first, name), *others in places.values():
-            for module, other in others:
-                setattr(module, other, getattr(first, name))
+        move_with_ties(model, self.device)
         self.sync()  # what is pending differs, where replicas drew other weights
         tensors = [*model.parameters(), *model.buffers()]
         self.broadcast_([tensor.detach() for tensor in tensors])
@@ -468,25 +422,17 @@ class Replica(abc.ABC):
         check_integer("prefetch", prefetch, least=1)
         if self.is_primary:
             warn_of_slow_workers(batches)
-        sampler = getattr(batches, "batch_sampler", None)
-        if sampler is None:
-            sampler = getattr(batches, "sampler", batches)
-        ledger = getattr(sampler, "ledger", None)
-        if ledger is not None:
-            ahead = functools.partial(self._ahead, prefetch=prefetch)
-            return FreshBatches(batches, ledger, ahead)
-        found = self._ahead(batches, prefetch)
-        cuts = self.is_lazy and getattr(sampler, "ends_graphs", False)
-        return CutBatches(found, self.sync) if cuts else found
+        return load_ahead(batches, self._ahead(prefetch), self.sync, self.is_lazy)
 
-    def _ahead(self, batches: Iterable[Any], prefetch: int) -> Iterable[Any]:
-        """Returns ``batches`` on the device; on a CPU themselves."""
+    def _ahead(self, prefetch: int) -> Callable[[Iterable[Any]], Iterable[Any]]:
+        """Returns what moves batches to the device; on a CPU they are there already."""
         if self.is_host:
-            return batches
+            return lambda batches: batches
         if self.has_streams:
             copies = StreamCopies(self.device)
-            return DeviceLoader(batches, copies.send, prefetch, copies.receive)
-        return DeviceLoader(batches, self.send, prefetch)
+            send, receive = copies.send, copies.receive
+            return lambda batches: DeviceLoader(batches, send, prefetch, receive)
+        return lambda batches: DeviceLoader(batches, self.send, prefetch)
 
     def seed(self, seed: int) -> None:
         """Seeds what the device draws, such as dropout, by ``seed`` and the rank."""
@@ -500,27 +446,14 @@ class Replica(abc.ABC):
         """
         if self.is_host:
             return torch.get_rng_state()
-        return self._generator().get_state().cpu()
+        return generator_of(self.device).get_state().cpu()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restores what `rng_state` returned on a device of this kind."""
         if self.is_host:
             torch.set_rng_state(state.cpu())
         else:
-            self._generator().set_state(state.cpu())
-
-    def _generator(self) -> torch.Generator:
-        """Returns the generator that draws on the device.
-
-        Not by the module's ``get_rng_state``, which TorchTPU keeps to torch itself.
-        """
-        torch.empty(0, device=self.device)  # a GPU has none before it is first used
-        index = self.device.index
-        if index is None:
-            index = torch.accelerator.current_device_index()
-        found = torch.get_device_module(self.device).default_generators
-        generators: Sequence[torch.Generator] = found
-        return generators[index]
+            generator_of(self.device).set_state(state.cpu())
 
     def seeded(self, seed: int) -> AbstractContextManager[None]:
         """Returns a context in which draws on the CPU are the same on every replica.
@@ -553,33 +486,6 @@ def _shape_checked(all_gather: Callable[..., Any]) -> Callable[..., torch.Tensor
     return checked
 
 
-class LocalReplica(Replica):
-    """The only replica of its job, whose sums are its own tensors.
-
-    Args:
-        device: Default: the accelerator if there is one, else the CPU.
-    """
-
-    def __init__(
-        self, device: torch.device | str | None = None, reason: str = "no other replica"
-    ) -> None:
-        chosen = in_use(default_device()) if device is None else torch.device(device)
-        super().__init__(0, 1, chosen, reason)
-
-    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
-        listed("all_reduce_", tensors)  # one replica's sum is its own tensor
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone().unsqueeze(0)
-
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        listed("broadcast_", tensors)
-        self._check_source(source)
-
-    def barrier(self) -> None:
-        self.wait()
-
-
 def listed(verb: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the tensors that a verb was given as a list; raises TypeError otherwise.
 
@@ -593,30 +499,3 @@ def listed(verb: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         got = f"a tensor of shape {tuple(given.shape)}" if is_one else repr(got)
         raise TypeError(f"{verb} takes a list of tensors, such as [tensor], got {got}")
     return found
-
-
-def default_device() -> torch.device:
-    """Returns torch's accelerator (a CUDA GPU, a TPU under TorchTPU), else the CPU.
-
-    It has no index; see `in_use`.
-    """
-    # A CUDA build without a GPU names "cuda" as its accelerator: ask if it is there.
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            return accelerator
-    return torch.device("cpu")
-
-
-def in_use(kind: torch.device) -> torch.device:
-    """Returns the device of this kind that the calling thread uses, with its index.
-
-    Every thread has its own, so without an index a loader's thread would take another
-    one, the first.
-
-    Args:
-        kind: The CPU, or torch's accelerator without an index.
-    """
-    if traits(kind).is_host:
-        return kind
-    return torch.device(kind.type, torch.accelerator.current_device_index())

@@ -41,6 +41,32 @@ def _warn_of_slow_workers() -> None:
     )
 
 
+def load_ahead(
+    batches: Iterable[Any],
+    ahead: Callable[[Iterable[Any]], Iterable[Any]],
+    sync: Callable[[], None],
+    is_lazy: bool,
+) -> Iterable[Any]:
+    """Returns ``batches`` as ``ahead`` loads them, as their sampler needs it.
+
+    Args:
+        batches: Any iterable. A sampler of ours, in a ``DataLoader`` or bare, has a
+            ``ledger`` of what it deals, or may say ``ends_graphs``.
+        ahead: See `FreshBatches`.
+        sync: Ends the lazy graph.
+        is_lazy: Whether there is one.
+    """
+    sampler = getattr(batches, "batch_sampler", None)
+    if sampler is None:
+        sampler = getattr(batches, "sampler", batches)
+    ledger = getattr(sampler, "ledger", None)
+    if ledger is not None:
+        return FreshBatches(batches, ledger, ahead)
+    found = ahead(batches)
+    cuts = is_lazy and getattr(sampler, "ends_graphs", False)
+    return CutBatches(found, sync) if cuts else found
+
+
 @dataclasses.dataclass(eq=False)
 class DeviceLoader:
     """Iterates over ``batches`` as ``send`` moves them, ahead of the training loop.

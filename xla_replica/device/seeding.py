@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,3 +99,17 @@ def seeded(seed: int) -> Iterator[None]:
     with own_draws(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(number)
         yield
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Returns the generator of an accelerator, which draws on the device.
+
+    Not by the module's ``get_rng_state``, which TorchTPU keeps to torch itself.
+    """
+    torch.empty(0, device=device)  # a GPU has none before it is first used
+    index = device.index
+    if index is None:
+        index = torch.accelerator.current_device_index()
+    found = torch.get_device_module(device).default_generators
+    generators: Sequence[torch.Generator] = found
+    return generators[index]

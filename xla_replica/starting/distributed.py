@@ -27,8 +27,8 @@ from xla_replica.backends.distributed import (
     kinds_served,
     process_group,
 )
+from xla_replica.backends.local import LocalReplica, default_device, in_use
 from xla_replica.backends.registry import Job, check_is_alone, register_backend
-from xla_replica.backends.replica import LocalReplica, default_device, in_use
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError
 from xla_replica.starting.bound_runtimes import (

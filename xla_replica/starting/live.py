@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from xla_replica.backends.local import LocalReplica
 from xla_replica.backends.registry import DEVICES, register_backend
-from xla_replica.backends.replica import LocalReplica, Replica
+from xla_replica.backends.replica import Replica
 from xla_replica.members.entering import as_member, lighthouse_address
 from xla_replica.starting import xla  # noqa: F401  its row first: the last is asked
 

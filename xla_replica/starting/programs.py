@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from xla_replica.backends.replica import default_device
+from xla_replica.backends.local import default_device
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,64 @@
+"""The only replica of its job, and the device that a replica uses by default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xla_replica.backends.replica import Replica, listed
+from xla_replica.device.device_traits import traits
+
+
+class LocalReplica(Replica):
+    """The only replica of its job, whose sums are its own tensors.
+
+    Args:
+        device: Default: the accelerator if there is one, else the CPU.
+    """
+
+    def __init__(
+        self, device: torch.device | str | None = None, reason: str = "no other replica"
+    ) -> None:
+        chosen = in_use(default_device()) if device is None else torch.device(device)
+        super().__init__(0, 1, chosen, reason)
+
+    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
+        listed("all_reduce_", tensors)  # one replica's sum is its own tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone().unsqueeze(0)
+
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        listed("broadcast_", tensors)
+        self._check_source(source)
+
+    def barrier(self) -> None:
+        self.wait()
+
+
+def default_device() -> torch.device:
+    """Returns torch's accelerator (a CUDA GPU, a TPU under TorchTPU), else the CPU.
+
+    It has no index; see `in_use`.
+    """
+    # A CUDA build without a GPU names "cuda" as its accelerator: ask if it is there.
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            return accelerator
+    return torch.device("cpu")
+
+
+def in_use(kind: torch.device) -> torch.device:
+    """Returns the device of this kind that the calling thread uses, with its index.
+
+    Every thread has its own, so without an index a loader's thread would take another
+    one, the first.
+
+    Args:
+        kind: The CPU, or torch's accelerator without an index.
+    """
+    if traits(kind).is_host:
+        return kind
+    return torch.device(kind.type, torch.accelerator.current_device_index())
