@@ -17,6 +17,7 @@ from variable_batch_size.gradient_noise.meter import NoiseOptions
 from variable_batch_size.live.exact import ExactModel
 from variable_batch_size.live.members import LiveBallots, LiveUpdates, State
 from variable_batch_size.live.repeatable import RepeatableSums
+from variable_batch_size.part import Part
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.runs.run_file import installed_version
@@ -34,7 +35,7 @@ from variable_batch_size.step.elastic_state import (
     check_agreement,
     common_settings,
 )
-from variable_batch_size.step.parts import Clipping, Noise, Part, Weights
+from variable_batch_size.step.parts import Clipping, Weights
 from variable_batch_size.step.run import Reduction, Run
 from variable_batch_size.step.scaling import Scaling
 from variable_batch_size.step.sums import Sums
@@ -221,7 +222,7 @@ class ElasticOptimizer(OptimizerProxy):
         if run.reduction == "sum":
             parts["weights"] = weights = Weights(run, gradients)
         if run.noise is not None:
-            parts["noise"] = Noise(run.noise, weights)
+            run.noise.weights, parts["noise"] = weights, run.noise
         if run.max_grad_norm is not None:
             parts["clipping"] = Clipping(gradients, run.max_grad_norm)
         made = LiveUpdates if is_live else Updates

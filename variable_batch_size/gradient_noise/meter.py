@@ -14,10 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from variable_batch_size.data.schedule import Step
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.progress import Progress
 from variable_batch_size.gradient_noise.squares import GradientSquares
+from variable_batch_size.part import Part
 from xla_replica import Replica
 from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_choice, check_number
@@ -81,7 +82,7 @@ class Measurements(NamedTuple):
     square: float
 
 
-class NoiseMeter:
+class NoiseMeter(Part):
     """Statistics of the gradients of one optimizer, on the device.
 
     `measure`, `gain`, `lr_factors`, `noise_scale`, `efficiency` and `progress` read
@@ -102,10 +103,22 @@ class NoiseMeter:
         dtype: The dtype of all statistics: float64 where a parameter has it, else
             float32.
         weighted: Whether minibatches have weights.
+        weights: The part that then has the weight of a step.
+        gains: What multiplied the learning rate of each parameter group in the last
+            update: ``(G,)``.
+        progress_bounds: The least and the most that `progress` can be, as far as the
+            host knows. The gain of an update lies between 1 and its batch ratio. With
+            minibatch weights the host does not know that, and the most is infinite.
+        last_read_progress: What `progress` was when the device was last read.
 
     Raises:
         TypeError: An option needs minibatches that all count the same.
     """
+
+    weights: Any = None
+    gains: torch.Tensor | None = None
+    progress_bounds = (0.0, 0.0)
+    last_read_progress = 0.0
 
     def __init__(
         self,
@@ -137,7 +150,11 @@ class NoiseMeter:
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
-        self._progress = Progress(self.dtype, replica)
+        # An integer and a fraction: one float would lose fractions as it grows.
+        self._progress = (
+            torch.zeros(1, dtype=torch.int64, device=replica.device),
+            torch.zeros(1, dtype=self.dtype, device=replica.device),
+        )
         self._uploaded: dict[str, torch.Tensor] = {}
         self.watch(groups)
 
@@ -158,16 +175,16 @@ class NoiseMeter:
         if self._gradients.watch(groups) and after_backward:
             self._squares.spoil()
 
-    def prepare_step(self, num_minibatches: int) -> None:
-        """Prepares for a step of so many minibatches, over all replicas.
+    def begin_minibatch(self, step: Step | None) -> None:
+        """Prepares for a minibatch of a step.
 
-        One tells nothing of the noise by its gradients, so they are not looked at;
-        where programs are compiled they are, which makes one program of all steps.
+        The only one tells nothing of the noise by its gradients, which are not looked
+        at; where programs are compiled they are, which makes one program of all steps.
         """
-        unused = num_minibatches == 1 and not self.weighted
+        unused = step is not None and step.num_minibatches == 1 and not self.weighted
         self._gradients.paused = unused and not self._replica.is_lazy
 
-    def end_minibatch(self, weight: torch.Tensor | None = None) -> None:
+    def end_minibatch(self, weight: torch.Tensor | None) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
 
         Args:
@@ -184,11 +201,9 @@ class NoiseMeter:
             self._count = self._count + counts
         self._squares.add(squares)
 
-    def prepare(self, num_minibatches: int, batch_size: int) -> None:
-        """Uploads what changes from update to update, ahead of the collective.
-
-        Both numbers are the step's, over all replicas.
-        """
+    def prepare(self, step: Step) -> None:
+        """Uploads what changes from update to update, ahead of the collective."""
+        num_minibatches = step.num_minibatches
         time_constant = self.options.time_constant
         values: dict[str, Any] = {"base": self._base}
         if self.minibatch_size is None:
@@ -196,9 +211,9 @@ class NoiseMeter:
         else:
             matrix = estimators.coefficients(num_minibatches, self.minibatch_size)
             values["coefficients"] = matrix
-            values["ratio"] = batch_size / self._base
+            values["ratio"] = step.batch_size / self._base
             values["weight"] = estimators.weight_of(num_minibatches, time_constant)
-            self._batch_size = batch_size
+            self._batch_size = step.batch_size
         self._uploaded = {
             name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
             for name, value in values.items()
@@ -208,28 +223,15 @@ class NoiseMeter:
         if self._unseen and num_minibatches != 1 and not self.weighted:
             self._squares.spoil()
 
-    @property
-    def totals(self) -> list[torch.Tensor]:
-        """What is summed over replicas, together with the gradients.
-
-        ``(G,)``, and the number of minibatches that have a weight, ``(1,)``, if they
-        have one.
-        """
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns ``(G,)`` and, if they have weights, how many minibatches have one."""
         return [self._squares.total, *([self._count] if self.weighted else [])]
 
-    def update(self, total: Any = None) -> torch.Tensor:
-        """Takes in the step whose averaged gradients are in ``.grad``.
-
-        Args:
-            total: The step's weight, if minibatches have weights: a number, or ``(1,)``
-                on the device.
-
-        Returns:
-            ``(G,)``: what multiplies the learning rate of each parameter group.
-        """
-        before = self._averages
+    def commit(self, step: Step) -> None:
+        """Makes `gains` of the step whose averaged gradients are in ``.grad``."""
+        before, num_groups = self._averages, self._averages.shape[-1]
         if self.weighted:
-            self._weigh(total)
+            self._weigh(self.weights.weight)
         if not self._gradients.paused:
             mean_square = self._gradients.of_gradients()
             new = estimators.estimate(
@@ -241,20 +243,31 @@ class NoiseMeter:
         statistics = before if self.options.causal else self._averages
         ratio, base = self._uploaded["ratio"], self._uploaded["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
-        known = None if self.weighted else self._batch_size / self._base
-        self._progress.add(gain, known)
-        if self.options.per_group and statistics.shape[1] > 1:
+        self._add_progress(gain)
+        if self.options.per_group and num_groups > 1:
             gains = estimators.gain(statistics, ratio, base)
         else:
-            gains = gain.expand(self._num_groups)
-        return gains * self._lr_factor if self.options.compat else gains
+            gains = gain.expand(num_groups)
+        self.gains = gains * self._lr_factor if self.options.compat else gains
+
+    def _add_progress(self, gain: torch.Tensor) -> None:
+        """Adds the gain of an update, ``(1,)``, on the device."""
+        whole, fraction = self._progress
+        total = fraction + gain
+        floor = total.floor()
+        self._progress = (whole + floor.to(torch.int64), total - floor)
+        low, high = self.progress_bounds
+        if self.weighted:
+            self.progress_bounds = (low, math.inf)
+        else:
+            ratio = self._batch_size / self._base
+            self.progress_bounds = (low + min(1.0, ratio), high + max(1.0, ratio))
 
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
         self._gradients.discard()
         self._unseen = False
-        with torch.no_grad():
-            torch._foreach_zero_([self._squares.total, self._count])
+        torch._foreach_zero_([self._squares.total, self._count])
 
     # --- what can be asked ----------------------------------------------------------
 
@@ -264,21 +277,7 @@ class NoiseMeter:
 
         Scale-invariant iterations: the sum of the overall gains (arXiv:2007.05105).
         """
-        return self._progress.read()
-
-    @property
-    def progress_bounds(self) -> tuple[float, float]:
-        """The least and the most that `progress` can be, as far as the host knows.
-
-        The gain of an update lies between 1 and its batch ratio. With minibatch
-        weights the host does not know that ratio, and the upper bound is infinite.
-        """
-        return self._progress.bounds
-
-    @property
-    def last_read_progress(self) -> float:
-        """What `progress` was when the device was last read."""
-        return self._progress.last_read
+        return self._note_progress(*self._replica.fetch(list(self._progress)))
 
     def measure(self, batch_size: float | None = None) -> Measurements:
         """Returns everything at once, with a single read of the device.
@@ -322,7 +321,7 @@ class NoiseMeter:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
-        tensors = [self._averages, *self._progress.tensors]
+        tensors = [self._averages, *self._progress]
         if isinstance(self._batch_size, torch.Tensor):
             tensors.append(self._batch_size)
         fetched = self._replica.fetch(tensors)
@@ -332,7 +331,7 @@ class NoiseMeter:
         state = dict(zip(_STATE, [*fetched, *sizes.split(1)]))
         # A run that loads the state knows its progress, and so must this one, so that
         # both read the device at the same updates.
-        self._progress.note(state["whole"], state["fraction"])
+        self._note_progress(state["whole"], state["fraction"])
         return state
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -353,7 +352,9 @@ class NoiseMeter:
         device = self._replica.device
         self._averages = state["averages"].to(self.dtype).to(device)
         self._batch_size = state["batch_size"].item()
-        self._progress.load(state["whole"], state["fraction"])
+        whole, fraction = state["whole"], state["fraction"]
+        self._note_progress(whole, fraction)
+        self._progress = whole.to(device), fraction.to(self.dtype).to(device)
         self._replica.sync()
 
     # --- how ------------------------------------------------------------------------
@@ -361,6 +362,12 @@ class NoiseMeter:
     @property
     def _num_groups(self) -> int:
         return self._averages.shape[-1]
+
+    def _note_progress(self, whole: torch.Tensor, fraction: torch.Tensor) -> float:
+        """Takes what was read of the progress; returns it."""
+        self.last_read_progress = read = whole.item() + fraction.item()
+        self.progress_bounds = (read, read)
+        return read
 
     def _weigh(self, total: Any) -> None:
         """Computes from a step's weight and count what `prepare` else uploads."""

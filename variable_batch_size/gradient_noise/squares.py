@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xla_replica import Replica, traits
+from xla_replica import Replica
 from xla_replica.device.gradients import weak_hook
 
 Groups = list[dict[str, Any]]
@@ -26,14 +26,14 @@ class GradientSquares:
     def __init__(self, dtype: torch.dtype, replica: Replica) -> None:
         self.dtype = dtype
         self.device = replica.device
-        self._replica = replica
+        self._replica, self._is_lazy = replica, replica.is_lazy
         self.parameters: list[nn.Parameter] = []
         self._group_of: dict[nn.Parameter, int] = {}
         self._num_groups = 0
         self._handles: list[Any] = []
         self._collected: dict[int, torch.Tensor] = {}
         self._repeated = False
-        self.paused = False
+        self.paused = self._is_sharded = False
 
     def watch(self, groups: Groups) -> bool:
         """Sees all trainable parameters from now on; returns whether some are new."""
@@ -46,6 +46,7 @@ class GradientSquares:
                     self._handles.append(self._replica.on_gradient(parameter, hook))
                     self.parameters.append(parameter)
                     self._group_of[parameter] = group_index
+        self._is_sharded = self._replica.is_sharded(self.parameters)
         return len(self.parameters) > num_before
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
@@ -82,9 +83,13 @@ class GradientSquares:
     def of_gradients(self) -> torch.Tensor:
         """Returns ||gradient||^2 of what ``.grad`` holds now, by group: ``(G,)``."""
         indices = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-        parameters = [self.parameters[index] for index in indices]
-        local = [self._replica.local(parameter.grad) for parameter in parameters]
-        sums = self._replica.sum_over_shards(squares(local, self.dtype), parameters)
+        parameters: Any = [self.parameters[index] for index in indices]
+        gradients = [parameter.grad for parameter in parameters]
+        if self._is_sharded:
+            gradients = [self._replica.local(gradient) for gradient in gradients]
+        sums = squares(gradients, self.dtype, self._is_lazy)
+        if self._is_sharded:
+            sums = self._replica.sum_over_shards(sums, parameters)
         return self.by_group(dict(zip(indices, sums)))
 
     def by_group(self, numbers: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -100,12 +105,12 @@ class GradientSquares:
         return torch.cat([next(found) if each else nothing for each in members])
 
 
-def squares(gradients: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def squares(
+    gradients: list[torch.Tensor], dtype: torch.dtype, is_lazy: bool
+) -> list[torch.Tensor]:
     """Returns `square` of each, in a few kernels where nothing is compiled."""
-    plain = all(
-        not (g.is_sparse or g.is_complex() or traits(g).is_lazy) for g in gradients
-    )
-    if not (gradients and plain):
+    special = any(g.is_sparse or g.is_complex() for g in gradients)
+    if special or is_lazy or not gradients:
         return [square(gradient, dtype) for gradient in gradients]
     norms = torch._foreach_norm(gradients, 2, dtype)
     return list(torch._foreach_mul(norms, norms))

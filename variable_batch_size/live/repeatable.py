@@ -22,7 +22,7 @@ from variable_batch_size.data.ledger import Ledger
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place, Schedule, Step
 from variable_batch_size.device_scalars import DeviceScalars
-from variable_batch_size.step.parts import Part
+from variable_batch_size.part import Part
 from variable_batch_size.step.sums import Sums
 from xla_replica import Replica
 from xla_replica.backends.grid import FloatGrid, Rider

@@ -27,8 +27,8 @@ import torch
 
 import xla_replica
 from variable_batch_size.data.schedule import Step
+from variable_batch_size.part import Part
 from variable_batch_size.step.gradients import StepGradients
-from variable_batch_size.step.parts import Part
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import Scaling, hyperparameters
 from xla_replica import ReplicaError
@@ -50,6 +50,8 @@ class Ballots(Part):
         parts: All parts of the update, this one among them.
     """
 
+    hears = True  # of votes of other replicas, beside the training, on a GPU
+
     def __init__(
         self,
         run: Run,
@@ -59,7 +61,7 @@ class Ballots(Part):
     ) -> None:
         self._run, self._replica = run, run.replica
         self._gradients, self._scaling, self._parts = gradients, scaling, parts
-        replica = run.replica
+        replica, self._is_host = run.replica, run.replica.is_host
         if not (replica.is_lazy or run.sharded):
             gradients.on_change = weak_hook(self._agree_on_trained)
         # Of hyperparameters and of orders, added up over updates.
@@ -68,7 +70,8 @@ class Ballots(Part):
         self._asked = False
         self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
         self._votes: Any = None  # summed; a list once they are read
-        self._looks = not (replica.is_host or replica.has_streams)
+        self._looks = not (self._is_host or replica.has_streams)
+        self._hears = self.hears and replica.has_streams
         # Minibatches of the busiest replica since everybody has looked, how many are to
         # be made before the next look, and how many replica 0 proposes.
         self._made, self._look_after, self._proposed = 0, 1.0, 0.0
@@ -95,9 +98,10 @@ class Ballots(Part):
         own = zlib.crc32(repr(used).encode()) % modulus
         known = order is not None
         digest = zlib.crc32(order.encode()) % modulus if order is not None else 0
-        self._asked |= self._vote_arrived() or xla_replica.stop_requested() is not None
-        proposed = self._proposed if self._replica.is_primary else 0.0
-        numbers = [own, digest, 1.0, float(known), float(self._asked), proposed]
+        if self._arriving:
+            self._asked |= self._vote_arrived()
+        self._asked |= xla_replica.stop_requested() is not None
+        numbers = [own, digest, 1.0, float(known), float(self._asked), self._proposed]
         numbers += self.others()
         scalars = self._run.scalars
         self._own = scalars.get("ballots", (tuple(numbers),)).reshape(-1)
@@ -122,9 +126,9 @@ class Ballots(Part):
         hashes, num_cast = sums[:2], sums[2:4]
         self._differences.add_((is_cast * (hashes - own * num_cast)).abs())
         self._votes = sums[2:].clone()  # computed by the update's own program
-        if self.hears and not self._asked:
+        if self._hears and not self._asked:
             self._arriving.append(self._replica.fetch_later(sums[4:5]))
-        if self._replica.is_host:
+        if self._is_host and self._differences.any():
             self.check()
 
     def _agree_on_trained(self) -> None:
@@ -142,11 +146,6 @@ class Ballots(Part):
         self._gradients.sums.sum_zeros(others)
         self.look()
         self.check()
-
-    @property
-    def hears(self) -> bool:
-        """Whether votes of other replicas arrive beside the training."""
-        return self._replica.has_streams
 
     def check(self) -> None:
         """Raises ReplicaError if replicas ever differed; reads the device."""
@@ -192,7 +191,7 @@ class Ballots(Part):
                 where sums do not arrive beside the training.
         """
         look = look or (self._looks and self._made >= self._look_after)
-        everybody = look or self._replica.is_host
+        everybody = look or self._is_host
         if self._votes is None or not (self._asked or everybody):
             return False
         _, votes, proposed, *_ = self.read_votes()
@@ -219,6 +218,7 @@ class Ballots(Part):
         """
         self._look_after = max(1.0, min(proposed, 2.0 * self._made))
         now = time.monotonic()
-        seconds = max(now - self._looked_at, 1e-9)
-        self._proposed = self._made * every_seconds / seconds
+        if self._replica.is_primary:
+            seconds = max(now - self._looked_at, 1e-9)
+            self._proposed = self._made * every_seconds / seconds
         self._looked_at, self._made = now, 0

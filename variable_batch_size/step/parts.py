@@ -1,7 +1,4 @@
-"""Per-minibatch state that is committed or discarded with its step.
-
-A run has parts by name. What a part sums over replicas travels with the gradients.
-"""
+"""Parts of an update: the weights of minibatches, and clipping."""
 
 from __future__ import annotations
 
@@ -13,37 +10,11 @@ import torch
 from variable_batch_size.data.account import Account
 from variable_batch_size.data.schedule import Step
 from variable_batch_size.device_scalars import dtype_for
-from variable_batch_size.gradient_noise.meter import NoiseMeter
+from variable_batch_size.part import Part
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.run import Run
 from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_number
-
-
-class Part:
-    """What an update asks of a part, in this sequence; by default nothing."""
-
-    def begin_minibatch(self, step: Step | None) -> None:
-        """Prepares for a backward pass of a step; None after the epoch's last one."""
-
-    def end_minibatch(self, weight: torch.Tensor | None) -> None:
-        """Adds what a backward pass has left; gradients are not taken in yet."""
-
-    def prepare(self, step: Step) -> None:
-        """Uploads what the update needs, and gathers what no sum can hold."""
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Returns what is summed over replicas, in place."""
-        return []
-
-    def look(self, step: Step) -> None:
-        """Raises an error if the sums show that this step must not be committed."""
-
-    def commit(self, step: Step) -> None:
-        """Uses the sums, right before the weights change."""
-
-    def clear(self) -> None:
-        """Forgets the minibatches of the step, summed or not."""
 
 
 class Weights(Part):
@@ -142,38 +113,6 @@ class Weights(Part):
 
     def clear(self) -> None:
         self._slot.total.zero_()
-
-
-class Noise(Part):
-    """The squares of gradients, of which a `NoiseMeter` makes gains.
-
-    Attributes:
-        gains: Of the last update, by parameter group: ``(G,)``.
-    """
-
-    gains: torch.Tensor | None = None
-
-    def __init__(self, meter: NoiseMeter, weights: Weights | None) -> None:
-        self._meter, self._weights = meter, weights
-
-    def begin_minibatch(self, step: Step | None) -> None:
-        self._meter.prepare_step(step.num_minibatches if step else 0)
-
-    def end_minibatch(self, weight: torch.Tensor | None) -> None:
-        self._meter.end_minibatch(weight)
-
-    def prepare(self, step: Step) -> None:
-        self._meter.prepare(step.num_minibatches, step.batch_size)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return self._meter.totals
-
-    def commit(self, step: Step) -> None:
-        weight = self._weights.weight if self._weights else None
-        self.gains = self._meter.update(weight)
-
-    def clear(self) -> None:
-        self._meter.clear()
 
 
 class Clipping(Part):

@@ -37,6 +37,8 @@ class Bucket:
         numbers: ``(N,)``: all gradients, one after another.
         flat: ``(N + tail,)``: the same numbers, and room for more.
         is_wide: Whether a division by a power of two is exact.
+        factor: What multiplies the gradients before their sum, which then need not be
+            divided; None: nothing does, on no replica.
         places: Where each parameter's gradient is, in order.
         num_missing: Gradients that the last backward pass has yet to compute.
         work: Waits for the sum, once it has begun.
@@ -54,6 +56,7 @@ class Bucket:
             for parameter, part in zip(parameters, parts)
         ]
         self.num_missing = 0
+        self.factor: float | None = None
         self.work: Callable[[], None] | None = None
 
     def scale_rest_(self, factor: float) -> None:
@@ -142,7 +145,7 @@ class OverlappedSum(GradientSum):
         self, replica: Replica, may_begin: Callable[[], bool], begin: Begin
     ) -> None:
         super().__init__(replica, may_begin)
-        self._begin = begin
+        self._begin, self._is_host = begin, replica.is_host
         self._buckets: list[Bucket] = []
         self._held: list[nn.Parameter] = []
         # Looked up once per gradient: a parameter's hash is computed in Python.
@@ -220,7 +223,7 @@ class OverlappedSum(GradientSum):
         del counts  # no pass is run for its collectives alone
         self._end()
         self._is_first = is_first
-        self._moves_later = bool(self._once) and not is_last and self._replica.is_host
+        self._moves_later = bool(self._once) and not is_last and self._is_host
         # A lazy device would compile a program for each number; see `sum_`.
         self._divide_by(None if self._is_lazy else divisor)
         if is_last and self._once is None:
@@ -259,16 +262,17 @@ class OverlappedSum(GradientSum):
         if self._moves_later:
             self.gradients[parameter], place.is_elsewhere = parameter.grad, True
             return
-        self._hold_view(place)
+        if place.is_elsewhere:
+            self._hold_view(place)
+        factor = self._buckets[place.index].factor
         # Hooks that look at the numbers find them as they are before the division.
         if (
             self._overlaps
-            and self._factor is not None
-            and self._buckets[place.index].is_wide
+            and factor is not None
             and not self._is_late
             and AccumulationNote.all_on(parameter)
         ):
-            place.take(self._factor)
+            place.take(factor)
             place.is_divided = True
         else:
             place.take()
@@ -296,8 +300,8 @@ class OverlappedSum(GradientSum):
     def _begin_next(self) -> None:
         bucket = self._buckets[self._num_begun]
         self._gather(bucket)
-        if self._divides(bucket):
-            bucket.scale_rest_(self._factor)
+        if bucket.factor is not None:
+            bucket.scale_rest_(bucket.factor)
         bucket.work = self._begin(bucket.flat)
         self._num_begun += 1
 
@@ -309,18 +313,15 @@ class OverlappedSum(GradientSum):
                 self._hold_view(place)
 
     def _hold_view(self, place: Place) -> None:
-        """Makes the view in its bucket the gradient that is held."""
-        if place.is_elsewhere:
-            self.gradients[place.parameter], place.is_elsewhere = place.view, False
+        """Makes the view in its bucket the gradient that is held, again."""
+        self.gradients[place.parameter], place.is_elsewhere = place.view, False
 
     def _divide_by(self, divisor: int | None) -> None:
         """Takes the number that `sum_` divides by, None if it is not known yet."""
         is_power_of_two = divisor is not None and divisor.bit_count() == 1
-        self._factor = 1 / (divisor or 1) if is_power_of_two else None
-
-    def _divides(self, bucket: Bucket) -> bool:
-        """Returns whether to divide before the sum, the same on every replica."""
-        return self._factor is not None and bucket.is_wide
+        factor = 1 / (divisor or 1) if is_power_of_two else None
+        for bucket in self._buckets:
+            bucket.factor = factor if bucket.is_wide else None
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
         return self._buckets[self._place_of[parameter].index].work is not None
@@ -345,7 +346,7 @@ class OverlappedSum(GradientSum):
             for bucket in self._buckets:
                 bucket.work()
                 bucket.work = None
-                if divisor is not None and not self._divides(bucket):
+                if divisor is not None and bucket.factor is None:
                     # While the next sums are under way.
                     divide_([bucket.numbers], divisor)
             if tail is not None:
@@ -395,7 +396,8 @@ class OverlappedSum(GradientSum):
             self._fill(list(self.gradients))
         self._end()
         for place in self._place_of.values():
-            self._hold_view(place)
+            if place.is_elsewhere:
+                self._hold_view(place)
         if not self._once:
             self._zero()
             return
