@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
@@ -21,20 +22,9 @@ from variable_batch_size.part import Part
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.runs.run_file import installed_version
-from variable_batch_size.step import checks
+from variable_batch_size.step import buffers, checks, elastic_state
 from variable_batch_size.step.attached import Unit, check_attach
 from variable_batch_size.step.ballots import Ballots
-from variable_batch_size.step.buffers import (
-    average_buffers,
-    follow,
-    guess,
-    no_starts,
-)
-from variable_batch_size.step.elastic_state import (
-    ElasticState,
-    check_agreement,
-    common_settings,
-)
 from variable_batch_size.step.parts import Clipping, Weights
 from variable_batch_size.step.run import Reduction, Run
 from variable_batch_size.step.scaling import Scaling
@@ -174,22 +164,11 @@ class ElasticOptimizer(OptimizerProxy):
         self.sampler = sampler
         self.replica = replica = given_or_current(replica)
         self._run = run = Run(
-            optimizer,
-            sampler,
-            replica,
-            _sums(exact, replica),
+            optimizer, sampler, replica, _sums(exact, replica),
             with_options(rule, momentum_correction, decay_per_sample),
-            ref_batchsize,
-            ref_weight,
-            reduction,
-            log_steps,
-            max_grad_norm,
-            noise,
-            overlap,
-            lockstep,
-            float32_sums,
-            compare_every,
-        )
+            ref_batchsize, ref_weight, reduction, log_steps, max_grad_norm, noise,
+            overlap, lockstep, float32_sums, compare_every,
+        )  # fmt: skip
         checks.check_run(run)
         ledger = sampler.ledger
         if run.sharded != ledger.padded and (ledger.padded or ledger.accounts):
@@ -201,13 +180,16 @@ class ElasticOptimizer(OptimizerProxy):
         if ref_weight is None and not run.rule.measured:
             sampler.follow_rule(run.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
-        check_agreement(run)
+        elastic_state.check_agreement(run)
         run.sums.follow_order(sampler.order)
-        # For who has it alone.
+        is_repeatable = isinstance(run.sums, RepeatableSums)
+        # What a step that may be run again adds up; the inner one is for who has it
+        # alone.
+        self.repeatable = run.sums if is_repeatable else None
         optimizer.repeatable = self.repeatable  # type: ignore[attr-defined]
         self._updates = self._built()
-        self._saved = ElasticState(run, self._updates)
-        self._starts = no_starts()
+        self._saved = elastic_state.ElasticState(run, self._updates)
+        self._starts = WeakTensorKeyDictionary()
 
     def _built(self) -> Updates:
         """Returns what makes the updates, with the parts that this run has."""
@@ -407,8 +389,9 @@ class ElasticOptimizer(OptimizerProxy):
             self._updates.ballots.check()
         if self._run.sums.keeps_buffers:
             return
-        guess(model, self._updates.num_seen, self._starts)
-        average_buffers(model, self._updates.num_seen, self.replica, self._starts)
+        num_seen = self._updates.num_seen
+        buffers.guess(model, num_seen, self._starts)
+        buffers.average_buffers(model, num_seen, self.replica, self._starts)
         self._updates.num_seen = 0
 
     def follow_buffers(self, model: nn.Module) -> None:
@@ -421,7 +404,7 @@ class ElasticOptimizer(OptimizerProxy):
         is_needed = not self._run.sums.keeps_buffers and self.replica.num_replicas > 1
         if is_needed and self._updates.num_seen == 0:
             self.replica.sync()
-            follow(model, self._starts)
+            buffers.follow(model, self._starts)
             self.replica.sync()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -455,22 +438,11 @@ class ElasticOptimizer(OptimizerProxy):
             **options: Those of `LiveUpdates.enter`.
         """
         self._run.sums.watch(modules)
-        own = {**common_settings(self._run), "version": installed_version()}
+        common = elastic_state.common_settings(self._run)
+        own = {**common, "version": installed_version()}
         self._updates.enter({**own, **settings}, **options)
 
     # --- what can be asked ----------------------------------------------------------
-
-    @property
-    def exact(self) -> ExactModel | None:
-        """What the argument ``exact`` was made; None without it."""
-        sums = self._run.sums
-        return sums if isinstance(sums, ExactModel) else None
-
-    @property
-    def repeatable(self) -> RepeatableSums | None:
-        """What a step that may be run again adds up; None if none may be."""
-        sums = self._run.sums
-        return sums if isinstance(sums, RepeatableSums) else None
 
     @property
     def epoch(self) -> int:

@@ -1,29 +1,12 @@
 """Estimates the gradient noise of a training run; the estimators are public."""
 
+# isort: off
 from variable_batch_size.gradient_noise.estimators import (
-    average,
-    coefficients,
-    efficiency,
-    estimate,
-    gain,
-    no_statistics,
-    noise_scale,
-    overall,
-    unbiased,
-    weight_of,
-    weighted_coefficients,
-)
+    average, coefficients, efficiency, estimate, gain, no_statistics, noise_scale,
+    overall, unbiased, weight_of, weighted_coefficients,
+)  # fmt: skip
 
 __all__ = [
-    "average",
-    "coefficients",
-    "efficiency",
-    "estimate",
-    "gain",
-    "no_statistics",
-    "noise_scale",
-    "overall",
-    "unbiased",
-    "weight_of",
-    "weighted_coefficients",
-]
+    "average", "coefficients", "efficiency", "estimate", "gain", "no_statistics",
+    "noise_scale", "overall", "unbiased", "weight_of", "weighted_coefficients",
+]  # fmt: skip

@@ -16,6 +16,7 @@ from variable_batch_size.gradient_noise.meter import NoiseMeter
 from variable_batch_size.step.run import Run
 from xla_replica import ReplicaError
 from xla_replica.common.arguments import check_choice, check_number
+from xla_replica.common.differences import check_same
 
 logger = logging.getLogger(__name__)
 
@@ -273,15 +274,9 @@ class AttachedScheduler:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raises ValueError if the state is of another kind or unit of scheduler."""
-        kinds = [
-            "a {kind} in {unit} by {every}".format(**each)
-            for each in (state, self.state_dict())
-        ]
-        if kinds[0] != kinds[1]:
-            raise ValueError(
-                f"the saved scheduler was {kinds[0]}, and the one attached in its "
-                f"place is {kinds[1]}: attach the same ones in the same order"
-            )
+        what, remedy = "a saved scheduler is another one", "Attach them as they were"
+        called = {name: f"its {name}" for name in ("kind", "unit", "every")}
+        check_same(state, self.state_dict(), what, remedy, called)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` returned; see `check_state`."""

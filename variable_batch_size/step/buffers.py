@@ -28,14 +28,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from variable_batch_size.device_scalars import dtype_for
 from xla_replica import Replica
 
-# Buffers, and their values when they were equal on all replicas.
+# Buffers, and their values when they were equal on all replicas; it keeps none alive.
 Starts = MutableMapping[torch.Tensor, torch.Tensor]
-
-
-def no_starts() -> Starts:
-    """Returns an empty mapping, which keeps no buffer alive."""
-    starts: Starts = WeakTensorKeyDictionary()
-    return starts
 
 
 def follow(model: nn.Module, starts: Starts) -> None:
@@ -88,7 +82,7 @@ def average_buffers(
         replica: The replica that the caller runs in.
         starts: Values of counts when they were equal; see `follow`.
     """
-    starts = no_starts() if starts is None else starts
+    starts = WeakTensorKeyDictionary() if starts is None else starts
     counts = [b for b in _counts(model) if b in starts and b.numel()]
     means = [(b, n) for b, n in _means(model) if b in starts and n in starts]
     joined = {id(b) for b, _ in means}

@@ -74,17 +74,14 @@ class ElasticState:
     def _check_trained(self, trained: list[bool]) -> None:
         """Raises ValueError if other parameters were trained where it was saved."""
         parameters = self._run.parameters()
-        others = [
-            f"number {number} of shape {tuple(parameter.shape)} was "
-            f"{'trained' if was_trained else 'frozen'}"
-            for number, (parameter, was_trained) in enumerate(zip(parameters, trained))
-            if parameter.requires_grad != was_trained
-        ]
+        now = [parameter.requires_grad for parameter in parameters]
+        others = [n for n, was in enumerate(trained) if was != now[n]]
         if others:
+            first = f"number {others[0]} of shape {tuple(parameters[others[0]].shape)}"
             raise ValueError(
-                f"requires_grad of {len(others)} of the optimizer's {len(parameters)} "
-                f"parameters is not as it was saved: {'; '.join(others[:5])}. Freeze "
-                "and unfreeze before you load, or pass allow_changes=True"
+                f"requires_grad of {len(others)} parameters is not as it was saved: "
+                f"{first} was {'frozen' if now[others[0]] else 'trained'}. Freeze and "
+                "unfreeze before you load, or pass allow_changes=True"
             )
 
     def load(self, state: dict[str, Any], allow_changes: bool) -> None:

@@ -164,7 +164,7 @@ def test_states_wait_for_their_schedulers_and_know_them():
     other.load_state_dict(optimizer.state_dict())
     kept = [each.state_dict()["elastic"]["schedules"] for each in (optimizer, other)]
     assert kept[0] == kept[1]
-    with pytest.raises(ValueError, match=r"in samples by 8, .* in epochs by 1"):
+    with pytest.raises(ValueError, match=r"is 'epochs'; its every was 8 and is 1"):
         other.attach(StepLR(other, 1), "epochs")
 
 
