@@ -24,9 +24,7 @@ def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
     return F.cross_entropy(model(x), y)
 
 
-def counted_epochs(
-    rank: int, optimizer: str, rule: str, backend: str = ""
-) -> list[tuple[int, int, int]]:
+def counted_epochs(rank: int, optimizer: str, rule: str, backend="") -> list[tuple]:
     with xla_replica.current().seeded(0):
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         inputs, targets = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
@@ -88,9 +86,8 @@ def test_deferred_operations_compile_as_little(backend):
 def graphs_of_first_epoch(rank: int, num_batch_sizes: int) -> int:
     trace = [4 * (1 + n % num_batch_sizes) for n in range(32)]
     made = nn.Linear(6, 3), torch.ones(2048, 6), torch.zeros(2048, dtype=torch.int64)
-    training = elastic.Training(
-        elastic.Case(trace), cross_entropy, {"on_end": "stop"}, made
-    )
+    case, stops = elastic.Case(trace), {"on_end": "stop"}
+    training = elastic.Training(case, cross_entropy, stops, made)
     return training.counted_epoch(0)[0]
 
 
@@ -126,9 +123,7 @@ def a_fetch_and_numbers_in_a_graph(rank: int) -> tuple[int, int, int]:
 # first step makes replicas run compiled functions while others still compile them.
 TRACE = (40, 8, 12, 32, 64, 4, 20, 4)
 CASES = {
-    "exact": elastic.Case(
-        (32, 4, 64, 4, 8), optimizer="sgd-heavy-ball", lr=2**-3, exact=True
-    ),
+    "exact": elastic.Case((32, 4, 64, 4, 8), 1, "sgd-heavy-ball", lr=1 / 8, exact=True),
     "clipped": elastic.Case(
         TRACE, epochs=3, optimizer="adamw", rule="root", lr=2**-8, max_grad_norm=0.05
     ),

@@ -15,9 +15,7 @@ RISING_AND_FALLING = (4, 8, 12, 32, 64, 40, 20, 4)
 
 
 def exact(*trace: int, rule: str = "linear") -> elastic.Case:
-    return elastic.Case(
-        trace, rule=rule, optimizer="sgd-heavy-ball", lr=2**-3, exact=True
-    )
+    return elastic.Case(trace, 1, "sgd-heavy-ball", rule, lr=2**-3, exact=True)
 
 
 CASES = {

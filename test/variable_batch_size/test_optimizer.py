@@ -207,9 +207,7 @@ def test_a_new_loop_goes_on_where_training_stands(left_after):
     assert list(sampler) == expected[left_after:]
     assert list(pickle.loads(pickle.dumps(sampler))) == expected
     assert run_epoch(model, sampler, wrapper) == EPOCH[left_after:]
-    with pytest.raises(
-        RuntimeError, match="a newer loop over the sampler has taken over"
-    ):
+    with pytest.raises(RuntimeError, match="a newer loop over the sampler has taken"):
         next(older)
 
 

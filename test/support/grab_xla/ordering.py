@@ -167,21 +167,15 @@ KINDS = {
     ]
 }
 ALL = list(KINDS)
-BALANCING = [
-    name for name, kind in KINDS.items() if BALANCE_TYPES[kind.name].needs_gradients
-]
-PERMUTING = [
-    name for name, kind in KINDS.items() if BALANCE_TYPES[kind.name].is_permutation
-]
+BALANCING = [n for n, kind in KINDS.items() if BALANCE_TYPES[kind.name].needs_gradients]
+PERMUTING = [n for n, kind in KINDS.items() if BALANCE_TYPES[kind.name].is_permutation]
 INVARIANT = [name for name in BALANCING if KINDS[name].invariant]
 # The first batch sums to zero around its own mean: moving averages meet exact ties,
 # which rounding decides, and so the number of shards.
 TIE_FREE = [name for name in BALANCING if name not in ("ema", "adaema")]
 
 
-def gradients(
-    epoch: int, num_samples: int = NUM_SAMPLES, size: int = NUM_PARAMETERS
-) -> torch.Tensor:
+def gradients(epoch: int, num_samples=NUM_SAMPLES, size=NUM_PARAMETERS) -> torch.Tensor:
     """Returns ``(n, size)`` float64 gradients with a mean, which drift by epoch."""
     generator, shape = torch.Generator().manual_seed(0), (num_samples, size)
     base = torch.randn(shape, generator=generator, dtype=torch.float64) + 0.3
@@ -200,22 +194,14 @@ def batches(order: list[int], size: int) -> Iterator[list[int]]:
         yield order[start : start + size]
 
 
-def take_steps(
-    sampler: GraBSampler,
-    epoch: int,
-    samples: list[int],
-    size: int,
-    steps: int | None = None,
-) -> None:
+def take_steps(sampler, epoch: int, samples: list[int], size: int, steps=None) -> None:
     """Has the gradients of these samples balanced, in steps of a size."""
     rows = gradients(epoch, sampler.num_samples)
     for batch in list(batches(samples, size))[:steps]:
         sampler.step(as_dict(rows[batch].to(sampler.device)), indices=batch)
 
 
-def run_epoch(
-    sampler: GraBSampler, epoch: int, size: int, steps: int | None = None
-) -> list[int]:
+def run_epoch(sampler: GraBSampler, epoch: int, size: int, steps=None) -> list[int]:
     """Runs an epoch (or its first ``steps`` steps); returns this replica's samples."""
     order = list(sampler)
     take_steps(sampler, epoch, order, size, steps)

@@ -43,9 +43,7 @@ def cross_entropies(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch
     return F.cross_entropy(model(x), y, reduction="none")
 
 
-def sampler_of(
-    model: nn.Module, num_samples: int = 24, balance: str = "mean", **options: Any
-) -> GraBSampler:
+def sampler_of(model, num_samples=24, balance="mean", **options: Any) -> GraBSampler:
     """Returns a sampler of a model's parameters, which balances in float64."""
     parameters, options = dict(model.named_parameters()), {"dtype": F64, **options}
     return GraBSampler(range(num_samples), parameters, balance, **options)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -123,9 +124,7 @@ class Case:
         """Returns the norm of each sample's gradient by the loop, ``(B,)``."""
         return flat(self.oracle(model, inputs)).norm(dim=1)
 
-    def factors(
-        self, model: nn.Module, inputs: tuple[torch.Tensor, ...], **options: object
-    ) -> psg.Factors:
+    def factors(self, model: nn.Module, inputs: Any, **options: object) -> psg.Factors:
         """Returns factors under these options beside the case's."""
         options = {**self.options, **options}
         return psg.per_sample_factors(model, self.loss, inputs, **options)
@@ -137,9 +136,7 @@ def flat(gradients: Gradients | list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
 
 
-def error(
-    found: torch.Tensor, truth: torch.Tensor, floor: torch.Tensor | float = 0.0
-) -> float:
+def error(found: torch.Tensor, truth: torch.Tensor, floor: Any = 0.0) -> float:
     """Returns ``|found - truth| / max(|truth|, 1e-6 floor)``, of Frobenius norms."""
     found, truth = found.detach().cpu().double(), truth.detach()
     difference = (found - truth).norm()

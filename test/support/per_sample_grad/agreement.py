@@ -91,9 +91,7 @@ def agree(
     assert lowest >= -10 * tolerance * float(gram.norm())
 
 
-def agree_with_loop(
-    case: Case, model: nn.Module, inputs: tuple[torch.Tensor, ...], **options: object
-) -> None:
+def agree_with_loop(case: Case, model: nn.Module, inputs: Any, **options: Any) -> None:
     """Checks all answers in float64, found with these options beside the case's."""
     factors = case.factors(model, inputs, **options)
     agree(factors, case.oracle(model, inputs), 1e-10)

@@ -1,6 +1,5 @@
 """Pools to score, and their models."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ class Pool(Dataset):
 
     size, classes, shape = 23, 4, (2, 6)
 
-    def __init__(
-        self, count: int = size, change: Callable = Tensor.clone, watch: Callable = id
-    ) -> None:
+    def __init__(self, count: int = size, change=Tensor.clone, watch=id) -> None:
         self.count, self.change, self._watch = count, change, watch
         self.asked: list[int] = []
 

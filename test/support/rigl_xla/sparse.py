@@ -81,9 +81,7 @@ def pruned(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **o
     return RigLScheduler(model, optimizer, **options)
 
 
-def sparse_convnet(
-    kind: str = "sgd", **options
-) -> tuple[nn.Module, torch.optim.Optimizer, RigLScheduler]:
+def sparse_convnet(kind="sgd", **options) -> tuple[nn.Module, Any, RigLScheduler]:
     """Returns a `convnet`, its optimizer of `OPTIMIZERS`, and their pruner."""
     model = convnet()
     optimizer = OPTIMIZERS[kind](model.parameters())

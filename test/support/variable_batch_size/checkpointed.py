@@ -17,9 +17,7 @@ from support.variable_batch_size.elastic import Case
 from support.variable_batch_size.resuming import loss_of
 
 # Steps of 1 to 9 minibatches, three epochs of 8 or 9 steps.
-CASE = Case(
-    (4, 36, 8, 4, 12, 32, 20, 4), epochs=3, exact=True, optimizer="sgd-heavy-ball"
-)
+CASE = Case((4, 36, 8, 4, 12, 32, 20, 4), 3, "sgd-heavy-ball", exact=True)
 
 
 @contextlib.contextmanager

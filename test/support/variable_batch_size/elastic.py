@@ -21,13 +21,12 @@ from xla_replica.backends import overlapped_sum
 # A bucket for every gradient, so that sums begin during the backward pass.
 overlapped_sum.FIRST_BUCKET_BYTES = overlapped_sum.BUCKET_BYTES = 1
 
+MOMENTUM = partial(torch.optim.SGD, momentum=0.5, weight_decay=2**-6)
 OPTIMIZERS = {
     "sgd": torch.optim.SGD,
     "sgd-heavy-ball": partial(torch.optim.SGD, momentum=0.5),
-    "sgd-momentum": partial(torch.optim.SGD, momentum=0.5, weight_decay=2**-6),
-    "sgd-nesterov": partial(
-        torch.optim.SGD, momentum=0.5, weight_decay=2**-6, nesterov=True
-    ),
+    "sgd-momentum": MOMENTUM,
+    "sgd-nesterov": partial(MOMENTUM, nesterov=True),
     "adamw": partial(torch.optim.AdamW, weight_decay=0.1),
     "adam-amsgrad": partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
     "adagrad": torch.optim.Adagrad,
@@ -109,9 +108,7 @@ class Training:
         samples: ``(step, substep, rank, samples)`` of every minibatch that was run.
     """
 
-    def __init__(
-        self, case: Case, loss: Any = None, sampler: Any = None, made=None, **options
-    ) -> None:
+    def __init__(self, case: Case, loss=None, sampler=None, made=None, **options):
         self.case, self.replica = case, xla_replica.current()
         self.loss = loss or partial(loss_of, case)
         self.model, self.inputs, self.targets = made or make(case)
@@ -120,9 +117,8 @@ class Training:
         self.sampler = sampler_of(case, self.inputs, **sampler or {})
         inner = OPTIMIZERS.get(case.optimizer, case.optimizer)(groups, case.lr)
         own = {"ref_batchsize": case.ref_batchsize, "max_grad_norm": case.max_grad_norm}
-        self.optimizer = vbs.ElasticOptimizer(
-            inner, self.sampler, case.rule, **own | options
-        )
+        options = own | options
+        self.optimizer = vbs.ElasticOptimizer(inner, self.sampler, case.rule, **options)
         self.updates: list[vbs.Update] = []
         self.samples: list[tuple[int, int, int, list[int]]] = []
         self.optimizer.attach(self.updates.append)
@@ -213,10 +209,8 @@ def elastic_run(rank: int, case: Case, loss_of=loss_of) -> dict[str, object]:
 def batches(case: Case) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields the epoch and the sample indices of every step, in the obvious way."""
     sizes = itertools.cycle(case.trace)
-    size, capacity = (
-        next(sizes),
-        case.num_samples - case.num_samples % case.minibatch_size,
-    )
+    size = next(sizes)
+    capacity = case.num_samples - case.num_samples % case.minibatch_size
     for epoch in range(case.epochs):
         generator = torch.Generator().manual_seed(42 + epoch)
         order = torch.randperm(case.num_samples, generator=generator)[:capacity]

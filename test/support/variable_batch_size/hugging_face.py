@@ -113,9 +113,7 @@ def trainer_of(
     )  # fmt: skip
 
 
-def run(
-    rank: int, folder: str, kind: str | None = None, at: Any = None, **changes: Any
-) -> dict[str, Any]:
+def run(rank: int, folder: str, kind=None, at=None, **changes: Any) -> dict[str, Any]:
     """Trains from the newest whole checkpoint on; returns weights, samples and logs.
 
     ``at`` has by rank after which step the process sends itself which signal.

@@ -17,9 +17,7 @@ CLOSED_FORMS = {
 }
 
 
-def make(
-    trace=(4,), parameters=None, inner=SGD, cls=vbs.AdaScaleOptimizer, **options
-):  # fmt: skip
+def make(trace=(4,), parameters=None, inner=SGD, cls=vbs.AdaScaleOptimizer, **options):
     """Returns parameters and an optimizer with minibatches of one sample, ref 1."""
     parameters = parameters or [nn.Parameter(torch.zeros(3))]
     sampler = vbs.CustomSampler(

@@ -118,9 +118,8 @@ def inputs_of(dtype: torch.dtype) -> torch.Tensor:
 
 class Training(elastic.Training):
     def __init__(self, row: Row, trace=TRACE, dtype=torch.float64) -> None:
-        case = dataclasses.replace(
-            CASE, trace=trace, optimizer=INNER[row.inner], rule=row.rule
-        )
+        inner = INNER[row.inner]
+        case = dataclasses.replace(CASE, trace=trace, optimizer=inner, rule=row.rule)
         noise = vbs.NoiseOptions(time_constant=50, **row.noise)
         options = {"noise": vbs.rule_named(row.rule).measured and noise, **row.options}
         made = Weights(dtype), inputs_of(dtype), torch.zeros(NUM_SAMPLES)
@@ -171,10 +170,8 @@ class ByHand:
 
     def gains(self, batch_size: int, found: list[np.ndarray]) -> list[float]:
         """Returns those of the minibatch gradients ``(n, d)`` of each group."""
-        base, estimates = (
-            MINIBATCH if self.row.noise.get("compat") else REF,
-            self.estimates(),
-        )
+        base = MINIBATCH if self.row.noise.get("compat") else REF
+        estimates = self.estimates()
         n = len(found[0])
         for average, each in zip(self.averages, found):
             if n > 1:

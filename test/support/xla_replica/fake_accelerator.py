@@ -60,10 +60,8 @@ def install(kind: str, count: int = 2) -> types.ModuleType:
     module.manual_seed_all = lambda seed: None
     torch._register_device_module(kind, module)
     torch.accelerator.current_device_index = lambda: [0, *module.chosen][-1]
-    group = torch.distributed.ProcessGroupGloo
-    torch.distributed.Backend.register_backend(
-        f"{kind}_dist", group, devices=[kind, "cpu"]
-    )
+    group, kinds = torch.distributed.ProcessGroupGloo, [kind, "cpu"]
+    torch.distributed.Backend.register_backend(f"{kind}_dist", group, devices=kinds)
     torch.distributed.barrier = _barrier
     _OnCPU(kind).__enter__()
     return module

@@ -162,9 +162,7 @@ class LiveJob:
     They are given the arguments of `member.main` after the folder, and variables.
     """
 
-    def __init__(
-        self, folder: Path, arguments: Sequence[str], environment: dict[str, str]
-    ) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], environment: Any):
         folder.mkdir()
         self.folder, self._arguments = folder, [str(folder), *arguments]
         self._environment = environment

@@ -25,9 +25,7 @@ needs_torchtpu = pytest.mark.skipif(
 
 # Of tests that take long and are a matter of torch alone, such as scripts whose
 # processes meet by gloo: the default run of the torch environment has them.
-of_torch_alone = (
-    pytest.mark.slow if HAS_XLA else pytest.mark.skipif(False, reason="is run here")
-)
+of_torch_alone = pytest.mark.slow if HAS_XLA else pytest.mark.skipif(False, reason="")
 
 # Long enough for a loaded machine, short enough for a test that hangs.
 TIMEOUT = 60.0
@@ -44,9 +42,7 @@ class Backend(NamedTuple):
     device: str
     num_replicas: int
 
-    def run(
-        self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
-    ) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout=TIMEOUT) -> list[Any]:
         """Returns ``fn(rank, *args)`` of every replica; ``fn`` must be top-level."""
         if self.device == "tpu-like":
             return tpu_like.run(self.num_replicas, fn, args)
@@ -84,9 +80,8 @@ def row(device: str, num_replicas: int, slow: bool = False):
     if device == "cpu" and num_replicas > 2:
         marks += [of_torch_alone]
     name = "gloo" if device == "cpu" and num_replicas > 1 else device
-    return pytest.param(
-        Backend(device, num_replicas), marks=marks, id=f"{name}-{num_replicas}"
-    )
+    backend = Backend(device, num_replicas)
+    return pytest.param(backend, marks=marks, id=f"{name}-{num_replicas}")
 
 
 def backends(device: str, *default: int, slow: tuple[int, ...] = ()) -> list[Any]:
@@ -105,20 +100,11 @@ TORCHTPU = [row("tpu", 1)] if torchtpu.is_installed() else []
 # One replica whose operations are compiled, and the marks of tests that need one.
 COMPILED = Backend("tpu" if TORCHTPU else "xla", 1)
 IS_COMPILED = MARKS[COMPILED.device]
-BACKENDS = [
-    *backends("cpu", 1, 2, 3, slow=(5, 8)),
-    *backends("xla", 2, slow=(1, 3, 5, 8)),
-    *GPUS,
-    *TORCHTPU,
-]
+OTHERS = [*backends("xla", 2, slow=(1, 3, 5, 8)), *GPUS, *TORCHTPU]
+BACKENDS = [*backends("cpu", 1, 2, 3, slow=(5, 8)), *OTHERS]
 # One row of each backend, the rest for slow runs: for families whose programs take long
 # to compile.
-FEW_BACKENDS = [
-    *backends("cpu", 1, 3, slow=(8,)),
-    *backends("xla", 2, slow=(1, 3, 5, 8)),
-    *GPUS,
-    *TORCHTPU,
-]
+FEW_BACKENDS = [*backends("cpu", 1, 3, slow=(8,)), *OTHERS]
 XLA_BACKENDS = backends("xla", 2, slow=(1, 8))
 ONE_XLA_BACKEND = [*backends("xla", 1, slow=(8,)), *TORCHTPU]
 SLOW_XLA_BACKENDS = [*backends("xla", slow=(1, 8)), *TORCHTPU]

@@ -27,9 +27,7 @@ def run(sizes: tuple[int, ...], fn: Callable[..., Any], args: tuple) -> list[Any
     return [results[rank] for rank in sorted(results)]
 
 
-def _be_member(
-    told: dict[str, str], fn: Callable[..., Any], args: tuple, size: int
-) -> bytes:
+def _be_member(told: Any, fn: Callable[..., Any], args: tuple, size: int) -> bytes:
     os.environ.update(told)
     results = xla_replica.launch(_meet, (fn, args), size, "cpu")
     return pickle.dumps(results)  # whole, since this process ends

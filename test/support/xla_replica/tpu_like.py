@@ -21,9 +21,7 @@ import xla_replica
 from xla_replica.starting import child_process
 
 
-def environment(
-    num_chips: int, folder: Path | str, host: int = 0, num_hosts: int = 1
-) -> dict[str, str]:
+def environment(num_chips: int, folder: Any, host=0, num_hosts=1) -> dict[str, str]:
     """Returns the variables of a process on a host of a slice of v5e.
 
     Python imports `tpu_host` there before all else, also in processes that a script

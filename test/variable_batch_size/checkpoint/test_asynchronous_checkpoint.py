@@ -110,9 +110,7 @@ def disk(monkeypatch) -> SlowDisk:
     return disk
 
 
-def test_the_next_save_waits_before_it_copies_another_state(
-    tmp_path, monkeypatch, disk
-):
+def test_the_next_save_waits_before_it_copies_a_state(tmp_path, monkeypatch, disk):
     training = Training(tmp_path, asynchronous=True)
     replica = training.checkpointer.replica
 

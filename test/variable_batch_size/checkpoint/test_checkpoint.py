@@ -7,14 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-from support.variable_batch_size import elastic
-from support.variable_batch_size.checkpointed import (
-    CASE,
-    Part,
-    Training,
-    counted,
-    train,
-)
+from support.variable_batch_size import checkpointed, elastic
+from support.variable_batch_size.checkpointed import CASE, Part, Training, train
 from support.variable_batch_size.elastic import Case
 from support.xla_replica.replicas import SEVERAL_REPLICAS, TORCHTPU, XLA_BACKENDS, row
 from torch import nn
@@ -40,9 +34,7 @@ def ends_as(undisturbed, found, num_restored: int) -> None:
 
 
 @pytest.mark.parametrize("ask_at", [0, 11])
-@pytest.mark.parametrize(
-    "backend", [row("cpu", 1), row("cpu", 3), row("xla", 3), *TORCHTPU]
-)
+@pytest.mark.parametrize("backend", [row("cpu", 1), *SEVERAL_REPLICAS, *TORCHTPU])
 def test_replicas_stop_and_resume(backend, ask_at, undisturbed, tmp_path):
     """Where the last of several is asked in an update, all make one more and save."""
     made = ask_at + 1 + (backend.num_replicas > 1)
@@ -110,16 +102,14 @@ def test_updates_read_only_where_all_look_and_compile_nothing(backend, tmp_path)
     """The epochs have 9, 8 and 8 updates."""
     several = backend.num_replicas if backend.num_replicas > 1 else 0
     looks = [{"every_updates": 1000, "look_every_seconds": n} for n in (1e9, 1e-9)]
-    for rare, often in backend.run(counted, tmp_path, looks):
+    for rare, often in backend.run(checkpointed.counted, tmp_path, looks):
         assert often == [(0, n * several, 0) for n in (9, 8, 8)]
         # From look to look at most twice as many minibatches.
         assert sum(reads for _, reads, _ in rare) == 4 * several
         assert [each[::2] for each in rare][1:] == [(0, 0), (0, 0)]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_then_replaced(
-    undisturbed, tmp_path, caplog
-):
+def test_a_damaged_one_is_passed_over_and_then_replaced(undisturbed, tmp_path, caplog):
     """One file is kept, and it is not the damaged one, whose updates come again."""
     Training(tmp_path).train()
     newest, before = files.saved_files(tmp_path)[:2]

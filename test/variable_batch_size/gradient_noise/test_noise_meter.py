@@ -264,23 +264,6 @@ def test_a_parameter_that_an_attached_function_unfreezes_is_seen_at_once():
     assert optimizer.noise.measure().variance == pytest.approx(expected)
 
 
-def test_requires_grad_may_not_change_between_minibatches():
-    parameters, optimizer = late()
-    step(optimizer, parameters[0], ROWS[:1])
-    parameters[1].requires_grad_(True)
-    with pytest.raises(ValueError, match="changed between the minibatches of one step"):
-        step(optimizer, parameters[0] + parameters[1], ROWS[1:])
-
-
-def test_two_backward_passes_in_a_minibatch_are_an_error():
-    [parameter], optimizer = make(trace=(2,))
-    next(optimizer.minibatches)
-    parameter.sum().backward()
-    parameter.sum().backward()
-    with pytest.raises(ValueError, match="two gradients within one minibatch"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_squares_of_narrow_gradients_are_added_up_in_float32(dtype):
     parameter = nn.Parameter(torch.zeros(4096, dtype=dtype))

@@ -110,9 +110,8 @@ def test_members_that_come_and_go_are_steps(tmp_path, draw):
 def test_axes_are_logarithmic_where_that_is_legible(tmp_path, draw):
     doubling = [64 * 2 ** (step // 8) for step in range(UPDATES)]
     decaying = [0.1 * (1 - step / UPDATES) ** 4 for step in range(UPDATES)]
-    panels = draw(
-        write_log(tmp_path / "a", batch_size=doubling, lr=decaying, loss=decaying)
-    )
+    columns = {"batch_size": doubling, "lr": decaying, "loss": decaying}
+    panels = draw(write_log(tmp_path / "a", **columns))
     scales = [axis.get_yscale() for axis in panels.values()]
     assert scales == ["log", "linear", "log", "linear"]
     assert panels["learning rate"].get_ylim()[0] == 0

@@ -199,9 +199,7 @@ def resumed(folder: Path, kill_at: float, resume_at: int | None) -> vbs.Run:
 # The last logging step before the kill was step 10: neither 12 nor 13 was written; but
 # the checkpoint of 12 updates has written those that are made again after it is lost.
 @pytest.mark.parametrize(("resume_at", "num_lost"), [(12, 0), (9, 3)])
-def test_a_killed_run_that_is_resumed_tells_what_an_undisturbed_one_does(
-    resume_at, num_lost, tmp_path
-):
+def test_a_killed_run_tells_what_an_undisturbed_one_does(resume_at, num_lost, tmp_path):
     expected, killed = resumed(tmp_path / "whole", math.inf, None), tmp_path / "killed"
     resumed(killed, 14, None)
     if resume_at == 9:
@@ -353,9 +351,7 @@ def train_to_nan(rank: int, most: int | None) -> list[str]:
     logger = logging.getLogger("variable_batch_size.runs.run_log")
     logger.addFilter(lambda record: told.append(record.getMessage()) or False)
     of_number = training.loss
-    training.loss = lambda *given: (
-        of_number(*given) * (math.nan if training.step >= 4 else 1.0)
-    )
+    training.loss = lambda *x: of_number(*x) * (math.nan if training.step >= 4 else 1)
     for epoch in range(3):
         training.epoch(epoch)
     return told

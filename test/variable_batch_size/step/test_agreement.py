@@ -57,9 +57,7 @@ class Replicas:
     Their minibatches take so many ``seconds``, by rank.
     """
 
-    def __init__(
-        self, monkeypatch, device: str, late=(0, 0, 0), trace=3, seconds=(0, 0, 0)
-    ) -> None:
+    def __init__(self, monkeypatch, device, late=(0, 0, 0), trace=3, seconds=(0, 0, 0)):
         self.clocks, self.seconds, self.trace = [0.0] * 3, seconds, trace
         self.asked: set[int] = set()
         self.board, self.meeting = [None] * 3, threading.Barrier(3, timeout=60)

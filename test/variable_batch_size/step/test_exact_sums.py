@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.variable_batch_size import exact
-from support.xla_replica.replicas import GPUS, Backend, of_torch_alone, on_xla, row
+from support.xla_replica.replicas import GPUS, Backend, backends, of_torch_alone, on_xla
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -25,9 +25,7 @@ def alone():
 
 
 @of_torch_alone
-@pytest.mark.parametrize(
-    "backend", [*(row("cpu", n, slow=n > 3) for n in (2, 3, 5, 8)), *GPUS]
-)
+@pytest.mark.parametrize("backend", [*backends("cpu", 2, 3, slow=(5, 8)), *GPUS])
 def test_bits_are_those_of_one_replica(backend, alone):
     found = backend.run(exact.finished, tuple(exact.RUNS))
     if backend.device != "cpu":
@@ -152,9 +150,8 @@ def test_a_step_that_differs_when_it_is_run_again_is_an_error():
 def test_reentrant_checkpoints_leave_no_move_behind():
     layer = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), layer)
-    model.forward = lambda x: torch.utils.checkpoint.checkpoint(
-        layer, model[0](x), use_reentrant=True
-    )
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, layer)
+    model.forward = lambda x: checkpoint(model[0](x), use_reentrant=True)
     losses = (model(x).square().sum() for x in torch.randn(4, 4).expand(2, 4, 4))
     assert exact.steps(losses, *exact.wrapped(model, trace=(4,))) == [0, 1]
     assert layer.num_batches_tracked == 1
@@ -181,7 +178,7 @@ def logged(rank: int) -> list[float]:
     return lines
 
 
-@pytest.mark.parametrize("backend", [row("cpu", 1), row("cpu", 3), row("xla", 2)])
+@pytest.mark.parametrize("backend", [*backends("cpu", 1, 3), *backends("xla", 2)])
 def test_losses_of_steps_that_are_run_again_count_once(backend):
     # Run again: the first step, which has no units yet, and the third.
     primary, *others = backend.run(logged)

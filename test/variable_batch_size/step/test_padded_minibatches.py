@@ -90,9 +90,7 @@ def test_a_padded_run_equals_one_process_with_the_same_batches(backend):
     st.integers(1, 5),
 )
 def test_every_sample_of_a_step_counts_once(sizes, num_samples, unit, num_replicas):
-    schedule = vbs.Schedule(
-        vbs.Trace(sizes), num_samples, unit, "cycle", pad_minibatches=True
-    )
+    schedule = vbs.Schedule(vbs.Trace(sizes), num_samples, unit, "cycle", True)
     case = Case(tuple(sizes), 3, num_samples=num_samples, minibatch_size=1)
     first = 0
     for epoch, found in itertools.groupby(batches(case), lambda each: each[0]):

@@ -149,11 +149,7 @@ def test_sources_in_memory(source):
         (["64"], TraceError, "element 0, batchsize: '64' must be an integer"),
         ((64, 0.5), TraceError, "the tuple, element 1, batchsize: 0.5 must be an"),
         (np.array([64.5]), TraceError, "element 0, batchsize: 64.5 must be an integer"),
-        (
-            np.array([np.nan]),
-            TraceError,
-            "element 0, batchsize: nan must be an int",
-        ),
+        (np.array([np.nan]), TraceError, "element 0, batchsize: nan must be an int"),
         (torch.tensor([64, 0]), TraceError, "the Tensor, element 1, batchsize: 0 must"),
         (torch.ones(2, 2), TraceError, "element 0, batchsize: array([1.0, 1.0]"),
         (torch.tensor(64), TypeError, "trace=tensor(64) of type Tensor: allowed are"),
