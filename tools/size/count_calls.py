@@ -11,6 +11,7 @@ that torch's profiler sees. None of them is a time, so that a test can hold them
 
 - ``minibatch``: backward pass and `step()` of a minibatch that only accumulates.
 - ``update``: `step()` that updates the weights.
+- ``adascale``: the same under AdaScale.
 - ``norms``: `capture` and `norms()` of an MLP.
 - ``grab``: `GraBSampler.record` and `backward`, at exact fidelity.
 - ``order``: the first index of an epoch's order.
@@ -18,6 +19,7 @@ that torch's profiler sees. None of them is a time, so that a test can hold them
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterable
@@ -44,6 +46,7 @@ COUNTED = ("files", "functions", "calls", "operations", "bytes")
 LIMITS = {
     "minibatch": (7, 23, 40, 29, 48),
     "update": (8, 35, 43, 18, 12),
+    "adascale": (14, 59, 72, 124, 70),
     "norms": (18, 81, 205, 134, 440),
     "grab": (27, 115, 315, 280, 1650),  # varies a little from run to run
     "order": (8, 32, 39, 53, 5480),
@@ -101,7 +104,7 @@ def _is_part(code: CodeType) -> bool:
     return code.co_name in {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 
 
-def _elastic() -> Iterable[tuple[Run, Run]]:
+def _elastic(rule: str = "linear") -> Iterable[tuple[Run, Run]]:
     """Yields, for every minibatch, its backward pass and its step."""
     model = nn.Linear(WIDTH, 1)
     replica = xla_replica.LocalReplica("cpu")
@@ -109,9 +112,9 @@ def _elastic() -> Iterable[tuple[Run, Run]]:
         range(8 * MINIBATCH), [2 * MINIBATCH] * 4, minibatch_size=MINIBATCH,
         num_replicas=1, rank=0,
     )  # fmt: skip
-    optimizer = vbs.LinearRuleOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), sampler,
-        ref_batchsize=MINIBATCH, replica=replica,
+    optimizer = vbs.ElasticOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), sampler, rule, MINIBATCH,
+        replica=replica,
     )  # fmt: skip
     for indices in sampler:
         loss = model(torch.ones(len(indices), WIDTH)).mean()
@@ -128,9 +131,9 @@ def minibatch() -> Run:
     raise AssertionError("the sampler deals eight minibatches")
 
 
-def update() -> Run:
+def update(rule: str = "linear") -> Run:
     """Returns an update, that of the third step."""
-    for number, (backward, step) in enumerate(_elastic()):
+    for number, (backward, step) in enumerate(_elastic(rule)):
         backward()
         if number == 5:
             return step
@@ -200,7 +203,8 @@ def order() -> Run:
 
 # Each prepares what can run once.
 WAYS: dict[str, Callable[[], Run]] = {
-    "minibatch": minibatch, "update": update, "norms": norms, "grab": grab,
+    "minibatch": minibatch, "update": update,
+    "adascale": functools.partial(update, "adascale"), "norms": norms, "grab": grab,
     "order": order,
 }  # fmt: skip
 
