@@ -206,7 +206,7 @@ class ElasticOptimizer(OptimizerProxy):
         if run.noise is not None:
             run.noise.weights, parts["noise"] = weights, run.noise
         if run.max_grad_norm is not None:
-            parts["clipping"] = Clipping(gradients, run.max_grad_norm)
+            parts["clipping"] = Clipping(run, gradients, run.max_grad_norm)
         made = LiveUpdates if is_live else Updates
         return made(run, account, gradients, scaling, parts)
 

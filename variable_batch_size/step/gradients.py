@@ -197,11 +197,6 @@ class StepGradients:
         for parameter, record in self._records.items():
             record.start(gradients[parameter], parameter.grad is None)
 
-    def use_zeros(self) -> None:
-        """Prepares for an update to which this replica brings no minibatch."""
-        self.refresh()
-        self.sums.use_zeros()
-
     def check(self, num_accumulated: int, needs_backward: bool) -> None:
         """Checks what a minibatch's backward pass has left in ``.grad``.
 
@@ -307,16 +302,6 @@ class StepGradients:
                     "the step's weights sum to zero, but its gradient is not zero: "
                     "step(weight=...) needs the number of tokens that the loss sums"
                 )
-
-    def clip_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients to a global norm of at most ``max_norm``.
-
-        Returns the norm that they had.
-        """
-        # In an order that no replica and no resumed run has for itself.
-        gradients = self.sums.gradients
-        trained = [p for p in self._run.parameters() if p in gradients]
-        return self.sums.clip_(trained, max_norm)
 
     def clear(self) -> None:
         """Zeroes the gradients, and forgets what was measured of the step."""

@@ -124,11 +124,14 @@ class Clipping(Part):
 
     norm: torch.Tensor | None = None
 
-    def __init__(self, gradients: StepGradients, max_norm: float) -> None:
-        self._gradients, self._max_norm = gradients, max_norm
+    def __init__(self, run: Run, gradients: StepGradients, max_norm: float) -> None:
+        self._run, self._sums, self._max_norm = run, gradients.sums, max_norm
 
     def commit(self, step: Step) -> None:
-        self.norm = self._gradients.clip_(self._max_norm)
+        # In an order that no replica and no resumed run has for itself.
+        held = self._sums.gradients
+        trained = [p for p in self._run.parameters() if p in held]
+        self.norm = self._sums.clip_(trained, self._max_norm)
 
 
 def is_zero(weight: Any) -> bool:

@@ -208,7 +208,8 @@ class Updates:
 
     def use_zeros(self) -> None:
         """Takes part with gradients of zero, where there was no minibatch."""
-        self.gradients.use_zeros()
+        self.gradients.refresh()
+        self.gradients.sums.use_zeros()
         if self.gradients.is_aged:
             self.clear()
         self.run.replica.sync()  # keeps what is pending out of the update
