@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from tqdm import tqdm
 
 from variable_batch_size.checkpoint.checkpointer import Checkpointer
 from variable_batch_size.optimizer import ElasticOptimizer
+from variable_batch_size.runs.progress import Progress
 from variable_batch_size.runs.run_log import RunLog
-from variable_batch_size.step.attached import Update
-from xla_replica.common.arguments import check_flag, check_integer, check_type
+from xla_replica.common.arguments import check_choice, check_integer, check_type
 from xla_replica.stopping import end_run
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ def epochs(
     every_updates: int | None = None,
     log: str | os.PathLike[str] | RunLog | None = None,
     settings: Mapping[str, Any] | None = None,
-    progress: bool = True,
+    progress: bool | str | None = None,
     **parts: Any,
 ) -> Iterator[Epoch]:
     """Returns the epochs of a run that stops and resumes anywhere. Collective.
@@ -100,7 +99,9 @@ def epochs(
         log: A file, or a `RunLog` that is not attached.
         settings: What a run must have in common with this one to resume it; the log's
             header tells them.
-        progress: Whether replica 0 shows a bar, where it writes to a terminal.
+        progress: None: replica 0 says what the run begins with, then shows a bar in a
+            terminal or a notebook, and elsewhere logs a line every ten seconds, with
+            the loss if there is a log. ``"log"``: lines everywhere. False: nothing.
         **parts: What else the run is made of, by name: LR schedulers, a GraBSampler, a
             pruner. Schedulers and functions ``after_update`` are attached; what has a
             state is saved. The sampler's ``order`` is one without being named. Step a
@@ -111,7 +112,7 @@ def epochs(
             and is not attached; or an option does not fit; or it is the second call.
     """
     check_integer("num_epochs", num_epochs, least=1)
-    check_flag("progress", progress)
+    check_choice("progress", progress, (None, True, False, "log"))
     check_type("optimizer", optimizer, ElasticOptimizer, "an elastic wrapper")
     sampler = optimizer.sampler
     if optimizer in _BEGUN:
@@ -146,32 +147,23 @@ def epochs(
     optimizer.follow_buffers(model)
     last = _last_epoch(optimizer, num_epochs)
     _BEGUN.add(optimizer)
-    bar = tqdm(
-        total=sampler.num_updates(last),
-        initial=sampler.ledger.global_step,
-        unit="update",
-        disable=None if progress and optimizer.replica.is_primary else True,
-    )
-
-    def show(update: Update) -> None:
-        bar.update()
-        bar.set_postfix(epoch=update.epoch, batch=update.batch_size, refresh=False)
-
-    optimizer.attach(show)
+    folder = None if saver is None else saver.folder
+    shown = Progress(optimizer, sampler.num_updates(last), progress, run_log, folder)
+    optimizer.attach(shown)
     numbers = range(sampler.epoch, last)
     made = (Epoch(n, optimizer, loader, model, run_log) for n in numbers)
-    return _run(optimizer, made, bar, saver, run_log)
+    return _run(optimizer, made, shown, saver, run_log)
 
 
 def _run(
     optimizer: ElasticOptimizer,
     made: Iterable[Epoch],
-    bar: Any,
+    shown: Progress,
     saver: Checkpointer | None,
     log: RunLog | None,
 ) -> Iterator[Epoch]:
     """Yields epochs, each begun and then saved, and ends the run after the last one."""
-    with bar:
+    with shown.bar:
         for epoch in made:
             optimizer.sampler.set_epoch(epoch.number)
             optimizer.set_epoch(epoch.number)

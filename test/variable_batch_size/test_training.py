@@ -1,7 +1,14 @@
 """`epochs` is the loop that the pages write by hand, and says what ends it."""
 
+import fcntl
 import itertools
+import os
+import re
 import signal
+import struct
+import subprocess
+import sys
+import termios
 from contextlib import nullcontext
 
 import pytest
@@ -122,6 +129,57 @@ def test_the_end_of_a_trace_and_a_complete_run_are_said(tmp_path, caplog):
         assert [epoch.number for epoch in epochs] == expected
         assert told in caplog.text
     assert sampler.num_updates(5) == 8
+
+
+def test_lines_say_what_was_decided_and_how_far_a_run_is(tmp_path, caplog):
+    caplog.set_level("INFO", "variable_batch_size.runs.progress")
+    for num_epochs, first, last in ((1, 0, 4), (3, 4, 12)):
+        caplog.clear()
+        model, _, optimizer, _, loader = parts()
+        run = {"checkpoint": tmp_path, "log": tmp_path / "run.jsonl", "model": model}
+        for epoch in vbs.epochs(optimizer, loader, num_epochs, **run, progress="log"):
+            for x, y in epoch:
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                epoch.add(loss)
+                optimizer.step()
+        begun, line = caplog.messages
+        assert begun.startswith(f"{optimizer.replica}: updates {first} to {last} of ")
+        assert begun.endswith(f"minibatches of 4, checkpoints in {tmp_path}")
+        samples = optimizer.sampler.schedule.samples_before(last)
+        said = f"{samples} of {samples} samples, update={last}/{last}, epoch="
+        assert line.startswith(said)
+        numbers = r"\d, batch=12, lr=0.075, loss=[\d.]+, [\d.k]+ samples/s, \S+ left"
+        assert re.fullmatch(numbers, line.removeprefix(said))
+    caplog.clear()
+    model, _, optimizer, _, loader = parts()
+    [*trained(optimizer, loader, 1, model, progress=False)]
+    assert not caplog.messages
+
+
+# In a process, where nobody has set up logging.
+TRAIN = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from test_training import parts, trained
+model, _, optimizer, _, loader = parts()
+[*trained(optimizer, loader, 1, model)]
+"""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_has_a_bar_and_a_file_has_lines(is_terminal):
+    read, write = os.openpty() if is_terminal else os.pipe()
+    if is_terminal:  # 24 lines of 200 characters
+        fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
+    command = [sys.executable, "-c", TRAIN, *filter(None, sys.path)]
+    assert subprocess.run(command, stderr=write).returncode == 0
+    os.close(write)
+    said = os.read(read, 100_000).decode()
+    os.close(read)
+    assert re.search(r"\d\d:\d\d:\d\d replica 0 of 1 .*: updates 0 to 4 of ", said)
+    assert ("| 40.0/40.0 [" in said) == is_terminal
+    assert ("40.0 of 40.0 samples, update=4/4" in said) != is_terminal
 
 
 def test_an_order_and_a_scheduler_that_needs_a_metric_are_saved(tmp_path):

@@ -92,6 +92,7 @@ class RunLog:
     Attributes:
         path: The file, or None.
         updates_of: The optimizer, the only one that this may be attached to.
+        newest: What sinks were last given on a logging step, on every replica.
 
     Raises:
         ValueError, TypeError: ``log_steps`` or ``max_nonfinite`` is not an integer
@@ -116,6 +117,7 @@ class RunLog:
         for sink in sinks:
             check_function("each sink, which takes (values, step=step),", sink)
         self._sinks, self._shows = list(sinks), shows
+        self.newest: dict[str, Any] = {}
         self.updates_of = self._optimizer = optimizer
         self._replica, self._sampler = optimizer.replica, optimizer.sampler
         header: dict[str, Any] = {
@@ -317,7 +319,8 @@ class RunLog:
         seconds = self._sum("seconds")
         values["samples_per_second"] = self._sum("batch_size") / seconds
         idle = self._sum("idle_seconds") / self._replica.num_replicas
-        self._send(values | {"idle_share": idle / seconds}, line["step"])
+        self.newest = values | {"idle_share": idle / seconds}
+        self._send(self.newest, line["step"])
         self._told, self._shared_loss = [], self._nothing_shared
         self._check_finite(line)
 
