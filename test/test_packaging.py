@@ -1,4 +1,4 @@
-"""What pip installs for each place is what the README says."""
+"""What pip installs for each place is what the page about installing says."""
 
 import importlib.metadata
 import re
@@ -15,7 +15,7 @@ from support.xla_replica.replicas import needs_xla
 
 from tools.size.count_lines import PACKAGES
 
-README = read("README.md")
+INSTALLING = read("docs/installing.md")
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +59,15 @@ def test_the_oldest_and_the_newest_torch_are_tested(extras):
     assert ["/cpu " in options for options, _ in installs] == [True, False, False]
 
 
-def test_the_readme_names_an_extra_for_every_place_and_no_others(extras):
-    places = README.split("## Where it runs")[1].split("\n\n")[1]
+def test_the_pages_name_an_extra_for_every_place_and_no_others(extras):
+    places = INSTALLING.split("\n\n")[2]
     named = re.findall(r"\.\[([\w,-]+)\]'` \((.*?)\)", places)
     assert [extra for extra, _ in named] == ["xla-cpu", "xla-tpu", "torchtpu"]
     for extra, what in named:
         version = re.match(r"torch (\d\.\d+)", what)[1]
         assert extras[extra]["torch"].specifier.contains(f"{version}.0")
-    everywhere = README + (ROOT / "Makefile").read_text() + read("docs/tutorial.md")
+    pages = ("README.md", "Makefile", "docs/tutorial.md", "docs/installing.md")
+    everywhere = "".join(map(read, pages))
     for group in re.findall(r"\.\[([\w,-]+)\]", everywhere):
         assert set(group.split(",")) <= extras.keys()
 

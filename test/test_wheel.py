@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.documents import ROOT, blocks, read
+from support.documents import ROOT, block, blocks, read
 
 pytestmark = pytest.mark.wheel
 
@@ -165,6 +165,21 @@ def test_required_dependencies_are_enough(number, environments, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(blocks("docs/extending.md", "python")[number])
     run(environments[""], script, cwd=tmp_path)
+
+
+def test_the_readmes_lines_install_it_and_its_script_runs(environments, tmp_path):
+    """As they are written: a clone, pip alone, and a folder with two files."""
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    binaries = tmp_path / "venv" / "bin"  # of an environment with torch, as most have
+    below = f"{_packages(environments[''])}\n"
+    (_packages(binaries / "python") / "below.pth").write_text(below)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "train.py").write_text(*blocks("README.md", "python"))
+    lines = block("README.md", "sh", "pip install .").replace("ADDRESS", str(ROOT))
+    start = block("README.md", "sh", "python train.py")
+    script = f"export PATH={binaries}:$PATH\n{lines}cd ../empty\n{start}"
+    run("bash", "-ec", script, cwd=tmp_path)
+    assert (tmp_path / "empty" / "run").is_dir()
 
 
 @pytest.mark.parametrize("extra", USES)

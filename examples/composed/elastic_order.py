@@ -45,9 +45,9 @@ def train(rank, args):
     replica = xla_replica.current()
     training, images, labels = load()
     images, labels = replica.send((images, labels))
-    with replica.seeded(0):  # the same weights on every replica
+    with replica.seeded(0):  # the same weights in every run
         model = build_model()
-    model.to(replica.device)
+    replica.setup(model)
     grab = GraBSampler(training, dict(model.named_parameters()))
     sampler = vbs.CustomSampler(
         training, args.trace, minibatch_size=32, on_end="cycle", order=grab

@@ -1,11 +1,14 @@
 """What users train with beside this project: each run equals a plain loop in torch."""
 
+import os
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.documents import ROOT, block
+from support.documents import ROOT, block, blocks
 from support.outside import package
 from support.per_sample_grad import norms_of
 from support.variable_batch_size.hugging_face import language_model
@@ -256,6 +259,25 @@ def test_a_notebook_launches_a_function_of_a_cell(monkeypatch):
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     assert notebook.cells[-1].outputs[-1]["data"]["text/plain"] == "[12.0, 12.0, 12.0]"
+
+
+def test_the_quick_start_runs_in_a_notebook(monkeypatch, tmp_path):
+    nbformat, nbclient = package("nbformat"), package("nbclient")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", binaries)
+    command = block("README.md", "sh", "vbs make ramp").splitlines()[0]
+    sources = f"!{command}", *blocks("README.md", "python")
+    notebook = nbformat.v4.new_notebook(
+        cells=[*map(nbformat.v4.new_code_cell, sources)]
+    )
+    nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()  # fmt: skip
+    shown = "".join(output["text"] for output in notebook.cells[-1].outputs)
+    assert "test accuracy" in shown
+    assert "update=149/149" in shown  # a bar
 
 
 def test_the_page_shows_opacus():
