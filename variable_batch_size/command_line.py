@@ -59,12 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_parser(
     choices: Any, name: str, function: Callable[..., Any], rows: Iterable[Option]
 ) -> argparse.ArgumentParser:
-    """Returns a parser whose help is the function's docstring, without arguments."""
-    text = inspect.getdoc(function) or ""
+    """Returns a parser whose help is a docstring, which ends with examples."""
+    text = (inspect.getdoc(function) or "").split("\nArgs:")[0]
+    told, mark, examples = text.partition("\nexample")
     parser: argparse.ArgumentParser = choices.add_parser(
         name,
         help=text.split("\n\n")[0].replace("\n", " "),
-        description=text.split("\nArgs:")[0],
+        description=told,
+        epilog=(mark + examples).strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",  # two functions may have an option of one name
     )

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from support.documents import ROOT, block, blocks
+from support.documents import ROOT, blocks
 
 from variable_batch_size.command_line import COMMANDS, MEMBERS, main
 from variable_batch_size.traces.batch_trace import Trace
@@ -71,6 +71,9 @@ def test_help_explains_every_option_and_has_examples_that_run(page, vbs, capsys)
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert "default: None" not in shown
+    first, last = shown.split("\n\n")[1].splitlines()[0], shown.split()[-1]
+    assert first.endswith("?") or len(page) > 1  # a command says what it answers
+    assert examples(shown)[-1].endswith(last)
     options = shown.split("options:\n")[1]
     for option in re.findall(r"^  (--\S+(?: [A-Z{]\S*)?)", options, re.MULTILINE):
         assert options.split(f"  {option}")[1].split("\n  --")[0].strip(), option
@@ -83,7 +86,7 @@ def test_help_explains_every_option_and_has_examples_that_run(page, vbs, capsys)
 
 def test_the_commands_of_the_pages_run(vbs):
     on_page = [*blocks("docs/traces.md", "sh"), *blocks("docs/runs.md", "sh")]
-    found = examples("".join([block("README.md", "sh", "vbs check"), *on_page]))
+    found = examples("".join(on_page))
     assert len(found) >= 10
     for example in found:
         vbs(example.removeprefix("vbs "))

@@ -77,7 +77,7 @@ OPTIONS = (
 
 
 def run_check(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Says whether a trace fits a dataset, and what it wastes.
+    """Does a trace fit a dataset, and what does it waste?
 
     Epochs, samples that are dropped at their ends, and replicas that are idle because a
     step has no minibatch for them. A trace that cannot be used is an error with file,
@@ -86,11 +86,16 @@ def run_check(args: argparse.Namespace) -> Mapping[str, Any]:
     example:
       vbs check trace.csv --dataset-size 60000 --minibatch-size 32 --num-replicas 8
     """
-    return tools.check(*_schedule(args), args.epochs, args.seconds_per_substep)
+    told = tools.check(*_schedule(args), args.epochs, args.seconds_per_substep)
+    parts = "dropped samples", "idle replica-substeps"
+    wasted = {part: told[f"{part} in per cent"] for part in parts}
+    how = "fits well" if max(wasted.values()) < 10 else "fits, but wastes much"
+    said = ", ".join(f"{number:.1f} % {part}" for part, number in wasted.items())
+    return {"verdict": f"it {how}: {said}", **told}
 
 
 def run_stats(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Describes a trace: its sizes, how often they change, which minibatches fit.
+    """Which sizes has a trace, how often do they change, and which minibatches fit?
 
     example:
       vbs stats trace.csv
@@ -99,9 +104,10 @@ def run_stats(args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def run_plot(args: argparse.Namespace) -> str:
-    """Draws runs and traces: batch size, learning rate, loss and replicas.
+    """How did runs go, and what do traces plan?
 
-    All are in one picture, a line for each. It needs matplotlib (the extra 'plot').
+    Draws batch size, learning rate, loss and replicas of all in one picture, a line for
+    each. It needs matplotlib (the extra 'plot').
 
     examples:
       vbs plot run.jsonl
@@ -119,7 +125,7 @@ def run_plot(args: argparse.Namespace) -> str:
 
 
 def run_make(args: argparse.Namespace) -> str:
-    """Makes a trace from a few numbers.
+    """Which trace do a few numbers make?
 
     Integers may end in K, M, B or T (thousands, millions ...). The trace is written to
     --out, or printed. `vbs make FAMILY --help` has the options of a family.
@@ -136,7 +142,7 @@ def run_make(args: argparse.Namespace) -> str:
 
 
 def run_convert(args: argparse.Namespace) -> str:
-    """Turns a log of devices into a trace.
+    """Which trace could the devices of a log have run?
 
     The log is a CSV file with the columns Time (seconds, such as Unix times) and
     TPU_cores or GPUs, two columns of numbers without a header, or SkyPilot's JSON of
@@ -179,14 +185,14 @@ def run_convert(args: argparse.Namespace) -> str:
 
 
 def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Says what a run on a trace will be, without training.
+    """What will a run on a trace be: its steps, learning rates, time and cost?
 
-    Steps, samples and learning rates are those of a real run whose reference learning
-    rate stays as it is. The noise scale gives progress, in steps at the reference batch
-    size. A step time gives wall-clock, device-hours and cost, with and without restarts
-    (where the column devices of the trace changes) and compiling; how often a replica
-    is lost, the time that this costs with restarts and with live members. --out writes
-    one row per step, which is a trace too.
+    Nothing is trained. Steps, samples and learning rates are those of a real run whose
+    reference learning rate stays as it is. The noise scale gives progress, in steps at
+    the reference batch size. A step time gives wall-clock, device-hours and cost, with
+    and without restarts (where the column devices of the trace changes) and compiling;
+    how often a replica is lost, the time that this costs with restarts and with live
+    members. --out writes one row per step, which is a trace too.
 
     examples:
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --rule linear \\

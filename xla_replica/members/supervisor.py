@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m xla_replica.members",
-        description="A lighthouse, at which members of a live run find each other.",
+        description="How do members of a live run start, and find each other?",
+        epilog="example: python -m xla_replica.members run --members 3 train.py",
     )
     parser.add_argument(
         "--heartbeat-seconds", type=float, default=1.0, metavar="S",
@@ -75,15 +76,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     alone = commands.add_parser(
-        "lighthouse", help="run the lighthouse alone; members set LIVE_LIGHTHOUSE"
-    )
+        "lighthouse", help="run the lighthouse alone; members set LIVE_LIGHTHOUSE",
+        description="Where do members that are started one by one find each other?",
+        epilog="example: python -m xla_replica.members lighthouse --bind 0.0.0.0:29510",
+    )  # fmt: skip
     alone.add_argument(
         "--bind", default="127.0.0.1:29510", metavar="HOST:PORT",
         help="where to listen; 0.0.0.0 for all interfaces (default: %(default)s)",
     )  # fmt: skip
     run = commands.add_parser(
-        "run", help="run a script as several members, and start anew those that die"
-    )
+        "run", help="run a script as several members, and start anew those that die",
+        description="How does a script run as several members of this machine?",
+        epilog="example: python -m xla_replica.members run --members 3 train.py",
+    )  # fmt: skip
     run.add_argument("--members", type=int, default=2, metavar="N", help="default: 2")
     run.add_argument(
         "script", nargs=argparse.REMAINDER, help="a Python script and its arguments"
