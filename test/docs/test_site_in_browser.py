@@ -5,17 +5,20 @@ import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from support.documents import ROOT
 from support.xla_replica.replicas import HAS_XLA
+
+from tools.site.answers import ANSWERS
 
 # A Chromium without a window and without a network, whose user prefers dark pages.
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 OPTIONS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
     "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom",
-    "--virtual-time-budget=20000", "--allow-file-access-from-files",
+    "--virtual-time-budget=60000", "--allow-file-access-from-files",
     "--blink-settings=preferredColorScheme=0",
 )  # fmt: skip
 SITE = ROOT / "build" / "site"
@@ -54,22 +57,87 @@ async function measure(path, width) {
 </script>"""
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> list[dict]:
+# Types words into the search box, follows the first hit, and writes where it leads.
+ASK = """<!doctype html><title>probe</title><pre id="seen"></pre><script>
+const seen = []
+const later = () => new Promise(done => setTimeout(done, 100))
+const loads = frame => new Promise(done => { frame.onload = done })
+async function ask(words, width) {
+  const frame = document.createElement("iframe")
+  Object.assign(frame, {width, height: 900, src: FRONT})
+  document.body.append(frame)
+  await loads(frame)
+  const box = frame.contentDocument.querySelector("input.sidebar-search")
+  box.value = words
+  box.form.submit()
+  await loads(frame)
+  let hit = null
+  for (let tries = 0; tries < 40 && !hit; tries++) {
+    await later()
+    hit = frame.contentDocument.querySelector("#search-results li a")
+  }
+  hit.click()
+  await loads(frame)
+  const page = frame.contentDocument
+  const place = page.getElementById(frame.contentWindow.location.hash.slice(1))
+  const section = place.closest("section")
+  seen.push({
+    heading: section.querySelector("h1, h2").firstChild.textContent,
+    page: frame.contentWindow.location.pathname,
+    blocks: section.querySelectorAll(".highlight").length,
+    hidden: page.documentElement.scrollWidth - page.documentElement.clientWidth,
+  })
+  frame.remove()
+}
+(async () => {
+  for (const width of WIDTHS) for (const words of WORDS) await ask(words, width)
+  document.getElementById("seen").textContent = JSON.stringify(seen)
+})()
+</script>"""
+ANSWERED = {
+    words: (page, heading)
+    for page, sections in ANSWERS.items()
+    for heading, several in sections.items()
+    for words in several
+}
+
+
+def looked_at(folder: Path, probe: str, **values: object) -> list[dict]:
+    """Returns what a page with a script writes, in which names stand for values."""
     browser = next(filter(None, map(shutil.which, NAMES)), None)
     if browser is None or not all((SITE / f"{page}.html").exists() for page in PAGES):
         # In CI, what it needs must be there.
         skip = pytest.fail if os.environ.get("CI") else pytest.skip
         skip("there is no Chromium (make browser), or no site (make docs)")
-    folder = tmp_path_factory.mktemp("browser")
-    probe = folder / "probe.html"
-    addresses = json.dumps([f"{SITE.as_uri()}/{page}.html" for page in PAGES])
-    probe.write_text(PROBE.replace("PAGES", addresses).replace("WIDTHS", str(WIDTHS)))
-    command = [browser, *OPTIONS, f"--user-data-dir={folder}/profile", probe.as_uri()]
+    file = folder / "probe.html"
+    for name, value in values.items():
+        probe = probe.replace(name, json.dumps(value))
+    file.write_text(probe)
+    command = [browser, *OPTIONS, f"--user-data-dir={folder}/profile", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     [text] = re.findall(r'<pre id="seen">(.+?)</pre>', done.stdout)
     return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> list[dict]:
+    addresses = [f"{SITE.as_uri()}/{page}.html" for page in PAGES]
+    folder = tmp_path_factory.mktemp("browser")
+    return looked_at(folder, PROBE, PAGES=addresses, WIDTHS=WIDTHS)
+
+
+@pytest.mark.skipif(HAS_XLA, reason="the other environment looks at the site")
+@pytest.mark.parametrize("width", [1400, 420])
+def test_the_first_hit_answers_what_a_reader_types(width, tmp_path):
+    assert len(ANSWERED) == 20
+    front = f"{SITE.as_uri()}/docs/README.html"
+    values = {"WORDS": [*ANSWERED], "WIDTHS": [width], "FRONT": front}
+    found = looked_at(tmp_path, ASK, **values)
+    for (page, heading), answer in zip(ANSWERED.values(), found, strict=True):
+        assert (answer["heading"], answer["hidden"]) == (heading, 0)
+        assert answer["page"].endswith(f"/{page}.html")
+        assert answer["blocks"] > 0
 
 
 # Once: the site does not depend on the environment.

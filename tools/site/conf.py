@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.site import errors  # noqa: E402
+from tools.site import answers, errors  # noqa: E402
 
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/py.typed"))
 # What docs/stability.md calls public beside what the packages themselves export.
@@ -67,6 +67,11 @@ def contents(name: str) -> dict[str, list[str]]:
 
 
 def add_contents(app: Any, name: str, source: list[str]) -> None:
+    if name == root_doc:  # the site opens with what the README begins with
+        pitch, _, _ = (ROOT / "README.md").read_text("utf-8").partition("\n## ")
+        pages = source[0].partition("\n")[2]
+        source[0] = pitch.replace("](docs/", "](") + pages
+    source[0] = answers.with_entries(name, source[0])
     if name in TABLES:
         for caption, pages in contents(name).items():
             source[0] += TREE.format(caption, "\n".join(f"/{page}" for page in pages))
