@@ -76,6 +76,8 @@ async function ask(words, width) {
     await later()
     hit = frame.contentDocument.querySelector("#search-results li a")
   }
+  const hits = [...frame.contentDocument.querySelectorAll("#search-results li > a")]
+    .map(link => new URL(link.href).pathname)
   hit.click()
   await loads(frame)
   const page = frame.contentDocument
@@ -83,7 +85,7 @@ async function ask(words, width) {
   const section = place.closest("section")
   seen.push({
     heading: section.querySelector("h1, h2").firstChild.textContent,
-    page: frame.contentWindow.location.pathname,
+    page: frame.contentWindow.location.pathname, hits,
     blocks: section.querySelectorAll(".highlight").length,
     hidden: page.documentElement.scrollWidth - page.documentElement.clientWidth,
   })
@@ -94,6 +96,7 @@ async function ask(words, width) {
   document.getElementById("seen").textContent = JSON.stringify(seen)
 })()
 </script>"""
+LAST = "/docs/(architecture|benchmarks|outside|study)|/CHANGELOG"
 ANSWERED = {
     words: (page, heading)
     for page, sections in ANSWERS.items()
@@ -138,6 +141,9 @@ def test_the_first_hit_answers_what_a_reader_types(width, tmp_path):
         assert (answer["heading"], answer["hidden"]) == (heading, 0)
         assert answer["page"].endswith(f"/{page}.html")
         assert answer["blocks"] > 0
+        # How it is built and what it costs come after all pages about a task.
+        late = [bool(re.search(LAST, hit)) for hit in answer["hits"]]
+        assert late == sorted(late)
 
 
 # Once: the site does not depend on the environment.

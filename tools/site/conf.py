@@ -31,6 +31,7 @@ root_doc = TABLES[0]
 include_patterns = ["*.md", "docs/**.md", "examples/README.md", "build/reference/*"]
 exclude_patterns = [".*", "build/site", "test", "tools", *PACKAGES]
 html_theme = "furo"
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_title = project
 html_copy_source = html_show_copyright = False
 maximum_signature_line_length = 88
