@@ -62,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m xla_replica.members",
         description="How do members of a live run start, and find each other?",
-        epilog="example: python -m xla_replica.members run --members 3 train.py",
     )
     parser.add_argument(
         "--heartbeat-seconds", type=float, default=1.0, metavar="S",
