@@ -58,7 +58,7 @@ command -v nvidia-smi >/dev/null || \
 	echo "make: no $(CPU_$(ENV)) at $(CPU_BUILDS): pip's own index may bring CUDA"
 endef
 
-.PHONY: environments mnist live test test-all browser tpu-compiler tpu-compile torchtpu gpu tpu-like outside newest-trainers wheel docs lint format bench clean help
+.PHONY: environments mnist live test test-all browser tmux tpu-compiler tpu-compile torchtpu gpu tpu-like outside newest-trainers wheel docs lint format bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -104,6 +104,11 @@ browser:
 	command -v chromium || command -v google-chrome || { \
 		apt-get update -qq && apt-get install -qq --no-install-recommends chromium; }
 
+# By which a job is started and ended on a TPU's hosts, and on simulated ones.
+tmux:
+	command -v tmux && command -v pkill || { \
+		apt-get update -qq && apt-get install -qq --no-install-recommends tmux procps; }
+
 # An environment of its own, for a JAX and the libtpu of torch_xla 2.9.
 tpu-compiler:
 	$(MAKE) ENV=tpu VENV=.venv-tpu .venv-tpu/ready
@@ -122,7 +127,7 @@ gpu:
 	GPU=1 $(MAKE) ENV=torch PYTEST_ARGS='-n 4 --dist loadfile -m "gpu and not slow"' test
 
 # One process, so that all tests share replicas that have started.
-tpu-like:
+tpu-like: tmux
 	$(MAKE) PYTEST_ARGS='-m tpu_like --session-timeout 600' test
 
 outside:

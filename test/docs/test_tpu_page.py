@@ -1,14 +1,21 @@
 """The lines for the first day on a TPU, on emulated replicas in place of its chips."""
 
+import functools
+import json
 import os
 import re
+import shlex
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.documents import ROOT, block, read
+from support.documents import ROOT, block, blocks, read
 from support.scripts import python
-from support.xla_replica.replicas import needs_xla
+from support.xla_replica import tpu_like
+from support.xla_replica.replicas import needs_xla, on_chips
 
 LINES = block("docs/tpu.md", "sh", "PJRT_DEVICE=TPU").splitlines()
 # Of each other line: what is added to it, that it takes seconds.
@@ -90,14 +97,150 @@ STARTED = (
 )
 
 
+SSH = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE --worker=all --command"
+# On the way from the first ssh to the first update: set up, start, look, end.
+COMMANDS = re.split(
+    "^(?=gcloud)", block("docs/tpu.md", "sh", "tmux new-session"), flags=re.MULTILINE
+)[1:]
+# Runs a command on every host at once, as ssh does: by a shell that is not interactive,
+# in the home folder.
+GCLOUD = """#!{python}
+import json, pathlib, subprocess, sys
+*words, command = sys.argv[1:]
+asked = "compute tpus tpu-vm ssh NAME --zone ZONE --worker=all --command"
+assert words == asked.split(), words
+hosts = json.loads(pathlib.Path({hosts!r}).read_text())
+shells = [subprocess.Popen(["bash", "-c", command], cwd=host["HOME"], env=host)
+          for host in hosts]
+sys.exit(max(shell.wait() for shell in shells))
+"""
+# What installs does nothing, and pkill finds the processes of its own host.
+PROGRAMS = {
+    "sudo": "",
+    "python3": '{python} "$@" --without-pip && ln -s {bin}/sudo .venv/bin/pip',
+    "pkill": 'for pid in $(pgrep -f "$3"); do grep -qz "^HOME=$HOME$" '
+    "/proc/$pid/environ && kill $1 $pid; done; true",
+}
+
+
+class Slice:
+    """Simulated hosts, which have homes of their own and run what the page says."""
+
+    def __init__(self, folder: Path, num_hosts: int, num_chips: int) -> None:
+        self.folder, programs = folder, folder / "bin"
+        words = {"python": sys.executable, "bin": programs, "hosts": f"{folder}/hosts"}
+        programs.mkdir(parents=True)
+        texts = {name: f"#!/bin/bash\n{text}\n" for name, text in PROGRAMS.items()}
+        for name, text in {**texts, "gcloud": GCLOUD}.items():
+            (programs / name).write_text(text.format_map(words))
+            (programs / name).chmod(0o755)
+        self.path = f"{programs}:{os.environ['PATH']}"
+        self.homes = [folder / f"host-{number}" for number in range(num_hosts)]
+        variables = []
+        for number, home in enumerate(self.homes):
+            home.mkdir()
+            own = tpu_like.environment(num_chips, folder, number, num_hosts)
+            at = {"HOME": str(home), "TMUX_TMPDIR": str(home), "PATH": self.path}
+            variables.append(own | at)
+        (folder / "hosts").write_text(json.dumps(variables))
+
+    def run(self, command: str) -> str:
+        done = python("-c", command, command=["sh"], timeout=300, PATH=self.path)
+        return done.stdout
+
+    def wait_for(self, is_there: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 240
+        while not is_there():
+            logs = [each.read_text() for each in self.folder.glob("*/work/train.log")]
+            has_ended = all(self.sessions())
+            assert time.monotonic() < deadline, logs
+            assert not has_ended or is_there(), logs
+            time.sleep(0.2)
+
+    def sessions(self) -> list[int]:
+        """Returns for each host 0 where its tmux still runs something, else 1."""
+        return [self._tmux(home, "has-session") for home in self.homes]
+
+    def close(self) -> None:
+        for home in self.homes:
+            self._tmux(home, "kill-server")
+
+    @staticmethod
+    def _tmux(home: Path, command: str) -> int:
+        variables = {**os.environ, "TMUX_TMPDIR": str(home)}
+        return subprocess.run(
+            ["tmux", command], env=variables, capture_output=True
+        ).returncode
+
+
+def has_saved(folder: Path, num_updates: int) -> bool:
+    """Returns whether there is a checkpoint of so many updates, or of more."""
+    names = [file.name for file in folder.glob("*.pt")]
+    return max(names, default="") > f"update-{num_updates:08d}"
+
+
+@on_chips
+@needs_xla
+@pytest.mark.xla
+def test_hosts_train_save_when_they_are_ended_and_others_go_on(tmp_path, request):
+    """By the page's own commands, and the README's script in the user's repository."""
+    set_up, start, look, end = COMMANDS
+    saved, repository, counts = tmp_path / "saved", tmp_path / "repository", [0]
+    [script] = blocks("README.md", "python")
+    for before, after in {
+        '"trace.csv"': '[64, 96], on_end="cycle"',
+        '10, model=model, checkpoint="run"': "10**6, model=model, every_updates=20, "
+        f"checkpoint={str(saved)!r}",
+    }.items():
+        assert script.count(before) == 1
+        script = script.replace(before, after)
+    repository.mkdir()
+    (repository / "train.py").write_text(script)
+    made = "git init -q && git add . && git -c user.name=a -c user.email=a commit -qm a"
+    python("-c", f"cd {repository} && {made}", command=["sh"])
+    for num_hosts, num_chips in ((4, 1), (1, 2)):
+        hosts = Slice(tmp_path / f"of-{num_hosts}", num_hosts, num_chips)
+        request.addfinalizer(hosts.close)
+        hosts.run(set_up.replace("REPOSITORY", str(repository)))
+        hosts.run(start)
+        assert not any(hosts.sessions())
+        hosts.wait_for(functools.partial(has_saved, saved, counts[-1] + 20))
+        hosts.run(end)
+        hosts.wait_for(lambda hosts=hosts: all(hosts.sessions()))
+        told = r"stopped after (\d+) updates: received SIGTERM.* from (\S+\.pt)$"
+        [(updates, file)] = re.findall(told, hosts.run(look), re.MULTILINE)
+        assert Path(file).parent == saved
+        counts.append(int(updates))
+    assert 20 < counts[1] < counts[2] - 20
+
+
+@on_chips
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("name", "smaller", "told"),
+    [
+        ("cases.py", "'plain step'", "plain step: "),
+        ("bench_step.py", f"{SMALLER['bench_step.py']} --batch-sizes 1", "replicas: 2"),
+    ],
+)
+def test_a_line_for_all_chips_runs_on_all_hosts_at_once(name, smaller, told, tmp_path):
+    hosts = Slice(tmp_path, 2, 1)
+    for home in hosts.homes:
+        (home / "tools").symlink_to(ROOT / "tools")
+    line = RUN[name].replace("replicas 8", "replicas 2") + f" {smaller}"
+    line = shlex.quote(line.replace("python", sys.executable))
+    assert told in hosts.run(f"{SSH} {line}")
+
+
 def test_what_hosts_are_told_to_do_is_shell_and_ends_the_job_alone():
-    """No shell of ssh is ended with it, and none is left in another folder."""
-    lines = block("docs/tpu.md", "sh", "tpu-vm create")
-    python("-n", "-c", lines, command=["sh"])
-    commands = re.findall("--command '(.*?)'", lines, re.DOTALL)
+    """No shell of ssh is ended with it, no tmux, and none is left in another folder."""
+    commands = [re.search("--command '(.*?)'", text, re.DOTALL)[1] for text in COMMANDS]
     [pattern] = re.findall('-f "(.*)"', commands[-1])
-    assert not any(re.search(pattern, command) for command in commands[-1:])
-    assert re.search(pattern, commands[1])
+    [started] = re.findall('new-session -d -s train "(.*)"', commands[1])
+    assert re.search(pattern, started)
+    assert not any(re.search(pattern, f"bash -c {each}") for each in commands)
+    assert not re.search(pattern, f"tmux new-session -d -s train {started}")
     for command in commands:
         python("-n", "-c", command, command=["sh"])
         assert "work" in command or "pkill" in command
