@@ -399,8 +399,10 @@ class ElasticOptimizer(OptimizerProxy):
 
         `epochs`, `Checkpointer` and the trainers' adapters call it; in a loop of your
         own call it before training if forward passes change integer buffers other
-        than BatchNorm's. Does nothing between a minibatch and `average_buffers`.
+        than BatchNorm's. Does nothing between a minibatch and `average_buffers`, but
+        warns of tied parameters that came apart.
         """
+        checks.warn_of_lost_ties(model, self.replica)
         is_needed = not self._run.sums.keeps_buffers and self.replica.num_replicas > 1
         if is_needed and self._updates.num_seen == 0:
             self.replica.sync()

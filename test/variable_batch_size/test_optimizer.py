@@ -4,18 +4,24 @@ import gc
 import inspect
 import logging
 import pickle
+import re
 import sys
 import types
 import typing
+import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from support.variable_batch_size.wrapping import backward, idle_replica, make, run_epoch
+from support.xla_replica.replicas import row
+from torch import nn
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import variable_batch_size as vbs
+import xla_replica
 from variable_batch_size.data.schedule import OnEnd, Schedule
 from variable_batch_size.step.attached import UNITS, Unit
 from variable_batch_size.step.run import ElasticOptions
@@ -256,3 +262,31 @@ def test_the_wrappers_options_are_those_of_elastic_optimizer_and_their_rules():
     assert wrapper.param_groups[0]["weight_decay"] == 0.5
     _, _, wrapper = make(cls=vbs.AdaScaleOptimizer, noise=True, time_constant=7)
     assert wrapper.noise.options == vbs.NoiseOptions(time_constant=7)
+
+
+def told_of_ties(rank: int, way: str, folder: Path) -> list[str]:
+    """Returns the warnings of a wrapper that is given a model with two tied layers."""
+    replica = xla_replica.current()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model.all_tied_weights_keys = {"1.weight": "0.weight"}  # as transformers' models
+    model = replica.setup(model) if way == "setup" else model.to(replica.device)
+    if way == "parted":
+        model[1].weight = nn.Parameter(2 * model[0].weight.detach())
+    own, _, optimizer = make(replica=replica)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        vbs.Checkpointer(folder, optimizer, model=model.append(own))
+    return [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("backend", [row("cpu", 1), row("xla", 1)])
+def test_a_tie_that_a_move_has_lost_is_told(backend, tmp_path):
+    found = {
+        way: backend.run(told_of_ties, way, tmp_path)[0]
+        for way in ("moved", "setup", "parted")
+    }
+    lost = r"1\.weight and 0\.weight were tied, .* call replica\.setup\(model\)"
+    assert len(found["moved"]) == (backend.device == "xla")
+    assert all(re.match(lost, each) for each in found["moved"])
+    assert found["setup"] == found["parted"] == []

@@ -8,12 +8,14 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, SparseAdam
 
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.step.run import Run
+from xla_replica import Replica
 from xla_replica.common.arguments import (
     check_choice,
     check_flag,
@@ -172,6 +174,24 @@ def _check_rule(
                 "the wrapper brings the learning rate to the device itself"
             )
         rule.update(ratio, group, rule.init())
+
+
+def warn_of_lost_ties(model: nn.Module, replica: Replica) -> None:
+    """Warns of two equal parameters that a model of transformers says are one.
+
+    On XLA ``model.to`` makes independent ones of them.
+    """
+    for module in model.modules() if replica.is_lazy else ():
+        ties = getattr(module, "all_tied_weights_keys", None) or {}
+        named = dict(module.named_parameters(remove_duplicate=False)) if ties else {}
+        for names in ties.items():
+            pair = {named[name] for name in names if name in named}
+            if len(pair) == 2 and torch.equal(*pair):
+                warnings.warn(
+                    f"{' and '.join(names)} were tied, and are two parameters now: "
+                    "call replica.setup(model) in place of model.to(replica.device)",
+                    stacklevel=4,
+                )
 
 
 def refuse_other_accumulation() -> None:

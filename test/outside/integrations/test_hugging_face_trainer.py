@@ -213,6 +213,9 @@ def test_the_example_under_torchrun_is_continued_by_one_process(tmp_path):
 def test_every_parameter_has_a_gradient_of_each_sample(tied):
     torch.manual_seed(0)
     model = GPTNeoX(12, width=16, num_layers=2, num_heads=2, tied=tied)
+    # By which an optimizer knows of ties that a move has lost.
+    ties = [getattr(each, "all_tied_weights_keys", {}) for each in model.modules()]
+    assert any(ties) == tied
     windows = torch.randint(256, (4, 13), dtype=torch.uint8)
     batch = windows[:, :-1], windows[:, 1:]
     assert ordered_training.check_gradients(model, *batch) < 1e-4
