@@ -2,15 +2,18 @@
 
 import contextlib
 import functools
+import re
 
 import pytest
 import torch
 from support.per_sample_grad import captured, compared, fold, loop, norms_of, rules_kept
 from support.per_sample_grad.models import Apply, of_angle
+from support.xla_replica.replicas import row
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import per_sample_grad as psg
+import xla_replica
 from per_sample_grad.engine import graph
 from per_sample_grad.layers.registry import RULES
 
@@ -245,10 +248,8 @@ class Off(nn.Linear):
     """A layer whose registered rule is a tenth off."""
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-@rules_kept()
-def test_a_small_contribution_is_compared_with_itself_and_again_when_it_grows(is_tied):
-    """Beside a large one to the same weight a tenth of it is rounding, at first."""
+def beside_a_large_one(scale: float) -> nn.Module:
+    """Returns a model in which such a layer's output has a scale."""
 
     @psg.register_rule(Off)
     def off(call: psg.Call, grad: torch.Tensor):
@@ -261,7 +262,15 @@ def test_a_small_contribution_is_compared_with_itself_and_again_when_it_grows(is
 
     parts = {"large": nn.Linear(3, 3, bias=False), "small": Off(3, 3, bias=False)}
     model = Apply(forward, **parts)
-    model.register_buffer("scale", torch.tensor(1e-5))
+    model.register_buffer("scale", torch.tensor(scale))
+    return model
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@rules_kept()
+def test_a_small_contribution_is_compared_with_itself_and_again_when_it_grows(is_tied):
+    """Beside a large one to the same weight a tenth of it is rounding, at first."""
+    model = beside_a_large_one(1e-5)
     if is_tied:
         model.small.weight = model.large.weight
         steps = [lambda m: far_from_one(m, torch.eye(3))] * 2
@@ -269,6 +278,28 @@ def test_a_small_contribution_is_compared_with_itself_and_again_when_it_grows(is
         model.scale.fill_(1.0)
     with pytest.raises(psg.CouplingError, match="weight: off by 0"):
         psg.per_sample_factors(model, far_from_one, (torch.eye(3),))
+
+
+@rules_kept()
+def grown(rank: int) -> list[str]:
+    """Returns what is said of a gradient of 1e-7 of all, twice, and of 1e-4."""
+    device = xla_replica.current().device
+    model, said = beside_a_large_one(1e-7).to(device), []
+    for scale in (1e-7, 1e-7, 1e-4):
+        model.scale.fill_(scale)
+        try:
+            psg.per_sample_factors(model, far_from_one, (torch.eye(3, device=device),))
+            said.append("")
+        except psg.CouplingError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("backend", [row("xla", 1)])
+def test_an_accelerator_compares_a_gradient_again_when_it_has_grown(backend):
+    [[*before, after]] = backend.run(grown)
+    assert before == ["", ""]
+    assert re.search(r"small\.weight: off by 0", after)
 
 
 # --- beside hooks, checkpoints, compilers and tracers ---------------------------------
