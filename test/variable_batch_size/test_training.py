@@ -275,7 +275,8 @@ def test_a_minibatch_without_a_step_is_an_error(how, left_out):
                 model(optimizer.replica.send(x)).mean().backward()
                 optimizer.step()
 
-    with pytest.raises(ValueError, match="was not called for a minibatch of epoch 0"):
+    told = "was not called for a minibatch of epoch 0: remove an accumulation of your"
+    with pytest.raises(ValueError, match=told):
         run()
 
 

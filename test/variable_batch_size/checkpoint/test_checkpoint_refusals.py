@@ -207,6 +207,12 @@ def test_other_settings_are_refused_on_resuming(changes, message):
         wrapped(**changes).load_state_dict(saved, place=False)
 
 
+def test_parameters_that_were_frozen_are_refused_on_resuming():
+    saved = wrapped(is_frozen=True).state_dict()
+    with pytest.raises(ValueError, match=r"number 1 of shape \(1,\) was frozen"):
+        wrapped().load_state_dict(saved)
+
+
 def test_an_earlier_format_is_refused_by_name():
     saved = wrapped().state_dict()
     own = saved["elastic"]
