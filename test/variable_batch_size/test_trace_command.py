@@ -165,8 +165,8 @@ def test_what_cannot_be_done_is_a_message(words, message, folder, capsys):
     assert message in shown
     assert "Traceback" not in shown
     # How the command is used is shown where it is misused, not where a file is wrong.
-    is_misused = "arguments are required" in message or "invalid choice" in message
-    assert is_misused or not shown.startswith("usage")
+    misused = ("arguments are required", "invalid choice", "is not an integer")
+    assert shown.startswith("usage") == any(each in message for each in misused)
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
 
 
