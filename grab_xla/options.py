@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 from grab_xla.balancing.decisions import TIES
-from xla_replica.common.arguments import check_choice, check_integer, check_number
+from xla_replica.common.arguments import check_fields, checked
 
 Family = TypeVar("Family")
 
@@ -25,17 +25,13 @@ class Signs:
         prob_balance_c: That constant.
     """
 
-    tie: str = "negative"
-    tile_size: int | None = None
+    tie: str = checked("negative", among=TIES)
+    tile_size: int | None = checked(None, least=1)
     prob_balance: bool = False
-    prob_balance_c: float = 30
+    prob_balance_c: float = checked(30, above=0)
 
     def __post_init__(self) -> None:
-        check_choice("tie", self.tie, TIES)
-        if self.tile_size is not None:
-            check_integer("tile_size", self.tile_size, 1)
-        if self.prob_balance:
-            check_number("prob_balance_c", self.prob_balance_c, above=0)
+        check_fields(self)
 
     @property
     def walk_constant(self) -> float | None:

@@ -1,8 +1,8 @@
 """What a balance type is: a handful of functions of a state, and their options.
 
 Adding a balance type takes one subclass and one row in `BALANCE_TYPES`. Its options are
-the fields of a frozen dataclass. Whatever changes lives in a state, a dict of tensors
-that the functions take and return:
+the fields of a frozen dataclass, checked by their types. Whatever changes lives in a
+state, a dict of tensors that the functions take and return:
 
 - a two-dimensional tensor, ``(rows, columns)``, has a column for every (projected)
   parameter; with several replicas, for this replica's share of them;
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.reordering import reorder
+from xla_replica.common.arguments import check_fields
 
 State = dict[str, Tensor]
 Balanced = tuple[State, Tensor]  # A state and placements.
@@ -57,6 +58,9 @@ class Ordering:
     fills: ClassVar[Mapping[str, float]] = {}
     order_methods: ClassVar[Collection[str]] = ()
     state_methods: ClassVar[Collection[str]] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def num_nodes(self) -> int:

@@ -22,7 +22,7 @@ from grab_xla.balancing.decisions import (
     without_nan,
 )
 from xla_replica import where_finite
-from xla_replica.common.arguments import check_integer, check_number
+from xla_replica.common.arguments import check_number, checked
 
 
 class Centred(Balancer):
@@ -96,10 +96,7 @@ class RecursiveBalance(MeanBalance):
 
     placement_dtype: ClassVar[torch.dtype] = torch.int32
 
-    depth: int = 5  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        check_integer("depth", self.depth, 0)
+    depth: int = checked(5, least=0)  # type: ignore[misc]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,10 +133,7 @@ class AdaMeanBalance(Scaled, MeanBalance):
 
     state_methods = ("update_v",)
 
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        check_number("eps", self.eps, above=0)
+    eps: float = checked(1e-8, above=0)
 
     def begin_epoch(self, state: State) -> State:
         # Deviations were divided by the scale; the mean is in the gradients' unit.
@@ -230,10 +224,7 @@ class EMABalance(MovingAverages):
         ema_decay: The weight of the newest step, one minus beta.
     """
 
-    ema_decay: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_number("ema_decay", self.ema_decay, above=0, below=1)
+    ema_decay: float = checked(0.1, above=0, below=1)
 
     @property
     def decays(self) -> Sequence[float]:
@@ -250,14 +241,14 @@ class AdaEMABalance(Scaled, MovingAverages):
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    eps: float = checked(1e-8, above=0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(self.betas) != 2:
             raise ValueError(f"betas must be two numbers, got {self.betas!r}")
         for beta in self.betas:
             check_number("betas", beta, above=0, below=1)
-        check_number("eps", self.eps, above=0)
 
     @property
     def decays(self) -> Sequence[float]:

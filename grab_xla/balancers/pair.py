@@ -15,7 +15,7 @@ from torch import Tensor
 from grab_xla.balancers.base import Balanced, Balancer, State
 from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.reordering import reorder_interleaved
-from xla_replica.common.arguments import check_integer
+from xla_replica.common.arguments import checked
 
 
 class BlockBalancer(Balancer):
@@ -78,10 +78,7 @@ class PairBalance(BlockBalancer):
             the order: choose it once for a training, whatever the number of replicas.
     """
 
-    num_workers: int = 1
-
-    def __post_init__(self) -> None:
-        check_integer("num_workers", self.num_workers, 1)
+    num_workers: int = checked(1, least=1)
 
     @property
     def piece_size(self) -> int:  # type: ignore[override]

@@ -36,6 +36,7 @@ class RecursivePairBalance(BlockBalancer):
     batch_size: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("batch_size", self.batch_size, 2)
         if self.batch_size & (self.batch_size - 1):
             raise ValueError(

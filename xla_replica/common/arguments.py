@@ -6,12 +6,15 @@ number or a flag is asked for. So all five packages check their arguments here.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import operator
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 
 def is_integer(value: object) -> bool:
@@ -108,6 +111,55 @@ def check_type(name: str, value: Any, kind: Any, allowed: str) -> Any:
         got = f"{reprlib.repr(value)} ({type(value).__name__})"
         raise TypeError(f"{name} must be {allowed}, got {got}")
     return value
+
+
+def as_float(number: Any) -> float:
+    """Returns a plain float, which a state can hold, of the decimal that was meant.
+
+    >>> float(np.float32(0.1)), as_float(np.float32(0.1))
+    (0.10000000149011612, 0.1)
+    """
+    return float(str(number)) if isinstance(number, np.floating) else float(number)
+
+
+def checked(default: Any, **limits: Any) -> Any:
+    """Returns a dataclass's field, of whose value `check_fields` asks more than a type.
+
+    Args:
+        default: The field's default.
+        limits: Those of `check_integer` or `check_number`, or ``among``: the choices.
+    """
+    return dataclasses.field(default=default, metadata=limits)
+
+
+def check_fields(value: Any) -> None:
+    """Checks the flags, numbers and choices of a dataclass, and keeps plain numbers.
+
+    A field's annotation says which it is, and whether it may be None.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Tree:
+    ...     depth: "int" = checked(5, least=0)
+    ...     is_full: "bool | None" = None
+    ...     def __post_init__(self):
+    ...         check_fields(self)
+    >>> Tree(3)
+    Tree(depth=3, is_full=None)
+    """
+    for field in dataclasses.fields(value):
+        name, kind, limits = field.name, str(field.type), field.metadata
+        given, kind_of_some = getattr(value, name), kind.removesuffix(" | None")
+        if given is None and kind != kind_of_some:
+            continue
+        if "among" in limits:
+            check_choice(name, given, limits["among"])
+        elif kind_of_some == "bool":
+            check_flag(name, given)
+        elif kind_of_some == "int":
+            given = check_integer(name, given, **limits)
+        elif kind_of_some == "float":
+            given = as_float(check_number(name, given, **limits))
+        object.__setattr__(value, name, given)
 
 
 _COMPARED = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
