@@ -15,11 +15,9 @@ from torch.optim import Optimizer
 
 import xla_replica
 from rigl_xla import state
-from rigl_xla.layers.checks import check_bound, check_hold, watch_optimizers
-from rigl_xla.layers.initial import INITIAL_WEIGHTS, warn_of_lost_connections
-from rigl_xla.layers.options import Options
-from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
-from rigl_xla.layers.weights import Selector, check_model
+from rigl_xla.layers.options import INITIAL_WEIGHTS, Options
+from rigl_xla.layers.sparse_layer import SparseLayer, check_hold, zero_inactive_
+from rigl_xla.layers.weights import Selector
 from rigl_xla.report.costs import Operations
 from rigl_xla.report.report import Report, describe
 from rigl_xla.topology.distribution import Distribution
@@ -156,7 +154,6 @@ class RigLScheduler:
         replica: Replica | None = None,
     ) -> None:
         arguments = locals()
-        check_model(model)
         names = [field.name for field in dataclasses.fields(Options)]
         given = {name: arguments[name] for name in names if name in arguments}
         self.options = options = Options(**given)
@@ -169,13 +166,11 @@ class RigLScheduler:
         weights, layers = options.layers_of(model)
         options.check_schedule(stacklevel=2)
         check_hold(layers, optimizer, skip_step, self)
-        if initial_masks == "random" and not options.method_in_use.gradual:
-            warn_of_lost_connections(layers, self.replica, stacklevel=2)
+        options.warn_of_lost_connections(layers, self.replica, stacklevel=2)
         self._adopt(TopologySteps(weights, layers, options))
         if initial_weights is not None:
-            with torch.no_grad():
-                for layer in layers:
-                    layer.data.copy_(INITIAL_WEIGHTS[initial_weights](layer, seed))
+            for layer in layers:
+                layer.data.copy_(INITIAL_WEIGHTS[initial_weights](layer, seed))
             self.apply_mask_to_weights()
 
     # --- the training loop's calls --------------------------------------------------
@@ -193,7 +188,8 @@ class RigLScheduler:
         """
         if self._closed:
             return True
-        check_bound(self._layers)
+        for layer in self._layers:
+            layer.check_bound()
         self._steps.end_backward()
         self._steps.collect_assigned(self.replica)
         if not self.options.skip_step:
@@ -202,13 +198,10 @@ class RigLScheduler:
 
     def close(self) -> None:
         """Lets go of model and optimizer, which stay as they are; may be repeated."""
-        if self._closed:
-            return
-        self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        for layer in self._layers:
-            layer.release()
+        if not self._closed:
+            self._closed = True
+            for part in (*self._handles, *self._layers):
+                part.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has in common: no hooks, and no bond to this process."""
@@ -268,15 +261,10 @@ class RigLScheduler:
         Raises:
             ValueError: The operations are of another model.
         """
-        return Report(self._steps, self.model, self.replica, operations, num_steps)
+        return Report(self, operations, num_steps)
 
     def __str__(self) -> str:
-        # With gradual pruning only masks know whether an update was refused.
-        if self.options.method_in_use.gradual:
-            layers = self.report().layers
-            for layer in self._layers:
-                layer.num_active = layers[layer.name].num_active
-        return describe(self._steps, self.model)
+        return describe(self)
 
     def check_replicas(self) -> None:
         """Compares masks and sparse weights of all replicas; reads the device.
@@ -404,7 +392,7 @@ class RigLScheduler:
 
     def _restore(self, saved: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         """Replaces the pruner's state by a saved one, in which values may change."""
-        steps = state.from_dict(saved, self.model, self.options, changes, stacklevel=4)
+        steps = state.from_dict(saved, self, changes, stacklevel=4)
         steps.options.check_schedule(stacklevel=3)
         check_hold(steps.layers, self.optimizer, steps.options.skip_step, self)
         self._adopt(steps)
@@ -431,7 +419,6 @@ class RigLScheduler:
         self._handles: list[Any] = []
         if self._layers:
             self._handles.append(self.optimizer.register_step_post_hook(hook))
-            watch_optimizers()
         # Dense gradients are added as the optimizer adds others, if its sums are exact.
         self._exact = exact = getattr(self.optimizer, "repeatable", None)
         if exact and self.options.method_in_use.collects != "never":
@@ -441,7 +428,8 @@ class RigLScheduler:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Masks weights and ends the step, for ``skip_step=False``."""
         self.apply_mask_to_weights()
-        check_bound(self._layers)
+        for layer in self._layers:
+            layer.check_bound()
         if getattr(optimizer, "repeatable", None) is not self._exact:
             raise RuntimeError(
                 "the optimizer was wrapped, or wrapped again, after this pruner was "

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from rigl_xla.contrib import rigl_torch
-from rigl_xla.layers.checks import check_kind
 from rigl_xla.layers.options import Options
 from rigl_xla.layers.sparse_layer import SparseLayer
 from rigl_xla.layers.weights import Weight, weights_of
-from rigl_xla.topology.distribution import as_float
 from rigl_xla.topology.masks import pack, unpack
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.steps import TopologySteps
@@ -32,6 +28,8 @@ FORMAT = 3
 # the state otherwise.
 _NOT_SAVED = ("initial_masks", "initial_weights", "include", "exclude")
 _SCHEDULE = [field.name for field in dataclasses.fields(UpdateSchedule)]
+_WHOLE, _KEYS = "state_dict must be what RigLScheduler gave, whole, with", "its keys"
+_PARTS = ("step", "num_updates", "options", "layers", "dense")
 _FUNCTION = "function "  # begins the name of a function, which a state cannot hold
 
 
@@ -46,10 +44,9 @@ def to_dict(now: TopologySteps, replica: Replica) -> dict[str, Any]:
     for layer in now.layers:
         entry = layers[layer.name]
         # Not layer.num_active: gradual pruning may have refused an update.
-        num_active = int(entry["mask"].sum())
+        entry["num_active"] = int(entry["mask"].sum())
         entry |= {name: pack(entry[name]) for name in ("mask", "ever_active")}
         entry |= {"shape": list(layer.mask.shape), "sparsity": layer.sparsity}
-        entry["num_active"] = num_active
     return {
         "format": FORMAT,
         "step": now.number,
@@ -61,15 +58,11 @@ def to_dict(now: TopologySteps, replica: Replica) -> dict[str, Any]:
 
 
 def from_dict(
-    state: Mapping[str, Any],
-    model: nn.Module,
-    options: Options,
-    changes: Mapping[str, Any],
-    stacklevel: int,
+    state: Mapping[str, Any], pruner: Any, changes: Mapping[str, Any], stacklevel: int
 ) -> TopologySteps:
-    """Fits a saved state to a model; see `RigLScheduler.load_state_dict`."""
-    allowed = "what RigLScheduler.state_dict() gave, or rigl-torch 0.5.2's"
-    check_type("state_dict", state, Mapping, allowed)
+    """Fits a saved state to a pruner; see `RigLScheduler.load_state_dict`."""
+    model, options = pruner.model, pruner.options
+    check_type("state_dict", state, Mapping, "what a pruner's state_dict() gave")
     if "backward_masks" in state:
         state = {"format": FORMAT, **rigl_torch.converted(state, model)}
     if state.get("format") != FORMAT:
@@ -77,7 +70,7 @@ def from_dict(
             f"state_dict has format {state.get('format')!r} and keys {sorted(state)}; "
             f"this release reads its own format {FORMAT} and rigl-torch 0.5.2's states"
         )
-    _check_has(state, ("step", "num_updates", "options", "layers", "dense"))
+    check_names(_WHOLE, _PARTS, state, _KEYS)
     for part in ("options", "layers"):
         check_type(f"state_dict[{part!r}]", state[part], Mapping, "a dict")
     resumed = _resumed(options, state["options"], changes, stacklevel + 1)
@@ -99,32 +92,17 @@ def from_dict(
     )
 
 
-def _check_has(part: Mapping[str, Any], names: Sequence[str], of: str = "") -> None:
-    """Raises ValueError if a part of a state lacks any of the names."""
-    missing = [name for name in names if name not in part]
-    if missing:
-        raise ValueError(
-            f"state_dict lacks {missing}{of}; it must be what RigLScheduler gave, whole"
-        )
-
-
 def _plain(options: Options) -> dict[str, Any]:
     """Returns the options that are saved, functions by name."""
     saved = {n: value for n, value in vars(options).items() if n not in _NOT_SAVED}
     for name, value in saved.items():
         if callable(value):
             saved[name] = _FUNCTION + getattr(value, "__name__", type(value).__name__)
-    if options.sparsities:
-        each = options.sparsities.items()
-        saved["sparsities"] = {pattern: as_float(number) for pattern, number in each}
     return saved
 
 
 def _resumed(
-    options: Options,
-    saved: Mapping[str, Any],
-    changes: Mapping[str, Any],
-    stacklevel: int,
+    options: Options, saved: Mapping[str, Any], changes: Mapping[str, Any], level: int
 ) -> Options:
     """Returns the saved options, and warns if the caller's schedule is another one.
 
@@ -155,7 +133,7 @@ def _resumed(
             f"the saved schedule goes on: {'; '.join(changed)} in this call, which has "
             f"no effect. For another one say pruner.load_state_dict(state, {again}); "
             "where a Checkpointer has loaded the run, state=pruner.state_dict()",
-            stacklevel=stacklevel,
+            stacklevel=level,
         )
     return resumed
 
@@ -164,18 +142,17 @@ def _layer_of(
     entry: Mapping[str, Any], weight: Weight, options: Options
 ) -> SparseLayer:
     """Returns a layer of a saved state; raises ValueError if it does not fit."""
-    check_kind(weight)
+    weight.check_kind()
     name, shape = weight.name, tuple(weight.parameter.shape)
-    _check_has(entry, ("shape", "sparsity", "mask", "ever_active"), f" of {name!r}")
+    parts = ("shape", "sparsity", "mask", "ever_active")
+    check_names(_WHOLE, parts, entry, f"{_KEYS} for {name!r}")
     gradient = entry.get("gradient")
-    given = {"mask": tuple(entry["shape"])}
-    if gradient is not None:
-        given["gradient"] = tuple(gradient.shape)
-    for what, other in given.items():
-        if other != shape:
+    of_gradient = shape if gradient is None else gradient.shape
+    for what, other in {"mask": entry["shape"], "gradient": of_gradient}.items():
+        if tuple(other) != shape:
             raise ValueError(
-                f"state_dict has a {what} of shape {other} for {name!r}, which has "
-                f"shape {shape}; it is of another model"
+                f"state_dict has a {what} of shape {tuple(other)} for {name!r}, which "
+                f"has shape {shape}; it is of another model"
             )
     what = f"the sparsity of {name!r} in state_dict"
     sparsity = check_number(what, entry["sparsity"], 0, below=1)

@@ -56,16 +56,12 @@ def weights_of(model: nn.Module) -> list[Weight]:
     That is every module with a weight but `BatchNorm2d`, and nothing inside of one.
     """
     names = {id(p): unwrapped(name) for name, p in model.named_parameters()}
-    weights = []
 
-    def visit(module: nn.Module) -> None:
+    def of(module: nn.Module) -> list[Weight]:
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and type(module) is not nn.BatchNorm2d:
             is_conv, name = not isinstance(module, nn.Linear), names[id(weight)]
-            weights.append(Weight(name, weight, module, "weight", is_conv))
-        else:
-            for child in module.children():
-                visit(child)
+            return [Weight(name, weight, module, "weight", is_conv)]
+        return [each for child in module.children() for each in of(child)]
 
-    visit(model)
-    return weights
+    return of(model)

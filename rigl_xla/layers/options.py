@@ -3,35 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from rigl_xla.layers.checks import check_kind
-from rigl_xla.layers.initial import INITIAL_WEIGHTS
 from rigl_xla.layers.sparse_layer import SparseLayer
-from rigl_xla.layers.weights import Selector, Weight, named, selectors, weights_of
+from rigl_xla.layers.weights import Selector, Weight, selected, selectors, weights_of
 from rigl_xla.topology import masks
-from rigl_xla.topology.distribution import (
-    Distribution,
-    allocate,
-    as_float,
-    distribution_named,
-    num_inactive,
-)
+from rigl_xla.topology.distribution import Distribution, allocate, num_inactive
 from rigl_xla.topology.methods import STATIC, Method, Score, method_named
-from rigl_xla.topology.structure import RowPattern, n_of_m, row_pattern
 from rigl_xla.topology.update_schedule import UpdateSchedule
+from xla_replica import Replica
 from xla_replica.common.arguments import (
+    as_float,
     check_choice,
-    check_flag,
-    check_integer,
     check_names,
     check_number,
     check_type,
+    checked,
 )
+
+# A weight with this share of the zeros that a mask would make was sparse before.
+_SPARSE_BEFORE = 0.5
+
+
+def rescaled(layer: SparseLayer, seed: int) -> torch.Tensor:
+    """Returns weights over the root of the density: outputs vary as before masking."""
+    del seed
+    return layer.data / layer.mask.to(layer.data.dtype).mean().sqrt()
+
+
+def fan_in(layer: SparseLayer, seed: int) -> torch.Tensor:
+    """Returns new weights of variance 2 / (active inputs of the neuron).
+
+    Evci et al. 2022, arXiv:2010.03533, for ReLUs. A pixel after a transposed
+    convolution meets, on average, 1 / stride of the kernel in each direction.
+    """
+    weight, transposed = layer.data, layer.weight.transposed
+    draw = masks.generator(seed, f"weights of {layer.name}", 0)
+    numbers = torch.randn(weight.shape, generator=draw).to(weight)
+    active = masks.outputs_first(layer.mask, transposed).flatten(1).sum(1).clamp(min=1)
+    inputs = active.to(weight.dtype)
+    if transposed is not None:
+        inputs = inputs / math.prod(layer.weight.module.stride)
+    factors = (2 / inputs).sqrt().reshape(-1, *[1] * (weight.dim() - 1))
+    return masks.outputs_first(
+        masks.outputs_first(numbers, transposed) * factors, transposed
+    )
+
+
+# (layer with its first mask, seed) -> the weights it begins with
+INITIAL_WEIGHTS: dict[str, Callable[[SparseLayer, int], torch.Tensor]] = {
+    "rescale": rescaled,
+    "fan-in": fan_in,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +70,7 @@ class Options(UpdateSchedule):
     there, in which norms and embeddings may be sparse.
     """
 
-    dense_allocation: float = 1
+    dense_allocation: float = checked(1, above=0, most=1)
     sparsity_distribution: str | Distribution = "uniform"
     ignore_linear_layers: bool = True
     static_topo: bool = False
@@ -51,12 +79,12 @@ class Options(UpdateSchedule):
     grow: str | Score | None = None
     structure: str | None = None
     initial_masks: str | Mapping[str, torch.Tensor] = "random"
-    initial_weights: str | None = None
+    initial_weights: str | None = checked(None, among=INITIAL_WEIGHTS)
     sparsities: Mapping[str, float] | None = None
     include: Selector | Iterable[Selector] = ()
     exclude: Iterable[Selector] = ()
     dense_first: bool | None = None
-    momentum: float = 0.9
+    momentum: float = checked(0.9, least=0, below=1)
     skip_step: bool = True
     bound_new_steps: bool = True
     seed: int = 0
@@ -64,21 +92,6 @@ class Options(UpdateSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        flags = "ignore_linear_layers", "static_topo", "skip_step", "bound_new_steps"
-        for name in (*flags, *["dense_first"] * (self.dense_first is not None)):
-            check_flag(name, getattr(self, name))
-        density, momentum = self.dense_allocation, self.momentum
-        self._set(
-            include=selectors(self.include),
-            exclude=selectors(self.exclude),
-            dense_allocation=as_float(
-                check_number("dense_allocation", density, above=0, most=1)
-            ),
-            momentum=as_float(check_number("momentum", momentum, 0, below=1)),
-            seed=check_integer("seed", self.seed),
-        )
-        distribution_named(self.sparsity_distribution)
-        check_choice("initial_weights", self.initial_weights, [None, *INITIAL_WEIGHTS])
         if not isinstance(self.initial_masks, Mapping):
             otherwise = (
                 "scores by parameter name (SNIP's, after a backward pass: {n: (p * "
@@ -92,10 +105,12 @@ class Options(UpdateSchedule):
                 "sparsities must be a dict from patterns of parameter names to "
                 f"sparsities, like {{'head': 0.5}}, or None, got {self.sparsities!r}"
             )
-        self._check_combinations(given)
-
-    def _check_combinations(self, sparsities: Mapping[str, float]) -> None:
-        """Raises ValueError unless the options fit each other."""
+        plain = {
+            pattern: as_float(check_number(f"the sparsity of {pattern!r}", each, 0))
+            for pattern, each in given.items()
+        }
+        include, exclude = map(selectors, (self.include, self.exclude))
+        vars(self).update(include=include, exclude=exclude, sparsities=plain or None)
         method = method_named(self.method, self.drop, self.grow)
         structure, density = self.structure, self.density
         for is_wrong, why in (
@@ -108,9 +123,9 @@ class Options(UpdateSchedule):
             (method.gradual and structure,
              f"method={self.method!r} loses connections anywhere and cannot keep "
              f"structure={structure!r}; use another method"),
-            (n_of_m(structure) and (self.dense_allocation not in (1, density)
+            (masks.n_of_m(structure) and (self.dense_allocation not in (1, density)
              or self.sparsity_distribution != Options.sparsity_distribution
-             or any(each not in (0, 1 - density) for each in sparsities.values())),
+             or any(each not in (0, 1 - density) for each in plain.values())),
              f"structure={structure!r} makes every layer {1 - density:g} sparse: leave "
              "out dense_allocation=, sparsity_distribution= and all sparsities= but 0"),
         ):  # fmt: skip
@@ -129,24 +144,24 @@ class Options(UpdateSchedule):
         method = self.method_in_use
         if not (method.updates and self.is_sparse) or self.last_update:
             return
-        why = (
-            f"method={self.method!r} needs T_end, the step from which on the topology "
-            "stays, about 0.75 times all steps; or static_topo=True"
-        )
-        if self.T_end is not None:
-            without = "leave all dense" if method.gradual else "never change anything"
-            why = (
-                f"T_end={self.T_end} is not past the first update at step delta="
-                f"{self.delta}: method={self.method!r} would {without}; raise T_end"
+        if self.T_end is None:
+            raise ValueError(
+                f"method={self.method!r} needs T_end, the step from which on the "
+                "topology stays, about 0.75 times all steps; or static_topo=True"
             )
-        if self.T_end is None or method.gradual:
+        effect = "leave all dense" if method.gradual else "never change anything"
+        why = (
+            f"T_end={self.T_end} is not past the first update at step delta="
+            f"{self.delta}: method={self.method!r} would {effect}; raise T_end"
+        )
+        if method.gradual:
             raise ValueError(why)
         warnings.warn(why, stacklevel=stacklevel + 1)
 
     @property
     def density(self) -> float:
         """The share of active weights that layers are to have together."""
-        pattern = n_of_m(self.structure)
+        pattern = masks.n_of_m(self.structure)
         return pattern[0] / pattern[1] if pattern else self.dense_allocation
 
     @property
@@ -165,7 +180,8 @@ class Options(UpdateSchedule):
         if self.ignore_linear_layers:
             fixed = {weight.name: 0.0 for weight in weights if not weight.is_conv}
         for pattern, sparsity in (self.sparsities or {}).items():
-            fixed |= dict.fromkeys(named(weights, pattern), sparsity)
+            names = [weight.name for weight in selected(pattern, weights)]
+            fixed |= dict.fromkeys(names, sparsity)
         shapes = {weight.name: tuple(weight.parameter.shape) for weight in weights}
         # An excluded first layer is dense, and no other takes its place.
         first = [weight.name for weight in weights_of(model, self.include)[:1]]
@@ -183,13 +199,13 @@ class Options(UpdateSchedule):
 
     def _layer_of(self, weight: Weight, sparsity: float) -> SparseLayer:
         """Returns a layer with its first mask; the weight itself is not touched."""
-        check_kind(weight)
+        weight.check_kind()
         name, shape = weight.name, tuple(weight.parameter.shape)
         pattern, size = self.pattern(weight, sparsity), weight.parameter.numel()
         # Without a pattern, all is one row.
-        row = RowPattern(shape, size, size - num_inactive(sparsity, size), False)
+        row = masks.RowPattern(shape, size, size - num_inactive(sparsity, size), False)
         rows = pattern or row
-        active = rows.num_active
+        active = size // rows.width * rows.per_row
         if self.method_in_use.gradual:
             active, mask = size, torch.ones(shape, dtype=torch.bool)
         elif isinstance(self.initial_masks, Mapping):
@@ -199,14 +215,60 @@ class Options(UpdateSchedule):
         elif pattern is None:
             mask = masks.random_mask(self.seed, name, size, active).reshape(shape)
         else:
-            scores = masks.random_scores(self.seed, name, 0, size)
+            scores = masks.random_scores(self.seed, name, 0, (size,))
             mask = pattern.best_mask(pattern.join(scores))
         return SparseLayer(weight, sparsity, active, mask, pattern)
 
-    def pattern(self, weight: Weight, sparsity: float) -> RowPattern | None:
-        """Returns the pattern that the mask of a weight keeps, if any."""
+    def pattern(self, weight: Weight, sparsity: float) -> masks.RowPattern | None:
+        """Returns the pattern that the mask of a weight keeps, if any.
+
+        For constant fan-in, the sparsity is rounded to whole inputs, at least one.
+
+        Raises ValueError if the structure does not fit the weight.
+        """
+        if self.structure is None:
+            return None
         shape, groups = tuple(weight.parameter.shape), weight.transposed
-        return row_pattern(self.structure, weight.name, shape, sparsity, groups)
+        inputs = masks.outputs_first(torch.empty(shape, device="meta"), groups)[0]
+        if (pattern := masks.n_of_m(self.structure)) is None:
+            per_row = max(1, round((1 - sparsity) * inputs.numel()))
+            return masks.RowPattern(shape, inputs.numel(), per_row, False, groups)
+        per_row, width = pattern
+        if len(inputs) % width:
+            raise ValueError(
+                f"structure={self.structure!r} does not fit {weight.name!r} of shape "
+                f"{shape}: its {len(inputs)} inputs are not a multiple of {width}; put "
+                "it into exclude="
+            )
+        return masks.RowPattern(shape, width, per_row, True, groups)
+
+    def warn_of_lost_connections(
+        self, layers: Sequence[SparseLayer], replica: Replica, stacklevel: int
+    ) -> None:
+        """Warns if random masks replace connections that a model seems to have had.
+
+        Reads the device once. A weight of zeros alone has no connections to lose.
+        """
+        if self.initial_masks != "random" or self.method_in_use.gradual:
+            return
+        counts, lost = [], []
+        for layer in layers:
+            connected = layer.data.ne(0)
+            counts.append(
+                torch.stack([connected.sum(), (connected & ~layer.mask).sum()])
+            )
+        for layer, numbers in zip(layers, replica.fetch(counts)):
+            present, dropped = numbers.tolist()
+            size = layer.mask.numel()
+            if dropped and size - present >= _SPARSE_BEFORE * layer.sparsity * size:
+                lost.append(f"{dropped} of {present} connections of {layer.name!r}")
+        if lost:
+            warnings.warn(
+                f"{len(lost)} of {len(layers)} weights are sparse already, and random "
+                f"masks drop {lost[0]}: to resume, give the saved state_dict= here; "
+                "initial_masks='magnitude' keeps the largest of a pruned model",
+                stacklevel=stacklevel + 1,
+            )
 
 
 def _scores(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import TensorWeakRef
 
 from rigl_xla.layers.weights import Weight
-from rigl_xla.topology.structure import RowPattern
+from rigl_xla.topology import masks
 from xla_replica import AccumulationHook, AccumulationNote, traits
+from xla_replica.common.arguments import check_type
 
 
 class Accumulated(NamedTuple):
@@ -55,14 +60,14 @@ class SparseLayer:
         discarded: The pending ones whose ``.grad`` was taken away in this step.
         gradient: The dense gradient of earlier steps, over all replicas.
         has_gradients: Whether there was one since the last update.
-        hooks: The hooks on the parameter, which `release` removes.
+        hooks: The hooks on the parameter, which `remove` removes.
     """
 
     weight: Weight
     sparsity: float
     num_active: int
     mask: torch.Tensor
-    pattern: RowPattern | None = None
+    pattern: masks.RowPattern | None = None
     ever: torch.Tensor | None = None
     counts: torch.Tensor = dataclasses.field(init=False)
     pending: torch.Tensor | None = None
@@ -96,11 +101,6 @@ class SparseLayer:
         """The parameter, detached."""
         return self.weight.parameter.detach()
 
-    @property
-    def size(self) -> int:
-        """Number of weights, active or not."""
-        return self.weight.parameter.numel()
-
     # --- the parameter's hooks ------------------------------------------------------
 
     @property
@@ -118,9 +118,10 @@ class SparseLayer:
 
         Hooks work until they are released, also when nobody has the pruner any more.
         """
+        _watch_optimizers()
         parameter = self.weight.parameter
         if before := _holders.get(id(parameter)):
-            before.release()
+            before.remove()
         _holders[id(parameter)], self._pruner = self, weakref.ref(pruner)
         note = AccumulationNote(self._note_accumulation)
         self.hooks = [
@@ -128,12 +129,21 @@ class SparseLayer:
             parameter.register_post_accumulate_grad_hook(note),
         ]
 
-    def release(self) -> None:
+    def remove(self) -> None:
         """Removes the hooks, and forgets what was collected."""
         for hook in self.hooks:
             hook.remove()
         self.hooks, self._pruner = [], None
         self.pending = self.gradient = self.discarded = None
+
+    def check_bound(self) -> None:
+        """Raises ValueError if the module has another parameter by now."""
+        weight = self.weight
+        if getattr(weight.module, weight.attribute, None) is not weight.parameter:
+            raise ValueError(
+                f"the model has other parameters now, such as {weight.name!r}, as "
+                "after a move to XLA: build optimizer and pruner after the move"
+            )
 
     def _mask_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns a gradient masked, before it is added or reduced; collects it."""
@@ -260,6 +270,67 @@ def pruner_of(parameter: torch.Tensor) -> Any:
     """Returns the pruner that keeps a parameter sparse; None where nobody has it."""
     layer = _holders.get(id(parameter))
     return layer and layer.pruner
+
+
+def check_hold(
+    layers: Sequence[SparseLayer], optimizer: Any, skip_step: bool, pruner: object
+) -> None:
+    """Raises ValueError or TypeError unless ``pruner`` may keep the layers sparse.
+
+    A wrapper that must be called after every backward pass, and decides when to update,
+    has a true attribute ``steps_by_itself``.
+    """
+    check_type("optimizer", optimizer, Optimizer, "a torch optimizer, or a wrapper")
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strangers = [x.name for x in layers if id(x.weight.parameter) not in owned]
+    if _held(layers, pruner):
+        gc.collect()  # one that nobody has any more, but that refers to itself
+    held = _held(layers, pruner)
+    devices = {str(layer.data.device): layer.name for layer in layers}
+    for is_wrong, why in (
+        (skip_step and getattr(optimizer, "steps_by_itself", False),
+         f"{type(optimizer).__name__} decides itself when to update, so that a "
+         "topology update cannot replace it: build the pruner with skip_step=False"),
+        (strangers,
+         f"the optimizer does not train {strangers}, which are to be sparse: build it "
+         "after the model was moved to its device, or put these into exclude="),
+        (held,
+         f"{held} are already kept sparse by another RigLScheduler: close() that one "
+         "first (with skip_step=False its optimizer keeps it too)"),
+        ("meta" in devices or len(devices) > 1,
+         f"sparse weights must have their values on one device, got {devices}: build "
+         "the pruner later, or put others into exclude="),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ValueError(why)
+
+
+def _held(layers: Sequence[SparseLayer], pruner: object) -> list[str]:
+    """Returns names of the layers that another pruner keeps sparse."""
+    holders = {x.name: pruner_of(x.weight.parameter) for x in layers}
+    return [name for name, other in holders.items() if other not in (None, pruner)]
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Looks at the steps of all optimizers of this process, from now on.
+
+    One hook for all pruners, never removed: a pruner may be collected as garbage while
+    an optimizer runs its hooks.
+    """
+    register_optimizer_step_post_hook(_refuse_stranger)
+
+
+def _refuse_stranger(optimizer: Optimizer, *_: object) -> None:
+    """Raises RuntimeError if an optimizer has stepped the weights of another's."""
+    for group in optimizer.param_groups:
+        for pruner in filter(None, map(pruner_of, group["params"])):
+            # A wrapper shares its state with the optimizer inside it.
+            if optimizer.state is not pruner.optimizer.state:
+                raise RuntimeError(
+                    f"a {type(optimizer).__name__} that this pruner was not built with "
+                    "has stepped sparse weights: close() the pruner and build it anew"
+                )
 
 
 def added(one: torch.Tensor | None, other: torch.Tensor | None) -> Any:

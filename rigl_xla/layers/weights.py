@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import fnmatch
 import itertools
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
+from xla_replica import is_sharded
 from xla_replica.common.arguments import check_type
 from xla_replica.common.names import unwrapped
 
@@ -63,6 +65,22 @@ class Weight:
             return self.module.groups
         return None
 
+    def check_kind(self) -> None:
+        """Raises TypeError if it, or its gradient, is of a kind that is not served."""
+        module, parameter = self.module, self.parameter
+        for is_wrong, why in (
+            (is_sharded(parameter),
+             "is a DTensor, sharded as by FSDP2; replicas must hold whole weights, as "
+             "under DDP"),
+            (parameter.is_complex(),
+             f"is {parameter.dtype}; only real weights can be sparse"),
+            (getattr(module, "sparse", False),
+             f"has sparse gradients, because its {type(module).__name__} has "
+             "sparse=True, and growth needs dense ones; build that with sparse=False"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise TypeError(f"{self.name!r} {why}, or put it into exclude=")
+
 
 def weights_of(
     model: nn.Module,
@@ -87,13 +105,12 @@ def weights_of(
         ValueError: A selector selects nothing, or what cannot be sparse.
         TypeError: A selector is none of the three, or ``model`` is not a module.
     """
-    check_model(model)
-    places = list(_places(model))
+    places = list(_places(check_type("model", model, nn.Module, "a torch module")))
     included = {p for each in selectors(include) for p in _included(each, places)}
     excluded = {
         place.parameter
         for each in selectors(exclude)
-        for place in _selected(each, places, inside=True)
+        for place in selected(each, places, inside=True)
     }
     owners: dict[nn.Parameter, Weight] = {}
     names: dict[nn.Parameter, list[str]] = collections.defaultdict(list)
@@ -120,19 +137,11 @@ def weights_of(
 def _is_normalised(place: Weight) -> bool:
     """Returns whether a weight is computed as this parameter over its norm."""
     module = place.module
-    of_parametrization = isinstance(module, ParametrizationList) and any(
-        type(each).__name__ == "_WeightNorm" for each in module
-    )
+    if isinstance(module, ParametrizationList):
+        return any(type(each).__name__ == "_WeightNorm" for each in module)
     hooks = module._forward_pre_hooks.values()
-    return of_parametrization or (
-        place.attribute.endswith("_v")
-        and any(type(hook).__name__ == "WeightNorm" for hook in hooks)
-    )
-
-
-def check_model(model: Any) -> None:
-    """Raises TypeError unless ``model`` is a torch module."""
-    check_type("model", model, nn.Module, "a torch module")
+    is_hooked = any(type(hook).__name__ == "WeightNorm" for hook in hooks)
+    return is_hooked and place.attribute.endswith("_v")
 
 
 def reasons_for_dense(
@@ -142,7 +151,7 @@ def reasons_for_dense(
     places = list(_places(model))
     excluded = {p.parameter for p in places if any(_fits(p, s, True) for s in exclude)}
     seen = {weight.parameter for weight in weights}
-    reasons = {}
+    found = {}
     for place in places:
         module, parameter = place.module, place.parameter
         if parameter.dim() < 2 or parameter in seen:
@@ -150,27 +159,24 @@ def reasons_for_dense(
         seen.add(parameter)
         made = getattr(module, place.attribute.rpartition("_")[0], None)
         is_made = isinstance(made, torch.Tensor) and not isinstance(made, nn.Parameter)
-        if parameter in excluded:
-            reason = "exclude= names it"
-        elif not parameter.requires_grad:
-            reason = "it is frozen"
-        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            reason = "an embedding; include= makes it sparse"
-        elif is_made or isinstance(module, ParametrizationList):
-            reason = "a weight is computed from it, as by weight_norm"
-        else:
-            kind = type(module).__name__
-            reason = f"{kind} is not known to multiply by it; include= makes it sparse"
-        reasons[place.name] = reason
-    return reasons
+        is_lookup = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        is_parametrized = is_made or isinstance(module, ParametrizationList)
+        unknown = f"{type(module).__name__} is not known to multiply by it"
+        reasons = {
+            "exclude= names it": parameter in excluded,
+            "it is frozen": not parameter.requires_grad,
+            "an embedding; include= makes it sparse": is_lookup,
+            "a weight is computed from it, as by weight_norm": is_parametrized,
+            f"{unknown}; include= makes it sparse": True,
+        }
+        found[place.name] = next(why for why, holds in reasons.items() if holds)
+    return found
 
 
 def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
     """Returns selectors as a list; a single one becomes a list of one."""
-    is_one = isinstance(given, str) or callable(given)
-    every: list[Any] = (
-        [given] if is_one or not isinstance(given, Iterable) else list(given)
-    )
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    every: list[Any] = [given] if is_one or callable(given) else list(given)
     for selector in every:
         is_function = callable(selector) and not isinstance(selector, nn.Module)
         if not is_function and not isinstance(selector, str):
@@ -179,17 +185,6 @@ def selectors(given: Selector | Iterable[Selector]) -> list[Selector]:
                 "module, or a function of a parameter's name and the parameter"
             )
     return every
-
-
-def named(weights: list[Weight], pattern: str) -> list[str]:
-    """Returns names of the weights that a pattern matches, which must be some."""
-    fitting = [w.name for w in weights if any(_is_named(pattern, n) for n in w.names)]
-    if not fitting:
-        raise ValueError(
-            f"{pattern!r} does not match the name of any weight that can be sparse; "
-            f"there are {[w.name for w in weights]}"
-        )
-    return fitting
 
 
 def _multiplies(weight: Weight) -> bool:
@@ -210,7 +205,7 @@ def _places(
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
             name, is_conv = unwrapped(path + attribute), isinstance(module, _ConvNd)
-            yield Weight(name, parameter, module, attribute, is_conv, (), around)
+            yield Weight(name, parameter, module, attribute, is_conv, (name,), around)
     for name, child in module._modules.items():
         if child is not None:
             yield from _places(child, f"{path}{name}.", around)
@@ -221,7 +216,7 @@ def _included(selector: Selector, places: Sequence[Weight]) -> list[Weight]:
 
     A module may have biases too, but not alone.
     """
-    hits = _selected(selector, places)
+    hits = selected(selector, places)
     usable = [place for place in hits if place.is_allowed]
     for place in hits:
         owner, shape = place.name.rpartition(".")[0], tuple(place.parameter.shape)
@@ -237,14 +232,15 @@ def _included(selector: Selector, places: Sequence[Weight]) -> list[Weight]:
     return usable
 
 
-def _selected(
+def selected(
     selector: Selector, places: Sequence[Weight], inside: bool = False
 ) -> list[Weight]:
     """Returns the places that a selector fits; a name or a type must fit some."""
     hits = [place for place in places if _fits(place, selector, inside)]
     if not hits and isinstance(selector, (str, type)):
         raise ValueError(
-            f"include or exclude names {selector!r}, but the model has no such part"
+            f"{selector!r} selects none of the {len(places)} parameters "
+            f"{reprlib.repr([place.name for place in places])}"
         )
     return hits
 
@@ -255,7 +251,7 @@ def _fits(place: Weight, selector: Selector, inside: bool) -> bool:
         modules = place.around if inside else (place.module,)
         return any(isinstance(module, selector) for module in modules)
     if isinstance(selector, str):
-        return _is_named(selector, place.name, inside)
+        return any(_is_named(selector, name, inside) for name in place.names)
     return bool(selector(place.name, place.parameter))
 
 

@@ -15,11 +15,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from rigl_xla.layers.weights import MULTIPLIERS, reasons_for_dense, weights_of
 from rigl_xla.report.costs import Cost, Operations, cost_of
-from xla_replica import Replica
 from xla_replica.common.arguments import check_names
 
 if TYPE_CHECKING:
-    from rigl_xla.update.steps import TopologySteps
+    from rigl_xla.scheduler import RigLScheduler
 
 
 @torch.no_grad()
@@ -66,8 +65,8 @@ def operations_of(
                 if isinstance(module, _ConvNd):
                     numbers = output.numel() / num_samples
                 macs, outputs = found[names[parameter]]
-                macs, outputs = macs + parameter.numel() * uses, outputs + numbers
-                found[names[parameter]] = macs, outputs
+                macs += parameter.numel() * uses
+                found[names[parameter]] = macs, outputs + numbers
 
     training = [module for module in model.modules() if module.training]
     counted = [module for module in model.modules() if isinstance(module, MULTIPLIERS)]
@@ -86,10 +85,10 @@ def _uses(
     module: nn.Module, attribute: str, args: Any, kwargs: Any, output: Any
 ) -> float:
     """Returns how often a call multiplied a vector by a weight."""
+    if isinstance(module, _ConvNd) and module.transposed:
+        pixels = args[0] if args else kwargs["input"]
+        return float(pixels.numel() / module.in_channels)
     if isinstance(module, _ConvNd):
-        if module.transposed:
-            pixels = args[0] if args else kwargs["input"]
-            return float(pixels.numel() / module.in_channels)
         return float(output.numel() / module.out_channels)
     while isinstance(output, (tuple, PackedSequence)):  # of attention, recurrent layers
         output = output[0]
@@ -168,19 +167,18 @@ class Report:
 
     def __init__(
         self,
-        now: TopologySteps,
-        model: nn.Module,
-        replica: Replica,
+        pruner: RigLScheduler,
         operations: Operations | None = None,
         num_steps: int | None = None,
     ) -> None:
+        now, model = pruner._steps, pruner.model
         self.step, self.num_updates = now.number, now.num_updates
         self.drop_fraction = now.options.drop_fraction(now.number)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         own = [weight.name for weight in now.weights]
         asked = "by dense_first, ignore_linear_layers, sparsities= or the distribution"
-        sparse = {layer.name for layer in now.layers}
-        self.dense = dict.fromkeys((name for name in own if name not in sparse), asked)
+        self._final = final = {layer.name: layer.sparsity for layer in now.layers}
+        self.dense = dict.fromkeys((name for name in own if name not in final), asked)
         self.dense |= reasons_for_dense(model, now.weights, now.options.exclude)
         if operations is not None:
             used = [weight.name for weight in weights_of(model)]
@@ -188,10 +186,11 @@ class Report:
             check_names("the model multiplies by", used, operations, other)
             # What is sparse only because it was included costs nothing, as norms do.
             operations = {**dict.fromkeys(own, (0.0, 0.0)), **operations}
-        self._operations, self._num_steps = operations, num_steps
-        self._replica, self._options = replica, now.options
+        self._operations: Any = operations
+        self._replica, self._options = pruner.replica, now.options
+        self._num_steps = num_steps
         # Counts may still be on the device, and are replaced by the next update.
-        self._layers = [(x.name, x.size, x.sparsity, x.counts) for x in now.layers]
+        self._layers = [(x.name, x.mask.numel(), x.counts) for x in now.layers]
 
     @functools.cached_property
     def layers(self) -> dict[str, LayerReport]:
@@ -200,7 +199,7 @@ class Report:
         fetched = self._replica.fetch(counts) if counts else []
         return {
             name: LayerReport(size, *numbers.tolist())
-            for (name, size, *_), numbers in zip(self._layers, fetched)
+            for (name, size, _), numbers in zip(self._layers, fetched)
         }
 
     @property
@@ -226,20 +225,15 @@ class Report:
         """Operations of all weights that can be sparse, dense ones too.
 
         Raises:
-            ValueError: What a forward pass multiplies is not known.
+            ValueError: The report was asked for without ``operations``.
         """
         if self._operations is None:
-            raise ValueError(
-                "operations depend on how often a forward pass uses each weight; give "
-                "report(rigl_xla.operations_of(model, inputs))"
-            )
-        schedule, method = self._options, self._options.method_in_use
-        run = method, schedule, self._num_steps
+            raise ValueError("ask report(rigl_xla.operations_of(model, inputs)).cost")
+        run = self._options.method_in_use, self._options, self._num_steps
         now = {name: layer.sparsity for name, layer in self.layers.items()}
         cost = cost_of(self._operations, now, *run)
-        if method.gradual:  # what it costs follows from where it ends
-            final = {name: sparsity for name, _, sparsity, _ in self._layers}
-            training = cost_of(self._operations, final, *run).training_flops
+        if self._options.method_in_use.gradual:  # its cost follows from where it ends
+            training = cost_of(self._operations, self._final, *run).training_flops
             cost = dataclasses.replace(cost, training_flops=training)
         return cost
 
@@ -290,12 +284,15 @@ def left_out(dense: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def describe(now: TopologySteps, model: nn.Module) -> str:
-    """Returns lines as rigl-torch prints them, from counts known on the host.
+def describe(pruner: RigLScheduler) -> str:
+    """Returns lines as rigl-torch prints them, and then what was left out.
 
-    What was left out comes after them.
+    Counts are those that the host knows, but for gradual pruning.
     """
-    active = {layer.name: layer.num_active for layer in now.layers}
+    now, layers = pruner._steps, {layer.name: layer for layer in pruner._steps.layers}
+    # With gradual pruning only masks know whether an update was refused.
+    counts = pruner.report().layers if now.options.method_in_use.gradual else layers
+    active = {name: layer.num_active for name, layer in counts.items()}
     sizes = [(weight, weight.parameter.numel()) for weight in now.weights]
     rows = [(active.get(w.name, size), size, w.is_conv) for w, size in sizes]
     of_each = ", ".join(f"{nonzero}/{size}" for nonzero, size, _ in rows)
@@ -312,7 +309,7 @@ def describe(now: TopologySteps, model: nn.Module) -> str:
         f"ignoring_linear_layers={now.options.ignore_linear_layers},",
         f"sparsity_distribution={now.options.sparsity_distribution},",
         ")",
-        *left_out(reasons_for_dense(model, now.weights, now.options.exclude)),
+        *left_out(reasons_for_dense(pruner.model, now.weights, now.options.exclude)),
     ]
     return "\n".join(lines)
 

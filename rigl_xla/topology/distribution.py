@@ -17,9 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from xla_replica.common.arguments import (
+    as_float,
     check_choice,
     check_flag,
     check_integer,
@@ -46,21 +45,13 @@ def uniform(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
 def adjusted_uniform(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
     """Returns one sparsity for all free layers that gives the whole sparsity ``S``.
 
-    ``s = S N / N_free``: the free layers make up for those held dense.
-
-    Raises ValueError if the dense layers alone have more weights than ``S`` leaves.
+    ``s = S N / N_free``: the free layers make up for those held dense. It is 1 or more,
+    which `allocate` refuses, if these alone have more weights than ``S`` leaves.
     """
     num_free, num_dense = (
         sum(math.prod(shape) for shape in shapes.values()) for shapes in (free, dense)
     )
-    adjusted = sparsity * (num_free + num_dense) / num_free
-    if adjusted >= 1:
-        raise ValueError(
-            f"sparsity_distribution='adjusted-uniform' cannot reach a sparsity of "
-            f"{sparsity:g}: {num_dense} of {num_free + num_dense} weights are in "
-            "layers held dense; hold fewer layers dense or lower the sparsity"
-        )
-    return dict.fromkeys(free, adjusted)
+    return dict.fromkeys(free, sparsity * (num_free + num_dense) / num_free)
 
 
 def erdos_renyi(free: Shapes, sparsity: float, dense: Shapes) -> dict[str, float]:
@@ -154,15 +145,6 @@ def allocate(
         value = check_number(f"the sparsity {source} {name!r}", value, 0, below=1)
         result[name] = as_float(value)
     return result
-
-
-def as_float(number: float) -> float:
-    """Returns a plain float, which a state can hold, of the decimal that was meant.
-
-    >>> float(np.float32(0.1)), as_float(np.float32(0.1))
-    (0.10000000149011612, 0.1)
-    """
-    return float(str(number)) if isinstance(number, np.floating) else float(number)
 
 
 def num_inactive(sparsity: float, num_weights: int) -> int:

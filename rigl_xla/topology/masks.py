@@ -1,4 +1,4 @@
-"""Which connections an update drops and grows: fixed shapes, exact counts.
+"""Which connections an update drops and grows, and the patterns that masks keep.
 
 Pure functions of tensors. What scores higher stays or grows. Among equal scores the
 lower index wins, on every device, so replicas choose alike. What is not eligible gets a
@@ -10,8 +10,10 @@ weights of a row.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,7 +23,9 @@ from xla_replica import where_finite
 from xla_replica.common.arguments import check_type
 from xla_replica.device.selection import first, kth_largest
 
+Shape = Sequence[int]
 INELIGIBLE = float("-inf")
+CONSTANT_FAN_IN = "constant-fan-in"
 
 
 def top(scores_LN: torch.Tensor, counts_L: torch.Tensor) -> torch.Tensor:
@@ -106,9 +110,11 @@ def generator(seed: int, name: str, update: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-def random_scores(seed: int, name: str, update: int, size: int) -> torch.Tensor:
-    """Returns float32 ``(size,)`` on the CPU, uniform on [0, 1); see `generator`."""
-    return torch.rand(size, generator=generator(seed, name, update))
+def random_scores(
+    seed: int, name: str, update: int, shape: Sequence[int]
+) -> torch.Tensor:
+    """Returns float32 of a shape on the CPU, uniform on [0, 1); see `generator`."""
+    return torch.rand(shape, generator=generator(seed, name, update))
 
 
 def random_mask(seed: int, name: str, size: int, num_active: int) -> torch.Tensor:
@@ -117,6 +123,77 @@ def random_mask(seed: int, name: str, size: int, num_active: int) -> torch.Tenso
     mask = torch.zeros(size, dtype=torch.bool)
     mask[order[:num_active]] = True
     return mask
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPattern:
+    """How a weight is cut into rows with equally many active connections.
+
+    Attributes:
+        shape: The weight's shape.
+        width: Connections in a row.
+        per_row: How many of them are active.
+        along_channels: Whether a row lies along the input channels alone, where matrix
+            units multiply, as for N:M; or along the kernel too, for constant fan-in.
+        transposed: See `outputs_first`.
+    """
+
+    shape: tuple[int, ...]
+    width: int
+    per_row: int
+    along_channels: bool
+    transposed: int | None = None
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns ``(rows, width)`` of a tensor of the weight's size."""
+        return self._rows_last(tensor.reshape(self.shape)).reshape(-1, self.width)
+
+    def join(self, rows_RM: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor that `cut` was given, of the weight's shape."""
+        shape = self._rows_last(torch.empty(self.shape, device="meta")).shape
+        tensor = rows_RM.reshape(shape)
+        if self.along_channels:
+            tensor = tensor.movedim(-1, 1)
+        return outputs_first(tensor, self.transposed)
+
+    def best_mask(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns a mask of the ``per_row`` highest of the weight's scores by row."""
+        scores_RM = self.cut(scores)
+        counts = torch.full((len(scores_RM),), self.per_row, device=scores.device)
+        return self.join(top(scores_RM, counts))
+
+    def _rows_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = outputs_first(tensor, self.transposed)
+        return tensor.movedim(1, -1) if self.along_channels else tensor
+
+
+def n_of_m(structure: str | None) -> tuple[int, int] | None:
+    """Returns ``(N, M)`` of ``'N:M'``; None for constant fan-in, and without a pattern.
+
+    >>> n_of_m("2:4")
+    (2, 4)
+    """
+    if structure is None or structure == CONSTANT_FAN_IN:
+        return None
+    check_type("structure", structure, str, "a text like '2:4'")
+    match = re.fullmatch(r"(\d+):(\d+)", structure)
+    if not match or not 0 < int(match[1]) < int(match[2]):
+        raise ValueError(
+            f"structure must be {CONSTANT_FAN_IN!r}, or 'N:M' with 0 < N < M like "
+            f"'2:4', got {structure!r}"
+        )
+    return int(match[1]), int(match[2])
+
+
+def outputs_first(tensor: torch.Tensor, transposed: int | None) -> torch.Tensor:
+    """Returns ``(out, in / groups, *kernel)`` of a weight, and from there the weight.
+
+    ``transposed`` is the number of groups of a transposed convolution, whose weight is
+    ``(in, out / groups, *kernel)``; None for all others, which have outputs first.
+    """
+    if transposed is None:
+        return tensor
+    return tensor.unflatten(0, (transposed, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def pack(mask: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from rigl_xla.topology import masks
-from xla_replica.common.arguments import check_choice, check_flag, check_function
+from xla_replica.common.arguments import (
+    check_choice,
+    check_fields,
+    check_function,
+    checked,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,10 +47,8 @@ class Layer:
 
     def random(self) -> torch.Tensor:
         """Returns uniform float32 numbers of the weight's shape, equal on replicas."""
-        numbers = masks.random_scores(
-            self.seed, self.name, self.update, self.weight.numel()
-        )
-        return numbers.reshape(self.weight.shape).to(self.weight.device)
+        of = self.seed, self.name, self.update, self.weight.shape
+        return masks.random_scores(*of).to(self.weight.device)
 
 
 Score = Callable[[Layer], torch.Tensor]
@@ -96,18 +99,17 @@ class Method:
 
     drop: Score = magnitude
     grow: Score | None = gradient
-    collects: str = "updates"
+    collects: str = checked("updates", among=("never", "updates", "always"))
     updates: bool = True
     gradual: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("collects", self.collects, ("never", "updates", "always"))
+        check_fields(self)
         check_function("drop", self.drop)
         if self.grow is not None:
             check_function("grow", self.grow)
-        check_flag("updates", self.updates)
-        if check_flag("gradual", self.gradual) and self.grow is not None:
-            raise ValueError(f"gradual=True needs grow=None, got {self.grow!r}")
+            if self.gradual:
+                raise ValueError(f"gradual=True needs grow=None, got {self.grow!r}")
 
 
 STATIC = Method(grow=None, collects="never", updates=False)
@@ -137,22 +139,18 @@ def method_named(
     a user has written may.
     """
     method = METHODS[check_choice("method", name, METHODS)]
-    given = {"drop": drop, "grow": grow}
-    given = {what: score for what, score in given.items() if score is not None}
-    if given and not method.updates:
-        raise ValueError(
-            f"with method={name!r}, drop= and grow= have nothing to do; leave them out"
-        )
-    if grow is not None and method.grow is None:
-        raise ValueError(f"method={name!r} grows no connections; leave out grow=")
-    otherwise = "a function of a rigl_xla.Layer that returns a tensor of its shape"
-    scores: dict[str, Any] = {
-        what: score
-        if callable(score)
-        else SCORES[check_choice(what, score, SCORES, otherwise)]
-        for what, score in given.items()
-    }
-    looks = any(score not in (magnitude, Layer.random) for score in scores.values())
-    if looks and method.collects == "never":
-        scores["collects"] = "updates"
+    scores: dict[str, Any] = {}
+    for what, score in {"drop": drop, "grow": grow}.items():
+        if score is None:
+            continue
+        if not method.updates or (what == "grow" and method.grow is None):
+            raise ValueError(
+                f"with method={name!r}, {what}= has nothing to do; leave it out"
+            )
+        if not callable(score):
+            otherwise = "a function of a rigl_xla.Layer, to a tensor of its shape"
+            score = SCORES[check_choice(what, score, SCORES, otherwise)]
+        scores[what] = score
+        if method.collects == "never" and score not in (magnitude, Layer.random):
+            scores["collects"] = "updates"
     return dataclasses.replace(method, **scores)

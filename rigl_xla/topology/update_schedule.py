@@ -12,10 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
-from rigl_xla.topology.distribution import as_float
-from xla_replica.common.arguments import check_choice, check_integer, check_number
+from xla_replica.common.arguments import check_fields, check_integer, checked
 
 # (step, T_end) -> what alpha is multiplied with; rounded as rigl-torch rounds it
 ANNEALINGS: dict[str, Callable[[int, int], float]] = {
@@ -42,25 +40,15 @@ class UpdateSchedule:
         annealing: How the drop fraction shrinks from alpha: a key of `ANNEALINGS`.
     """
 
-    T_end: int | None = None
-    delta: int = 100
-    alpha: float = 0.3
-    grad_accumulation_n: int = 1
-    annealing: str = "cosine"
+    T_end: int | None = checked(None, least=1)
+    delta: int = checked(100, least=1)
+    alpha: float = checked(0.3, least=0, most=1)
+    grad_accumulation_n: int = checked(1, least=1)
+    annealing: str = checked("cosine", among=ANNEALINGS)
 
     def __post_init__(self) -> None:
-        if self.T_end is not None:
-            self._set(T_end=check_integer("T_end", self.T_end, 1))
-        self._set(delta=check_integer("delta", self.delta, 1))
-        number, most = self.grad_accumulation_n, self.delta
-        number = check_integer("grad_accumulation_n", number, 1, most)
-        alpha = as_float(check_number("alpha", self.alpha, 0, 1))
-        self._set(grad_accumulation_n=number, alpha=alpha)
-        check_choice("annealing", self.annealing, ANNEALINGS)
-
-    def _set(self, **plain: Any) -> None:
-        """Puts plain numbers, which a state can hold, in place of NumPy's."""
-        vars(self).update(plain)
+        check_fields(self)
+        check_integer("grad_accumulation_n", self.grad_accumulation_n, 1, self.delta)
 
     @property
     def last_update(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.topology_update import change_
 from xla_replica import Replica, traits
 from xla_replica.backends.grid import Rider
-
-logger = logging.getLogger(__name__)
 
 # So many steps beside delta may go without one of the optimizer, as those in which a
 # GradScaler looks for its scale.
@@ -139,7 +136,6 @@ class TopologySteps:
             trained = [x for x in self.layers if x.weight.parameter.requires_grad]
             if trained:
                 change_(trained, optimizer, self.options, self.number, self.num_updates)
-                logger.debug("step %d: update %d", self.number, self.num_updates)
         used = is_update and self._method.collects == "updates"
         if used or self.number == self.options.last_update + 1:
             self.discard_gradients(replica)
@@ -147,21 +143,18 @@ class TopologySteps:
 
     def _check_end(self, is_update: bool) -> None:
         """Raises RuntimeError if nothing can have come of the steps so far."""
-        if not self.layers:
-            return
-        if self._num_unstepped > self.options.delta + _PATIENCE:
+        if self.layers and self._num_unstepped > self.options.delta + _PATIENCE:
             raise RuntimeError(
                 "the optimizer that this pruner was built with has not stepped in "
                 f"{self._num_unstepped} steps: build it anew with the one that does"
             )
-        needs_gradients = is_update and self._method.collects != "never"
+        needs_gradients = is_update and self._method.collects != "never" and self.layers
         if needs_gradients and not any(layer.has_gradients for layer in self.layers):
             call = "pruner()" if self.options.skip_step else "optimizer.step()"
             raise RuntimeError(
-                f"the topology update of step {self.number + 1} is due, but since the "
-                "last one no backward pass has reached a sparse weight, and no .grad "
-                f"is dense: have gradients in .grad, not masked, when {call} is called "
-                "(or apply_mask_to_gradients() before); method='set' needs none"
+                f"no backward pass has reached a sparse weight before the update of "
+                f"step {self.number + 1}: have dense gradients in .grad when {call} is "
+                "called, or apply_mask_to_gradients() before"
             )
 
     def _collect(self, replica: Replica | None) -> None:
@@ -213,19 +206,15 @@ class TopologySteps:
         """Compares hashes of masks and weights; see `RigLScheduler.check_replicas`."""
         if replica.num_replicas == 1:
             return
-        tensors = [
-            tensor for layer in self.layers for tensor in (layer.mask, layer.data)
-        ]
-        host, hashes = iter(replica.fetch(tensors)), {}
-        for layer in self.layers:
-            mask, weight = next(host), next(host)
-            finite = torch.isfinite(weight)
-            numbers = torch.where(finite, weight, 0) + 0.0  # zeros have one sign
-            parts = {"mask": mask, "finite weights": finite, "weights": numbers}
-            for what, part in parts.items():
+        layers = {layer.name: (layer.mask, layer.data) for layer in self.layers}
+        hashes = {}
+        for name, (mask, weight) in replica.to_host(layers).items():
+            # There is one NaN, and zeros have one sign.
+            numbers = torch.where(weight.isnan(), torch.nan, weight) + 0.0
+            for what, part in {"mask": mask, "weights": numbers}.items():
                 data = part.contiguous().view(torch.uint8).numpy()
-                name = f"{what} of {layer.name}"
-                hashes[name] = hashlib.blake2b(data, digest_size=8).hexdigest()
+                digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+                hashes[f"{what} of {name}"] = digest
         remedy = (
             "They must begin with equal weights (replica.seeded, broadcast_ or DDP), "
             "step by the same summed gradients, and all call the pruner in every step"

@@ -13,7 +13,6 @@ from rigl_xla.layers.sparse_layer import SparseLayer, zero_inactive_
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
 from rigl_xla.topology.methods import Layer, Method, Score
-from rigl_xla.topology.structure import RowPattern
 from rigl_xla.topology.update_schedule import gradual_sparsity
 from xla_replica import traits
 from xla_replica.device.selection import kth_largest
@@ -78,7 +77,7 @@ def _next_counts(layer: SparseLayer, options: Options, step: int) -> tuple[int, 
     if method.gradual:
         # It ends with the last update, so that this one reaches the final sparsity.
         sparsity = gradual_sparsity(step, layer.sparsity, 0, options.last_update)
-        left = layer.size - num_inactive(sparsity, layer.size)
+        left = layer.mask.numel() - num_inactive(sparsity, layer.mask.numel())
         return min(left, layer.num_active), 0
     dropped = options.num_dropped(step, layer.num_active)
     grown = dropped if method.grow is not None else 0
@@ -87,7 +86,7 @@ def _next_counts(layer: SparseLayer, options: Options, step: int) -> tuple[int, 
 
 def _group_masks(
     layers: list[Layer],
-    pattern: RowPattern | None,
+    pattern: masks.RowPattern | None,
     method: Method,
     counts_2L: torch.Tensor,
     finite: torch.Tensor,
@@ -131,11 +130,11 @@ def _groups(layers: Sequence[SparseLayer]) -> list[list[SparseLayer]]:
     groups: dict[object, list[SparseLayer]] = {}
     for layer in layers:
         alone = layer.pattern is not None or traits(layer.mask).is_host
-        key = layer.name if alone else (layer.size, layer.data.dtype)
+        key = layer.name if alone else (layer.mask.numel(), layer.data.dtype)
         groups.setdefault(key, []).append(layer)
     parts = []
     for group in groups.values():
-        length = max(1, _WEIGHTS_IN_GROUP // max(1, group[0].size))
+        length = max(1, _WEIGHTS_IN_GROUP // max(1, group[0].mask.numel()))
         parts += [group[i : i + length] for i in range(0, len(group), length)]
     return parts
 

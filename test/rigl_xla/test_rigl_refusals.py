@@ -29,7 +29,7 @@ BAD = [
     ({"grad_accumulation_n": 4}, ValueError, ">= 1 and <= 3, got 4"),
     ({"sparsity_distribution": "unifrom"}, ValueError, "must be one of"),
     ({"method": "rigel"}, ValueError, "must be one of"),
-    ({"method": "gmp", "grow": "random"}, ValueError, "grows no connections"),
+    ({"method": "gmp", "grow": "random"}, ValueError, "grow= has nothing to do"),
     ({"method": "gmp", "T_end": 3}, ValueError, "would leave all dense"),
     ({"method": "static", "drop": "random"}, ValueError, "nothing to do"),
     ({"static_topo": True, "drop": "random"}, ValueError, "nothing to do"),
@@ -46,7 +46,7 @@ BAD = [
     (scores(3), TypeError, "the scores of '5.weight' must be a tensor, got 3"),
     ({"initial_masks": "magnitude", "method": "gmp"}, ValueError, "begins dense"),
     ({"initial_weights": "he"}, ValueError, "must be one of"),
-    ({"sparsities": {"nothing": 0.5}}, ValueError, "does not match the name of any"),
+    ({"sparsities": {"nothing": 0.5}}, ValueError, "selects none of the"),
     ({"sparsities": {"5": 1.0}}, ValueError, ">= 0 and < 1, got 1.0"),
     ({"exclude": [nn.Conv2d, nn.Linear]}, ValueError, "no weight is left"),
     ({"structure": "4:2"}, ValueError, "0 < N < M"),
@@ -66,7 +66,7 @@ BAD = [
     ({"state_dict": 3}, TypeError, "must be what"),
     ({"state_dict": {}}, ValueError, "its own format"),
     ({"state_dict": {"format": 1}}, ValueError, "has format 1 and .* its own format 3"),
-    ({"state_dict": {"format": 3}}, ValueError, "lacks .*'layers'.* gave, whole"),
+    ({"state_dict": {"format": 3}}, ValueError, "gave, whole, with 'step'"),
     ({"annealing": np.array(["a", "b"])}, ValueError, "annealing must be one of"),
     ({"optimizer": sgd(convnet())}, ValueError, r"does not train \['2.weight'"),
     ({"optimizer": nn.Linear(2, 2)}, TypeError, "must be a torch optimizer"),
@@ -180,12 +180,12 @@ def test_weights_that_are_trained_without_the_optimizer_are_noticed():
 
 LAYERS = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.LayerNorm(4))
 SELECTORS = [
-    ({"exclude": ["heads"]}, ValueError, "'heads', but the model has no such"),
+    ({"exclude": ["heads"]}, ValueError, "'heads' selects none of the"),
     ({"include": ["1"]}, ValueError, "two or more dimensions"),
     ({"include": ["0"]}, ValueError, "requires_grad=False"),
     ({"exclude": [3]}, TypeError, "a pattern of names"),
     ({"exclude": nn.Sequential()}, TypeError, "a pattern of names"),
-    ({"exclude": [nn.Conv3d]}, ValueError, "Conv3d'>, but the model has no such"),
+    ({"exclude": [nn.Conv3d]}, ValueError, "Conv3d'> selects none of the"),
 ]
 SHAPES = {"stem": (8, 3, 3, 3), "body": (64, 256), "head": (10, 64)}
 FC = {"fc": (1000, 10)}
@@ -204,7 +204,7 @@ DISTRIBUTIONS = [
     (({"a": (4, 0)}, 0.5), ValueError, "the shape of 'a' must be an integer >= 1"),
     (({"a": ()}, 0.5), TypeError, r"a tuple of integers, got \(\)"),
     (({"a": (9,) * 2, "b": (99,) * 2}, 0.9, "adjusted-uniform", {"b": 0.0}, False),
-     ValueError, "9801 of 9882 weights"),
+     ValueError, "that 'adjusted-uniform' gives 'a' must be .* < 1, got 109.8"),
 ]  # fmt: skip
 CALLS = [
     *((partial(allocate, *given), *refusal) for given, *refusal in DISTRIBUTIONS),
