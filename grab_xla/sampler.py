@@ -140,11 +140,6 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         projecting: RandomProjection | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(data_source, Sized):
-            raise TypeError(
-                f"data_source={data_source!r} has no length: an order needs a dataset "
-                "with __len__, not a stream"
-            )
         self.num_samples = len(data_source)
         if self.num_samples == 0:
             raise ValueError("data_source is empty: there is nothing to order")

@@ -36,13 +36,9 @@ LEAST_ITEMS = 3
 # Attributes of a DataLoader that say how samples are loaded, not which, nor in what
 # order.
 _LOADER_OPTIONS = (
-    "num_workers",
-    "worker_init_fn",
-    "pin_memory",
-    "timeout",
-    "prefetch_factor",
+    "num_workers", "worker_init_fn", "pin_memory", "timeout", "prefetch_factor",
     "multiprocessing_context",
-)
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
