@@ -158,7 +158,8 @@ def check_fields(value: Any) -> None:
         elif kind_of_some == "int":
             given = check_integer(name, given, **limits)
         elif kind_of_some == "float":
-            given = as_float(check_number(name, given, **limits))
+            check_number(name, given, **limits)
+            given = given if isinstance(given, int) else as_float(given)
         object.__setattr__(value, name, given)
 
 
