@@ -442,7 +442,7 @@ class ElasticOptimizer(OptimizerProxy):
         self._run.sums.watch(modules)
         common = elastic_state.common_settings(self._run)
         own = {**common, "version": installed_version()}
-        self._updates.enter({**own, **settings}, **options)
+        self._updates.enter({**own, **settings}, modules=modules, **options)
 
     # --- what can be asked ----------------------------------------------------------
 

@@ -142,6 +142,7 @@ def epochs(
         raise ValueError("every_updates= needs checkpoint=, a folder to save in")
     if saver is not None:
         if not saver.has_loaded:
+            saver.num_epochs = num_epochs
             saver.load()
         optimizer.attach(saver)
     optimizer.follow_buffers(model)

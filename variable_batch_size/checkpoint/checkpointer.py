@@ -88,6 +88,8 @@ class Checkpointer:
         best_metric: The best metric passed to `save` so far, or None.
         updates_of: The optimizer, the only one that this may be attached to.
         has_loaded: Whether `load` was called, other than for the best checkpoint.
+        num_epochs: How many epochs the run has, if that is known; members of a live run
+            must agree. `vbs.epochs` sets it, before it calls `load`.
 
     Raises:
         ValueError, TypeError: An argument is out of range, or of the wrong type.
@@ -130,6 +132,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")  # idle: no thread yet
         self._writing: Future[Path | None] | None = None
         self.has_loaded = False
+        self.num_epochs: int | None = None
         self._loaded: Path | None = None  # by the last `load`
         # Where the run began, until this has been called after an update.
         self._begun: int | None = self.num_updates
@@ -347,8 +350,9 @@ class Checkpointer:
             begin()
             return self._loaded
         times = self._times.every_updates, self._times.every_minutes
+        own = {**self._form, "settings": self._settings}
         self._optimizer.enter(
-            {**self._form, "settings": self._settings, "times to save": times},
+            own | {"times to save": times, "num_epochs": self.num_epochs},
             {n: p for n, p in self._parts.items() if isinstance(p, nn.Module)},
             begin=begin,
             snapshot=self._snapshot,

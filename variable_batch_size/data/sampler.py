@@ -64,6 +64,7 @@ class CustomSampler(Sampler[list[int]]):
         seed: As it was given.
         order: As it was given.
         ledger: Which minibatches were dealt, and trained by whom.
+        dataset: As it was given.
         dataset_length: The length of ``dataset``; None with ``dataset_size``.
 
     Raises:
@@ -111,6 +112,7 @@ class CustomSampler(Sampler[list[int]]):
             )
         if hasattr(dataset, "check_order"):
             dataset.check_order(order)
+        self.dataset = dataset
         self.dataset_length = None if dataset is None else num_samples
         self.seed = check_integer("seed", seed, -(2**63), 2**63)  # as torch has it
         self.order = order

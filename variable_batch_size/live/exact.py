@@ -7,6 +7,7 @@ added as integers; see `xla_replica.backends.grid`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from variable_batch_size.data.schedule import Schedule, Step
-from variable_batch_size.live.repeatable import RepeatableSums, environment
+from variable_batch_size.live.repeatable import RepeatableSums
+from variable_batch_size.live.settings import environment
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.update import RunAgain
@@ -22,6 +24,9 @@ from xla_replica import Replica, ReplicaError
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.grid import ExactSum, Grid
 from xla_replica.common.arguments import check_type
+
+# What chooses a CPU's kernels, beside what torch tells.
+_KERNELS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
 
 
 class ExactModel(RepeatableSums):
@@ -122,7 +127,8 @@ class ExactModel(RepeatableSums):
         return ExactGradients(run)
 
     def environment(self) -> dict[str, Any]:
-        return environment(self._replica)
+        kernels = {name: os.environ.get(name) for name in _KERNELS}
+        return {**environment(self._replica), **kernels}
 
 
 class ExactGradients(StepGradients):

@@ -9,15 +9,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 import xla_replica
-from variable_batch_size.live.repeatable import environment
+from variable_batch_size.live.settings import environment, first_samples, layers
 from variable_batch_size.step.attached import Update
 from variable_batch_size.step.ballots import Ballots
 from variable_batch_size.step.update import RunAgain, Updates
 from xla_replica import MemberLost, ReplicaError, Stopped
+from xla_replica.members.generation import difference
 from xla_replica.members.host_group import as_bytes
 
 logger = logging.getLogger(__name__)
@@ -30,10 +33,29 @@ class LiveBallots(Ballots):
     """Ballots of members that may leave alone, and of those who wait to join."""
 
     hears = False  # a vote is to leave, alone
-    names: Callable[[], list[str]] = list  # of what runs after an update
+    in_common: Callable[[], State] = dict
 
-    def common(self) -> tuple[Any, ...]:
-        return (*super().common(), *self.names())
+    def common(self) -> State:
+        return {**super().common(), **self.in_common()}
+
+    def check(self) -> None:
+        """Refuses members that differ from the oldest; raises MemberLost on others."""
+        try:
+            super().check()
+        except ReplicaError:  # on all members
+            replica, own = self._replica, self._used
+            self._differences.zero_()
+            expected = replica.all_gather_object(own)[0]
+            # One of them may not know the epoch's order yet.
+            problem = difference(own | expected, expected | own)
+            if not problem:
+                raise MemberLost("another one differs", replica.rank) from None
+            replica.leave((), f"is refused: {problem}")
+            raise ReplicaError(
+                f"this member is not of the run that it has joined: {problem}. Start "
+                "it with what the others have",
+                replica.rank,
+            ) from None
 
     def others(self) -> list[float]:
         return [float(self._replica.wants_change)]
@@ -70,16 +92,17 @@ class LiveUpdates(Updates):
         self._is_lost = self._has_entered = self._has_state = False
         self._has_differed = False  # weights from those of others
         self._update: Update | None = None  # whose functions run
-        self._names: list[str] = []  # what members that train have attached
+        self._is_first = False  # whether the next update is a generation's first
         self._last_met: tuple[Any, ...] = ()  # at which step, and with whom
         self._num_same = 0  # meetings of that kind, one after another
         super().__post_init__()
         ballots: Any = self.ballots
-        ballots.names = self.attached.names
+        ballots.in_common = self._in_common
 
     def enter(
         self,
         settings: State,
+        modules: Mapping[str, nn.Module],
         begin: Callable[[], Any],
         snapshot: Callable[[], State],
         load: Callable[[State], Any],
@@ -90,6 +113,7 @@ class LiveUpdates(Updates):
 
         Args:
             settings: What members must have in common, by name.
+            modules: Those that are trained.
             snapshot: Returns what a checkpoint has, without a collective.
             load: Takes what that has returned.
             begin: Loads the newest checkpoint, if there is one, on this member alone.
@@ -97,7 +121,12 @@ class LiveUpdates(Updates):
             is_saved: Whether an object's state is a part of a snapshot.
         """
         replica = self.run.replica
-        settings = {**settings, **environment(replica)}
+        settings = {
+            **settings,
+            **environment(replica),
+            "layers": layers(modules),
+            "first samples": first_samples(self.run.sampler.dataset),
+        }
         if self._has_entered:
             raise ReplicaError(
                 "in a live run call Checkpointer.load() once, before set_epoch",
@@ -113,7 +142,7 @@ class LiveUpdates(Updates):
 
     def begin_epoch(self, epoch: int) -> None:
         self._check_entered()
-        self._check_attached()
+        self.attached.check_states(self._is_saved)
         super().begin_epoch(epoch)
 
     def update(self, is_alone: bool = True) -> int:
@@ -145,6 +174,9 @@ class LiveUpdates(Updates):
     def after(self, update: Update) -> None:
         while True:
             try:
+                if self._is_first:  # before what is attached, which may differ, too
+                    self._is_first = False
+                    self.ballots.check()
                 super().after(update)
                 if (update.step + 1) % self.run.compare_every == 0:
                     self._compare(update)
@@ -174,24 +206,15 @@ class LiveUpdates(Updates):
                 "the state of the others: call it before optimizer.set_epoch"
             )
 
-    def _check_attached(self) -> None:
-        """Raises ValueError unless what is attached can go on in other members.
-
-        Or ReplicaError where others have attached something else.
-        """
-        attached = self.attached
-        attached.check_states(self._is_saved)
-        if self._names and self._names != attached.names():
-            raise ReplicaError(
-                f"this member has attached {attached.names()}, and the run "
-                f"{self._names}: attach the same on every member, in the same order"
-            )
-        self._names = []
+    def _in_common(self) -> State:
+        """Returns what ballots compare beside hyperparameters, by name."""
+        rates = self.attached.next_rates() if self._is_first else {}
+        return {"attached": self.attached.names(), **rates}
 
     def _leave(self) -> None:
         """Leaves the run between two updates; raises `Stopped`."""
         request = xla_replica.stop_requested()
-        self.run.replica.leave(self._mark())
+        self.run.replica.leave(self._mark(), f"leaves: {request.reason}")
         logger.warning(f"left the run after {self._mark()[0]} updates: {request}")
         raise Stopped(request.reason, request.exit_status)
 
@@ -255,7 +278,11 @@ class LiveUpdates(Updates):
             state = self._packed() if is_source else None
             state = replica.share(state, source, behind)
             if replica.member in behind and not is_source:
-                self._unpack(state)
+                try:
+                    self._unpack(state)
+                except Exception as error:
+                    replica.leave((), f"is refused: {error}")
+                    raise
         self._begin_anew(source)
 
     def _begin_anew(self, source: int) -> None:
@@ -272,6 +299,7 @@ class LiveUpdates(Updates):
         replica.sync()  # compiled now, it is what follows a loss, too
         run.sums.meet(state)
         replica.sync()
+        self._is_first = True
 
     # --- equal weights --------------------------------------------------------------
 
@@ -330,8 +358,6 @@ class LiveUpdates(Updates):
             "run": run,
             "update": update,
             "num_done": self.attached.num_done,
-            # Who has not begun its first epoch may not have attached all.
-            "attached": self.attached.names() if account.announced else [],
         }
         replica = self.run.replica
         # Nothing changes while it is sent, so that what is there needs no copy.
@@ -339,7 +365,6 @@ class LiveUpdates(Updates):
 
     def _unpack(self, state: State) -> None:
         had_state, self._has_state = self._has_state, True
-        self._names = [] if had_state else state["attached"]
         self._load(state["run"])
         update = state["update"]
         self.attached.num_done = state["num_done"]

@@ -158,16 +158,6 @@ class RepeatableSums(Sums, Part):
             rider.clear()
 
 
-def environment(replica: Replica) -> dict[str, Any]:
-    """Returns what the bits of a gradient, and of an update, depend on."""
-    return {
-        "device": replica.device_model,
-        "torch": str(torch.__version__),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "num_threads": torch.get_num_threads(),
-    }
-
-
 class SeededAccount(Account):
     """Seeds what a minibatch draws, the same whatever replica runs it.
 

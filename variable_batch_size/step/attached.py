@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import logging
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -108,6 +111,8 @@ class Attached:
         self._callbacks: list[Callable[[Update], Any]] = []
         self._waiting: list[dict[str, Any]] = []  # states of schedulers yet to come
         self._may_lack = False  # whether these may never come
+        # What the groups had then, which schedulers change where they are built.
+        self._loaded: list[dict[str, Any]] = []
         self.is_empty = True
         self.num_done = 0
 
@@ -143,6 +148,8 @@ class Attached:
             target = AttachedScheduler(target, unit, every, self._run.noise)
             if self._waiting:
                 target.load_state_dict(self._waiting.pop(0))
+                for group, loaded in zip(groups, self._loaded):
+                    group.update(loaded)
         self._callbacks.append(target)
         self.is_empty = False
 
@@ -166,6 +173,33 @@ class Attached:
         """Returns what is attached, in order, as texts that other processes have."""
         found = [getattr(each, "scheduler", each) for each in self._callbacks]
         return [getattr(each, "__qualname__", type(each).__name__) for each in found]
+
+    def next_rates(self, number: int = 100) -> dict[str, Any]:
+        """Returns the learning rates after each of the schedulers' next steps, by name.
+
+        Copies of the schedulers make them. Fewer where a schedule ends, or cannot be
+        copied.
+        """
+        found: dict[str, Any] = {}
+        schedulers = [each.scheduler for each in self._schedulers()]
+        groups = self._hyperparameters()
+        with contextlib.suppress(Exception):  # the user's, or a schedule's end
+            step = schedulers[0].optimizer.step  # torch looks whether it is its own
+            owner = SimpleNamespace(param_groups=groups, step=step, _opt_called=True)
+            owners = {id(each.optimizer): owner for each in schedulers}
+            copies = copy.deepcopy(schedulers, owners)
+            for ahead in range(1, number + 1):
+                for each in copies:
+                    each.step()
+                rates = tuple(float(group["lr"]) for group in groups)
+                found[f"learning rates {ahead} updates ahead"] = rates
+        return found
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._run.inner.param_groups
+        ]
 
     def check_states(self, is_saved: Callable[[Any], bool]) -> None:
         """Raises ValueError if something has a state that nobody saves."""
@@ -206,6 +240,7 @@ class Attached:
         for scheduler in schedulers[len(states) :]:
             scheduler.begin_here()
         self._waiting = list(states[len(schedulers) :])
+        self._loaded = self._hyperparameters()
         self.is_empty &= not self._waiting
 
     def _schedulers(self) -> list[AttachedScheduler]:

@@ -91,9 +91,10 @@ class Ballots(Part):
         self._made += -(-step.num_minibatches // self._replica.num_replicas)
         hyper = hyperparameters(self._run.inner.param_groups)
         order = self._run.sampler.order_digest(step.epoch)
-        self._cast((hyper, *self.common()), order)
+        self._cast({"hyperparameters": hyper, **self.common()}, order)
 
-    def _cast(self, used: tuple[Any, ...], order: str | None) -> None:
+    def _cast(self, used: dict[str, Any], order: str | None) -> None:
+        self._used = used if order is None else {**used, "order": order}
         modulus = _EXACT // self._replica.num_replicas
         own = zlib.crc32(repr(used).encode()) % modulus
         known = order is not None
@@ -107,9 +108,9 @@ class Ballots(Part):
         self._own = scalars.get("ballots", (tuple(numbers),)).reshape(-1)
         self._sums = self._own.clone()
 
-    def common(self) -> tuple[Any, ...]:
-        """Returns what is the same on all replicas beside hyperparameters."""
-        return self._scaling.state_dict(), self._gradients.trained
+    def common(self) -> dict[str, Any]:
+        """Returns what is the same on all replicas beside hyperparameters, by name."""
+        return {"rule": self._scaling.state_dict(), "trained": self._gradients.trained}
 
     def others(self) -> list[float]:
         """Returns further ballots, as a live run has."""
@@ -138,7 +139,7 @@ class Ballots(Part):
         process for. So it takes part in the next sum of its peers as it was, or in one
         that all make for this; the ballots differ in the first case.
         """
-        self._cast((self._gradients.trained,), None)
+        self._cast({"trained": self._gradients.trained}, None)
         others: list[torch.Tensor] = []
         for part in self._parts.values():
             own = part.tensors()

@@ -30,9 +30,10 @@ class Offer:
         mark: How far it has come; a later one is larger.
         is_between: Whether it is amid functions that follow an update, where nobody can
             join.
-        leaves: Whether it goes.
+        leaves: Why it goes, for people; empty if it does not.
         was_silent: Whether the others had reason to take it for dead.
         num_replicas: How many it has.
+        process: Which one it is, for people.
     """
 
     proof: str
@@ -42,9 +43,10 @@ class Offer:
     entered: tuple[int, int] = (0, 0)
     mark: tuple[int, ...] = ()
     is_between: bool = False
-    leaves: bool = False
+    leaves: str = ""
     was_silent: bool = False
     num_replicas: int = 1
+    process: str = ""
 
     @property
     def is_new(self) -> bool:
@@ -123,10 +125,11 @@ def next_generation(
     old = [m for m, each in stay.items() if each.generation == last != _NEW]
     old.sort(key=lambda member: stay[member].entered)
     new = sorted(member for member, offer in stay.items() if offer.is_new)
-    first = stay[(old or new)[0]] if old or new else None
+    settings = [stay[member].settings for member in old or new]
     for member in new:
-        if stay[member].settings != first.settings:
-            refused[member] = _difference(first.settings, stay[member].settings)
+        expected = max(settings, key=settings.count)  # of two, those of the first
+        if stay[member].settings != expected:
+            refused[member] = difference(expected, stay[member].settings)
     if me in refused:
         raise ReplicaError(
             f"this member is not of the run that it would join: {refused[me]}. Start "
@@ -158,7 +161,8 @@ def _last_generation(offers: Mapping[str, Offer]) -> tuple[int, str]:
     return max(offers.values(), key=rank).generation
 
 
-def _difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Returns which settings differ, with both values of the first ones; or nothing."""
     names = [n for n in {**expected, **found} if expected.get(n) != found.get(n)]
     parts = [f"{n} is {found.get(n)!r}, not {expected.get(n)!r}" for n in names[:4]]
     return "; ".join(parts)

@@ -149,11 +149,11 @@ class MemberReplica(Replica):
         *self._firsts, self.num_replicas = itertools.accumulate(sizes, initial=0)
         self.rank = self._firsts[member] + self._inner.rank
 
-    def leave(self, mark: tuple[int, ...]) -> None:
+    def leave(self, mark: tuple[int, ...], why: str) -> None:
         """Tells the others, who meet now, that this member goes."""
         self._drop_group()
         if self._membership:
-            self._membership.agree(mark, leaves=True)
+            self._membership.agree(mark, leaves=why)
             self._membership.leave()
 
     def in_member(self, value: bool) -> bool:

@@ -101,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     replica, folder = xla_replica.current(), options.folder
     name = os.environ.get("MEMBER_NAME", "alone")
     # Small images, labels and the numbers of the samples.
-    generator = torch.Generator().manual_seed(0)
+    differs = os.environ.get("MEMBER_DIFFERS")  # this member alone, in this
+    generator = torch.Generator().manual_seed(int(differs == "data"))
     images = torch.randn(NUM_SAMPLES, 1, 6, 6, generator=generator)
     labels = (images.mean((1, 2, 3)) > 0).long()
     data = TensorDataset(images, labels, torch.arange(NUM_SAMPLES))
@@ -109,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     orders = is_group or options.kind == "projected"  # by gradients of single samples
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8) if orders else nn.BatchNorm2d(8),
-        nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(128, 2),
+        nn.ReLU(), nn.Dropout(0.2 if differs == "dropout" else 0.1), nn.Flatten(),
+        nn.Linear(128, 2),
     ).to(replica.device)  # fmt: skip
     grab = orders and GraBSampler(
         data, dict(model.named_parameters()), fidelity=options.kind,
@@ -141,9 +143,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = Record(folder / f"{name}.samples", optimizer)
     for target in (record, Evaluation(model, replica)):
         optimizer.attach(target)  # the rest once the run has been joined
+    checkpointer.num_epochs = options.epochs + (differs == "epochs")  # as vbs.epochs
     checkpointer.load()
     (folder / f"{name}.ready").touch()
-    optimizer.attach(torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9))
+    decay = 0.8 if differs == "scheduler" else 0.9
+    optimizer.attach(
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: decay ** (n // 10))
+    )
+    if differs == "attached":
+        optimizer.attach(print)
     if grab:
         optimizer.attach(grab.after_update)
     if options.follow:

@@ -225,3 +225,31 @@ def test_what_a_step_hook_changes_and_would_be_restored_is_an_error(name, when):
     with pytest.raises(ValueError, match=rf"'{name}' of .*use optimizer\.attach"):
         wrapper.step()
     assert group[name] == before
+
+
+def test_a_scheduler_that_is_built_after_a_state_was_loaded_keeps_its_rate():
+    """Building one sets the rate that its run begins with."""
+    (weight, optimizer), (_, other) = make(), make()
+    optimizer.attach(lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n))
+    run(weight, optimizer, 3)
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    other.attach(lr_scheduler.LambdaLR(other, lambda n: 0.5**n))
+    assert other.get_lr() == optimizer.get_lr() == (0.125,)
+
+
+def test_the_rates_to_come_are_foretold_and_nothing_changes():
+    weight, optimizer = make()
+    parts = [lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n), StepLR(optimizer, 2)]
+    for part in parts:
+        optimizer.attach(part)
+    run(weight, optimizer, 3)
+    attached = optimizer._updates.attached
+    foretold = attached.next_rates(2)
+    assert foretold == attached.next_rates(2)
+    rates = []
+    for _ in range(2):
+        run(weight, optimizer, 1)
+        rates.append(optimizer.get_lr())
+    assert [*foretold.values()] == rates
+    optimizer.attach(lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5))
+    assert 3 < len(attached.next_rates(9)) < 9  # until that one ends
