@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -123,7 +123,7 @@ class Membership:
         self._settings = dict(settings)
 
     def agree(
-        self, mark: tuple[int, ...], is_between: bool = False, leaves: bool = False
+        self, mark: tuple[int, ...], is_between: bool = False, leaves: str = ""
     ) -> Generation:
         """Returns the next generation, when all that live have asked for it. Blocks.
 
@@ -166,11 +166,12 @@ class Membership:
                     f"and training needs {self._min_members} (LIVE_MIN_MEMBERS)"
                 )
             time.sleep(self._heartbeat_seconds / _BEATS_PER_TIMEOUT)
-        for member, why in found.refused.items():
-            if member not in self._ignored:
-                logger.warning(f"{member} is refused: {why}")
+        going = {m: f"is refused: {why}" for m, why in found.refused.items()}
+        going |= {m: each.leaves for m, each in offers.items() if each.leaves}
+        for member in going.keys() - self._ignored:
+            logger.warning(f"{offers[member].process} {going[member]}")
         self._left_out |= {*(last.members if last else ())} - {*found.members}
-        self._ignored |= {*found.refused, *(m for m in offers if offers[m].leaves)}
+        self._ignored |= {*going}
         self._lost, self.was_silent, self._is_asking = frozenset(), False, False
         if not leaves:
             if last is None:
@@ -179,7 +180,7 @@ class Membership:
         return found
 
     def _offer(
-        self, mark: tuple[int, ...], is_between: bool = False, leaves: bool = False
+        self, mark: tuple[int, ...], is_between: bool = False, leaves: str = ""
     ) -> Offer:
         """Returns what this member brings; see `Offer`."""
         last = self.generation
@@ -194,6 +195,7 @@ class Membership:
             leaves,
             self.was_silent,
             self._num_replicas,
+            f"process {os.getpid()} on {socket.gethostname()}",
         )
 
     def note_together(self) -> None:
@@ -206,17 +208,19 @@ class Membership:
         self.was_silent |= now - since > self._heartbeat_seconds
         self._heard_at = now
 
-    def _check_is_not_left(self, members: Iterable[str], quorum: int) -> None:
+    def _check_is_not_left(self, offers: Mapping[str, Offer], quorum: int) -> None:
         """Raises Superseded if others may have trained on and ended meanwhile.
 
         They have not if the lighthouse has made no quorum since this member's last one.
+        Nor is it left where another one has a state, perhaps from a checkpoint: it
+        joins that one then.
         """
         last, before = self.generation, self._quorum
         self._quorum = quorum
         if last is None or not self.was_silent or len(last.members) == 1:
             return
-        peers = {*last.members} & {*members} - {self.id}
-        if not peers and not before <= quorum <= before + 1:
+        has_peers = any(m != self.id and not offers[m].is_new for m in offers)
+        if not has_peers and not before <= quorum <= before + 1:
             raise Superseded(
                 f"this member was not heard of for {self._heartbeat_seconds:g} s, and "
                 f"generation {last.number} is gone: start it again"

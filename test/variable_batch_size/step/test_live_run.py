@@ -218,6 +218,23 @@ def test_members_that_are_paused_and_go_on_one_after_another_all_end_well(tmp_pa
 
 
 @of_torch_alone
+def test_members_that_were_all_paused_join_one_that_has_begun_with_a_checkpoint(
+    tmp_path,
+):
+    with live(tmp_path, *words(9, 0.03), seconds=1.0) as job:
+        members = started(job, 2)
+        job.wait(job.saved)
+        for each in members:
+            os.kill(each.pid, signal.SIGSTOP)
+        members.append(job.start())
+        job.wait(more_updates(job))
+        for each in members[:2]:
+            os.kill(each.pid, signal.SIGCONT)
+            time.sleep(1)
+        assert ends(job) == [0, 0, 0], job.log()
+
+
+@of_torch_alone
 def test_a_paused_member_passes_over_the_epochs_that_another_one_has_trained(tmp_path):
     with live(tmp_path, *words(16, 0.02), seconds=1.0) as job:
         paused, _ = started(job, 2)
@@ -362,6 +379,33 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
         assert "seed is '1', not '0'" in job.log()
         assert ends(job)[-1] == going_on.exitcode == 0
         assert len(job.results()) == 1
+
+
+@of_torch_alone
+@pytest.mark.parametrize(
+    ("differs", "variable", "says"),
+    [
+        ("data", {}, "first samples is "),
+        ("epochs", {}, "num_epochs is '8', not '7'"),
+        ("dropout", {}, "1 x Dropout(p=0.2, inplace=False)"),
+        ("", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "ONEDNN_MAX_CPU_ISA is \"'AVX2'\", not "),
+        ("scheduler", {}, "updates ahead is ("),
+        ("attached", {}, "attached is ["),
+    ],
+)
+def test_a_joiner_that_differs_is_refused_alone_by_name_on_both_sides(
+    differs, variable, says, tmp_path
+):
+    with live(tmp_path, *words(7)) as job:
+        members = started(job, 2)
+        other = job.start(MEMBER_DIFFERS=differs, **variable)
+        assert ends(job) == [1, 0, 0], job.log()
+        assert other.exitcode == 1
+        for each in (other, *members):
+            told = (job.folder / f"{each.pid}.txt").read_text()
+            assert says in told, told
+            is_named = f"process {other.pid} on " in told
+            assert is_named == (each is not other)
 
 
 @of_torch_alone
