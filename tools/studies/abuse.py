@@ -1,12 +1,14 @@
 """Torments a run for a while, and compares it with one of one replica left in peace.
 
+    python tools/studies/abuse.py live [--whole] [--log FILE]
     python tools/studies/abuse.py live --seconds 3600 \\
         --output docs/benchmarks/abuse-live.json
 
-A "live" run has members that come and go. An "emulated" one has XLA replicas that are
-threads of one process; when that has died, another one continues its checkpoint with
-another number of them. At first all of a run may die; then one process is spared, so
-that it is seen whether it grows.
+A "live" run has members that come and go. The first command disturbs many short ones,
+see `live_runs.py`; the second one disturbs one for long. An "emulated" one has XLA
+replicas that are threads of one process; when that has died, another one continues its
+checkpoint with another number of them. At first all of a run may die; then one process
+is spared, so that it is seen whether it grows.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from support.xla_replica.live_job import Lighthouse, LiveJob, Weather
 
 import variable_batch_size as vbs
 from tools.record import parser_with_output, save
+from tools.studies import live_runs
+from tools.studies.live_runs import differences
 
 HEARTBEAT_SECONDS = 1.0
 EARLY = 0.3  # the part of the time, at least, in which nobody is spared
@@ -386,15 +390,6 @@ def abuse(
     }
 
 
-def differences(job: LiveJob, alone: LiveJob) -> int:
-    """Returns how many samples updates lack, or have too often."""
-    used, found = job.used(), 0
-    for step, [expected] in alone.used().items():
-        for samples in used.pop(step, [Counter()]):
-            found += (expected - samples).total() + (samples - expected).total()
-    return found + sum(sum(each, Counter()).total() for each in used.values())
-
-
 def problems(outcome: dict[str, Any]) -> list[str]:
     """Returns what is wrong with a run that was tormented."""
     found = [end for end in outcome["ends"] if end.startswith("unexplained")]
@@ -418,14 +413,24 @@ def main() -> None:
     parser = parser_with_output(__doc__)
     add = parser.add_argument
     add("kind", choices=PAUSE, help="what is tormented, see above")
-    add("--seconds", type=float, default=60.0, help="default: %(default)s")
+    help = "torment one run for so long (default: 60; of live runs, many)"
+    add("--seconds", type=float, help=help)
+    help = f"many live runs, until these were disturbed by {live_runs.WHOLE}"
+    add("--whole", action="store_true", help=help)
+    add("--log", type=Path, help="of many live runs, which it continues")
     add("--quick", action="store_true", help="for ten seconds")
     drawn = random.randrange(10**6)
     add("--seed", type=int, default=drawn, help="default: drawn anew, and printed")
     args = parser.parse_args()
-    seconds = 10.0 if args.quick else args.seconds
+    seconds = 10.0 if args.quick else args.seconds or 60.0
     folder = Path(tempfile.mkdtemp(prefix="abuse-"))
     print(f"seed {args.seed}, in {folder}", flush=True)
+    if args.kind == "live" and not (args.quick or args.seconds):
+        log = args.log or folder / "runs.jsonl"
+        most = float("inf") if args.whole else 60.0
+        lines = live_runs.torment(folder, log, live_runs.WHOLE, most, args.seed)
+        print(live_runs.table(lines), f"log: {log}", sep="\n")
+        sys.exit(any(line["problems"] for line in lines))
     outcome = abuse(folder, args.kind, seconds, args.seed, is_quiet=False)
     save(args.output, outcome)
     for name, value in outcome.items():

@@ -104,13 +104,16 @@ class Hang(NamedTuple):
     """A member hangs in a forward pass, while its process and its heartbeat live."""
 
     turn: int
+    seconds: float = 600.0
 
     def arm(self, folder: Path) -> None:
         inner, turns = nn.Sequential.forward, iter(range(self.turn))
 
         def forward(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-            if next(turns, None) is None:
-                time.sleep(600)
+            met = folder / f"{os.getpid()}.met"
+            if next(turns, None) is None and not met.exists():
+                met.touch()
+                time.sleep(self.seconds)
             return inner(module, inputs)
 
         nn.Sequential.forward = forward
