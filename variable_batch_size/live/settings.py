@@ -34,7 +34,7 @@ def environment(replica: Replica) -> dict[str, Any]:
 
 def layers(modules: Mapping[str, nn.Module]) -> str:
     """Returns how many layers without parameters there are of each configuration."""
-    found = nn.ModuleDict(modules).modules()
+    found = nn.ModuleList(modules.values()).modules()
     found = [each for each in found if not (each._parameters or [*each.children()])]
     shown = Counter(re.sub(" at 0x[0-9a-f]+", "", repr(each)) for each in found)
     return ", ".join(f"{number} x {text}" for text, number in sorted(shown.items()))
