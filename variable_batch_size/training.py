@@ -49,7 +49,9 @@ class Epoch:
         """
         yield from self._optimizer.replica.loader(self._loader)
         self._optimizer.average_buffers(self._model)
-        self.has_run = self._optimizer.get_bs() == 0  # no step is left
+        # No step is left, or other members have trained them.
+        is_passed = self._optimizer.epoch > self.number
+        self.has_run = is_passed or self._optimizer.get_bs() == 0
 
     @property
     def log(self) -> RunLog:

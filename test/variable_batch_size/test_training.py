@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 import xla_replica
+from variable_batch_size.data.schedule import Cursor
 
 TRACE = [8, 16, 4, 12, 32, 8, 4, 24]
 
@@ -319,3 +320,21 @@ def test_a_request_ends_with_its_run_where_nothing_launched_it(tmp_path):
         handler = signal.getsignal(signal.SIGINT)
         assert getattr(handler, "__module__", None) != "xla_replica.stopping"
     assert optimizer.sampler.cursor == (1, optimizer.sampler.plan.num_steps)
+
+
+def test_epochs_that_other_members_have_trained_are_passed_over():
+    """Also where an epoch has begun, and its minibatches are not asked for yet."""
+
+    def order(epoch: int) -> torch.Tensor:
+        assert epoch == 2, "it is gone"
+        return torch.arange(64)
+
+    model, sampler, optimizer, _, loader = parts([16], order=order)
+    seen = []
+    for epoch in vbs.epochs(optimizer, loader, 3, model=model, progress=False):
+        if epoch.number == 0:
+            sampler.ledger.move(0, 1, Cursor(2, 1))
+        before = optimizer.num_minibatches
+        train(model, optimizer, epoch)
+        seen.append(optimizer.num_minibatches - before)
+    assert seen == [0, 0, 12]

@@ -281,8 +281,15 @@ class Checkpointer:
             whole = state | {"digests": write_shards()}
             if not replica.is_primary:
                 return None
-            files.claim(self.folder, number)
-            path = files.write(self.folder, number, whole, is_best)
+            try:
+                files.claim(self.folder, number)
+                path = files.write(self.folder, number, whole, is_best)
+            except (files.CheckpointError, FileNotFoundError) as error:
+                if not replica.is_live:
+                    raise
+                # It was paused, and others have tidied up what it was writing.
+                problem = f"others have written newer checkpoints: {error}"
+                raise xla_replica.MemberLost(problem, replica.rank) from error
             files.tidy(self.folder, self._keep)
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
             logger.info(f"saved {path}: {size:.1f} MB in {seconds:.2f} s")

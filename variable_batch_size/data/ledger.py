@@ -207,7 +207,6 @@ class Ledger:
         """Goes on as another replica, after another step, where members change."""
         with self._lock:
             self.rank, self.num_replicas, self.has_moved = rank, num_replicas, True
-            self.epoch = max(self.epoch, cursor.epoch)
             self.redeal(cursor)
 
     def load(self, schedule: Schedule, cursor: Cursor) -> None:

@@ -47,7 +47,9 @@ class Minibatches(Iterator[list[int]]):
         sampler = self._sampler
         check_loader(self._loader, sampler.dataset_length)
         self._loader = None
-        self._samples_at = sampler.order_of(sampler.plan)
+        plan = sampler.plan
+        if plan.start_step < plan.num_steps:  # or its order may be gone
+            self._samples_at = sampler.order_of(plan)
         self._loop = sampler.ledger.begin()
         return self._loop
 

@@ -365,7 +365,11 @@ class LiveUpdates(Updates):
 
     def _unpack(self, state: State) -> None:
         had_state, self._has_state = self._has_state, True
+        ledger = self.run.sampler.ledger
+        epoch = ledger.epoch
         self._load(state["run"])
+        if had_state:
+            ledger.epoch = epoch  # its loop's, which may be one that is passed
         update = state["update"]
         self.attached.num_done = state["num_done"]
         self.account.announced = had_state  # a new one calls set_epoch

@@ -305,6 +305,20 @@ def test_wrappers_that_cannot_be_live_are_refused():
         optimizer.set_epoch(0)
 
 
+@pytest.mark.parametrize("replica", [Member("cpu"), xla_replica.LocalReplica("cpu")])
+def test_a_member_that_finds_newer_checkpoints_meets_the_others(replica, tmp_path):
+    """It was paused before it wrote; in another run, it is another one's folder."""
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler_of(), 32, replica=replica)
+    checkpointer = vbs.Checkpointer(tmp_path, optimizer, stop_on=(), model=model)
+    newer = checkpointer.save()
+    newer.rename(tmp_path / newer.name.replace("0-", "5-", 1))
+    error = xla_replica.MemberLost if replica.is_live else RuntimeError
+    with pytest.raises(error, match="has 5 updates, and this run 0"):
+        checkpointer.save()
+
+
 def lose_a_slice(folder: Path, kind: str, sizes: tuple[int, int, int], **variables):
     """Runs two slices, of which one dies in mid-step, and another joins.
 
