@@ -158,7 +158,7 @@ class Checkpointer:
             self.wait()
         if self.replica.is_primary:
             if self._begun is not None:  # told now, not by a save much later
-                files.claim(self.folder, self.num_updates - 1)
+                self._claim(self.num_updates - 1)
             if update.ends_epoch and update.epoch == 1:
                 self._warn_of_schedulers()
         is_due = self._times.due(self.num_updates)
@@ -281,15 +281,12 @@ class Checkpointer:
             whole = state | {"digests": write_shards()}
             if not replica.is_primary:
                 return None
+            self._claim(number)
             try:
-                files.claim(self.folder, number)
                 path = files.write(self.folder, number, whole, is_best)
-            except (files.CheckpointError, FileNotFoundError) as error:
-                if not replica.is_live:
-                    raise
-                # It was paused, and others have tidied up what it was writing.
-                problem = f"others have written newer checkpoints: {error}"
-                raise xla_replica.MemberLost(problem, replica.rank) from error
+            except FileNotFoundError:  # others have tidied up what it was writing
+                self._claim(number)
+                raise
             files.tidy(self.folder, self._keep)
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
             logger.info(f"saved {path}: {size:.1f} MB in {seconds:.2f} s")
@@ -306,6 +303,19 @@ class Checkpointer:
         # On XLA every program that runs advances them, also the one that saves.
         replica.set_rng_state(random_numbers)
         return path
+
+    def _claim(self, number: int) -> None:
+        """Prepares the folder; raises MemberLost if others have written meanwhile."""
+        try:
+            files.claim(self.folder, number)
+        except files.CheckpointError as error:
+            if not self.replica.is_live:
+                raise
+            raise xla_replica.MemberLost(str(error), self.replica.rank) from error
+
+    def _newest(self) -> int:
+        """Returns how many updates the newest checkpoint has."""
+        return next((each.num_updates for each in files.saved_files(self.folder)), 0)
 
     def _snapshot(self) -> dict[str, Any]:
         """Returns the state without random numbers, tensors where they are."""
@@ -365,6 +375,7 @@ class Checkpointer:
             snapshot=self._snapshot,
             load=lambda state: self._load(self.folder, state, False),
             changed=self._change_members,
+            newest=self._newest,
             is_saved=self.saves,
         )
         return self._loaded

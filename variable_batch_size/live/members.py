@@ -108,6 +108,7 @@ class LiveUpdates(Updates):
         load: Callable[[State], Any],
         changed: Callable[[int], Any],
         is_saved: Callable[[Any], bool],
+        newest: Callable[[], int],
     ) -> None:
         """Joins the run, or begins it with others that are new. Blocks until then.
 
@@ -119,6 +120,7 @@ class LiveUpdates(Updates):
             begin: Loads the newest checkpoint, if there is one, on this member alone.
             changed: Called when other members train than before.
             is_saved: Whether an object's state is a part of a snapshot.
+            newest: Returns how many updates the newest checkpoint has.
         """
         replica = self.run.replica
         settings = {
@@ -134,7 +136,10 @@ class LiveUpdates(Updates):
             )
         self._snapshot, self._load, self._begin = snapshot, load, begin
         self._changed, self._is_saved = changed, is_saved
-        replica.describe({name: repr(value) for name, value in settings.items()})
+        replica.describe(
+            {name: repr(value) for name, value in settings.items()},
+            lambda: newest() > self.account.global_step,
+        )
         self._meet()
         self._has_entered = True
 

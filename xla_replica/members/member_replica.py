@@ -109,10 +109,10 @@ class MemberReplica(Replica):
 
     # --- generations ----------------------------------------------------------------
 
-    def describe(self, settings: dict[str, Any]) -> None:
-        """Notes what members must have in common, as plain values by name."""
+    def describe(self, settings: dict[str, Any], is_behind: Callable[[], bool]) -> None:
+        """Notes what `Membership` is told of the run; see there."""
         if self._membership:
-            self._membership.describe(settings)
+            self._membership.describe(settings, is_behind)
 
     def change(self, mark: tuple[int, ...], is_between: bool = False) -> Generation:
         """Meets the other members; returns the generation that sums from now on.

@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -76,6 +76,7 @@ class Membership:
         self._quorum = 0  # the number of the last one
         self.was_silent = False
         self._settings: Mapping[str, Any] = {}
+        self._is_behind: Callable[[], bool] = bool
         self._entered = (0, 0)
         # Ids of who has left or was refused, and what the watch has seen last.
         self._ignored: set[str] = {self.id}
@@ -118,9 +119,16 @@ class Membership:
 
     # --- where members meet ---------------------------------------------------------
 
-    def describe(self, settings: Mapping[str, Any]) -> None:
-        """Notes what members must have in common, as plain values by name."""
-        self._settings = dict(settings)
+    def describe(
+        self, settings: Mapping[str, Any], is_behind: Callable[[], bool]
+    ) -> None:
+        """Notes what it is told of the run.
+
+        Args:
+            settings: What members must have in common, as plain values by name.
+            is_behind: Whether a checkpoint is newer than this member's state.
+        """
+        self._settings, self._is_behind = dict(settings), is_behind
 
     def agree(
         self, mark: tuple[int, ...], is_between: bool = False, leaves: str = ""
@@ -209,18 +217,17 @@ class Membership:
         self._heard_at = now
 
     def _check_is_not_left(self, offers: Mapping[str, Offer], quorum: int) -> None:
-        """Raises Superseded if others may have trained on and ended meanwhile.
+        """Raises Superseded if others have trained on and ended meanwhile.
 
-        They have not if the lighthouse has made no quorum since this member's last one.
-        Nor is it left where another one has a state, perhaps from a checkpoint: it
-        joins that one then.
+        They have left a newer checkpoint then, and there is nobody to join: none that
+        has a state, perhaps from a checkpoint.
         """
         last, before = self.generation, self._quorum
         self._quorum = quorum
         if last is None or not self.was_silent or len(last.members) == 1:
             return
         has_peers = any(m != self.id and not offers[m].is_new for m in offers)
-        if not has_peers and not before <= quorum <= before + 1:
+        if not has_peers and self._is_behind() and not before <= quorum <= before + 1:
             raise Superseded(
                 f"this member was not heard of for {self._heartbeat_seconds:g} s, and "
                 f"generation {last.number} is gone: start it again"
@@ -229,11 +236,13 @@ class Membership:
     def _ask(self, offer: Offer, give_up: float) -> dict[str, Offer]:
         """Returns what the members of a quorum offer, by id."""
         while True:
-            left = give_up - time.monotonic()
+            began = time.monotonic()
+            left = give_up - began
+            limit = max(min(left, self._patience), 1.0)
             try:
                 quorum = self._client.quorum(
                     self.id,
-                    timedelta(seconds=max(min(left, self._patience), 1.0)),
+                    timedelta(seconds=limit),
                     address="",
                     store_address=offer.store,
                     step=0,
@@ -247,6 +256,8 @@ class Membership:
                         f"{2 * self._patience:g} s: {error}"
                     ) from error
                 logger.warning(f"the lighthouse is asked again: {error}")
+                # Not while this member was paused.
+                give_up += max(time.monotonic() - began - limit, 0.0)
                 self._quieten_others()
                 time.sleep(self._heartbeat_seconds)
                 continue
