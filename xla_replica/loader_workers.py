@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import sys
 import traceback
@@ -19,6 +20,7 @@ from typing import Any
 
 from torch.utils.data import dataloader
 from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils.worker import ManagerWatchdog
 
 
 def spare_workers(signals: frozenset[int]) -> None:
@@ -31,6 +33,27 @@ def spare_workers(signals: frozenset[int]) -> None:
         begin = getattr(iterator.__init__, "__wrapped__", iterator.__init__)
         blocks = signals and hasattr(signal, "pthread_sigmask")
         iterator.__init__ = _with_signals_blocked(begin, signals) if blocks else begin
+
+
+@functools.cache
+def watch_parents() -> None:
+    """Has forked workers end also if their parent dies amid the fork.
+
+    torch's own watch takes for the parent whoever it is when the worker begins.
+    """
+    parent = os.getpid()
+    begin: Any = ManagerWatchdog.__init__
+
+    def note() -> None:
+        nonlocal parent
+        parent = os.getpid()
+
+    def watch(watchdog: Any) -> None:
+        begin(watchdog)
+        watchdog.manager_pid = parent
+
+    os.register_at_fork(before=note)
+    ManagerWatchdog.__init__ = watch
 
 
 def check_workers(error: BaseException) -> None:

@@ -1,7 +1,9 @@
 """Workers of loaders block the signals that are caught, and are ended all the same."""
 
+import contextlib
 import logging
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -30,6 +32,39 @@ class Signals:
         while index:
             time.sleep(60)
         return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+
+
+ORPHAN = """
+import os, signal, time
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker
+from xla_replica.loader_workers import watch_parents
+
+watch_parents()
+worker.MP_STATUS_CHECK_INTERVAL = 0.2
+member = os.getpid()
+
+def wait_for_its_death():
+    while os.getppid() == member:
+        time.sleep(0.01)
+
+os.register_at_fork(
+    after_in_child=wait_for_its_death,
+    after_in_parent=lambda: os.kill(member, signal.SIGKILL),
+)
+iter(DataLoader(range(8), num_workers=1, multiprocessing_context="fork"))
+"""
+
+
+def test_a_worker_ends_though_its_parent_dies_amid_the_fork():
+    options = {"stdout": subprocess.PIPE, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, "-c", ORPHAN], **options)
+    try:
+        assert process.communicate(timeout=60) == (b"", None)  # nobody has it any more
+        assert process.returncode == -signal.SIGKILL
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
