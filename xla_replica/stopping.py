@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,7 +57,15 @@ class _FirstSignal:
         """Notes a signal; returns whether it came later than copies of the first do."""
         now = time.monotonic()
         self.at = now if self.at is None else self.at
-        return now - self.at >= DUPLICATE_SECONDS
+        insists = now - self.at >= DUPLICATE_SECONDS
+        if insists:  # nobody asks where
+            sys.excepthook = _without_traceback
+        return insists
+
+
+def _without_traceback(kind: type[BaseException], *rest: Any) -> None:
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, *rest)
 
 
 class _Process:
