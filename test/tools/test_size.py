@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_137
-TEST_LINES = 33_717
+CODE = 22_205
+TEST_LINES = 34_290
 
 
 def test_lines_are_counted():
