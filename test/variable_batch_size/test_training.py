@@ -322,8 +322,12 @@ def test_a_request_ends_with_its_run_where_nothing_launched_it(tmp_path):
     assert optimizer.sampler.cursor == (1, optimizer.sampler.plan.num_steps)
 
 
-def test_epochs_that_other_members_have_trained_are_passed_over():
-    """Also where an epoch has begun, and its minibatches are not asked for yet."""
+@pytest.mark.parametrize(("step", "num_idle"), [(1, 0), (1, 3)])
+def test_epochs_that_other_members_have_trained_are_passed_over(step, num_idle):
+    """Also where an epoch has begun, and its minibatches are not asked for yet.
+
+    Or where this member was idle in what was left of its steps.
+    """
 
     def order(epoch: int) -> torch.Tensor:
         assert epoch == 2, "it is gone"
@@ -333,8 +337,10 @@ def test_epochs_that_other_members_have_trained_are_passed_over():
     seen = []
     for epoch in vbs.epochs(optimizer, loader, 3, model=model, progress=False):
         if epoch.number == 0:
-            sampler.ledger.move(0, 1, Cursor(2, 1))
+            sampler.ledger.move(0, 1, Cursor(2 - bool(num_idle), step))
+            for _ in range(num_idle):
+                optimizer._updates.account.commit()
         before = optimizer.num_minibatches
         train(model, optimizer, epoch)
         seen.append(optimizer.num_minibatches - before)
-    assert seen == [0, 0, 12]
+    assert seen == [0, 0, 16 if num_idle else 12]

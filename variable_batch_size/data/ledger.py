@@ -103,10 +103,10 @@ class Ledger:
         """Returns a loop over `epoch` that begins where training has got to.
 
         So breaking a loop off loses nothing. Of an epoch that has ended, the loop deals
-        all minibatches.
+        all minibatches; or none, where other members may have trained them.
         """
-        accounts = self.accounts.values()
-        there = [a for a in accounts if a.epoch == self.epoch and not a.ended]
+        there = [a for a in self.accounts.values() if a.epoch == self.epoch]
+        there = [a for a in there if self.has_moved or not a.ended]
         first = self.plan(self.epoch).start_step, 0
         place = min(((a.number, a.substep) for a in there), default=first)
         return Loop(self.epoch, *place)

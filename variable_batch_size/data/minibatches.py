@@ -48,7 +48,7 @@ class Minibatches(Iterator[list[int]]):
         check_loader(self._loader, sampler.dataset_length)
         self._loader = None
         plan = sampler.plan
-        if plan.start_step < plan.num_steps:  # or its order may be gone
+        if sampler.ledger.new_loop().step < plan.num_steps:  # or its order may be gone
             self._samples_at = sampler.order_of(plan)
         self._loop = sampler.ledger.begin()
         return self._loop
