@@ -444,6 +444,10 @@ class ElasticOptimizer(OptimizerProxy):
         own = {**common, "version": installed_version()}
         self._updates.enter({**own, **settings}, modules=modules, **options)
 
+    def between(self, function: Callable[[], Any]) -> Any:
+        """Runs a collective function between two updates, for `Checkpointer`."""
+        return self._updates.between(function)
+
     # --- what can be asked ----------------------------------------------------------
 
     @property

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
@@ -41,19 +42,15 @@ def watch_parents() -> None:
 
     torch's own watch takes for the parent whoever it is when the worker begins.
     """
-    parent = os.getpid()
-    begin: Any = ManagerWatchdog.__init__
-
-    def note() -> None:
-        nonlocal parent
-        parent = os.getpid()
+    kind: Any = ManagerWatchdog
+    begin, parents = kind.__init__, deque([os.getpid()], 1)
 
     def watch(watchdog: Any) -> None:
         begin(watchdog)
-        watchdog.manager_pid = parent
+        watchdog.manager_pid = parents[0]
 
-    os.register_at_fork(before=note)
-    ManagerWatchdog.__init__ = watch
+    os.register_at_fork(before=lambda: parents.append(os.getpid()))
+    kind.__init__ = watch
 
 
 def check_workers(error: BaseException) -> None:

@@ -57,8 +57,7 @@ class _FirstSignal:
         """Notes a signal; returns whether it came later than copies of the first do."""
         now = time.monotonic()
         self.at = now if self.at is None else self.at
-        insists = now - self.at >= DUPLICATE_SECONDS
-        if insists:  # nobody asks where
+        if insists := now - self.at >= DUPLICATE_SECONDS:  # nobody asks where
             sys.excepthook = _without_traceback
         return insists
 

@@ -131,7 +131,8 @@ class Checkpointer:
         self._is_asynchronous = check_flag("asynchronous", asynchronous)
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")  # idle: no thread yet
         self._writing: Future[Path | None] | None = None
-        self.has_loaded = False
+        # Whether other members train than at the last asynchronous save.
+        self._has_changed = self.has_loaded = False
         self.num_epochs: int | None = None
         self._loaded: Path | None = None  # by the last `load`
         # Where the run began, until this has been called after an update.
@@ -155,7 +156,7 @@ class Checkpointer:
         because they were asked to stop.
         """
         if self._writing is not None and self._writing.done():
-            self.wait()
+            self._written()
         if self.replica.is_primary:
             if self._begun is not None:  # told now, not by a save much later
                 self._claim(self.num_updates - 1)
@@ -179,7 +180,8 @@ class Checkpointer:
 
     def _stop(self) -> None:
         """Saves, and raises `Stopped`. Collective."""
-        written = self._save() or self.wait()
+        saved = self._save()
+        written = self._end_saving() or saved
         # In it, so that no replica leaves while replica 0 writes.
         request = save_and_stop.agreed_request(self.replica)
         for log in self._logs:
@@ -241,14 +243,31 @@ class Checkpointer:
                 logger.warning(f"metric={metric!r} is not finite, so it is never best")
             elif before is None or sign * metric > sign * before:
                 self.best_metric, is_best = float(metric), True
-        return self._save(is_best, between_epochs=True)
+        save = partial(self._save, is_best, True)
+        path: Path | None = self._optimizer.between(save)
+        return path
 
     def wait(self) -> Path | None:
         """Returns when everything saved is on the disk; call it after the loop.
 
         Returns the file of the last asynchronous save on replica 0, None on the
-        others. Raises what writing it has raised, as `save` does.
+        others. Raises what writing it has raised, as `save` does. In a live run members
+        wait for each other, and save again if others train than at the last save.
         """
+        path: Path | None = self._optimizer.between(self._end_saving)
+        return path
+
+    def _end_saving(self) -> Path | None:
+        """Returns as `wait` does. Collective in a live run."""
+        if self._has_changed:  # who was writing may be gone
+            self._save()
+        path = self._written()
+        if self.replica.is_live:
+            self.replica.barrier()
+        return path
+
+    def _written(self) -> Path | None:
+        """Returns the file of the last save on replica 0, once it is written."""
         try:
             return self._writing.result() if self._writing else None
         except Exception:
@@ -257,7 +276,7 @@ class Checkpointer:
 
     def _save(self, is_best: bool = False, between_epochs: bool = False) -> Path | None:
         since, replica, number = time.perf_counter(), self.replica, self.num_updates
-        self.wait()  # before another state is copied
+        self._written()  # before another state is copied
         replica.sync()
         random_numbers = replica.rng_state()
         # All modules at once: averaging resets the count of minibatches that weighs.
@@ -271,7 +290,6 @@ class Checkpointer:
         replica.sync()  # the sums in the state, on every replica alike
         name = self.folder / f"update-{number:08d}"
         state, write_shards = shards.split(name, state, replica, self._is_asynchronous)
-        self._times.saved(number)
         if replica.is_primary:
             state = replica.to_host(state)
             # With containers of its own, which nothing changes any more.
@@ -294,12 +312,17 @@ class Checkpointer:
 
         # A collective in a thread would meet those of the training in another order on
         # every replica: shards are written in a process group of their own.
-        path = None
+        path, self._has_changed = None, False
         if self._is_asynchronous:
             self._writing = self._thread.submit(write)
             self._writing.add_done_callback(_log_failure)
         else:
-            path = write()
+            try:
+                path = write()
+            finally:  # who fails tells the others; if it dies, another one writes
+                if replica.is_live:
+                    replica.barrier()
+        self._times.saved(number)
         # On XLA every program that runs advances them, also the one that saves.
         replica.set_rng_state(random_numbers)
         return path
@@ -359,7 +382,7 @@ class Checkpointer:
         """
         check_flag("allow_changes", allow_changes)
         check_flag("best", best)
-        self.wait()
+        self._written()
         self.has_loaded |= not best
         self._loaded = None
         begin = partial(self._resume, allow_changes, best)
@@ -392,7 +415,8 @@ class Checkpointer:
 
     def _change_members(self, generation: int) -> None:
         """Goes on with other members of a live run."""
-        self._times.look_from(self.num_updates)
+        self._has_changed = self._is_asynchronous
+        self._times.look_from(self.num_updates - 1)
         for log in self._logs:
             log.change_members(generation)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,7 +63,7 @@ class LiveBallots(Ballots):
 
     def stop_agreed(self, look: bool, every_seconds: float) -> bool:
         """Returns whether all members stop after the update that was counted last."""
-        if self._votes is None:
+        if self.votes is None:
             return False
         num_cast, votes, *_ = self.read_votes()
         return votes == num_cast
@@ -88,6 +89,8 @@ class LiveUpdates(Updates):
     `enter` is called once, before the first epoch.
     """
 
+    ballots: Any
+
     def __post_init__(self) -> None:
         self._is_lost = self._has_entered = self._has_state = False
         self._has_differed = False  # weights from those of others
@@ -96,8 +99,7 @@ class LiveUpdates(Updates):
         self._last_met: tuple[Any, ...] = ()  # at which step, and with whom
         self._num_same = 0  # meetings of that kind, one after another
         super().__post_init__()
-        ballots: Any = self.ballots
-        ballots.in_common = self._in_common
+        self.ballots.in_common = self._in_common
 
     def enter(
         self,
@@ -157,7 +159,7 @@ class LiveUpdates(Updates):
     def rollback(self, error: Exception) -> None:
         self._is_lost = isinstance(error, MemberLost)
         if self._is_lost:
-            logger.warning(f"members meet: {error}")
+            logger.debug(f"members meet: {error}")
         super().rollback(RunAgain() if self._is_lost else error)
 
     def redeal(self) -> int:
@@ -183,23 +185,37 @@ class LiveUpdates(Updates):
                     self._is_first = False
                     self.ballots.check()
                 super().after(update)
-                if (update.step + 1) % self.run.compare_every == 0:
+                is_due = (update.step + 1) % self.run.compare_every == 0
+                if is_due and self.attached.num_done == len(self.attached.names()):
                     self._compare(update)
+                    self.attached.num_done += 1
                 break
             except MemberLost as error:
-                logger.warning(f"members meet: {error}")
+                logger.debug(f"members meet: {error}")
             self._update = update
             self._meet()
             last, self._update = self._update, None
             if last is None:  # it was left behind, and has joined between two steps
                 return
             update = last
-        ballots: Any = self.ballots
-        meets, leaves = ballots.change_agreed()
+        self.run.replica.note_update()
+        meets, leaves = self.ballots.change_agreed()
         if leaves:
             self._leave()
         if meets:
             self._meet()
+
+    def between(self, function: Callable[[], Any]) -> Any:
+        mark = self._mark()
+        while self._mark() == mark:  # else others have run it
+            try:
+                found = function()
+                self.attached.num_done += 1
+                return found
+            except MemberLost as error:
+                logger.debug(f"members meet: {error}")
+            self._meet(is_between=True)
+        return None
 
     # --- meetings -------------------------------------------------------------------
 
@@ -230,25 +246,34 @@ class LiveUpdates(Updates):
         account = self.account
         return account.global_step, self.attached.num_done, account.epoch
 
-    def _meet(self) -> None:
-        replica = self.run.replica
+    def _meet(self, is_between: bool = False) -> None:
+        replica, since = self.run.replica, time.monotonic()
+        before = replica.met
         while True:
-            is_between = self._update is not None
+            is_between |= self._update is not None
             generation = replica.change(self._mark(), is_between)
             marks = [tuple(offer.mark) for offer in generation.offers]
             self._check_progress(generation.members)
             try:
                 self._equalise(marks)
             except MemberLost as error:
-                logger.warning(f"members meet again: {error}")
+                logger.debug(f"members meet again: {error}")
                 continue
             break
         if replica.is_primary:
-            logger.info(
+            text = (
                 f"generation {generation.number}: {replica.num_replicas} members train "
                 f"from step {self.account.global_step} on, with "
                 f"{'exact sums' if self.run.sums.is_exact else 'sums of floats'}"
             )
+            gone = [
+                f"member {number} ({offer.name})"
+                for number, offer in enumerate(before.offers if before else ())
+                if before.members[number] not in generation.members
+            ]
+            if gone:
+                text += f"; {', '.join(gone)} went {time.monotonic() - since:.2f} s ago"
+            logger.log(logging.WARNING if gone else logging.INFO, text)
         self._changed(generation.number)
 
     def _check_progress(self, members: tuple[str, ...]) -> None:
@@ -363,6 +388,7 @@ class LiveUpdates(Updates):
             "run": run,
             "update": update,
             "num_done": self.attached.num_done,
+            "votes": self.ballots.votes,
         }
         replica = self.run.replica
         # Nothing changes while it is sent, so that what is there needs no copy.
@@ -377,6 +403,7 @@ class LiveUpdates(Updates):
             ledger.epoch = epoch  # its loop's, which may be one that is passed
         update = state["update"]
         self.attached.num_done = state["num_done"]
+        self.ballots.votes = state["votes"]  # of the update whose functions run
         self.account.announced = had_state  # a new one calls set_epoch
         self._update = None
         if update is not None:

@@ -266,6 +266,7 @@ class RunLog:
             event = {"generation": generation, "num_replicas": number}
             self._file.event("members", step, **event)
             self._file.write(*self._newest)
+        self.flush()  # to this member alone they may be known
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""

@@ -69,7 +69,7 @@ class Ballots(Part):
         self._sums = self._own = torch.zeros(0)
         self._asked = False
         self._arriving: deque[Callable[[], torch.Tensor | None]] = deque()
-        self._votes: Any = None  # summed; a list once they are read
+        self.votes: Any = None  # summed; a list once they are read
         self._looks = not (self._is_host or replica.has_streams)
         self._hears = self.hears and replica.has_streams
         # Minibatches of the busiest replica since everybody has looked, how many are to
@@ -126,7 +126,7 @@ class Ballots(Part):
         sums, own, is_cast = self._sums, self._own[:2], self._own[2:4]
         hashes, num_cast = sums[:2], sums[2:4]
         self._differences.add_((is_cast * (hashes - own * num_cast)).abs())
-        self._votes = sums[2:].clone()  # computed by the update's own program
+        self.votes = sums[2:].clone()  # computed by the update's own program
         if self._hears and not self._asked:
             self._arriving.append(self._replica.fetch_later(sums[4:5]))
         if self._is_host and self._differences.any():
@@ -193,7 +193,7 @@ class Ballots(Part):
         """
         look = look or (self._looks and self._made >= self._look_after)
         everybody = look or self._is_host
-        if self._votes is None or not (self._asked or everybody):
+        if self.votes is None or not (self._asked or everybody):
             return False
         _, votes, proposed, *_ = self.read_votes()
         if not everybody:
@@ -205,9 +205,9 @@ class Ballots(Part):
     def read_votes(self) -> list[float]:
         """Returns how many have voted, and the sums of their last ballots."""
         # Not `Replica.fetch`: that cuts the graph, and what XLA draws depends on cuts.
-        if isinstance(self._votes, torch.Tensor):
-            self._votes = self._votes.tolist()
-        num_cast, _, *votes = self._votes
+        if isinstance(self.votes, torch.Tensor):
+            self.votes = self.votes.tolist()
+        num_cast, _, *votes = self.votes
         return [num_cast, *votes]
 
     def _plan_look(self, proposed: float, every_seconds: float) -> None:

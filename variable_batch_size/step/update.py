@@ -82,6 +82,13 @@ class Updates:
         del settings, others
         begin()
 
+    def between(self, function: Callable[[], Any]) -> Any:
+        """Returns what a function of all replicas returns, between two updates.
+
+        In a live run it runs again where a member is lost in it, see `after`.
+        """
+        return function()
+
     def begin_epoch(self, epoch: int) -> None:
         """Goes to the first step of an epoch.
 

@@ -33,7 +33,8 @@ class Offer:
         leaves: Why it goes, for people; empty if it does not.
         was_silent: Whether the others had reason to take it for dead.
         num_replicas: How many it has.
-        process: Which one it is, for people.
+        name: Its process and host, for people.
+        keeps_out: Whether nobody may join yet, because others have gone at once.
     """
 
     proof: str
@@ -46,7 +47,8 @@ class Offer:
     leaves: str = ""
     was_silent: bool = False
     num_replicas: int = 1
-    process: str = ""
+    name: str = ""
+    keeps_out: bool = False
 
     @property
     def is_new(self) -> bool:
@@ -132,11 +134,13 @@ def next_generation(
             refused[member] = difference(expected, stay[member].settings)
     if me in refused:
         raise ReplicaError(
-            f"this member is not of the run that it would join: {refused[me]}. Start "
-            "it with what the others have"
+            f"this member ({known[me].name}) is not of the run that it would join: "
+            f"{refused[me]}. Start it with what the others have"
         )
     if any(stay[member].is_between for member in old):
         new, min_members = [], 1  # who waited for new ones here would wait for ever
+    elif any(stay[m].keeps_out for m in old) and len(old) >= min_members:
+        new = []
     members = tuple(old + [member for member in new if member not in refused])
     is_ready = me in members and len(members) >= min_members
     if not (is_ready or known[me].leaves):

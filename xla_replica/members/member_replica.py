@@ -9,11 +9,11 @@ import gc
 import itertools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.replica import Replica, listed
-from xla_replica.errors import MemberLost, ReplicaError
+from xla_replica.errors import MemberLost, ReplicaError, Stopped
+from xla_replica.loader_workers import watch_parents
 from xla_replica.members.generation import Generation
 from xla_replica.members.host_group import Slice, as_bytes, connect, send_state
-from xla_replica.members.membership import Membership
+from xla_replica.members.membership import Membership, in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class MemberReplica(Replica):
             setattr(self, verb, getattr(inner, verb))
         host = membership.host if membership else None
         self._slice = Slice(inner, host, 2 * timeout + 4 * patience)
-        self._timeout = timeout
+        self._timeout, self._patience = timeout, patience
         self.met: Generation | None = None
         self.member, self._firsts = 0, [0]  # the lowest rank of each member
         self._group: Any = None  # gloo's; None while it is alone, or does not lead
@@ -83,6 +84,7 @@ class MemberReplica(Replica):
         self._hanging: list[tuple[Any, Any]] = []  # groups, each with what hangs in it
         # A worker of a loader that freed a group would take its sockets away from here.
         os.register_at_fork(after_in_child=gc.freeze)
+        watch_parents()
         atexit.register(self._drop_group)
 
     @property
@@ -123,16 +125,21 @@ class MemberReplica(Replica):
         for _ in range(_MOST_ATTEMPTS):
             found: Any = None
             if self._membership:
-                found = self._membership.agree(mark, is_between)
-                mine = found.members.index(self._membership.id)
-                found = {**found.plain(), "mine": mine}
+                try:
+                    found = self._membership.agree(mark, is_between)
+                    mine = found.members.index(self._membership.id)
+                    found = {**found.plain(), "mine": mine}
+                except Stopped as error:
+                    found = {"stopped": [error.reason, error.exit_status]}
             found = self._slice.share(found)
+            if "stopped" in found:
+                raise Stopped(*found["stopped"])
             self._take(found.pop("mine"), Generation.of(found))
             try:
                 self._lead(self._join)
                 return self.met
             except MemberLost as error:
-                logger.warning(f"members meet again: {error}")
+                logger.debug(f"members meet again: {error}")
                 problem = str(error)
                 self._drop_group()
         raise ReplicaError(
@@ -155,6 +162,11 @@ class MemberReplica(Replica):
         if self._membership:
             self._membership.agree(mark, leaves=why)
             self._membership.leave()
+
+    def note_update(self) -> None:
+        """Tells who has started this member that it has made an update."""
+        if self.leads and (path := os.environ.get("LIVE_UPDATE_FILE")):
+            Path(path).touch(0o600)
 
     def in_member(self, value: bool) -> bool:
         """Returns whether any replica of this member brings True."""
@@ -190,15 +202,18 @@ class MemberReplica(Replica):
     def _connect(self, members: Sequence[int]) -> Any:
         """Returns a group of some members of this generation, once for each choice."""
         host, port = self.met.offers[0].store.rsplit(":", 1)
-        try:
+        place = members.index(self.member), len(members)
+        keys = f"{self.met.number}-{self.met.lineage}-{list(members)}"
+
+        def make() -> Any:
             # Its owner may have died since; who lives answers at once.
             patience = timedelta(seconds=min(self._timeout, _CONNECT_SECONDS))
             store = torch.distributed.TCPStore(host, int(port), timeout=patience)
-            keys = f"{self.met.number}-{self.met.lineage}-{list(members)}"
             store = torch.distributed.PrefixStore(keys, store)
-            place = members.index(self.member), len(members)
-            host, timeout = self._membership.host, self._timeout
-            return self._made(lambda: connect(store, *place, host, timeout))
+            return connect(store, *place, self._membership.host, self._timeout)
+
+        try:
+            return self._made(make)
         except MemberLost:
             raise
         except RuntimeError as error:
@@ -209,25 +224,14 @@ class MemberReplica(Replica):
 
         gloo can wait for ever, whatever its timeout, for one that dies meanwhile.
         """
-        found: list[Any] = []
-
-        def run() -> None:
-            try:
-                found.append(make())
-            except RuntimeError as error:
-                found.append(error)
-
-        thread = threading.Thread(target=run, name="connects", daemon=True)
-        thread.start()
         give_up = time.monotonic() + 2 * self._timeout
-        while not found:
-            thread.join(_LOOK_SECONDS)
+
+        def look() -> None:
             is_lost = self._membership.has_lost or self._membership.was_silent
-            if not found and (is_lost or time.monotonic() > give_up):
+            if is_lost or time.monotonic() > give_up:
                 raise self._loss("joining a group", "it is not heard of any more")
-        if isinstance(found[0], RuntimeError):
-            raise found[0]
-        return found[0]
+
+        return in_thread(make, look)
 
     def _drop_group(self) -> None:
         """Ends the group, so that what the others wait for fails at once."""
@@ -350,6 +354,14 @@ class MemberReplica(Replica):
             return work
 
         return lambda: self._wait("all_reduce_", begun)
+
+    def barrier(self) -> None:
+        """As long as members may take to meet, since one may write a file meanwhile."""
+        self.wait()
+        options = torch.distributed.AllreduceOptions()
+        options.timeout = timedelta(seconds=self._patience)
+        begin = methodcaller("allreduce", [torch.zeros(1)], options)
+        self._lead(lambda: self._wait("barrier", begin))
 
     def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._inner.num_replicas > 1:

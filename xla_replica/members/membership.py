@@ -19,18 +19,22 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
-from xla_replica.errors import ReplicaError, Superseded
+from xla_replica.errors import ReplicaError, Stopped, Superseded
 from xla_replica.members.generation import Generation, Offer, next_generation, prove
+from xla_replica.stopping import stop_requested
 
 logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 8
+_LOOK_SECONDS = 0.05
 _END_SECONDS = 5.0  # more than a heartbeat and a look at the page may take
 _HANGS = "hangs"  # a key in a member's store: the others wait for it in vain
 _STORE_PATIENCE = timedelta(seconds=5)
@@ -83,6 +87,8 @@ class Membership:
         self._seen: dict[str, float] = {}
         # Members that have hung, perhaps: to be told only if they were silent, too.
         self._left_out: set[str] = set()
+        # After members that have joined and gone nobody joins for a while.
+        self._pause, self._admits_at = 0.0, 0.0
         self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
         self._lost: frozenset[str] = frozenset()
         self._client = self._connected()
@@ -139,6 +145,7 @@ class Membership:
 
         Raises:
             Superseded: The others have trained on without this member and have ended.
+            Stopped: It waits to join, and was asked to stop.
             ReplicaError: It is not of this run, or nobody has answered for too long.
         """
         if self._thread.ident is None:  # the lighthouse waits for whom it hears
@@ -177,7 +184,9 @@ class Membership:
         going = {m: f"is refused: {why}" for m, why in found.refused.items()}
         going |= {m: each.leaves for m, each in offers.items() if each.leaves}
         for member in going.keys() - self._ignored:
-            logger.warning(f"{offers[member].process} {going[member]}")
+            logger.warning(f"{offers[member].name} {going[member]}")
+        if last is not None:
+            self._note_joiners(last, found, mark)
         self._left_out |= {*(last.members if last else ())} - {*found.members}
         self._ignored |= {*going}
         self._lost, self.was_silent, self._is_asking = frozenset(), False, False
@@ -204,7 +213,18 @@ class Membership:
             self.was_silent,
             self._num_replicas,
             f"process {os.getpid()} on {socket.gethostname()}",
+            time.monotonic() < self._admits_at,
         )
+
+    def _note_joiners(self, last: Generation, now: Generation, mark: Any) -> None:
+        """Doubles the pause if some have joined and gone without an update."""
+        joined = {m for m, each in zip(last.members, last.offers) if each.is_new}
+        has_updated = mark[:1] > max(each.mark[:1] for each in last.offers)
+        if joined and has_updated:
+            self._pause = 0.0
+        elif joined - {*now.members}:
+            self._pause = min(max(2 * self._pause, self._heartbeat_seconds), 60.0)
+            self._admits_at = time.monotonic() + self._pause
 
     def note_together(self) -> None:
         """Notes that a collective has ended, as it may without a lighthouse."""
@@ -240,14 +260,18 @@ class Membership:
             left = give_up - began
             limit = max(min(left, self._patience), 1.0)
             try:
-                quorum = self._client.quorum(
-                    self.id,
-                    timedelta(seconds=limit),
-                    address="",
-                    store_address=offer.store,
-                    step=0,
-                    world_size=1,
-                    data=dataclasses.asdict(offer),
+                quorum = in_thread(
+                    partial(
+                        self._client.quorum,
+                        self.id,
+                        timedelta(seconds=limit),
+                        address="",
+                        store_address=offer.store,
+                        step=0,
+                        world_size=1,
+                        data=dataclasses.asdict(offer),
+                    ),
+                    self._check_stop,
                 )
             except (RuntimeError, TimeoutError) as error:
                 if left <= 0:
@@ -264,6 +288,13 @@ class Membership:
             offers = {m.replica_id: _read(m.data) for m in quorum.participants}
             self._check_is_not_left(offers, quorum.quorum_id)
             return offers
+
+    def _check_stop(self) -> None:
+        """Raises Stopped if this member waits to join, and was asked to stop."""
+        request = stop_requested()
+        if request is not None and self.generation is None:
+            self.leave()
+            raise Stopped(*request)
 
     def _quieten_others(self) -> None:
         """Tells members that do not come to stop their heartbeats.
@@ -308,7 +339,8 @@ class Membership:
         }
         new = [m for m, age in self._seen.items() if age < limit and m not in known]
         num_members = len(self.generation.members) if self.generation else 0
-        return bool(new) or 0 < num_members < self._min_members
+        may_join = time.monotonic() >= self._admits_at
+        return bool(new and may_join) or 0 < num_members < self._min_members
 
     def _watch(self) -> None:
         """Sends heartbeats and looks who else does, until this member leaves."""
@@ -346,6 +378,27 @@ class Membership:
             self._left_out -= {m for m, age in self._seen.items() if age >= limit}
             # A lighthouse that has just started does not know who it will hear of.
             self._lost = frozenset(m for m in members if self._seen.get(m, 0) >= limit)
+
+
+def in_thread(make: Callable[[], Any], look: Callable[[], Any]) -> Any:
+    """Returns what a function makes in a thread, or raises what it raises.
+
+    Native code may wait there for ever: the thread is left alone once ``look``, which
+    is called meanwhile, raises.
+    """
+    found: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(make())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="waits", daemon=True).start()
+    look()
+    while not wait([found], _LOOK_SECONDS).done:
+        look()
+    return found.result()
 
 
 def _new_id() -> str:

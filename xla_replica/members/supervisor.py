@@ -7,12 +7,15 @@ import contextlib
 import logging
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from xla_replica.stopping import SIGNALS
 
@@ -21,8 +24,7 @@ logger = logging.getLogger(__name__)
 _MILLISECONDS = 1000
 _LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0  # for members that were asked to stop
-_STEADY_SECONDS = 30.0  # one that has lived so long was not wrong from the start
-_MOST_FAILURES = 2
+_MOST = 2  # failures of each
 _LONGEST_PAUSE_SECONDS = 60.0
 _LEFT = (*(128 + n for n in SIGNALS), -signal.SIGTERM, -signal.SIGINT)
 
@@ -110,8 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "LIVE_PATIENCE_SECONDS": str(options.patience),
             "LIVE_TOKEN": os.environ.get("LIVE_TOKEN") or secrets.token_hex(16),
         }
-        texts = " ".join(f"{name}={value}" for name, value in variables.items())
-        logger.info(f"another member: {texts} python {' '.join(options.script)}")
         sys.exit(keep_running(options.script, options.members, variables))
 
 
@@ -120,56 +120,65 @@ def keep_running(
 ) -> int:
     """Runs members until all have ended; returns the exit status.
 
-    One that was asked to leave (143, 130) is not replaced, nor is any once one has
-    ended well. One that has died is, after twice as long each time that a member dies
-    at once. Nobody is any more if that happens again and again and none is left.
+    That is 0 if one has ended well, and nobody is started any more then; else 143 or
+    130 if members were asked to leave, who are not replaced. A member that has died is:
+    at once if it had made an update, else after twice as long each time. Where that
+    happens again and again and none is left, its status is returned.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # members end with it
-    environment = {**os.environ, **variables}
-    command = [sys.executable, *script]
-    running: dict[subprocess.Popen[bytes], float] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # members end with it
+    with tempfile.TemporaryDirectory(prefix="live-") as name:  # nobody else reads it
+        folder, command = Path(name), [sys.executable, *script]
+        exports = [f"export {key}={shlex.quote(v)}\n" for key, v in variables.items()]
+        (folder / "variables").touch(0o600)
+        (folder / "variables").write_text("".join(exports))
+        logger.info(f"another member: . {folder}/variables; {shlex.join(command)}")
+        environment = {**os.environ, **variables}
+        running: dict[subprocess.Popen[bytes], int] = {}
+        failures = [0] * num_members  # of each place, since an update
+        due = dict.fromkeys(range(num_members), 0.0)  # when another one starts there
+        is_over, left = False, 0
+        try:
+            while running or due:
+                for place in [n for n, at in due.items() if time.monotonic() >= at]:
+                    del due[place]
+                    (folder / str(place)).unlink(missing_ok=True)
+                    environment["LIVE_UPDATE_FILE"] = str(folder / str(place))
+                    running[subprocess.Popen(command, env=environment)] = place
+                time.sleep(_LOOK_SECONDS)
+                for member in [each for each in running if each.poll() is not None]:
+                    place, status = running.pop(member), member.returncode
+                    is_over |= status == 0
+                    if is_over:
+                        due = {}
+                        continue
+                    if status in _LEFT:
+                        left = abs(status) % 128 + 128
+                        continue
+                    has_updated = (folder / str(place)).exists()
+                    failures[place] = num = 0 if has_updated else failures[place] + 1
+                    if not running and min(failures[n] for n in [place, *due]) > _MOST:
+                        text = f"member {member.pid} and those before it have failed"
+                        logger.error(text)
+                        return status
+                    pause = min(2.0 ** (num - 1), _LONGEST_PAUSE_SECONDS) if num else 0
+                    logger.warning(
+                        f"member {member.pid} has died ({status}): another one"
+                        + (f" in {pause:g} s" if pause else "")
+                    )
+                    due[place] = time.monotonic() + pause
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            _end(running)
+    return 0 if is_over else left
 
-    def start() -> None:
-        running[subprocess.Popen(command, env=environment)] = time.monotonic()
 
-    for _ in range(num_members):
-        start()
-    is_over, num_failures = False, 0  # of early ones since another one
-    due: list[float] = []  # when others are to start
-    try:
-        while running or due:
-            time.sleep(_LOOK_SECONDS)
-            while due and time.monotonic() >= min(due):
-                due.remove(min(due))
-                start()
-            for member in [each for each in running if each.poll() is not None]:
-                is_early = time.monotonic() - running.pop(member) < _STEADY_SECONDS
-                status = member.returncode
-                is_over |= status == 0
-                if is_over:
-                    due = []
-                if is_over or status in _LEFT:
-                    continue
-                num_failures = num_failures + 1 if is_early else 0
-                if not running and num_failures > num_members + _MOST_FAILURES:
-                    logger.error(f"member {member.pid} and those before it have failed")
-                    return status
-                # The first ones at once, one for each member.
-                doublings = max(0, num_failures - num_members)
-                pause = min(2.0**doublings - 1, _LONGEST_PAUSE_SECONDS)
-                logger.warning(
-                    f"member {member.pid} has died ({status}): another one"
-                    + (f" in {pause:g} s" if pause else "")
-                )
-                due.append(time.monotonic() + pause)
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        for member in running:
+def _end(members: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Asks members to stop; kills them if they take long, or if asked once more."""
+    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
+        for member in members:
             member.terminate()
-        for member in running:
-            try:
-                member.wait(_PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:  # it waits for others, perhaps
-                member.kill()
-    return 0
+        for member in members:
+            member.wait(_PATIENCE_SECONDS)
+    for member in members:  # they wait for others, perhaps
+        member.kill()

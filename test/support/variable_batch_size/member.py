@@ -86,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minibatch-seconds", type=float, default=0.0)
     parser.add_argument("--float", action="store_true", help="sums of float64")
     parser.add_argument("--follow", action="store_true", help="batches follow members")
+    parser.add_argument("--log-steps", type=int, default=1)
+    parser.add_argument("--asynchronous", action="store_true", help="saves")
+    parser.add_argument("--save-last", action="store_true", help="after the loop")
     parser.add_argument("--trace", type=Path, help="what such a run has decided")
     options = parser.parse_args(arguments)
     logging.basicConfig(
@@ -130,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exact=None if options.float else model, compare_every=10,
         max_grad_norm=1.0, reduction="sum" if are_sums else "mean",
     )  # fmt: skip
-    log = vbs.RunLog(folder / "run.jsonl", optimizer, log_steps=1)
+    log = vbs.RunLog(folder / "run.jsonl", optimizer, log_steps=options.log_steps)
     parts = {"model": model, "log": log, **({"grab": grab} if grab else {})}
     if options.kind == "rigl":
         parts["pruner"] = RigLScheduler(
@@ -138,8 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dense_first=False, ignore_linear_layers=False,
         )  # fmt: skip
     checkpointer = vbs.Checkpointer(
-        folder / "checkpoints", optimizer, every_updates=options.save_every, **parts
-    )
+        folder / "checkpoints", optimizer, every_updates=options.save_every,
+        asynchronous=options.asynchronous, **parts,
+    )  # fmt: skip
     record = Record(folder / f"{name}.samples", optimizer)
     for target in (record, Evaluation(model, replica)):
         optimizer.attach(target)  # the rest once the run has been joined
@@ -200,6 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with xla_replica.count(alone) as count:
                 train(epoch)
             num_compilations.append(count.compilations)
+    if options.save_last:
+        checkpointer.save()
+    checkpointer.wait()
     log.close()
     values = [*model.state_dict().values()]
     if grab:

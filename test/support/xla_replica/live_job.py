@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -25,10 +26,12 @@ import xla_replica
 from support.xla_replica import torchtpu
 from support.xla_replica.live_process import be_member
 from support.xla_replica.torchrun import free_port, wait_for_server
+from variable_batch_size.checkpoint import files
 from variable_batch_size.checkpoint.files import SavedFile, saved_files
 from variable_batch_size.data.schedule import Step
 from variable_batch_size.live.exact import ExactModel
 from variable_batch_size.step.scaling import Scaling
+from xla_replica.members.member_replica import MemberReplica
 from xla_replica.starting import child_process
 
 # What a member can be at when it dies, and the function that it is then in.
@@ -78,6 +81,41 @@ class Fate(NamedTuple):
 
         armed = threading.Event()
         setattr(kind, name, counted)
+
+
+class DiesWriting:
+    """The first of several members that writes a checkpoint dies there."""
+
+    def arm(self, folder: Path) -> None:
+        inner = files.write
+
+        def write(*arguments: Any) -> Path:
+            die_first(folder)
+            return inner(*arguments)
+
+        files.write = write
+
+
+class DiesMeeting:
+    """The oldest of those who meet because others have gone dies there, once."""
+
+    def arm(self, folder: Path) -> None:
+        inner, sizes = MemberReplica._join, [0]
+
+        def join(replica: MemberReplica) -> None:
+            sizes.append(len(replica.met.members))
+            if sizes[-1] < sizes[-2] and replica.member == 0:
+                die_first(folder)
+            inner(replica)
+
+        MemberReplica._join = join
+
+
+def die_first(folder: Path) -> None:
+    """Ends this process, unless it has ended another one."""
+    with contextlib.suppress(FileExistsError):
+        (folder / "died").touch(exist_ok=False)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Loss(NamedTuple):
@@ -209,6 +247,11 @@ class LiveJob:
 
     def log(self) -> str:
         return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
+
+    def is_heard(self) -> bool:
+        """Returns whether the lighthouse has heard of a member, which waits there."""
+        with urlopen(f"{self._environment['LIVE_LIGHTHOUSE']}/status") as page:
+            return b"member-" in page.read()
 
     def num_met(self) -> int:
         return len(list(self.folder.glob("*.met")))

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -106,8 +107,8 @@ def live(folder: Path, *arguments: str, more: tuple[str, ...] = (), **options):
         check(job, expected)
 
 
-def started(job: LiveJob, number: int) -> list[Any]:
-    members = [job.start() for _ in range(number)]
+def started(job: LiveJob, number: int, fate: Any = None) -> list[Any]:
+    members = [job.start(fate) for _ in range(number)]
     job.wait(lambda: job.num_ready() == number)
     return members
 
@@ -264,6 +265,69 @@ def test_members_leave_stop_and_join(tmp_path):
 
 
 @of_torch_alone
+@pytest.mark.parametrize("how", [(), ("--asynchronous",), ("--save-last",)])
+def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, tmp_path):
+    """By another member, for which all wait."""
+    last = vbs.Schedule(vbs.Trace(TRACE), NUM_SAMPLES, 8, "cycle").steps(1).stop
+    every = ("--save-every", str(2 * last if how == ("--save-last",) else last))
+    with live(tmp_path, *words(2, 0.02), more=(*how, *every), seconds=1.0) as job:
+        for _ in range(3):
+            job.start(jobs.DiesWriting())
+        assert sorted(ends(job)) == [-signal.SIGKILL, 0, 0], job.log()
+        assert job.saved()[0].num_updates == last
+
+
+@of_torch_alone
+def test_an_ordinary_death_is_one_line(tmp_path):
+    with live(tmp_path, *words(4, 0.03), seconds=1.0) as job:
+        first, second = started(job, 2)
+        job.wait(more_updates(job))
+        first.kill()
+        ends(job)
+        text = (job.folder / f"{second.pid}.txt").read_text()
+        [line] = [line for line in text.splitlines() if str(first.pid) in line]
+        assert re.search(
+            r"generation \d: 1 members train from step \d+ on, with exact sums; "
+            rf"member \d \(process {first.pid} on .+\) went \d\.\d+ s ago$",
+            line,
+        ), text
+        assert "gloo" not in text.lower()
+
+
+@of_torch_alone
+def test_a_second_death_where_survivors_meet_costs_no_more_than_the_first(tmp_path):
+    with live(tmp_path, *words(4, 0.03), seconds=1.0) as job:
+        members = started(job, 3, jobs.DiesMeeting())
+        job.wait(more_updates(job))
+        members[0].kill()
+        assert sorted(ends(job)) == [-signal.SIGKILL, -signal.SIGKILL, 0], job.log()
+        seconds = [float(s) for s in re.findall(r"went (\d+\.\d+) s ago", job.log())]
+        assert max(seconds) < 6, job.log()
+
+
+@of_torch_alone
+def test_a_member_that_waits_to_join_ends_when_it_is_asked_to(tmp_path):
+    with live_job(tmp_path / "live", *words(1), min_members=2) as job:
+        waits = job.start()
+        job.wait(job.is_heard)
+        os.kill(waits.pid, signal.SIGTERM)
+        job.wait(lambda: waits in job.ended, 8)
+        assert waits.exitcode == 143, job.log()
+
+
+@of_torch_alone
+def test_the_log_has_every_line_whoever_wrote_it(tmp_path):
+    more = ("--log-steps", "1000")
+    with live(tmp_path, *words(3, 0.03), more=more, seconds=1.0) as job:
+        [first] = started(job, 1)
+        _, _ = job.start(), job.wait(lambda: job.num_ready() == 2)
+        first.kill()
+        ends(job)
+        told = vbs.read_run(job.folder / "run.jsonl").updates["step"].tolist()
+        assert told == list(range(job.results()[0]["num_updates"]))
+
+
+@of_torch_alone
 def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
     with live(tmp_path, *words(3)) as job:
         members = [job.start(), job.start()]
@@ -391,6 +455,9 @@ def test_members_that_are_not_of_the_run_are_refused(tmp_path):
         assert [each.exitcode for each in others] == [1, 1]
         assert "LIVE_TOKEN" in job.log()
         assert "seed is '1', not '0'" in job.log()
+        for each in (going_on, others[1]):  # on both sides
+            text = (job.folder / f"{each.pid}.txt").read_text()
+            assert f"process {others[1].pid} on " in text
         assert ends(job)[-1] == going_on.exitcode == 0
         assert len(job.results()) == 1
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -43,6 +44,28 @@ def test_a_member_that_was_stopped_knows_it_whatever_has_been_summed(monkeypatch
         member.agree((0, 0, 0))
         assert not member.was_silent
         member.leave()
+
+
+@needs_lighthouse
+def test_after_who_has_joined_and_gone_others_wait_twice_as_long():
+    seconds = []
+    with xla_replica.lighthouse() as address, ThreadPool(2) as pool:
+        old = Membership(address)
+        old.agree((4, 0, 0))
+        for _ in range(3):
+            since, new = time.monotonic(), Membership(address)
+            joins = pool.apply_async(new.agree, [()])
+            while not old.someone_waits:
+                time.sleep(0.01)
+            seconds.append(time.monotonic() - since)
+            assert len(old.agree((4, 0, 0)).members) == 2
+            joins.get()
+            leaves = pool.apply_async(new.agree, [(4, 0, 0)], {"leaves": True})
+            assert len(old.agree((4, 0, 0)).members) == 1
+            leaves.get()
+            new.leave()
+        old.leave()
+    assert seconds[1] >= 1 <= seconds[2] - 1, seconds
 
 
 AMID_HEARTBEAT = """
@@ -89,6 +112,8 @@ def test_a_member_does_not_wait_for_a_group_of_who_is_lost():
     dies = threading.Event()
     with pytest.raises(RuntimeError, match="inconsistent"):
         of_two()._made(lambda: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(ZeroDivisionError):  # whatever it is
+        of_two()._made(lambda: 1 / 0)
     with pytest.raises(xla_replica.MemberLost, match="not heard of"):
         of_two(has_lost=True)._made(dies.wait)
     dies.set()

@@ -1,6 +1,10 @@
 """`run` keeps members running: who dies at once ends nobody else."""
 
+import logging
+import re
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -17,15 +21,82 @@ sys.exit(int(sys.argv[3]))
 """
 
 
+@pytest.fixture(autouse=True)
+def signals():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize(("seconds", "status"), [(2.5, 0), (0, 3)])
 def test_a_member_that_dies_again_and_again_ends_no_other_one(
     seconds, status, tmp_path, caplog
 ):
-    before = signal.getsignal(signal.SIGTERM)
     script = ["-c", SCRIPT, str(tmp_path), str(seconds), str(status)]
-    try:
-        assert keep_running(script, 2, {}) == status
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert keep_running(script, 2, {}) == status
     assert "another one in 1 s" in caplog.text
     assert ("those before it have failed" in caplog.text) == (status == 3)
+
+
+UPDATES = """
+import os, pathlib, sys
+log = pathlib.Path(sys.argv[1])
+log.touch()
+number = len(log.read_text()) + 1
+log.write_text("x" * number)
+if number == 3:
+    pathlib.Path(os.environ["LIVE_UPDATE_FILE"]).touch()
+sys.exit(0 if number == 5 else 1)
+"""
+
+
+def test_who_has_made_no_update_starts_after_twice_as_long(tmp_path, caplog):
+    assert keep_running(["-c", UPDATES, str(tmp_path / "log")], 1, {}) == 0
+    pauses = re.findall(r"another one(?: in (\d) s)?", caplog.text)
+    assert pauses == ["1", "2", "", "1"]
+
+
+@pytest.mark.parametrize("number", [15, 2])
+def test_a_run_that_was_asked_to_leave_before_its_end_says_so(number):
+    script = f"import os; os.kill(os.getpid(), {number})"
+    assert keep_running(["-c", script], 2, {}) == 128 + number
+
+
+TOKEN = """
+import os, pathlib, stat, subprocess, sys
+folder = pathlib.Path(os.environ.pop("LIVE_UPDATE_FILE")).parent
+modes = [stat.S_IMODE(each.stat().st_mode) for each in (folder, folder / "variables")]
+given = os.environ.pop("LIVE_TOKEN")
+text = f". {folder}/variables; printf '%s' \\"$LIVE_TOKEN\\""
+assert subprocess.check_output(["sh", "-c", text], text=True) == given == "a b'c"
+assert modes == [0o700, 0o600]
+"""
+
+
+def test_how_to_start_another_member_is_told_without_the_token(caplog):
+    caplog.set_level(logging.INFO)
+    assert keep_running(["-c", TOKEN], 1, {"LIVE_TOKEN": "a b'c"}) == 0
+    assert "another member: . /" in caplog.text
+    assert "a b'c" not in caplog.text
+
+
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_interrupt_ends_without_a_traceback():
+    code = (
+        "import sys; from xla_replica.members.supervisor import keep_running as run; "
+        f"sys.exit(run(['-c', {STUBBORN!r}], 1, {{}}))"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        for said in ("begun", "asked"):
+            assert process.stdout.readline().strip() == said
+            process.send_signal(signal.SIGINT)
+        assert process.wait(8) == 130
+        assert process.stderr.read() == ""
