@@ -274,7 +274,7 @@ class Membership:
                     self._check_stop,
                 )
             except (RuntimeError, TimeoutError) as error:
-                if left <= 0:
+                if left <= 0 and not self._seen:  # else it is there: time ends nobody
                     raise ReplicaError(
                         f"the lighthouse at {self._address} has made no quorum for "
                         f"{2 * self._patience:g} s: {error}"
