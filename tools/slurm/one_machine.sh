@@ -52,7 +52,7 @@ cd "$folder"
 launch=$root/examples/launch
 sbatch --partition=small "$launch/lighthouse.sbatch" run
 array=$(sbatch --parsable --array=0-1 "$launch/members.sbatch" run \
-    "$root/examples/live/train_digits.py" run --epochs 10 --minibatch-seconds 0.1)
+    "$root/examples/live/train_digits.py" run --epochs 10 --minibatch-seconds 0.25)
 echo "members are array job $array"
 until grep -qs "update 20 " slurm-"$array"_*.out; do sleep 1; done
 echo "$(date +%T) an urgent job needs a processor"
