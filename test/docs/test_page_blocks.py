@@ -87,7 +87,7 @@ def test_no_block_escapes(page):
 def raised(tmp_path_factory) -> dict[str, str]:
     file = tmp_path_factory.mktemp("blocks") / "raised"
     words = ("-m", "support.page_blocks", file, *PYTHON)
-    python(*words, OMP_NUM_THREADS="1")
+    python(*words, OMP_NUM_THREADS="1", timeout=300)
     return json.loads(file.read_text())
 
 
