@@ -317,11 +317,17 @@ class Checkpointer:
             self._writing = self._thread.submit(write)
             self._writing.add_done_callback(_log_failure)
         else:
+            failure: Exception | None = None
             try:
                 path = write()
-            finally:  # who fails tells the others; if it dies, another one writes
-                if replica.is_live:
-                    replica.barrier()
+            except xla_replica.MemberLost:  # the others have gone on
+                raise
+            except Exception as error:
+                failure = error
+            if replica.is_live:  # who fails tells so; if it dies, another one writes
+                replica.barrier()
+            if failure is not None:
+                raise failure
         self._times.saved(number)
         # On XLA every program that runs advances them, also the one that saves.
         replica.set_rng_state(random_numbers)
