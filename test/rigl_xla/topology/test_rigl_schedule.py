@@ -13,7 +13,6 @@ from support.rigl_xla.resnet import RESNET50_WEIGHTS
 from rigl_xla import ANNEALINGS, DISTRIBUTIONS, METHODS, UpdateSchedule, allocate
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
-from rigl_xla.topology.update_schedule import gradual_sparsity
 from rigl_xla.update.steps import collects
 
 
@@ -22,12 +21,6 @@ def test_snfs_collects_up_to_the_last_update_and_not_while_states_are_made(delta
     schedule = UpdateSchedule(T_end=17, delta=delta)
     found = [t for t in range(1, 40) if collects(METHODS["snfs"], schedule, t)]
     assert found == list(range(3 if delta > 2 else 1, 16 // delta * delta + 1))
-
-
-def test_a_topology_without_an_end_never_changes():
-    schedule = UpdateSchedule(T_end=None)
-    assert not any(schedule.is_update(t) or schedule.collects(t) for t in range(999))
-    assert schedule.drop_fraction(100) == 0
 
 
 @pytest.mark.parametrize(
@@ -57,13 +50,6 @@ def test_every_annealing_begins_at_alpha_and_does_not_rise(annealing):
     fractions = [schedule.drop_fraction(t) for t in range(100)]
     assert fractions[0] == pytest.approx(0.4)
     assert all(a >= b >= 0 for a, b in itertools.pairwise(fractions))
-
-
-def test_gradual_sparsity_rises_from_first_to_last():
-    values = [gradual_sparsity(t, 0.9, 10, 30) for t in range(40)]
-    assert values[:11] == [0.0] * 11
-    assert values[30:] == [pytest.approx(0.9)] * 10
-    assert values == sorted(values)
 
 
 # Few scores, so that many are equal; that of an active weight of zero is one of them.
