@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from support.per_sample_grad import captured, compared, fold, norms_of, rules_kept
-from support.per_sample_grad.agreement import agree, answers, assert_same_grads
+from support.per_sample_grad.agreement import agree, assert_same_grads
 from support.per_sample_grad.models import BY_NAME, CASES, Apply, WithParameter, twice
 from support.xla_replica.replicas import of_torch_alone
 from torch import nn
@@ -200,15 +200,18 @@ def test_a_capture_names_what_the_losses_do_not_depend_on(answer, fallback):
 # --- .grad of the same pass, also of no samples ---------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", ["mean", "sum"])
+@pytest.mark.parametrize(("accumulate", "scale"), [("mean", 8.0), ("sum", 1.0)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
-def test_grad_is_that_of_an_ordinary_pass_to_the_bit(case, accumulate):
+def test_grad_is_that_of_an_ordinary_pass_and_answers_are_of_own_losses(
+    case, accumulate, scale
+):
+    """To the bit, and answers are not of the mean's smaller or the scaled gradients."""
     model, inputs = case.make(torch.float64)
     plain = copy.deepcopy(model)
     for _ in range(2):  # the second pass adds to the first
-        getattr(case.loss(plain, *inputs), accumulate)().backward()
-        recorded, losses = captured(model, case.loss, *inputs, **case.options)
+        (scale * getattr(case.loss(plain, *inputs), accumulate)()).backward()
+        options = {"scale": scale, **case.options}
+        recorded, losses = captured(model, case.loss, *inputs, **options)
         factors = recorded.backward(losses, accumulate=accumulate)
     assert_same_grads(model, plain)
     agree(factors, case.oracle(model, inputs), 1e-10)
@@ -244,25 +247,6 @@ def test_hooks_of_the_ordinary_pass_run():
     assert (model[0].weight.grad == 0).all()
     assert (norms["0.weight"] > 0).all()
     assert ran == [(3,)]
-
-
-def test_every_answer_is_that_of_the_samples_own_losses():
-    """The pass is of the mean loss, times a scale, and its gradients are smaller."""
-    model = nn.Sequential(
-        nn.Conv1d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)
-    ).double()
-    x, found = torch.randn(6, 2, 5, dtype=torch.float64), []
-    vectors = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    weights = torch.arange(12.0).double().view(2, 6)
-    for options, accumulate in (({}, None), ({"scale": 8.0}, "mean")):
-        recorded, losses = captured(model, fold, x, **options)
-        factors = recorded.backward(losses, accumulate=accumulate)
-        (bias,) = factors.contributions("3.bias")
-        projected = factors.project(psg.Projection(vectors, 20))
-        found.append([answers(factors, weights, vectors), bias.values, projected])
-    torch.testing.assert_close(*found)
-    crossed = psg.cross_gram(psg.per_sample_factors(model, fold, (x,)), factors)
-    torch.testing.assert_close(crossed, found[0][0]["gram"])
 
 
 # --- batches of no samples ---------------------------------------------------------

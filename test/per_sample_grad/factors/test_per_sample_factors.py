@@ -22,18 +22,8 @@ STACKED = Case("stacked", lambda: nn.Sequential(
     nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), (5, 6))  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [STACKED, BY_NAME["functional-use"]], ids=str)
-def test_autocast(case):
-    model, inputs = case.make(torch.float32)
-    norms = case.norms(model, inputs)
-    for _ in range(2):  # first with the comparison, then without
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = psg.per_sample_grad_norms(model, case.loss, inputs)
-        assert error(found, norms) <= 2e-2
-
-
 @pytest.mark.parametrize("accumulate", ["mean", "sum"])
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
+@pytest.mark.parametrize("name", ["cnn", "transformer", "functional-use"])
 def test_a_pass_that_accumulates_under_autocast(name, accumulate):
     """The forward pass is in bfloat16, the losses and everything after in float32.
 
@@ -159,10 +149,8 @@ WIDE = 2**30
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 def test_a_projection_is_a_linear_map_of_the_gradient(case, share, budget):
     model, inputs = case.make(torch.float64)
-    truth, factors = (
-        case.oracle(model, inputs),
-        case.factors(model, inputs, budget=budget),
-    )
+    truth = case.oracle(model, inputs)
+    factors = case.factors(model, inputs, budget=budget, scale=8.0)
     total = sum(map(math.prod, factors.shapes.values()))
     size = max(len(factors.shapes), int(share * total))
     projection = psg.Projection(factors.shapes, size, seed=3)

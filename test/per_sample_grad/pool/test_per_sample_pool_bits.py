@@ -118,18 +118,6 @@ def test_bits_do_not_depend_on_the_number_of_replicas(backend):
             assert_same_bits(one, truth)
 
 
-def test_the_compared_block_is_computed_again():
-    """Otherwise the comparison would be part of its program, and of no other's."""
-    model, calls = Vectors.model(), []
-    model.register_forward_hook(lambda *_: calls.append(None))
-    # Other parameters are compared again, once.
-    other = {"last_layer": "0", "score": "last_layer_grad_norm"}
-    for num_blocks, options, num_calls in ((1, {}, 2), (3, {}, 3), (2, other, 3)):
-        calls.clear()
-        scored(model, Vectors(num_blocks * BLOCK), **options)
-        assert len(calls) == num_calls
-
-
 def refused_and_repaired(rank: int, folder: str) -> list[np.ndarray]:
     """Returns scores after the remedy, and of the model that all build."""
     replica = xla_replica.current()
