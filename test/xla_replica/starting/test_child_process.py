@@ -88,9 +88,15 @@ class Unreadable(Exception):
 
 
 def ends_early(rank: int, how: str) -> None:
+    is_late = how.endswith("after its peer")
+    if rank == 0 and is_late:
+        raise ReplicaError("replica 0 of 2 failed in all_reduce_", 0)
     if rank == 1:
-        if how == "exits":
+        time.sleep(0.3 * is_late)
+        if how.startswith("exits"):
             os._exit(0)
+        if how.startswith("is killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
         if how == "is interrupted":
             raise Unreadable
     replica = xla_replica.current()
@@ -104,33 +110,19 @@ def ends_early(rank: int, how: str) -> None:
     ("how", "said"),
     [
         ("exits", "^replica 1 exited before its function returned"),
+        ("exits after its peer", "^replica 1 exited before its function returned"),
+        ("is killed after its peer", r"^replica 1 died \(signal 9\)"),
         ("is interrupted", "^replica 1 raised KeyError: 'meanwhile'"),
         ("sums alone", r"^replica \d died \(signal 6: .*: call each on every replica"),
     ],
 )
 def test_a_process_that_ends_without_a_word_is_named_at_once(how, said):
-    """A loader's dead worker interrupts what its replica writes of an exception."""
+    """A loader's dead worker interrupts what its replica writes of an exception.
+
+    A death is told though a peer's collective fails before it is seen.
+    """
     with pytest.raises(ReplicaError, match=said):
         Backend("cpu", 2).run(ends_early, how)
-
-
-def fails_by_a_peer(rank: int, how: int) -> None:
-    if rank == 1:
-        time.sleep(0.3)
-        os.kill(os.getpid(), how) if how else os._exit(0)
-    raise ReplicaError("replica 0 of 2 failed in all_reduce_", 0)
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        (signal.SIGKILL, r"^replica 1 died \(signal 9\)"),
-        (0, "^replica 1 exited before its function returned"),
-    ],
-)
-def test_a_death_is_told_though_a_peers_collective_fails_before_it_is_seen(how, said):
-    with pytest.raises(ReplicaError, match=said):
-        Backend("cpu", 2).run(fails_by_a_peer, how)
 
 
 FAILS = """
