@@ -1,54 +1,21 @@
 """Backends from outside the package: `current` finds them and `launch` starts them."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.documents import block
 
 import xla_replica
 from xla_replica import ReplicaError
 
-here = threading.local()
-
-
-class ThreadReplica(xla_replica.Replica):
-    """A replica in a thread; it defines nothing but what it must."""
-
-    def __init__(self, rank: int, board: list, meeting: threading.Barrier) -> None:
-        super().__init__(rank, len(board), torch.device("cpu"), "a thread of a test")
-        self.board, self.meeting = board, meeting
-
-    def all_gather(self, tensor):
-        self.board[self.rank] = tensor.detach().clone()
-        self.meeting.wait()
-        gathered = torch.stack(self.board)
-        self.meeting.wait()
-        return gathered
-
-
-def launch_threads(job: xla_replica.Job) -> list[object]:
-    n = job.num_replicas or 2
-    board, meeting = [None] * n, threading.Barrier(n, timeout=job.timeout)
-
-    def run(rank: int) -> object:
-        here.replica = ThreadReplica(rank, board, meeting)
-        return job.fn(rank, *job.args)
-
-    with ThreadPoolExecutor(n) as pool:
-        return list(pool.map(run, range(n)))
-
 
 @pytest.fixture
 def threads():
-    before = dict(xla_replica.DEVICES)
-    xla_replica.register_backend(
-        "threads",
-        find=lambda: "a thread of a test" if hasattr(here, "replica") else None,
-        replica=lambda reason: here.replica,
-        launch=launch_threads,
-    )
-    yield
+    """The names of the page's backend, whose replicas are threads."""
+    before, names = dict(xla_replica.DEVICES), {}
+    exec(block("docs/extending.md", "python", "ThreadReplica"), names)
+    yield names
     xla_replica.DEVICES.clear()
     xla_replica.DEVICES.update(before)
 
@@ -67,22 +34,20 @@ def every_collective(rank: int, offset: int) -> None:
     assert sent[0].tolist() == [2, offset]
     assert received.tolist() == [10 * rank, 10 * rank + 1, 10 * rank + 2]
     assert replica.all_gather_object({rank: rank}) == [{r: r} for r in range(3)]
-    assert str(replica) == f"replica {rank} of 3 on cpu (a thread of a test)"
+    assert str(replica) == f"replica {rank} of 3 on cpu (a thread)"
 
 
 def test_all_verbs_follow_from_all_gather(threads):
     assert xla_replica.launch(every_collective, (5,), 3, "threads") == [None] * 3
 
 
-class WithoutReplicas(ThreadReplica):
-    """Forgets the dimension of the replicas."""
-
-    def all_gather(self, tensor):
-        return super().all_gather(tensor).flatten(0, 1)
-
-
-def test_an_all_gather_without_the_dimension_of_replicas_is_an_error():
+def test_an_all_gather_without_the_dimension_of_replicas_is_an_error(threads):
     """Sums and broadcasts of what it returns have the right shape and other numbers."""
+
+    class WithoutReplicas(threads["ThreadReplica"]):
+        def all_gather(self, tensor):
+            return super().all_gather(tensor).flatten(0, 1)
+
     replica, tensor = WithoutReplicas(0, [None], threading.Barrier(1)), torch.ones(1, 3)
     says = (
         r"WithoutReplicas\.all_gather must return a tensor of shape \(num_replicas, "
