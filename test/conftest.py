@@ -50,7 +50,7 @@ child_process._IMPORTED += ["hypothesis", "pandas", "pytest"]
 LONGEST = (
     "test_live_run", "test_stopping", "test_interrupted_training",
     "test_variable_train_mnist", "test_child_process", "test_rigl_replicas",
-    "test_per_sample_xla", "test_examples", "test_recording", "test_grab_replicas",
+    "test_per_sample_xla", "test_examples", "test_recording",
     "test_program_checks", "test_scripts", "test_readme", "test_grab_elastic",
     "test_compilations", "test_elastic_family", "test_rigl_assigned_gradients",
     "test_sharded_models", "test_rule_family", "test_overlapped_sum",

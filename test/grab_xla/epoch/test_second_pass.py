@@ -96,13 +96,6 @@ def test_an_epoch_that_is_left_early_is_not_refused(kind, used, evaluates):
             assert sampler.epoch == epoch + 1
 
 
-def test_single_batches_of_new_passes_are_taken():
-    sampler, loader = ordered()
-    for epoch in range(5):
-        step(sampler, next(iter(loader)), epoch)
-    assert sampler.epoch == 4
-
-
 def test_a_pass_does_not_go_on_after_another_state_is_loaded():
     sampler, loader = ordered()
     first = iter(loader)
