@@ -17,6 +17,7 @@ import xla_replica
 from grab_xla import BALANCE_TYPES, Balancer, GraBSampler, GraBWarning
 from grab_xla.balancers.recursive_pair import RecursivePairBalance
 from grab_xla.balancing.decisions import TIES, Decisions
+from grab_xla.balancing.reordering import reorder
 
 each = pytest.mark.parametrize
 
@@ -252,36 +253,19 @@ def test_steps_read_nothing_and_compile_nothing_new(backend):
 @pytest.mark.parametrize("tie", TIES)
 @pytest.mark.parametrize("has_thresholds", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 32, 256])
-def test_a_block_is_sorted_as_by_an_oracle(size, has_thresholds, tie):
+def test_blocks_are_sorted_as_by_the_oracle(size, has_thresholds, tie):
     draw = torch.Generator().manual_seed(size)  # many ties
-    rows, thresholds = (
-        torch.randint(-2, 3, (size, n), generator=draw).double() for n in (size - 1, 9)
+    rows, limits = (
+        torch.randint(-2, 3, (3 * size, n), generator=draw).double() for n in (5, 9)
     )
-    rows[0] *= 1e150  # the rows are their products with the sums
-    sums = torch.eye(size - 1).double()
-    decide = Decisions(tie, thresholds_RN=thresholds if has_thresholds else None)
+    rows[0] *= 2**20
+    decide = Decisions(tie, thresholds_RN=limits if has_thresholds else None)
+    sums, order = torch.zeros(size - 1, 5).double(), np.arange(3 * size)
     tree = RecursivePairBalance(batch_size=size)
     placements = tree.balance_blocks(sums, rows, decide)
-    signs = torch.zeros_like(rows)
-
-    def sort(items, node, level):
-        if len(items) == 1:
-            return items
-        left, right = [], []
-        for x, y in zip(items[0::2], items[1::2]):
-            difference = rows[x, node] - rows[y, node]
-            limit = thresholds[x, level] if has_thresholds else 0.0
-            wins = difference < limit or (tie == "positive" and difference == limit)
-            left.append(x if wins else y)
-            right.append(y if wins else x)
-        signs[left, node], signs[right, node] = 1.0, -1.0
-        children = (2 * node + 1, left), (2 * node + 2, right)
-        return [i for child, part in children for i in sort(part, child, level + 1)]
-
-    leaves = sort(list(range(size)), 0, 0)
-    torch.testing.assert_close(sums, torch.eye(size - 1).double() + signs.T @ rows)
-    for leaf, sample in enumerate(leaves):
-        assert placements[sample] == (leaf + 1 if leaf % 2 == 0 else -leaf - 1)
+    limits = limits.numpy() * has_thresholds
+    expected = ordering.recursive_pair(order, rows.numpy(), size, tie, limits)
+    assert reorder(order, placements.numpy(), size).tolist() == expected
 
 
 def balanced(rank: int) -> tuple[list[torch.Tensor], str]:

@@ -300,17 +300,3 @@ def test_samples_that_are_always_left_out_are_reported(drop_last):
             for batch in loader:
                 step(grab, model, batch)
     assert not drop_last or len(caught) == 1
-
-
-@pytest.mark.filterwarnings("ignore::grab_xla.GraBWarning")
-def test_a_group_that_is_not_finite_keeps_its_place():
-    model = batch_norm_model()
-    grab = grouped(model)
-    for _ in range(3):
-        order = list(grab)
-        for number, batch in enumerate(torch.tensor(order).split(GROUP)):
-            bad = losses_of if number != 2 else lambda *of: losses_of(*of) * torch.nan
-            training.balance(grab, model, bad, model, batch)
-            model.zero_grad()
-        assert sums(grab).isfinite().all()
-    assert list(grab)[2 * GROUP : 3 * GROUP] == order[2 * GROUP : 3 * GROUP]

@@ -88,20 +88,28 @@ def recursive(order, rows, centre, depth: int):
     return [sample for front, back in leaves for sample in front + back]
 
 
-def recursive_pair(order, rows, size: int):
-    """Returns the next order of recursive pair balance; ``size`` must divide n."""
+def recursive_pair(order, rows, size: int, tie: str = "negative", limits=None):
+    """Returns the next order of recursive pair balance; ``size`` must divide n.
+
+    Products must be below ``limits``, ``(n, levels)``: a pair has its first's.
+    """
+    limits = np.zeros((len(order), size)) if limits is None else limits
     totals = [np.zeros(rows.shape[1]) for _ in range(size - 1)]
 
-    def sort(items, node, before):
+    def sort(items, node, before, level=0):
         if len(items) == 1:
             return items
         left, right = [], []
         for x, y in zip(items[0::2], items[1::2]):
-            plus = before[node] @ (rows[x] - rows[y]) < 0
+            product, limit = before[node] @ (rows[x] - rows[y]), limits[x, level]
+            plus = product < limit or (tie == "positive" and product == limit)
             left.append(x if plus else y)
             right.append(y if plus else x)
         totals[node] = totals[node] + rows[left].sum(0) - rows[right].sum(0)
-        return sort(left, 2 * node + 1, before) + sort(right, 2 * node + 2, before)
+        halves = (2 * node + 1, left), (2 * node + 2, right)
+        return [
+            i for child, half in halves for i in sort(half, child, before, level + 1)
+        ]
 
     blocks = [
         sort(list(range(first, first + size)), 0, list(totals))
