@@ -7,7 +7,6 @@ does one that gets better, until the table tells it.
 import pytest
 import torch
 from support.outside import package
-from support.per_sample_grad import norms_of
 
 import per_sample_grad as psg
 from tools.outside import models, sweep_models
@@ -83,51 +82,3 @@ def test_wrong_norms_end_a_sweep(monkeypatch):
     monkeypatch.setattr(psg, "per_sample_grad_norms", wrong)
     with pytest.raises(sweep_models.WrongNorms, match="differ"):
         sweep_models.examine(case)
-
-
-# --- where data decide where rows go: images among the tokens of a text ---------------
-
-IMAGE = 60
-
-
-def llava() -> torch.nn.Module:
-    models.import_torchvision()
-    transformers = package("transformers")
-    text = {**models.SMALL, "max_position_embeddings": 64, "num_key_value_heads": 2}
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, image_size=16,
-        num_attention_heads=4, patch_size=8, projection_dim=32,
-    )  # fmt: skip
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=transformers.LlamaConfig(**text),
-        image_token_id=IMAGE, vision_feature_select_strategy="default",
-        vision_feature_layer=-1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlavaForConditionalGeneration(config).double().eval()
-
-
-def losses_of(model, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=ids, pixel_values=pixels).logits
-    return psg.token_cross_entropy(logits[:, -4:-1], ids[:, -3:])
-
-
-def test_images_among_tokens_are_right_or_refused():
-    model = llava()
-    params = [param for param in model.parameters() if param.requires_grad]
-    seen = []
-    for images_of in ([1, 1], [1, 1], [2, 0], [0, 2], [1, 1]):
-        torch.manual_seed(len(seen))
-        ids = torch.randint(4, IMAGE, (2, 14))  # with places for so many images each
-        for row, number in enumerate(images_of):
-            ids[row, : number * 4] = IMAGE
-        pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-        expected = norms_of(losses_of(model, ids, pixels), params)
-        try:
-            found = psg.per_sample_grad_norms(model, losses_of, (ids, pixels))
-        except psg.CouplingError:
-            seen.append(False)
-        else:
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-            seen.append(True)
-    assert seen == [True, True, False, False, True]

@@ -208,10 +208,7 @@ def test_no_gradient_is_formed_twice(reduction):
     torch.testing.assert_close(grads(network), expected := grads(other))
     assert recorded_step(other, sampler(other), reduction=reduction) == 2
     torch.testing.assert_close(grads(other), expected, rtol=0, atol=0)
-
-
-def test_a_pass_of_another_fidelity_stays_as_it_is():
-    network = convolutions()
+    # A pass of another fidelity stays as it is.
     grab = sampler(network, fidelity="projected", projection_size=20)
     assert recorded_step(network, grab, from_samples=True) == 2
 

@@ -19,8 +19,7 @@ from support.xla_replica.replicas import Backend
 from support.xla_replica.torchrun import LAUNCHER
 
 import xla_replica
-from examples.ordering import causal_language_model, ordered_training
-from examples.ordering.hugging_face_model import GPTNeoX
+from examples.ordering import causal_language_model
 from tools.outside import models
 from xla_replica import ReplicaError
 
@@ -210,22 +209,17 @@ def test_the_example_under_torchrun_is_continued_by_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_parameter_has_a_gradient_of_each_sample(tied):
-    torch.manual_seed(0)
+def test_a_model_says_which_parameters_it_ties(tied):
+    """By which an optimizer knows of ties that a move has lost."""
     model = GPTNeoX(12, width=16, num_layers=2, num_heads=2, tied=tied)
-    # By which an optimizer knows of ties that a move has lost.
     ties = [getattr(each, "all_tied_weights_keys", {}) for each in model.modules()]
     assert any(ties) == tied
-    windows = torch.randint(256, (4, 13), dtype=torch.uint8)
-    batch = windows[:, :-1], windows[:, 1:]
-    assert ordered_training.check_gradients(model, *batch) < 1e-4
-    losses_of = ordered_training.sample_losses
-    alone = [losses_of(model, *(each[[i]] for each in batch)) for i in range(4)]
-    torch.testing.assert_close(torch.cat(alone), losses_of(model, *batch))
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "projected", "group"])
-def test_it_trains_in_bfloat16_under_a_trace(tmp_path, fidelity):
+def test_its_gradients_are_right_and_it_trains_in_bfloat16_under_a_trace(
+    tmp_path, fidelity
+):
     book, trace = tmp_path / "book.txt", tmp_path / "trace.csv"
     book.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
     trace.write_text("step,batchsize\n0,8\n1,16\n2,24\n")
@@ -235,6 +229,7 @@ def test_it_trains_in_bfloat16_under_a_trace(tmp_path, fidelity):
         "--order", "rr,mean", "--epochs", 2, "--bf16", "--trace", trace,
         "--fidelity", fidelity, "--projection-size", 60, "--no-progress",
         "--num-replicas", 1, "--device", "cpu", "--logdir", tmp_path / "log",
+        "--check-gradients",
     ]  # fmt: skip
     assert causal_language_model.main(words(arguments)) == 0
     rows = pd.read_csv(tmp_path / "log" / "history.csv").set_index("epoch")
