@@ -15,8 +15,6 @@ from torch import nn
 import per_sample_grad as psg
 from per_sample_grad.factors import algebra, plan
 from per_sample_grad.layers import registry
-from per_sample_grad.layers.convolution import padding_widths
-from per_sample_grad.layers.patches import Unfolding, padded
 
 # torch warns about even kernels
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
@@ -285,19 +283,3 @@ def test_every_rule_is_drawn():
     for family in ("Conv", "ConvTranspose", "InstanceNorm", "BatchNorm"):
         names |= {f"{family}{rank}d" for rank in (1, 2, 3)}
     assert {kind.__name__ for kind in drawn} == names
-
-
-@given(case=drawn("convolution"), batch=st.integers(1, 3))
-@examples(25)
-def test_slices_see_what_views_see(case, batch):
-    """Slices are what XLA runs; they are compared here."""
-    model, (x,) = case.make(torch.float32, batch)
-    with torch.no_grad():
-        positions = model(x).shape[2:]
-    unfolding = Unfolding(
-        padding_widths(model), model.padding_mode, model.kernel_size, model.stride,
-        model.dilation, positions, model.groups,
-    )  # fmt: skip
-    around = padded(x, unfolding.widths, unfolding.mode)
-    views, slices = unfolding.by_views(around), unfolding.by_slices(around)
-    torch.testing.assert_close(views, slices, rtol=0, atol=0)
