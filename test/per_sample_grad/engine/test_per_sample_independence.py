@@ -73,6 +73,10 @@ BY_DATA: dict[str, Callable] = {
     "index_select": lambda h, i: h.index_select(0, i),
     "gather": lambda h, i: h.gather(0, whole(i)),
     "scatter": lambda h, i: torch.zeros_like(h).scatter(0, whole(i), h),
+    # As images among the tokens of texts, in models such as Llava.
+    "masked_scatter": lambda h, i: h.masked_scatter(
+        (i.bincount(minlength=B) > 0)[:, None], h.sin()
+    ),
     "take": lambda h, i: h.take(i[:, None] * WIDTH + POSITIONS),
     "vector": lambda h, i: h + h.sum(1)[i][:, None],
     "repeat_interleave": lambda h, i: h.repeat_interleave(i.bincount(minlength=B), 0),
@@ -126,12 +130,19 @@ def gated(mix: Callable[[torch.Tensor], torch.Tensor]) -> Losses:
     return losses_of
 
 
+def under_head(m: nn.Module, x: torch.Tensor, size: float) -> torch.Tensor:
+    """Of zeros, it has a gradient itself, and what is below has none."""
+    m.last.weight.data.fill_(size)
+    return (m(x, lambda h: h - h.mean(0)) - 1).square().sum(1)
+
+
 def attended(h: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     return F.scaled_dot_product_attention(h, h, h, mask)
 
 
 BEHIND_ZERO: dict[str, Losses] = {
     "contrastive": contrastive,
+    "head": under_head,
     "mean": gated(lambda h: h - h.mean(0)),
     "softmax": gated(lambda h: torch.softmax(h, 0)),
     "attention": gated(lambda h: attended(h[None, None])[0, 0]),
@@ -148,7 +159,7 @@ def test_what_a_coefficient_of_zero_hides(name):
     model, x = made(Hidden)
     sizes = (0.0, 0.0, 1e-4, 0.5)
     seen = [outcome(model, BEHIND_ZERO[name], (x, size))[0] for size in sizes]
-    assert seen[:2] == ["right", "right"] or name != "mean"
+    assert seen[:2] == ["right", "right"] or name not in ("mean", "head")
     assert seen[3] == "CouplingError"
 
 

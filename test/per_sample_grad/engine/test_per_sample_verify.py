@@ -58,24 +58,6 @@ def test_a_bias_that_cancels_is_no_error():
     assert psg.per_sample_factors(*call, params=["0.bias"]).norms().max() < 1e-3
 
 
-def test_a_head_of_zeros_proves_nothing_of_what_is_below():
-    """The batch's mean couples the samples; a head of zeros hides it."""
-
-    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        hidden = m.body(x)
-        return m.head(hidden - hidden.mean(0, keepdim=True))
-
-    model = Apply(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 2))
-    nn.init.zeros_(model.head.weight)
-    call = (model, far_from_one, (torch.randn(6, 3),))
-    for _ in range(2):
-        below = psg.per_sample_factors(*call, params=["body.weight", "body.bias"])
-        assert not below.norms().any()
-    nn.init.ones_(model.head.weight)
-    with pytest.raises(psg.CouplingError, match=r"body\.weight"):
-        psg.per_sample_factors(*call)
-
-
 def comparisons(model: nn.Module, steps: list) -> list[bool]:
     return [compared(model, step) for step in steps]
 

@@ -193,16 +193,6 @@ def test_a_row_is_the_projection_of_a_samples_gradient(labels, tmp_path):
     assert_same_bits(np.load(tmp_path / "part-00000001.npy"), found[8:16])
 
 
-def test_a_projection_with_room_for_all_keeps_the_gradients():
-    model = Vectors.model()
-    projection = projection_of(model, 10**6)
-    rows = psg.score_pool(model, Vectors(), score=projection, progress=False)
-    norms = np.linalg.norm(rows.scores, axis=1)
-    np.testing.assert_allclose(norms, scores(model, Vectors()), rtol=1e-4)
-    with pytest.raises(ValueError, match="rows of a projection have no rank; sort"):
-        rows.top(3)
-
-
 def drawn(count: int = 50) -> psg.PoolScores:
     """Returns floats of every size, some of which need all their digits."""
     generator = np.random.default_rng(0)
@@ -242,6 +232,9 @@ def test_the_highest_come_first_and_ties_by_index():
     for wrong in (5, -1):
         with pytest.raises(ValueError, match=f">= 0 and <= 4, got {wrong}"):
             ties.top(wrong)
+    rows = psg.PoolScores(np.ones((3, 2), np.float32), "rows")
+    with pytest.raises(ValueError, match="rows of a projection have no rank; sort"):
+        rows.top(1)
 
 
 def test_every_bit_is_kept(tmp_path):
