@@ -130,25 +130,6 @@ def test_an_update_without_a_dense_gradient_is_an_error(kind, skip_step):
     assert sparse.counts(pruner) == active
 
 
-def test_a_capture_neither_collects_nor_masks():
-    model = sparse.convnet().double()
-    pruner = sparse.pruned(model, delta=1)
-    images, labels = sparse.batch(0)
-    for check, fallback in (("always", "error"), ("never", "loop")):
-        found = []
-        for _ in range(2):  # with the pruner, and without
-            with psg.capture(model, check=check, fallback=fallback) as recorded:
-                logits = model(images.double())
-                losses = F.cross_entropy(logits, labels, reduction="none")
-            found.append(recorded.backward(losses).materialize())
-            pruner.close()
-        assert sparse.equal(*found)
-    assert all(layer.pending is None for layer in pruner._layers)
-    model[0].weight.register_hook(lambda gradient: gradient)
-    with pytest.raises(psg.PerSampleError, match=r"0.weight have gradient hooks"):
-        psg.capture(model)
-
-
 # --- five packages in one loop ------------------------------------------------------
 
 NUM_SAMPLES = 96
