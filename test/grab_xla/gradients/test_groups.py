@@ -272,8 +272,6 @@ UPDATE = SimpleNamespace(epoch=0, batch_size=16, minibatch_size=8)
     (lambda model, grab, order: grab.record(nn.Sequential(nn.Linear(6, 4))),
      r"0\.weight.*of the same shapes"),
     (lambda model, grab, order: grab.record(model[0]), "not trainable parameters"),
-    (lambda model, grab, order: grab.record(model.requires_grad_(False)),
-     "are not trainable parameters"),
     (lambda model, grab, order: step(grab, model, order[: GROUP + 1]),
      r"for a group of 4: .*batch_size= to the D"),
     (lambda model, grab, order: step(grab, model, order[:4], indices=order[1:5]),
