@@ -2,8 +2,6 @@
 
 import functools
 import re
-import signal
-import subprocess
 import sys
 import time
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.documents import ROOT
-from support.scripts import environment, python, written
+from support.scripts import python, written
 from support.xla_replica.replicas import on_xla, row
 
 from xla_replica.__main__ import main
@@ -67,7 +65,7 @@ def test_a_script_for_torch_xla_alone_trains_on_replicas(number, tmp_path):
 
 
 SCRIPT = """
-import sys, time, torch, torch_xla
+import sys, torch, torch_xla
 import torch_xla.distributed.xla_multiprocessing as xmp
 from torch_xla.core.xla_model import (
     REDUCE_SUM, all_reduce, rendezvous, xla_device, xla_device_hw
@@ -87,9 +85,6 @@ def train(index, how):
         sys.exit(0)
     if how == "fails" and index == 1:
         raise KeyError("a wrong name")
-    if how == "hangs":
-        print("ready", flush=True)
-        time.sleep(600)
     model = MODEL.to(xla_device())
     assert MODEL.to(xla_device()) is not model
     rendezvous("all are here")
@@ -152,23 +147,6 @@ def test_a_module_runs_as_with_python_and_can_be_told_that_it_has_a_tpu(
     (tmp_path / "a_package" / "training.py").write_text(SCRIPT)
     printed = run(2, "--as-tpu", "-m", "a_package.training", "works")
     assert "1.0 of 1 on TPU: works not set ['works'] __mp_main__" in printed
-
-
-@on_xla
-@pytest.mark.slow
-def test_ctrl_c_ends_everything(tmp_path):
-    process = subprocess.Popen(
-        [*COMMAND, "--num-replicas", "2", written(tmp_path, SCRIPT), "hangs"],
-        cwd=ROOT, env=environment(), text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert "ready" in process.stdout.readline()
-    start = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)  # until nobody writes any more
-    assert time.monotonic() - start < 20
-    assert process.returncode in (-signal.SIGINT, 130)
 
 
 # --- what scripts count on ----------------------------------------------------------
