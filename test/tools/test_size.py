@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_205
-TEST_LINES = 34_290
+CODE = 22_311
+TEST_LINES = 34_122
 
 
 def test_lines_are_counted():

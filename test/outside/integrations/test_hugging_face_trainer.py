@@ -20,6 +20,7 @@ from support.xla_replica.torchrun import LAUNCHER
 
 import xla_replica
 from examples.ordering import causal_language_model
+from examples.ordering.hugging_face_model import GPTNeoX
 from tools.outside import models
 from xla_replica import ReplicaError
 
