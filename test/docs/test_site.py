@@ -1,10 +1,19 @@
-"""The site that `make docs` builds has every page, public name and error."""
+"""The site that `make docs` builds: what it lists, and what a reader sees of it."""
 
 import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
+import pytest
 from support.documents import ROOT, pages, read
+from support.xla_replica.replicas import HAS_XLA
 
 from tools.site import conf, errors
+from tools.site.answers import ANSWERS
 
 KNOWN = (
     "compiled another program than its peers for the graph",
@@ -15,6 +24,84 @@ KNOWN = (
     "must be one of …, got …",
     "it normalises by statistics of the batch",  # of a Refusal
 )
+# A Chromium without a window and without a network, whose user prefers dark pages.
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+OPTIONS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+    "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom",
+    "--virtual-time-budget=60000", "--allow-file-access-from-files",
+    "--blink-settings=preferredColorScheme=0",
+)  # fmt: skip
+SITE = ROOT / "build" / "site"
+PAGES = ("docs/resuming", "build/reference/errors")  # with tables, with long messages
+WIDTHS = [1280, 390]
+LAST = "/docs/(architecture|benchmarks|outside|study)|/CHANGELOG"
+ANSWERED = {
+    words: (page, heading)
+    for page, sections in ANSWERS.items()
+    for heading, several in sections.items()
+    for words in several
+}
+
+
+def looked_at(folder: Path, name: str, **values: object) -> list[dict]:
+    """Returns what a page's script writes, in which names stand for ``values``."""
+    browser = next(filter(None, map(shutil.which, NAMES)), None)
+    if browser is None or not all((SITE / f"{page}.html").exists() for page in PAGES):
+        # In CI, what it needs must be there.
+        skip = pytest.fail if os.environ.get("CI") else pytest.skip
+        skip("there is no Chromium (make browser), or no site (make docs)")
+    file, probe = folder / "probe.html", read(f"test/support/site/{name}.html")
+    for word, value in values.items():
+        probe = probe.replace(word, json.dumps(value))
+    file.write_text(probe)
+    command = [browser, *OPTIONS, f"--user-data-dir={folder}/profile", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    [text] = re.findall(r'<pre id="seen">(.+?)</pre>', done.stdout)
+    return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> list[dict]:
+    addresses = [f"{SITE.as_uri()}/{page}.html" for page in PAGES]
+    folder = tmp_path_factory.mktemp("browser")
+    return looked_at(folder, "sizes", PAGES=addresses, WIDTHS=WIDTHS)
+
+
+@pytest.mark.skipif(HAS_XLA, reason="the other environment looks at the site")
+@pytest.mark.parametrize("width", [1400, 420])
+def test_the_first_hit_answers_what_a_reader_types(width, tmp_path):
+    assert len(ANSWERED) == 20
+    front = f"{SITE.as_uri()}/docs/README.html"
+    values = {"WORDS": [*ANSWERED], "WIDTHS": [width], "FRONT": front}
+    found = looked_at(tmp_path, "search", **values)
+    for (page, heading), answer in zip(ANSWERED.values(), found, strict=True):
+        assert (answer["heading"], answer["hidden"]) == (heading, 0)
+        assert answer["page"].endswith(f"/{page}.html")
+        assert answer["blocks"] > 0
+        # How it is built and what it costs come after all pages about a task.
+        late = [bool(re.search(LAST, hit)) for hit in answer["hits"]]
+        assert late == sorted(late)
+
+
+# Once: the site does not depend on the environment.
+@pytest.mark.skipif(HAS_XLA, reason="the other environment looks at the site")
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_page_is_readable(page, width, seen):
+    found = seen[PAGES.index(page) * len(WIDTHS) + WIDTHS.index(width)]
+    assert found["path"].endswith(f"{page}.html")
+    assert found["heading"]
+    assert found["code"]
+    assert found["inner"] == width
+    assert found["hidden"] <= 0  # to the right, until one scrolls
+    assert found["search"] == (width == max(WIDTHS))  # else it is in the menu
+    color, background = (
+        [int(number) for number in re.findall(r"\d+", found[name])[:3]]
+        for name in ("color", "background")
+    )
+    assert max(background) < 60 < 160 < min(color)
 
 
 def test_the_contents_name_every_page_once():

@@ -46,10 +46,8 @@ def test_a_log_of_disturbed_runs_is_continued(tmp_path):
     log.write_text(json.dumps(line) + "\n")
     lines = live_runs.torment(tmp_path, log, {"kills": 2}, 60.0, 1)
     assert lines == [line]
-    assert live_runs.missing(lines, {"kills": 3, "joins": 1}) == {
-        "kills": 1,
-        "joins": 1,
-    }
+    wanted = {"kills": 3, "joins": 1}
+    assert live_runs.missing(lines, wanted) == {"kills": 1, "joins": 1}
     assert "| runs, float | 1 |" in live_runs.table(lines)
     assert "seed 7: one" in live_runs.table(lines)
 

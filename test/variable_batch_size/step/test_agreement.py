@@ -279,8 +279,7 @@ def disagreements(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [*replicas.SEVERAL_REPLICAS, replicas.TPU_LIKE, replicas.FOUR_TPU_LIKE],
+    "backend", [*replicas.SEVERAL_REPLICAS, replicas.TPU_LIKE, replicas.FOUR_TPU_LIKE]
 )
 def test_settings_that_differ_are_named_at_construction(backend):
     backend.run(disagreements)
