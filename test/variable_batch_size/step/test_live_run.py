@@ -382,7 +382,7 @@ def test_a_member_that_finds_newer_checkpoints_meets_the_others(kind, tmp_path):
     newer = checkpointer.save()
     newer.rename(tmp_path / newer.name.replace("0-", "5-", 1))
     error = InterruptedError if kind is Member else RuntimeError
-    with pytest.raises(error, match="the others are met|has 5 updates, and this run 0"):
+    with pytest.raises(error, match=r"others are met|has 5 updates, and this run 0"):
         checkpointer.save()
 
 
