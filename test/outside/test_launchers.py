@@ -118,7 +118,7 @@ def test_the_task_for_skypilot_has_only_fields_of_its_schema(schemas):
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [143]
 
 
-def test_the_page_names_every_file():
-    page = read("docs/resuming.md")
+def test_pages_name_every_file():
+    page = read("docs/resuming.md") + read("docs/machines.md")
     for path in (ROOT / "examples" / "launch").glob("*.*"):
         assert f"examples/launch/{path.name}" in page
