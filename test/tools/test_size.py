@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 22_311
-TEST_LINES = 34_000
+TEST_LINES = 33_999
 
 
 def test_lines_are_counted():

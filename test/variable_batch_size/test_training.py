@@ -16,7 +16,7 @@ import torch
 from support.variable_batch_size.checkpointed import Order
 from support.variable_batch_size.elastic import Killed
 from support.variable_batch_size.wrapping import FakeReplica
-from support.xla_replica.replicas import row
+from support.xla_replica.replicas import of_torch_alone, row
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -167,6 +167,7 @@ model, _, optimizer, _, loader = parts()
 """
 
 
+@of_torch_alone
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_has_a_bar_and_a_file_has_lines(is_terminal):
     read, write = os.openpty() if is_terminal else os.pipe()

@@ -123,6 +123,7 @@ for _ in range(2):
 """
 
 
+@replicas.of_torch_alone
 def test_a_second_interrupt_ends_a_script_without_a_traceback():
     command = [sys.executable, "-c", INTERRUPTED]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)

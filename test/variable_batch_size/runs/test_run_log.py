@@ -228,8 +228,8 @@ def test_the_next_member_tells_what_one_before_it_died_with(tmp_path, monkeypatc
     training.log.change_members(2)
     run = vbs.read_run(path)
     assert [event["event"] for event in run.events] == ["members"]
-    assert run.updates["step"].tolist() == [1, 2, 3, 4, 5]
-    assert run.updates["loss"].notna().tolist() == [False] * 4 + [True]
+    assert run.updates["step"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert run.updates["loss"].notna().tolist() == [False] * 4 + [True, False, False]
     training.epoch(1)
     training.log.close()
     table = vbs.read_run(path).updates

@@ -219,9 +219,7 @@ def test_members_that_are_paused_and_go_on_one_after_another_all_end_well(tmp_pa
 
 
 @of_torch_alone
-def test_members_that_were_all_paused_join_one_that_has_begun_with_a_checkpoint(
-    tmp_path,
-):
+def test_paused_members_join_one_that_has_begun_with_a_checkpoint(tmp_path):
     with live(tmp_path, *words(9, 0.03), seconds=1.0) as job:
         members = started(job, 2)
         job.wait(job.saved)
@@ -286,11 +284,8 @@ def test_an_ordinary_death_is_one_line(tmp_path):
         ends(job)
         text = (job.folder / f"{second.pid}.txt").read_text()
         [line] = [line for line in text.splitlines() if str(first.pid) in line]
-        assert re.search(
-            r"generation \d: 1 members train from step \d+ on, with exact sums; "
-            rf"member \d \(process {first.pid} on .+\) went \d\.\d+ s ago$",
-            line,
-        ), text
+        gone = rf"; member \d \(process {first.pid} on .+\) went \d\.\d+ s ago$"
+        assert re.search("1 members train .* with exact sums" + gone, line), text
         assert "gloo" not in text.lower()
 
 
@@ -483,8 +478,7 @@ def test_a_joiner_that_differs_is_refused_alone_by_name_on_both_sides(
     with live(tmp_path, *words(7)) as job:
         members = started(job, 2)
         other = job.start(MEMBER_DIFFERS=differs, **variable)
-        assert ends(job) == [1, 0, 0], job.log()
-        assert other.exitcode == 1
+        assert (ends(job), other.exitcode) == ([1, 0, 0], 1), job.log()
         for each in (other, *members):
             told = (job.folder / f"{each.pid}.txt").read_text()
             assert says in told, told

@@ -47,6 +47,7 @@ def test_a_member_that_was_stopped_knows_it_whatever_has_been_summed(monkeypatch
 
 
 @needs_lighthouse
+@of_torch_alone
 def test_after_who_has_joined_and_gone_others_wait_twice_as_long():
     seconds = []
     with xla_replica.lighthouse() as address, ThreadPool(2) as pool:

@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from support.xla_replica.replicas import of_torch_alone
 
 from xla_replica.members.supervisor import keep_running
 
+pytestmark = of_torch_alone
 SCRIPT = """
 import pathlib, sys, time
 try:
