@@ -98,6 +98,7 @@ class LiveUpdates(Updates):
         self._is_first = False  # whether the next update is a generation's first
         self._last_met: tuple[Any, ...] = ()  # at which step, and with whom
         self._num_same = 0  # meetings of that kind, one after another
+        self._problem = ""  # by which members met
         super().__post_init__()
         self.ballots.in_common = self._in_common
 
@@ -159,7 +160,7 @@ class LiveUpdates(Updates):
     def rollback(self, error: Exception) -> None:
         self._is_lost = isinstance(error, MemberLost)
         if self._is_lost:
-            logger.debug(f"members meet: {error}")
+            self._note(error)
         super().rollback(RunAgain() if self._is_lost else error)
 
     def redeal(self) -> int:
@@ -191,7 +192,7 @@ class LiveUpdates(Updates):
                     self.attached.num_done += 1
                 break
             except MemberLost as error:
-                logger.debug(f"members meet: {error}")
+                self._note(error)
             self._update = update
             self._meet()
             last, self._update = self._update, None
@@ -213,7 +214,7 @@ class LiveUpdates(Updates):
                 self.attached.num_done += 1
                 return found
             except MemberLost as error:
-                logger.debug(f"members meet: {error}")
+                self._note(error)
             self._meet(is_between=True)
         return None
 
@@ -257,7 +258,7 @@ class LiveUpdates(Updates):
             try:
                 self._equalise(marks)
             except MemberLost as error:
-                logger.debug(f"members meet again: {error}")
+                self._note(error)
                 continue
             break
         if replica.is_primary:
@@ -276,6 +277,11 @@ class LiveUpdates(Updates):
             logger.log(logging.WARNING if gone else logging.INFO, text)
         self._changed(generation.number)
 
+    def _note(self, error: Exception) -> None:
+        """Notes why members meet now."""
+        self._problem = str(error)
+        logger.debug(f"members meet: {error}")
+
     def _check_progress(self, members: tuple[str, ...]) -> None:
         """Raises ReplicaError if the same members meet at one place again and again."""
         met = self._mark(), members
@@ -284,7 +290,7 @@ class LiveUpdates(Updates):
         if self._num_same == _MOST_MEETINGS:
             raise ReplicaError(
                 f"{len(members)} members met {_MOST_MEETINGS + 1} times at one place: "
-                "a collective fails every time; see the warnings before"
+                f"a collective fails every time, the last one by: {self._problem}"
             )
 
     def _equalise(self, marks: list[tuple[int, ...]]) -> None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05  # how often a sum that has not arrived looks who is lost
 _CONNECT_SECONDS = 5.0
-_MOST_ATTEMPTS = 20  # to connect, where members meet
+_MOST_ATTEMPTS = 20  # of the same members, to connect where they meet
 
 
 class MemberReplica(Replica):
@@ -122,7 +122,9 @@ class MemberReplica(Replica):
         Args: See `Offer`.
         """
         self._drop_group()
-        for _ in range(_MOST_ATTEMPTS):
+        last: tuple[str, ...] = ()
+        num_same = 0  # attempts of the same members, one after another
+        while num_same < _MOST_ATTEMPTS:
             found: Any = None
             if self._membership:
                 try:
@@ -142,9 +144,11 @@ class MemberReplica(Replica):
                 logger.debug(f"members meet again: {error}")
                 problem = str(error)
                 self._drop_group()
+            num_same = num_same + 1 if self.met.members == last else 1
+            last = self.met.members
         raise ReplicaError(
-            f"members have met {_MOST_ATTEMPTS} times, and have not been able to "
-            "connect: they reach the lighthouse, but perhaps not each other's ports. "
+            f"the same members have met {_MOST_ATTEMPTS} times, and have not been able "
+            "to connect: they reach the lighthouse, but not each other's ports? "
             f"The last problem: {problem}",
             self.rank,
         )
