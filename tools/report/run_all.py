@@ -73,7 +73,15 @@ RUNS = {
         "--against FSDP2 --substeps 1 4 --rounds 24", "bench_ddp",
     ),
     "bench_exact": Run("Exact sums", "torch", "--rounds 10", "--rounds 60"),
-    "bench_live": Run("Live members", "torch", "--rounds 1", "--rounds 5"),
+    "bench_live": Run(
+        "Live members beside DDP, elastic replicas and torchft, two processes", "torch",
+        "--models gpt cnn mlp --rounds 2", "--models gpt cnn mlp --rounds 5",
+    ),
+    "bench_changes": Run(
+        "Live members that die and join", "torch",
+        "--models 10MB 100MB --substeps 1 --rounds 1",
+        "--models 10MB 100MB --substeps 1 --rounds 5", "bench_live",
+    ),
     "bench_gates": Run(
         "Per-sample gradients and GraB, beside training", "outside",
         "--rounds 6", "--rounds 24",
