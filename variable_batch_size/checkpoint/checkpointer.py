@@ -320,7 +320,7 @@ class Checkpointer:
             failure: Exception | None = None
             try:
                 path = write()
-            except xla_replica.MemberLost:  # the others have gone on
+            except xla_replica.MemberLost:  # the others have moved on
                 raise
             except Exception as error:
                 failure = error

@@ -76,6 +76,7 @@ class MemberReplica(Replica):
         host = membership.host if membership else None
         self._slice = Slice(inner, host, 2 * timeout + 4 * patience)
         self._timeout, self._patience = timeout, patience
+        self._update_file = os.environ.get("LIVE_UPDATE_FILE")
         self.met: Generation | None = None
         self.member, self._firsts = 0, [0]  # the lowest rank of each member
         self._group: Any = None  # gloo's; None while it is alone, or does not lead
@@ -148,8 +149,8 @@ class MemberReplica(Replica):
             last = self.met.members
         raise ReplicaError(
             f"the same members have met {_MOST_ATTEMPTS} times, and have not been able "
-            "to connect: they reach the lighthouse, but not each other's ports? "
-            f"The last problem: {problem}",
+            "to connect: they reach the lighthouse, but perhaps not each other's "
+            f"ports. The last problem: {problem}",
             self.rank,
         )
 
@@ -169,8 +170,9 @@ class MemberReplica(Replica):
 
     def note_update(self) -> None:
         """Tells who has started this member that it has made an update."""
-        if self.leads and (path := os.environ.get("LIVE_UPDATE_FILE")):
-            Path(path).touch(0o600)
+        if self._update_file and self.leads:  # once
+            Path(self._update_file).touch(0o600)
+            self._update_file = None
 
     def in_member(self, value: bool) -> bool:
         """Returns whether any replica of this member brings True."""
