@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -249,9 +250,11 @@ class LiveJob:
         return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
 
     def is_heard(self) -> bool:
-        """Returns whether the lighthouse has heard of a member, which waits there."""
+        """Returns whether the lighthouse hears of a member, which waits there."""
         with urlopen(f"{self._environment['LIVE_LIGHTHOUSE']}/status") as page:
-            return b"member-" in page.read()
+            text = re.sub(r"<[^>]*>", "", page.read().decode())
+        ages = re.findall(r"member-\w+: seen ([0-9.e+-]+)s ago", text)
+        return any(float(age) < 0.5 for age in ages)
 
     def num_met(self) -> int:
         return len(list(self.folder.glob("*.met")))
