@@ -145,8 +145,8 @@ class Membership:
 
         Raises:
             Superseded: The others have trained on without this member and have ended.
-            Stopped: It waits to join, and was asked to stop.
-            ReplicaError: It is not of this run, or nobody has answered for too long.
+            Stopped: It waits for others, and was asked to stop.
+            ReplicaError: It is not of this run, or no lighthouse has answered for long.
         """
         if self._thread.ident is None:  # the lighthouse waits for whom it hears
             self._thread.start()
@@ -154,7 +154,8 @@ class Membership:
         self._is_asking, self._is_quiet = True, False
         self._store.delete_key(_HANGS)
         # The lighthouse answers without one that hangs after this patience, no sooner.
-        give_up = time.monotonic() + 2 * self._patience
+        tells_at = time.monotonic() + self._patience
+        give_up = tells_at + self._patience
         last = self.generation
         offer = self._offer(mark, is_between, leaves)
         while True:
@@ -176,10 +177,14 @@ class Membership:
                 continue
             if found is not None:
                 break
-            if time.monotonic() > give_up:
-                raise ReplicaError(
-                    f"after {2 * self._patience:g} s there are {len(offers)} members, "
-                    f"and training needs {self._min_members} (LIVE_MIN_MEMBERS)"
+            if request := stop_requested():
+                self.leave()
+                raise Stopped(*request)
+            if time.monotonic() > tells_at:
+                tells_at += self._patience
+                logger.warning(
+                    f"waits for members: there are {len(offers)}, and training needs "
+                    f"{self._min_members} (LIVE_MIN_MEMBERS)"
                 )
             time.sleep(self._heartbeat_seconds / _BEATS_PER_TIMEOUT)
         going = {m: f"is refused: {why}" for m, why in found.refused.items()}
