@@ -84,14 +84,21 @@ class Fate(NamedTuple):
         setattr(kind, name, counted)
 
 
-class DiesWriting:
-    """The first of several members that writes a checkpoint dies there."""
+class DiesWriting(NamedTuple):
+    """The first of several members that writes a checkpoint dies there, or fails."""
+
+    has_space: bool = True
 
     def arm(self, folder: Path) -> None:
         inner = files.write
 
         def write(*arguments: Any) -> Path:
-            die_first(folder)
+            if self.has_space:
+                die_first(folder)
+            else:
+                with contextlib.suppress(FileExistsError):
+                    (folder / "died").touch(exist_ok=False)
+                    raise OSError(errno.ENOSPC, "No space left on device")
             return inner(*arguments)
 
         files.write = write
