@@ -317,17 +317,16 @@ class Checkpointer:
             self._writing = self._thread.submit(write)
             self._writing.add_done_callback(_log_failure)
         else:
-            failure: Exception | None = None
             try:
                 path = write()
             except xla_replica.MemberLost:  # the others have moved on
                 raise
             except Exception as error:
-                failure = error
-            if replica.is_live:  # who fails tells so; if it dies, another one writes
+                if replica.is_live:
+                    replica.leave((), f"has not saved update {number}: {error}")
+                raise
+            if replica.is_live:  # else another one writes
                 replica.barrier()
-            if failure is not None:
-                raise failure
         self._times.saved(number)
         # On XLA every program that runs advances them, also the one that saves.
         replica.set_rng_state(random_numbers)
