@@ -114,10 +114,7 @@ def _reader(folder: Path) -> Any:
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             with (folder / ".metadata").open("rb") as file:
-                metadata = _Unpickler(file).load()
-            if getattr(metadata, "storage_meta", None) is not None:
-                metadata.storage_meta.load_id = self.load_id
-            return metadata
+                return _Unpickler(file).load()
 
     return Reader(folder)
 

@@ -150,7 +150,7 @@ def _first_death(
         for number in map(running.pop, ended):
             processes[number].join()
             code = processes[number].exitcode
-            said = {path.suffix for path in Path(folder).glob(f"*.{number}.*")}
+            said = {path.suffix for path in Path(folder).glob(f"*.{number}.[rf]*")}
             if code and ".failure" not in said:
                 kind = "exit status" if code > 0 else "signal"
                 cause = f": {runtime.causes[code]}" if code in runtime.causes else ""
