@@ -120,15 +120,20 @@ def current() -> Replica:
             has joined them to a group yet: each would silently train a model of its
             own.
     """
-    replica: Replica | None = getattr(_bound, "replica", None)
-    if replica is not None:
-        return replica
-    for backend in reversed(DEVICES.values()):
-        reason = backend.find()
+    replica = getattr(_bound, "replica", None) or found_replica()
+    if replica is None:
+        check_is_alone()
+        return LocalReplica()
+    return replica
+
+
+def found_replica(but_by: str = "") -> Replica | None:
+    """Returns the replica that the first backend finds, without that of this name."""
+    for name, backend in reversed(DEVICES.items()):
+        reason = None if name == but_by else backend.find()
         if reason is not None:
             return backend.replica(reason)
-    check_is_alone()
-    return LocalReplica()
+    return None
 
 
 def given_or_current(replica: Replica | None) -> Replica:

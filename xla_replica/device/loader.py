@@ -18,6 +18,7 @@ from xla_replica.device.device_traits import traits
 
 logger = logging.getLogger(__name__)
 
+_warn_once = functools.cache(logger.warning)
 _END = object()
 
 
@@ -29,15 +30,10 @@ def warn_of_slow_workers(loader: Any) -> None:
         and not getattr(loader, "persistent_workers", True)
         and context.get_start_method(allow_none=True) in ("spawn", "forkserver")
     ):
-        _warn_of_slow_workers()
-
-
-@functools.cache
-def _warn_of_slow_workers() -> None:
-    logger.warning(
-        "this DataLoader's workers are not forked, so each imports torch and the "
-        "script, which takes seconds, at every epoch: pass persistent_workers=True"
-    )
+        _warn_once(
+            "this DataLoader's workers are not forked, so each imports torch and the "
+            "script, which takes seconds, at every epoch: pass persistent_workers=True"
+        )
 
 
 def load_ahead(
