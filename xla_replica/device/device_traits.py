@@ -93,13 +93,7 @@ def traits(where: torch.device | torch.Tensor) -> DeviceTraits:
     A kind without a row is taken for an eager accelerator, such as a GPU.
     """
     device = where.device if isinstance(where, torch.Tensor) else where
-    kind = getattr(device, "type", None)
-    if not isinstance(kind, str):
-        raise TypeError(
-            f"traits are those of a torch.device or a tensor, got {where!r}; for a "
-            "name give torch.device(name)"
-        )
-    return _TRAITS.get(kind, DeviceTraits())
+    return _TRAITS.get(device.type, DeviceTraits())
 
 
 def register_device(kind: str, traits: DeviceTraits) -> None:
