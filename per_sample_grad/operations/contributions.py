@@ -17,8 +17,8 @@ from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
 from per_sample_grad.layers import embedding, registry
-from per_sample_grad.layers.batch_norm import standardised
-from per_sample_grad.layers.patches import Unfolding, windows
+from per_sample_grad.layers.convolution import Unfolding, windows
+from per_sample_grad.layers.normalisation import standardised
 from per_sample_grad.operations import nodes
 from per_sample_grad.operations.nodes import saved
 
