@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grab_xla.gradients.groups import of_another_model
 from grab_xla.gradients.row_copies import flattened
-from per_sample_grad import Capture, CoverageError, Dense, Factors, Projection
+from per_sample_grad import Capture, CoverageError, Dense, Projection
 from xla_replica import full_matmul_precision, traits, where_finite
 from xla_replica.common.arguments import check_type
 
@@ -50,21 +50,13 @@ def sample_gradients(
         PerSampleError: As for `Capture.backward`.
     """
     from_samples = from_samples and projection is None and len(losses) > 0
-    later: list[Factors] = []
-
-    def form(factors: Factors) -> dict[str, Tensor]:
-        # What is formed at the end is not in memory together with activations.
-        if factors.compression > 1:
-            later.append(factors)
-            return {}
-        return factors.materialize()
-
     accumulate = None if from_samples else reduction
+    rows: dict[str, Tensor] | Tensor
     try:
-        if projection is not None:
-            projected = capture.project(losses, projection, accumulate=accumulate)
+        if projection is None:
+            rows = capture.materialize(losses, accumulate=accumulate)
         else:
-            rows = capture.stream(losses, form, accumulate=accumulate)
+            rows = capture.project(losses, projection, accumulate=accumulate)
     except CoverageError as error:
         raise CoverageError(
             f"{error}. Give such options to sampler.record(), or balance groups, for "
@@ -72,11 +64,8 @@ def sample_gradients(
         ) from error
     if capture.unused == capture.params.keys():
         raise of_another_model()
-    if projection is not None:
-        return projected
-    while later:
-        rows |= later.pop().materialize()
     if from_samples:
+        assert isinstance(rows, dict)
         sums = {name: getattr(each, reduction)(0) for name, each in rows.items()}
         capture.add_gradients(sums)
     return rows

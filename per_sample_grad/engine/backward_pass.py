@@ -107,8 +107,16 @@ class BackwardPass:
         self._may_read = self._traits.is_host
         self._waiting: list[Factors] = []
 
-    def run(self, table: Table) -> None:
-        """Runs the pass; empties its calls, so that each can be freed when applied."""
+    def run(self, table: Table | None) -> None:
+        """Runs the pass; empties its calls, so that each can be freed when applied.
+
+        Without a table there are no samples: answers have the shape ``(0, ...)``.
+        """
+        if table is None:
+            if self.accumulate is not None:
+                xla_replica.backward(self._total(), retain_graph=self.retain_graph)
+            self.receive(self.factors_of({name: [] for name in self._params}))
+            return
         self._begin(table)
         if self._calls or self.accumulate is not None:
             self._apply_rules(table.nodes)
@@ -149,12 +157,6 @@ class BackwardPass:
         self.modules = [call.owner for call in calls]
         self._calls = list(calls)
         calls.clear()
-
-    def run_without_samples(self) -> None:
-        """Gives answers of shape ``(0, ...)``; adds to ``.grad`` what autograd adds."""
-        if self.accumulate is not None:
-            xla_replica.backward(self._total(), retain_graph=self.retain_graph)
-        self.receive(self.factors_of({name: [] for name in self._params}))
 
     def factors_of(self, merged: Mapping[str, Sequence[Contribution]]) -> Factors:
         """Returns parameters' factors from their contributions, by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -30,7 +30,17 @@ from per_sample_grad.factors.plan import Method
 from per_sample_grad.factors.projection import Projection
 from xla_replica.common.trees import tree_add
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _T = TypeVar("_T")
+
+
+class PassOptions(TypedDict, total=False):
+    """What every backward pass of a `Capture` may be told, for type checkers."""
+
+    retain_graph: bool
+    accumulate: Accumulate | None
 
 
 class Capture:
@@ -128,13 +138,7 @@ class Capture:
         """
         return self._comparison is not None and not self._comparison.unknown
 
-    def backward(
-        self,
-        losses: torch.Tensor,
-        *,
-        retain_graph: bool = False,
-        accumulate: Accumulate | None = None,
-    ) -> Factors:
+    def backward(self, losses: torch.Tensor, **how: Unpack[PassOptions]) -> Factors:
         """Runs one backward pass, for activations only, and keeps all factors.
 
         Args:
@@ -155,13 +159,7 @@ class Capture:
             CouplingError: The answer differs from autograd's.
         """
         parts: list[Factors] = []
-        finished = self._run(
-            losses,
-            parts.append,
-            retain_graph=retain_graph,
-            accumulate=accumulate,
-            waits=True,
-        )
+        finished = self._run(losses, parts.append, waits=True, **how)
         merged: dict[str, Sequence[Contribution]] = {}
         for part in parts:
             merged.update(part.merged)
@@ -171,9 +169,7 @@ class Capture:
         self,
         losses: torch.Tensor,
         answer: Callable[[Factors], _T],
-        *,
-        retain_graph: bool = False,
-        accumulate: Accumulate | None = None,
+        **how: Unpack[PassOptions],
     ) -> _T:
         """Returns an answer that is a sum over parameters, in the memory of training.
 
@@ -206,17 +202,44 @@ class Capture:
             tensor([25.,  4.])
         """
         if self._settings.has_fallback:
-            return answer(
-                self.backward(losses, retain_graph=retain_graph, accumulate=accumulate)
-            )
+            return answer(self.backward(losses, **how))
         answers: list[_T] = []
 
         def ask(factors: Factors) -> None:
             value = answer(factors)
             answers[:] = [tree_add(answers[0], value) if answers else value]
 
-        self._run(losses, ask, retain_graph=retain_graph, accumulate=accumulate)
+        self._run(losses, ask, **how)
         return answers[0]
+
+    def materialize(
+        self, losses: torch.Tensor, **how: Unpack[PassOptions]
+    ) -> dict[str, torch.Tensor]:
+        """Returns every sample's gradient, ``(B, *shape)`` by name.
+
+        They are what `Factors.materialize` returns. Those of layers whose factors are
+        smaller are formed when the pass is over, and not in memory together with the
+        activations of other layers.
+
+        Args:
+            losses: ``(B,)``, as for `backward`.
+            retain_graph, accumulate: As for `backward`.
+
+        Raises:
+            PerSampleError: As for `backward`.
+        """
+        later: list[Factors] = []
+
+        def form(factors: Factors) -> dict[str, torch.Tensor]:
+            if factors.compression > 1:
+                later.append(factors)
+                return {}
+            return factors.materialize()
+
+        found = self.stream(losses, form, **how)
+        while later:
+            found |= later.pop().materialize()
+        return {name: found[name] for name in self.params}
 
     def add_gradients(self, sums: Mapping[str, torch.Tensor]) -> None:
         """Adds sums over the samples to ``.grad``, as the end of a backward pass does.
@@ -277,12 +300,7 @@ class Capture:
             xla_replica.add_gradients(params, gradients)
 
     def norms(
-        self,
-        losses: torch.Tensor,
-        *,
-        squared: bool = False,
-        retain_graph: bool = False,
-        accumulate: Accumulate | None = None,
+        self, losses: torch.Tensor, *, squared: bool = False, **how: Unpack[PassOptions]
     ) -> torch.Tensor:
         """Returns norms of every sample's gradient, in the memory of training.
 
@@ -306,21 +324,15 @@ class Capture:
             >>> recorded.norms(losses)
             tensor([5., 2.])
         """
-        total: torch.Tensor = self.stream(
-            losses,
-            operator.methodcaller("norms", squared=True),
-            retain_graph=retain_graph,
-            accumulate=accumulate,
-        )
+        squares = operator.methodcaller("norms", squared=True)
+        total: torch.Tensor = self.stream(losses, squares, **how)
         return total if squared else total.sqrt()
 
     def project(
         self,
         losses: torch.Tensor,
         projection: Projection,
-        *,
-        retain_graph: bool = False,
-        accumulate: Accumulate | None = None,
+        **how: Unpack[PassOptions],
     ) -> torch.Tensor:
         """Returns projections of every sample's gradient, in the memory of training.
 
@@ -341,12 +353,7 @@ class Capture:
         """
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         check_projected(shapes, projection)
-        found = self.stream(
-            losses,
-            operator.methodcaller("project", projection),
-            retain_graph=retain_graph,
-            accumulate=accumulate,
-        )
+        found = self.stream(losses, operator.methodcaller("project", projection), **how)
         return torch.cat([found[n] for n in projection.shapes if n in found], 1)
 
     def _run(
@@ -378,15 +385,10 @@ class Capture:
             )
         refuse_hooked(self.params)
         backward_pass = BackwardPass(self._settings, losses, receive, **options)
-        found = None
-        if losses.shape[0]:
-            found = walk(self._settings, losses, self._recorder)
+        found = walk(self._settings, losses, self._recorder) if len(losses) else None
         self._recorder.stop(forget=True)
         self._answered = True
-        if found is None:
-            backward_pass.run_without_samples()
-        else:
-            backward_pass.run(found)
+        backward_pass.run(found)
         self._comparison = backward_pass.compared
         self.unused = frozenset(backward_pass.unused)
         if backward_pass.accumulate is None:
