@@ -211,8 +211,9 @@ class Recorder:
         if any(held.get(key) is not param for held, key, param in owner.places):
             return
         default = self._settings.default_batch_dim
+        given = self._settings.batch_dim
         # None: what it returns is the same for all samples.
-        dim = self._settings.batch_dims.get(owner.name, default)
+        dim = given.get(owner.name, default) if isinstance(given, Mapping) else default
         own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
         # Appended afterwards: Dynamo breaks its graph at `output_edge`, and cannot
         # carry the `append` of a list over the break.

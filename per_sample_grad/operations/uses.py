@@ -77,11 +77,9 @@ def by_operation(call: Call, grad: torch.Tensor) -> dict[str, list[Contribution]
 def _by_sample(found: Contribution, before: int, num_samples: int) -> Contribution:
     """Returns it by sample, whose rows follow one another ``before`` times."""
     if before != 1:
-        fields = vars(found).items()
-        rows = {n: each for n, each in fields if isinstance(each, torch.Tensor)}
         turned = {
             name: each.unflatten(0, (before, -1)).transpose(0, 1).flatten(0, 1)
-            for name, each in rows.items()
+            for name, each in forms.tensors_of(found).items()
         }
         found = dataclasses.replace(found, **turned)
     return forms.regroup(found, num_samples)
