@@ -19,19 +19,12 @@ from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import (
-    GraBWarning,
-    Orders,
-    Weights,
-    WeightsOf,
-    weights_function,
-)
+from grab_xla.epoch.orders import GraBWarning, Orders, Weights, WeightsOf
 from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
 from grab_xla.gradients.samples import GradientMatrix
-from grab_xla.options import Measurements, Signs, family
-from grab_xla.random_projections import RandomProjection
+from grab_xla.options import Measurements, RandomProjection, Signs, family
 from grab_xla.sorter import Sorter
 from grab_xla.training_passes import TrainingPasses
 from per_sample_grad import Projection
@@ -150,6 +143,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         self.balance_type = str(getattr(balance_type, "value", balance_type))
         ordering = ordering_named(self.balance_type, **options)
         check_choice("dtype", dtype, DTYPES)
+        kinds_of_weights = {"equal": None, "update": "update"}
+        if not callable(weights):
+            check_choice("weights", weights, kinds_of_weights)
         self._replica = replica_for(num_replicas, rank, device)
         self.device = torch.device(self._replica.device if device is None else device)
         self._timer = timer or contextlib.nullcontext
@@ -169,7 +165,6 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             shapes, self.projection, normalize_grads, dtype, self.device
         )
         given = repr([(unwrapped(name), shape) for name, shape in shapes.items()])
-        named = {"equal": None, "update": "update"}
         # What a saved state must agree with.
         self._identity: dict[str, Any] = {
             "version": VERSION,
@@ -180,7 +175,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             "normalize_grads": normalize_grads,
             "tie": signs.tie,
             "prob_balance": signs.walk_constant,
-            "weights": "given" if callable(weights) else named.get(weights),
+            "weights": "given" if callable(weights) else kinds_of_weights[weights],
             "projection": self.projection and repr(self.projection),
             "group_size": group_size,
             _PARAMETERS: zlib.crc32(given.encode()),
@@ -210,8 +205,8 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             "Give all replicas the same seed or equal generators.",
         )
         self._progress = Progress(
-            self._orders, sharding, self._balancer, weights_function(weights),
-            self._uses_gradients, self._timer,
+            self._orders, sharding, self._balancer, weights, self._uses_gradients,
+            self._timer,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -249,7 +244,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         ``weights_of`` is as ``weights``, or returns None in every epoch: all the same.
         """
         if self._identity["weights"] == "update":
-            self._progress.weights_of = weights_of
+            self._progress.weights = weights_of
 
     @property
     def epoch(self) -> int:

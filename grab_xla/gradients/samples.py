@@ -134,12 +134,9 @@ class GradientMatrix:
             pieces = zip(*(value.split(size) for value in values))
         if not projects:
             return map(self._rows, pieces)
-        rows = [self._projected_rows(columns) for columns in pieces]
+        named = (zip(self.shapes, columns) for columns in pieces)
+        rows = [self._rows([self._projections(*each) for each in of]) for of in named]
         return rows if len(rows) == 1 else [torch.cat(rows)]
-
-    def _projected_rows(self, gradients: Sequence[Tensor]) -> Tensor:
-        named = zip(self.shapes, gradients)
-        return self._rows([self._projections(name, each) for name, each in named])
 
     def _rows(self, gradients: Sequence[Tensor]) -> Tensor:
         """Returns the rows of some samples, given their gradients by parameter."""

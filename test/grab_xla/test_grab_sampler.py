@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 import per_sample_grad as psg
 import xla_replica
 from grab_xla import GraBSampler, Measurements, RandomProjection, Signs, herding
-from grab_xla.random_projections import KINDS as PROJECTIONS
+from grab_xla.options import KINDS as PROJECTIONS
 from tools.tpu import cases
 from tools.tpu.program_checks import CASE_MARK, products, programs_by_case
 
