@@ -272,7 +272,7 @@ def test_a_state_of_another_sampler_is_refused():
             other.load_state_dict(columns.state_dict())
     for wrong, says in [
         (None, "the state must be a dict, got None"),
-        ({**state, "version": 1}, "the state has format 1, which an earl"),
+        ({**state, "version": 1}, "version was 1 and is 3"),
         ({k: v for k, v in state.items() if k != "order"}, "has no order"),
     ]:
         with pytest.raises((TypeError, ValueError), match=says):
