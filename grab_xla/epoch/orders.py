@@ -16,8 +16,6 @@ from grab_xla.balancing.reordering import (
     RoundRobinSharding,
     check_permutation,
 )
-from xla_replica import traits
-from xla_replica.common.arguments import check_type
 
 # From the number of an epoch to numbers by position in its order, or None: all equal.
 WeightsOf = Callable[[int], Sequence[float] | np.ndarray | None]
@@ -52,12 +50,6 @@ class Orders:
         generator: torch.Generator,
         record: bool,
     ) -> None:
-        allowed = "a torch.Generator"
-        check_type("generator", generator, torch.Generator, allowed)
-        if not traits(generator.device).is_host:
-            raise ValueError(
-                f"generator must be on the CPU, got one on {generator.device}"
-            )
         # A copy: replicas that are threads may have been given the same object.
         self.generator = torch.Generator().set_state(generator.get_state())
         self.ordering, self._sharding, self._records = ordering, sharding, record

@@ -15,7 +15,6 @@ from grab_xla.gradients.groups import of_another_model
 from grab_xla.gradients.row_copies import flattened
 from per_sample_grad import Capture, CoverageError, Dense, Projection
 from xla_replica import full_matmul_precision, traits, where_finite
-from xla_replica.common.arguments import check_type
 
 # How many numbers are formed at once: 4 and 64 MiB in float32. Smaller pieces would
 # take notable time in calls.
@@ -162,8 +161,6 @@ class GradientMatrix:
         self, grads: Mapping[str, Tensor], batched: bool
     ) -> tuple[Mapping[str, Tensor], int]:
         """Returns gradients with a batch axis, and of how many samples they are."""
-        allowed = "a dict from parameter names to per-sample gradients"
-        check_type("step(): the gradients", grads, Mapping, allowed)
         if grads.keys() != self.shapes.keys():
             missing = sorted(self.shapes.keys() - grads.keys())
             unknown = sorted(grads.keys() - self.shapes.keys())

@@ -114,20 +114,16 @@ class Capture:
         self._comparison: Comparison | None = None
         self.unused: frozenset[str] = frozenset()
         self._recorder = Recorder(self._settings)
-        self._entered = self._answered = False
+        self._answered = False
         # Whether what is not selected takes gradients; None: nothing can be added.
         self._others_take_gradients: bool | None = None
 
     def __enter__(self) -> Capture:
-        if self._entered:
-            raise RuntimeError("this capture was used already; make another")
         self._recorder.start()
-        self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._recorder.stop(forget=kind is not None)
-        self._entered &= kind is None
 
     @property
     def compared(self) -> bool:
@@ -153,8 +149,9 @@ class Capture:
 
         Raises:
             ValueError: ``losses`` is not a vector with a graph.
-            RuntimeError: Nothing was recorded, or there was a backward pass already.
-            CoverageError: Some use of a parameter is not accounted for.
+            RuntimeError: There was a backward pass already.
+            CoverageError: Some use of a parameter is not accounted for, or nothing was
+                recorded.
             CouplingError: The answer differs from autograd's.
         """
         found: list[Factors] = []
@@ -373,11 +370,6 @@ class Capture:
                 "this capture had its backward pass, which used up what was recorded; "
                 "ask the factors it returned, or record the forward pass again with "
                 "another capture"
-            )
-        if not self._entered:
-            raise RuntimeError(
-                "nothing was recorded: run the forward pass inside `with "
-                "capture(model) as recorded:`, then recorded.backward(losses)"
             )
         refuse_hooked(self.params)
         backward_pass = BackwardPass(self._settings, losses, receive, **options)

@@ -139,7 +139,7 @@ class BlockSource:
             with noted(f"while {where} of the pool were loaded"):
                 blocks = []
                 for first, block in zip(indices[:: self.block_size], next(batches)):
-                    inputs, targets = _split_checked(self.split, block)
+                    inputs, targets = self.split(block)
                     last = min(first + self.block_size - 1, indices[-1])
                     blocks.append((inputs, targets, Given(first, last, targets)))
             yield blocks
@@ -186,17 +186,6 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
             )
         return batch[0], batch[1] if len(batch) == 2 else None
     raise TypeError(f"a batch of the pool is a {type(batch).__name__}; {_UNDERSTOOD}")
-
-
-def _split_checked(split: Split, batch: Any) -> tuple[Any, Any]:
-    found = split(batch)
-    if not isinstance(found, tuple) or len(found) != 2:
-        size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
-        raise TypeError(
-            f"split= returned a {type(found).__name__}{size}; return a pair, "
-            "(inputs, targets) or (inputs, None)"
-        )
-    return found
 
 
 def compared_items(count: int) -> list[int]:
