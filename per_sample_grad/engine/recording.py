@@ -132,6 +132,7 @@ class Recorder:
 
     def start(self) -> None:
         """Places the hooks; places none of them if one cannot be placed."""
+        self.stop()
         model = self._settings.model
         normalisation.refuse_batch_statistics(model)
         with contextlib.ExitStack() as placed:
