@@ -210,28 +210,27 @@ class BackwardPass:
 
     def _new_comparer(self, table: Table) -> Comparer | None:
         """Returns a comparer; None if nothing has to be compared in this capture."""
-        check, proof, params = self.settings.check, table.proof, self._params
+        check, proof, settings = self.settings.check, table.proof, self.settings
         if check == "never":
             return None
         # Where data decide which samples meet, a proof says nothing about other data.
         # Calls that a fallback replaces may be anywhere.
         apart = (proof.wrong if proof else frozenset()).issuperset(table.astray)
-        if check == "always" or not apart:
+        is_wrong = proof is not None and proof.wrong and not settings.has_fallback
+        if check == "always" or not apart or is_wrong:
             proof = None
-        is_known = proof is not None and (not proof.wrong or self.settings.has_fallback)
-        if is_known:
+        params, total_norm = self._params, 0.0
+        if proof is not None:
             # A parameter whose gradient was zero, or no more than rounding, is compared
             # again as soon as it is more, which is known after the pass.
-            assert proof is not None
             params = {n: p for n, p in params.items() if n in proof.unseen}
+            total_norm = proof.total_norm
             if not params:
                 return None
-        total_norm = proof.total_norm if is_known and proof is not None else 0.0
         dtypes = {each.dtype for node in table.nodes for each in node._input_metadata}
-        comparer = Comparer(
-            self.losses, params, dtypes, self.settings.scale, not apart, total_norm
-        )
-        if not is_known:
+        scale, all_differ = settings.scale, not apart
+        comparer = Comparer(self.losses, params, dtypes, scale, all_differ, total_norm)
+        if proof is None:
             # With autograd's gradient known, each factor can be freed at once.
             comparer.compute_reference(retain_graph=True)
         return comparer
