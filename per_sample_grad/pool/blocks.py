@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from per_sample_grad.pool.fingerprint import digest, fingerprint
 from xla_replica.common.arguments import check_integer
@@ -95,14 +95,7 @@ class BlockSource:
                     "the pool: a DataLoader with batch_size=None does not collate; "
                     "give the dataset itself, or a DataLoader with a batch size"
                 )
-        if not hasattr(self.dataset, "__len__") or isinstance(
-            self.dataset, IterableDataset
-        ):
-            raise TypeError(
-                f"the pool: a {type(self.dataset).__name__} has no length and no "
-                "indices to report samples by; give a dataset with __len__ and "
-                "__getitem__"
-            )
+        len(self.dataset)  # what has none is a TypeError
         size = block_size if batch_size is None else batch_size
         self._batch_size = self.rounded_up(check_integer("batch_size", size, least=1))
 

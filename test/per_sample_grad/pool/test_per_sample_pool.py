@@ -353,7 +353,7 @@ OWN_ROWS = {"score": projection_of(Pool.model())}
     ({"folder": f"{__file__}/a"}, NotADirectoryError, "Not a directory: .*pool.py/a"),
     ({"autocast": "bf16"}, TypeError, "autocast must be a torch.dtype, .*'bf16'"),
     ({"pool": DataLoader(Pool(), batch_size=None)}, ValueError, "does not collate"),
-    ({"pool": iter(())}, TypeError, "no length"),
+    ({"pool": iter(())}, TypeError, r"has no len\(\)"),
     *(({"model": wrong}, TypeError, r"model must be a torch\.nn\.Module or a")
       for wrong in (lambda x: x, nn.Linear, {}, [nn.Identity(), None], [])),
     ({"model": nn.Linear(3, 2, device="meta"), "pool": [(torch.ones(3), 0)]},
