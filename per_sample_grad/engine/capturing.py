@@ -115,8 +115,8 @@ class Capture:
         self.unused: frozenset[str] = frozenset()
         self._recorder = Recorder(self._settings)
         self._answered = False
-        # Whether what is not selected takes gradients; None: nothing can be added.
-        self._others_take_gradients: bool | None = None
+        # What else takes a gradient; None: nothing can be added.
+        self._others: list[torch.Tensor] | None = None
 
     def __enter__(self) -> Capture:
         self._recorder.start()
@@ -260,7 +260,7 @@ class Capture:
             >>> model.weight.grad
             tensor([[1.5000, 3.0000]])
         """
-        if self._others_take_gradients is None:
+        if self._others is None:
             raise RuntimeError(
                 "add_gradients() takes the place of the part of a backward pass that "
                 "adds to .grad: call backward() or stream() before, without accumulate="
@@ -270,19 +270,15 @@ class Capture:
                 "add_gradients: give a sum for every selected parameter; missing or "
                 f"unknown: {', '.join(sorted(sums.keys() ^ self.params.keys()))}"
             )
-        selected = {id(param) for param in self.params.values()}
-        others = [
-            name
-            for name, param in self.model.named_parameters()
-            if param.requires_grad and id(param) not in selected
-        ]
-        if self._others_take_gradients or others:
+        if self._others:
+            known = {id(param): name for name, param in self.model.named_parameters()}
+            outside = "a tensor outside of the model"
+            names = sorted(known.get(id(each), outside) for each in self._others)
             raise PerSampleError(
-                "add_gradients: "
-                f"{', '.join(others[:5]) or 'a tensor outside of the model'} would get "
-                "no gradient: select all parameters (params=), or pass accumulate="
+                f"add_gradients: {', '.join(names[:5])} would get no gradient: select "
+                "all parameters (params=), or pass accumulate="
             )
-        self._others_take_gradients = None
+        self._others = None
         used = [name for name in self.params if name not in self.unused]
         params, scale = [self.params[name] for name in used], self._settings.scale
         gradients = [
@@ -380,7 +376,7 @@ class Capture:
         self._comparison = backward_pass.compared
         self.unused = frozenset(backward_pass.unused)
         if backward_pass.accumulate is None:
-            self._others_take_gradients = found is not None and found.has_other_leaves
+            self._others = [] if found is None else found.others
         return backward_pass
 
 

@@ -30,7 +30,7 @@ def convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribution]:
     """
     module, inputs = call.module, _input(call, grad)
     widths, mode = padding_widths(module), module.padding_mode
-    return _of_patches(module, grad, grad, inputs, widths, mode)
+    return {"weight": windows(module, grad, inputs, widths, mode), "bias": _bias(grad)}
 
 
 def padding_widths(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[tuple[int, int]]:
@@ -58,7 +58,8 @@ def transposed_convolution(call: Call, grad: torch.Tensor) -> dict[str, Contribu
         before = int(module.padding[dim])
         # Nothing is written to what lies beyond (output_padding).
         widths.append((before, max(0, reach - before - size)))
-    return _of_patches(module, grad, inputs, grad, widths, "zeros")
+    weight = windows(module, inputs, grad, widths, "zeros")
+    return {"weight": weight, "bias": _bias(grad)}
 
 
 def _input(call: Call, grad: torch.Tensor) -> torch.Tensor:
@@ -67,21 +68,34 @@ def _input(call: Call, grad: torch.Tensor) -> torch.Tensor:
     return inputs.to(grad.dtype)  # autocast has rounded them for the layer
 
 
-def _of_patches(
-    module: Any,
-    grad: torch.Tensor,
+def windows(
+    layer: Any,
     factor: torch.Tensor,
     source: torch.Tensor,
     widths: Sequence[tuple[int, int]],
     mode: str,
-) -> dict[str, Contribution]:
-    """Returns those of a layer; ``factor`` is multiplied with patches of ``source``."""
+) -> Windows:
+    """Returns what a convolution contributes to its weight.
+
+    Each position's patch of ``source`` ``(N, C, *S)`` is multiplied with ``factor``
+    ``(N, G p, *P)``.
+
+    Args:
+        layer: Has the convolution's ``kernel_size``, ``stride``, ``dilation`` and
+            ``groups``.
+        widths, mode: What is added to ``source``, see `padded`.
+    """
     unfolding = Unfolding(
-        widths, mode, module.kernel_size, module.stride, module.dilation,
-        factor.shape[2:], module.groups,
+        widths, mode, layer.kernel_size, layer.stride, layer.dilation,
+        factor.shape[2:], layer.groups,
     )  # fmt: skip
-    bias = Dense(registry.over_positions(grad, kept=[1]))
-    return {"weight": windows(factor, source, unfolding), "bias": bias}
+    # (N, G, P, p), positions before features
+    left = factor.flatten(2).unflatten(1, (layer.groups, -1)).transpose(2, 3)
+    return Windows(left, source, unfolding, math.prod(layer.kernel_size))
+
+
+def _bias(grad: torch.Tensor) -> Dense:
+    return Dense(registry.over_positions(grad, kept=[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,19 +139,6 @@ class Unfolding:
                 index.append(slice(first, last + 1, stride))
             views.append(inputs[tuple(index)])
         return torch.stack(views, 2).flatten(3)
-
-
-def windows(
-    factor: torch.Tensor, source: torch.Tensor, unfolding: Unfolding
-) -> Windows:
-    """Returns what a convolution contributes to its weight.
-
-    Each position's patch of ``source`` ``(N, C, *S)`` is multiplied with ``factor``
-    ``(N, G p, *P)``.
-    """
-    # (N, G, P, p), positions before features
-    left = factor.flatten(2).unflatten(1, (unfolding.groups, -1)).transpose(2, 3)
-    return Windows(left, source, unfolding, math.prod(unfolding.kernel))
 
 
 def padded(
