@@ -318,13 +318,12 @@ class ElasticOptimizer(OptimizerProxy):
 
         Args:
             target: A torch LR scheduler; or a function that takes an `Update`.
-            unit: What a scheduler counts: ``'updates'``, ``'samples'``, ``'epochs'``,
-                or ``'iterations'``: scale-invariant ones (`NoiseMeter.progress`).
+            unit: What a scheduler counts: ``'updates'``, ``'samples'``, ``'epochs'``.
             every: A scheduler is stepped once every so many units.
 
         Raises:
             TypeError: ``target`` is neither, or a scheduler whose step needs a metric,
-                or a function with a unit; or iterations are not measured.
+                or a function with a unit.
             ValueError: ``unit`` or ``every`` is not allowed; or ``target`` is attached
                 already, or was built with another optimizer.
             ReplicaError: This replica has joined updates of the epoch, and other

@@ -87,8 +87,6 @@ def compiled(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 def weighed(weight: Any, **options: Any) -> None:
     parameter, sampler, optimizer = one_weight([4], **{"reduction": "sum"} | options)
-    if optimizer.rule.measured:
-        optimizer.attach(StepLR(optimizer, 1), unit="iterations")
     next(iter(sampler))
     parameter.sum().backward()
     optimizer.step(**({} if weight is None else {"weight": weight}))
@@ -105,7 +103,6 @@ OF_TYPES = [
      "all count the same"),
     (lambda: weighed(1, ref_weight=4, rule="adam-root", inner=AdamW),
      "ref_batchsize= in place of ref_weight="),
-    (lambda: weighed(1, ref_weight=4, rule="adascale"), "'updates' or 'samples'"),
     (lambda: rule_named(0.5), "rule must be a name or a Rule, got 0.5"),
     (lambda: with_options("adam-root", True, False), "can be neither measured nor"),
     (lambda: vbs.Rule("x", lambda gain: gain, measured=True, beta=lambda b, k: b),
@@ -125,7 +122,6 @@ OF_TYPES = [
      r"gain \*\* 0.5, in place of math.sqrt"),
     (lambda: make(cls=vbs.ConstantOptimizer, ref_batchsize=None, noise=True),
      "noise= needs ref_batchsize="),
-    (lambda: attached(every_step, "iterations"), "AdaScaleOptimizer, or of a rule"),
     (lambda: attached(lambda _: print, "samples", 10), "are for LR schedulers"),
     (lambda: attached(lambda _: StepLR), "neither an LR scheduler nor a function"),
     (lambda: attached(lambda wrapper: StepLR(wrapper, 1).step), "is a method of an LR"),
@@ -208,7 +204,7 @@ OF_VALUES = [
     (lambda: resumed({"cls": vbs.LinearRuleOptimizer}, {}), "of rule 'linear', and"),
     (lambda: resumed(HALF, HALF | {"weight_decay": 0.25}),
      r"weight_decay was 0\.5 and is 0\.25"),
-    (lambda: attached(every_step, "minutes"), "'updates', .* 'iterations', got"),
+    (lambda: attached(every_step, "minutes"), "'updates', .* 'epochs', got"),
     (lambda: attached(every_step, "samples", 0), "every must be a finite number > 0"),
     # It would run twice after every update, or change what nobody uses.
     (lambda: attached(lambda _: [].append, times=2), "already, and would run tw"),

@@ -106,10 +106,6 @@ class NoiseMeter(Part):
         weights: The part that then has the weight of a step.
         gains: What multiplied the learning rate of each parameter group in the last
             update: ``(G,)``.
-        progress_bounds: The least and the most that `progress` can be, as far as the
-            host knows. The gain of an update lies between 1 and its batch ratio. With
-            minibatch weights the host does not know that, and the most is infinite.
-        last_read_progress: What `progress` was when the device was last read.
 
     Raises:
         TypeError: An option needs minibatches that all count the same.
@@ -117,8 +113,6 @@ class NoiseMeter(Part):
 
     weights: Any = None
     gains: torch.Tensor | None = None
-    progress_bounds = (0.0, 0.0)
-    last_read_progress = 0.0
 
     def __init__(
         self,
@@ -256,12 +250,6 @@ class NoiseMeter(Part):
         total = fraction + gain
         floor = total.floor()
         self._progress = (whole + floor.to(torch.int64), total - floor)
-        low, high = self.progress_bounds
-        if self.weighted:
-            self.progress_bounds = (low, math.inf)
-        else:
-            ratio = self._batch_size / self._base
-            self.progress_bounds = (low + min(1.0, ratio), high + max(1.0, ratio))
 
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
@@ -277,7 +265,8 @@ class NoiseMeter(Part):
 
         Scale-invariant iterations: the sum of the overall gains (arXiv:2007.05105).
         """
-        return self._note_progress(*self._replica.fetch(list(self._progress)))
+        whole, fraction = self._replica.fetch(list(self._progress))
+        return whole.item() + fraction.item()
 
     def measure(self, batch_size: float | None = None) -> Measurements:
         """Returns everything at once, with a single read of the device.
@@ -285,7 +274,7 @@ class NoiseMeter(Part):
         Args:
             batch_size: For which gain and efficiency are; default: the last update's.
         """
-        averages = self._read()
+        averages, progress = self._read()
         overall = estimators.overall(estimators.unbiased(averages))
         variance, square = overall[:2, 0].tolist()
         gain = self._gains(estimators.overall(averages), batch_size)[0]
@@ -294,7 +283,7 @@ class NoiseMeter(Part):
             gain=gain,
             noise_scale=estimators.noise_scale(variance, square),
             efficiency=efficiency if variance > 0 or square > 0 else math.nan,
-            progress=self.last_read_progress,
+            progress=progress,
             variance=variance,
             square=square,
         )
@@ -305,7 +294,7 @@ class NoiseMeter(Part):
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
-        averages = self._read()
+        averages, _ = self._read()
         if not self.options.per_group:
             averages = estimators.overall(averages).expand(-1, self._num_groups)
         gains = self._gains(averages, batch_size)
@@ -328,11 +317,7 @@ class NoiseMeter(Part):
         if isinstance(self._batch_size, torch.Tensor):
             self._batch_size = fetched.pop().item()
         sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
-        state = dict(zip(_STATE, [*fetched, *sizes.split(1)]))
-        # A run that loads the state knows its progress, and so must this one, so that
-        # both read the device at the same updates.
-        self._note_progress(state["whole"], state["fraction"])
-        return state
+        return dict(zip(_STATE, [*fetched, *sizes.split(1)]))
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
@@ -353,7 +338,6 @@ class NoiseMeter(Part):
         self._averages = state["averages"].to(self.dtype).to(device)
         self._batch_size = state["batch_size"].item()
         whole, fraction = state["whole"], state["fraction"]
-        self._note_progress(whole, fraction)
         self._progress = whole.to(device), fraction.to(self.dtype).to(device)
         self._replica.sync()
 
@@ -362,12 +346,6 @@ class NoiseMeter(Part):
     @property
     def _num_groups(self) -> int:
         return self._averages.shape[-1]
-
-    def _note_progress(self, whole: torch.Tensor, fraction: torch.Tensor) -> float:
-        """Takes what was read of the progress; returns it."""
-        self.last_read_progress = read = whole.item() + fraction.item()
-        self.progress_bounds = (read, read)
-        return read
 
     def _weigh(self, total: Any) -> None:
         """Computes from a step's weight and count what `prepare` else uploads."""
@@ -394,9 +372,10 @@ class NoiseMeter(Part):
             raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
         return batch_size / self._base
 
-    def _read(self) -> torch.Tensor:
-        """Returns the averages, on the CPU in float64; reads the device."""
-        averages = self.state_dict()["averages"].double()
+    def _read(self) -> tuple[torch.Tensor, float]:
+        """Returns the averages, on the CPU in float64, and the progress."""
+        state = self.state_dict()
+        averages = state["averages"].double()
         if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
             logger.warning(
@@ -405,4 +384,4 @@ class NoiseMeter(Part):
                 "%.0e. Scale the loss, or train in float64; gains are 1 until then",
                 _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
             )  # fmt: skip
-        return averages
+        return averages, state["whole"].item() + state["fraction"].item()

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from variable_batch_size.data.account import Account
 from variable_batch_size.device_scalars import as_floats
-from variable_batch_size.gradient_noise.meter import NoiseMeter
 from variable_batch_size.step.run import Run
 from xla_replica import ReplicaError
 from xla_replica.common.arguments import check_choice, check_number
@@ -88,13 +87,12 @@ def check_attach(account: Account) -> None:
         logger.warning(text)
 
 
-# How much of each unit one update is; the noise meter counts the last one.
-Unit = Literal["updates", "samples", "epochs", "iterations"]
-UNITS: dict[str, Callable[[Update], int] | None] = {
+# How much of each unit one update is.
+Unit = Literal["updates", "samples", "epochs"]
+UNITS: dict[str, Callable[[Update], int]] = {
     "updates": lambda update: 1,
     "samples": lambda update: update.batch_size,
     "epochs": lambda update: int(update.ends_epoch),
-    "iterations": None,
 }
 
 
@@ -145,7 +143,7 @@ class Attached:
             if is_wrong:
                 raise kind(f"attach: {target!r} {why}")
         if is_scheduler:
-            target = AttachedScheduler(target, unit, every, self._run.noise)
+            target = AttachedScheduler(target, unit, every)
             if self._waiting:
                 target.load_state_dict(self._waiting.pop(0))
                 for group, loaded in zip(groups, self._loaded):
@@ -237,8 +235,6 @@ class Attached:
         schedulers = self._schedulers()
         for scheduler, state in zip(schedulers, states):
             scheduler.load_state_dict(state)
-        for scheduler in schedulers[len(states) :]:
-            scheduler.begin_here()
         self._waiting = list(states[len(schedulers) :])
         self._loaded = self._hyperparameters()
         self.is_empty &= not self._waiting
@@ -252,48 +248,21 @@ class AttachedScheduler:
 
     Args:
         scheduler: A torch LR scheduler of the reference learning rate.
-        unit: A key of `UNITS`; ``iterations`` are scale-invariant ones, those of the
-            noise meter's `progress`. The device is read for them only where what the
-            host knows of the progress leaves open whether the scheduler is due.
+        unit: A key of `UNITS`.
         every: Units per step of the scheduler. With a fraction it may be stepped
             several times after one update.
-        noise: Measures progress.
     """
 
-    def __init__(
-        self, scheduler: Any, unit: Unit, every: float, noise: NoiseMeter | None
-    ) -> None:
-        self._amount, self._noise = UNITS[unit], noise
-        if self._amount is None and (noise is None or noise.weighted):
-            raise TypeError(
-                "attach: unit='iterations' counts gains of AdaScaleOptimizer, or of a "
-                "rule with noise=True; with reduction='sum', where the host does not "
-                "know them, count 'updates' or 'samples'"
-            )
+    def __init__(self, scheduler: Any, unit: Unit, every: float) -> None:
         self.scheduler, self._unit, self._every = scheduler, unit, every
-        self._begin = noise.progress if self._amount is None and noise else 0.0
-        self._done = 0.0  # units since it was attached; a lower bound of iterations
-        self._ticks = 0  # steps of the scheduler since then
+        self._done = self._ticks = 0  # units since it was attached, and its steps
 
     def __call__(self, update: Update) -> None:
-        if self._amount is None:
-            self._done = self._iterations()
-        else:
-            self._done += self._amount(update)
+        self._done += UNITS[self._unit](update)
         due = math.floor(self._done / self._every)
         while self._ticks < due:
             self.scheduler.step()
             self._ticks += 1
-
-    def _iterations(self) -> float:
-        assert self._noise is not None
-        low, high = (bound - self._begin for bound in self._noise.progress_bounds)
-        # The rounding of what the device has added up since it was last read.
-        slack = 1e-5 * (1 + high + self._begin - self._noise.last_read_progress)
-        sure = math.floor((low - slack) / self._every)
-        if sure == math.floor((high + slack) / self._every):
-            return max(low - slack, 0.0)
-        return self._noise.progress - self._begin
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how far it has counted, and the scheduler's own state."""
@@ -304,7 +273,6 @@ class AttachedScheduler:
             "every": self._every,
             "done": self._done,
             "ticks": self._ticks,
-            "begin": self._begin,
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -318,9 +286,3 @@ class AttachedScheduler:
         self.check_state(state)
         self.scheduler.load_state_dict(state["scheduler"])
         self._done, self._ticks = state["done"], state["ticks"]
-        self._begin = state["begin"]
-
-    def begin_here(self) -> None:
-        """Continues to count from the meter's progress, which has just been loaded."""
-        if self._amount is None and self._noise is not None:
-            self._begin = self._noise.progress - self._done
