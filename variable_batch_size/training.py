@@ -181,7 +181,6 @@ def _run(
     if log is not None:
         log.close()
     if saver is not None:
-        saver.wait()
         end_run()
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 import xla_replica
 from xla_replica import Replica, StopRequest
-from xla_replica.common.arguments import check_function, check_integer, check_number
+from xla_replica.common.arguments import check_integer, check_number
 
 logger = logging.getLogger(__name__)
 
@@ -75,30 +74,3 @@ def agreed_request(replica: Replica) -> StopRequest:
     own = xla_replica.stop_requested()
     requests = replica.gather_at_rest(own)  # in a live run all members have one
     return next(request for request in requests if request is not None)
-
-
-def poll_for_stop(
-    poll: Callable[[], str | None], seconds: float, run: Callable[[], object | None]
-) -> None:
-    """Calls ``poll`` in a daemon thread until it returns a reason to stop.
-
-    Polling ends too when ``run``, a weak reference to what it is for, is gone.
-    """
-    check_function("stop_poll", poll)
-    interval = float(check_number("poll_seconds", seconds, above=0))
-
-    def ask() -> None:
-        reason = None
-        while not reason:
-            time.sleep(interval)
-            if run() is None:
-                return
-            try:
-                reason = poll()
-            # The user's code; training continues without an answer. SystemExit ends a
-            # thread without a word.
-            except (Exception, SystemExit):
-                logger.exception("stop_poll failed; it is called again")
-        xla_replica.request_stop(str(reason))
-
-    threading.Thread(target=ask, name="stop-poll", daemon=True).start()

@@ -86,8 +86,6 @@ class RunLog:
             step with the numbers of its line, and with ``samples_per_second`` and
             ``idle_share`` (of the replicas' time) since the last one; and with what
             `write` is given. An exception in one ends the run.
-        max_nonfinite: After so many logging steps in a row whose loss is not finite the
-            run ends, on all replicas, with a FloatingPointError. None: one warning.
 
     Attributes:
         path: The file, or None.
@@ -95,8 +93,8 @@ class RunLog:
         newest: What sinks were last given on a logging step, on every replica.
 
     Raises:
-        ValueError, TypeError: ``log_steps`` or ``max_nonfinite`` is not an integer
-            above zero, or a sink is not a function.
+        ValueError, TypeError: ``log_steps`` is not an integer above zero, or a sink is
+            not a function.
     """
 
     def __init__(
@@ -108,12 +106,8 @@ class RunLog:
         settings: Mapping[str, Any] | None = None,
         shows: Callable[[list[dict[str, Any]]], Any] | None = None,
         sinks: Sequence[Sink] = (),
-        max_nonfinite: int | None = None,
     ) -> None:
         self._log_steps = check_integer("log_steps", log_steps, least=1)
-        if max_nonfinite is not None:
-            check_integer("max_nonfinite", max_nonfinite, least=1)
-        self._max_nonfinite, self._num_nonfinite = max_nonfinite, 0
         for sink in sinks:
             check_function("each sink, which takes (values, step=step),", sink)
         self._sinks, self._shows = list(sinks), shows
@@ -142,7 +136,7 @@ class RunLog:
         self._untold: list[dict[str, Any]] = []
         self._newest: list[dict[str, Any]] = []  # the last that were told, perhaps lost
         self._next_step = -1  # unknown before the first `add`
-        self._begun = self._closed = False
+        self._begun = self._closed = self._has_warned = False
         self._since = time.perf_counter()
 
     def add(self, loss: torch.Tensor) -> None:
@@ -323,20 +317,10 @@ class RunLog:
         self.newest = values | {"idle_share": idle / seconds}
         self._send(self.newest, line["step"])
         self._told, self._shared_loss = [], self._nothing_shared
-        self._check_finite(line)
-
-    def _check_finite(self, line: dict[str, Any]) -> None:
-        """Warns of a loss that is not finite; raises FloatingPointError of several."""
-        loss, number = line.get("loss", 0.0), self._num_nonfinite + 1
-        self._num_nonfinite = 0 if math.isfinite(loss) else number
-        text = f"the mean loss on the logging step {line['step']} is {loss}"
-        if self._num_nonfinite == self._max_nonfinite:
-            raise FloatingPointError(
-                f"{text}, as on {number} logging steps in a row: resume from a "
-                "checkpoint before these, with a smaller lr or max_grad_norm="
-            )
-        if self._num_nonfinite == 1 and self._replica.is_primary:
-            logger.warning(f"{text}; RunLog(max_nonfinite=) ends a run for that")
+        loss, was_finite = line.get("loss", 0.0), not self._has_warned
+        self._has_warned = not math.isfinite(loss)
+        if self._has_warned and was_finite and self._replica.is_primary:
+            logger.warning(f"the mean loss on logging step {line['step']} is {loss}")
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
         """Tells of lines in the file, and to who shows them."""

@@ -90,7 +90,6 @@ def saved_with(training: elastic.Training, **parts) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"stop_poll": "http"}, TypeError, "stop_poll"),
         ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
         ({"look_every_seconds": 0}, ValueError, "look_every_seconds must be a finite"),
         ({"look_every": 100}, TypeError, "look_every=100 is not an argument"),
@@ -99,7 +98,6 @@ def saved_with(training: elastic.Training, **parts) -> None:
         ({"every_updates": -1}, ValueError, "every_updates must be an integer >= 1"),
         ({"every_minutes": 0}, ValueError, "every_minutes must be a finite number > 0"),
         ({"stop_on": ["SIGNAL"]}, ValueError, "SIGNAL"),
-        ({"asynchronous": "no"}, TypeError, "asynchronous must be True or False, got"),
         ({"folder": "gs://bucket/job"}, ValueError, "mount the bucket"),
         (lambda t: t.checkpointer.load(allow_changes=2), TypeError, "allow_changes m"),
         (lambda t: t.checkpointer.load(best="no"), TypeError, "best must be True"),
