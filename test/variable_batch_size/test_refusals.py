@@ -248,7 +248,6 @@ OF_VALUES = [
     (lambda: simulated(devices=np.array([1])), "for each of the 2 rows of the list"),
     (lambda: simulate(planned(16, 48, 8)), "has no end, so num_epochs"),
     (lambda: tools.time_lost(simulated(), 2.0), "losses_per_hour=2.0 needs a ste"),
-    (lambda: LOG.longer(-1), "last_row_seconds must be"),
     (lambda: converted(lambda *_: 0), r"seconds of a step must be .* > 0, got 0.0"),
     (lambda: made.make("ramps"), "family must be one of 'constant', 'ramp'"),
     (lambda: made.make("thresholds", rows="768", total=9), "rows must be like '0:768"),

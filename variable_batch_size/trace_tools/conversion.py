@@ -62,13 +62,6 @@ class Availability:
         """The devices that there were, each times its seconds."""
         return float(np.diff(self.times) @ self.devices[:-1])
 
-    def longer(self, seconds: float) -> Availability:
-        """Returns the log whose last row's devices are there for so many seconds."""
-        end = self.times[-1] + check_number("last_row_seconds", seconds, least=0)
-        return Availability(
-            np.append(self.times, end), np.append(self.devices, self.devices[-1])
-        )
-
 
 def read_availability(
     source: Source, time: str | None = None, devices: str | None = None

@@ -160,11 +160,3 @@ def test_bad_logs_say_where_and_why(text, message):
         tools.read_availability(log(text))
     assert str(caught.value).startswith("log.csv")
     assert message in str(caught.value)
-
-
-def test_the_last_row_may_have_a_length():
-    found = availability([0, 10], [2, 3])
-    policy = tools.POLICIES["proportional"](samples_per_device=8)
-    for seconds, expected in ((0, [2, 2]), (15, [2, 2, 3, 3, 3])):
-        steps = tools.convert(found.longer(seconds), policy, lambda *_: 5.0).steps
-        assert steps["devices"].tolist() == expected
