@@ -212,13 +212,10 @@ class ElasticOptimizer(OptimizerProxy):
 
     # --- the training loop's calls --------------------------------------------------
 
-    def step(  # type: ignore[override]
-        self, closure: None = None, *, weight: Any = None
-    ) -> int:
+    def step(self, *, weight: Any = None) -> int:  # type: ignore[override]
         """Accumulates one minibatch's gradient, and updates if it was the step's last.
 
         Args:
-            closure: Not supported.
             weight: With ``reduction='sum'``: how many tokens the minibatch's loss sums,
                 at least 0; a number, or a tensor with one element, which is not read.
                 A minibatch of weight zero adds nothing if its loss is zero.
@@ -234,10 +231,6 @@ class ElasticOptimizer(OptimizerProxy):
                 loop ran more minibatches than the sampler yields.
             ReplicaError: Replicas would disagree from here on.
         """
-        if closure is not None:
-            raise TypeError(
-                "step(closure) is not supported: call loss.backward() before step()"
-            )
         tracing = torch.compiler.is_dynamo_compiling()
         if tracing or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
             raise TypeError(
@@ -264,10 +257,8 @@ class ElasticOptimizer(OptimizerProxy):
         """
         if not (self._run.lockstep and self.is_idle):
             raise ValueError(
-                f"join_step() in step {self.place.step} of epoch {self.epoch}, with "
-                f"lockstep={self._run.lockstep}: it is for wrappers with "
-                "lockstep=True, in steps in which this replica has no minibatch; "
-                "call backward() and step() for every one that it has"
+                f"join_step() in step {self.place.step} of epoch {self.epoch}: it is "
+                "for wrappers with lockstep=True, in steps without a minibatch here"
             )
         self._opt_called = True  # torch's schedulers look before their step
         return update_together(self._updates.account)
@@ -294,9 +285,8 @@ class ElasticOptimizer(OptimizerProxy):
             self._opt_called = True  # torch's schedulers look before their step
             if num_optimizers > 1:
                 raise ReplicaError(
-                    f"this replica is idle in step {account.number} of "
-                    f"epoch {self.epoch}: build its {num_optimizers} "
-                    "optimizers with lockstep=True, and call join_step()",
+                    f"this replica is idle in step {account.number}: build its "
+                    f"{num_optimizers} optimizers with lockstep=True, call join_step()",
                     self.replica.rank,
                 )
             num_updates += self._updates.update()
@@ -353,15 +343,12 @@ class ElasticOptimizer(OptimizerProxy):
         with account.ledger.paused() as dealt:
             # The step after this one is looked at: it begins an epoch, or does not.
             latest = max(dealt, account.global_step)
-            given = self.replica.all_gather_object((batch_size, latest))
-            sizes = [size for size, _ in given]
-            if any(size != sizes[0] for size in sizes):
-                raise ReplicaError(
-                    f"replicas have asked for different batch sizes, {sizes}: decide "
-                    "from numbers that are equal on all of them, or on one replica",
-                    self.replica.rank,
-                )
-            first: int = 1 + max(step for _, step in given)
+            first: int = 1 + max(self.replica.all_gather_object(latest))
+            self.replica.check_agreement(
+                "what change_batch_size is told",
+                {"batch size": batch_size},
+                "Decide from numbers that are equal on all, or on one replica.",
+            )
             self.check_batch_size(batch_size, first)
             sampler.change_from(first, batch_size)
         return first
@@ -418,9 +405,8 @@ class ElasticOptimizer(OptimizerProxy):
         checks.check_groups(self._run, [group])
         if self.replica.is_sharded(unnamed) and not self._run.sharded:
             raise ValueError(
-                "add_param_group: these parameters are sharded, and the wrapper was "
-                "built with whole ones alone, whose replicas run different numbers of "
-                "minibatches: build it with a sharded parameter too"
+                "add_param_group: these parameters are sharded, and those that the "
+                "wrapper was built with are not: build it with a sharded one, too"
             )
         super().add_param_group(param_group)
         self._updates.gradients.add(self.param_groups[-1]["params"])

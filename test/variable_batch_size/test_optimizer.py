@@ -148,7 +148,7 @@ def test_an_exception_before_an_idle_step_ends_training():
         wrapper.step()
     next(wrapper.minibatches)
     backward(model)
-    with pytest.raises(ReplicaError, match="replica 1 is idle in step 2 of"):
+    with pytest.raises(ReplicaError, match="replica 1 is idle in step 2 and"):
         wrapper.step()
 
 
@@ -157,7 +157,7 @@ def test_a_learning_rate_is_a_finite_number(value):
     """torch's SGD takes NaN, after which every weight is NaN, and later anything."""
     model, sampler, optimizer = make()
     optimizer.param_groups[0]["lr"] = value  # as an attached function might
-    told = r"parameter group 0 has become .*must be a finite number"
+    told = r"parameter group 0 has become .*must set a finite number"
     with pytest.raises(ValueError, match=told):
         run_epoch(model, sampler, optimizer)
     assert not any(parameter.any() for parameter in model.parameters())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import xla_replica
 from xla_replica import Replica, StopRequest
-from xla_replica.common.arguments import check_integer, check_number
+from xla_replica.common.arguments import check_fields, checked
 
 logger = logging.getLogger(__name__)
 
@@ -24,17 +24,14 @@ class SaveTimes:
     """
 
     replica: Replica
-    every_updates: int | None
-    every_minutes: float | None
+    every_updates: int | None = checked(None, least=1)
+    every_minutes: float | None = checked(None, above=0)
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        if self.every_updates is not None:
-            check_integer("every_updates", self.every_updates, least=1)
-        elif self.every_minutes is None:
+        check_fields(self)
+        if self.every_updates is None and self.every_minutes is None:
             self.every_minutes = 10.0
-        if self.every_minutes is not None:
-            check_number("every_minutes", self.every_minutes, above=0)
         self.saved(0)
 
     def saved(self, num_updates: int) -> None:

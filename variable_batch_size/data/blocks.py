@@ -224,9 +224,8 @@ class BlockDataset(Dataset[Any]):
             name = getattr(order, "name", "the sampler's own shuffle")
             raise ValueError(
                 f"{name} mixes {num_needed} blocks, and the dataset keeps "
-                f"{self._num_kept}, so that it would read one for nearly every sample: "
-                "pass order=dataset.shuffled(window, seed), called last; "
-                f"window={len(self.block_sizes)} shuffles all"
+                f"{self._num_kept}: pass order=dataset.shuffled(window, seed), called "
+                f"last; window={len(self.block_sizes)} shuffles all"
             )
 
     def __len__(self) -> int:
@@ -254,9 +253,8 @@ class BlockDataset(Dataset[Any]):
         block, expected = self._read_block(number), self.block_sizes[number]
         if len(block) != expected:
             raise ValueError(
-                f"block {number} has {len(block)} samples, and block_sizes says "
-                f"{expected}: files and streams must not change while a run lasts, and "
-                "a stream must have num_samples samples"
+                f"block {number} has {len(block)} samples, and must have {expected}: "
+                "files and streams must not change while a run lasts"
             )
         self.num_blocks_read += 1
         while len(self._kept) >= self._num_kept:

@@ -102,10 +102,9 @@ class Minibatches(Iterator[list[int]]):
             return
         if sampler.epoch != cursor.epoch or sampler.ledger.is_placed:
             raise ValueError(
-                f"the loader's state is after step {cursor.step} of epoch "
-                f"{cursor.epoch}, and the sampler at step {sampler.plan.start_step} of "
-                f"epoch {sampler.epoch}: save it right after an update; or, without an "
-                f"optimizer, call sampler.set_epoch({cursor.epoch}) before iterating"
+                f"the loader's state is at {cursor}, and the sampler at step "
+                f"{sampler.plan.start_step} of epoch {sampler.epoch}: save it after an "
+                f"update; or, without one, call sampler.set_epoch({cursor.epoch}) first"
             )
         sampler.resume_at(state)
 

@@ -241,11 +241,6 @@ class Schedule:
         pad_minibatches: bool = False,
     ) -> None:
         self.minibatch_size = check_integer("minibatch_size", minibatch_size, least=1)
-        if num_samples < minibatch_size:
-            raise ValueError(
-                f"the dataset has {num_samples} samples, fewer than one minibatch of "
-                f"minibatch_size={minibatch_size}"
-            )
         check_choice("on_end", on_end, ("stop", "error", "hold", "cycle"))
         self.pad_minibatches = check_flag("pad_minibatches", pad_minibatches)
         self.trace = trace
@@ -259,8 +254,7 @@ class Schedule:
             nearest = f"{below} or {below + unit}" if below else f"{unit}"
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} is not a multiple of "
-                f"minibatch_size={unit}; nearest is {nearest}. With "
-                "pad_minibatches=True a step's last minibatch may lack samples"
+                f"minibatch_size={unit}; nearest is {nearest}; or pad_minibatches=True"
             )
         # In samples. Without padding a rest smaller than a minibatch is not used.
         self._capacity = self.num_samples if pad_minibatches else self.capacity * unit
@@ -268,8 +262,7 @@ class Schedule:
             row = int(np.argmax(sizes > self._capacity))
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} exceeds epoch capacity: "
-                f"{num_samples} samples hold {self.capacity} minibatches of {unit}, "
-                f"{self._capacity} samples"
+                f"{num_samples} samples hold {self.capacity} minibatches of {unit}"
             )
         self._prefix = np.concatenate([[0], np.cumsum(sizes)])
         self._first_steps = [0]  # of epochs found so far, and of the next one
@@ -315,9 +308,8 @@ class Schedule:
             return range(found[epoch], found[epoch + 1])
         if self.on_end == "error":
             raise TraceExhausted(
-                f"epoch {epoch} begins after the last of the {len(self.trace)} steps "
-                f"of {self.trace.name}, which fill {self.num_epochs} epochs; lengthen "
-                "it, or choose on_end='hold' or 'cycle'"
+                f"{self.trace.name} has {len(self.trace)} steps, which end before "
+                f"epoch {epoch}: lengthen it, or choose on_end='hold' or 'cycle'"
             )
         return range(found[-1], found[-1])
 

@@ -21,7 +21,7 @@ from variable_batch_size.gradient_noise.squares import GradientSquares
 from variable_batch_size.part import Part
 from xla_replica import Replica
 from xla_replica.backends.small_sum import SmallSum
-from xla_replica.common.arguments import check_choice, check_number
+from xla_replica.common.arguments import check_fields, checked
 from xla_replica.common.differences import check_same
 
 Groups = list[dict[str, Any]]
@@ -47,18 +47,16 @@ class NoiseOptions:
             reference learning rate at the reference batch size.
 
     Raises:
-        TypeError: ``time_constant`` is not a number.
-        ValueError: An option is not allowed.
+        TypeError, ValueError: An option is of the wrong type, or not allowed.
     """
 
-    time_constant: float = 1000.0
+    time_constant: float = checked(1000.0, above=0)
     per_group: bool = True
     causal: bool = False
-    compat: Literal["reference"] | None = None
+    compat: Literal["reference"] | None = checked(None, among=(None, "reference"))
 
     def __post_init__(self) -> None:
-        check_number("time_constant", self.time_constant, above=0)
-        check_choice("compat", self.compat, (None, "reference"))
+        check_fields(self)
 
 
 class Measurements(NamedTuple):

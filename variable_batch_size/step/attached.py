@@ -159,9 +159,8 @@ class Attached:
         if self._waiting and not self._may_lack:
             kinds = [state["kind"] for state in self._waiting]
             raise ValueError(
-                f"the run that was loaded had {', '.join(kinds)} attached, which this "
-                "one lacks, so its learning rate would stay as it was saved: attach "
-                "the same schedulers before training, or load with allow_changes=True"
+                f"the run that was loaded had {', '.join(kinds)} attached: attach the "
+                "same schedulers before training, or load with allow_changes=True"
             )
         for callback in self._callbacks[self.num_done :]:
             callback(update)

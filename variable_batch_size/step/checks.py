@@ -17,9 +17,6 @@ from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.step.run import Run
 from xla_replica import Replica
 from xla_replica.common.arguments import (
-    check_choice,
-    check_flag,
-    check_integer,
     check_number,
     check_type,
     is_number,
@@ -37,15 +34,6 @@ def check_run(run: Run) -> None:
     """Raises TypeError or ValueError unless the arguments of a wrapper fit together."""
     check_type("sampler", run.sampler, CustomSampler, "a CustomSampler")
     check_type("optimizer", run.inner, torch.optim.Optimizer, "a torch.optim.Optimizer")
-    for name in ("overlap", "lockstep", "float32_sums"):
-        check_flag(name, getattr(run, name))
-    check_choice("reduction", run.reduction, ("mean", "sum"))
-    if run.log_steps is not None:
-        check_integer("log_steps", run.log_steps, least=1)
-    check_integer("compare_every", run.compare_every, least=1)
-    for name in ("ref_batchsize", "ref_weight", "max_grad_norm"):
-        if getattr(run, name) is not None:
-            check_number(name, getattr(run, name), above=0)
     sampler, replica = run.sampler, run.replica
     if (sampler.rank, sampler.num_replicas) != (replica.rank, replica.num_replicas):
         raise ValueError(

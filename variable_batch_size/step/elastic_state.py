@@ -75,13 +75,11 @@ class ElasticState:
         """Raises ValueError if other parameters were trained where it was saved."""
         parameters = self._run.parameters()
         now = [parameter.requires_grad for parameter in parameters]
-        others = [n for n, was in enumerate(trained) if was != now[n]]
-        if others:
+        if others := [n for n, was in enumerate(trained) if was != now[n]]:
             first = f"number {others[0]} of shape {tuple(parameters[others[0]].shape)}"
             raise ValueError(
-                f"requires_grad of {len(others)} parameters is not as it was saved: "
-                f"{first} was {'frozen' if now[others[0]] else 'trained'}. Freeze and "
-                "unfreeze before you load, or pass allow_changes=True"
+                f"requires_grad of {len(others)} parameters was another one, such as "
+                f"{first}: set it before you load, or pass allow_changes=True"
             )
 
     def load(self, state: dict[str, Any], allow_changes: bool) -> None:

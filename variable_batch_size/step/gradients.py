@@ -116,9 +116,8 @@ class StepGradients:
         """Raises ValueError if other parameters are trained than in the step so far."""
         if not self._is_unchanged():
             raise ValueError(
-                "requires_grad of a parameter is not as it was in this optimizer's "
-                "step(), while another optimizer of the sampler ends the step: set it "
-                "back after the other's loss.backward(), before its step()"
+                "requires_grad changed between the step() of two optimizers: "
+                "set it back after the other's backward(), before its step()"
             )
 
     def _allocate(self, after_backward: bool) -> None:
@@ -208,8 +207,7 @@ class StepGradients:
             if num_accumulated:
                 raise ValueError(
                     "requires_grad of a parameter changed between the minibatches of "
-                    "one step: freeze and unfreeze between steps, in a function that "
-                    "you attach, or between epochs"
+                    "one step: change it in an attached function, or between epochs"
                 )
             self.refresh(after_backward=True)
         problem, found = "", self.sums.has_new
@@ -347,8 +345,7 @@ class GradientRecord:
         """Starts a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
         self._was_none = is_none
         self.accumulated = self.overwritten = False
-        self._gradient, self._version = gradient, gradient._version
-        self._numbers = self._some_numbers()
+        self.look(gradient)
 
     def look(self, gradient: Any) -> None:
         """Records the gradient as it is now."""

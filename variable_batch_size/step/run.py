@@ -14,7 +14,7 @@ from variable_batch_size.device_scalars import DeviceScalars
 from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.rules.rule import Rule
 from xla_replica import Replica
-from xla_replica.common.arguments import check_type
+from xla_replica.common.arguments import check_fields, check_type, checked
 
 Reduction = Literal["mean", "sum"]
 
@@ -49,16 +49,19 @@ class Run:
     replica: Replica
     sums: Any
     rule: Rule
-    ref_batchsize: float | None
-    ref_weight: float | None
-    reduction: str
-    log_steps: int | None
-    max_grad_norm: float | None
-    noise_options: NoiseOptions | bool
-    overlap: bool
-    lockstep: bool
-    float32_sums: bool
-    compare_every: int
+    ref_batchsize: float | None = checked(None, above=0)
+    ref_weight: float | None = checked(None, above=0)
+    reduction: str = checked("mean", among=("mean", "sum"))
+    log_steps: int | None = checked(None, least=1)
+    max_grad_norm: float | None = checked(None, above=0)
+    noise_options: NoiseOptions | bool = False
+    overlap: bool = True
+    lockstep: bool = False
+    float32_sums: bool = True
+    compare_every: int = checked(100, least=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @functools.cached_property
     def scalars(self) -> DeviceScalars:

@@ -80,10 +80,8 @@ class Scaling:
             return
         where = f"within step {account.number}" if is_within else "between two updates"
         raise ReplicaError(
-            "the learning rate or another hyperparameter changed "
-            f"{where} of epoch {account.epoch}, which other replicas may not see: call "
-            "optimizer.attach(scheduler) once in place of scheduler.step() in the "
-            "loop, or change it between epochs, before optimizer.set_epoch",
+            f"a hyperparameter changed {where} of epoch {account.epoch}: call "
+            "optimizer.attach(scheduler), or change it before optimizer.set_epoch",
             account.ledger.rank,
         )
 
@@ -118,8 +116,7 @@ class Scaling:
             if not (is_number and 0 <= lr < math.inf):
                 raise ValueError(
                     f"the learning rate of parameter group {index} has become {lr!r}; "
-                    "it must be a finite number >= 0, not a tensor: look at what sets "
-                    "it, a scheduler or an attached function"
+                    "what sets it must set a finite number >= 0, not a tensor"
                 )
             if self._is_late:
                 self._inputs.append(self._inputs_of(index, group, batch_ratio))
@@ -264,9 +261,8 @@ class Scaling:
             if steps and steps != {history}:
                 raise ValueError(
                     f"rule {self._rule.name!r}: parameters of group {index} have made "
-                    f"{sorted(steps)} updates and the group {history}, which need "
-                    "different bias corrections: put parameters that begin to train "
-                    "later into a group of their own"
+                    f"{sorted(steps)} updates and the group {history}: put those that "
+                    "begin to train later into a group of their own"
                 )
         self._trained = trained
 

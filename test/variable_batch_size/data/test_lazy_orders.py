@@ -134,7 +134,7 @@ def test_orders_of_others():
     again.load_state_dict(state)
     assert list(itertools.chain(*again)) == [*reversed(range(128))]
     other.load_state_dict(state)
-    with pytest.raises(ValueError, match="its order differs from the saved one"):
+    with pytest.raises(ValueError, match="whose order differs from the saved one"):
         next(iter(other))
     with pytest.raises(ValueError, match=r"order was 'of others' and is .*seed=7\)'"):
         sampler_of(64, order=vbs.IndexShuffle(7)).load_state_dict(state)

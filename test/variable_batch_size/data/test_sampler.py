@@ -151,7 +151,7 @@ def test_a_pass_does_not_move_a_sampler_whose_place_is_known():
     between.load_state_dict({**ended.state_dict(), "epoch": 1, "step": 0})
     assert between.order_digest(1) is None
     assert len(through_a_stateful_loader(between, states[-1])) == 8  # the same place
-    with pytest.raises(ValueError, match=r"after step 1 of epoch 0, .* at step 2"):
+    with pytest.raises(ValueError, match=r"step=1\), .* at step 2"):
         through_a_stateful_loader(placed_at(2), states[1])
     later = sampler(on_end="cycle")
     later.set_epoch(1)
@@ -184,13 +184,11 @@ SKIPS = {"snapshot_every_n_steps": 3}
     [
         (Loader, WORKERS | {"in_order": False}, "in_order=False: .* in another order"),
         (Loader, WORKERS | SKIPS, "snapshot_every_n_steps=3: .* skips"),
-        (Loader, {"num_processes": 2}, "leave its loader out of acc"),
+        (Loader, {"num_processes": 2}, "leave the loader out of acc"),
         (DataLoader, {"num_workers": 1, "in_order": False}, "pass in_order=True"),
         # A shorter one would be an IndexError, and of a longer one a part is never run.
         (DataLoader, {"dataset": range(300)}, r"has 300 samples, and .*'s 256"),
         (DataLoader, {"sampler": True}, "pass CustomSampler as batch_sampler="),
-        (lambda dataset, **options: vbs.CustomSampler(DataLoader(dataset), 32), {},
-         "a DataLoader, whose length counts batches"),
         # Without workers they change nothing, nor do others of one process.
         (Loader, SKIPS | {"num_workers": 0, "in_order": False}, None),
         (Loader, {"num_processes": 1}, None),
@@ -363,7 +361,7 @@ def test_torchs_loader_on_devices(backend):
 def test_a_loader_that_reads_ahead_is_refused_unless_it_is_followed():
     one = redealt([4])
     loader = DataLoader(range(NUM_SAMPLES), batch_sampler=one, num_workers=1)
-    with pytest.raises(ValueError, match=r"at minibatch 1, .* has read 3"):
+    with pytest.raises(ValueError, match="3 minibatches were read and not"):
         run(one, loader)
     followed = xla_replica.LocalReplica("cpu").loader(one)
     account = accounts_of(one)
@@ -372,10 +370,10 @@ def test_a_loader_that_reads_ahead_is_refused_unless_it_is_followed():
         (iter(followed), "nothing may read ahead"),
     ):
         assert [next(ahead), next(ahead)] == expected(one)[:2]
-        with pytest.raises(ValueError, match=rf"1, .* has read 2.* {message}"):
+        with pytest.raises(ValueError, match=f"2 minibatches .*{message}"):
             account.check()
     assert list(one) == expected(one)
-    with pytest.raises(ValueError, match=r"1, .* has read"):
+    with pytest.raises(ValueError, match="minibatches were read and not trained"):
         account.check()
     next(iter(one))  # looking at the data does no harm
     assert run(one, one) == expected(one)
