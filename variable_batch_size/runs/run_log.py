@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise.meter import Measurements
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.step.attached import Update
-from xla_replica.common.arguments import check_function, check_integer, check_type
+from xla_replica.common.arguments import check_integer, check_type
 from xla_replica.common.trees import map_tensors
 
 if TYPE_CHECKING:
@@ -80,8 +80,6 @@ class RunLog:
         optimizer: The wrapper whose updates are told.
         log_steps: Read the loss once every so many updates.
         settings: Of the run, by name, for the header.
-        shows: A function that gets all lines, a list of dicts, when they are written,
-            on the primary replica: for a progress bar or TensorBoard.
         sinks: Functions such as `Sink`, called on the primary replica: on every logging
             step with the numbers of its line, and with ``samples_per_second`` and
             ``idle_share`` (of the replicas' time) since the last one; and with what
@@ -93,8 +91,7 @@ class RunLog:
         newest: What sinks were last given on a logging step, on every replica.
 
     Raises:
-        ValueError, TypeError: ``log_steps`` is not an integer above zero, or a sink is
-            not a function.
+        ValueError, TypeError: ``log_steps`` is not an integer above zero.
     """
 
     def __init__(
@@ -104,13 +101,10 @@ class RunLog:
         *,
         log_steps: int = 10,
         settings: Mapping[str, Any] | None = None,
-        shows: Callable[[list[dict[str, Any]]], Any] | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
         self._log_steps = check_integer("log_steps", log_steps, least=1)
-        for sink in sinks:
-            check_function("each sink, which takes (values, step=step),", sink)
-        self._sinks, self._shows = list(sinks), shows
+        self._sinks = list(sinks)
         self.newest: dict[str, Any] = {}
         self.updates_of = self._optimizer = optimizer
         self._replica, self._sampler = optimizer.replica, optimizer.sampler
@@ -130,10 +124,10 @@ class RunLog:
         self._nothing, self._nothing_shared = zeros, zeros.clone()
         self._loss = self._loss_of_updates = self._nothing  # the latter at an update
         self._shared_loss, self._share_steps = self._nothing_shared, log_steps
-        # Of the updates since the last logging step. Until they are told, numbers may
-        # be on the device.
-        self._told: list[dict[str, Any]] = []
-        self._untold: list[dict[str, Any]] = []
+        # Of the updates since the last logging step, the first so many told. Until they
+        # are, numbers may be on the device.
+        self._lines: list[dict[str, Any]] = []
+        self._num_told = 0
         self._newest: list[dict[str, Any]] = []  # the last that were told, perhaps lost
         self._next_step = -1  # unknown before the first `add`
         self._begun = self._closed = self._has_warned = False
@@ -144,10 +138,9 @@ class RunLog:
 
         It is that of the backward pass, a mean or a sum. Padding is left out.
 
-        Raises TypeError if it is not a tensor, RuntimeError if it is not one number,
-        and ValueError if updates were made that this was not told of.
+        Raises RuntimeError if it is not one number, and ValueError if updates were made
+        that this was not told of.
         """
-        check_type("add: loss", loss, torch.Tensor, "a tensor, which is not read")
         step = self._sampler.ledger.global_step
         if self._next_step < 0:
             self._next_step = step
@@ -179,7 +172,7 @@ class RunLog:
         }
         if update.weight is not None:
             line["weight"] = update.weight
-        self._untold.append(line)
+        self._lines.append(line)
         is_due = update.step % self._log_steps == 0
         losses: Any = self._read(self._shared_loss) if is_due else ()
         # To wait for the device takes time of this update.
@@ -187,7 +180,7 @@ class RunLog:
         seconds, self._since = now - self._since, now
         num_minibatches = -(-update.batch_size // update.minibatch_size)
         num_substeps = -(-num_minibatches // num_replicas)
-        self._untold[-1] |= {
+        self._lines[-1] |= {
             "seconds": seconds,
             "idle_seconds": seconds * (num_replicas - num_minibatches / num_substeps),
             "time": round(time.time(), 3),
@@ -228,8 +221,7 @@ class RunLog:
         """
         self._begin(self._sampler.ledger.global_step)
         self._read()
-        self._told += self._untold
-        untold, self._untold = self._untold, []
+        untold, self._num_told = self._lines[self._num_told :], len(self._lines)
         self._tell(untold)
 
     def close(self, reason: str = "the script has ended") -> None:
@@ -264,11 +256,12 @@ class RunLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""
-        if self._untold:
+        if self._num_told < len(self._lines):
             self.flush()
         # A run that goes back begins anew in the file.
         self._begun &= self._sampler.ledger.global_step >= self._next_step
-        self._told, self._next_step = [{"weight": state["weight"]}], -1
+        self._lines, self._num_told = [{"weight": state["weight"]}], 1
+        self._next_step = -1
         self._loss = self._loss_of_updates = self._nothing
         self._shared_loss = state["loss"].to(self._loss)
 
@@ -280,8 +273,7 @@ class RunLog:
 
     def _sum(self, name: str) -> float:
         """Returns a sum over the updates since the last logging step."""
-        lines = [*self._told, *self._untold]
-        return float(sum(line.get(name, 0) for line in lines))
+        return float(sum(line.get(name, 0) for line in self._lines))
 
     def _share_losses(self) -> None:
         """Adds up the losses of all replicas, so that each has what one alone had."""
@@ -292,13 +284,13 @@ class RunLog:
 
     def _read(self, *tensors: torch.Tensor) -> Any:
         """Returns tensors on the host, and reads what lines have on the device."""
-        lines, found = self._replica.to_host((self._untold, tensors))
-        self._untold = map_tensors(lines, torch.Tensor.item)
+        lines, found = self._replica.to_host((self._lines, tensors))
+        self._lines = map_tensors(lines, torch.Tensor.item)
         return found
 
     def _end_window(self, loss: float, number: float) -> None:
         """Tells of a logging step: the mean loss, too, and the gradient noise."""
-        line = self._untold[-1]
+        line = self._lines[-1]
         if number:
             line["loss"] = loss / (self._sum("weight") or number)
         noise = self._optimizer.noise
@@ -316,20 +308,18 @@ class RunLog:
         idle = self._sum("idle_seconds") / self._replica.num_replicas
         self.newest = values | {"idle_share": idle / seconds}
         self._send(self.newest, line["step"])
-        self._told, self._shared_loss = [], self._nothing_shared
+        self._lines, self._num_told = [], 0
+        self._shared_loss = self._nothing_shared
         loss, was_finite = line.get("loss", 0.0), not self._has_warned
         self._has_warned = not math.isfinite(loss)
         if self._has_warned and was_finite and self._replica.is_primary:
             logger.warning(f"the mean loss on logging step {line['step']} is {loss}")
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
-        """Tells of lines in the file, and to who shows them."""
+        """Tells of lines in the file."""
         self._newest = lines or self._newest
-        if lines and self._replica.is_primary:
-            if self._file:
-                self._file.write(*lines)
-            if self._shows:
-                self._shows(lines)
+        if lines and self._file and self._replica.is_primary:
+            self._file.write(*lines)
 
     def _send(self, values: Mapping[str, float], step: int) -> None:
         for sink in self._sinks if self._replica.is_primary else ():

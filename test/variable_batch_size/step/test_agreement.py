@@ -302,9 +302,7 @@ def train_in_order(rank: int, seeds: list[int]) -> int:
 def test_orders_that_differ_are_found(backend):
     n = backend.num_replicas
     assert sum(backend.run(train_in_order, [7] * n)) == 32
-    with pytest.raises(
-        xla_replica.ReplicaError, match="differ in the order of an ep"
-    ):
+    with pytest.raises(xla_replica.ReplicaError, match="differ in the order of an ep"):
         backend.run(train_in_order, [7] * (n - 1) + [8])
 
 
