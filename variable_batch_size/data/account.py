@@ -223,8 +223,7 @@ class Account:
         if is_lost:
             problem = (
                 f"epoch {self.epoch} is abandoned after {self.number} of "
-                f"{self.plan.num_steps} steps, and the other replicas would wait: call "
-                "step() after every minibatch; to train less, shorten the trace"
+                f"{self.plan.num_steps} steps: to train less, shorten the trace"
             )
         elif is_same:
             # A replica that idled all epoch takes the repetition for a second call.
@@ -246,7 +245,6 @@ class Account:
 def left_out(epoch: int) -> ValueError:
     """Returns the error of a loop that has left out a minibatch of an epoch."""
     return ValueError(
-        f"step() was not called for a minibatch of epoch {epoch}: remove an "
-        "accumulation of your own, since step() accumulates; to skip one, "
-        "loss = 0 * sum(p.sum() for p in model.parameters())"
+        f"step() was not called for a minibatch of epoch {epoch}, and accumulates: "
+        "to skip one, loss = 0 * sum(p.sum() for p in model.parameters())"
     )

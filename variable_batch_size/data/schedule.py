@@ -186,23 +186,6 @@ class EpochPlan:
         left = self.batch_size(step) - number * self.minibatch_size
         return min(max(left, 0), self.minibatch_size)
 
-    def minibatches(self, rank: int) -> np.ndarray:
-        """Returns the minibatches that replica ``rank`` runs from `start_step` on.
-
-        ``(num_minibatches,)`` int64: their numbers in the epoch.
-
-        >>> plan = EpochPlan(0, 0, 256, 32, 2, np.array([64, 96]))
-        >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
-        ([0, 2, 4], [1, 3])
-        """
-        starts, substeps = self.starts, self.num_substeps(rank)
-        substeps[: self.start_step] = 0
-        first = np.repeat(starts[:-1] + rank, substeps)
-        ends = np.cumsum(substeps)
-        within_step = np.arange(len(first)) - np.repeat(ends - substeps, substeps)
-        last = np.repeat(starts[1:] - 1, substeps)
-        return np.asarray(np.minimum(first + within_step * self.num_replicas, last))
-
     def samples_of(self, step: int, number: int) -> slice:
         """Returns the part of the order that minibatch ``number`` of a step has."""
         first = self.start(step) + number * self.minibatch_size

@@ -236,12 +236,7 @@ class Scaling:
 
     def load_state_dict(self, states: list[Any]) -> None:
         """Loads what `state_dict` returned; an empty list forgets all history."""
-        self._states = [
-            None
-            if state is None
-            else AdamState(state[0], state[1] and (*state[1],), state[2])
-            for state in states
-        ]
+        self._states = [state and AdamState(*state) for state in states]
         self._trained = []
 
     def _check_histories(self) -> None:

@@ -182,7 +182,7 @@ ON_SEVERAL = [
     (BESIDE_ONE, "begin, set the rate, pass, step", "before optimizer.set_epoch"),
     # Or without what is attached.
     (IDLE, "attach, begin, attach another", "has joined 1 updates of epoch 0"),
-    (FULL, "begin, minibatch, begin another", "abandoned after 0 of 2 steps, and the"),
+    (FULL, "begin, minibatch, begin another", "abandoned after 0 of 2 steps: to train"),
     (FULL, "begin, epoch, begin", "epoch 0 has been trained; another pass needs"),
     (IDLE | {"lockstep": True}, "begin, pass, step", r"call join_step\(\)"),
 ]
