@@ -124,13 +124,8 @@ class CustomSampler(Sampler[list[int]]):
             order.follow_weights(self.update_weights)
 
     def __repr__(self) -> str:
-        epoch, step = self.cursor
-        return (
-            f"CustomSampler({self.schedule.num_samples} samples, "
-            f"{self.schedule.trace!r}, minibatch_size={self.minibatch_size}, "
-            f"seed={self.seed}, rank={self.rank} of {self.num_replicas}, "
-            f"at epoch={epoch}, step={step})"
-        )
+        at = f"rank {self.rank} of {self.num_replicas}, {self.cursor}"
+        return f"CustomSampler({self.schedule.trace!r}, {self.fingerprint()}, {at})"
 
     @property
     def schedule(self) -> Schedule:
@@ -183,7 +178,7 @@ class CustomSampler(Sampler[list[int]]):
         Raises TraceExhausted if the trace has ended and ``on_end='error'``, and
         ValueError if a restored run is in a later epoch.
         """
-        plan, trace = self.plan_of(epoch), self.schedule.trace
+        plan, trace = self.ledger.begin_epoch(epoch), self.schedule.trace
         self.ledger.epoch = epoch
         if plan.num_steps == 0:
             logger.warning(
@@ -195,10 +190,6 @@ class CustomSampler(Sampler[list[int]]):
                 f"{plan.first_step + plan.start_step} on, {plan.num_dropped_samples} "
                 f"of {plan.num_samples} samples dropped"
             )
-
-    def plan_of(self, epoch: int) -> EpochPlan:
-        """Returns the plan of an epoch from where it resumes; raises as `set_epoch`."""
-        return self.ledger.begin_epoch(epoch)
 
     def follow_rule(
         self, lr_factor: Callable[[float], float], ref_batchsize: int

@@ -15,11 +15,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from variable_batch_size.data.schedule import Step
-from variable_batch_size.device_scalars import DeviceScalars, dtype_for
+from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise import estimators
 from variable_batch_size.gradient_noise.squares import GradientSquares
 from variable_batch_size.part import Part
-from xla_replica import Replica
 from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_fields, checked
 from xla_replica.common.differences import check_same
@@ -87,15 +86,11 @@ class NoiseMeter(Part):
     the device back: ask them on logging steps.
 
     Args:
-        groups: The optimizer's parameter groups.
-        minibatch_size: b, in samples; None if minibatches have weights. A unit of
-            weight, such as a token, then takes the place of a sample.
+        run: The wrapper's arguments, a `Run`. If minibatches have weights, a unit of
+            weight, such as a token, takes the place of a sample.
         ref_batchsize: The batch size that gains compare with; under
             ``compat='reference'`` they compare with one minibatch instead.
-        replica: The replica whose gradients these are.
-        scalars: Uploads numbers.
         options: See `NoiseOptions`.
-        is_exact: Whether a step's sums do not depend on the order of its minibatches.
 
     Attributes:
         dtype: The dtype of all statistics: float64 where a parameter has it, else
@@ -112,26 +107,18 @@ class NoiseMeter(Part):
     weights: Any = None
     gains: torch.Tensor | None = None
 
-    def __init__(
-        self,
-        groups: Groups,
-        minibatch_size: int | None,
-        ref_batchsize: float,
-        replica: Replica,
-        scalars: DeviceScalars,
-        options: NoiseOptions,
-        is_exact: bool = False,
-    ) -> None:
-        self.options, self.minibatch_size = options, minibatch_size
-        self.ref_batchsize, self.weighted = ref_batchsize, minibatch_size is None
-        self._replica, self._scalars = replica, scalars
+    def __init__(self, run: Any, ref_batchsize: float, options: NoiseOptions) -> None:
+        self.options, self.weighted = options, run.reduction == "sum"
+        self._minibatch_size = run.sampler.minibatch_size  # b, in samples
+        self._replica, self._scalars = run.replica, run.scalars
+        replica, groups = run.replica, run.inner.param_groups
         if self.weighted and options.compat:
             raise TypeError(
                 "compat='reference' needs minibatches that all count the same; with "
                 "reduction='sum' leave it out"
             )
-        own_base = minibatch_size if options.compat else None
-        self._base = own_base or ref_batchsize  # the batch size whose gain is one
+        # The batch size whose gain is one.
+        self._base = self._minibatch_size if options.compat else ref_batchsize
         self._lr_factor = self._base / ref_batchsize  # between gain and LR factor
         self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
@@ -140,7 +127,7 @@ class NoiseMeter(Part):
         self._num_measured: float = 0  # steps that should have told of the noise
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
-        self._squares = SmallSum(0, self.dtype, replica, is_exact)
+        self._squares = SmallSum(0, self.dtype, replica, run.sums.is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
         # An integer and a fraction: one float would lose fractions as it grows.
         self._progress = (
@@ -198,10 +185,10 @@ class NoiseMeter(Part):
         num_minibatches = step.num_minibatches
         time_constant = self.options.time_constant
         values: dict[str, Any] = {"base": self._base}
-        if self.minibatch_size is None:
+        if self.weighted:
             values["time constant"] = time_constant
         else:
-            matrix = estimators.coefficients(num_minibatches, self.minibatch_size)
+            matrix = estimators.coefficients(num_minibatches, self._minibatch_size)
             values["coefficients"] = matrix
             values["ratio"] = step.batch_size / self._base
             values["weight"] = estimators.weight_of(num_minibatches, time_constant)

@@ -242,6 +242,7 @@ class Attached:
         return [each for each in self._callbacks if isinstance(each, AttachedScheduler)]
 
 
+@dataclasses.dataclass(eq=False)
 class AttachedScheduler:
     """Steps an LR scheduler whenever training has come so many units further.
 
@@ -252,26 +253,26 @@ class AttachedScheduler:
             several times after one update.
     """
 
-    def __init__(self, scheduler: Any, unit: Unit, every: float) -> None:
-        self.scheduler, self._unit, self._every = scheduler, unit, every
-        self._done = self._ticks = 0  # units since it was attached, and its steps
+    scheduler: Any
+    unit: Unit
+    every: float
+    done: float = 0  # units since it was attached
+    ticks: int = 0  # its steps since then
 
     def __call__(self, update: Update) -> None:
-        self._done += UNITS[self._unit](update)
-        due = math.floor(self._done / self._every)
-        while self._ticks < due:
+        self.done += UNITS[self.unit](update)
+        while self.ticks < math.floor(self.done / self.every):
             self.scheduler.step()
-            self._ticks += 1
+            self.ticks += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how far it has counted, and the scheduler's own state."""
         return {
             "kind": type(self.scheduler).__name__,
             "scheduler": self.scheduler.state_dict(),
-            "unit": self._unit,
-            "every": self._every,
-            "done": self._done,
-            "ticks": self._ticks,
+            **{
+                name: getattr(self, name) for name in ("unit", "every", "done", "ticks")
+            },
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -284,4 +285,4 @@ class AttachedScheduler:
         """Takes what `state_dict` returned; see `check_state`."""
         self.check_state(state)
         self.scheduler.load_state_dict(state["scheduler"])
-        self._done, self._ticks = state["done"], state["ticks"]
+        self.done, self.ticks = state["done"], state["ticks"]

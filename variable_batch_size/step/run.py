@@ -76,23 +76,16 @@ class Run:
     @functools.cached_property
     def noise(self) -> NoiseMeter | None:
         """The meter that was asked for, or that the rule needs."""
-        options, is_weighted = self.noise_options, self.reduction == "sum"
+        options = self.noise_options
         check_type("noise", options, (bool, NoiseOptions), "a bool or NoiseOptions")
         if options is False and not self.rule.measured:
             return None
-        name = "ref_weight" if is_weighted else "ref_batchsize"
+        name = "ref_weight" if self.reduction == "sum" else "ref_batchsize"
         reference = getattr(self, name)
         if reference is None:
             raise TypeError(f"noise= needs {name}= with reduction={self.reduction!r}")
-        return NoiseMeter(
-            self.inner.param_groups,
-            None if is_weighted else self.sampler.minibatch_size,
-            reference,
-            self.replica,
-            self.scalars,
-            options if isinstance(options, NoiseOptions) else NoiseOptions(),
-            self.sums.is_exact,
-        )
+        options = options if isinstance(options, NoiseOptions) else NoiseOptions()
+        return NoiseMeter(self, reference, options)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Returns the parameters of all groups, frozen ones too."""
