@@ -127,7 +127,7 @@ def test_pip_installs_the_command(monkeypatch):
         ("make ramp --steps 3 --first 96 --last 160 --multiple-of 48",
          "last must be a multiple of 48, got 160"),
         ("make thresholds --rows 0:8 --total 9 --unit tokens",
-         "--unit='tokens' needs --tokens-per-sample"),
+         "--tokens-per-sample must be an integer >= 1, got None"),
         ("make thresholds --rows 0:8,1M:16 --total 9", "error: rows must be like"),
         ("make seesaw --first 8 --most 16 --total-samples 99 --schedule cosin",
          "'cosine', 'linear' or a CSV file, got 'cosin'"),

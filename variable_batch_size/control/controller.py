@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
 
 
-@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class BatchSizeController:
     """Changes the batch size of the steps to come, from what the run measures.
 
@@ -70,7 +70,8 @@ class BatchSizeController:
         ValueError, TypeError: An argument is out of range, or of the wrong type.
     """
 
-    optimizer: ElasticOptimizer = dataclasses.field(kw_only=False)
+    optimizer: ElasticOptimizer
+    _: dataclasses.KW_ONLY
     least: int = checked(dataclasses.MISSING, least=1)
     most: int
     every: int = checked(100, least=1)

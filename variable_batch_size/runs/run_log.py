@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise.meter import Measurements
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.step.attached import Update
-from xla_replica.common.arguments import check_integer, check_type
+from xla_replica.common.arguments import check_fields, check_type, checked
 from xla_replica.common.trees import map_tensors
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _OWN = {
 _OF_FILES = ("step", "time", "seconds", "idle_seconds")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class RunLog:
     """Writes one line of JSON for every update, on the primary replica.
 
@@ -94,19 +96,17 @@ class RunLog:
         ValueError, TypeError: ``log_steps`` is not an integer above zero.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        optimizer: ElasticOptimizer,
-        *,
-        log_steps: int = 10,
-        settings: Mapping[str, Any] | None = None,
-        sinks: Sequence[Sink] = (),
-    ) -> None:
-        self._log_steps = check_integer("log_steps", log_steps, least=1)
-        self._sinks = list(sinks)
+    path: str | os.PathLike[str] | None
+    optimizer: ElasticOptimizer
+    _: dataclasses.KW_ONLY
+    log_steps: int = checked(10, least=1)
+    settings: Mapping[str, Any] | None = None
+    sinks: Sequence[Sink] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
         self.newest: dict[str, Any] = {}
-        self.updates_of = self._optimizer = optimizer
+        self.updates_of = optimizer = self.optimizer
         self._replica, self._sampler = optimizer.replica, optimizer.sampler
         header: dict[str, Any] = {
             "num_replicas": self._replica.num_replicas,
@@ -115,15 +115,17 @@ class RunLog:
             "ref_batchsize": optimizer.ref_batchsize,
             **self._sampler.fingerprint(),
         }
-        self._file = None if path is None else RunFile(path, settings, **header)
-        self.path = self._file.path if self._file else None
+        self._file: RunFile | None = None
+        if self.path is not None:
+            self._file = RunFile(self.path, self.settings, **header)
+            self.path = self._file.path
         dtype = dtype_for(p for g in optimizer.param_groups for p in g["params"])
         # Sums of losses, and their numbers: this replica's that are not shared yet, and
         # those of all that are. Two zeros, or an idle replica had another program.
         zeros = torch.zeros(2, dtype=dtype, device=self._replica.device)
         self._nothing, self._nothing_shared = zeros, zeros.clone()
         self._loss = self._loss_of_updates = self._nothing  # the latter at an update
-        self._shared_loss, self._share_steps = self._nothing_shared, log_steps
+        self._shared_loss, self._share_steps = self._nothing_shared, self.log_steps
         # Of the updates since the last logging step, the first so many told. Until they
         # are, numbers may be on the device.
         self._lines: list[dict[str, Any]] = []
@@ -149,7 +151,7 @@ class RunLog:
                 "add: the optimizer has made updates that this RunLog was not told of: "
                 "call optimizer.attach(log) before training"
             )
-        if not self._optimizer.is_padding:
+        if not self.optimizer.is_padding:
             loss = loss.detach().reshape(()).to(self._loss.dtype)
             self._loss = self._loss + torch.stack([loss, torch.ones_like(loss)])
 
@@ -173,7 +175,7 @@ class RunLog:
         if update.weight is not None:
             line["weight"] = update.weight
         self._lines.append(line)
-        is_due = update.step % self._log_steps == 0
+        is_due = update.step % self.log_steps == 0
         losses: Any = self._read(self._shared_loss) if is_due else ()
         # To wait for the device takes time of this update.
         now, num_replicas = time.perf_counter(), self._replica.num_replicas
@@ -293,7 +295,7 @@ class RunLog:
         line = self._lines[-1]
         if number:
             line["loss"] = loss / (self._sum("weight") or number)
-        noise = self._optimizer.noise
+        noise = self.optimizer.noise
         if noise and self._replica.is_primary:
             line |= noise.measure()._asdict()
         self.flush()
@@ -322,7 +324,7 @@ class RunLog:
             self._file.write(*lines)
 
     def _send(self, values: Mapping[str, float], step: int) -> None:
-        for sink in self._sinks if self._replica.is_primary else ():
+        for sink in self.sinks if self._replica.is_primary else ():
             sink(dict(values), step=step)
 
 

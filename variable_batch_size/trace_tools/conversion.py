@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ TIME_COLUMNS = ("Time", "time", "timestamp")
 DEVICE_COLUMNS = ("TPU_cores", "GPUs", "devices", "replicas")
 # A Unix time in seconds is below it for 3000 years; one in milliseconds was in 1973.
 MOST_SECONDS = 1e11
-_HEADLESS = re.compile(r"\s*[0-9.eE+-]+[ \t]*,[ \t]*[0-9.]+[ \t]*([\r\n]|$)")
 # From the number of devices, at least 1, to the global batch size in samples.
 BatchSize = Callable[[int], int]
 # From the global batch size and the number of devices to the seconds of a step.
@@ -68,9 +66,8 @@ def read_availability(
 ) -> Availability:
     """Returns the log of a file, with irregular rows and zeros for pauses.
 
-    Of rows with one time the last one holds, with a warning. Two columns of numbers
-    without a header are times and devices. A file of JSON is one of SkyPilot's spot
-    traces: the number of available instances, every ``gap_seconds``.
+    Of rows with one time the last one holds, with a warning. A file of JSON is one of
+    SkyPilot's spot traces: the number of available instances, every ``gap_seconds``.
 
     Args:
         source: The file.
@@ -87,8 +84,7 @@ def read_availability(
     if text.lstrip().startswith("{"):
         table = _table_of_ticks(name, text)
     else:
-        has_header = time or devices or not _HEADLESS.match(text)
-        table = table_of(name, text, () if has_header else ("Time", "devices"))
+        table = table_of(name, text)
     when = table.find(*(TIME_COLUMNS if time is None else (time,)))
     what = table.find(*(DEVICE_COLUMNS if devices is None else (devices,)))
     times, counts = table.numbers(when), table.integers(what, 0)
@@ -112,10 +108,8 @@ def _table_of_ticks(name: str, text: str) -> Table:
         gap, counts = found["metadata"]["gap_seconds"], [*found["data"], 0]
         check_number("gap_seconds", gap, above=0)
     except (ValueError, TypeError, KeyError) as error:
-        raise TraceError(
-            f"{name}: no CSV file, and not JSON such as "
-            f'{{"metadata": {{"gap_seconds": 300}}, "data": [4, 3, 0]}}: {error!r}'
-        ) from error
+        told = '{"metadata": {"gap_seconds": 300}, "data": [4, 3, 0]}'
+        raise TraceError(f"{name}: not JSON such as {told}: {error!r}") from error
     times = np.arange(len(counts)) * float(gap)
     return Table(name, ["Time", "devices"], [times, counts])
 
