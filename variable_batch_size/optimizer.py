@@ -307,15 +307,14 @@ class ElasticOptimizer(OptimizerProxy):
         then called of the function, or the object whose method it is, if it has one.
 
         Args:
-            target: A torch LR scheduler; or a function that takes an `Update`.
+            target: A torch LR scheduler, whose ``step`` needs no metric; or a function
+                that takes an `Update`.
             unit: What a scheduler counts: ``'updates'``, ``'samples'``, ``'epochs'``.
             every: A scheduler is stepped once every so many units.
 
         Raises:
-            TypeError: ``target`` is neither, or a scheduler whose step needs a metric,
-                or a function with a unit.
-            ValueError: ``unit`` or ``every`` is not allowed; or ``target`` is attached
-                already, or was built with another optimizer.
+            ValueError: ``unit`` or ``every`` is not allowed, as with a function; or
+                ``target`` is attached already, or was built with another optimizer.
             ReplicaError: This replica has joined updates of the epoch, and other
                 replicas have not made them yet: attach before `set_epoch`.
         """

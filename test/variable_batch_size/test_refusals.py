@@ -14,13 +14,13 @@ from support.variable_batch_size.noise import make as measured
 from support.variable_batch_size.wrapping import CPU, make, one_weight, sampler_of
 from torch import nn
 from torch.optim import SGD, AdamW, SparseAdam
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 import variable_batch_size as vbs
 from grab_xla import GraBSampler
 from variable_batch_size import trace_tools as tools
 from variable_batch_size.data.schedule import Schedule
-from variable_batch_size.rules.rule import rule_named, with_options
+from variable_batch_size.rules.rule import rule_named
 from variable_batch_size.trace_tools import convert_rows, simulate
 from variable_batch_size.trace_tools import families as made
 from variable_batch_size.trace_tools.step_time import fit_step_time
@@ -104,9 +104,6 @@ OF_TYPES = [
     (lambda: weighed(1, ref_weight=4, rule="adam-root", inner=AdamW),
      "ref_batchsize= in place of ref_weight="),
     (lambda: rule_named(0.5), "rule must be a name or a Rule, got 0.5"),
-    (lambda: with_options("adam-root", True, False), "can be neither measured nor"),
-    (lambda: vbs.Rule("x", lambda gain: gain, measured=True, beta=lambda b, k: b),
-     "rule 'x' changes Adam's betas"),
     (lambda: of_rule(rule="adam-root"), "SGD does not suit .* Adam or AdamW"),
     (lambda: of_rule(inner=torch.optim.RAdam, rule="adam-half-life"),
      "RAdam does not suit"),
@@ -122,10 +119,6 @@ OF_TYPES = [
      r"gain \*\* 0.5, in place of math.sqrt"),
     (lambda: make(cls=vbs.ConstantOptimizer, ref_batchsize=None, noise=True),
      "noise= needs ref_batchsize="),
-    (lambda: attached(lambda _: print, "samples", 10), "are for LR schedulers"),
-    (lambda: attached(lambda _: StepLR), "neither an LR scheduler nor a function"),
-    (lambda: attached(lambda wrapper: StepLR(wrapper, 1).step), "is a method of an LR"),
-    (lambda: attached(ReduceLROnPlateau, "epochs"), "needs a metric"),
     (lambda: make(inner=compiled), r"every learning rate.* compile the model"),
     (lambda: one_weight([3], sampler={"pad_minibatches": True}),
      "reduction='sum' and, as the loss"),
@@ -199,6 +192,7 @@ OF_VALUES = [
     (lambda: resumed({"cls": vbs.LinearRuleOptimizer}, {}), "of rule 'linear', and"),
     (lambda: resumed(HALF, HALF | {"weight_decay": 0.25}),
      r"weight_decay was 0\.5 and is 0\.25"),
+    (lambda: attached(lambda _: print, "samples", 10), "are for LR schedulers"),
     (lambda: attached(every_step, "minutes"), "'updates', .* 'epochs', got"),
     (lambda: attached(every_step, "samples", 0), "every must be a finite number > 0"),
     # It would run twice after every update, or change what nobody uses.

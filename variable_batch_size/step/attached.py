@@ -11,8 +11,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from variable_batch_size.data.account import Account
 from variable_batch_size.device_scalars import as_floats
 from variable_batch_size.step.run import Run
@@ -119,29 +117,22 @@ class Attached:
         check_choice("attach: unit", unit, UNITS)
         check_number("attach: every", every, above=0)
         owner = getattr(target, "__self__", target)  # of a method
-        is_class = isinstance(target, type)
-        is_scheduler = hasattr(target, "get_last_lr") and not is_class
+        is_scheduler = hasattr(target, "get_last_lr")
         known = [*self._callbacks, *(each.scheduler for each in self._schedulers())]
         builder = getattr(target, "optimizer" if is_scheduler else "updates_of", None)
         groups = self._run.inner.param_groups
         savers = [each for each in self._callbacks if hasattr(each, "saves")]
-        for is_wrong, kind, why in (
-            (getattr(builder, "param_groups", groups) is not groups, ValueError,
+        for is_wrong, why in (
+            (getattr(builder, "param_groups", groups) is not groups,
              "was built with another optimizer: build it with this one"),
-            (isinstance(target, ReduceLROnPlateau), TypeError, "needs a metric: step "
-             "it at the end of an epoch, and pass it to Checkpointer as a part"),
-            (target in known, ValueError, "is attached already, and would run twice"),
-            (owner is not target and hasattr(owner, "get_last_lr"), TypeError,
-             "is a method of an LR scheduler: attach that"),
-            (is_class or not (is_scheduler or callable(target)), TypeError,
-             "is neither an LR scheduler nor a function"),
-            (not is_scheduler and (unit, every) != ("updates", 1), TypeError,
+            (target in known, "is attached already, and would run twice"),
+            (not is_scheduler and (unit, every) != ("updates", 1),
              "runs after every update: unit= and every= are for LR schedulers"),
-            (any(is_scheduler or each.saves(owner) for each in savers), ValueError,
+            (any(is_scheduler or each.saves(owner) for each in savers),
              "comes after a Checkpointer: attach it before"),
         ):  # fmt: skip
             if is_wrong:
-                raise kind(f"attach: {target!r} {why}")
+                raise ValueError(f"attach: {target!r} {why}")
         if is_scheduler:
             target = AttachedScheduler(target, unit, every)
             if self._waiting:

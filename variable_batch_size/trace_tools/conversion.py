@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +36,7 @@ BatchSize = Callable[[int], int]
 Seconds = Callable[[int, int], float]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Availability:
+class Availability(NamedTuple):
     """The number of devices from each moment on.
 
     Attributes:
@@ -164,8 +162,7 @@ POLICIES: dict[str, Callable[..., BatchSize]] = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Conversion:
+class Conversion(NamedTuple):
     """The steps that a log allows, and what became of its device-seconds.
 
     Attributes:
