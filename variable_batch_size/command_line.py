@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", TraceWarning)
             output = COMMANDS[args.command](args)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (TypeError, ValueError, OSError, ModuleNotFoundError) as error:
         message = _in_options(str(error), vars(args))
         parser.exit(2, f"vbs {args.command}: error: {message}\n")
     for warning in caught:

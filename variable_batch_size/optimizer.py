@@ -450,11 +450,6 @@ class ElasticOptimizer(OptimizerProxy):
         return Place(account.epoch, account.number, account.substep)
 
     @property
-    def num_minibatches(self) -> int:
-        """How many minibatches `step` has ended on this replica, of all epochs."""
-        return self._updates.num_minibatches
-
-    @property
     def is_idle(self) -> bool:
         """Whether this replica has no minibatch in the step under way."""
         return self._updates.account.idle

@@ -135,7 +135,7 @@ def test_pip_installs_the_command(monkeypatch):
         ("make saw --steps 2", "invalid choice: 'saw'"),
         ("convert fixed log.csv --batch-size 8 --restart-seconds 3",
          "--restart-seconds needs a step time"),
-        ("simulate trace.csv --dataset-size 1K --rule linear", "needs --ref-batchsize"),
+        ("simulate 64 --dataset-size 1K --rule linear", "--ref-batchsize must be"),
         ("simulate 64 --dataset-size 1K --epochs 1 --price 3",
          "--price=3.0 needs a step time, got none"),
         ("simulate thresholds.csv --dataset-size 1K --epochs 1",

@@ -82,7 +82,7 @@ def test_what_belongs_to_another_optimizer_is_refused(tmp_path):
     for target in (
         vbs.RunLog(tmp_path / "run.jsonl", optimizer),
         vbs.Checkpointer(tmp_path, optimizer, stop_on=(), **parts),
-        vbs.BatchSizeController(optimizer, least=2, most=8),
+        vbs.BatchSizeController(optimizer, least=2, most=8, policy=vbs.per_replica(2)),
     ):
         with pytest.raises(ValueError, match="was built with another optimizer"):
             own.attach(target)
