@@ -341,7 +341,8 @@ class GradientRecord:
         """Starts a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
         self._was_none = is_none
         self.accumulated = self.overwritten = False
-        self.look(gradient)
+        self._gradient, self._version = gradient, gradient._version
+        self._numbers = self._some_numbers()
 
     def look(self, gradient: Any) -> None:
         """Records the gradient as it is now."""
