@@ -143,8 +143,8 @@ def test_orders_of_others():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda at: at[:-1], r"64 positions, got int64 of shape \(63,"),
-        (lambda at: at / 2, "got float64 of shape"),
+        (lambda at: at[:-1], r"\(64,\) of .* got int64 \(63,"),
+        (lambda at: at / 2, "got float64 "),
         (lambda at: at + 256, r"of range\(256\) .*: \[256, 257"),
         (lambda at: at - 1, r"of range\(256\) .*: \[-1, 0"),
     ],

@@ -155,7 +155,7 @@ def test_a_pass_does_not_move_a_sampler_whose_place_is_known():
         through_a_stateful_loader(placed_at(2), states[1])
     later = sampler(on_end="cycle")
     later.set_epoch(1)
-    with pytest.raises(ValueError, match=r"call sampler\.set_epoch\(0\) before"):
+    with pytest.raises(ValueError, match=r"call sampler\.set_epoch\(0\) first"):
         through_a_stateful_loader(later, states[1])
     with pytest.raises(ValueError, match="of another run"):
         through_a_stateful_loader(sampler(seed=1), states[1])
@@ -188,7 +188,7 @@ SKIPS = {"snapshot_every_n_steps": 3}
         (DataLoader, {"num_workers": 1, "in_order": False}, "pass in_order=True"),
         # A shorter one would be an IndexError, and of a longer one a part is never run.
         (DataLoader, {"dataset": range(300)}, r"has 300 samples, and .*'s 256"),
-        (DataLoader, {"sampler": True}, "pass CustomSampler as batch_sampler="),
+        (DataLoader, {"sampler": True}, "once more: pass batch_sampler="),
         # Without workers they change nothing, nor do others of one process.
         (Loader, SKIPS | {"num_workers": 0, "in_order": False}, None),
         (Loader, {"num_processes": 1}, None),
@@ -231,7 +231,7 @@ def test_a_state_of_the_next_epoch_ends_the_iteration():
     assert list(minibatches) == []
     for each in (one, waits, other):
         each.set_epoch(1)  # where others end epoch 0
-    waits.ledger.move(1, 2, Cursor(0, waits.plan_of(0).num_steps))
+    waits.ledger.move(1, 2, Cursor(0, waits.schedule.plan(0, 1).num_steps))
     assert list(one) == list(waits) == list(other)
     assert kept.cursor == (1, 0)
 
