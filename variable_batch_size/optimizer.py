@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place
 from variable_batch_size.device_scalars import as_floats
-from variable_batch_size.gradient_noise.meter import NoiseOptions
 from variable_batch_size.live.exact import ExactModel
 from variable_batch_size.live.members import LiveBallots, LiveUpdates, State
 from variable_batch_size.live.repeatable import RepeatableSums
@@ -26,13 +25,18 @@ from variable_batch_size.step import buffers, checks, elastic_state
 from variable_batch_size.step.attached import Unit, check_attach
 from variable_batch_size.step.ballots import Ballots
 from variable_batch_size.step.parts import Clipping, Weights
-from variable_batch_size.step.run import Reduction, Run
+from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import Scaling
 from variable_batch_size.step.sums import Sums
 from variable_batch_size.step.together import update_together
 from variable_batch_size.step.update import Updates
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from variable_batch_size.step.run import ElasticOptions
 
 
 def _sums(exact: nn.Module | None, replica: Replica) -> Sums:
@@ -147,28 +151,16 @@ class ElasticOptimizer(OptimizerProxy):
         rule: str | Rule = "linear",
         ref_batchsize: int | None = None,
         log_steps: int | None = None,
-        *,
-        reduction: Reduction = "mean",
-        ref_weight: float | None = None,
-        max_grad_norm: float | None = None,
-        momentum_correction: bool = False,
-        decay_per_sample: bool = False,
-        noise: NoiseOptions | bool = False,
-        overlap: bool = True,
-        lockstep: bool = False,
-        float32_sums: bool = True,
-        exact: nn.Module | None = None,
-        compare_every: int = 100,
-        replica: Replica | None = None,
+        **options: Unpack[ElasticOptions],
     ) -> None:
+        own: dict[str, Any] = {"ref_batchsize": ref_batchsize, **options}
+        own["noise_options"] = own.pop("noise", False)
         self.sampler = sampler
-        self.replica = replica = given_or_current(replica)
-        self._run = run = Run(
-            optimizer, sampler, replica, _sums(exact, replica),
-            with_options(rule, momentum_correction, decay_per_sample),
-            ref_batchsize, ref_weight, reduction, log_steps, max_grad_norm, noise,
-            overlap, lockstep, float32_sums, compare_every,
-        )  # fmt: skip
+        self.replica = replica = given_or_current(own.pop("replica", None))
+        sums = _sums(own.pop("exact", None), replica)
+        flags = (own.pop(n, False) for n in ("momentum_correction", "decay_per_sample"))
+        of = optimizer, sampler, replica, sums, with_options(rule, *flags)
+        self._run = run = Run(*of, log_steps, **own)
         checks.check_run(run)
         ledger = sampler.ledger
         if run.sharded != ledger.padded and (ledger.padded or ledger.accounts):
@@ -177,7 +169,7 @@ class ElasticOptimizer(OptimizerProxy):
             )
         if run.sharded:
             ledger.pad()
-        if ref_weight is None and not run.rule.measured:
+        if run.ref_weight is None and not run.rule.measured:
             sampler.follow_rule(run.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
         elastic_state.check_agreement(run)

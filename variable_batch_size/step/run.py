@@ -49,10 +49,10 @@ class Run:
     replica: Replica
     sums: Any
     rule: Rule
+    log_steps: int | None = checked(None, least=1)
     ref_batchsize: float | None = checked(None, above=0)
     ref_weight: float | None = checked(None, above=0)
     reduction: str = checked("mean", among=("mean", "sum"))
-    log_steps: int | None = checked(None, least=1)
     max_grad_norm: float | None = checked(None, above=0)
     noise_options: NoiseOptions | bool = False
     overlap: bool = True

@@ -209,16 +209,11 @@ class Scaling:
 
     def _hand_over(self, group: Group, scaled: ScaledHyperparameters) -> None:
         """Writes the numbers into the group; does what torch cannot do with them."""
-        group["lr"] = scaled.lr
-        if scaled.betas is not None:
-            group["betas"] = scaled.betas
-        if scaled.eps is not None:
-            group["eps"] = scaled.eps
+        numbers = scaled._asdict().items()
+        group.update({n: x for n, x in numbers if n in group and x is not None})
         if self._on_device and "foreach" in group and not group.get("fused"):
             group["foreach"] = False  # would read a tensor learning rate back
         decay = scaled.weight_decay
-        if "weight_decay" in group:
-            group["weight_decay"] = decay
         if scaled.gradient_factor is None and not isinstance(decay, torch.Tensor):
             return
         if group.get("decoupled_weight_decay"):
