@@ -201,9 +201,7 @@ class Checkpointer:
         is_best = False
         if metric is not None:
             if self._best is None:
-                raise ValueError(
-                    f"metric={metric} needs Checkpointer(best='max' or 'min')"
-                )
+                raise ValueError(f"metric={metric} needs Checkpointer(best=)")
             sign, before = 1 if self._best == "max" else -1, self.best_metric
             if not math.isfinite(metric):
                 logger.warning(f"metric={metric!r} is not finite, so it is never best")

@@ -144,10 +144,8 @@ class Account:
         self._training_thread = threading.get_ident()
         # Trainers read all minibatches of a step at once, and a thread any number.
         is_ahead = self._handed[-1][1].step != place.step and self._is_read_here()
-        if (is_ahead and not self._reads_ahead) or place[1:] != (
-            self.number,
-            self.substep,
-        ):
+        is_next = place[1:] == (self.number, self.substep)
+        if (is_ahead and not self._reads_ahead) or not is_next:
             raise left_out(self.epoch)
         return is_new
 

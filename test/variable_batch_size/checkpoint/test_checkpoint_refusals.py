@@ -101,7 +101,7 @@ def saved_with(training: elastic.Training, **parts) -> None:
         ({"folder": "gs://bucket/job"}, ValueError, "mount the bucket"),
         (lambda t: t.checkpointer.load(allow_changes=2), TypeError, "allow_changes m"),
         (lambda t: t.checkpointer.load(best="no"), TypeError, "best must be True"),
-        (lambda t: t.checkpointer.save(0.5), ValueError, "best='max' or 'min'"),
+        (lambda t: t.checkpointer.save(0.5), ValueError, "metric=0.5 needs Chec"),
         (lambda t: saved_with(t), ValueError, "pass model=model"),
         # What the wrapper saves is not saved twice.
         (lambda t: saved_with(t, part=t.optimizer.inner), ValueError, "leave it out"),
