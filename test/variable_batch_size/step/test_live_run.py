@@ -287,7 +287,7 @@ def test_members_leave_stop_and_join(tmp_path):
 
 @of_torch_alone
 @pytest.mark.parametrize("has_space", [True, False])
-@pytest.mark.parametrize("how", [(), ("--asynchronous",), ("--save-last",)])
+@pytest.mark.parametrize("how", [(), ("--save-last",)])
 def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, has_space, tmp_path):
     """By another member, for which all wait; also if the first one's disk is full."""
     last = vbs.Schedule(vbs.Trace(TRACE), NUM_SAMPLES, 8, "cycle").steps(1).stop
