@@ -32,6 +32,7 @@ class Epoch:
     Attributes:
         number: Its number, from 0.
         metric: Set it to what was measured, for a `Checkpointer` that keeps the best.
+        has_run: Whether all its minibatches were trained, by this replica or others.
     """
 
     number: int

@@ -226,7 +226,8 @@ class StepGradients:
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} "
                     "was changed between backward() and step(), before it is the "
                     "mean: clip that with max_grad_norm=, or change it in a hook of "
-                    "optimizer.register_step_pre_hook, which runs once an update"
+                    "optimizer.register_step_pre_hook, which runs once an update: "
+                    "docs/gradients.md#gradients-inside-the-loop"
                 )
             elif record.overwritten and num_accumulated:
                 problem = _lost(num_accumulated)

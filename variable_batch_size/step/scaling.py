@@ -83,7 +83,8 @@ class Scaling:
             "the learning rate or another hyperparameter changed "
             f"{where} of epoch {account.epoch}, which other replicas may not see: call "
             "optimizer.attach(scheduler) once in place of scheduler.step() in the "
-            "loop, or change it between epochs, before optimizer.set_epoch",
+            "loop, or change it between epochs, before optimizer.set_epoch: "
+            "docs/variable_batch_size.md#replicas-without-work",
             account.ledger.rank,
         )
 
