@@ -42,7 +42,14 @@ def per_sample_factors(
 def per_sample_grads(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Returns every gradient, ``(B, *shape)`` by name; see `per_sample_factors`."""
+    """Returns every gradient, ``(B, *shape)`` by name; see `per_sample_factors`.
+
+    Args:
+        model: As for `capture`.
+        loss_fn: ``loss_fn(model, *batch)`` returns the losses, ``(B,)``.
+        batch: Arguments of ``loss_fn``.
+        **options: Options of `capture`.
+    """
     recorded, losses = _recorded(model, loss_fn, batch, options)
     return recorded.materialize(losses)
 
@@ -50,7 +57,14 @@ def per_sample_grads(
 def per_sample_grad_norms(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> torch.Tensor:
-    """Returns ``‖g_i‖``, ``(B,)``; see `per_sample_factors`."""
+    """Returns ``‖g_i‖``, ``(B,)``; see `per_sample_factors`.
+
+    Args:
+        model: As for `capture`.
+        loss_fn: ``loss_fn(model, *batch)`` returns the losses, ``(B,)``.
+        batch: Arguments of ``loss_fn``.
+        **options: Options of `capture`.
+    """
     recorded, losses = _recorded(model, loss_fn, batch, options)
     return recorded.norms(losses)
 
@@ -58,7 +72,14 @@ def per_sample_grad_norms(
 def per_sample_gram(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], **options: Any
 ) -> torch.Tensor:
-    """Returns ``⟨g_i, g_j⟩``, ``(B, B)``; see `per_sample_factors`."""
+    """Returns ``⟨g_i, g_j⟩``, ``(B, B)``; see `per_sample_factors`.
+
+    Args:
+        model: As for `capture`.
+        loss_fn: ``loss_fn(model, *batch)`` returns the losses, ``(B,)``.
+        batch: Arguments of ``loss_fn``.
+        **options: Options of `capture`.
+    """
     recorded, losses = _recorded(model, loss_fn, batch, options)
     return recorded.stream(losses, lambda f: f.gram())
 
@@ -70,7 +91,15 @@ def per_sample_grad_dot(
     vectors: Mapping[str, torch.Tensor],
     **options: Any,
 ) -> torch.Tensor:
-    """Returns ``⟨v, g_i⟩``, ``(B,)`` or ``(B, K)``; see `Factors.dot`."""
+    """Returns ``⟨v, g_i⟩``, ``(B,)`` or ``(B, K)``; see `Factors.dot`.
+
+    Args:
+        model: As for `capture`.
+        loss_fn: ``loss_fn(model, *batch)`` returns the losses, ``(B,)``.
+        batch: Arguments of ``loss_fn``.
+        vectors: v by parameter name, ``(*shape)`` or ``(K, *shape)``.
+        **options: Options of `capture`.
+    """
     recorded, losses = _recorded(model, loss_fn, batch, options)
     shapes = {name: tuple(param.shape) for name, param in recorded.params.items()}
     check_vectors(vectors, shapes)
@@ -86,14 +115,27 @@ def weighted_grad(
     weights: torch.Tensor,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Returns ``Σ_i w_i g_i`` by name; see `Factors.weighted_sum`."""
+    """Returns ``Σ_i w_i g_i`` by name; see `Factors.weighted_sum`.
+
+    Args:
+        model: As for `capture`.
+        loss_fn: ``loss_fn(model, *batch)`` returns the losses, ``(B,)``.
+        batch: Arguments of ``loss_fn``.
+        weights: w, ``(B,)``.
+        **options: Options of `capture`.
+    """
     recorded, losses = _recorded(model, loss_fn, batch, options)
     found = recorded.stream(losses, lambda f: f.weighted_sum(weights))
     return {name: found[name] for name in recorded.params}
 
 
 def cross_gram(first: Factors, second: Factors) -> torch.Tensor:
-    """Returns ``⟨g_i, g'_j⟩`` of two batches of one model: ``(B, B')``."""
+    """Returns ``⟨g_i, g'_j⟩`` of two batches of one model: ``(B, B')``.
+
+    Args:
+        first: The factors of the rows.
+        second: Those of the columns.
+    """
     return first.cross_gram(second)
 
 

@@ -1,13 +1,17 @@
 """What docs/architecture.md promises of the structure: who imports whom, and sizes."""
 
 import ast
+import contextlib
 import doctest
 import importlib
+import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.documents import ROOT
@@ -205,6 +209,28 @@ def test_every_public_name_explains_itself(package):
     module = importlib.import_module(package)
     for name in module.__all__:
         assert getattr(module, name).__doc__, name
+
+
+def explained(thing: Any) -> str:
+    """Returns what `help` says of the arguments of a function or a constructor."""
+    if not inspect.isclass(thing):
+        return inspect.getdoc(thing) or ""
+    makers = [base for base in thing.__mro__ if {"__init__", "__new__"} & {*vars(base)}]
+    owners = [thing, *makers[:1]]
+    return "\n".join(inspect.getdoc(each) or "" for each in [*owners, thing.__init__])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_argument_of_a_public_name_is_explained(package):
+    module = importlib.import_module(package)
+    for thing in [getattr(module, name) for name in module.__all__]:
+        if not callable(thing) or getattr(thing, "_is_protocol", False):
+            continue
+        with contextlib.suppress(ValueError):  # exceptions take what Python's take
+            for name in inspect.signature(thing).parameters:
+                said = rf"(?m)^ +[\w*, ]*\b{name}\b[\w*, ]*(\(.*\))?:(?: |$)"
+                is_public = not name.startswith("_")
+                assert not is_public or re.search(said, explained(thing)), (thing, name)
 
 
 IMPORT_EACH = f"""

@@ -31,6 +31,16 @@ class _NamedRuleOptimizer(ElasticOptimizer):
         log_steps: int | None = None,
         **options: Unpack[ElasticOptions],
     ) -> None:
+        """Builds the wrapper; on several replicas all of them do.
+
+        Args:
+            optimizer: The torch optimizer to wrap, built after the model was moved.
+            sampler: The sampler that feeds this replica.
+            ref_batchsize: The samples for which the learning rate was tuned. None only
+                where ``ref_weight=`` has tokens instead, or the rule is constant.
+            log_steps: Log every so many updates; None logs none.
+            **options: Further arguments of `ElasticOptimizer`, by name.
+        """
         super().__init__(
             optimizer, sampler, self._rule, ref_batchsize, log_steps, **options
         )
@@ -82,7 +92,13 @@ class ConstantOptimizer(_NamedRuleOptimizer):
 class PowerRuleOptimizer(ElasticOptimizer):
     """Multiplies the learning rate by (B / ref_batchsize) ** alpha.
 
-    Further options are those of `ElasticOptimizer`.
+    Args:
+        optimizer: The torch optimizer to wrap, built after the model was moved.
+        sampler: The sampler that feeds this replica.
+        ref_batchsize: The samples for which the learning rate was tuned.
+        alpha: 0 leaves the learning rate as it is, 1 is the linear rule.
+        log_steps: Log every so many updates; None logs none.
+        **options: Further arguments of `ElasticOptimizer`, by name.
     """
 
     def __init__(

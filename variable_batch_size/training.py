@@ -33,6 +33,7 @@ class Epoch:
         number: Its number, from 0.
         log: The run's log; None without ``log=``.
         metric: Set it to what was measured, for a `Checkpointer` that keeps the best.
+        has_run: Whether all its minibatches were trained, by this replica or others.
     """
 
     number: int

@@ -11,6 +11,10 @@ class ReplicaError(RuntimeError):
     The message names the replica, the collective and the cause. If the cause is an
     exception that one replica raised, it is ``__cause__``.
 
+    Args:
+        message: What ends the run, for people.
+        rank: The replica at fault; None if no single one is.
+
     Attributes:
         rank: The replica at fault; None if no single one is.
     """

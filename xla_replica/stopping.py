@@ -96,6 +96,10 @@ def request_stop(reason: str, exit_status: int = 143) -> None:
 
     For events other than signals, such as maintenance that a thread polls for.
 
+    Args:
+        reason: Why, for people: the log and `Stopped` have it.
+        exit_status: The script's, from 0 to 255; 143 is that of SIGTERM.
+
     Raises:
         TypeError, ValueError: ``reason`` is not a string, or ``exit_status`` is not an
             integer from 0 to 255.

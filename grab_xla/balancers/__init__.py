@@ -37,6 +37,10 @@ BALANCE_TYPES: dict[str, type[Ordering]] = {
 def ordering_named(balance_type: str, **options: Any) -> Ordering:
     """Returns the balance type of that name with its options.
 
+    Args:
+        balance_type: A key of `BALANCE_TYPES`.
+        **options: The fields of that type, such as ``seed=``.
+
     Raises:
         ValueError: There is no such type, or an option is out of range.
         TypeError: An option is unknown to this type, missing, or of the wrong type.

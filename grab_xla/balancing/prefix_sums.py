@@ -77,7 +77,9 @@ class RunningHerding:
     `record` them. Once per epoch is enough, with the norms of all batches concatenated:
     2 numbers per row.
 
-    ``dtype`` and ``device`` are those of the state; rows are converted to the dtype.
+    Args:
+        dtype: That of the state, to which rows are converted.
+        device: That of the state and of the rows.
     """
 
     dtype: torch.dtype = torch.float32

@@ -186,7 +186,8 @@ class BackwardPass:
             "these parameters have uses that no layer rule accounts for:\n"
             f"{''.join(lines)}Register a rule for the module (register_rule, the "
             "cheapest), leave the parameters out (params=), or pass "
-            'fallback="loop" (B backward passes of the batch)'
+            'fallback="loop" (B backward passes of the batch): '
+            "docs/per_sample_grad.md#never-silently-wrong"
         )
 
     def _leave_out_operations(self, calls: list[RecordedCall]) -> None:

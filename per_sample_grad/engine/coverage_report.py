@@ -37,7 +37,11 @@ class ParameterCoverage:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """The coverage of every selected parameter; `str` is a table for people."""
+    """The coverage of every selected parameter; `str` is a table for people.
+
+    Attributes:
+        parameters: What accounts for each parameter, by its name.
+    """
 
     parameters: Mapping[str, ParameterCoverage]
 

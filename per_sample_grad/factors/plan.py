@@ -71,7 +71,12 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The choices for one quantity, by parameter; `str` shows them as a table."""
+    """The choices for one quantity; `str` shows them as a table.
+
+    Attributes:
+        quantity: What is computed, such as ``"norms"`` or ``"gram"``.
+        choices: The form of every parameter's share, by its name.
+    """
 
     quantity: Quantity
     choices: Mapping[str, Choice]

@@ -105,6 +105,11 @@ def register_rule(
     not have changed since the call, which is an error. ``reads_module=False`` says that
     it reads none, and what they are then does not matter.
 
+    Args:
+        *module_types: The modules' classes.
+        like: A class whose rule they take over; None where a function is decorated.
+        reads_module: Whether the rule reads tensors of the module.
+
     Raises:
         TypeError: One of the arguments is not a subclass of `torch.nn.Module`, or
             ``module_types`` are not subclasses of ``like``.

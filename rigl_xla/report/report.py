@@ -157,6 +157,11 @@ class Report:
     Making one reads nothing from the device. The first value that needs it reads all
     of the report, in one transfer.
 
+    Args:
+        pruner: Whose masks they are.
+        operations: The result of `operations_of`, for costs; None leaves them out.
+        num_steps: Steps of the whole run, which gradual pruning is charged by.
+
     Attributes:
         step: Number of the step at that moment.
         num_updates: Topology updates up to then.

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.documents import ROOT, pages, read
+from support.documents import ROOT, anchors, pages, read
 from support.xla_replica.replicas import HAS_XLA
 
 from tools.site import conf, errors
@@ -33,6 +33,7 @@ OPTIONS = (
     "--blink-settings=preferredColorScheme=0",
 )  # fmt: skip
 SITE = ROOT / "build" / "site"
+TROUBLE = "docs/troubleshooting.md"
 PAGES = ("docs/resuming", "build/reference/errors")  # with tables, with long messages
 WIDTHS = [1280, 390]
 LAST = "/docs/(architecture|benchmarks|outside|study)|/CHANGELOG"
@@ -124,10 +125,36 @@ def test_the_reference_has_a_page_of_what_every_package_exports():
 
 
 def test_troubleshooting_leads_to_the_page_of_all_errors_however_they_are_made():
-    source = [read("docs/troubleshooting.md")]
+    source = [read(TROUBLE)]
     conf.add_contents(None, "docs/troubleshooting", source)
     assert "[Errors](/build/reference/errors)" in source[0]
     page = errors.page(ROOT, conf.PACKAGES)
     assert page.count("\n- ") > 500
     assert all(f"\n{name}\n{'-' * len(name)}\n" in page for name in conf.PACKAGES)
     assert all(said in page for said in KNOWN)
+
+
+def test_a_message_names_the_section_that_troubleshooting_leads_to():
+    """The first column quotes the message, and the last one says what to do."""
+    files = [
+        read(path) for name in conf.PACKAGES for path in ROOT.glob(f"{name}/**/*.py")
+    ]
+    sources = [re.sub(r'"\s+f?"', "", text) for text in files]
+    rows = re.findall(r"(?m)^\| `(.+)` \| (.+) \| (.+) \|$", read(TROUBLE))
+    assert len(rows) == 10
+    for quoted, cause, remedy in rows:
+        words = max(quoted.split("…"), key=len).strip()
+        [section] = re.findall(r"\]\((\S+#\S+)\)$", remedy)
+        assert len(cause.split()) > 3 < len(remedy.split())
+        assert any(words in text and f"docs/{section}" in text for text in sources)
+
+
+def test_a_section_that_a_message_names_is_there():
+    named = {
+        found
+        for name in conf.PACKAGES
+        for file in ROOT.glob(f"{name}/**/*.py")
+        for found in re.findall(r"\b(docs/\w+\.md)#([\w-]+)", read(file))
+    }
+    assert len(named) >= 9
+    assert not [each for each in named if each[1] not in anchors(ROOT / each[0])]

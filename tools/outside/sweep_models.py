@@ -195,7 +195,10 @@ def worse(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the Markdown of a sweep's result."""
+    """Returns the Markdown of a sweep's result.
+
+    A model that is not covered has a reason, and so has one that needs an option.
+    """
     lines = []
     for library, swept in result.items():
         found = {name: Found(**each) for name, each in swept["models"].items()}
@@ -203,14 +206,22 @@ def table(result: dict[str, Any]) -> str:
         total = ", ".join(f"{counts[each]} {each}" for each in reversed(OUTCOMES))
         which = ", ".join(f"{k} {v}" for k, v in swept["versions"].items())
         lines += [f"### {library}", "", f"{len(found)} models: {total} ({which}).", ""]
-        lines += ["| model | outcome | parameters | why not by rules; what is told |"]
-        lines += ["|---|---|---|---|"]
-        for name, each in sorted(found.items()):
+        plain = [
+            f"{name} ({each.parameters})"
+            for name, each in sorted(found.items())
+            if each.outcome == "covered" and not each.reason
+        ]
+        lines += [f"Covered, by the number of parameters: {', '.join(plain)}.", ""]
+        others = {name: each for name, each in found.items() if each.reason}
+        if others:
+            lines += ["| model | outcome | parameters | why not by rules; options |"]
+            lines += ["|---|---|---|---|"]
+        for name, each in sorted(others.items()):
             number = str(each.parameters)
             if each.outcome == "fallback":
                 number = f"{each.uncovered} of {number}"
             lines.append(f"| {name} | {each.outcome} | {number} | {each.reason} |")
-        lines.append("")
+        lines += [""] * bool(others)
     return "\n".join(lines)
 
 

@@ -356,7 +356,8 @@ class Checkpointer:
             saved, own = saved | state.get("settings", {}), own | self._settings
         remedy = (
             "Pass the same parts, or another folder for a run that has changed; or, "
-            "for other settings, call load(allow_changes=True), before vbs.epochs"
+            "for other settings, call load(allow_changes=True), before vbs.epochs: "
+            "docs/resuming.md#what-is-saved"
         )
         check_same(saved, own, f"{path} is of another run", remedy)
         parameters = [*self._modules.parameters()]

@@ -65,6 +65,9 @@ def per_replica(batch_size: int) -> Policy:
     """Returns a policy of so many samples for every replica that shares a step.
 
     For a live run, in which replicas come and go. It needs no measurement of noise.
+
+    Args:
+        batch_size: Samples of a step for each replica, at least 1.
     """
     check_integer("per_replica: batch_size", batch_size, least=1)
     return lambda seen: batch_size * seen.num_replicas

@@ -26,6 +26,11 @@ class EvaluationSampler(Sampler[list[int]]):
     Replicas may have different numbers of batches, so that the loop has no collective.
     The last batch of all may be smaller, which is one more program on XLA, where
     `Replica.loader` ends a program with each batch, so that the sum is the same on all.
+
+    Args:
+        dataset: Anything with a length, in samples.
+        batch_size: Samples of a batch on one replica.
+        replica: Default: the one the caller runs in.
     """
 
     ends_graphs = True

@@ -182,7 +182,8 @@ class CustomSampler(Sampler[list[int]]):
         self.ledger.epoch = epoch
         if plan.num_steps == 0:
             logger.warning(
-                f"epoch {epoch} is empty: {trace.name} ended after {len(trace)} steps"
+                f"epoch {epoch} is empty: {trace.name} ended after {len(trace)} steps: "
+                "docs/variable_batch_size.md#schedule"
             )
         elif self._verbose and self.rank == 0:
             logger.info(

@@ -137,6 +137,9 @@ def power(alpha: float) -> Rule:
     >>> power(0.5).lr_factor(4.0)
     2.0
 
+    Args:
+        alpha: The exponent, a finite number; 0.5 is the rule ``'root'``.
+
     Raises:
         ValueError: ``alpha`` is not finite.
     """
@@ -168,9 +171,10 @@ RULES: dict[str, Rule] = {
 
 
 def rule_named(rule: str | Rule) -> Rule:
-    """Returns the rule of that name: a key of `RULES`, or ``power:ALPHA``.
+    """Returns the rule of that name.
 
-    A `Rule` is returned as it is.
+    Args:
+        rule: A key of `RULES`, or ``'power:ALPHA'``; a `Rule` is returned as it is.
 
     Raises:
         ValueError: There is no rule of that name.

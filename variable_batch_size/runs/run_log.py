@@ -199,7 +199,8 @@ class RunLog:
         for name, value in values.items():
             if name in _OWN or re.fullmatch(r"lr(_\d+)?", name):
                 raise ValueError(
-                    f"write: {name}= is what the log itself tells: rename {value!r}"
+                    f"write: {name}= is what the log itself tells: give {value!r} "
+                    f"another name, such as val_{name}= (docs/runs.md#run-log)"
                 )
             check_type(f"write: {name}", value, (int, float, np.number), "a number")
         step = self._sampler.ledger.global_step - 1
@@ -331,7 +332,8 @@ class RunLog:
 def tensorboard(writer: Any) -> Sink:
     """Returns a sink that adds one scalar per name to a TensorBoard writer.
 
-    The writer is a ``SummaryWriter`` of tensorboardX or of torch.
+    Args:
+        writer: A ``SummaryWriter`` of tensorboardX or of torch.
     """
 
     def log(values: Mapping[str, float], /, *, step: int) -> None:

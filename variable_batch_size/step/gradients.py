@@ -222,7 +222,8 @@ class StepGradients:
                 problem = (
                     f"a gradient of shape {tuple(parameter.shape)} was changed between "
                     "backward() and step(): clip by max_grad_norm=, or change it in a "
-                    "hook of optimizer.register_step_pre_hook"
+                    "hook of optimizer.register_step_pre_hook: "
+                    "docs/gradients.md#gradients-inside-the-loop"
                 )
             elif record.overwritten and num_accumulated:
                 problem = _lost(num_accumulated)

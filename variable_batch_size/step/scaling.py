@@ -81,7 +81,8 @@ class Scaling:
         where = f"within step {account.number}" if is_within else "between two updates"
         raise ReplicaError(
             f"a hyperparameter changed {where} of epoch {account.epoch}: call "
-            "optimizer.attach(scheduler), or change it before optimizer.set_epoch",
+            "optimizer.attach(scheduler), or change it before optimizer.set_epoch: "
+            "docs/variable_batch_size.md#replicas-without-work",
             account.ledger.rank,
         )
 

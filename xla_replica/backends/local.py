@@ -15,6 +15,7 @@ class LocalReplica(Replica):
 
     Args:
         device: Default: the accelerator if there is one, else the CPU.
+        reason: Why it is alone, for people: what `str` of it shows.
     """
 
     def __init__(

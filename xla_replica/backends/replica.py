@@ -125,7 +125,8 @@ class Replica(abc.ABC):
             if parameter.device.type != self.device.type:
                 raise ValueError(
                     f"a parameter is on {parameter.device}, but this is {self}: move "
-                    f"the model with model.to(xla_replica.current().device){remedy}"
+                    f"the model with model.to(xla_replica.current().device){remedy}: "
+                    "docs/recipes.md#devices-seeds-and-tied-weights"
                 )
 
     @abc.abstractmethod

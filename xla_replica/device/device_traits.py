@@ -91,13 +91,21 @@ def traits(where: torch.device | torch.Tensor) -> DeviceTraits:
     """Returns the traits of a device, or of the device of a tensor.
 
     A kind without a row is taken for an eager accelerator, such as a GPU.
+
+    Args:
+        where: A ``torch.device``, or a tensor on it.
     """
     device = where.device if isinstance(where, torch.Tensor) else where
     return _TRAITS.get(device.type, DeviceTraits())
 
 
 def register_device(kind: str, traits: DeviceTraits) -> None:
-    """Adds or replaces the traits of a kind of device, a ``torch.device.type``."""
+    """Adds or replaces the traits of a kind of device.
+
+    Args:
+        kind: A ``torch.device.type``, such as ``"cuda"``.
+        traits: What its devices can do.
+    """
     check_type("kind", kind, str, "a torch.device.type such as 'cuda'")
     _TRAITS[kind] = check_type("traits", traits, DeviceTraits, "DeviceTraits")
 

@@ -148,7 +148,9 @@ def grad(
 
     Args:
         outputs: What is differentiated, on the device of the gradients.
-        inputs: As for ``torch.autograd.grad``, like all further arguments.
+        inputs: What it is differentiated by, as for ``torch.autograd.grad``.
+        *args: Its further arguments.
+        **options: Its further arguments by name.
     """
     with AccumulationHook.paused(inputs):
         gradients = torch.autograd.grad(outputs, inputs, *args, **options)
@@ -161,6 +163,10 @@ def backward(output: torch.Tensor, *, retain_graph: bool = False) -> None:
     """Does what ``output.backward()`` does, once its engine has released gradients.
 
     `grad` says why. An `AccumulationHook` runs.
+
+    Args:
+        output: A scalar.
+        retain_graph: Whether it is differentiated once more.
     """
     output.backward(retain_graph=retain_graph)
     if traits(output).is_lazy:

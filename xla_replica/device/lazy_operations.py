@@ -44,6 +44,9 @@ def computed_once(tensor: torch.Tensor) -> torch.Tensor:
     XLA repeats what is cheap to compute in everything that reads it, which in several
     large matrix products can take a TPU's compiler seconds. It can also save some:
     measure with ``tools/tpu``.
+
+    Args:
+        tensor: On any device; elsewhere than on torch_xla's nothing happens to it.
     """
     if tensor.device.type == "xla":
         import torch_xla

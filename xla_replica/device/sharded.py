@@ -9,7 +9,11 @@ import torch
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is a DTensor, of which a process may hold a part."""
+    """Returns whether a tensor is a DTensor, of which a process may hold a part.
+
+    Args:
+        tensor: Such as a parameter of a model that ``fully_shard`` was given.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

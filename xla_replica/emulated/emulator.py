@@ -173,7 +173,8 @@ class Emulator:
                 f"replica {rank} compiled another program than its peers for the graph "
                 f"with {first} (TPUs have run some of this kind): a Python number, a "
                 "shape or a pending tensor differs. Bring such numbers to the device "
-                "with Replica.scalar, and call Replica.sync() before the collective",
+                "with Replica.scalar, and call Replica.sync() before the collective: "
+                "docs/xla_replica.md#replicas-on-a-cpu",
                 rank,
             )
         here.num_dispatched += 1

@@ -87,7 +87,7 @@ class Rendezvous:
         return ReplicaError(
             f"{_name(late)} did not reach {_first(arrived)} within "
             f"{self.timeout:g} s of {_name(arrived)}. If one is only slow, raise "
-            f"launch(timeout=).\n{stacks}",
+            f"launch(timeout=): docs/xla_replica.md#replicas-on-a-cpu.\n{stacks}",
             min(late, default=None),
         )
 
@@ -113,7 +113,7 @@ def _disagreement(arrived: dict[int, tuple[str, ...]]) -> ReplicaError | None:
             return ReplicaError(
                 f"replicas disagree about collective {number} of the graph they are "
                 f"about to run: {parties}. They must run the same ones, on tensors of "
-                "the same shapes and dtypes",
+                "the same shapes and dtypes: docs/xla_replica.md#replicas-on-a-cpu",
                 ranks[0][0],
             )
     return None

@@ -251,7 +251,8 @@ class MemberReplica(Replica):
         num_members = len(self.met.members) if self.met else 1
         return MemberLost(
             f"member {self.member} of {num_members} has lost another one in {verb} "
-            f"({error})",
+            f"({error}). A script's own collectives belong in functions that it "
+            "attaches: docs/live.md#what-a-script-needs",
             self.rank,
         )
 

@@ -100,6 +100,10 @@ def launch(
 def default_num_replicas(device: str | None = None, on_cpu: int = 1) -> int | None:
     """Returns a script's default for ``launch(num_replicas=)``.
 
+    Args:
+        device: As for `launch`; None is the best that there is.
+        on_cpu: How many replicas a CPU shall have, at least 1.
+
     Returns:
         None, which means all there are, under torchrun, on a TPU and on GPUs; on a CPU,
         where any number can be had, ``on_cpu``.
