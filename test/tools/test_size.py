@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 22_321
-TEST_LINES = 33_999
+TEST_LINES = 34_047
 
 
 def test_lines_are_counted():
