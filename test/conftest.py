@@ -1,6 +1,7 @@
 """Fixtures that several test modules ask for."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,10 +21,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # programs, of which tests run each a few times. Without any of LLVM's optimisations
 # (level 0) products are rounded in another way in each program, so that a resumed run
 # ends with other bits. The newer emitters of fusions take a fifth longer than the older
-# ones, which TorchTPU does not have. What a user has set counts more.
+# ones, which TorchTPU does not have, and a program in several parts, each compiled by a
+# thread, a third longer than in one. What a user has set counts more.
 os.environ["XLA_FLAGS"] = " ".join([
     "--xla_backend_optimization_level=1",
-    *["--xla_cpu_use_fusion_emitters=false"] * (find_spec("torch_xla") is not None),
+    *(find_spec("torch_xla") is not None) * [
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ],
     os.environ.get("XLA_FLAGS", ""),
 ])  # fmt: skip
 
@@ -40,10 +45,13 @@ from support.xla_replica.replicas import HAS_XLA
 from xla_replica.starting import child_process
 
 # Replicas are forked from a server, and import the modules of tests and with them these
-# packages: most of a second in each of hundreds of processes. The server may have no
-# thread, so Arrow's allocator, which pandas loads, must not start one.
+# packages, torch_xla the last two: most of a second in each of hundreds of processes.
+# The server may have no thread, so Arrow's allocator, which pandas loads, must not
+# start one.
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
-child_process._IMPORTED += ["hypothesis", "pandas", "pytest"]
+child_process._IMPORTED += [
+    "hypothesis", "pandas", "pytest", "grab_xla", "rigl_xla", "requests", "yaml",
+]  # fmt: skip
 
 # Files that take more than about 20 s begin first, the longest one before the others:
 # one that begins last keeps one worker busy, and the others wait.
@@ -93,6 +101,15 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:
         config.pluginmanager.register(NamedAtOnce(reporter.write_line))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out modules of which the run has no test: some import for seconds."""
+    path, is_default = collection_path, "not slow" in config.option.markexpr
+    if not (HAS_XLA and is_default and RUN_ONCE & {path, path.parent}):
+        return None
+    is_own = path.suffix != ".py" or path.stem in RUN_TWICE
+    return not (is_own or re.search(r"on_xla|mark\.xla", path.read_text())) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -145,7 +145,7 @@ def compiled_runs(rank: int, backend: str) -> dict[str, tuple[list, int]]:
 @pytest.fixture(
     scope="module",
     params=[
-        ("aot_eager", "cpu"),
+        pytest.param(("aot_eager", "cpu"), marks=replicas.of_torch_alone),
         pytest.param(("inductor", "cpu"), marks=[needs_cxx, pytest.mark.slow]),
         pytest.param(("openxla", "xla"), marks=[replicas.needs_xla, pytest.mark.xla]),
     ],
@@ -163,6 +163,7 @@ def test_two_graphs_and_the_weights_of_a_large_batch_run(runs, name):
         elastic.assert_as_one_large_batch(CASES[name], weights)
 
 
+@replicas.of_torch_alone
 def test_a_compiled_loop_body_is_refused():
     """Its hooks would be compiled too, and step() at every step."""
     model, sampler, wrapper = make(trace=[256], cls=vbs.ConstantOptimizer)

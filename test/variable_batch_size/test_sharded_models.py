@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.variable_batch_size.elastic import Case, large_batch_run
 from support.variable_batch_size.sharded import TRACE, Model, Run, Training, data, whole
-from support.xla_replica.replicas import Backend, of_torch_alone
+from support.xla_replica.replicas import HAS_XLA, Backend, of_torch_alone
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -70,7 +70,8 @@ Pairs = list[tuple[tuple[int, ...], int]]
 
 
 def all_on(num_replicas: int) -> Pairs:
-    return [((num_replicas,), index) for index in range(len(RUNS))]
+    """Returns all runs; beside torch_xla, with the oldest torch, the last three."""
+    return [((num_replicas,), n) for n in range(4 if HAS_XLA else 0, len(RUNS))]
 
 
 def outcomes(rank: int, pairs: Pairs) -> list[dict[str, Any]]:

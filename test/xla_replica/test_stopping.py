@@ -163,6 +163,7 @@ assert len(list(loader)) == 3
 """
 
 
+@replicas.of_torch_alone
 def test_a_plain_script_is_one_replica_and_can_catch_signals(monkeypatch):
     """Its main thread can. And at its end Python ends a loader's worker.
 

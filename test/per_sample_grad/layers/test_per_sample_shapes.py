@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.per_sample_grad import Case, Gradients, captured, error, flat
 from support.per_sample_grad.agreement import METHODS, TOLERANCES, agree
 from support.per_sample_grad.models import CASES, Apply
+from support.xla_replica.replicas import HAS_XLA
 from torch import nn
 
 import per_sample_grad as psg
@@ -245,7 +246,10 @@ def test_every_parameter_may_be_the_only_one(case):
         assert error(found.materialize()[name], truth) <= 1e-10, name
 
 
-@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.slow)])
+NUMBERS = [8 if HAS_XLA else 20, pytest.param(200, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_layers_equal_the_loop(kind, number):
     @given(

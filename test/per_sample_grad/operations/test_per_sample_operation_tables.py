@@ -18,8 +18,6 @@ from support.per_sample_grad.models import Apply
 from support.xla_replica.replicas import Backend, of_torch_alone, on_xla
 from torch import nn
 from torch.nn.modules import activation
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import SampleInput
 
 import per_sample_grad as psg
 import xla_replica
@@ -30,12 +28,14 @@ from xla_replica.common.trees import map_tensors, tensors_in
 
 # Whose samples are large, or of which nothing is known.
 SLOW = ("grid_sampler_3d", "max_unpool", "scaled_dot_product_attention")
-OPS = [
-    op for op in op_db
-    if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")
-    and not any(name in op.name for name in SLOW)
-]  # fmt: skip
 NUM_PARTS = 8
+
+
+def all_of_torch() -> list[Any]:
+    """Returns torch's descriptions of its operations, which import for seconds."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return op_db
 
 
 def samples_of(
@@ -97,7 +97,12 @@ def moves_others(function: Callable, given: Any) -> tuple[list[str], int]:
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_another_sample_moves_nothing(part, most):
     total = 0
-    for op in OPS[part::NUM_PARTS]:
+    every = [
+        op for op in all_of_torch()
+        if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")
+        and not any(name in op.name for name in SLOW)
+    ]  # fmt: skip
+    for op in every[part::NUM_PARTS]:
         torch.manual_seed(0)
         samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=True))
         for sample in samples[:: -(-len(samples) // most) or 1]:
@@ -122,10 +127,10 @@ BACKEND = Backend("xla", 1)
 FORMULAS = [nn.ELU(1.0), nn.ELU(0.7), nn.CELU(1.0), nn.CELU(0.7), nn.SELU()]
 
 
-def operations() -> Iterator[tuple[str, Callable[..., torch.Tensor], SampleInput]]:
+def operations() -> Iterator[tuple[str, Callable[..., torch.Tensor], Any]]:
     """Yields some of torch's own samples for every activation and loss."""
     kinds = {name.lower() for name in activation.__all__}
-    for op in op_db:
+    for op in all_of_torch():
         name = op.name.removeprefix("nn.functional.")
         is_loss = any(word in name for word in ("loss", "cross_entropy", "kl_div"))
         if "." in name or not (is_loss or name.replace("_", "") in kinds):
@@ -141,7 +146,7 @@ def operations() -> Iterator[tuple[str, Callable[..., torch.Tensor], SampleInput
 
 
 def answers(
-    function: Callable[..., torch.Tensor], sample: SampleInput, device: torch.device
+    function: Callable[..., torch.Tensor], sample: Any, device: torch.device
 ) -> list[torch.Tensor]:
     """Returns a value, and the gradients of a function of all its numbers."""
 

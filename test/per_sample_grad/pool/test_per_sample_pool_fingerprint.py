@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from support.per_sample_grad.pool import Pool, scores
 from support.scripts import python
+from support.xla_replica.replicas import of_torch_alone
 from torch import nn
 
 from per_sample_grad.pool.blocks import compared_items
@@ -225,6 +226,7 @@ def described(path: str) -> dict[str, str]:
     return fingerprint({"model": mine.Net(), "loss": mine.make()})
 
 
+@of_torch_alone
 def test_another_process_and_new_comments_find_the_same(tmp_path):
     paths = [tmp_path / "first.py", tmp_path / "folder" / "second.py"]
     paths[1].parent.mkdir()

@@ -21,7 +21,7 @@ import pytest
 import torch
 from support.per_sample_grad.pool import BLOCK, Pool, Vectors, assert_same_bits, scores
 from support.variable_batch_size.checkpointed import full_disk
-from support.xla_replica.replicas import TORCHTPU, Backend, needs_xla, on_xla, row
+from support.xla_replica.replicas import TORCHTPU, Backend, of_torch_alone, on_xla, row
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -372,11 +372,10 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize(("what", "device", "killings", "last"), [
-    ("rows", "cpu", [1], 2),
+    pytest.param("rows", "cpu", [1], 2, marks=of_torch_alone),
     *(pytest.param(what, "cpu", [3, 1, 2], last, marks=pytest.mark.slow)
       for what, last in [("scores", 1), ("rows", 3)]),
-    *(pytest.param(what, "xla", [2, 1], 3, marks=[
-        pytest.mark.slow, pytest.mark.xla, needs_xla])
+    *(pytest.param(what, "xla", [2, 1], 3, marks=row("xla", 2, slow=True).marks)
       for what in ("scores", "rows")),
 ])  # fmt: skip
 def test_a_killed_run_loses_two_parts_at_most_and_no_bit(

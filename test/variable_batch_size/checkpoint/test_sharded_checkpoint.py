@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.variable_batch_size.elastic import Case
 from support.variable_batch_size.sharded import TRACE, Run, Training, whole
-from support.xla_replica.replicas import Backend
+from support.xla_replica.replicas import Backend, of_torch_alone
 from torch.testing import assert_close
 
 import variable_batch_size as vbs
@@ -83,6 +83,7 @@ def check(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
         assert outcome["progress"] == pytest.approx(alone["progress"], rel=1e-9)
 
 
+@of_torch_alone
 def test_three_processes_and_one_continue_what_two_have_saved(stopped, alone, tmp_path):
     check([resumed(0, shutil.copytree(stopped, tmp_path / "copy"))], alone)
     found = run_on(3, shutil.copytree(stopped, tmp_path, dirs_exist_ok=True))

@@ -110,6 +110,7 @@ def with_workers(rank: int) -> str:
     return training.finish(training.replica.loader(loader)).outcome().digest
 
 
+@of_torch_alone
 def test_loaders_may_read_ahead(alone):
     assert ALONE.run(with_workers) == [alone["small"].digest]
 

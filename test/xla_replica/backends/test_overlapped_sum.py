@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.kernels import Kernels
-from support.xla_replica.replicas import Backend, backends
+from support.xla_replica.replicas import Backend, backends, of_torch_alone
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -303,6 +303,7 @@ def counts(rank: int, substeps: int) -> tuple[dict, dict, list[tuple[str, int]]]
     return dict(kernels.written), dict(of_plain.written), sums
 
 
+@of_torch_alone
 @pytest.mark.parametrize("substeps", [1, 3])
 def test_no_gradient_is_copied_more_often_than_ddp_does(substeps):
     """A divisor of two costs nothing; six is not a power of two: the sum is divided."""
