@@ -149,10 +149,10 @@ class BatchSizeController:
         if new != seen.batch_size:
             first = self.updates_of.change_batch_size(new)
             self._write()
-            told = {"batch_size": new, "before": seen.batch_size, "first_step": first}
-            told |= {"noise_scale": seen.noise_scale, "wanted": wanted}
+            event = {"batch_size": new, "before": seen.batch_size, "first_step": first}
+            event |= {"noise_scale": seen.noise_scale, "wanted": wanted}
             if self.log:
-                self.log.event("decision", **told, available=most)
+                self.log.event("decision", **event, available=most)
 
     def _write(self) -> None:
         """Writes the trace as it is now, with the last batch size held."""
