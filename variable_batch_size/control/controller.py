@@ -96,11 +96,8 @@ class BatchSizeController:
                     "BatchSizeController decides from the gradient noise scale: build "
                     "the optimizer with noise=True, or pass policy=, a function"
                 )
-        for name, size in (("least", low), ("most", most // unit * unit)):
-            try:
-                optimizer.check_batch_size(size)
-            except ValueError as error:
-                raise ValueError(f"{name}: steps of {size} samples: {error}") from error
+        for size in (low, most // unit * unit):
+            optimizer.check_batch_size(size)
         available = (lambda: most) if self.available is None else self.available
         self._policy, self._replica = policy, optimizer.replica
         self._available = check_function("available", available)
