@@ -156,6 +156,7 @@ OF_TYPES = [
     (lambda: wrapped(make()[2], rule="root"), "Optimizer is a wrapper: wrap"),
     (lambda: make(cls=vbs.AdaScaleOptimizer, noise=vbs.NoiseOptions()),
      "time_constant=, got noise=NoiseOptions"),
+    (lambda: wrapped().step(lambda: None), r"step\(closure\) is not supported"),
     (lambda: copy.deepcopy(wrapped()), r"save optimizer.state_dict\(\) instead"),
     (lambda: controlled(available=64), "available must be a function, got 64"),
     (lambda: controlled(noise=False), "build the optimizer with noise=True"),
