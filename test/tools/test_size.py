@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_897
-TEST_LINES = 33_650
+TEST_LINES = 33_651
 
 
 def test_lines_are_counted():
