@@ -204,10 +204,13 @@ class ElasticOptimizer(OptimizerProxy):
 
     # --- the training loop's calls --------------------------------------------------
 
-    def step(self, *, weight: Any = None) -> int:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: None = None, *, weight: Any = None
+    ) -> int:
         """Accumulates one minibatch's gradient, and updates if it was the step's last.
 
         Args:
+            closure: Not supported; Accelerate hands None on.
             weight: With ``reduction='sum'``: how many tokens the minibatch's loss sums,
                 at least 0; a number, or a tensor with one element, which is not read.
                 A minibatch of weight zero adds nothing if its loss is zero.
@@ -223,6 +226,8 @@ class ElasticOptimizer(OptimizerProxy):
                 loop ran more minibatches than the sampler yields.
             ReplicaError: Replicas would disagree from here on.
         """
+        if closure is not None:
+            raise TypeError("step(closure) is not supported: call backward() before it")
         tracing = torch.compiler.is_dynamo_compiling()
         if tracing or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
             raise TypeError(

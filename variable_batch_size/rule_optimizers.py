@@ -164,7 +164,7 @@ class AdaScaleOptimizer(_NamedRuleOptimizer):
 
     def gain(self, batch_size: float | None = None) -> float:
         """Returns the gain of a batch size over all groups; default: the last one's."""
-        return self.noise.gain(batch_size)
+        return self.noise.measure(batch_size).gain
 
     @property
     def progress(self) -> float:
@@ -173,11 +173,11 @@ class AdaScaleOptimizer(_NamedRuleOptimizer):
 
     def noise_scale(self) -> float:
         """Returns tr Sigma / |G|^2, in samples; see `gradient_noise.noise_scale`."""
-        return self.noise.noise_scale()
+        return self.noise.measure().noise_scale
 
     def efficiency(self, batch_size: float | None = None) -> float:
         """Returns progress per sample against the reference batch size."""
-        return self.noise.efficiency(batch_size)
+        return self.noise.measure(batch_size).efficiency
 
 
 class LinearRuleMomentumOptimizer(_NamedRuleOptimizer):

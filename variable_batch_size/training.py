@@ -17,7 +17,7 @@ from variable_batch_size.checkpoint.checkpointer import Checkpointer
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.progress import Progress
 from variable_batch_size.runs.run_log import RunLog
-from xla_replica.common.arguments import check_choice, check_integer, check_type
+from xla_replica.common.arguments import check_choice, check_integer
 from xla_replica.stopping import end_run
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,6 @@ def epochs(
     """
     check_integer("num_epochs", num_epochs, least=1)
     check_choice("progress", progress, (None, True, False, "log"))
-    check_type("optimizer", optimizer, ElasticOptimizer, "an elastic wrapper")
     sampler = optimizer.sampler
     if optimizer in _BEGUN:
         raise ValueError(

@@ -247,7 +247,7 @@ def test_gains_of_every_group_are_those_of_fairscale():
             loss(ours_groups, row).backward()
             ours.step()
         assert ours.noise.lr_factors() == pytest.approx(gains, rel=1e-5)
-        assert ours.noise.gain() == pytest.approx(overall, rel=1e-5)
+        assert ours.noise.measure().gain == pytest.approx(overall, rel=1e-5)
         for one, other in zip(ours_groups, theirs_groups):
             assert torch.allclose(one["params"][0], other["params"][0], atol=1e-12)
 
@@ -268,7 +268,11 @@ def test_noise_is_what_adaptdl_measures(num_minibatches):
     )
     options = {"time_constant": time_constant(0.999)}
     _, optimizer = make((num_minibatches,), [own], **options)
-    assert scale.gain(2.0) == pytest.approx(optimizer.noise.gain(2.0), rel=1e-5) == 1
+    assert (
+        scale.gain(2.0)
+        == pytest.approx(optimizer.noise.measure(2.0).gain, rel=1e-5)
+        == 1
+    )
     for rows in gradients(12, num_minibatches):
         for number, row in enumerate(rows, 1):
             replica.require_backward_grad_sync = number == num_minibatches
@@ -279,5 +283,5 @@ def test_noise_is_what_adaptdl_measures(num_minibatches):
         assert measured.variance == pytest.approx(scale.var_avg(), rel=1e-5)
         assert measured.square == pytest.approx(scale.sqr_avg(), rel=1e-5)
         for ratio in (1.0, 2.0, 3.0, 64.0):
-            gain = optimizer.noise.gain(ratio)
+            gain = optimizer.noise.measure(ratio).gain
             assert gain == pytest.approx(scale.gain(ratio), rel=1e-5)

@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_535
-TEST_LINES = 33_656
+CODE = 21_525
+TEST_LINES = 33_661
 
 
 def test_lines_are_counted():

@@ -213,7 +213,6 @@ def test_what_cannot_be_run_is_refused():
         ({"chekpoint": "x"}, "epochs: chekpoint='x' is neither an option nor a part"),
         ({"on_end": print}, "epochs: on_end=.* nor a part"),
         ({"schedules": [1]}, r"epochs: schedules=\[1\] .* one by one"),
-        ({"optimizer": optimizer.inner}, "optimizer must be an elastic wrapper"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             vbs.epochs(**run | changes)

@@ -149,7 +149,7 @@ class Checkpointer:
     def _stop(self) -> None:
         """Saves, and raises `Stopped`. Collective."""
         saved = self._save()
-        # In it, so that no replica leaves while replica 0 writes.
+        # A collective, so that no replica leaves while replica 0 writes.
         request = save_and_stop.agreed_request(self.replica)
         for log in self._logs:
             log.close(request.reason)

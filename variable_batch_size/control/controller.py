@@ -96,11 +96,8 @@ class BatchSizeController:
                     "BatchSizeController decides from the gradient noise scale: build "
                     "the optimizer with noise=True, or pass policy=, a function"
                 )
-        for name, size in (("least", low), ("most", most // unit * unit)):
-            try:
-                optimizer.check_batch_size(size)
-            except ValueError as error:
-                raise ValueError(f"{name}: steps of {size} samples: {error}") from error
+        for size in (low, most // unit * unit):
+            optimizer.check_batch_size(size)
         available = (lambda: most) if self.available is None else self.available
         self._policy, self._replica = policy, optimizer.replica
         self._available = check_function("available", available)
@@ -149,10 +146,10 @@ class BatchSizeController:
         if new != seen.batch_size:
             first = self.updates_of.change_batch_size(new)
             self._write()
-            told = {"batch_size": new, "before": seen.batch_size, "first_step": first}
-            told |= {"noise_scale": seen.noise_scale, "wanted": wanted}
+            event = {"batch_size": new, "before": seen.batch_size, "first_step": first}
+            event |= {"noise_scale": seen.noise_scale, "wanted": wanted}
             if self.log:
-                self.log.event("decision", **told, available=most)
+                self.log.event("decision", **event, available=most)
 
     def _write(self) -> None:
         """Writes the trace as it is now, with the last batch size held."""

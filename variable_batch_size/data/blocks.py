@@ -27,7 +27,6 @@ from torch.utils.data._utils import worker
 from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder, bijection
 from xla_replica.common.arguments import (
     check_fields,
-    check_flag,
     check_function,
     check_integer,
     checked,
@@ -102,6 +101,7 @@ class BlockShuffle(LazyOrder):
         return [blocks, slots, windows]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class BlockDataset(Dataset[Any]):
     """A map-style dataset over blocks of samples, which are read whole and kept.
 
@@ -130,18 +130,16 @@ class BlockDataset(Dataset[Any]):
             reading: a block has another number of samples than ``block_sizes`` says.
     """
 
-    def __init__(
-        self,
-        read_block: ReadBlock,
-        block_sizes: Sequence[int] | np.ndarray,
-        *,
-        in_order: bool = False,
-    ) -> None:
-        self._starts = _starts_of(block_sizes)
+    read_block: ReadBlock
+    block_sizes: Any  # a sequence of integers
+    in_order: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_function("read_block", self.read_block)
+        self._starts = _starts_of(self.block_sizes)
         self.block_sizes = np.diff(self._starts)
-        self.in_order = check_flag("in_order", in_order)
         self.num_blocks_read = 0
-        self._read_block = check_function("read_block", read_block)
         self._num_kept = 1
         self._kept: dict[int, Any] = {}  # the latest read is last
         self._reading = threading.Lock()  # emulated replicas may share the object
@@ -253,7 +251,7 @@ class BlockDataset(Dataset[Any]):
             return self._kept[number]
 
     def _read(self, number: int) -> None:
-        block, expected = self._read_block(number), self.block_sizes[number]
+        block, expected = self.read_block(number), self.block_sizes[number]
         if len(block) != expected:
             raise ValueError(
                 f"block {number} has {len(block)} samples, and must have {expected}: "

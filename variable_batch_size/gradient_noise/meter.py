@@ -64,8 +64,8 @@ class Measurements(NamedTuple):
     Attributes:
         gain: Steps at the reference batch size that one of the last batch size is
             worth, by what is known now.
-        noise_scale: tr Sigma / |G|^2, in samples.
-        efficiency: Progress per sample, against the reference batch size.
+        noise_scale: tr Sigma / |G|^2, in samples; NaN where nothing is known.
+        efficiency: Progress per sample, against the reference batch size; NaN too.
         progress: Steps at the reference batch size that training is worth so far.
         variance: tr Sigma of one sample.
         square: |G|^2.
@@ -82,8 +82,8 @@ class Measurements(NamedTuple):
 class NoiseMeter(Part):
     """Statistics of the gradients of one optimizer, on the device.
 
-    `measure`, `gain`, `lr_factors`, `noise_scale`, `efficiency` and `progress` read
-    the device back: ask them on logging steps.
+    `measure`, `lr_factors` and `progress` read the device back: ask them on logging
+    steps.
 
     Args:
         run: The wrapper's arguments, a `Run`. If minibatches have weights, a unit of
@@ -273,10 +273,6 @@ class NoiseMeter(Part):
             square=square,
         )
 
-    def gain(self, batch_size: float | None = None) -> float:
-        """Returns the overall gain of a batch size; default: the last update's."""
-        return self.measure(batch_size).gain
-
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
         averages, _ = self._read()
@@ -284,14 +280,6 @@ class NoiseMeter(Part):
             averages = estimators.overall(averages).expand(-1, self._num_groups)
         gains = self._gains(averages, batch_size)
         return tuple(gain * self._lr_factor for gain in gains)
-
-    def noise_scale(self) -> float:
-        """Returns tr Sigma / |G|^2, in samples; NaN where nothing is known."""
-        return self.measure().noise_scale
-
-    def efficiency(self, batch_size: float | None = None) -> float:
-        """Returns progress per sample over the reference's; NaN if unknown."""
-        return self.measure(batch_size).efficiency
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""

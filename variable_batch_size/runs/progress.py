@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import sys
@@ -31,6 +32,7 @@ class Lines(io.StringIO):
         return len(text)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Progress:
     """Says on replica 0 what a run begins with, and then where it is; attach it.
 
@@ -48,18 +50,16 @@ class Progress:
         bar: The bar, for a ``with`` statement.
     """
 
-    def __init__(
-        self,
-        optimizer: ElasticOptimizer,
-        num_updates: int,
-        way: bool | str | None,
-        log: RunLog | None,
-        folder: object,
-    ) -> None:
-        replica, sampler = optimizer.replica, optimizer.sampler
-        self._num_updates, self._log = num_updates, log
+    optimizer: ElasticOptimizer
+    num_updates: int
+    way: bool | str | None
+    log: RunLog | None
+    folder: object
+
+    def __post_init__(self) -> None:
+        replica, sampler = self.optimizer.replica, self.optimizer.sampler
         first, samples = sampler.ledger.global_step, sampler.schedule.samples_before
-        is_told = way is not False and replica.is_primary
+        is_told = self.way is not False and replica.is_primary
         if is_told and not logger.hasHandlers():
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%X"))
@@ -67,26 +67,26 @@ class Progress:
             logger.setLevel(logging.INFO)
         if is_told:
             logger.info(
-                f"{replica}: updates {first} to {num_updates} of "
+                f"{replica}: updates {first} to {self.num_updates} of "
                 f"{sampler.schedule.trace.name}, minibatches of "
-                f"{sampler.minibatch_size}, checkpoints in {folder}"
+                f"{sampler.minibatch_size}, checkpoints in {self.folder}"
             )
         is_watched = sys.stderr.isatty() or "ipykernel" in sys.modules
         lines = {"file": Lines(), "bar_format": LINE, "mininterval": SECONDS}
         self.bar: Any = tqdm(
-            total=samples(num_updates), initial=samples(first), unit=" samples",
+            total=samples(self.num_updates), initial=samples(first), unit=" samples",
             unit_scale=True, disable=not is_told, delay=SECONDS, miniters=1,
-            **lines if way == "log" or not is_watched else {},
+            **lines if self.way == "log" or not is_watched else {},
         )  # fmt: skip
         self.bar.delay = 0.0  # a run that ends sooner shows its end
 
     def __call__(self, update: Update) -> None:
         """Shows an update; `ElasticOptimizer.attach` has it called."""
-        numbers: dict[str, Any] = {"update": f"{update.step + 1}/{self._num_updates}"}
+        numbers: dict[str, Any] = {"update": f"{update.step + 1}/{self.num_updates}"}
         numbers |= {"epoch": update.epoch, "batch": update.batch_size}
         if not isinstance(update.lr[0], torch.Tensor):  # else the device has it
             numbers["lr"] = update.lr[0]
-        if self._log is not None and "loss" in self._log.newest:
-            numbers["loss"] = self._log.newest["loss"]
+        if self.log is not None and "loss" in self.log.newest:
+            numbers["loss"] = self.log.newest["loss"]
         self.bar.set_postfix(numbers, refresh=False)
         self.bar.update(update.batch_size)

@@ -88,8 +88,8 @@ def thresholds(
         tokens_per_sample: With unit=tokens, which needs it.
     """
     check_choice("unit", unit, ("steps", "samples", "tokens"))
-    per_sample = tokens_per_sample if unit == "tokens" else 1
-    check_integer("tokens_per_sample", per_sample, least=1)
+    given = tokens_per_sample if unit == "tokens" else 1
+    per_sample = check_integer("tokens_per_sample", given, least=1)
     pairs = [row.partition(":") for row in rows.split()]
     if not pairs or not all(colon for _, colon, _ in pairs) or "," in rows:
         raise ValueError(f"rows must be like '0:768 250B:1536', got {rows!r}")
@@ -98,7 +98,7 @@ def thresholds(
     if starts[0] != 0 or sorted({*starts}) != starts:
         raise ValueError(f"rows must begin at 0 and increase, got {rows!r}")
 
-    def used(size: int) -> Any:
+    def used(size: int) -> int:
         return 1 if unit == "steps" else size * per_sample
 
     return _until(total, lambda done: sizes[bisect.bisect(starts, done) - 1], used)

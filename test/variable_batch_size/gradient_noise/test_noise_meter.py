@@ -127,7 +127,7 @@ def test_other_rules_and_ones_own_measure_too(rule, factor):
     updates = []
     optimizer.attach(updates.append)
     step(optimizer, parameter, ROWS)
-    assert optimizer.noise.gain() == pytest.approx(1.25)
+    assert optimizer.noise.measure().gain == pytest.approx(1.25)
     assert optimizer.noise.lr_factors() == (pytest.approx(1.25),)
     assert updates[0].lr == (pytest.approx(0.01 * factor),)
     assert optimizer.current_lr() == pytest.approx(updates[0].lr[0])
@@ -158,8 +158,8 @@ def test_squares_that_overflow_are_told(caplog):
         (parameter * (1e20 + number)).sum().backward()
         optimizer.step()
     with caplog.at_level(logging.WARNING):
-        assert optimizer.noise.gain() == 1
-        optimizer.noise.gain()
+        assert optimizer.noise.measure().gain == 1
+        optimizer.noise.measure()
     assert caplog.text.count("squares of their gradients are not finite") == 1
 
 
