@@ -105,6 +105,13 @@ def test_a_page_is_readable(page, width, seen):
     assert max(background) < 60 < 160 < min(color)
 
 
+def test_pages_are_found_by_task():
+    assert [*conf.contents(conf.root_doc)] == [
+        "Start", "Train", "Replicas", "Resume", "Live", "Sharded", "Order data",
+        "Sparsify", "Per sample", "Extend", "Measurements", "Reference", "Project",
+    ]  # fmt: skip
+
+
 def test_the_contents_name_every_page_once():
     listed = [
         page
