@@ -16,8 +16,7 @@ from grab_xla.balancing.decisions import Decisions
 from grab_xla.balancing.prefix_sums import Herding, RunningHerding, herding
 from grab_xla.epoch.orders import GraBWarning
 from grab_xla.gradients.fidelities import FIDELITIES
-from grab_xla.options import Measurements, Signs
-from grab_xla.random_projections import RandomProjection
+from grab_xla.options import Measurements, RandomProjection, Signs
 from grab_xla.sampler import GraBSampler
 
 __all__ = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -19,20 +21,12 @@ from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import (
-    GraBWarning,
-    Orders,
-    Weights,
-    WeightsOf,
-    weights_function,
-)
+from grab_xla.epoch.orders import GraBWarning, Orders, Weights, WeightsOf
 from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
 from grab_xla.gradients.samples import GradientMatrix
-from grab_xla.options import Measurements, Signs, family
-from grab_xla.random_projections import RandomProjection
-from grab_xla.sorter import Sorter
+from grab_xla.options import Measurements, RandomProjection, Signs, family
 from grab_xla.training_passes import TrainingPasses
 from per_sample_grad import Projection
 from xla_replica.common.arguments import check_choice, check_integer, check_type
@@ -150,6 +144,9 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         self.balance_type = str(getattr(balance_type, "value", balance_type))
         ordering = ordering_named(self.balance_type, **options)
         check_choice("dtype", dtype, DTYPES)
+        kinds_of_weights = {"equal": None, "update": "update"}
+        if not callable(weights):
+            check_choice("weights", weights, kinds_of_weights)
         self._replica = replica_for(num_replicas, rank, device)
         self.device = torch.device(self._replica.device if device is None else device)
         self._timer = timer or contextlib.nullcontext
@@ -169,7 +166,6 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             shapes, self.projection, normalize_grads, dtype, self.device
         )
         given = repr([(unwrapped(name), shape) for name, shape in shapes.items()])
-        named = {"equal": None, "update": "update"}
         # What a saved state must agree with.
         self._identity: dict[str, Any] = {
             "version": VERSION,
@@ -180,7 +176,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             "normalize_grads": normalize_grads,
             "tie": signs.tie,
             "prob_balance": signs.walk_constant,
-            "weights": "given" if callable(weights) else named.get(weights),
+            "weights": "given" if callable(weights) else kinds_of_weights[weights],
             "projection": self.projection and repr(self.projection),
             "group_size": group_size,
             _PARAMETERS: zlib.crc32(given.encode()),
@@ -210,8 +206,8 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             "Give all replicas the same seed or equal generators.",
         )
         self._progress = Progress(
-            self._orders, sharding, self._balancer, weights_function(weights),
-            self._uses_gradients, self._timer,
+            self._orders, sharding, self._balancer, weights, self._uses_gradients,
+            self._timer,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -249,7 +245,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         ``weights_of`` is as ``weights``, or returns None in every epoch: all the same.
         """
         if self._identity["weights"] == "update":
-            self._progress.weights_of = weights_of
+            self._progress.weights = weights_of
 
     @property
     def epoch(self) -> int:
@@ -362,21 +358,55 @@ class GraBSampler(TrainingPasses, Sampler[int]):
                 set, model or balance type.
         """
         check_type("load_state_dict: the state", state, Mapping, "a dict")
-        if state.get("version", VERSION) != VERSION:
-            raise ValueError(
-                f"load_state_dict: the state has format {state['version']}, which an "
-                f"earlier version saved, and this one reads {VERSION}"
-            )
         own = self._identity
-        others = self._orders.state_dict().keys() | {"given_for", "engine"}
-        missing = sorted((own.keys() | others) - state.keys())
-        if missing:
-            raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}")
-        theirs = {name: state[name] for name in own}
+        theirs = {name: state.get(name) for name in own}
         check_same(theirs, own, "load_state_dict: the state of another sampler")
+        others = self._orders.state_dict().keys() | {"given_for", "engine"}
+        if missing := sorted(others - state.keys()):
+            raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}")
         # The epoch's random numbers are drawn again rather than saved.
         self._orders.generator.set_state(state["drawn_from"].cpu())
         self._balancer.draw(self._num_groups, self._orders.generator)
         self._balancer.load_state_dict(state["engine"])
         self._orders.load_state_dict(state)
         self._progress.restore(state["given_for"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Sorter:
+    """What grab-sampler's users find in another object, `GraBSampler.sorter`.
+
+    Measurements of the current epoch, and methods that the balance type hands on.
+
+    Those are ``update_v(second_moment)`` of 'adamean' and ``compute_order(model,
+    params, buffers, loss_fn)`` of 'ntk-eigen'; of your own type, what its
+    `Ordering.order_methods` and `state_methods` name.
+    """
+
+    _orders: Orders
+    _balancer: OnlineBalancer
+    _metrics: EpochMetrics
+
+    @property
+    def grad_norms(self) -> list[float]:
+        """The gradients' norms in the order visited, if ``record_norm``."""
+        return self._metrics.norms()
+
+    @property
+    def herding(self) -> float:
+        """The largest infinity norm of a prefix sum so far, if ``record_herding``."""
+        return self._metrics.herding()[0]
+
+    @property
+    def avg_grad_error(self) -> float:
+        """The largest 2-norm of a prefix sum so far, if ``record_herding``."""
+        return self._metrics.herding()[1]
+
+    def __getattr__(self, name: str) -> Any:
+        ordering = self._orders.ordering
+        if name in ordering.order_methods:
+            order_of = getattr(ordering, name)
+            return lambda *of, **options: self._orders.give(order_of(*of, **options))
+        if name in ordering.state_methods:
+            return functools.partial(self._balancer.change_state, name)
+        raise AttributeError(f"the sorter of {type(ordering).__name__} has no {name!r}")

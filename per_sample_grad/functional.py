@@ -51,20 +51,7 @@ def per_sample_grads(
         **options: Options of `capture`.
     """
     recorded, losses = _recorded(model, loss_fn, batch, options)
-    later: list[Factors] = []
-
-    def answer(factors: Factors) -> dict[str, torch.Tensor]:
-        # The last layers come first. Their gradients, which are often the largest,
-        # would be in memory together with the activations of all other layers.
-        if factors.compression > 1:
-            later.append(factors)
-            return {}
-        return factors.materialize()
-
-    found = recorded.stream(losses, answer)
-    while later:
-        found.update(later.pop().materialize())
-    return {name: found[name] for name in recorded.params}
+    return recorded.materialize(losses)
 
 
 def per_sample_grad_norms(

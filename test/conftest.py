@@ -56,7 +56,7 @@ LONGEST = (
     "test_sharded_models", "test_rule_family", "test_overlapped_sum",
     "test_page_blocks", "test_accelerators", "test_rigl_example", "test_grab_memory",
     "test_token_weights", "test_replica_family", "test_per_sample_stream",
-    "test_asynchronous_checkpoint", "test_balance_family", "test_exact_sums",
+    "test_balance_family", "test_exact_sums",
 )  # fmt: skip
 
 

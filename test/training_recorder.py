@@ -39,7 +39,7 @@ class Recorder:
     ) -> None:
         self.log = vbs.RunLog(
             Path(args.logdir, "run.jsonl"), optimizer, log_steps=args.log_steps,
-            settings=vars(args), shows=self._show,
+            settings=vars(args), sinks=[self._show],
         )  # fmt: skip
         self._logdir, self._is_primary = args.logdir, replica.is_primary
         self._writer: SummaryWriter | None = None
@@ -76,16 +76,15 @@ class Recorder:
         if self._writer:
             self._writer.close()
 
-    def _show(self, lines: list[dict[str, Any]]) -> None:
-        """Writes the lines since the last logging step to TensorBoard."""
+    def _show(self, values: dict[str, Any], *, step: int) -> None:
+        """Writes the numbers of a logging step, or the accuracy, to TensorBoard."""
         assert self._writer is not None
-        for line in lines:
-            for name in line.keys() - {"step", "time", "samples", "epoch"}:  # axes
-                folder = "test" if name == "accuracy" else "train"
-                self._writer.add_scalar(f"{folder}/{name}", line[name], line["step"])
-            if "loss" in line:  # all numbers of one step
-                shown = {"step": line["step"], "batch": line["batch_size"]}
-                shown |= {n: f"{line[n]:.4f}" for n in ("lr", "loss")}
-                if "gain" in line:
-                    shown["gain"] = f"{line['gain']:.2f}"
-                self._bar.set_postfix(shown, refresh=False)
+        for name in values.keys() - {"samples", "epoch"}:  # axes
+            folder = "test" if name == "accuracy" else "train"
+            self._writer.add_scalar(f"{folder}/{name}", values[name], step)
+        if "loss" in values:
+            shown = {"step": step, "batch": values["batch_size"]}
+            shown |= {n: f"{values[n]:.4f}" for n in ("lr", "loss")}
+            if "gain" in values:
+                shown["gain"] = f"{values['gain']:.2f}"
+            self._bar.set_postfix(shown, refresh=False)

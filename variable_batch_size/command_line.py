@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", TraceWarning)
             output = COMMANDS[args.command](args)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (TypeError, ValueError, OSError, ModuleNotFoundError) as error:
         message = _in_options(str(error), vars(args))
         parser.exit(2, f"vbs {args.command}: error: {message}\n")
     for warning in caught:
@@ -77,11 +77,9 @@ def _add_parser(
 
 def _in_options(message: str, options: Mapping[str, Any]) -> str:
     """Returns a message of the library in the words of the command line."""
-    message = message.replace("num_epochs", "epochs")
-    for name in options:
-        option = "--" + name.replace("_", "-")
-        message = re.sub(rf"(?<![-\w]){name}=True\b|\A{name}(?= must)", option, message)
-        message = re.sub(rf"(?<![-\w]){name}=(?=\S)", f"{option} ", message)
-        if "_" in name:
-            message = re.sub(rf"\b{name}\b", option, message)
-    return message
+    named = (name if "_" in name else f"{name}(?==)" for name in options)
+    return re.sub(
+        rf"(?<![-\w])({'|'.join(named)})\b(=True\b)?",
+        lambda found: "--" + found[1].replace("_", "-"),
+        message.replace("num_epochs", "epochs"),
+    )

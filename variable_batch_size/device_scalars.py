@@ -20,23 +20,20 @@ class DeviceScalars:
     Two uses never share a tensor: where their values happened to be equal, a lazy
     backend would compile another program. Beyond ``capacity`` values the one that was
     not used for longest is dropped, and is uploaded again when it returns.
+
+    Attributes:
+        get: From a use, a number and a dtype to a tensor of shape ``(1,)``; or from a
+            matrix, a tuple of tuples. Do not change it.
     """
 
     def __init__(self, replica: Replica, capacity: int = 1024) -> None:
         # Of a function without `self`, so that tensors are freed with this object.
-        self._kept = functools.lru_cache(capacity)(functools.partial(_made, replica))
-
-    def get(
-        self,
-        use: object,
-        value: float | tuple[tuple[float, ...], ...],
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        """Returns a number, of shape ``(1,)``, or a matrix; do not change it."""
-        return self._kept(use, value, dtype)
+        self.get = functools.lru_cache(capacity)(functools.partial(_made, replica))
 
 
-def _made(replica: Replica, use: object, value: Any, dtype: torch.dtype) -> Tensor:
+def _made(
+    replica: Replica, use: object, value: Any, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Returns a number, or a matrix, on the device; ``use`` sets tensors apart."""
     del use
     if not isinstance(value, tuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ import xla_replica
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place
 from variable_batch_size.device_scalars import as_floats
-from variable_batch_size.gradient_noise.meter import NoiseOptions
 from variable_batch_size.live.exact import ExactModel
 from variable_batch_size.live.members import LiveBallots, LiveUpdates, State
 from variable_batch_size.live.repeatable import RepeatableSums
@@ -26,13 +25,18 @@ from variable_batch_size.step import buffers, checks, elastic_state
 from variable_batch_size.step.attached import Unit, check_attach
 from variable_batch_size.step.ballots import Ballots
 from variable_batch_size.step.parts import Clipping, Weights
-from variable_batch_size.step.run import Reduction, Run
+from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import Scaling
 from variable_batch_size.step.sums import Sums
 from variable_batch_size.step.together import update_together
 from variable_batch_size.step.update import Updates
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from variable_batch_size.step.run import ElasticOptions
 
 
 def _sums(exact: nn.Module | None, replica: Replica) -> Sums:
@@ -147,28 +151,16 @@ class ElasticOptimizer(OptimizerProxy):
         rule: str | Rule = "linear",
         ref_batchsize: int | None = None,
         log_steps: int | None = None,
-        *,
-        reduction: Reduction = "mean",
-        ref_weight: float | None = None,
-        max_grad_norm: float | None = None,
-        momentum_correction: bool = False,
-        decay_per_sample: bool = False,
-        noise: NoiseOptions | bool = False,
-        overlap: bool = True,
-        lockstep: bool = False,
-        float32_sums: bool = True,
-        exact: nn.Module | None = None,
-        compare_every: int = 100,
-        replica: Replica | None = None,
+        **options: Unpack[ElasticOptions],
     ) -> None:
+        own: dict[str, Any] = {"ref_batchsize": ref_batchsize, **options}
+        own["noise_options"] = own.pop("noise", False)
         self.sampler = sampler
-        self.replica = replica = given_or_current(replica)
-        self._run = run = Run(
-            optimizer, sampler, replica, _sums(exact, replica),
-            with_options(rule, momentum_correction, decay_per_sample),
-            ref_batchsize, ref_weight, reduction, log_steps, max_grad_norm, noise,
-            overlap, lockstep, float32_sums, compare_every,
-        )  # fmt: skip
+        self.replica = replica = given_or_current(own.pop("replica", None))
+        sums = _sums(own.pop("exact", None), replica)
+        flags = (own.pop(n, False) for n in ("momentum_correction", "decay_per_sample"))
+        of = optimizer, sampler, replica, sums, with_options(rule, *flags)
+        self._run = run = Run(*of, log_steps, **own)
         checks.check_run(run)
         ledger = sampler.ledger
         if run.sharded != ledger.padded and (ledger.padded or ledger.accounts):
@@ -177,7 +169,7 @@ class ElasticOptimizer(OptimizerProxy):
             )
         if run.sharded:
             ledger.pad()
-        if ref_weight is None and not run.rule.measured:
+        if run.ref_weight is None and not run.rule.measured:
             sampler.follow_rule(run.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
         elastic_state.check_agreement(run)
@@ -212,13 +204,10 @@ class ElasticOptimizer(OptimizerProxy):
 
     # --- the training loop's calls --------------------------------------------------
 
-    def step(  # type: ignore[override]
-        self, closure: None = None, *, weight: Any = None
-    ) -> int:
+    def step(self, *, weight: Any = None) -> int:  # type: ignore[override]
         """Accumulates one minibatch's gradient, and updates if it was the step's last.
 
         Args:
-            closure: Not supported.
             weight: With ``reduction='sum'``: how many tokens the minibatch's loss sums,
                 at least 0; a number, or a tensor with one element, which is not read.
                 A minibatch of weight zero adds nothing if its loss is zero.
@@ -234,10 +223,6 @@ class ElasticOptimizer(OptimizerProxy):
                 loop ran more minibatches than the sampler yields.
             ReplicaError: Replicas would disagree from here on.
         """
-        if closure is not None:
-            raise TypeError(
-                "step(closure) is not supported: call loss.backward() before step()"
-            )
         tracing = torch.compiler.is_dynamo_compiling()
         if tracing or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
             raise TypeError(
@@ -264,10 +249,8 @@ class ElasticOptimizer(OptimizerProxy):
         """
         if not (self._run.lockstep and self.is_idle):
             raise ValueError(
-                f"join_step() in step {self.place.step} of epoch {self.epoch}, with "
-                f"lockstep={self._run.lockstep}: it is for wrappers with "
-                "lockstep=True, in steps in which this replica has no minibatch; "
-                "call backward() and step() for every one that it has"
+                f"join_step() in step {self.place.step} of epoch {self.epoch}: it is "
+                "for wrappers with lockstep=True, in steps without a minibatch here"
             )
         self._opt_called = True  # torch's schedulers look before their step
         return update_together(self._updates.account)
@@ -294,9 +277,8 @@ class ElasticOptimizer(OptimizerProxy):
             self._opt_called = True  # torch's schedulers look before their step
             if num_optimizers > 1:
                 raise ReplicaError(
-                    f"this replica is idle in step {account.number} of "
-                    f"epoch {self.epoch}: build its {num_optimizers} "
-                    "optimizers with lockstep=True, and call join_step()",
+                    f"this replica is idle in step {account.number}: build its "
+                    f"{num_optimizers} optimizers with lockstep=True, call join_step()",
                     self.replica.rank,
                 )
             num_updates += self._updates.update()
@@ -317,16 +299,14 @@ class ElasticOptimizer(OptimizerProxy):
         then called of the function, or the object whose method it is, if it has one.
 
         Args:
-            target: A torch LR scheduler; or a function that takes an `Update`.
-            unit: What a scheduler counts: ``'updates'``, ``'samples'``, ``'epochs'``,
-                or ``'iterations'``: scale-invariant ones (`NoiseMeter.progress`).
+            target: A torch LR scheduler, whose ``step`` needs no metric; or a function
+                that takes an `Update`.
+            unit: What a scheduler counts: ``'updates'``, ``'samples'``, ``'epochs'``.
             every: A scheduler is stepped once every so many units.
 
         Raises:
-            TypeError: ``target`` is neither, or a scheduler whose step needs a metric,
-                or a function with a unit; or iterations are not measured.
-            ValueError: ``unit`` or ``every`` is not allowed; or ``target`` is attached
-                already, or was built with another optimizer.
+            ValueError: ``unit`` or ``every`` is not allowed, as with a function; or
+                ``target`` is attached already, or was built with another optimizer.
             ReplicaError: This replica has joined updates of the epoch, and other
                 replicas have not made them yet: attach before `set_epoch`.
         """
@@ -354,15 +334,12 @@ class ElasticOptimizer(OptimizerProxy):
         with account.ledger.paused() as dealt:
             # The step after this one is looked at: it begins an epoch, or does not.
             latest = max(dealt, account.global_step)
-            given = self.replica.all_gather_object((batch_size, latest))
-            sizes = [size for size, _ in given]
-            if any(size != sizes[0] for size in sizes):
-                raise ReplicaError(
-                    f"replicas have asked for different batch sizes, {sizes}: decide "
-                    "from numbers that are equal on all of them, or on one replica",
-                    self.replica.rank,
-                )
-            first: int = 1 + max(step for _, step in given)
+            first: int = 1 + max(self.replica.all_gather_object(latest))
+            self.replica.check_agreement(
+                "what change_batch_size is told",
+                {"batch size": batch_size},
+                "Decide from numbers that are equal on all, or on one replica.",
+            )
             self.check_batch_size(batch_size, first)
             sampler.change_from(first, batch_size)
         return first
@@ -419,9 +396,8 @@ class ElasticOptimizer(OptimizerProxy):
         checks.check_groups(self._run, [group])
         if self.replica.is_sharded(unnamed) and not self._run.sharded:
             raise ValueError(
-                "add_param_group: these parameters are sharded, and the wrapper was "
-                "built with whole ones alone, whose replicas run different numbers of "
-                "minibatches: build it with a sharded parameter too"
+                "add_param_group: these parameters are sharded, and those that the "
+                "wrapper was built with are not: build it with a sharded one, too"
             )
         super().add_param_group(param_group)
         self._updates.gradients.add(self.param_groups[-1]["params"])
@@ -464,11 +440,6 @@ class ElasticOptimizer(OptimizerProxy):
         """
         account = self._updates.account
         return Place(account.epoch, account.number, account.substep)
-
-    @property
-    def num_minibatches(self) -> int:
-        """How many minibatches `step` has ended on this replica, of all epochs."""
-        return self._updates.num_minibatches
 
     @property
     def is_idle(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -61,17 +60,12 @@ class OptimizerProxy(Optimizer):
         return tuple(float(group["lr"]) for group in self.param_groups)
 
     def set_lr(self, values: tuple[float, ...]) -> None:
-        """Sets the reference learning rate of each parameter group."""
-        num_groups = len(self.param_groups)
-        if not isinstance(values, Sequence) or len(values) != num_groups:
-            raise ValueError(
-                f"set_lr needs a tuple with one learning rate for each of {num_groups} "
-                f"parameter groups, got {values!r}"
-            )
-        for value in values:
-            check_number("set_lr: the learning rate", value, least=0)
-        for group, value in zip(self.param_groups, values):
-            group["lr"] = value
+        """Sets the reference learning rate of each parameter group.
+
+        Raises ValueError or TypeError unless there is one for each.
+        """
+        for group, value in [*zip(self.param_groups, values, strict=True)]:
+            group["lr"] = check_number("set_lr: the learning rate", value, least=0)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the inner optimizer's state, with reference learning rates."""

@@ -31,6 +31,7 @@ class Epoch:
 
     Attributes:
         number: Its number, from 0.
+        log: The run's log; None without ``log=``.
         metric: Set it to what was measured, for a `Checkpointer` that keeps the best.
         has_run: Whether all its minibatches were trained, by this replica or others.
     """
@@ -39,7 +40,7 @@ class Epoch:
     _optimizer: ElasticOptimizer
     _loader: Iterable[Any]
     _model: nn.Module
-    _log: RunLog | None
+    log: Any
     metric: float | None = None
     has_run: bool = False
 
@@ -53,13 +54,6 @@ class Epoch:
         # No step is left, or other members have trained them.
         is_passed = self._optimizer.epoch > self.number
         self.has_run = is_passed or self._optimizer.get_bs() == 0
-
-    @property
-    def log(self) -> RunLog:
-        """The run's log; raises ValueError if it has none."""
-        if self._log is None:
-            raise ValueError("there is no log: pass vbs.epochs(..., log='run.jsonl')")
-        return self._log
 
     def add(self, loss: torch.Tensor) -> None:
         """Adds a minibatch's loss to the log, before ``step()``; see `RunLog.add`."""
@@ -182,7 +176,6 @@ def _run(
     if log is not None:
         log.close()
     if saver is not None:
-        saver.wait()
         end_run()
 
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -67,6 +67,18 @@ def check_workers(error: BaseException) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def blocked(signals: frozenset[int]) -> Iterator[None]:
+    """Blocks signals in this thread, and in the processes that it starts meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        resource_tracker.ensure_running()  # which unblocks some
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _with_signals_blocked(
     begin: Callable[..., None], signals: frozenset[int]
 ) -> Callable[..., None]:
@@ -74,13 +86,10 @@ def _with_signals_blocked(
 
     @functools.wraps(begin)
     def begin_blocked(iterator: Any, *args: Any) -> None:
-        resource_tracker.ensure_running()  # which would unblock signals
-        # Workers inherit this, and so does a server that is started to fork them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
-            begin(iterator, *args)
+            with blocked(signals):
+                begin(iterator, *args)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for worker in getattr(iterator, "_workers", ()):
                 process = worker._popen
                 process.terminate = functools.partial(_end, id(iterator), process.kill)

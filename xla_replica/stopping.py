@@ -71,8 +71,7 @@ class _Process:
     """What this process listens for, and the request it has received."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # never taken by a signal handler
-        self.num_runs = 0
+        self.has_run = False  # which is in progress
         self.request: StopRequest | None = None
         self.first = _FirstSignal()
         self.installed: _Installed = {}
@@ -125,31 +124,21 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
 
     Raises:
         TypeError: ``signals`` is not a sequence.
-        ValueError: A signal does not exist or cannot be caught, or none is given.
-        RuntimeError: Nothing listens for it, and this is not the main thread.
+        ValueError: A signal does not exist or cannot be caught; or nothing listens for
+            it, and this is not the main thread, which alone could begin to.
     """
     kinds = list, tuple, set, frozenset
     check_type("signals", signals, kinds, "a sequence such as ('SIGTERM',)")
     numbers = frozenset(map(_number, signals))
-    if not numbers:
-        raise ValueError("catch_signals needs at least one signal, got none")
-    with _process.lock:
-        unheard = sorted(numbers - _process.installed.keys())
-        if not _is_main_thread():  # nohup's promise: a signal that it ignores stays so
-            unheard = [n for n in unheard if signal.getsignal(n) != signal.SIG_IGN]
-            if unheard:
-                names = ", ".join(signal.Signals(n).name for n in unheard)
-                raise RuntimeError(
-                    f"catch_signals: only the main thread can begin to listen for "
-                    f"{names}; or call xla_replica.launch in the main thread, for "
-                    + ", ".join(number.name for number in SIGNALS)
-                )
-        _process.installed |= _install(unheard, _on_signal)
-        _process.armed |= numbers
-        spare_workers(_process.armed)
-        if _process.folder is not None:
-            for number in numbers:
-                Path(_process.folder, f"{os.getpid()}.{number}.armed").touch()
+    unheard = numbers - _process.installed.keys()
+    if not _is_main_thread():  # nohup's promise: a signal that it ignores stays so
+        unheard = {n for n in unheard if signal.getsignal(n) != signal.SIG_IGN}
+    _process.installed |= _install(unheard, _on_signal)
+    _process.armed |= numbers  # replicas that are threads arm the same ones
+    spare_workers(_process.armed)
+    if _process.folder is not None:
+        for number in numbers:
+            Path(_process.folder, f"{os.getpid()}.{number}.armed").touch()
 
 
 @contextlib.contextmanager
@@ -161,17 +150,16 @@ def listening() -> Iterator[None]:
     as long as there is nothing to save. Requests and armed signals end with the
     outermost run.
     """
-    with _process.lock:
-        _process.num_runs += 1
-        outermost = _process.num_runs == 1
+    if _process.has_run:
+        yield
+        return
+    _process.has_run = True
     armed, installed = _process.armed, dict(_process.installed)
     try:
         yield
     finally:
-        with _process.lock:
-            _process.num_runs -= 1
-            if outermost:
-                _return_to(armed, installed)
+        _process.has_run = False
+        _return_to(armed, installed)
 
 
 @contextlib.contextmanager
@@ -182,17 +170,16 @@ def listening_for_parent(folder: str) -> Iterator[None]:
     exit, because that would be a failure. ``folder`` is that of the parent's
     `forwarding`.
     """
-    _process.num_runs += 1
+    _process.has_run = True
     _process.folder = folder
     _process.installed |= _install(_to_be_heard(), _on_signal)
     try:
         yield
     finally:
-        with _process.lock:
-            _process.folder = None
-            for number in _process.armed:
-                # Python restores handlers while it ends, but not this one.
-                signal.signal(number, signal.SIG_IGN)
+        _process.folder = None
+        for number in _process.armed:
+            # Python restores handlers while it ends, but not this one.
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
@@ -214,7 +201,7 @@ def forwarding(folder: str) -> Iterator[None]:
                 os.kill(int(path.name.split(".")[0]), number)
         return True
 
-    installed = _install(_to_be_heard(), forward)
+    installed = _install(_to_be_heard(), forward) if _is_main_thread() else {}
     try:
         yield
     finally:
@@ -226,10 +213,8 @@ def end_run() -> None:
 
     Only where no `launch` surrounds it, as in a notebook, where another run may follow.
     """
-    with _process.lock:
-        if not _process.num_runs:
-            kept = {} if _is_main_thread() else _process.installed
-            _return_to(frozenset(), kept)
+    if not _process.has_run:
+        _return_to(frozenset(), {} if _is_main_thread() else _process.installed)
 
 
 def check_stop(reason: Any, exit_status: Any) -> None:
@@ -242,9 +227,7 @@ def _on_signal(number: int) -> bool:
     """Notes a request if the signal is armed; returns whether it was caught."""
     if number not in _process.armed or _process.first.insists():
         return False
-    if _process.request is None:
-        name = signal.Signals(number).name
-        _process.request = StopRequest(f"received {name}", 128 + number)
+    request_stop(f"received {signal.Signals(number).name}", 128 + number)
     return True
 
 
@@ -273,18 +256,17 @@ def _is_main_thread() -> bool:
 
 
 def _install(numbers: Iterable[int], caught: Callable[[int], bool]) -> _Installed:
-    """Installs handlers, in the main thread only; returns them and those before.
+    """Installs handlers, as the main thread alone can; returns them and those before.
 
     A handler written in C (Python sees None) could not be restored, and is left.
     """
     installed: _Installed = {}
-    if _is_main_thread():
-        for number in numbers:
-            before = signal.getsignal(number)
-            if before is not None:
-                handler = _handler(before, caught)
-                installed[number] = handler, before
-                signal.signal(number, handler)
+    for number in numbers:
+        before = signal.getsignal(number)
+        if before is not None:
+            handler = _handler(before, caught)
+            installed[number] = handler, before
+            signal.signal(number, handler)
     return installed
 
 
@@ -296,7 +278,7 @@ def _restore(installed: _Installed) -> None:
 
 
 def _return_to(armed: frozenset[int], installed: _Installed) -> None:
-    """Ends what has been asked and caught since this was caught; with the lock."""
+    """Ends what has been asked and caught since this was caught."""
     _restore(dict(_process.installed.items() - installed.items()))
     _process.installed, _process.armed = installed, armed
     spare_workers(armed)

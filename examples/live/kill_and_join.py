@@ -1,9 +1,10 @@
-"""Trains digits on three processes, kills two, adds two, and compares the weights.
+"""Trains digits on three processes, ends them all, adds two, and compares the weights.
 
     python examples/live/kill_and_join.py
 
-Every line is an update, with the processes that have made it. In the meantime the same
-script trains in one process that nobody disturbs, whose weights have the same bits.
+Two are killed, and one hangs: it lives, but computes nothing more. Every line is an
+update, with the processes that have made it. In the meantime the same script trains in
+one process that nobody disturbs, whose weights have the same bits.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ import xla_replica
 
 HERE = Path(__file__).resolve().parent
 NAMES = "ABCDE"
-KILLS = {20: "A", 110: "B"}  # by the update after which it happens
+# What happens from which update on, as soon as three train.
+FATES = (20, "A", "is killed"), (80, "C", "hangs"), (115, "B", "is killed")
 ADDED_AT = 20
+SIGNALS = {"is killed": signal.SIGKILL, "hangs": signal.SIGUSR1}  # see train_digits.py
+PATIENCE_SECONDS = 3.0  # for one that hangs
 
 
 class LiveRun:
@@ -38,7 +42,7 @@ class LiveRun:
 
     Attributes:
         members: Who has made each update, such as "A B C".
-        killed: The names of those that were killed, by the update after it.
+        met: Names, and what has happened to them, by the update after it.
     """
 
     def __init__(self, folder: Path, lighthouse: str, minibatch_seconds: float) -> None:
@@ -49,13 +53,15 @@ class LiveRun:
             "LIVE_LIGHTHOUSE": lighthouse,
             "LIVE_TOKEN": secrets.token_hex(16),
             "LIVE_MIN_MEMBERS": "2",
+            "LIVE_TIMEOUT_SECONDS": str(PATIENCE_SECONDS),
+            "LIVE_PATIENCE_SECONDS": str(PATIENCE_SECONDS),
         }
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._said, self._warned = (
             (folder / name).open("ab") for name in ("output.txt", "warnings.txt")
         )
         self.members: dict[int, str] = {}
-        self.killed: dict[int, str] = {}
+        self.met: dict[int, tuple[str, str]] = {}
 
     def add(self, names: str) -> None:
         """Starts processes, which need nothing but the lighthouse's address."""
@@ -66,10 +72,10 @@ class LiveRun:
                 env=self._environment, stdout=self._said, stderr=self._warned,
             )  # fmt: skip
 
-    def kill(self, name: str) -> None:
-        """Ends a process by SIGKILL, of which it is not told."""
-        self._processes[name].kill()
-        self.killed[max(self.members) + 1] = name
+    def disturb(self, name: str, fate: str) -> None:
+        """Kills a process, or lets it hang, of which the others are not told."""
+        self._processes[name].send_signal(SIGNALS[fate])
+        self.met[max(self.members) + 1] = name, fate
 
     def follow(self) -> Iterator[int]:
         """Yields every update when it is made, until all processes have ended."""
@@ -97,6 +103,9 @@ class LiveRun:
         elif found and int(found[1]) not in self.members:
             update, members = int(found[1]), found[2]
             self.members[update] = members
+            for name, fate in self.met.values():
+                if fate == "hangs" and name not in members:  # it would hang for ever
+                    self._processes[name].kill()
             shown = " ".join(name if name in members else "·" for name in NAMES)
             print(f"update {update:3}   {shown}", flush=True)
             yield update
@@ -109,12 +118,15 @@ def training(folder: Path, *options: object) -> list[str]:
 
 
 def disturb(run: LiveRun) -> None:
-    """Follows a run of A, B and C, kills A, adds D and E, and kills B."""
+    """Follows a run of A, B and C, adds D and E, and ends A, B and C."""
     run.add("ABC")
+    fates = [*FATES]
     for update in run.follow():
-        if update in KILLS:
-            print(f"             {KILLS[update]} is killed")
-            run.kill(KILLS[update])
+        if fates and update >= fates[0][0] and len(run.members[update].split()) > 2:
+            _, name, fate = fates.pop(0)
+            until = ": the others wait, and go on" if fate == "hangs" else ""
+            print(f"             {name} {fate}{until}", flush=True)
+            run.disturb(name, fate)
         if update == ADDED_AT:
             print("             D and E are started, and join after their imports")
             run.add("DE")
@@ -128,7 +140,7 @@ def digest(folder: Path) -> str:
 
 
 def draw(run: LiveRun, live: Path, alone: Path, path: Path) -> None:
-    """Draws batch size, members and loss over updates, with the kills marked."""
+    """Draws batch size, members and loss over updates, and when a member is lost."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.6), layout="constrained")
@@ -145,11 +157,11 @@ def draw(run: LiveRun, live: Path, alone: Path, path: Path) -> None:
     losses.plot(same["step"], same["loss"], "k:", lw=1, label="one process alone")
     losses.set(ylabel="loss", yscale="log", xlabel="update of the weights")
     losses.legend()
-    for update, name in run.killed.items():
+    for update, (name, fate) in run.met.items():
         row = NAMES.index(name)
         lanes.plot(update, row, "kX", ms=10)
         lanes.annotate(
-            f"{name} is killed", (update, row), (9, 0),
+            f"{name} {fate}", (update, row), (9, 0),
             textcoords="offset points", va="center",
         )  # fmt: skip
         for axis in (sizes, lanes, losses):
@@ -175,7 +187,7 @@ def main() -> int:
     args = parser.parse_args()
     live, alone, picture = (args.folder / n for n in ("live", "alone", "live.png"))
     undisturbed = subprocess.Popen(training(alone), stdout=subprocess.DEVNULL)
-    with xla_replica.lighthouse() as address:
+    with xla_replica.lighthouse(patience=PATIENCE_SECONDS) as address:
         run = LiveRun(live, address, args.minibatch_seconds)
         try:
             disturb(run)
@@ -184,7 +196,8 @@ def main() -> int:
     if undisturbed.wait():
         return 1
     draw(run, live, alone, picture)
-    print(f"picture: {picture}")
+    print(f"picture: {picture}; learning rates too, and any other runs:")
+    print(f"    vbs plot {live}/run.jsonl {alone}/run.jsonl")
     digests = digest(live), digest(alone)
     are_equal = digests[0] == digests[1]
     told = "equal, to the bit" if are_equal else "DIFFERENT"

@@ -66,13 +66,9 @@ def per_sample_gradients(
         ``params``, each parameter flattened.
 
     Raises:
-        ValueError: The dataset or ``params`` is empty.
-        TypeError: A sample is not a pair.
         PerSampleError: The gradients would be wrong; see `per_sample_grad.capture`.
     """
     num_samples = len(dataset)  # type: ignore[arg-type]
-    if not params or not num_samples:
-        raise ValueError("params or the dataset is empty: there is no gradient")
     device = next(iter(params.values())).device
     copied = copy.deepcopy(model).to(dtype)
     own = dict(copied.named_buffers(remove_duplicate=False))
@@ -93,7 +89,7 @@ def per_sample_gradients(
     rows = []
     # Its own generator: a loader draws a seed even where it does not shuffle.
     loader = DataLoader(dataset, batch_size, generator=torch.Generator())
-    for x, y in map(_pair, loader):
+    for x, y in loader:
         # The last batch is filled up: one shape is one program and one comparison.
         filled = torch.arange(min(batch_size, num_samples)).clamp(max=len(x) - 1)
         x, y = (
@@ -106,17 +102,6 @@ def per_sample_gradients(
         if xla_replica.traits(device).is_lazy:
             xla_replica.current().sync()  # Otherwise all batches are one program.
     return torch.cat(rows)[:num_samples]
-
-
-def _pair(batch: Any) -> tuple[Tensor, Tensor]:
-    """Returns what is a pair of tensors; raises TypeError otherwise."""
-    parts = batch if isinstance(batch, (list, tuple)) else [batch]
-    if len(parts) != 2 or not all(isinstance(each, Tensor) for each in parts):
-        raise TypeError(
-            "samples must be pairs (input, target) that collate to two tensors; "
-            f"they collate to {[type(each).__name__ for each in parts]}"
-        )
-    return parts[0], parts[1]
 
 
 def empirical_ntk(*given: Any, centered: bool = True, **named: Any) -> Tensor:
@@ -162,7 +147,6 @@ def ntk_fixed_order(
     Raises:
         ValueError: An entry is not finite (the message names the samples), or the
             kernel is not square.
-        TypeError: The kernel does not have a floating dtype.
     """
     check_integer("rounds", rounds, 1)
     rows = _on_host(kernel)
@@ -198,7 +182,7 @@ def eigen_order(
         absolute: Whether to sort by magnitude.
 
     Raises:
-        ValueError, TypeError: As for `ntk_fixed_order`.
+        ValueError: As for `ntk_fixed_order`.
 
     Warns:
         UserWarning: The entries differ by less than rounding changes them. This is true
@@ -246,8 +230,6 @@ def _on_host(kernel: Tensor) -> Tensor:
     shape = tuple(kernel.shape)
     if kernel.ndim != 2 or len(kernel) != kernel.shape[1] or not len(kernel):
         raise ValueError(f"kernel must have the shape (n, n) with n >= 1, got {shape}")
-    if not kernel.is_floating_point():
-        raise TypeError(f"kernel must have a floating dtype, got {kernel.dtype}")
     host = kernel.detach().cpu().double()
     # A bad vector affects a row and a column, but only its own square.
     _check_finite(host.diagonal()[:, None], "the diagonal of kernel")

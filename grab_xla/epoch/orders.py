@@ -16,8 +16,6 @@ from grab_xla.balancing.reordering import (
     RoundRobinSharding,
     check_permutation,
 )
-from xla_replica import traits
-from xla_replica.common.arguments import check_choice, check_type
 
 # From the number of an epoch to numbers by position in its order, or None: all equal.
 WeightsOf = Callable[[int], Sequence[float] | np.ndarray | None]
@@ -52,12 +50,6 @@ class Orders:
         generator: torch.Generator,
         record: bool,
     ) -> None:
-        allowed = "a torch.Generator"
-        check_type("generator", generator, torch.Generator, allowed)
-        if not traits(generator.device).is_host:
-            raise ValueError(
-                f"generator must be on the CPU, got one on {generator.device}"
-            )
         # A copy: replicas that are threads may have been given the same object.
         self.generator = torch.Generator().set_state(generator.get_state())
         self.ordering, self._sharding, self._records = ordering, sharding, record
@@ -142,39 +134,25 @@ class Orders:
         self.given = None if given is None else given.cpu().numpy().copy()
 
 
-def weights_function(weights: Weights) -> WeightsOf:
-    """Returns the function for what `GraBSampler` takes as ``weights``."""
-    if callable(weights):
-        return weights
-    ways = {"equal": _equal, "update": _unknown}
-    return ways[check_choice("weights", weights, ways)]
-
-
-def _equal(epoch: int) -> None:
-    pass
-
-
-def _unknown(epoch: int) -> None:
-    raise ValueError(
-        "weights='update' needs an elastic sampler (CustomSampler(..., order=sampler)),"
-        " or pass a function from the epoch to weights"
-    )
-
-
-def weights_in(epoch: int, weights_of: WeightsOf, num_samples: int) -> Tensor | None:
+def weights_in(epoch: int, weights: Weights, num_samples: int) -> Tensor | None:
     """Returns ``(num_samples,)`` float64 on the CPU, or None: all weigh the same.
 
     Raises:
         ValueError: Nobody knows the updates, or weights are not allowed.
     """
-    weights = weights_of(epoch)
-    if weights is None:
+    if weights == "update":
+        raise ValueError(
+            "weights='update' needs an elastic sampler (CustomSampler(..., "
+            "order=sampler)), or pass a function from the epoch to weights"
+        )
+    given = weights(epoch) if callable(weights) else None
+    if given is None:
         return None
-    values = np.asarray(weights, dtype=np.float64)
+    values = np.asarray(given, dtype=np.float64)
     fits = values.shape == (num_samples,)
     if not fits or not (np.isfinite(values) & (values >= 0)).all():
         raise ValueError(
             f"the weights of an epoch must be {num_samples} finite numbers of at least "
-            f"0, got {weights!r}"
+            f"0, got {given!r}"
         )
     return torch.from_numpy(values)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import Orders, WeightsOf, weights_in
+from grab_xla.epoch.orders import Orders, Weights, weights_in
 from xla_replica.backends.grid import Rider
 
 
@@ -36,7 +36,7 @@ class Progress(Rider):
         sharding: How replicas share them.
         balancer: What balances; its ``num_seen`` counts groups, and after the whole
             ones also the smaller one at the end.
-        weights_of: The weights of an epoch's samples.
+        weights: The weights of samples, as for `GraBSampler`.
         uses_gradients: Whether anything is balanced.
         timer: Makes a context from a name.
         dealt_elsewhere: The epoch whose whole order another sampler was given; None if
@@ -46,7 +46,7 @@ class Progress(Rider):
     orders: Orders
     sharding: RoundRobinSharding
     balancer: OnlineBalancer
-    weights_of: WeightsOf
+    weights: Weights
     uses_gradients: bool
     timer: Callable[[str], contextlib.AbstractContextManager[Any]]
     dealt_elsewhere: int | None = None
@@ -131,7 +131,7 @@ class Progress(Rider):
 
     def _weigh(self, epoch: int) -> None:
         if epoch != self._weighed_for:
-            weights = weights_in(epoch, self.weights_of, self.sharding.num_samples)
+            weights = weights_in(epoch, self.weights, self.sharding.num_samples)
             if weights is not None:  # Samples of a group are of one update.
                 weights = weights[:: self._group_size]
             self.balancer.weights, self._weighed_for = weights, epoch

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from grab_xla.gradients.groups import of_another_model
 from grab_xla.gradients.row_copies import flattened
-from per_sample_grad import Capture, CoverageError, Dense, Factors, Projection
+from per_sample_grad import Capture, CoverageError, Dense, Projection
 from xla_replica import full_matmul_precision, traits, where_finite
-from xla_replica.common.arguments import check_type
 
 # How many numbers are formed at once: 4 and 64 MiB in float32. Smaller pieces would
 # take notable time in calls.
@@ -50,21 +49,13 @@ def sample_gradients(
         PerSampleError: As for `Capture.backward`.
     """
     from_samples = from_samples and projection is None and len(losses) > 0
-    later: list[Factors] = []
-
-    def form(factors: Factors) -> dict[str, Tensor]:
-        # What is formed at the end is not in memory together with activations.
-        if factors.compression > 1:
-            later.append(factors)
-            return {}
-        return factors.materialize()
-
     accumulate = None if from_samples else reduction
+    rows: dict[str, Tensor] | Tensor
     try:
-        if projection is not None:
-            projected = capture.project(losses, projection, accumulate=accumulate)
+        if projection is None:
+            rows = capture.materialize(losses, accumulate=accumulate)
         else:
-            rows = capture.stream(losses, form, accumulate=accumulate)
+            rows = capture.project(losses, projection, accumulate=accumulate)
     except CoverageError as error:
         raise CoverageError(
             f"{error}. Give such options to sampler.record(), or balance groups, for "
@@ -72,11 +63,8 @@ def sample_gradients(
         ) from error
     if capture.unused == capture.params.keys():
         raise of_another_model()
-    if projection is not None:
-        return projected
-    while later:
-        rows |= later.pop().materialize()
     if from_samples:
+        assert isinstance(rows, dict)
         sums = {name: getattr(each, reduction)(0) for name, each in rows.items()}
         capture.add_gradients(sums)
     return rows
@@ -145,12 +133,9 @@ class GradientMatrix:
             pieces = zip(*(value.split(size) for value in values))
         if not projects:
             return map(self._rows, pieces)
-        rows = [self._projected_rows(columns) for columns in pieces]
+        named = (zip(self.shapes, columns) for columns in pieces)
+        rows = [self._rows([self._projections(*each) for each in of]) for of in named]
         return rows if len(rows) == 1 else [torch.cat(rows)]
-
-    def _projected_rows(self, gradients: Sequence[Tensor]) -> Tensor:
-        named = zip(self.shapes, gradients)
-        return self._rows([self._projections(name, each) for name, each in named])
 
     def _rows(self, gradients: Sequence[Tensor]) -> Tensor:
         """Returns the rows of some samples, given their gradients by parameter."""
@@ -176,8 +161,6 @@ class GradientMatrix:
         self, grads: Mapping[str, Tensor], batched: bool
     ) -> tuple[Mapping[str, Tensor], int]:
         """Returns gradients with a batch axis, and of how many samples they are."""
-        allowed = "a dict from parameter names to per-sample gradients"
-        check_type("step(): the gradients", grads, Mapping, allowed)
         if grads.keys() != self.shapes.keys():
             missing = sorted(self.shapes.keys() - grads.keys())
             unknown = sorted(grads.keys() - self.shapes.keys())

@@ -55,13 +55,13 @@ class BackwardPass:
     Attributes:
         settings: Those of the capture.
         losses: ``(B,)``.
-        receive: Takes the factors of some parameters at a time. Factors from a
-            fallback come after those of a rule, and may replace them.
+        receive: Takes the factors of some parameters at a time, or once those of all.
         retain_graph: Whether to keep the graph.
         accumulate: What of the losses the pass is of, if it adds to ``.grad``.
         reported: Whether what is missing or wrong is for a report and not an error,
             and no fallback replaces a wrong rule.
-        waits: Whether factors are handed on when the pass is over, and not at once.
+        waits: Whether all factors are handed on when the pass is over, those of a
+            fallback in place of a rule's.
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
         compared: The last comparison with autograd; None: none was due.
@@ -105,10 +105,19 @@ class BackwardPass:
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
         self._may_read = self._traits.is_host
-        self._waiting: list[Factors] = []
+        # Merged contributions that wait for the end of the pass.
+        self._waiting: dict[str, Sequence[Contribution]] = {}
 
-    def run(self, table: Table) -> None:
-        """Runs the pass; empties its calls, so that each can be freed when applied."""
+    def run(self, table: Table | None) -> None:
+        """Runs the pass; empties its calls, so that each can be freed when applied.
+
+        Without a table there are no samples: answers have the shape ``(0, ...)``.
+        """
+        if table is None:
+            if self.accumulate is not None:
+                xla_replica.backward(self._total(), retain_graph=self.retain_graph)
+            self.receive(self.factors_of({name: [] for name in self._params}))
+            return
         self._begin(table)
         if self._calls or self.accumulate is not None:
             self._apply_rules(table.nodes)
@@ -120,8 +129,9 @@ class BackwardPass:
         if self._comparer is not None:
             self._conclude(self._comparer, table)
         self._refuse_changes([*self._versions])
-        for factors in self._waiting:
-            self.receive(factors)
+        if self.waits:
+            waiting = {name: self._waiting[name] for name in self._params}
+            self.receive(self.factors_of(waiting))
 
     def _begin(self, table: Table) -> None:
         """Takes the calls, decides on a comparison, and refuses what is known wrong."""
@@ -149,12 +159,6 @@ class BackwardPass:
         self.modules = [call.owner for call in calls]
         self._calls = list(calls)
         calls.clear()
-
-    def run_without_samples(self) -> None:
-        """Gives answers of shape ``(0, ...)``; adds to ``.grad`` what autograd adds."""
-        if self.accumulate is not None:
-            xla_replica.backward(self._total(), retain_graph=self.retain_graph)
-        self.receive(self.factors_of({name: [] for name in self._params}))
 
     def factors_of(self, merged: Mapping[str, Sequence[Contribution]]) -> Factors:
         """Returns parameters' factors from their contributions, by name."""
@@ -207,28 +211,27 @@ class BackwardPass:
 
     def _new_comparer(self, table: Table) -> Comparer | None:
         """Returns a comparer; None if nothing has to be compared in this capture."""
-        check, proof, params = self.settings.check, table.proof, self._params
+        check, proof, settings = self.settings.check, table.proof, self.settings
         if check == "never":
             return None
         # Where data decide which samples meet, a proof says nothing about other data.
         # Calls that a fallback replaces may be anywhere.
         apart = (proof.wrong if proof else frozenset()).issuperset(table.astray)
-        if check == "always" or not apart:
+        is_wrong = proof is not None and proof.wrong and not settings.has_fallback
+        if check == "always" or not apart or is_wrong:
             proof = None
-        is_known = proof is not None and (not proof.wrong or self.settings.has_fallback)
-        if is_known:
+        params, total_norm = self._params, 0.0
+        if proof is not None:
             # A parameter whose gradient was zero, or no more than rounding, is compared
             # again as soon as it is more, which is known after the pass.
-            assert proof is not None
             params = {n: p for n, p in params.items() if n in proof.unseen}
+            total_norm = proof.total_norm
             if not params:
                 return None
-        total_norm = proof.total_norm if is_known and proof is not None else 0.0
         dtypes = {each.dtype for node in table.nodes for each in node._input_metadata}
-        comparer = Comparer(
-            self.losses, params, dtypes, self.settings.scale, not apart, total_norm
-        )
-        if not is_known:
+        scale, all_differ = settings.scale, not apart
+        comparer = Comparer(self.losses, params, dtypes, scale, all_differ, total_norm)
+        if proof is None:
             # With autograd's gradient known, each factor can be freed at once.
             comparer.compute_reference(retain_graph=True)
         return comparer
@@ -387,7 +390,7 @@ class BackwardPass:
         if not self.waits:
             self.receive(factors)
             return
-        self._waiting.append(factors)
+        self._waiting.update(merged)
         self._versions |= {n: [forms.Versions(uses)] for n, uses in merged.items()}
 
     def _use_fallback(self, names: Collection[str]) -> None:

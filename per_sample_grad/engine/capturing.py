@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -25,12 +25,21 @@ from per_sample_grad.engine.settings import (
 from per_sample_grad.engine.walk import walk
 from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors.factors import Factors, check_projected
-from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import Method
 from per_sample_grad.factors.projection import Projection
 from xla_replica.common.trees import tree_add
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _T = TypeVar("_T")
+
+
+class PassOptions(TypedDict, total=False):
+    """What every backward pass of a `Capture` may be told, for type checkers."""
+
+    retain_graph: bool
+    accumulate: Accumulate | None
 
 
 class Capture:
@@ -105,20 +114,16 @@ class Capture:
         self._comparison: Comparison | None = None
         self.unused: frozenset[str] = frozenset()
         self._recorder = Recorder(self._settings)
-        self._entered = self._answered = False
-        # Whether what is not selected takes gradients; None: nothing can be added.
-        self._others_take_gradients: bool | None = None
+        self._answered = False
+        # What else takes a gradient; None: nothing can be added.
+        self._others: list[torch.Tensor] | None = None
 
     def __enter__(self) -> Capture:
-        if self._entered:
-            raise RuntimeError("this capture was used already; make another")
         self._recorder.start()
-        self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._recorder.stop(forget=kind is not None)
-        self._entered &= kind is None
 
     @property
     def compared(self) -> bool:
@@ -128,13 +133,7 @@ class Capture:
         """
         return self._comparison is not None and not self._comparison.unknown
 
-    def backward(
-        self,
-        losses: torch.Tensor,
-        *,
-        retain_graph: bool = False,
-        accumulate: Accumulate | None = None,
-    ) -> Factors:
+    def backward(self, losses: torch.Tensor, **how: Unpack[PassOptions]) -> Factors:
         """Runs one backward pass, for activations only, and keeps all factors.
 
         Args:
@@ -150,30 +149,20 @@ class Capture:
 
         Raises:
             ValueError: ``losses`` is not a vector with a graph.
-            RuntimeError: Nothing was recorded, or there was a backward pass already.
-            CoverageError: Some use of a parameter is not accounted for.
+            RuntimeError: There was a backward pass already.
+            CoverageError: Some use of a parameter is not accounted for, or nothing was
+                recorded.
             CouplingError: The answer differs from autograd's.
         """
-        parts: list[Factors] = []
-        finished = self._run(
-            losses,
-            parts.append,
-            retain_graph=retain_graph,
-            accumulate=accumulate,
-            waits=True,
-        )
-        merged: dict[str, Sequence[Contribution]] = {}
-        for part in parts:
-            merged.update(part.merged)
-        return finished.factors_of({name: merged[name] for name in self.params})
+        found: list[Factors] = []
+        self._run(losses, found.append, waits=True, **how)
+        return found[0]
 
     def stream(
         self,
         losses: torch.Tensor,
         answer: Callable[[Factors], _T],
-        *,
-        retain_graph: bool = False,
-        accumulate: Accumulate | None = None,
+        **how: Unpack[PassOptions],
     ) -> _T:
         """Returns an answer that is a sum over parameters, in the memory of training.
 
@@ -206,17 +195,44 @@ class Capture:
             tensor([25.,  4.])
         """
         if self._settings.has_fallback:
-            return answer(
-                self.backward(losses, retain_graph=retain_graph, accumulate=accumulate)
-            )
+            return answer(self.backward(losses, **how))
         answers: list[_T] = []
 
         def ask(factors: Factors) -> None:
             value = answer(factors)
             answers[:] = [tree_add(answers[0], value) if answers else value]
 
-        self._run(losses, ask, retain_graph=retain_graph, accumulate=accumulate)
+        self._run(losses, ask, **how)
         return answers[0]
+
+    def materialize(
+        self, losses: torch.Tensor, **how: Unpack[PassOptions]
+    ) -> dict[str, torch.Tensor]:
+        """Returns every sample's gradient, ``(B, *shape)`` by name.
+
+        They are what `Factors.materialize` returns. Those of layers whose factors are
+        smaller are formed when the pass is over, and not in memory together with the
+        activations of other layers.
+
+        Args:
+            losses: ``(B,)``, as for `backward`.
+            retain_graph, accumulate: As for `backward`.
+
+        Raises:
+            PerSampleError: As for `backward`.
+        """
+        later: list[Factors] = []
+
+        def form(factors: Factors) -> dict[str, torch.Tensor]:
+            if factors.compression > 1:
+                later.append(factors)
+                return {}
+            return factors.materialize()
+
+        found = self.stream(losses, form, **how)
+        while later:
+            found |= later.pop().materialize()
+        return {name: found[name] for name in self.params}
 
     def add_gradients(self, sums: Mapping[str, torch.Tensor]) -> None:
         """Adds sums over the samples to ``.grad``, as the end of a backward pass does.
@@ -244,7 +260,7 @@ class Capture:
             >>> model.weight.grad
             tensor([[1.5000, 3.0000]])
         """
-        if self._others_take_gradients is None:
+        if self._others is None:
             raise RuntimeError(
                 "add_gradients() takes the place of the part of a backward pass that "
                 "adds to .grad: call backward() or stream() before, without accumulate="
@@ -254,19 +270,15 @@ class Capture:
                 "add_gradients: give a sum for every selected parameter; missing or "
                 f"unknown: {', '.join(sorted(sums.keys() ^ self.params.keys()))}"
             )
-        selected = {id(param) for param in self.params.values()}
-        others = [
-            name
-            for name, param in self.model.named_parameters()
-            if param.requires_grad and id(param) not in selected
-        ]
-        if self._others_take_gradients or others:
+        if self._others:
+            known = {id(param): name for name, param in self.model.named_parameters()}
+            outside = "a tensor outside of the model"
+            names = sorted(known.get(id(each), outside) for each in self._others)
             raise PerSampleError(
-                "add_gradients: "
-                f"{', '.join(others[:5]) or 'a tensor outside of the model'} would get "
-                "no gradient: select all parameters (params=), or pass accumulate="
+                f"add_gradients: {', '.join(names[:5])} would get no gradient: select "
+                "all parameters (params=), or pass accumulate="
             )
-        self._others_take_gradients = None
+        self._others = None
         used = [name for name in self.params if name not in self.unused]
         params, scale = [self.params[name] for name in used], self._settings.scale
         gradients = [
@@ -277,12 +289,7 @@ class Capture:
             xla_replica.add_gradients(params, gradients)
 
     def norms(
-        self,
-        losses: torch.Tensor,
-        *,
-        squared: bool = False,
-        retain_graph: bool = False,
-        accumulate: Accumulate | None = None,
+        self, losses: torch.Tensor, *, squared: bool = False, **how: Unpack[PassOptions]
     ) -> torch.Tensor:
         """Returns norms of every sample's gradient, in the memory of training.
 
@@ -306,21 +313,15 @@ class Capture:
             >>> recorded.norms(losses)
             tensor([5., 2.])
         """
-        total: torch.Tensor = self.stream(
-            losses,
-            operator.methodcaller("norms", squared=True),
-            retain_graph=retain_graph,
-            accumulate=accumulate,
-        )
+        squares = operator.methodcaller("norms", squared=True)
+        total: torch.Tensor = self.stream(losses, squares, **how)
         return total if squared else total.sqrt()
 
     def project(
         self,
         losses: torch.Tensor,
         projection: Projection,
-        *,
-        retain_graph: bool = False,
-        accumulate: Accumulate | None = None,
+        **how: Unpack[PassOptions],
     ) -> torch.Tensor:
         """Returns projections of every sample's gradient, in the memory of training.
 
@@ -341,12 +342,7 @@ class Capture:
         """
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         check_projected(shapes, projection)
-        found = self.stream(
-            losses,
-            operator.methodcaller("project", projection),
-            retain_graph=retain_graph,
-            accumulate=accumulate,
-        )
+        found = self.stream(losses, operator.methodcaller("project", projection), **how)
         return torch.cat([found[n] for n in projection.shapes if n in found], 1)
 
     def _run(
@@ -371,26 +367,16 @@ class Capture:
                 "ask the factors it returned, or record the forward pass again with "
                 "another capture"
             )
-        if not self._entered:
-            raise RuntimeError(
-                "nothing was recorded: run the forward pass inside `with "
-                "capture(model) as recorded:`, then recorded.backward(losses)"
-            )
         refuse_hooked(self.params)
         backward_pass = BackwardPass(self._settings, losses, receive, **options)
-        found = None
-        if losses.shape[0]:
-            found = walk(self._settings, losses, self._recorder)
+        found = walk(self._settings, losses, self._recorder) if len(losses) else None
         self._recorder.stop(forget=True)
         self._answered = True
-        if found is None:
-            backward_pass.run_without_samples()
-        else:
-            backward_pass.run(found)
+        backward_pass.run(found)
         self._comparison = backward_pass.compared
         self.unused = frozenset(backward_pass.unused)
         if backward_pass.accumulate is None:
-            self._others_take_gradients = found is not None and found.has_other_leaves
+            self._others = [] if found is None else found.others
         return backward_pass
 
 

@@ -15,6 +15,8 @@ from per_sample_grad.operations.nodes import saved_names
 _RESHAPES = ("ViewBackward0",)
 _SETTINGS = (bool, int, str, type(None))
 _KINDS = {*_SETTINGS}
+# How the names of attributes begin that hold a saved tensor as hooks keep it.
+_AS_KEPT = "_raw_saved_"
 
 
 def output_edge(output: torch.Tensor) -> GradientEdge:
@@ -106,18 +108,12 @@ def is_saved_by_hooks(nodes: Iterable[Node]) -> bool:
     return any(
         getattr(getattr(node, name), "unpack_hook", None) is not None
         for node in nodes
-        for name in _raw_names(type(node))
+        for name in saved_names(type(node), _AS_KEPT)
     )
-
-
-@functools.cache
-def _raw_names(kind: type[Node]) -> tuple[str, ...]:
-    """Returns the attributes that hold a saved tensor as hooks keep it."""
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 @functools.cache
 def _setting_names(kind: type[Node]) -> tuple[str, ...]:
     """Returns the saved attributes except tensors, whose hooks reading would run."""
-    raw = _raw_names(kind)
+    raw = saved_names(kind, _AS_KEPT)
     return tuple(name for name in saved_names(kind) if "_raw" + name not in raw)

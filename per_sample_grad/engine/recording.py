@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from per_sample_grad.engine import graph
 from per_sample_grad.engine.settings import Settings
 from per_sample_grad.errors import CoverageError, PerSampleError
-from per_sample_grad.layers import batch_norm, registry
+from per_sample_grad.layers import normalisation, registry
 from per_sample_grad.layers.registry import Call, Rule, rule_of
 from per_sample_grad.operations import wrong_operations
 from per_sample_grad.operations.layouts import by_shape
@@ -132,8 +132,9 @@ class Recorder:
 
     def start(self) -> None:
         """Places the hooks; places none of them if one cannot be placed."""
+        self.stop()
         model = self._settings.model
-        batch_norm.refuse_batch_statistics(model)
+        normalisation.refuse_batch_statistics(model)
         with contextlib.ExitStack() as placed:
             for name, module in model.named_modules():
                 _run_as_written(module, placed)
@@ -177,9 +178,7 @@ class Recorder:
             )
             hooks.append(functools.partial(self._record, owner))
         # The output is replaced before the call is recorded.
-        if isinstance(module, batch_norm.NORMALISING):
-            hooks.append(batch_norm.output_by_arithmetic)
-        elif type(module) in wrong_operations.WRONG:
+        if wrong_operations.is_replaced(module):
             hooks.append(wrong_operations.right_output)
         return hooks
 
@@ -213,8 +212,9 @@ class Recorder:
         if any(held.get(key) is not param for held, key, param in owner.places):
             return
         default = self._settings.default_batch_dim
+        given = self._settings.batch_dim
         # None: what it returns is the same for all samples.
-        dim = self._settings.batch_dims.get(owner.name, default)
+        dim = given.get(owner.name, default) if isinstance(given, Mapping) else default
         own: Any = map_tensors((args, kwargs), torch.Tensor.detach)
         # Appended afterwards: Dynamo breaks its graph at `output_edge`, and cannot
         # carry the `append` of a list over the break.

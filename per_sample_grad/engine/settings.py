@@ -24,16 +24,9 @@ Accumulate = Literal["mean", "sum"]
 MOST_NAMES = 12
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Settings:
-    """The checked arguments of a `Capture`; ``params`` are the selected parameters.
-
-    Attributes:
-        batch_dims: ``batch_dim`` of the modules that it names.
-        default_batch_dim: That of all others.
-        has_fallback: Whether there is a fallback for parameters that rules do not
-            account for.
-    """
+    """The checked arguments of a `Capture`; ``params`` are the selected parameters."""
 
     model: nn.Module
     params: Mapping[str, nn.Parameter]
@@ -49,29 +42,30 @@ class Settings:
         refuse_hooked(self.params)
         if self.budget is not None:
             check_integer("budget", self.budget, least=1)
-        if str(self.fallback) == "batched":
-            raise ValueError(
-                'fallback="batched" was withdrawn: pass fallback="loop", which gives '
-                "the same gradients by B backward passes"
-            )
+        check_number("scale", self.scale, above=0)
         check_choice("fallback", self.fallback, get_args(Fallback))
         check_choice("check", self.check, get_args(Check))
         check_choice("method", self.method, METHODS)
-        check_number("scale", self.scale, above=0)
-        self.has_fallback = self.fallback != "error"
-        self.batch_dims: Mapping[str, int | None] = {}
         if not isinstance(self.batch_dim, Mapping):
-            self.default_batch_dim = check_integer("batch_dim", self.batch_dim)
+            check_integer("batch_dim", self.batch_dim)
             return
-        self.batch_dims = self.batch_dim
-        self.default_batch_dim = self.batch_dim.get("") or 0
-        modules = dict(self.model.named_modules())
-        unknown = self.batch_dim.keys() - {"", *modules}
+        unknown = self.batch_dim.keys() - {"", *dict(self.model.named_modules())}
         if unknown:
             raise ValueError(
                 f"batch_dim names {', '.join(sorted(unknown))}, not in "
                 'model.named_modules(); "" stands for all others'
             )
+
+    @property
+    def has_fallback(self) -> bool:
+        """Whether one replaces rules that are missing or wrong."""
+        return self.fallback != "error"
+
+    @property
+    def default_batch_dim(self) -> int:
+        """The ``batch_dim`` of modules that it does not name."""
+        given = self.batch_dim
+        return (given.get("") or 0) if isinstance(given, Mapping) else given
 
 
 def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:

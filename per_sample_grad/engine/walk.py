@@ -65,7 +65,7 @@ class Table(NamedTuple):
         astray: Parameters of calls whose samples may not be where their rule says, as
             data decide: what is proven of them holds for no other data.
         is_structural: Whether ``calls`` and ``astray`` are the same for all data.
-        has_other_leaves: Whether anything but the parameters takes a gradient.
+        others: What else takes a gradient.
     """
 
     nodes: list[Node]
@@ -75,7 +75,7 @@ class Table(NamedTuple):
     proof: Proof | None
     astray: Collection[str]
     is_structural: bool
-    has_other_leaves: bool
+    others: list[torch.Tensor]
 
 
 def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
@@ -123,7 +123,7 @@ def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
         proof,
         astray,
         is_structural,
-        any(each is not None and id(each) not in names for each in leaves),
+        [each for each in leaves if each is not None and id(each) not in names],
     )
 
 

@@ -320,16 +320,10 @@ class Factors:
     def _planned(
         self, quantity: Quantity, name: str, other: Factors, method: Method
     ) -> Choice:
-        return planning.choose(
-            quantity,
-            self.merged[name],
-            other.merged[name],
-            self.shapes[name],
-            num_samples=len(self),
-            num_others=len(other),
-            method=method,
-            budget=self.budget,
-        )
+        uses, others, shape = self.merged[name], other.merged[name], self.shapes[name]
+        partners = 1 if quantity == "norms" else len(other)
+        share = planning.Share(uses, others, shape, len(self), partners, self.budget)
+        return share.choose(method)
 
 
 def check_vectors(

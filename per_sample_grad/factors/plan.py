@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -118,36 +118,102 @@ def cancels(squares: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
     return (squares * (2 * NORM_TOLERANCE / rounding) < terms).any()
 
 
-def choose(
-    quantity: Quantity,
-    uses: Sequence[Contribution],
-    others: Sequence[Contribution],
-    shape: tuple[int, ...],
-    *,
-    num_samples: int,
-    num_others: int,
-    budget: int,
-    method: Method,
-) -> Choice:
-    """Returns the cheaper form of one parameter's share, in chunks within the budget.
+class Share(NamedTuple):
+    """One parameter's share of a quantity, to be computed in its cheaper form.
 
-    A Gram matrix is with ``others``: the ``uses`` themselves, or those of another
-    batch. The budget is the bytes of temporaries, which a single sample or column may
-    exceed.
+    Attributes:
+        uses: The parameter's, of N samples.
+        others: The same, or for a Gram matrix with another batch those of that.
+        shape: The parameter's.
+        num_samples: N.
+        partners: With how many samples each is multiplied; 1 for norms.
+        budget: The bytes of temporaries, which a single sample or column may exceed.
     """
-    partners = 1 if quantity == "norms" else num_others
-    rows, columns = forms.matrix_shape(shape)
-    if all(isinstance(use, Dense) for use in (*uses, *others)):
-        flops = 2 * num_samples * partners * rows * columns
-        return Choice("dense", num_samples, columns, 1, flops, flops, 0)
-    blocks = 1 if uses is others else 2
-    formed = _materialized(uses, shape, num_samples, partners, blocks, budget)
-    if not all(has_product(a, b) for a in uses for b in others):
-        return formed
-    factored = _factored(uses, others, num_samples, partners, columns, budget)
-    if method == "auto":
-        return min((factored, formed), key=lambda choice: choice.cost)
-    return factored if method == "factored" else formed
+
+    uses: Sequence[Contribution]
+    others: Sequence[Contribution]
+    shape: tuple[int, ...]
+    num_samples: int
+    partners: int
+    budget: int
+
+    def choose(self, method: Method) -> Choice:
+        """Returns the cheaper form, in chunks within the budget."""
+        if all(isinstance(use, Dense) for use in (*self.uses, *self.others)):
+            rows, columns = forms.matrix_shape(self.shape)
+            flops = 2 * self.num_samples * self.partners * rows * columns
+            return Choice("dense", self.num_samples, columns, 1, flops, flops, 0)
+        formed = self._materialized()
+        if not all(has_product(a, b) for a in self.uses for b in self.others):
+            return formed
+        factored = self._factored()
+        if method == "auto":
+            return min((factored, formed), key=lambda choice: choice.cost)
+        return factored if method == "factored" else formed
+
+    def _materialized(self) -> Choice:
+        """Returns the choice that forms gradients."""
+        uses, num_samples, partners = self.uses, self.num_samples, self.partners
+        rows, columns = forms.matrix_shape(self.shape)
+        size, itemsize = rows * columns, forms.float_factor(uses[0]).itemsize
+        flops = 2 * num_samples * partners * size
+        for use in uses:
+            if isinstance(use, Lookup):
+                flops += num_samples * use.positions * columns
+            elif not isinstance(use, Dense):
+                flops += 2 * num_samples * use.positions * size
+        unfolded = max(map(forms.unfolded, uses))
+        passes = PASSES
+        if partners == 1 and any(isinstance(use, Lookup) for use in uses):
+            passes = PASSES_OF_TABLES
+        elements = passes * size + unfolded * columns
+        cost = flops + FLOPS_PER_ELEMENT * num_samples * elements
+        # Numbers of a column: on the way, where several uses have the sum so far, the
+        # next term and the next sum; for a Gram matrix the gradients of all samples.
+        each = (2 * unfolded + rows * (1 if len(uses) == 1 else 3)) * itemsize
+        of_all, samples, width = 0, num_samples, columns
+        if unfolded or partners == 1:
+            samples = _fitting(self.budget, each * columns, num_samples)
+        if partners > 1:
+            blocks = 1 if uses is self.others else 2
+            of_all = blocks * num_samples * rows * itemsize
+            unit = math.lcm(*[use.kernel for use in uses if isinstance(use, Windows)])
+            width = _fitting(self.budget, samples * each + of_all, columns, unit)
+        times = -(-columns // max(width, 1)) * -(-num_samples // samples)
+        peak = (samples * each + of_all) * width
+        return Choice("materialized", samples, width, times, flops, cost, peak)
+
+    def _factored(self) -> Choice:
+        """Returns the choice that forms no gradient."""
+        columns = forms.matrix_shape(self.shape)[1]
+        uses, others, _, num_samples, partners, budget = self
+        flops, largest, elements = 0, 1, 0
+        for a in uses:
+            for b in others:
+                pairs = a.groups * a.positions * b.positions
+                if isinstance(a, Dense) or isinstance(b, Dense):
+                    inner = 0
+                elif isinstance(a, Lookup) or isinstance(b, Lookup):
+                    inner = a.width + 2
+                else:
+                    inner = a.left.shape[3] + a.width + 1
+                flops += 2 * num_samples * partners * pairs * inner
+                largest = max(largest, 3 * pairs)
+                elements += 3 * pairs * partners * num_samples
+        sides = uses if partners == 1 else (*uses, *others)
+        unfolded = columns * sum(map(forms.unfolded, sides))
+        itemsize = forms.float_factor(uses[0]).itemsize
+
+        def size_of(samples: int) -> int:
+            return samples * (largest * min(samples, partners) + unfolded) * itemsize
+
+        samples = max(num_samples, partners)
+        while samples > 1 and size_of(samples) > budget:
+            samples = -(-samples // 2)
+        times = -(-num_samples // samples) * -(-partners // samples)
+        cost = flops + FLOPS_PER_ELEMENT * (elements + num_samples * unfolded)
+        peak = size_of(samples)
+        return Choice("factored", samples, columns, times, flops, cost, peak)
 
 
 def has_product(a: Contribution, b: Contribution) -> bool:
@@ -172,78 +238,3 @@ def _fitting(budget: int, each: int, most: int, unit: int = 1) -> int:
     if most * each <= budget:
         return most
     return max(unit, min(most, budget // each // unit * unit))
-
-
-def _materialized(
-    uses: Sequence[Contribution],
-    shape: Sequence[int],
-    num_samples: int,
-    partners: int,
-    blocks: int,
-    budget: int,
-) -> Choice:
-    """Returns the choice that forms gradients."""
-    rows, columns = forms.matrix_shape(shape)
-    size, itemsize = rows * columns, forms.float_factor(uses[0]).itemsize
-    flops = 2 * num_samples * partners * size
-    for use in uses:
-        if isinstance(use, Lookup):
-            flops += num_samples * use.positions * columns
-        elif not isinstance(use, Dense):
-            flops += 2 * num_samples * use.positions * size
-    unfolded = max(map(forms.unfolded, uses))
-    passes = PASSES
-    if partners == 1 and any(isinstance(use, Lookup) for use in uses):
-        passes = PASSES_OF_TABLES
-    elements = passes * size + unfolded * columns
-    cost = flops + FLOPS_PER_ELEMENT * num_samples * elements
-    # Numbers of a column: on the way, where several uses have the sum so far, the next
-    # term and the next sum; and for a Gram matrix the gradients of all samples.
-    each = (2 * unfolded + rows * (1 if len(uses) == 1 else 3)) * itemsize
-    of_all, samples, width = 0, num_samples, columns
-    if unfolded or partners == 1:
-        samples = _fitting(budget, each * columns, num_samples)
-    if partners > 1:
-        of_all = blocks * num_samples * rows * itemsize
-        unit = math.lcm(*[use.kernel for use in uses if isinstance(use, Windows)])
-        width = _fitting(budget, samples * each + of_all, columns, unit)
-    times = -(-columns // max(width, 1)) * -(-num_samples // samples)
-    peak = (samples * each + of_all) * width
-    return Choice("materialized", samples, width, times, flops, cost, peak)
-
-
-def _factored(
-    uses: Sequence[Contribution],
-    others: Sequence[Contribution],
-    num_samples: int,
-    partners: int,
-    columns: int,
-    budget: int,
-) -> Choice:
-    """Returns the choice that forms no gradient."""
-    flops, largest, elements = 0, 1, 0
-    for a in uses:
-        for b in others:
-            pairs = a.groups * a.positions * b.positions
-            if isinstance(a, Dense) or isinstance(b, Dense):
-                inner = 0
-            elif isinstance(a, Lookup) or isinstance(b, Lookup):
-                inner = a.width + 2
-            else:
-                inner = a.left.shape[3] + a.width + 1
-            flops += 2 * num_samples * partners * pairs * inner
-            largest = max(largest, 3 * pairs)
-            elements += 3 * pairs * partners * num_samples
-    sides = uses if partners == 1 else (*uses, *others)
-    unfolded = columns * sum(map(forms.unfolded, sides))
-    itemsize = forms.float_factor(uses[0]).itemsize
-
-    def size_of(samples: int) -> int:
-        return samples * (largest * min(samples, partners) + unfolded) * itemsize
-
-    samples = max(num_samples, partners)
-    while samples > 1 and size_of(samples) > budget:
-        samples = -(-samples // 2)
-    times = -(-num_samples // samples) * -(-partners // samples)
-    cost = flops + FLOPS_PER_ELEMENT * (elements + num_samples * unfolded)
-    return Choice("factored", samples, columns, times, flops, cost, size_of(samples))

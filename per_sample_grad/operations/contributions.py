@@ -9,6 +9,7 @@ does not depend on samples: a parameter, or what is computed from parameters alo
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch.autograd.graph import Node
@@ -17,8 +18,8 @@ from per_sample_grad.errors import Refusal
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
 from per_sample_grad.layers import embedding, registry
-from per_sample_grad.layers.batch_norm import standardised
-from per_sample_grad.layers.patches import Unfolding, windows
+from per_sample_grad.layers.convolution import windows
+from per_sample_grad.layers.normalisation import standardised
 from per_sample_grad.operations import nodes
 from per_sample_grad.operations.nodes import saved
 
@@ -160,16 +161,11 @@ def convolved(node: Node, slot: int, grad: torch.Tensor, axis: int) -> Contribut
         raise Refusal("it is a transposed convolution of a weight that is computed")
     if slot == 2:
         return Dense(registry.over_positions(grad, kept=[1]))
-    stride, padding, dilation = (
-        tuple(saved(node, name)) for name in ("stride", "padding", "dilation")
-    )
-    kernel = nodes.source_shape(node, slot)[2:]
-    widths = [(width, width) for width in padding]
-    unfolding = Unfolding(
-        widths, "zeros", kernel, stride, dilation, grad.shape[2:],
-        saved(node, "groups"),
-    )  # fmt: skip
-    return windows(grad, saved(node, "input"), unfolding)
+    layer = SimpleNamespace(kernel_size=nodes.source_shape(node, slot)[2:])
+    for name in ("stride", "dilation", "groups"):
+        setattr(layer, name, saved(node, name))
+    widths = [(width, width) for width in saved(node, "padding")]
+    return windows(layer, grad, saved(node, "input"), widths, "zeros")
 
 
 def by_its_node(node: Node, slot: int, grad: torch.Tensor, axis: int) -> Contribution:

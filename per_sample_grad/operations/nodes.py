@@ -80,9 +80,9 @@ def saved(node: Node, name: str) -> Any:
 
 
 @functools.cache
-def saved_names(kind: type[Node]) -> tuple[str, ...]:
+def saved_names(kind: type[Node], prefix: str = "_saved_") -> tuple[str, ...]:
     """Returns the attributes with what operations of a kind save."""
-    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
+    return tuple(name for name in dir(kind) if name.startswith(prefix))
 
 
 @functools.cache

@@ -8,6 +8,7 @@ of them (`contributions`).
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from torch.autograd.graph import Node
@@ -19,6 +20,11 @@ from per_sample_grad.operations.layouts import LayoutQuery, LayoutRule, Rows, Un
 
 # In the names of functions that XLA's backend has in place of torch's.
 _OF_XLA = "::aten_autograd_ops::"
+# Operations on the last one, two or three dimensions, which their names count.
+_ON_LAST = re.compile(
+    r"(\w*Pool|MaxUnpool|ReflectionPad|ReplicationPad|Upsample[A-Za-z]+)([123])D"
+    "(WithIndices|Aa)?Backward0"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +51,11 @@ def operation_of(node: Node) -> Operation | None:
     if _OF_XLA in name:
         name = name.partition(_OF_XLA)[2]
         name = name.replace("dAutogradFunction>", "DWithIndicesBackward0")
-    return OPERATIONS.get(name) or (_POINTWISE if nodes.is_pointwise(name) else None)
+    if name in OPERATIONS:
+        return OPERATIONS[name]
+    if on_last := _ON_LAST.fullmatch(name):
+        return Operation(layouts.within(layouts.last(int(on_last[2]))))
+    return _POINTWISE if nodes.is_pointwise(name) else None
 
 
 def layout_of(
@@ -95,22 +105,6 @@ _ALONG_A_DIMENSION = """
     SumBackward1 MeanBackward1 ProdBackward1 MedianBackward1 NanmedianBackward1
     NormBackward1 NormBackward3 SortBackward1 IndexFillBackward1 ScatterBackward1
 """
-_ON_LAST_DIMENSION = """
-    ReflectionPad1D ReplicationPad1D UpsampleNearest1D UpsampleNearestExact1D
-    UpsampleLinear1D
-"""
-_ON_LAST_TWO = """
-    AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D MaxPool2D MaxPool2DWithIndices
-    MkldnnMaxPool2D FractionalMaxPool2D MaxUnpool2D ReflectionPad2D
-    ReplicationPad2D UpsampleNearest2D UpsampleNearestExact2D UpsampleBilinear2D
-    UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa
-"""
-_ON_LAST_THREE = """
-    AvgPool3D AdaptiveAvgPool3D AdaptiveMaxPool3D MaxPool3DWithIndices
-    MkldnnMaxPool3D FractionalMaxPool3D MaxUnpool3D ReflectionPad3D
-    ReplicationPad3D UpsampleNearest3D UpsampleNearestExact3D UpsampleTrilinear3D
-    PixelShuffle PixelUnshuffle
-"""
 _SAMPLES_FIRST = """
     ConvolutionOverrideable CudnnConvolution Im2Col Col2Im MultiMarginLoss
     MultilabelMarginLoss
@@ -146,9 +140,7 @@ OPERATIONS: dict[str, Operation] = {
     **_rows("FusedRmsNorm", _NORMALIZED),
     **_rows(_BATCH_NORMS, layouts.batch_normalized),
     **_rows("ConstantPadNd", layouts.within(layouts.padded)),
-    **_rows(_ON_LAST_DIMENSION, layouts.within(layouts.last(1))),
-    **_rows(_ON_LAST_TWO, layouts.within(layouts.last(2))),
-    **_rows(_ON_LAST_THREE, layouts.within(layouts.last(3))),
+    **_rows("PixelShuffle PixelUnshuffle", layouts.within(layouts.last(3))),
     **_rows("GridSampler2D GridSampler3D", layouts.within(layouts.all_but_first, 2)),
     **_rows("NllLoss NllLoss2D", layouts.class_losses),
     **_rows("CtcLoss", lambda of: [1]),

@@ -5,8 +5,10 @@ operations of `torch.nn` and of torch: the XLA backend of torch 2.9 ignores whet
 backward pass of ELU is given its input or its output. In place it is given the output,
 as that backend expects, and is right.
 
-Modules are computed by other operations inside a capture. A functional call cannot be
-replaced, so it is an error.
+Modules are computed by other operations inside a capture, as are normalisations by
+running statistics, whose backward pass raises there ("The size of mean should be
+compatible with feature count"). A functional call cannot be replaced, so that it is an
+error.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import nn
 
 import xla_replica
 from per_sample_grad.errors import PerSampleError
+from per_sample_grad.layers import normalisation
 
 # Of SELU, as torch has them (Klambauer et al., arXiv:1706.02515).
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
@@ -74,6 +77,11 @@ WRONG: dict[type[nn.Module], WrongOperation] = {
 }
 
 
+def is_replaced(module: nn.Module) -> bool:
+    """Returns whether `right_output` may compute a module."""
+    return isinstance(module, normalisation.NORMALISING) or type(module) in WRONG
+
+
 def right_output(
     module: Any,
     args: tuple[Any, ...],
@@ -84,9 +92,14 @@ def right_output(
 
     The module's own operation never runs: nothing asks a lazy device for its result.
     """
-    if module.inplace or not xla_replica.traits(output).is_lazy:
+    if isinstance(module, normalisation.NORMALISING):
+        is_right = normalisation.uses_batch_statistics(module)
+        formula = normalisation.scaled_by_running_statistics
+    else:
+        is_right, formula = module.inplace, WRONG[type(module)].formula
+    if is_right or not xla_replica.traits(output).is_lazy:
         return None
-    return WRONG[type(module)].formula(module, args[0] if args else kwargs["input"])
+    return formula(module, args[0] if args else kwargs["input"]).to(output.dtype)
 
 
 def refuse_wrong_operations(names: Collection[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from per_sample_grad.pool.fingerprint import digest, fingerprint
 from xla_replica.common.arguments import check_integer
@@ -95,14 +95,7 @@ class BlockSource:
                     "the pool: a DataLoader with batch_size=None does not collate; "
                     "give the dataset itself, or a DataLoader with a batch size"
                 )
-        if not hasattr(self.dataset, "__len__") or isinstance(
-            self.dataset, IterableDataset
-        ):
-            raise TypeError(
-                f"the pool: a {type(self.dataset).__name__} has no length and no "
-                "indices to report samples by; give a dataset with __len__ and "
-                "__getitem__"
-            )
+        len(self.dataset)  # what has none is a TypeError
         size = block_size if batch_size is None else batch_size
         self._batch_size = self.rounded_up(check_integer("batch_size", size, least=1))
 
@@ -139,7 +132,7 @@ class BlockSource:
             with noted(f"while {where} of the pool were loaded"):
                 blocks = []
                 for first, block in zip(indices[:: self.block_size], next(batches)):
-                    inputs, targets = _split_checked(self.split, block)
+                    inputs, targets = self.split(block)
                     last = min(first + self.block_size - 1, indices[-1])
                     blocks.append((inputs, targets, Given(first, last, targets)))
             yield blocks
@@ -186,17 +179,6 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
             )
         return batch[0], batch[1] if len(batch) == 2 else None
     raise TypeError(f"a batch of the pool is a {type(batch).__name__}; {_UNDERSTOOD}")
-
-
-def _split_checked(split: Split, batch: Any) -> tuple[Any, Any]:
-    found = split(batch)
-    if not isinstance(found, tuple) or len(found) != 2:
-        size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
-        raise TypeError(
-            f"split= returned a {type(found).__name__}{size}; return a pair, "
-            "(inputs, targets) or (inputs, None)"
-        )
-    return found
 
 
 def compared_items(count: int) -> list[int]:

@@ -174,7 +174,7 @@ def score_pool(
         OSError: A part cannot be written; those before it are kept.
         ReplicaError: Replicas have different weights.
     """
-    _check_options(options)
+    inspect.signature(capture).bind(model, **options)  # another option is a TypeError
     check_flag("progress", progress)
     paths = (str, os.PathLike, type(None))
     check_type("folder", folder, paths, "the path of a folder")
@@ -205,16 +205,6 @@ def score_pool(
         parts.describe()
     intervals = source.intervals(part_size)
     return PoolScores(run.collected(intervals, parts, progress), name)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Raises TypeError for an option that neither `score_pool` nor `capture` has."""
-    own = inspect.signature(score_pool).parameters
-    allowed = {**own, **inspect.signature(capture).parameters}
-    unknown = ", ".join(sorted(options.keys() - allowed.keys()))
-    if unknown:
-        known = ", ".join(sorted(allowed.keys() - {"model", "loader", "options"}))
-        raise TypeError(f"score_pool: unknown option {unknown}; allowed are {known}")
 
 
 def _row(

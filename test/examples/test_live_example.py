@@ -29,7 +29,7 @@ def test_updates_are_shown_once_and_drawn_whatever_gloo_writes_between(
     assert [*run.follow()] == updates
     shown = [f"update {update:3}   A · · · ·" for update in updates]
     assert capsys.readouterr().out.splitlines() == [*shown, rest[-1].rstrip()]
-    run.killed[1] = "A"
+    run.met[1] = "A", "is killed"
     kill_and_join.draw(run, alone, alone, tmp_path / "live.png")
     assert (tmp_path / "live.png").stat().st_size > 20_000
     assert re.fullmatch("[0-9a-f]{16}", kill_and_join.digest(alone))
@@ -43,5 +43,5 @@ def test_processes_die_and_join_and_the_weights_are_those_of_one(tmp_path):
     assert list(shown) == [str(update) for update in range(149)]
     assert "A" in "".join(shown.values())
     assert "A" not in shown["60"]  # a busy machine kills some updates later
-    assert shown["148"] == "· · C D E"
+    assert shown["148"] == "· · · D E"
     assert said.endswith(": equal, to the bit\n")

@@ -92,7 +92,7 @@ def test_the_first_replicas_state_loads_on_another_number(num_workers, num_repli
     assert found == expected
     wrong = loader_of(num_workers, 1, 3)
     wrong.load_state_dict(loaders[1].state_dict())
-    with pytest.raises(ValueError, match="of replica 1 of 2, this is"):
+    with pytest.raises(ValueError, match=r"of replica 1, .* load replica 0's"):
         next(iter(wrong))
 
 

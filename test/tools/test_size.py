@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_330
-TEST_LINES = 34_058
+CODE = 21_535
+TEST_LINES = 33_614
 
 
 def test_lines_are_counted():

@@ -14,13 +14,13 @@ from support.variable_batch_size.noise import make as measured
 from support.variable_batch_size.wrapping import CPU, make, one_weight, sampler_of
 from torch import nn
 from torch.optim import SGD, AdamW, SparseAdam
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 import variable_batch_size as vbs
 from grab_xla import GraBSampler
 from variable_batch_size import trace_tools as tools
 from variable_batch_size.data.schedule import Schedule
-from variable_batch_size.rules.rule import rule_named, with_options
+from variable_batch_size.rules.rule import rule_named
 from variable_batch_size.trace_tools import convert_rows, simulate
 from variable_batch_size.trace_tools import families as made
 from variable_batch_size.trace_tools.step_time import fit_step_time
@@ -87,14 +87,15 @@ def compiled(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 def weighed(weight: Any, **options: Any) -> None:
     parameter, sampler, optimizer = one_weight([4], **{"reduction": "sum"} | options)
-    if optimizer.rule.measured:
-        optimizer.attach(StepLR(optimizer, 1), unit="iterations")
     next(iter(sampler))
     parameter.sum().backward()
     optimizer.step(**({} if weight is None else {"weight": weight}))
 
 
 OF_TYPES = [
+    (lambda: simulated(rule="linear"), "ref_batchsize must be an integer >= 1, got No"),
+    (lambda: simulated(noise_scale=9.0), "ref_batchsize must be an integer"),
+    (lambda: simulate(planned(16, 48, 8)), "num_epochs of the constant trace must be"),
     (lambda: weighed(3, reduction="mean"), "needs reduction='sum'"),
     (lambda: weighed(None), "needs weight="),
     (lambda: weighed(True), "got True"),
@@ -105,11 +106,7 @@ OF_TYPES = [
      "all count the same"),
     (lambda: weighed(1, ref_weight=4, rule="adam-root", inner=AdamW),
      "ref_batchsize= in place of ref_weight="),
-    (lambda: weighed(1, ref_weight=4, rule="adascale"), "'updates' or 'samples'"),
     (lambda: rule_named(0.5), "rule must be a name or a Rule, got 0.5"),
-    (lambda: with_options("adam-root", True, False), "can be neither measured nor"),
-    (lambda: vbs.Rule("x", lambda gain: gain, measured=True, beta=lambda b, k: b),
-     "rule 'x' changes Adam's betas"),
     (lambda: of_rule(rule="adam-root"), "SGD does not suit .* Adam or AdamW"),
     (lambda: of_rule(inner=torch.optim.RAdam, rule="adam-half-life"),
      "RAdam does not suit"),
@@ -125,11 +122,6 @@ OF_TYPES = [
      r"gain \*\* 0.5, in place of math.sqrt"),
     (lambda: make(cls=vbs.ConstantOptimizer, ref_batchsize=None, noise=True),
      "noise= needs ref_batchsize="),
-    (lambda: attached(every_step, "iterations"), "AdaScaleOptimizer, or of a rule"),
-    (lambda: attached(lambda _: print, "samples", 10), "are for LR schedulers"),
-    (lambda: attached(lambda _: StepLR), "neither an LR scheduler nor a function"),
-    (lambda: attached(lambda wrapper: StepLR(wrapper, 1).step), "is a method of an LR"),
-    (lambda: attached(ReduceLROnPlateau, "epochs"), "needs a metric"),
     (lambda: make(inner=compiled), r"every learning rate.* compile the model"),
     (lambda: one_weight([3], sampler={"pad_minibatches": True}),
      "reduction='sum' and, as the loss"),
@@ -143,8 +135,6 @@ OF_TYPES = [
     (lambda: vbs.IndexShuffle(1.5), "seed must be an integer, got"),
     (lambda: seeded({1, 2}, 1)[0], "'set' object is not subscriptable"),
     (lambda: seeded([1], 1).set_epoch("2"), "epoch must be an integer >= 0, got '2'"),
-    (lambda: dealt(order=vbs.IndexShuffle), "not a class or an iter.*IndexShuffle"),
-    (lambda: dealt(order=iter(range(256))), "an iterator: got <range_iter"),
     (lambda: dealt(dataset_size=None), "either dataset= or dataset_size="),
     (lambda: dealt(dataset=range(256)), "either dataset= or dataset_size="),
     (lambda: dealt(dataset=256, dataset_size=None), r"has no len\(\)"),
@@ -159,37 +149,31 @@ OF_TYPES = [
     (lambda: wrapped(torch.optim.LBFGS), "LBFGS evaluates the loss inside"),
     (lambda: wrapped(SparseAdam), "SparseAdam takes sparse gradients alone"),
     (lambda: wrapped(torch.optim.Optimizer, {}), "be a finite number, got None"),
-    (lambda: wrapped(AdamW, rule="linear-momentum"), "scaled step, as only SGD does"),
+    (lambda: wrapped(AdamW, rule="linear-momentum"), "gradient, as only SGD does"),
     (lambda: wrapped(SGD, torch.tensor(0.1)), "a finite number, got tensor"),
     (lambda: wrapped().add_param_group({"params": ONES, "lr": torch.tensor(0.1)}),
      "a finite number, got tensor"),
-    (lambda: wrapped(make()[2], rule="root"), "Optimizer is a wrapper already"),
+    (lambda: wrapped(make()[2], rule="root"), "Optimizer is a wrapper: wrap"),
     (lambda: make(cls=vbs.AdaScaleOptimizer, noise=vbs.NoiseOptions()),
      "time_constant=, got noise=NoiseOptions"),
-    (lambda: wrapped().step(lambda: None), r"call loss.backward\(\) before step\(\)"),
     (lambda: copy.deepcopy(wrapped()), r"save optimizer.state_dict\(\) instead"),
     (lambda: controlled(available=64), "available must be a function, got 64"),
     (lambda: controlled(noise=False), "build the optimizer with noise=True"),
-    (lambda: log(sinks=["wandb"]), "each sink, .* must be a function, got"),
-    (lambda: log().add(0.5), r"add: loss must be a tensor.*got 0\.5"),
     (lambda: log().write(accuracy=ONES), "write: accuracy must be a number, got"),
 ]  # fmt: skip
 OF_TRACES = [
-    (lambda: planned([40], 256, 32), r"minibatch_size=32; .* 32 or 64\. With pad_mini"),
+    (lambda: planned([40], 256, 32), r"minibatch_size=32; .* 32 or 64; or pad_mini"),
     (lambda: planned([8], 256, 32), "multiple of minibatch_size=32; nearest is 32"),
     (lambda: planned([512], 256, 32), "exceeds epoch capacity: 256 samples hold 8"),
     (lambda: convert_rows(LOG, lambda _: 0), "element 0, batchsize: 0 must be an int"),
     (lambda: wrapped(sampler=dealt(minibatch_size=4)).change_batch_size(6),
      "not a multiple of minibatch_size=4"),
-    (lambda: converted(lambda *_: 11), "^0 steps are completed in the 10 seconds"),
-    (lambda: converted(lambda *_: 1e-9), "^10000000000 steps are completed"),
+    (lambda: converted(lambda *_: 11), "^no step is completed in the 10 seconds"),
 ]  # fmt: skip
 OF_VALUES = [
     (lambda: weighed(-1), "got -1"),
     (lambda: weighed(NAN), "got nan"),
     (lambda: weighed(torch.tensor(-2.0)), "got -2.0"),
-    (lambda: weighed(torch.ones(2)), r"shape \(2,\)"),
-    (lambda: weighed(torch.ones((), dtype=torch.complex64)), "complex64"),
     (lambda: weighed(1, reduction="tokens"), "got 'tokens'"),
     (lambda: rule_named("lars"), "one of 'adam-half.* 'power:ALPHA', got 'lars'"),
     (lambda: rule_named("power"), "'power:ALPHA', got 'power'"),
@@ -208,7 +192,8 @@ OF_VALUES = [
     (lambda: resumed({"cls": vbs.LinearRuleOptimizer}, {}), "of rule 'linear', and"),
     (lambda: resumed(HALF, HALF | {"weight_decay": 0.25}),
      r"weight_decay was 0\.5 and is 0\.25"),
-    (lambda: attached(every_step, "minutes"), "'updates', .* 'iterations', got"),
+    (lambda: attached(lambda _: print, "samples", 10), "are for LR schedulers"),
+    (lambda: attached(every_step, "minutes"), "'updates', .* 'epochs', got"),
     (lambda: attached(every_step, "samples", 0), "every must be a finite number > 0"),
     # It would run twice after every update, or change what nobody uses.
     (lambda: attached(lambda _: [].append, times=2), "already, and would run tw"),
@@ -234,26 +219,18 @@ OF_VALUES = [
     (lambda: vbs.BlockDataset.from_stream(iter, 0), "num_samples must"),
     (lambda: dealt(rank=1), "rank must be an integer >= 0 and <= 0, got 1"),
     (lambda: dealt(seed=2**70), "seed must be an integer >= .* got 11805916207"),
-    (lambda: planned([32], 31, 32), "31 samples, fewer than one minibatch"),
     (lambda: planned([32], 256, 0), "minibatch_size must be an integer >= 1, got 0"),
     (lambda: planned([32], 256, 32, "loop"), "on_end must be one of 'stop', .* 'loop'"),
     (lambda: SCHEDULE.plan(-1, 1), "epoch must be an integer >= 0, got -1"),
     (lambda: vbs.Trace(TOKENS, tokens_per_sample=0), "tokens_per_sample must be"),
-    (lambda: fit_step_time([], []), "arrays of one length above 0, got shapes"),
-    (lambda: fit_step_time([1.0], [1, 2]), "arrays of one length above 0, got shapes"),
-    (lambda: fit_step_time([NAN], [1]), "seconds must be finite and >= 0"),
-    (lambda: fit_step_time([-1.0], [1]), "seconds must be finite and >= 0"),
-    (lambda: fit_step_time([1.0], [0]), "num_substeps must be finite and >= 1"),
-    (lambda: fit_step_time([1.0], [1], 0), "num_updates must be finite and >= 1"),
-    (lambda: simulated(rule="linear"), "rule 'linear' needs ref_batchsize, got None"),
-    (lambda: simulated(noise_scale=9.0), "noise_scale needs ref_batchsize, got None"),
+    (lambda: fit_step_time([1.0], [1, 2]), "must have the same shape"),
+    (lambda: fit_step_time([NAN], [1]), "must not contain infs or NaNs"),
     (lambda: simulated(rule="adascale", ref_batchsize=8), "measures the gradients"),
     (lambda: simulated(rule="adam-root", ref_batchsize=1), "adam-root"),
     (lambda: simulated(devices=np.array([1])), "for each of the 2 rows of the list"),
-    (lambda: simulate(planned(16, 48, 8)), "has no end, so num_epochs"),
     (lambda: tools.time_lost(simulated(), 2.0), "losses_per_hour=2.0 needs a ste"),
-    (lambda: LOG.longer(-1), "last_row_seconds must be"),
     (lambda: converted(lambda *_: 0), r"seconds of a step must be .* > 0, got 0.0"),
+    (lambda: converted(lambda *_: 1e-9), "seconds of a step must be .*, got 1e-09"),
     (lambda: made.make("ramps"), "family must be one of 'constant', 'ramp'"),
     (lambda: made.make("thresholds", rows="768", total=9), "rows must be like '0:768"),
     (lambda: made.make("critical-batch", first=8, most=64, total_samples=4000),
@@ -265,8 +242,7 @@ OF_VALUES = [
     (lambda: wrapped(SGD, 0.1, NAN), "momentum must be a number, got nan"),
     (lambda: wrapped(SGD, 0.1, 0, 0, NAN), "weight_decay must .*, got nan"),
     (lambda: wrapped(SGD, NAN), "reference learning rate must .*got nan"),
-    (lambda: wrapped().set_lr((0.1, 0.2)), "one learning rate for each of 1 parameter"),
-    (lambda: wrapped().set_lr(0.1), "needs a tuple with one .* got 0.1"),
+    (lambda: wrapped().set_lr((0.1, 0.2)), "argument 2 is longer"),
     (lambda: make(**HALF | {"weight_decay": -1}), "weight_decay must be a fin.* >= 0"),
     (lambda: controlled(most=2), "most .* must be an integer >= 4, got 2"),
     (lambda: controlled(policy="x"), "policy must be one of 'noise-scale', 'g"),

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import xla_replica
 from xla_replica import LocalReplica, stopping
-from xla_replica.device.loader import _warn_of_slow_workers
+from xla_replica.device.loader import _warn_once
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX")
 
@@ -128,7 +128,7 @@ def test_workers_that_import_the_script_at_every_epoch_are_warned_of_once(caplog
     """They are what a TPU's process starts."""
     replica = LocalReplica("cpu")
     options = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    _warn_of_slow_workers.cache_clear()
+    _warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "xla_replica"):
         replica.loader(DataLoader([1], **options, persistent_workers=True))
         replica.loader(DataLoader([1], num_workers=1, multiprocessing_context="fork"))

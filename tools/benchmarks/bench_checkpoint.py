@@ -3,9 +3,7 @@
 1. A step with a `Checkpointer` attached, between saves, against one without, on the
    same model and replicas, in alternating rounds of one run: a ratio.
 2. Saving and loading, for models of several sizes: seconds and bytes.
-3. The steps from one save to the next where the disk is slow, against the same steps
-   without a save: a ratio, for files written at once and beside the training.
-4. Taking and comparing a sampler's state, for data sets and traces of several lengths.
+3. Taking and comparing a sampler's state, for data sets and traces of several lengths.
 
     python tools/benchmarks/bench_checkpoint.py --output checkpoint.json
 """
@@ -14,17 +12,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import stat
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from tqdm import tqdm
@@ -47,7 +41,6 @@ class Job:
         self,
         folder: str | Path | None,
         args: argparse.Namespace,
-        asynchronous: bool = False,
     ) -> None:
         num_replicas = xla_replica.current().num_replicas
         trace = [2 * num_replicas * MINIBATCH]
@@ -62,7 +55,6 @@ class Job:
                 folder,
                 self.optimizer,
                 every_updates=NEVER,
-                asynchronous=asynchronous,
                 model=setup.model,
             )
             self.optimizer.attach(self.checkpointer)
@@ -73,75 +65,6 @@ class Job:
         for _ in self.setup.sampler:
             self.setup.backward()
             self.optimizer.step()
-
-    def saved_epoch(self, epoch: int) -> None:
-        if self.checkpointer is not None:
-            self.checkpointer.save()
-        self.epoch(epoch)
-
-
-class SlowDisk:
-    """An ``os.fsync`` of a disk that takes so many seconds more to store a file."""
-
-    seconds = 0.0
-
-    def __init__(self) -> None:
-        self._fsync = os.fsync
-
-    def __call__(self, descriptor: int) -> None:
-        self._fsync(descriptor)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            time.sleep(self.seconds)
-
-
-def slow_disk_replica(
-    rank: int, folder: str, args: argparse.Namespace
-) -> tuple[dict[str, list[float]], float]:
-    """Returns seconds per round of the jobs, in turns, and those of the slow disk."""
-    jobs = {
-        "without": Job(None, args),
-        "at once": Job(Path(folder, "at-once"), args),
-        "beside": Job(Path(folder, "beside"), args, asynchronous=True),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    disk, replica = SlowDisk(), jobs["without"].replica
-    # Replica 0 writes, maybe in one process with the others.
-    is_writer = rank == 0
-    slow = mock.patch.object(os, "fsync", disk) if is_writer else nullcontext()
-    with slow:
-        for epoch in range(args.rounds + 3):
-            for name, job in list(jobs.items())[:: 1 if epoch % 2 else -1]:
-                elapsed = bench_step.timed(replica, job.saved_epoch, epoch)
-                seconds[name].append(elapsed)
-                if job.checkpointer is not None:
-                    job.checkpointer.wait()
-                replica.barrier()
-            if epoch == 2:  # the first two compile
-                disk.seconds = seconds["without"][-1] / 2
-                seconds = {name: [] for name in jobs}
-    return seconds, disk.seconds
-
-
-def compare_slow_disk(
-    num_replicas: int, width: int, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Returns what a round with a save costs where the disk takes half of the round."""
-    changed = {"width": width, "steps": args.steps_per_save}
-    options = argparse.Namespace(**{**vars(args), **changed})
-    with tempfile.TemporaryDirectory() as folder:
-        seconds, delay = xla_replica.launch(
-            slow_disk_replica, (folder, options), num_replicas, args.device
-        )[0]
-    without = seconds["without"]
-    return {
-        "replicas": num_replicas,
-        "width": width,
-        "milliseconds_per_step": 1e3 * statistics.median(without) / options.steps,
-        "steps_per_save": options.steps,
-        "seconds_of_the_disk": delay,
-        "at_once": ratio(seconds["at once"], without),
-        "beside": ratio(seconds["beside"], without),
-    }
 
 
 def compare_replica(
@@ -233,13 +156,11 @@ def main() -> None:
     add("--widths", type=int, nargs="+", default=[1, 4],
         help="of the network (default: 1 4)")  # fmt: skip
     add("--steps", type=int, default=20, help="of a round (default: 20)")
-    add("--steps-per-save", type=int, default=100,
-        help="of a round where the disk is slow (default: 100)")  # fmt: skip
     add("--rounds", type=int, default=30, help="default: 30")
     add("--side", type=int, default=8, help="of an image, in pixels (default: 8)")
     add("--device", choices=xla_replica.DEVICES, help="see xla_replica.launch")
     args = parser.parse_args()
-    result: dict[str, Any] = {"steps": [], "slow_disk": [], "states": [], "rows": []}
+    result: dict[str, Any] = {"steps": [], "states": [], "rows": []}
     cases = itertools.product(args.num_replicas, args.widths)
     for num_replicas, width in tqdm(list(cases), disable=None):
         of = f"replicas: {num_replicas}, width {width}"
@@ -247,12 +168,6 @@ def main() -> None:
         result["steps"].append(cost)
         ratios = cost.pop("ratios")
         result["rows"].append(row(f"a step between saves: {of}", ratios, at_most=1.02))
-        cost = compare_slow_disk(num_replicas, width, args)
-        result["slow_disk"].append(cost)
-        ratios = cost["beside"].pop("ratios")
-        result["rows"].append(
-            row(f"steps beside a slow save: {of}", ratios, at_most=1.05)
-        )
     for num_samples, num_steps in itertools.product(
         (10**4, 10**6, 10**9), (10, 10**4, 10**6)
     ):

@@ -73,10 +73,10 @@ class DisturbedRun:
         self.settings = draw.choice(SETTINGS)
         self.done: Counter[str] = Counter()
         numbers = {
-            "kill": draw.randint(3, 7),
+            "kill": draw.randint(2, 5),
             "join": draw.randint(1, 3),
-            "hang": draw.randint(0, 2),
-            "pause": draw.randint(0, 2),
+            "hang": draw.randint(1, 2),
+            "pause": draw.randint(1, 2),
         }
         names = [name for name, number in numbers.items() for _ in range(number)]
         # Each at an update: the run does not end before.

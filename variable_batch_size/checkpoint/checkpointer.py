@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import math
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +29,7 @@ from xla_replica.common.arguments import (
     check_type,
 )
 from xla_replica.common.differences import check_same
-from xla_replica.common.trees import map_tensors, tensors_in
+from xla_replica.common.trees import map_tensors
 from xla_replica.stopping import end_run
 
 logger = logging.getLogger(__name__)
@@ -68,17 +65,10 @@ class Checkpointer:
         best: Which metric passed to `save` is best, 'max' or 'min'.
         stop_on: Signals that ask an attached checkpointer to stop; empty for none, for
             instance where a script only loads. `xla_replica.request_stop` asks too.
-        stop_poll, poll_seconds: A function that is called every ``poll_seconds`` in a
-            thread, where it may take its time; if it raises, it is called again. A text
-            that it returns is a reason to stop (a maintenance event of the machine).
         look_every_seconds: On XLA and TorchTPU, after how much time every replica looks
             whether another one was asked to stop, which costs a host round trip;
             replica 0's value counts. Where all were asked, as by a signal to the job,
             they stop after the next update; on GPUs, where one was, after about two.
-        asynchronous: Write files in a thread beside the training, which waits only
-            while the state is copied to the host. That copy is held until it is
-            written; a save that comes before waits. What goes wrong is raised by the
-            next update, `save`, `load` or `wait`: call `wait` after the loop.
         settings: What else a run must have in common with this one to resume it.
         **parts: What else has ``state_dict`` and ``load_state_dict``, by name, such as
             ``model=model, grab=sampler``. The floating-point buffers of modules are
@@ -105,10 +95,7 @@ class Checkpointer:
         keep: int = 3,
         best: Literal["max", "min"] | None = None,
         stop_on: Sequence[str | int] = ("SIGTERM", "SIGINT"),
-        stop_poll: Callable[[], str | None] | None = None,
-        poll_seconds: float = 5.0,
         look_every_seconds: float = 2.0,
-        asynchronous: bool = False,
         settings: Mapping[str, Any] | None = None,
         **parts: Any,
     ) -> None:
@@ -128,19 +115,13 @@ class Checkpointer:
         self._modules = _modules(parts)
         optimizer.follow_buffers(self._modules)
         self._times = SaveTimes(self.replica, every_updates, every_minutes)
-        self._is_asynchronous = check_flag("asynchronous", asynchronous)
-        self._thread = ThreadPoolExecutor(1, "checkpoint-writer")  # idle: no thread yet
-        self._writing: Future[Path | None] | None = None
-        # Whether other members train than at the last asynchronous save.
-        self._has_changed = self.has_loaded = False
+        self.has_loaded = False
         self.num_epochs: int | None = None
         self._loaded: Path | None = None  # by the last `load`
         # Where the run began, until this has been called after an update.
         self._begun: int | None = self.num_updates
         if stop_on:
             save_and_stop.listen(stop_on)
-        if stop_poll is not None:
-            save_and_stop.poll_for_stop(stop_poll, poll_seconds, weakref.ref(self))
 
     @property
     def num_updates(self) -> int:
@@ -155,13 +136,8 @@ class Checkpointer:
         Raises OSError if writing failed, and `xla_replica.Stopped` if all have saved
         because they were asked to stop.
         """
-        if self._writing is not None and self._writing.done():
-            self._written()
-        if self.replica.is_primary:
-            if self._begun is not None:  # told now, not by a save much later
-                self._claim(self.num_updates - 1)
-            if update.ends_epoch and update.epoch == 1:
-                self._warn_of_schedulers()
+        if self.replica.is_primary and self._begun is not None:
+            self._claim(self.num_updates - 1)  # told now, not by a save much later
         is_due = self._times.due(self.num_updates)
         # After what may find that another member is lost, so that it can run again.
         self._begun = None
@@ -170,18 +146,9 @@ class Checkpointer:
         if is_due:
             self._save()
 
-    def _warn_of_schedulers(self) -> None:
-        for name, part in self._parts.items():
-            if hasattr(part, "get_last_lr") and part.last_epoch == 0:
-                logger.warning(
-                    f"the scheduler {name}= has not stepped in two epochs: call "
-                    "optimizer.attach(scheduler), or step it in every epoch"
-                )
-
     def _stop(self) -> None:
         """Saves, and raises `Stopped`. Collective."""
         saved = self._save()
-        written = self._end_saving() or saved
         # In it, so that no replica leaves while replica 0 writes.
         request = save_and_stop.agreed_request(self.replica)
         for log in self._logs:
@@ -189,7 +156,7 @@ class Checkpointer:
         if self.replica.is_primary:  # a warning is seen without any set-up
             logger.warning(
                 f"stopped after {self.num_updates} updates: {request.reason}. "
-                f"Started again, the run continues from {written}"
+                f"Started again, the run continues from {saved}"
             )
         end_run()  # a notebook may begin another one
         raise xla_replica.Stopped(request.reason, request.exit_status)
@@ -207,8 +174,7 @@ class Checkpointer:
     def save(self, metric: float | None = None) -> Path | None:
         """Writes a checkpoint now, such as last in the loop over epochs. Collective.
 
-        Returns its file on replica 0, None on the others. With ``asynchronous`` it is
-        not written yet, and `wait` returns it.
+        Returns its file on replica 0, None on the others.
 
         Saved here at the end of an epoch, the run resumes with the next one; saved
         automatically after the last update of an epoch, with what your loop does at the
@@ -235,9 +201,7 @@ class Checkpointer:
         is_best = False
         if metric is not None:
             if self._best is None:
-                raise ValueError(
-                    f"metric={metric} needs Checkpointer(best='max' or 'min')"
-                )
+                raise ValueError(f"metric={metric} needs Checkpointer(best=)")
             sign, before = 1 if self._best == "max" else -1, self.best_metric
             if not math.isfinite(metric):
                 logger.warning(f"metric={metric!r} is not finite, so it is never best")
@@ -247,36 +211,8 @@ class Checkpointer:
         path: Path | None = self._optimizer.between(save)
         return path
 
-    def wait(self) -> Path | None:
-        """Returns when everything saved is on the disk; call it after the loop.
-
-        Returns the file of the last asynchronous save on replica 0, None on the
-        others. Raises what writing it has raised, as `save` does. In a live run members
-        wait for each other, and save again if others train than at the last save.
-        """
-        path: Path | None = self._optimizer.between(self._end_saving)
-        return path
-
-    def _end_saving(self) -> Path | None:
-        """Returns as `wait` does. Collective in a live run."""
-        if self._has_changed:  # who was writing may be gone
-            self._save()
-        path = self._written()
-        if self.replica.is_live:
-            self.replica.barrier()
-        return path
-
-    def _written(self) -> Path | None:
-        """Returns the file of the last save on replica 0, once it is written."""
-        try:
-            return self._writing.result() if self._writing else None
-        except Exception:
-            self._writing = None
-            raise
-
     def _save(self, is_best: bool = False, between_epochs: bool = False) -> Path | None:
         since, replica, number = time.perf_counter(), self.replica, self.num_updates
-        self._written()  # before another state is copied
         replica.sync()
         random_numbers = replica.rng_state()
         # All modules at once: averaging resets the count of minibatches that weighs.
@@ -289,48 +225,37 @@ class Checkpointer:
             self._begin_next_epoch(state["optimizer"]["elastic"]["sampler"])
         replica.sync()  # the sums in the state, on every replica alike
         name = self.folder / f"update-{number:08d}"
-        state, write_shards = shards.split(name, state, replica, self._is_asynchronous)
-        if replica.is_primary:
-            state = replica.to_host(state)
-            # With containers of its own, which nothing changes any more.
-            state = copy.deepcopy(state, {id(t): t for t in tensors_in(state)})
-
-        def write() -> Path | None:
-            whole = state | {"digests": write_shards()}
-            if not replica.is_primary:
-                return None
-            self._claim(number)
-            try:
-                path = files.write(self.folder, number, whole, is_best)
-            except FileNotFoundError:  # others have tidied up what it was writing
-                self._claim(number)
-                raise
-            files.tidy(self.folder, self._keep)
+        path: Path | None = None
+        try:
+            state, digests = shards.split(name, state, replica)
+            if replica.is_primary:
+                whole = replica.to_host(state) | {"digests": digests}
+                path = self._write(number, whole, is_best)
+        except xla_replica.MemberLost:  # the others have moved on
+            raise
+        except Exception as error:
+            if replica.is_live:  # another one writes
+                replica.leave((), f"has not saved update {number}: {error}")
+            raise
+        if replica.is_live:  # if who writes dies, another one does
+            replica.barrier()
+        if path is not None:
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - since
             logger.info(f"saved {path}: {size:.1f} MB in {seconds:.2f} s")
-            return path
-
-        # A collective in a thread would meet those of the training in another order on
-        # every replica: shards are written in a process group of their own.
-        path, self._has_changed = None, False
-        if self._is_asynchronous:
-            self._writing = self._thread.submit(write)
-            self._writing.add_done_callback(_log_failure)
-        else:
-            failure: Exception | None = None
-            try:
-                path = write()
-            except xla_replica.MemberLost:  # the others have moved on
-                raise
-            except Exception as error:
-                failure = error
-            if replica.is_live:  # who fails tells so; if it dies, another one writes
-                replica.barrier()
-            if failure is not None:
-                raise failure
         self._times.saved(number)
         # On XLA every program that runs advances them, also the one that saves.
         replica.set_rng_state(random_numbers)
+        return path
+
+    def _write(self, number: int, state: dict[str, Any], is_best: bool) -> Path:
+        """Writes the state after so many updates, and deletes older files."""
+        self._claim(number)
+        try:
+            path = files.write(self.folder, number, state, is_best)
+        except FileNotFoundError:  # others have tidied up what it was writing
+            self._claim(number)
+            raise
+        files.tidy(self.folder, self._keep)
         return path
 
     def _claim(self, number: int) -> None:
@@ -388,7 +313,6 @@ class Checkpointer:
         """
         check_flag("allow_changes", allow_changes)
         check_flag("best", best)
-        self._written()
         self.has_loaded |= not best
         self._loaded = None
         begin = partial(self._resume, allow_changes, best)
@@ -421,7 +345,6 @@ class Checkpointer:
 
     def _change_members(self, generation: int) -> None:
         """Goes on with other members of a live run."""
-        self._has_changed = self._is_asynchronous
         self._times.look_from(self.num_updates - 1)
         for log in self._logs:
             log.change_members(generation)
@@ -486,8 +409,3 @@ def _check_parts(optimizer: Any, parts: Mapping[str, Any]) -> None:
 def _modules(parts: Mapping[str, Any]) -> nn.ModuleList:
     """Returns the parts that are modules."""
     return nn.ModuleList(p for p in parts.values() if isinstance(p, nn.Module))
-
-
-def _log_failure(writing: Future[Path | None]) -> None:
-    if error := writing.exception():  # the loop raises it, if it comes to ask
-        logger.error(f"an asynchronous checkpoint was not written: {error}")

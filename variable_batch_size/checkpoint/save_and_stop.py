@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 import xla_replica
 from xla_replica import Replica, StopRequest
-from xla_replica.common.arguments import check_function, check_integer, check_number
+from xla_replica.common.arguments import check_fields, checked
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +24,14 @@ class SaveTimes:
     """
 
     replica: Replica
-    every_updates: int | None
-    every_minutes: float | None
+    every_updates: int | None = checked(None, least=1)
+    every_minutes: float | None = checked(None, above=0)
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        if self.every_updates is not None:
-            check_integer("every_updates", self.every_updates, least=1)
-        elif self.every_minutes is None:
+        check_fields(self)
+        if self.every_updates is None and self.every_minutes is None:
             self.every_minutes = 10.0
-        if self.every_minutes is not None:
-            check_number("every_minutes", self.every_minutes, above=0)
         self.saved(0)
 
     def saved(self, num_updates: int) -> None:
@@ -75,30 +71,3 @@ def agreed_request(replica: Replica) -> StopRequest:
     own = xla_replica.stop_requested()
     requests = replica.gather_at_rest(own)  # in a live run all members have one
     return next(request for request in requests if request is not None)
-
-
-def poll_for_stop(
-    poll: Callable[[], str | None], seconds: float, run: Callable[[], object | None]
-) -> None:
-    """Calls ``poll`` in a daemon thread until it returns a reason to stop.
-
-    Polling ends too when ``run``, a weak reference to what it is for, is gone.
-    """
-    check_function("stop_poll", poll)
-    interval = float(check_number("poll_seconds", seconds, above=0))
-
-    def ask() -> None:
-        reason = None
-        while not reason:
-            time.sleep(interval)
-            if run() is None:
-                return
-            try:
-                reason = poll()
-            # The user's code; training continues without an answer. SystemExit ends a
-            # thread without a word.
-            except (Exception, SystemExit):
-                logger.exception("stop_poll failed; it is called again")
-        xla_replica.request_stop(str(reason))
-
-    threading.Thread(target=ask, name="stop-poll", daemon=True).start()

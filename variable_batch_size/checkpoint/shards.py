@@ -9,7 +9,7 @@ is written last, so that a checkpoint is whole or not there.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,21 @@ SUFFIX = ".shards"
 
 
 def split(
-    name: Path, state: dict[str, Any], replica: Replica, beside_training: bool
-) -> tuple[dict[str, Any], Callable[[], dict[str, str]]]:
-    """Returns the state without its sharded tensors, and what writes them. Collective.
+    name: Path, state: dict[str, Any], replica: Replica
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the state without its sharded tensors, which it writes. Collective.
 
     Args:
         name: How the path of the checkpoint begins.
         state: Of any tensors.
         replica: The replica.
-        beside_training: They are written in a thread of every replica.
 
     Returns:
-        The state, and a function that every replica calls. It returns the SHA-256 of
-        every file that it has written, by name, and raises OSError on every replica if
-        writing failed on one of them.
+        The state, and the SHA-256 of every file that was written, by name.
 
     Raises:
         TypeError: A tensor has no content.
+        OSError: Writing failed on one of the replicas; on all of them.
     """
     tensors = _named(state)
     if hollow := [name for name, tensor in tensors.items() if tensor.is_meta]:
@@ -48,7 +46,7 @@ def split(
         )
     sharded = {n: t for n, t in tensors.items() if replica.is_sharded([t])}
     if not sharded:
-        return state, dict
+        return state, {}
     token = replica.all_gather_object(secrets.token_hex(8))[0]
     folder = name.with_name(f"{name.name}-{token}{SUFFIX}")
 
@@ -58,7 +56,7 @@ def split(
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     state = map_tensors(state, without_content) | {"shards": folder.name}
-    return state, replica.write_shards(folder, sharded, beside_training)
+    return state, replica.write_shards(folder, sharded)()
 
 
 def fill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
@@ -15,9 +16,10 @@ from variable_batch_size.step.attached import Update
 from variable_batch_size.trace_tools.step_time import fit_step_time
 from xla_replica.common.arguments import (
     check_choice,
+    check_fields,
     check_function,
     check_integer,
-    check_number,
+    checked,
 )
 from xla_replica.common.files import write_whole
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class BatchSizeController:
     """Changes the batch size of the steps to come, from what the run measures.
 
@@ -67,26 +70,25 @@ class BatchSizeController:
         ValueError, TypeError: An argument is out of range, or of the wrong type.
     """
 
-    def __init__(
-        self,
-        optimizer: ElasticOptimizer,
-        *,
-        least: int,
-        most: int,
-        every: int = 100,
-        factor: float = 1.5,
-        policy: str | Policy = "noise-scale",
-        available: Callable[[], int] | None = None,
-        trace_file: str | os.PathLike[str] | None = None,
-        log: RunLog | None = None,
-    ) -> None:
+    optimizer: ElasticOptimizer
+    _: dataclasses.KW_ONLY
+    least: int = checked(dataclasses.MISSING, least=1)
+    most: int
+    every: int = checked(100, least=1)
+    factor: float = checked(1.5, above=1)
+    policy: str | Policy = "noise-scale"
+    available: Callable[[], int] | None = None
+    trace_file: str | os.PathLike[str] | None = None
+    log: RunLog | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.updates_of = optimizer = self.optimizer
+        policy = self.policy
         unit = optimizer.sampler.minibatch_size
-        self._least = check_integer("least", least, least=1)
-        low = -(-least // unit) * unit  # batch sizes are whole minibatches
-        name = f"most (least={least} in minibatches of {unit})"
-        self._most = check_integer(name, most, least=low)
-        self._every = check_integer("every", every, least=1)
-        self._factor = check_number("factor", factor, above=1)
+        low = -(-self.least // unit) * unit  # batch sizes are whole minibatches
+        name = f"most (least={self.least} in minibatches of {unit})"
+        most = check_integer(name, self.most, least=low)
         if not callable(policy):
             policy = POLICIES[check_choice("policy", policy, POLICIES, "a function")]
             if optimizer.noise is None:
@@ -99,12 +101,9 @@ class BatchSizeController:
                 optimizer.check_batch_size(size)
             except ValueError as error:
                 raise ValueError(f"{name}: steps of {size} samples: {error}") from error
-        available = (lambda: most) if available is None else available
-        self.updates_of = self._optimizer = optimizer
-        self._replica = optimizer.replica
-        self._policy, self._log = policy, log
+        available = (lambda: most) if self.available is None else self.available
+        self._policy, self._replica = policy, optimizer.replica
         self._available = check_function("available", available)
-        self._path = None if trace_file is None else Path(trace_file)
         self._generation: int | None = None  # of a live run, at the last update
         # Seconds, substeps and updates from one decision to the next, newest last.
         self._windows: list[list[float]] = [[0.0, 0, 0]]
@@ -119,7 +118,7 @@ class BatchSizeController:
             spent = now - self._since, num_substeps, 1
             self._windows[-1] = [a + b for a, b in zip(self._windows[-1], spent)]
         is_new = generation not in (0, self._generation)
-        if is_new or (update.step + 1) % self._every == 0:
+        if is_new or (update.step + 1) % self.every == 0:
             self._decide(update)
             now = time.perf_counter()
         if generation != self._generation:  # who has written the trace may be lost
@@ -129,8 +128,7 @@ class BatchSizeController:
         self._since = None if update.ends_epoch else now
 
     def _decide(self, update: Update) -> None:
-        schedule = self._optimizer.sampler.schedule
-        noise = self._optimizer.noise
+        schedule, noise = self.updates_of.sampler.schedule, self.updates_of.noise
         # The first window compiles.
         fitted = [*zip(*[window for window in self._windows if window[2]][1:])]
         self._windows.append([0.0, 0, 0])
@@ -145,27 +143,22 @@ class BatchSizeController:
         available = check_integer("what available() returns", self._available(), 0)
         told = self._replica.all_gather_object((seen, available))
         seen, _ = told[0]
-        most = max(schedule.minibatch_size, min(self._most, *(n for _, n in told)))
+        most = max(schedule.minibatch_size, min(self.most, *(n for _, n in told)))
         wanted = self._policy(seen)
-        new = decide(seen, wanted, min(self._least, most), most, self._factor)
+        new = decide(seen, wanted, min(self.least, most), most, self.factor)
         if new != seen.batch_size:
-            first = self._optimizer.change_batch_size(new)
+            first = self.updates_of.change_batch_size(new)
             self._write()
-            if self._log:
-                self._log.event(
-                    "decision",
-                    batch_size=new,
-                    before=seen.batch_size,
-                    first_step=first,
-                    noise_scale=seen.noise_scale,
-                    wanted=wanted,
-                    available=most,
-                )
+            told = {"batch_size": new, "before": seen.batch_size, "first_step": first}
+            told |= {"noise_scale": seen.noise_scale, "wanted": wanted}
+            if self.log:
+                self.log.event("decision", **told, available=most)
 
     def _write(self) -> None:
         """Writes the trace as it is now, with the last batch size held."""
-        if self._path is None or not self._replica.is_primary:
+        if self.trace_file is None or not self._replica.is_primary:
             return
-        text = self._optimizer.sampler.schedule.thresholds().to_csv(index=False)
-        unfinished = self._path.with_name(self._path.name + ".unfinished")
-        write_whole(unfinished, lambda file: file.write(text.encode()), self._path)
+        path = Path(self.trace_file)
+        text = self.updates_of.sampler.schedule.thresholds().to_csv(index=False)
+        unfinished = path.with_name(path.name + ".unfinished")
+        write_whole(unfinished, lambda file: file.write(text.encode()), path)

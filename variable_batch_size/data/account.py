@@ -130,26 +130,22 @@ class Account:
             )
         if deal != self.ledger.deal:
             raise ValueError(
-                f"step() is for a minibatch of step {place.step} that was dealt anew "
-                "since it was read: iterate replica.loader(loader), and begin a new "
-                "loop after load_state_dict"
+                f"step() is for a minibatch of step {place.step} that was dealt anew: "
+                "iterate replica.loader(loader); begin a new loop after load_state_dict"
             )
-        num_trained, num_handed = self._num_trained, len(self._handed)
+        num_handed = len(self._handed)
         if self.strict and num_handed > 1:
             raise ValueError(
-                f"step() is at minibatch {num_trained + 1}, and the loop has read "
-                f"{num_trained + num_handed}: iterate replica.loader(loader); nothing "
-                "may read ahead"
+                f"{num_handed} minibatches were read and not trained: nothing may read "
+                "ahead; iterate replica.loader(loader)"
             )
         if self._reads_ahead is None:
             self._reads_ahead = num_handed > 1
         self._training_thread = threading.get_ident()
         # Trainers read all minibatches of a step at once, and a thread any number.
         is_ahead = self._handed[-1][1].step != place.step and self._is_read_here()
-        if (is_ahead and not self._reads_ahead) or place[1:] != (
-            self.number,
-            self.substep,
-        ):
+        is_next = place[1:] == (self.number, self.substep)
+        if (is_ahead and not self._reads_ahead) or not is_next:
             raise left_out(self.epoch)
         return is_new
 
@@ -198,17 +194,15 @@ class Account:
         num = self.now.num_minibatches
         if num < num_replicas and not (self.announced or self.plan.padded):
             raise ReplicaError(
-                f"epoch {epoch} begins with a step of {num} minibatches on "
-                f"{num_replicas} replicas, which idle ones must join: call "
-                f"optimizer.set_epoch({epoch}) before iterating",
+                f"{num} of {num_replicas} replicas have a minibatch in the first step: "
+                f"call optimizer.set_epoch({epoch}), where the others join, first",
                 rank,
             )
         self.announced = True
         if self.idle:
             raise ReplicaError(
-                f"replica {rank} is idle in step {self.number} of epoch {epoch} and "
-                "has not joined it. After an exception, resume from a checkpoint; "
-                "with lockstep=True, call join_step() in place of step()",
+                f"replica {rank} is idle in step {self.number} and has not joined it: "
+                "resume from a checkpoint; or, with lockstep=True, call join_step()",
                 rank,
             )
 
@@ -227,8 +221,7 @@ class Account:
         if is_lost:
             problem = (
                 f"epoch {self.epoch} is abandoned after {self.number} of "
-                f"{self.plan.num_steps} steps, and the other replicas would wait: call "
-                "step() after every minibatch; to train less, shorten the trace"
+                f"{self.plan.num_steps} steps: to train less, shorten the trace"
             )
         elif is_same:
             # A replica that idled all epoch takes the repetition for a second call.
@@ -250,7 +243,6 @@ class Account:
 def left_out(epoch: int) -> ValueError:
     """Returns the error of a loop that has left out a minibatch of an epoch."""
     return ValueError(
-        f"step() was not called for a minibatch of epoch {epoch}: remove an "
-        "accumulation of your own, since step() accumulates; to skip one, "
-        "loss = 0 * sum(p.sum() for p in model.parameters())"
+        f"step() was not called for a minibatch of epoch {epoch}, and accumulates: "
+        "to skip one, loss = 0 * sum(p.sum() for p in model.parameters())"
     )

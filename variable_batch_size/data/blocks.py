@@ -9,6 +9,7 @@ replicas, and a run that resumes within an epoch reads the blocks of one window.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -24,12 +25,19 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import worker
 
 from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder, bijection
-from xla_replica.common.arguments import check_flag, check_function, check_integer
+from xla_replica.common.arguments import (
+    check_fields,
+    check_flag,
+    check_function,
+    check_integer,
+    checked,
+)
 
 # Reads a block, by its number: samples that can be indexed, or a table of pyarrow.
 ReadBlock = Callable[[int], Any]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class BlockShuffle(LazyOrder):
     """Visits blocks in windows of a few, and shuffles the samples of each window.
 
@@ -46,20 +54,15 @@ class BlockShuffle(LazyOrder):
         ValueError, TypeError: An argument is out of range, or of the wrong type.
     """
 
-    def __init__(
-        self,
-        block_sizes: Sequence[int] | np.ndarray,
-        window: int = 8,
-        seed: int = 42,
-        *,
-        in_order: bool = False,
-    ) -> None:
-        self._starts = _starts_of(block_sizes)
-        self.block_sizes = np.diff(self._starts)
-        self.length = int(self._starts[-1])
-        self.window = check_integer("window", window, least=1)
-        self.seed = check_integer("seed", seed)
-        self.in_order = check_flag("in_order", in_order)
+    block_sizes: Any  # a sequence of integers
+    window: int = checked(8, least=1)
+    seed: int = 42
+    in_order: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self._starts = _starts_of(self.block_sizes)
+        self.block_sizes, self.length = np.diff(self._starts), int(self._starts[-1])
         self._layout: tuple[int, list[np.ndarray]] = (-1, [])  # of the latest epoch
 
     @property
@@ -224,9 +227,8 @@ class BlockDataset(Dataset[Any]):
             name = getattr(order, "name", "the sampler's own shuffle")
             raise ValueError(
                 f"{name} mixes {num_needed} blocks, and the dataset keeps "
-                f"{self._num_kept}, so that it would read one for nearly every sample: "
-                "pass order=dataset.shuffled(window, seed), called last; "
-                f"window={len(self.block_sizes)} shuffles all"
+                f"{self._num_kept}: pass order=dataset.shuffled(window, seed), called "
+                f"last; window={len(self.block_sizes)} shuffles all"
             )
 
     def __len__(self) -> int:
@@ -254,9 +256,8 @@ class BlockDataset(Dataset[Any]):
         block, expected = self._read_block(number), self.block_sizes[number]
         if len(block) != expected:
             raise ValueError(
-                f"block {number} has {len(block)} samples, and block_sizes says "
-                f"{expected}: files and streams must not change while a run lasts, and "
-                "a stream must have num_samples samples"
+                f"block {number} has {len(block)} samples, and must have {expected}: "
+                "files and streams must not change while a run lasts"
             )
         self.num_blocks_read += 1
         while len(self._kept) >= self._num_kept:

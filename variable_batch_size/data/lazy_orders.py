@@ -96,9 +96,8 @@ class LazyOrder(abc.ABC):
         fits = found.shape == positions.shape and found.dtype.kind in "iu"
         if not fits or ((found < 0) | (found >= num_samples)).any():
             raise ValueError(
-                f"{type(self).__name__}.samples() must return one of "
-                f"range({num_samples}) for each of {len(positions)} positions, got "
-                f"{found.dtype} of shape {found.shape}: {found.tolist()!r:.60}"
+                f"{type(self).__name__}.samples() must return {positions.shape} of "
+                f"range({num_samples}), got {found.dtype} {found.shape}: {found!r:.60}"
             )
         return found
 

@@ -77,43 +77,34 @@ class Minibatches(Iterator[list[int]]):
             "step": loop.step + is_whole,
             "order": sampler.order_digest(loop.epoch),
             "rank": sampler.rank,
-            "num_replicas": sampler.num_replicas,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begins where the steps of `state_dict` end, if the sampler is not there.
 
         The state of replica 0 loads on any number of replicas. Another one's may lack
-        the steps in which it was idle, and loads on the same replica alone.
+        the steps in which it was idle.
 
         Raises:
-            ValueError: It is of another run, or of a replica that is not this one; or
-                the sampler is in another epoch, or was restored to another step.
+            ValueError: It is of another run, or of another replica than 0; or the
+                sampler is in another epoch, or was restored to another step.
         """
         sampler = self._sampler
         cursor = sampler.check_state(state, allow_changes=False)
-        saved_on = (state["rank"], state["num_replicas"])
-        if saved_on[0] != 0 and saved_on != (sampler.rank, sampler.num_replicas):
+        if state["rank"] != 0:
             raise ValueError(
-                f"the loader's state is of replica {saved_on[0]} of {saved_on[1]}, "
-                f"this is {sampler.rank} of {sampler.num_replicas}: load replica 0's"
+                f"the loader's state is of replica {state['rank']}, which may lack "
+                "steps in which that was idle: load replica 0's on every replica"
             )
-        plan = sampler.schedule_of(state).plan(cursor.epoch, sampler.num_replicas)
         here = sampler.plan.first_step + sampler.plan.start_step
-        first = last = plan.first_step + cursor.step
-        if saved_on[0] != 0:  # it has joined the steps in which it was idle, or not
-            step = plan.step(cursor.step, sampler.rank)
-            while step is not None and step.idle:
-                last += 1
-                step = plan.step(step.number + 1, sampler.rank)
-        if first <= here <= last:
+        steps = sampler.schedule_of(state).steps(cursor.epoch)
+        if here == steps.start + cursor.step:
             return
         if sampler.epoch != cursor.epoch or sampler.ledger.is_placed:
             raise ValueError(
-                f"the loader's state is after step {cursor.step} of epoch "
-                f"{cursor.epoch}, and the sampler at step {sampler.plan.start_step} of "
-                f"epoch {sampler.epoch}: save it right after an update; or, without an "
-                f"optimizer, call sampler.set_epoch({cursor.epoch}) before iterating"
+                f"the loader's state is at {cursor}, and the sampler at step "
+                f"{sampler.plan.start_step} of epoch {sampler.epoch}: save it after an "
+                f"update; or, without one, call sampler.set_epoch({cursor.epoch}) first"
             )
         sampler.resume_at(state)
 

@@ -6,12 +6,12 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 import xla_replica
 from variable_batch_size.data.lazy_orders import LazyOrder
@@ -92,17 +92,8 @@ class CustomSampler(Sampler[list[int]]):
             rank = replica.rank if rank is None else rank
             if num_replicas is None:
                 num_replicas = replica.num_replicas
-        if isinstance(order, (Iterator, type)):
-            raise TypeError(
-                "order= must be a function of the epoch, a LazyOrder, or what can be "
-                f"iterated once an epoch, not a class or an iterator: got {order!r}"
-            )
         if (dataset is None) == (dataset_size is None):
             raise TypeError("CustomSampler needs either dataset= or dataset_size=")
-        if isinstance(dataset, DataLoader):
-            raise TypeError(
-                "give the dataset of a DataLoader, whose length counts batches"
-            )
         num_samples = len(dataset) if dataset_size is None else dataset_size
         check_integer("dataset_size", num_samples, least=1)
         if isinstance(order, LazyOrder) and order.length not in (None, num_samples):
@@ -133,13 +124,8 @@ class CustomSampler(Sampler[list[int]]):
             order.follow_weights(self.update_weights)
 
     def __repr__(self) -> str:
-        epoch, step = self.cursor
-        return (
-            f"CustomSampler({self.schedule.num_samples} samples, "
-            f"{self.schedule.trace!r}, minibatch_size={self.minibatch_size}, "
-            f"seed={self.seed}, rank={self.rank} of {self.num_replicas}, "
-            f"at epoch={epoch}, step={step})"
-        )
+        at = f"rank {self.rank} of {self.num_replicas}, {self.cursor}"
+        return f"CustomSampler({self.schedule.trace!r}, {self.fingerprint()}, {at})"
 
     @property
     def schedule(self) -> Schedule:
@@ -192,7 +178,7 @@ class CustomSampler(Sampler[list[int]]):
         Raises TraceExhausted if the trace has ended and ``on_end='error'``, and
         ValueError if a restored run is in a later epoch.
         """
-        plan, trace = self.plan_of(epoch), self.schedule.trace
+        plan, trace = self.ledger.begin_epoch(epoch), self.schedule.trace
         self.ledger.epoch = epoch
         if plan.num_steps == 0:
             logger.warning(
@@ -205,10 +191,6 @@ class CustomSampler(Sampler[list[int]]):
                 f"{plan.first_step + plan.start_step} on, {plan.num_dropped_samples} "
                 f"of {plan.num_samples} samples dropped"
             )
-
-    def plan_of(self, epoch: int) -> EpochPlan:
-        """Returns the plan of an epoch from where it resumes; raises as `set_epoch`."""
-        return self.ledger.begin_epoch(epoch)
 
     def follow_rule(
         self, lr_factor: Callable[[float], float], ref_batchsize: int
@@ -349,9 +331,8 @@ class CustomSampler(Sampler[list[int]]):
         # The second is Accelerate's BatchSamplerShard.
         if is_batched or getattr(caller, "num_processes", 1) > 1:
             raise TypeError(
-                f"{type(caller).__name__} would deal the minibatches of this replica "
-                "once more: pass CustomSampler as batch_sampler=, and leave its loader "
-                "out of accelerator.prepare(...)"
+                f"{type(caller).__name__} would deal these minibatches once more: pass "
+                "batch_sampler=, and leave the loader out of accelerator.prepare(...)"
             )
         self._newest = Minibatches(self, loader_in(names, self))
         return self._newest
@@ -376,10 +357,9 @@ class CustomSampler(Sampler[list[int]]):
         expected = self._order_digests.get(plan.epoch, digest)
         if plan.start_step and digest != expected:
             raise ValueError(
-                f"resuming epoch {plan.epoch} after step {plan.start_step}, but its "
-                "order differs from the saved one: order= must be a function of the "
-                "epoch, or have a state that is restored with the sampler's; "
-                "without order=, this version of torch shuffles differently"
+                f"resuming epoch {plan.epoch}, whose order differs from the saved one: "
+                "order= must be a function of the epoch, or have a state that is "
+                "restored; without it this version of torch shuffles differently"
             )
         self._order_digests = {plan.epoch: digest}
         return samples_at

@@ -19,13 +19,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import TraceError
-from xla_replica.common.arguments import check_choice, check_flag, check_integer
+from xla_replica.common.arguments import (
+    check_fields,
+    check_integer,
+    checked,
+)
 from xla_replica.common.later import pd
 
 
@@ -186,29 +190,13 @@ class EpochPlan:
         left = self.batch_size(step) - number * self.minibatch_size
         return min(max(left, 0), self.minibatch_size)
 
-    def minibatches(self, rank: int) -> np.ndarray:
-        """Returns the minibatches that replica ``rank`` runs from `start_step` on.
-
-        ``(num_minibatches,)`` int64: their numbers in the epoch.
-
-        >>> plan = EpochPlan(0, 0, 256, 32, 2, np.array([64, 96]))
-        >>> plan.minibatches(0).tolist(), plan.minibatches(1).tolist()
-        ([0, 2, 4], [1, 3])
-        """
-        starts, substeps = self.starts, self.num_substeps(rank)
-        substeps[: self.start_step] = 0
-        first = np.repeat(starts[:-1] + rank, substeps)
-        ends = np.cumsum(substeps)
-        within_step = np.arange(len(first)) - np.repeat(ends - substeps, substeps)
-        last = np.repeat(starts[1:] - 1, substeps)
-        return np.asarray(np.minimum(first + within_step * self.num_replicas, last))
-
     def samples_of(self, step: int, number: int) -> slice:
         """Returns the part of the order that minibatch ``number`` of a step has."""
         first = self.start(step) + number * self.minibatch_size
         return slice(first, min(first + self.minibatch_size, self.start(step + 1)))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Schedule:
     """Cuts a trace into epochs over a dataset, each found by a binary search.
 
@@ -232,44 +220,34 @@ class Schedule:
         ValueError, TypeError: Another argument is out of range, or not an integer.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        num_samples: int,
-        minibatch_size: int,
-        on_end: OnEnd = "stop",
-        pad_minibatches: bool = False,
-    ) -> None:
-        self.minibatch_size = check_integer("minibatch_size", minibatch_size, least=1)
-        if num_samples < minibatch_size:
-            raise ValueError(
-                f"the dataset has {num_samples} samples, fewer than one minibatch of "
-                f"minibatch_size={minibatch_size}"
-            )
-        check_choice("on_end", on_end, ("stop", "error", "hold", "cycle"))
-        self.pad_minibatches = check_flag("pad_minibatches", pad_minibatches)
-        self.trace = trace
-        self.num_samples = int(num_samples)
-        self.capacity = self.num_samples // self.minibatch_size
-        self.on_end = "hold" if trace.endless else on_end
-        sizes, unit = trace.batch_sizes, self.minibatch_size
-        if (sizes % unit).any() and not pad_minibatches:
+    trace: Trace
+    num_samples: int = checked(dataclasses.MISSING, least=1)
+    minibatch_size: int = checked(dataclasses.MISSING, least=1)
+    on_end: OnEnd = checked("stop", among=get_args(OnEnd))
+    pad_minibatches: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        trace, unit = self.trace, self.minibatch_size
+        sizes, self.capacity = trace.batch_sizes, self.num_samples // unit
+        self.on_end = "hold" if trace.endless else self.on_end
+        if (sizes % unit).any() and not self.pad_minibatches:
             row = int(np.argmax(sizes % unit != 0))
             below = int(sizes[row]) // unit * unit
             nearest = f"{below} or {below + unit}" if below else f"{unit}"
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} is not a multiple of "
-                f"minibatch_size={unit}; nearest is {nearest}. With "
-                "pad_minibatches=True a step's last minibatch may lack samples"
+                f"minibatch_size={unit}; nearest is {nearest}; or pad_minibatches=True"
             )
         # In samples. Without padding a rest smaller than a minibatch is not used.
-        self._capacity = self.num_samples if pad_minibatches else self.capacity * unit
+        self._capacity = self.capacity * unit
+        if self.pad_minibatches:
+            self._capacity = self.num_samples
         if sizes.max() > self._capacity:
             row = int(np.argmax(sizes > self._capacity))
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} exceeds epoch capacity: "
-                f"{num_samples} samples hold {self.capacity} minibatches of {unit}, "
-                f"{self._capacity} samples"
+                f"{self.num_samples} samples hold {self.capacity} minibatches of {unit}"
             )
         self._prefix = np.concatenate([[0], np.cumsum(sizes)])
         self._first_steps = [0]  # of epochs found so far, and of the next one
@@ -315,9 +293,8 @@ class Schedule:
             return range(found[epoch], found[epoch + 1])
         if self.on_end == "error":
             raise TraceExhausted(
-                f"epoch {epoch} begins after the last of the {len(self.trace)} steps "
-                f"of {self.trace.name}, which fill {self.num_epochs} epochs; lengthen "
-                "it, or choose on_end='hold' or 'cycle'"
+                f"{self.trace.name} has {len(self.trace)} steps, which end before "
+                f"epoch {epoch}: lengthen it, or choose on_end='hold' or 'cycle'"
             )
         return range(found[-1], found[-1])
 
@@ -334,10 +311,7 @@ class Schedule:
         check_integer("batch_size", batch_size, least=1)
         sizes = self.trace.batch_sizes
         kept = sizes[np.minimum(np.arange(step), len(sizes) - 1)]
-        trace = Trace(np.append(kept, batch_size))
-        return Schedule(
-            trace, self.num_samples, self.minibatch_size, "hold", self.pad_minibatches
-        )
+        return dataclasses.replace(self, trace=Trace(np.append(kept, batch_size)))
 
     def thresholds(self) -> pd.DataFrame:
         """Returns the trace as rows ``samples,batchsize``, one for each change of size.

@@ -15,13 +15,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from variable_batch_size.data.schedule import Step
-from variable_batch_size.device_scalars import DeviceScalars, dtype_for
+from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise import estimators
 from variable_batch_size.gradient_noise.squares import GradientSquares
 from variable_batch_size.part import Part
-from xla_replica import Replica
 from xla_replica.backends.small_sum import SmallSum
-from xla_replica.common.arguments import check_choice, check_number
+from xla_replica.common.arguments import check_fields, checked
 from xla_replica.common.differences import check_same
 
 Groups = list[dict[str, Any]]
@@ -47,18 +46,16 @@ class NoiseOptions:
             reference learning rate at the reference batch size.
 
     Raises:
-        TypeError: ``time_constant`` is not a number.
-        ValueError: An option is not allowed.
+        TypeError, ValueError: An option is of the wrong type, or not allowed.
     """
 
-    time_constant: float = 1000.0
+    time_constant: float = checked(1000.0, above=0)
     per_group: bool = True
     causal: bool = False
-    compat: Literal["reference"] | None = None
+    compat: Literal["reference"] | None = checked(None, among=(None, "reference"))
 
     def __post_init__(self) -> None:
-        check_number("time_constant", self.time_constant, above=0)
-        check_choice("compat", self.compat, (None, "reference"))
+        check_fields(self)
 
 
 class Measurements(NamedTuple):
@@ -89,15 +86,11 @@ class NoiseMeter(Part):
     the device back: ask them on logging steps.
 
     Args:
-        groups: The optimizer's parameter groups.
-        minibatch_size: b, in samples; None if minibatches have weights. A unit of
-            weight, such as a token, then takes the place of a sample.
+        run: The wrapper's arguments, a `Run`. If minibatches have weights, a unit of
+            weight, such as a token, takes the place of a sample.
         ref_batchsize: The batch size that gains compare with; under
             ``compat='reference'`` they compare with one minibatch instead.
-        replica: The replica whose gradients these are.
-        scalars: Uploads numbers.
         options: See `NoiseOptions`.
-        is_exact: Whether a step's sums do not depend on the order of its minibatches.
 
     Attributes:
         dtype: The dtype of all statistics: float64 where a parameter has it, else
@@ -106,10 +99,6 @@ class NoiseMeter(Part):
         weights: The part that then has the weight of a step.
         gains: What multiplied the learning rate of each parameter group in the last
             update: ``(G,)``.
-        progress_bounds: The least and the most that `progress` can be, as far as the
-            host knows. The gain of an update lies between 1 and its batch ratio. With
-            minibatch weights the host does not know that, and the most is infinite.
-        last_read_progress: What `progress` was when the device was last read.
 
     Raises:
         TypeError: An option needs minibatches that all count the same.
@@ -117,29 +106,19 @@ class NoiseMeter(Part):
 
     weights: Any = None
     gains: torch.Tensor | None = None
-    progress_bounds = (0.0, 0.0)
-    last_read_progress = 0.0
 
-    def __init__(
-        self,
-        groups: Groups,
-        minibatch_size: int | None,
-        ref_batchsize: float,
-        replica: Replica,
-        scalars: DeviceScalars,
-        options: NoiseOptions,
-        is_exact: bool = False,
-    ) -> None:
-        self.options, self.minibatch_size = options, minibatch_size
-        self.ref_batchsize, self.weighted = ref_batchsize, minibatch_size is None
-        self._replica, self._scalars = replica, scalars
+    def __init__(self, run: Any, ref_batchsize: float, options: NoiseOptions) -> None:
+        self.options, self.weighted = options, run.reduction == "sum"
+        self._minibatch_size = run.sampler.minibatch_size  # b, in samples
+        self._replica, self._scalars = run.replica, run.scalars
+        replica, groups = run.replica, run.inner.param_groups
         if self.weighted and options.compat:
             raise TypeError(
                 "compat='reference' needs minibatches that all count the same; with "
                 "reduction='sum' leave it out"
             )
-        own_base = minibatch_size if options.compat else None
-        self._base = own_base or ref_batchsize  # the batch size whose gain is one
+        # The batch size whose gain is one.
+        self._base = self._minibatch_size if options.compat else ref_batchsize
         self._lr_factor = self._base / ref_batchsize  # between gain and LR factor
         self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
@@ -148,7 +127,7 @@ class NoiseMeter(Part):
         self._num_measured: float = 0  # steps that should have told of the noise
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
-        self._squares = SmallSum(0, self.dtype, replica, is_exact)
+        self._squares = SmallSum(0, self.dtype, replica, run.sums.is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
         # An integer and a fraction: one float would lose fractions as it grows.
         self._progress = (
@@ -206,10 +185,10 @@ class NoiseMeter(Part):
         num_minibatches = step.num_minibatches
         time_constant = self.options.time_constant
         values: dict[str, Any] = {"base": self._base}
-        if self.minibatch_size is None:
+        if self.weighted:
             values["time constant"] = time_constant
         else:
-            matrix = estimators.coefficients(num_minibatches, self.minibatch_size)
+            matrix = estimators.coefficients(num_minibatches, self._minibatch_size)
             values["coefficients"] = matrix
             values["ratio"] = step.batch_size / self._base
             values["weight"] = estimators.weight_of(num_minibatches, time_constant)
@@ -256,12 +235,6 @@ class NoiseMeter(Part):
         total = fraction + gain
         floor = total.floor()
         self._progress = (whole + floor.to(torch.int64), total - floor)
-        low, high = self.progress_bounds
-        if self.weighted:
-            self.progress_bounds = (low, math.inf)
-        else:
-            ratio = self._batch_size / self._base
-            self.progress_bounds = (low + min(1.0, ratio), high + max(1.0, ratio))
 
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
@@ -277,7 +250,8 @@ class NoiseMeter(Part):
 
         Scale-invariant iterations: the sum of the overall gains (arXiv:2007.05105).
         """
-        return self._note_progress(*self._replica.fetch(list(self._progress)))
+        whole, fraction = self._replica.fetch(list(self._progress))
+        return whole.item() + fraction.item()
 
     def measure(self, batch_size: float | None = None) -> Measurements:
         """Returns everything at once, with a single read of the device.
@@ -285,7 +259,7 @@ class NoiseMeter(Part):
         Args:
             batch_size: For which gain and efficiency are; default: the last update's.
         """
-        averages = self._read()
+        averages, progress = self._read()
         overall = estimators.overall(estimators.unbiased(averages))
         variance, square = overall[:2, 0].tolist()
         gain = self._gains(estimators.overall(averages), batch_size)[0]
@@ -294,7 +268,7 @@ class NoiseMeter(Part):
             gain=gain,
             noise_scale=estimators.noise_scale(variance, square),
             efficiency=efficiency if variance > 0 or square > 0 else math.nan,
-            progress=self.last_read_progress,
+            progress=progress,
             variance=variance,
             square=square,
         )
@@ -305,7 +279,7 @@ class NoiseMeter(Part):
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
-        averages = self._read()
+        averages, _ = self._read()
         if not self.options.per_group:
             averages = estimators.overall(averages).expand(-1, self._num_groups)
         gains = self._gains(averages, batch_size)
@@ -328,11 +302,7 @@ class NoiseMeter(Part):
         if isinstance(self._batch_size, torch.Tensor):
             self._batch_size = fetched.pop().item()
         sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
-        state = dict(zip(_STATE, [*fetched, *sizes.split(1)]))
-        # A run that loads the state knows its progress, and so must this one, so that
-        # both read the device at the same updates.
-        self._note_progress(state["whole"], state["fraction"])
-        return state
+        return dict(zip(_STATE, [*fetched, *sizes.split(1)]))
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
@@ -353,7 +323,6 @@ class NoiseMeter(Part):
         self._averages = state["averages"].to(self.dtype).to(device)
         self._batch_size = state["batch_size"].item()
         whole, fraction = state["whole"], state["fraction"]
-        self._note_progress(whole, fraction)
         self._progress = whole.to(device), fraction.to(self.dtype).to(device)
         self._replica.sync()
 
@@ -362,12 +331,6 @@ class NoiseMeter(Part):
     @property
     def _num_groups(self) -> int:
         return self._averages.shape[-1]
-
-    def _note_progress(self, whole: torch.Tensor, fraction: torch.Tensor) -> float:
-        """Takes what was read of the progress; returns it."""
-        self.last_read_progress = read = whole.item() + fraction.item()
-        self.progress_bounds = (read, read)
-        return read
 
     def _weigh(self, total: Any) -> None:
         """Computes from a step's weight and count what `prepare` else uploads."""
@@ -394,9 +357,10 @@ class NoiseMeter(Part):
             raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
         return batch_size / self._base
 
-    def _read(self) -> torch.Tensor:
-        """Returns the averages, on the CPU in float64; reads the device."""
-        averages = self.state_dict()["averages"].double()
+    def _read(self) -> tuple[torch.Tensor, float]:
+        """Returns the averages, on the CPU in float64, and the progress."""
+        state = self.state_dict()
+        averages = state["averages"].double()
         if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
             logger.warning(
@@ -405,4 +369,4 @@ class NoiseMeter(Part):
                 "%.0e. Scale the loss, or train in float64; gains are 1 until then",
                 _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
             )  # fmt: skip
-        return averages
+        return averages, state["whole"].item() + state["fraction"].item()

@@ -71,8 +71,7 @@ class GradientSquares:
         if repeated:
             raise ValueError(
                 "a parameter received two gradients within one minibatch: call "
-                "backward() once per step(), on the sum of the losses, and checkpoint "
-                "with use_reentrant=False; model.zero_grad() throws some away"
+                "backward() once per step(), and checkpoint with use_reentrant=False"
             )
         return self.by_group(collected) if collected else None
 

@@ -74,8 +74,7 @@ class Steps:
         if not done == num_updates == plan.first_step + plan.start_step:
             raise ValueError(
                 f"the trainer begins epoch {epoch} after {num_updates} updates, the "
-                f"sampler is in epoch {cursor.epoch} after {done}: load a checkpoint "
-                "that the elastic trainer saved, or build both anew"
+                f"sampler has {done}: load an elastic checkpoint, or build both anew"
             )
         optimizer.set_epoch(epoch)
         dataset: Any = self.loader.dataset

@@ -21,7 +21,7 @@ from variable_batch_size.step.attached import Update
 from variable_batch_size.step.ballots import Ballots
 from variable_batch_size.step.update import RunAgain, Updates
 from xla_replica import MemberLost, ReplicaError, Stopped
-from xla_replica.members.generation import difference
+from xla_replica.members.generation import Generation, difference
 from xla_replica.members.host_group import as_bytes
 
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ class LiveUpdates(Updates):
             is_between |= self._update is not None
             generation = replica.change(self._mark(), is_between)
             marks = [tuple(offer.mark) for offer in generation.offers]
-            self._check_progress(generation.members)
+            self._check_progress(generation)
             try:
                 self._equalise(marks)
             except MemberLost as error:
@@ -282,9 +282,15 @@ class LiveUpdates(Updates):
         self._problem = str(error)
         logger.debug(f"members meet: {error}")
 
-    def _check_progress(self, members: tuple[str, ...]) -> None:
-        """Raises ReplicaError if the same members meet at one place again and again."""
-        met = self._mark(), members
+    def _check_progress(self, generation: Generation) -> None:
+        """Raises ReplicaError if the same members meet at one place again and again.
+
+        Meetings after a silence do not count: members were paused, or their machine is
+        too busy for their heartbeats.
+        """
+        members, met = generation.members, (self._mark(), generation.members)
+        if any(offer.was_silent for offer in generation.offers):
+            return
         self._num_same = self._num_same + 1 if met == self._last_met else 0
         self._last_met = met
         if self._num_same == _MOST_MEETINGS:
@@ -302,9 +308,8 @@ class LiveUpdates(Updates):
         # The place before anything is loaded, which this member had dealt to another.
         ledger = run.sampler.ledger
         ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
-        if is_source and not self._has_state:
-            self._begin()
-            self._has_state = True
+        if is_source and not furthest:  # all are new, or others have ended the run
+            self._take(self._begin)
         behind = [
             member
             for member, mark in enumerate(marks)
@@ -400,18 +405,22 @@ class LiveUpdates(Updates):
         # Nothing changes while it is sent, so that what is there needs no copy.
         return state if replica.is_host else replica.to_host(state)
 
-    def _unpack(self, state: State) -> None:
+    def _take(self, load: Callable[[], Any]) -> None:
+        """Loads a state; the loop of a member that had another one goes on."""
         had_state, self._has_state = self._has_state, True
         ledger = self.run.sampler.ledger
         epoch = ledger.epoch
-        self._load(state["run"])
+        load()
         if had_state:
             ledger.epoch = epoch  # its loop's, which may be one that is passed
+        self.account.announced = had_state  # a new one calls set_epoch
+        self.attached.num_done, self.ballots.votes, self._update = 0, None, None
+
+    def _unpack(self, state: State) -> None:
+        self._take(lambda: self._load(state["run"]))
         update = state["update"]
         self.attached.num_done = state["num_done"]
         self.ballots.votes = state["votes"]  # of the update whose functions run
-        self.account.announced = had_state  # a new one calls set_epoch
-        self._update = None
         if update is not None:
             update["lr"] = tuple(update["lr"])
             self._update = Update(**update)

@@ -84,13 +84,6 @@ class Rule:
     momentum_correction: bool = False
     decay_per_sample: bool = False
 
-    def __post_init__(self) -> None:
-        if self.beta and (self.measured or self.momentum_correction):
-            raise TypeError(
-                f"rule {self.name!r} changes Adam's betas, so it can be neither "
-                "measured nor take a momentum_correction, which are for SGD"
-            )
-
     def init(self, num_updates: int = 0) -> AdamState | None:
         """Returns the state of one parameter group before its first update.
 

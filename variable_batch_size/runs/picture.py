@@ -33,8 +33,7 @@ LOOKS = (
     ("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#000000", ":"),
     ("#CC79A7", (0, (6, 1, 1, 1, 1, 1))), ("#8C6D00", (0, (1, 3))),
 )  # fmt: skip
-FEW, MANY = 50, 150  # points of a line: up to so many have marks, from so many a mean
-MOST = 4000  # and of a longer line so many are drawn
+MANY = 150  # points of a line, from which on a mean is drawn over them
 
 
 def draw_runs(
@@ -133,15 +132,11 @@ def _table(name: str, run: Run, panels: Iterable[str], x: str) -> pd.DataFrame:
 def _draw(axis: Any, table: pd.DataFrame, x: str, name: str, look: Any) -> None:
     """Draws one number of a run, with gaps where it was resumed."""
     points = table[table[name].notna() | table["begins"]]
-    values, to_the_end = points[name], np.arange(len(points))[::-1]
-    drawn = points["begins"] | (to_the_end % (1 + len(points) // MOST) == 0)
-    places = points[x][drawn]
+    values = points[name]
     if name in STEPPED:
         look = {"drawstyle": "steps-pre", **look}
     elif len(points) > MANY:
-        axis.plot(places, values[drawn], color=look["color"], lw=0.6, alpha=0.35)
+        axis.plot(points[x], values, color=look["color"], lw=0.6, alpha=0.35)
         mean = values.rolling(len(points) // 40, center=True, min_periods=1).mean()
         values = mean.where(values.notna())
-    elif len(points) <= FEW:
-        look = {"marker": ".", **look}
-    axis.plot(places, values[drawn], **look)
+    axis.plot(points[x], values, **look)

@@ -54,12 +54,8 @@ class RunFile:
         **header: Any,
     ) -> None:
         self.path = Path(path)
-        self._header = {
-            "format": VERSION,
-            "versions": _versions(),
-            **header,
-            "settings": dict(settings or {}),
-        }
+        own = {"format": VERSION, "versions": _versions(), **header}
+        self._header = {**own, "settings": dict(settings or {})}
 
     def begin(self, step: int) -> None:
         """Writes the event of a run whose next update is number ``step``.

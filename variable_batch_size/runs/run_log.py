@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise.meter import Measurements
 from variable_batch_size.runs.run_file import RunFile
 from variable_batch_size.step.attached import Update
-from xla_replica.common.arguments import check_function, check_integer, check_type
+from xla_replica.common.arguments import check_fields, check_type, checked
 from xla_replica.common.trees import map_tensors
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _OWN = {
 _OF_FILES = ("step", "time", "seconds", "idle_seconds")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class RunLog:
     """Writes one line of JSON for every update, on the primary replica.
 
@@ -80,14 +82,10 @@ class RunLog:
         optimizer: The wrapper whose updates are told.
         log_steps: Read the loss once every so many updates.
         settings: Of the run, by name, for the header.
-        shows: A function that gets all lines, a list of dicts, when they are written,
-            on the primary replica: for a progress bar or TensorBoard.
         sinks: Functions such as `Sink`, called on the primary replica: on every logging
             step with the numbers of its line, and with ``samples_per_second`` and
             ``idle_share`` (of the replicas' time) since the last one; and with what
             `write` is given. An exception in one ends the run.
-        max_nonfinite: After so many logging steps in a row whose loss is not finite the
-            run ends, on all replicas, with a FloatingPointError. None: one warning.
 
     Attributes:
         path: The file, or None.
@@ -95,30 +93,20 @@ class RunLog:
         newest: What sinks were last given on a logging step, on every replica.
 
     Raises:
-        ValueError, TypeError: ``log_steps`` or ``max_nonfinite`` is not an integer
-            above zero, or a sink is not a function.
+        ValueError, TypeError: ``log_steps`` is not an integer above zero.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        optimizer: ElasticOptimizer,
-        *,
-        log_steps: int = 10,
-        settings: Mapping[str, Any] | None = None,
-        shows: Callable[[list[dict[str, Any]]], Any] | None = None,
-        sinks: Sequence[Sink] = (),
-        max_nonfinite: int | None = None,
-    ) -> None:
-        self._log_steps = check_integer("log_steps", log_steps, least=1)
-        if max_nonfinite is not None:
-            check_integer("max_nonfinite", max_nonfinite, least=1)
-        self._max_nonfinite, self._num_nonfinite = max_nonfinite, 0
-        for sink in sinks:
-            check_function("each sink, which takes (values, step=step),", sink)
-        self._sinks, self._shows = list(sinks), shows
+    path: str | os.PathLike[str] | None
+    optimizer: ElasticOptimizer
+    _: dataclasses.KW_ONLY
+    log_steps: int = checked(10, least=1)
+    settings: Mapping[str, Any] | None = None
+    sinks: Sequence[Sink] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
         self.newest: dict[str, Any] = {}
-        self.updates_of = self._optimizer = optimizer
+        self.updates_of = optimizer = self.optimizer
         self._replica, self._sampler = optimizer.replica, optimizer.sampler
         header: dict[str, Any] = {
             "num_replicas": self._replica.num_replicas,
@@ -127,22 +115,24 @@ class RunLog:
             "ref_batchsize": optimizer.ref_batchsize,
             **self._sampler.fingerprint(),
         }
-        self._file = None if path is None else RunFile(path, settings, **header)
-        self.path = self._file.path if self._file else None
+        self._file: RunFile | None = None
+        if self.path is not None:
+            self._file = RunFile(self.path, self.settings, **header)
+            self.path = self._file.path
         dtype = dtype_for(p for g in optimizer.param_groups for p in g["params"])
         # Sums of losses, and their numbers: this replica's that are not shared yet, and
         # those of all that are. Two zeros, or an idle replica had another program.
         zeros = torch.zeros(2, dtype=dtype, device=self._replica.device)
         self._nothing, self._nothing_shared = zeros, zeros.clone()
         self._loss = self._loss_of_updates = self._nothing  # the latter at an update
-        self._shared_loss, self._share_steps = self._nothing_shared, log_steps
-        # Of the updates since the last logging step. Until they are told, numbers may
-        # be on the device.
-        self._told: list[dict[str, Any]] = []
-        self._untold: list[dict[str, Any]] = []
+        self._shared_loss, self._share_steps = self._nothing_shared, self.log_steps
+        # Of the updates since the last logging step, the first so many told. Until they
+        # are, numbers may be on the device.
+        self._lines: list[dict[str, Any]] = []
+        self._num_told = 0
         self._newest: list[dict[str, Any]] = []  # the last that were told, perhaps lost
         self._next_step = -1  # unknown before the first `add`
-        self._begun = self._closed = False
+        self._begun = self._closed = self._has_warned = False
         self._since = time.perf_counter()
 
     def add(self, loss: torch.Tensor) -> None:
@@ -150,10 +140,9 @@ class RunLog:
 
         It is that of the backward pass, a mean or a sum. Padding is left out.
 
-        Raises TypeError if it is not a tensor, RuntimeError if it is not one number,
-        and ValueError if updates were made that this was not told of.
+        Raises RuntimeError if it is not one number, and ValueError if updates were made
+        that this was not told of.
         """
-        check_type("add: loss", loss, torch.Tensor, "a tensor, which is not read")
         step = self._sampler.ledger.global_step
         if self._next_step < 0:
             self._next_step = step
@@ -162,7 +151,7 @@ class RunLog:
                 "add: the optimizer has made updates that this RunLog was not told of: "
                 "call optimizer.attach(log) before training"
             )
-        if not self._optimizer.is_padding:
+        if not self.optimizer.is_padding:
             loss = loss.detach().reshape(()).to(self._loss.dtype)
             self._loss = self._loss + torch.stack([loss, torch.ones_like(loss)])
 
@@ -185,15 +174,15 @@ class RunLog:
         }
         if update.weight is not None:
             line["weight"] = update.weight
-        self._untold.append(line)
-        is_due = update.step % self._log_steps == 0
+        self._lines.append(line)
+        is_due = update.step % self.log_steps == 0
         losses: Any = self._read(self._shared_loss) if is_due else ()
         # To wait for the device takes time of this update.
         now, num_replicas = time.perf_counter(), self._replica.num_replicas
         seconds, self._since = now - self._since, now
         num_minibatches = -(-update.batch_size // update.minibatch_size)
         num_substeps = -(-num_minibatches // num_replicas)
-        self._untold[-1] |= {
+        self._lines[-1] |= {
             "seconds": seconds,
             "idle_seconds": seconds * (num_replicas - num_minibatches / num_substeps),
             "time": round(time.time(), 3),
@@ -235,8 +224,7 @@ class RunLog:
         """
         self._begin(self._sampler.ledger.global_step)
         self._read()
-        self._told += self._untold
-        untold, self._untold = self._untold, []
+        untold, self._num_told = self._lines[self._num_told :], len(self._lines)
         self._tell(untold)
 
     def close(self, reason: str = "the script has ended") -> None:
@@ -271,11 +259,12 @@ class RunLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the mean of the loss; the file shows by itself what was lost."""
-        if self._untold:
+        if self._num_told < len(self._lines):
             self.flush()
         # A run that goes back begins anew in the file.
         self._begun &= self._sampler.ledger.global_step >= self._next_step
-        self._told, self._next_step = [{"weight": state["weight"]}], -1
+        self._lines, self._num_told = [{"weight": state["weight"]}], 1
+        self._next_step = -1
         self._loss = self._loss_of_updates = self._nothing
         self._shared_loss = state["loss"].to(self._loss)
 
@@ -287,8 +276,7 @@ class RunLog:
 
     def _sum(self, name: str) -> float:
         """Returns a sum over the updates since the last logging step."""
-        lines = [*self._told, *self._untold]
-        return float(sum(line.get(name, 0) for line in lines))
+        return float(sum(line.get(name, 0) for line in self._lines))
 
     def _share_losses(self) -> None:
         """Adds up the losses of all replicas, so that each has what one alone had."""
@@ -299,16 +287,16 @@ class RunLog:
 
     def _read(self, *tensors: torch.Tensor) -> Any:
         """Returns tensors on the host, and reads what lines have on the device."""
-        lines, found = self._replica.to_host((self._untold, tensors))
-        self._untold = map_tensors(lines, torch.Tensor.item)
+        lines, found = self._replica.to_host((self._lines, tensors))
+        self._lines = map_tensors(lines, torch.Tensor.item)
         return found
 
     def _end_window(self, loss: float, number: float) -> None:
         """Tells of a logging step: the mean loss, too, and the gradient noise."""
-        line = self._untold[-1]
+        line = self._lines[-1]
         if number:
             line["loss"] = loss / (self._sum("weight") or number)
-        noise = self._optimizer.noise
+        noise = self.optimizer.noise
         if noise and self._replica.is_primary:
             line |= noise.measure()._asdict()
         self.flush()
@@ -323,33 +311,21 @@ class RunLog:
         idle = self._sum("idle_seconds") / self._replica.num_replicas
         self.newest = values | {"idle_share": idle / seconds}
         self._send(self.newest, line["step"])
-        self._told, self._shared_loss = [], self._nothing_shared
-        self._check_finite(line)
-
-    def _check_finite(self, line: dict[str, Any]) -> None:
-        """Warns of a loss that is not finite; raises FloatingPointError of several."""
-        loss, number = line.get("loss", 0.0), self._num_nonfinite + 1
-        self._num_nonfinite = 0 if math.isfinite(loss) else number
-        text = f"the mean loss on the logging step {line['step']} is {loss}"
-        if self._num_nonfinite == self._max_nonfinite:
-            raise FloatingPointError(
-                f"{text}, as on {number} logging steps in a row: resume from a "
-                "checkpoint before these, with a smaller lr or max_grad_norm="
-            )
-        if self._num_nonfinite == 1 and self._replica.is_primary:
-            logger.warning(f"{text}; RunLog(max_nonfinite=) ends a run for that")
+        self._lines, self._num_told = [], 0
+        self._shared_loss = self._nothing_shared
+        loss, was_finite = line.get("loss", 0.0), not self._has_warned
+        self._has_warned = not math.isfinite(loss)
+        if self._has_warned and was_finite and self._replica.is_primary:
+            logger.warning(f"the mean loss on logging step {line['step']} is {loss}")
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
-        """Tells of lines in the file, and to who shows them."""
+        """Tells of lines in the file."""
         self._newest = lines or self._newest
-        if lines and self._replica.is_primary:
-            if self._file:
-                self._file.write(*lines)
-            if self._shows:
-                self._shows(lines)
+        if lines and self._file and self._replica.is_primary:
+            self._file.write(*lines)
 
     def _send(self, values: Mapping[str, float], step: int) -> None:
-        for sink in self._sinks if self._replica.is_primary else ():
+        for sink in self.sinks if self._replica.is_primary else ():
             sink(dict(values), step=step)
 
 

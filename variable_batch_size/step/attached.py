@@ -11,11 +11,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from variable_batch_size.data.account import Account
 from variable_batch_size.device_scalars import as_floats
-from variable_batch_size.gradient_noise.meter import NoiseMeter
 from variable_batch_size.step.run import Run
 from xla_replica import ReplicaError
 from xla_replica.common.arguments import check_choice, check_number
@@ -88,13 +85,12 @@ def check_attach(account: Account) -> None:
         logger.warning(text)
 
 
-# How much of each unit one update is; the noise meter counts the last one.
-Unit = Literal["updates", "samples", "epochs", "iterations"]
-UNITS: dict[str, Callable[[Update], int] | None] = {
+# How much of each unit one update is.
+Unit = Literal["updates", "samples", "epochs"]
+UNITS: dict[str, Callable[[Update], int]] = {
     "updates": lambda update: 1,
     "samples": lambda update: update.batch_size,
     "epochs": lambda update: int(update.ends_epoch),
-    "iterations": None,
 }
 
 
@@ -121,31 +117,24 @@ class Attached:
         check_choice("attach: unit", unit, UNITS)
         check_number("attach: every", every, above=0)
         owner = getattr(target, "__self__", target)  # of a method
-        is_class = isinstance(target, type)
-        is_scheduler = hasattr(target, "get_last_lr") and not is_class
+        is_scheduler = hasattr(target, "get_last_lr")
         known = [*self._callbacks, *(each.scheduler for each in self._schedulers())]
         builder = getattr(target, "optimizer" if is_scheduler else "updates_of", None)
         groups = self._run.inner.param_groups
         savers = [each for each in self._callbacks if hasattr(each, "saves")]
-        for is_wrong, kind, why in (
-            (getattr(builder, "param_groups", groups) is not groups, ValueError,
+        for is_wrong, why in (
+            (getattr(builder, "param_groups", groups) is not groups,
              "was built with another optimizer: build it with this one"),
-            (isinstance(target, ReduceLROnPlateau), TypeError, "needs a metric: step "
-             "it at the end of an epoch, and pass it to Checkpointer as a part"),
-            (target in known, ValueError, "is attached already, and would run twice"),
-            (owner is not target and hasattr(owner, "get_last_lr"), TypeError,
-             "is a method of an LR scheduler: attach that"),
-            (is_class or not (is_scheduler or callable(target)), TypeError,
-             "is neither an LR scheduler nor a function"),
-            (not is_scheduler and (unit, every) != ("updates", 1), TypeError,
+            (target in known, "is attached already, and would run twice"),
+            (not is_scheduler and (unit, every) != ("updates", 1),
              "runs after every update: unit= and every= are for LR schedulers"),
-            (any(is_scheduler or each.saves(owner) for each in savers), ValueError,
+            (any(is_scheduler or each.saves(owner) for each in savers),
              "comes after a Checkpointer: attach it before"),
         ):  # fmt: skip
             if is_wrong:
-                raise kind(f"attach: {target!r} {why}")
+                raise ValueError(f"attach: {target!r} {why}")
         if is_scheduler:
-            target = AttachedScheduler(target, unit, every, self._run.noise)
+            target = AttachedScheduler(target, unit, every)
             if self._waiting:
                 target.load_state_dict(self._waiting.pop(0))
                 for group, loaded in zip(groups, self._loaded):
@@ -161,9 +150,8 @@ class Attached:
         if self._waiting and not self._may_lack:
             kinds = [state["kind"] for state in self._waiting]
             raise ValueError(
-                f"the run that was loaded had {', '.join(kinds)} attached, which this "
-                "one lacks, so its learning rate would stay as it was saved: attach "
-                "the same schedulers before training, or load with allow_changes=True"
+                f"the run that was loaded had {', '.join(kinds)} attached: attach the "
+                "same schedulers before training, or load with allow_changes=True"
             )
         for callback in self._callbacks[self.num_done :]:
             callback(update)
@@ -237,8 +225,6 @@ class Attached:
         schedulers = self._schedulers()
         for scheduler, state in zip(schedulers, states):
             scheduler.load_state_dict(state)
-        for scheduler in schedulers[len(states) :]:
-            scheduler.begin_here()
         self._waiting = list(states[len(schedulers) :])
         self._loaded = self._hyperparameters()
         self.is_empty &= not self._waiting
@@ -247,64 +233,37 @@ class Attached:
         return [each for each in self._callbacks if isinstance(each, AttachedScheduler)]
 
 
+@dataclasses.dataclass(eq=False)
 class AttachedScheduler:
     """Steps an LR scheduler whenever training has come so many units further.
 
     Args:
         scheduler: A torch LR scheduler of the reference learning rate.
-        unit: A key of `UNITS`; ``iterations`` are scale-invariant ones, those of the
-            noise meter's `progress`. The device is read for them only where what the
-            host knows of the progress leaves open whether the scheduler is due.
+        unit: A key of `UNITS`.
         every: Units per step of the scheduler. With a fraction it may be stepped
             several times after one update.
-        noise: Measures progress.
     """
 
-    def __init__(
-        self, scheduler: Any, unit: Unit, every: float, noise: NoiseMeter | None
-    ) -> None:
-        self._amount, self._noise = UNITS[unit], noise
-        if self._amount is None and (noise is None or noise.weighted):
-            raise TypeError(
-                "attach: unit='iterations' counts gains of AdaScaleOptimizer, or of a "
-                "rule with noise=True; with reduction='sum', where the host does not "
-                "know them, count 'updates' or 'samples'"
-            )
-        self.scheduler, self._unit, self._every = scheduler, unit, every
-        self._begin = noise.progress if self._amount is None and noise else 0.0
-        self._done = 0.0  # units since it was attached; a lower bound of iterations
-        self._ticks = 0  # steps of the scheduler since then
+    scheduler: Any
+    unit: Unit
+    every: float
+    done: float = 0  # units since it was attached
+    ticks: int = 0  # its steps since then
 
     def __call__(self, update: Update) -> None:
-        if self._amount is None:
-            self._done = self._iterations()
-        else:
-            self._done += self._amount(update)
-        due = math.floor(self._done / self._every)
-        while self._ticks < due:
+        self.done += UNITS[self.unit](update)
+        while self.ticks < math.floor(self.done / self.every):
             self.scheduler.step()
-            self._ticks += 1
-
-    def _iterations(self) -> float:
-        assert self._noise is not None
-        low, high = (bound - self._begin for bound in self._noise.progress_bounds)
-        # The rounding of what the device has added up since it was last read.
-        slack = 1e-5 * (1 + high + self._begin - self._noise.last_read_progress)
-        sure = math.floor((low - slack) / self._every)
-        if sure == math.floor((high + slack) / self._every):
-            return max(low - slack, 0.0)
-        return self._noise.progress - self._begin
+            self.ticks += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how far it has counted, and the scheduler's own state."""
         return {
             "kind": type(self.scheduler).__name__,
             "scheduler": self.scheduler.state_dict(),
-            "unit": self._unit,
-            "every": self._every,
-            "done": self._done,
-            "ticks": self._ticks,
-            "begin": self._begin,
+            **{
+                name: getattr(self, name) for name in ("unit", "every", "done", "ticks")
+            },
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -317,10 +276,4 @@ class AttachedScheduler:
         """Takes what `state_dict` returned; see `check_state`."""
         self.check_state(state)
         self.scheduler.load_state_dict(state["scheduler"])
-        self._done, self._ticks = state["done"], state["ticks"]
-        self._begin = state["begin"]
-
-    def begin_here(self) -> None:
-        """Continues to count from the meter's progress, which has just been loaded."""
-        if self._amount is None and self._noise is not None:
-            self._begin = self._noise.progress - self._done
+        self.done, self.ticks = state["done"], state["ticks"]

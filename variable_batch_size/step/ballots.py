@@ -36,6 +36,11 @@ from xla_replica.device.gradients import weak_hook
 
 # float32 holds integers below this exactly, in whatever order they are summed.
 _EXACT = 2**24
+_SETTINGS = (
+    "learning rates, other settings, attached functions or trained parameters: change "
+    "them alike, and call optimizer.attach(scheduler) in place of scheduler.step()"
+)
+_ORDERS = "the order of an epoch: seed what order= returns without the rank"
 
 
 class Ballots(Part):
@@ -151,21 +156,9 @@ class Ballots(Part):
     def check(self) -> None:
         """Raises ReplicaError if replicas ever differed; reads the device."""
         [differences] = self._replica.fetch([self._differences])
-        hyperparameter, order = differences.tolist()
-        if order != 0:
-            raise ReplicaError(
-                "replicas have run an epoch in different orders: what order= returns "
-                "must be the same on every replica; seed it without the rank",
-                self._replica.rank,
-            )
-        if hyperparameter == 0:
-            return
-        raise ReplicaError(
-            "replicas differ in learning rates, other settings, attached functions or "
-            "trained parameters (requires_grad): change these on all replicas alike, "
-            "and call optimizer.attach(scheduler) in place of scheduler.step()",
-            self._replica.rank,
-        )
+        for difference, what in zip(differences.tolist(), (_SETTINGS, _ORDERS)):
+            if difference != 0:
+                raise ReplicaError(f"replicas differ in {what}", self._replica.rank)
 
     def _vote_arrived(self) -> bool:
         """Returns whether a vote of any replica has arrived on the host by now."""

@@ -13,12 +13,12 @@ replica moves them once a minibatch, so their averaging window is shorter.
 Integer buffers that a forward pass changes are counts, such as BatchNorm's of
 minibatches. Where their values are known from when replicas were last equal, all become
 that value and what every replica has added to it since. With ``momentum=None``
-BatchNorm's statistics are means over that count, so they are joined as its sums.
+BatchNorm's statistics would be means over a replica's own count, and are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 
 import torch
 from torch import nn
@@ -33,8 +33,14 @@ Starts = MutableMapping[torch.Tensor, torch.Tensor]
 
 
 def follow(model: nn.Module, starts: Starts) -> None:
-    """Keeps the values of the model's counts, which are equal on all replicas now."""
-    for buffer in (*_counts(model), *(b for b, _ in _means(model))):
+    """Keeps the values of the model's counts, which are equal on all replicas now.
+
+    Raises ValueError if a BatchNorm has no momentum.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, _NormBase) and layer.momentum is None:
+            raise ValueError(f"{name}: momentum=None averages one replica alone")
+    for buffer in _counts(model):
         starts[buffer] = buffer.detach().clone()
 
 
@@ -56,16 +62,6 @@ def _counts(model: nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def _means(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields statistics that are means over minibatches, each with their number."""
-    for layer in model.modules():
-        if isinstance(layer, _NormBase) and layer.momentum is None:
-            count, found = layer.num_batches_tracked, list(layer._buffers.values())[:2]
-            yield from (
-                (b, count) for b in found if b is not None and count is not None
-            )
-
-
 def average_buffers(
     model: nn.Module, num_samples: float, replica: Replica, starts: Starts | None = None
 ) -> None:
@@ -84,10 +80,7 @@ def average_buffers(
     """
     starts = WeakTensorKeyDictionary() if starts is None else starts
     counts = [b for b in _counts(model) if b in starts and b.numel()]
-    means = [(b, n) for b, n in _means(model) if b in starts and n in starts]
-    joined = {id(b) for b, _ in means}
     buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
-    buffers = [b for b in buffers if id(b) not in joined]
     if not (buffers or counts) or replica.num_replicas == 1:
         return
     replica.sync()  # what this replica has pending must not enter the common graph
@@ -105,24 +98,13 @@ def average_buffers(
             for v, base in zip(values, bases)
         ]
         added = [(b - starts[b]) * (weight > 0) for b in counts]
-        sums = [
-            torch.where(weight > 0, _sum(b, n) - _sum(starts[b], starts[n]), 0.0)
-            for b, n in means
-        ]
-        replica.all_reduce_([*deviations, *added, *sums])
+        replica.all_reduce_([*deviations, *added])
         for buffer, base, deviation in zip(buffers, bases, deviations):
             buffer.copy_(base + deviation / total)
         for count, base, each in zip(counts, bases[len(values) :], added):
             count.copy_(base + each)
-        for (buffer, count), each in zip(means, sums):
-            mean = (_sum(starts[buffer], starts[count]) + each) / count.clamp(min=1)
-            buffer.copy_(torch.where(count > starts[count], mean, starts[buffer]))
         follow(model, starts)
     replica.sync()
-
-
-def _sum(mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    return mean.detach().to(dtype_for([mean])) * count
 
 
 def _weights(

@@ -17,9 +17,6 @@ from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.step.run import Run
 from xla_replica import Replica
 from xla_replica.common.arguments import (
-    check_choice,
-    check_flag,
-    check_integer,
     check_number,
     check_type,
     is_number,
@@ -37,62 +34,37 @@ def check_run(run: Run) -> None:
     """Raises TypeError or ValueError unless the arguments of a wrapper fit together."""
     check_type("sampler", run.sampler, CustomSampler, "a CustomSampler")
     check_type("optimizer", run.inner, torch.optim.Optimizer, "a torch.optim.Optimizer")
-    for name in ("overlap", "lockstep", "float32_sums"):
-        check_flag(name, getattr(run, name))
-    check_choice("reduction", run.reduction, ("mean", "sum"))
-    if run.log_steps is not None:
-        check_integer("log_steps", run.log_steps, least=1)
-    check_integer("compare_every", run.compare_every, least=1)
-    for name in ("ref_batchsize", "ref_weight", "max_grad_norm"):
-        if getattr(run, name) is not None:
-            check_number(name, getattr(run, name), above=0)
     sampler, replica = run.sampler, run.replica
     if (sampler.rank, sampler.num_replicas) != (replica.rank, replica.num_replicas):
         raise ValueError(
             f"the sampler deals to replica {sampler.rank} of {sampler.num_replicas}, "
             f"but this is {replica}"
         )
-    _check_optimizer(run)
-    _check_combinations(run)
+    _check_arguments(run)
     check_groups(run, run.inner.param_groups)
 
 
-def _check_optimizer(run: Run) -> None:
-    """Raises TypeError, or warns, unless the rule suits the optimizer to wrap."""
-    inner, rule, name = run.inner, run.rule, type(run.inner).__name__
+def _check_arguments(run: Run) -> None:
+    """Raises TypeError, or warns, unless rule, optimizer, sampler and loss fit."""
+    inner, rule, is_mean = run.inner, run.rule, run.reduction == "mean"
+    name, of_tokens = type(inner).__name__, run.ref_weight is not None
     is_sgd = isinstance(inner, SGD)
     decoupled = all(g.get("decoupled_weight_decay") for g in inner.param_groups)
     for is_wrong, why in (
-        (isinstance(inner, OptimizerProxy), "is a wrapper already: wrap its .inner"),
+        (isinstance(inner, OptimizerProxy), f"{name} is a wrapper: wrap its .inner"),
         (isinstance(inner, SparseAdam),
-         "takes sparse gradients alone: use Adam, and Embedding(sparse=False)"),
-        (isinstance(inner, LBFGS), "evaluates the loss inside step(): not supported"),
+         "SparseAdam takes sparse gradients alone: use Adam, Embedding(sparse=False)"),
+        (isinstance(inner, LBFGS), "LBFGS evaluates the loss inside step()"),
         (hasattr(inner.step, "get_compiler_config"),  # torch.compile leaves it
-         "would be compiled for every learning rate: compile the model alone"),
+         "step() would be compiled for every learning rate: compile the model alone"),
         (rule.momentum_correction and not is_sgd,
-         "does not turn a scaled gradient into a scaled step, as only SGD does: "
-         f"momentum correction of rule {rule.name!r} needs that"),
+         f"momentum correction of rule {rule.name!r} needs a step that is proportional "
+         f"to the gradient, as only SGD does, got {name}"),
         (rule.beta and not isinstance(inner, (Adam, AdamW)),
-         f"does not suit rule {rule.name!r}, which needs torch's Adam or AdamW"),
+         f"{name} does not suit rule {rule.name!r}, which needs Adam or AdamW"),
         (rule.decay_per_sample and not (is_sgd or decoupled),
-         "normalises weight decay with the gradient: decay_per_sample needs SGD's or "
-         "AdamW's, which multiplies the weights"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise TypeError(f"{name} {why}")
-    if name in _ADAPTIVE and rule.for_sgd:
-        warnings.warn(
-            f"rule {rule.name!r} is derived for SGD; for {name}, whose step is "
-            "normalised, noise calls for the square root: rule 'root', or 'adam-root'",
-            stacklevel=5,
-        )
-
-
-def _check_combinations(run: Run) -> None:
-    """Raises TypeError unless arguments fit each other, the sampler and the replica."""
-    rule, is_mean = run.rule, run.reduction == "mean"
-    of_tokens = run.ref_weight is not None
-    for is_wrong, why in (
+         "decay_per_sample needs SGD's weight decay or AdamW's, which multiplies the "
+         f"weights, got {name}"),
         (run.lockstep and run.sums.keeps_buffers,
          "exact= and live members do not work with lockstep=True, as trainers use it"),
         (is_mean and run.sampler.schedule.pad_minibatches,
@@ -100,17 +72,20 @@ def _check_combinations(run: Run) -> None:
          "(losses * optimizer.sample_weights).sum()"),
         (of_tokens and is_mean, "ref_weight= needs reduction='sum' and step(weight=)"),
         (of_tokens and run.ref_batchsize is not None,
-         f"ref_batchsize={run.ref_batchsize} and ref_weight={run.ref_weight} say the "
-         "same thing in samples and in tokens: give one of them"),
+         "ref_batchsize= and ref_weight= are one reference: give one of them"),
         (of_tokens and rule.beta,
-         f"rule {rule.name!r} must know the batch ratio before weights are summed: "
-         "give ref_batchsize= in place of ref_weight="),
+         f"rule {rule.name!r} needs ref_batchsize= in place of ref_weight="),
         (rule.needs_reference and run.ref_batchsize is None and not of_tokens,
-         f"rule {rule.name!r} needs ref_batchsize=, the batch size at which the "
-         "learning rate was tuned"),
+         f"rule {rule.name!r} needs ref_batchsize=, of which the learning rate is"),
     ):  # fmt: skip
         if is_wrong:
             raise TypeError(why)
+    if name in _ADAPTIVE and rule.for_sgd:
+        warnings.warn(
+            f"rule {rule.name!r} is derived for SGD; for {name}, whose step is "
+            "normalised, noise calls for the square root: rule 'root', or 'adam-root'",
+            stacklevel=5,
+        )
 
 
 def check_groups(

@@ -10,7 +10,7 @@ from variable_batch_size.step.scaling import hyperparameters
 from variable_batch_size.step.update import Updates
 from xla_replica.common.differences import check_same
 
-VERSION = 4  # of the state
+VERSION = 5  # of the state
 # Hyperparameters that say how a device computes, not what.
 _OF_DEVICES = ("foreach", "fused", "capturable", "differentiable")
 
@@ -28,8 +28,7 @@ class ElasticState:
         return {
             "version": VERSION,
             "rule": run.rule.name,
-            "settings": self._lasting,
-            "trained": [p.requires_grad for p in run.parameters()],
+            "settings": self._settings(),
             "scaling": updates.scaling.state_dict(),
             "noise": run.noise.state_dict() if run.noise else None,
             "sums": run.sums.state_dict(),
@@ -61,28 +60,20 @@ class ElasticState:
         if "sampler" in state and not allow_changes:  # another run may have others
             check_same(
                 state["settings"],
-                self._lasting,
+                self._settings(),
                 "the optimizer's state is of another run",
                 "Build the optimizer as it was; or pass allow_changes=True, which "
                 "resumes with the saved hyperparameters of parameter groups",
             )
-            self._check_trained(state["trained"])
         self._updates.attached.check_state(state.get("schedules", []))
         if run.noise and state.get("noise"):
             run.noise.check_state(state["noise"])
 
-    def _check_trained(self, trained: list[bool]) -> None:
-        """Raises ValueError if other parameters were trained where it was saved."""
-        parameters = self._run.parameters()
-        now = [parameter.requires_grad for parameter in parameters]
-        others = [n for n, was in enumerate(trained) if was != now[n]]
-        if others:
-            first = f"number {others[0]} of shape {tuple(parameters[others[0]].shape)}"
-            raise ValueError(
-                f"requires_grad of {len(others)} parameters is not as it was saved: "
-                f"{first} was {'frozen' if now[others[0]] else 'trained'}. Freeze and "
-                "unfreeze before you load, or pass allow_changes=True"
-            )
+    def _settings(self) -> dict[str, Any]:
+        """Returns what the run began with, and which parameters are frozen now."""
+        trained = (parameter.requires_grad for parameter in self._run.parameters())
+        frozen = [number for number, is_trained in enumerate(trained) if not is_trained]
+        return {**self._lasting, "the numbers of frozen parameters": frozen}
 
     def load(self, state: dict[str, Any], allow_changes: bool) -> None:
         """Loads a state that `check` has let pass."""

@@ -21,8 +21,7 @@ from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.device.gradients import accumulation_hook
 
 _KEPT_OUT = (
-    "What the loss of another network shall not add here, as a generator's adds to its "
-    "discriminator, is kept out by requires_grad_(False) while that loss is computed, "
+    "What another network's loss shall not add is kept out by requires_grad_(False), "
     "or by backward(inputs=[*network.parameters()])"
 )
 # Sums of many numbers of these dtypes lose most of what the last ones add.
@@ -116,9 +115,8 @@ class StepGradients:
         """Raises ValueError if other parameters are trained than in the step so far."""
         if not self._is_unchanged():
             raise ValueError(
-                "requires_grad of a parameter is not as it was in this optimizer's "
-                "step(), while another optimizer of the sampler ends the step: set it "
-                "back after the other's loss.backward(), before its step()"
+                "requires_grad changed between the step() of two optimizers: "
+                "set it back after the other's backward(), before its step()"
             )
 
     def _allocate(self, after_backward: bool) -> None:
@@ -208,8 +206,7 @@ class StepGradients:
             if num_accumulated:
                 raise ValueError(
                     "requires_grad of a parameter changed between the minibatches of "
-                    "one step: freeze and unfreeze between steps, in a function that "
-                    "you attach, or between epochs"
+                    "one step: change it in an attached function, or between epochs"
                 )
             self.refresh(after_backward=True)
         problem, found = "", self.sums.has_new
@@ -223,10 +220,9 @@ class StepGradients:
             found |= record.accumulated or written
             if record.accumulated and written and gradient is not None:
                 problem = (
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} "
-                    "was changed between backward() and step(), before it is the "
-                    "mean: clip that with max_grad_norm=, or change it in a hook of "
-                    "optimizer.register_step_pre_hook, which runs once an update: "
+                    f"a gradient of shape {tuple(parameter.shape)} was changed between "
+                    "backward() and step(): clip by max_grad_norm=, or change it in a "
+                    "hook of optimizer.register_step_pre_hook: "
                     "docs/gradients.md#gradients-inside-the-loop"
                 )
             elif record.overwritten and num_accumulated:
@@ -234,7 +230,6 @@ class StepGradients:
         if needs_backward and not found:
             problem = (
                 "step() without backward(): call loss.backward() before every step(), "
-                "of 0 * sum(p.sum() for p in model.parameters()) to add nothing, "
                 "and build the optimizer after load_state_dict(..., assign=True)"
             )
         if problem:
@@ -314,10 +309,9 @@ class StepGradients:
 def _lost(num_accumulated: int) -> str:
     """Returns the message of an error: what was accumulated would not count."""
     return (
-        "gradients were replaced or overwritten while this step accumulates them, so "
-        f"its first {num_accumulated} minibatches would be lost: remove "
-        "model.zero_grad() from the training loop; the optimizer zeroes gradients "
-        f"itself. {_KEPT_OUT}"
+        f"gradients were overwritten, and this step's first {num_accumulated} "
+        "minibatches would be lost: remove model.zero_grad() from the training loop; "
+        f"the optimizer zeroes gradients itself. {_KEPT_OUT}"
     )
 
 

@@ -66,11 +66,6 @@ class Weights(Part):
         if not isinstance(weight, torch.Tensor):
             check_number("step: weight", weight, least=0)
             return self._replica.scalar(weight, self._dtype)
-        if weight.numel() != 1 or weight.is_complex():
-            raise ValueError(
-                "step: weight must be a number or a real tensor with one element, got "
-                f"a {weight.dtype} tensor of shape {tuple(weight.shape)}"
-            )
         weight = weight.detach().reshape(1)
         if weight.is_cpu:
             check_number("step: weight", 0 + weight.item(), least=0)  # also a bool

@@ -14,7 +14,7 @@ from variable_batch_size.device_scalars import DeviceScalars
 from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
 from variable_batch_size.rules.rule import Rule
 from xla_replica import Replica
-from xla_replica.common.arguments import check_type
+from xla_replica.common.arguments import check_fields, check_type, checked
 
 Reduction = Literal["mean", "sum"]
 
@@ -49,16 +49,19 @@ class Run:
     replica: Replica
     sums: Any
     rule: Rule
-    ref_batchsize: float | None
-    ref_weight: float | None
-    reduction: str
-    log_steps: int | None
-    max_grad_norm: float | None
-    noise_options: NoiseOptions | bool
-    overlap: bool
-    lockstep: bool
-    float32_sums: bool
-    compare_every: int
+    log_steps: int | None = checked(None, least=1)
+    ref_batchsize: float | None = checked(None, above=0)
+    ref_weight: float | None = checked(None, above=0)
+    reduction: str = checked("mean", among=("mean", "sum"))
+    max_grad_norm: float | None = checked(None, above=0)
+    noise_options: NoiseOptions | bool = False
+    overlap: bool = True
+    lockstep: bool = False
+    float32_sums: bool = True
+    compare_every: int = checked(100, least=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @functools.cached_property
     def scalars(self) -> DeviceScalars:
@@ -73,23 +76,16 @@ class Run:
     @functools.cached_property
     def noise(self) -> NoiseMeter | None:
         """The meter that was asked for, or that the rule needs."""
-        options, is_weighted = self.noise_options, self.reduction == "sum"
+        options = self.noise_options
         check_type("noise", options, (bool, NoiseOptions), "a bool or NoiseOptions")
         if options is False and not self.rule.measured:
             return None
-        name = "ref_weight" if is_weighted else "ref_batchsize"
+        name = "ref_weight" if self.reduction == "sum" else "ref_batchsize"
         reference = getattr(self, name)
         if reference is None:
             raise TypeError(f"noise= needs {name}= with reduction={self.reduction!r}")
-        return NoiseMeter(
-            self.inner.param_groups,
-            None if is_weighted else self.sampler.minibatch_size,
-            reference,
-            self.replica,
-            self.scalars,
-            options if isinstance(options, NoiseOptions) else NoiseOptions(),
-            self.sums.is_exact,
-        )
+        options = options if isinstance(options, NoiseOptions) else NoiseOptions()
+        return NoiseMeter(self, reference, options)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Returns the parameters of all groups, frozen ones too."""

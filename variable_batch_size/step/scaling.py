@@ -80,10 +80,8 @@ class Scaling:
             return
         where = f"within step {account.number}" if is_within else "between two updates"
         raise ReplicaError(
-            "the learning rate or another hyperparameter changed "
-            f"{where} of epoch {account.epoch}, which other replicas may not see: call "
-            "optimizer.attach(scheduler) once in place of scheduler.step() in the "
-            "loop, or change it between epochs, before optimizer.set_epoch: "
+            f"a hyperparameter changed {where} of epoch {account.epoch}: call "
+            "optimizer.attach(scheduler), or change it before optimizer.set_epoch: "
             "docs/variable_batch_size.md#replicas-without-work",
             account.ledger.rank,
         )
@@ -119,8 +117,7 @@ class Scaling:
             if not (is_number and 0 <= lr < math.inf):
                 raise ValueError(
                     f"the learning rate of parameter group {index} has become {lr!r}; "
-                    "it must be a finite number >= 0, not a tensor: look at what sets "
-                    "it, a scheduler or an attached function"
+                    "what sets it must set a finite number >= 0, not a tensor"
                 )
             if self._is_late:
                 self._inputs.append(self._inputs_of(index, group, batch_ratio))
@@ -213,16 +210,11 @@ class Scaling:
 
     def _hand_over(self, group: Group, scaled: ScaledHyperparameters) -> None:
         """Writes the numbers into the group; does what torch cannot do with them."""
-        group["lr"] = scaled.lr
-        if scaled.betas is not None:
-            group["betas"] = scaled.betas
-        if scaled.eps is not None:
-            group["eps"] = scaled.eps
+        numbers = scaled._asdict().items()
+        group.update({n: x for n, x in numbers if n in group and x is not None})
         if self._on_device and "foreach" in group and not group.get("fused"):
             group["foreach"] = False  # would read a tensor learning rate back
         decay = scaled.weight_decay
-        if "weight_decay" in group:
-            group["weight_decay"] = decay
         if scaled.gradient_factor is None and not isinstance(decay, torch.Tensor):
             return
         if group.get("decoupled_weight_decay"):
@@ -240,12 +232,7 @@ class Scaling:
 
     def load_state_dict(self, states: list[Any]) -> None:
         """Loads what `state_dict` returned; an empty list forgets all history."""
-        self._states = [
-            None
-            if state is None
-            else AdamState(state[0], state[1] and (*state[1],), state[2])
-            for state in states
-        ]
+        self._states = [state and AdamState(*state) for state in states]
         self._trained = []
 
     def _check_histories(self) -> None:
@@ -265,9 +252,8 @@ class Scaling:
             if steps and steps != {history}:
                 raise ValueError(
                     f"rule {self._rule.name!r}: parameters of group {index} have made "
-                    f"{sorted(steps)} updates and the group {history}, which need "
-                    "different bias corrections: put parameters that begin to train "
-                    "later into a group of their own"
+                    f"{sorted(steps)} updates and the group {history}: put those that "
+                    "begin to train later into a group of their own"
                 )
         self._trained = trained
 

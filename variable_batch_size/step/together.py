@@ -13,9 +13,8 @@ def refuse_waiting(account: Account) -> None:
     """Raises ValueError if other optimizers have not ended the step yet."""
     if account.is_waiting:
         raise ValueError(
-            f"one of {len(account.ledger.accounts)} optimizers of this sampler has "
-            "ended a step, and others have not: call step() of each for every "
-            "minibatch, and drop (del) one that is not used any more"
+            f"not all {len(account.ledger.accounts)} optimizers of this sampler have "
+            "ended the step: call step() of each, and del one that is not used any more"
         )
 
 

@@ -46,7 +46,6 @@ class Updates:
         attached: Callbacks that run after every update.
         made: The last update; its callbacks may not have run yet.
         num_seen: Minibatches, without padding, since this was last set to 0.
-        num_minibatches: Minibatches that have ended, those of steps thrown away too.
     """
 
     run: Run
@@ -56,7 +55,6 @@ class Updates:
     parts: Mapping[str, Any]
     made: Update | None = None
     num_seen: int = 0
-    num_minibatches: int = 0
 
     def __post_init__(self) -> None:
         self._is_lazy = self.run.replica.is_lazy
@@ -126,7 +124,6 @@ class Updates:
         if account.substep or account.plan.has_idle_replicas:
             self.scaling.refuse_changes(account)
         self.num_seen += not (account.plan.padded and account.is_padding)
-        self.num_minibatches += 1
         is_last = account.train()
         self._cut()  # a minibatch's graph ends here, on every replica alike
         if is_last:

@@ -52,9 +52,8 @@ OPTIONS = (
            "what follows the last row: stop, error, hold or cycle"),
     Option("--num-replicas", int, None, RUNS,
            "that share a step; default: the trace's column devices, or 1"),
-    Option("--seconds-per-step", float, None, TIMED,
-           "of every step; without a step time, each row of a log is a step"),
-    Option("--seconds-per-update", float, None, TIMED, "of a step's sum and update"),
+    Option("--seconds-per-update", float, None, TIMED,
+           "of a step's sum and update; without a step time, a row of a log is a step"),
     Option("--seconds-per-substep", float, None, "check convert simulate",
            "of each minibatch that the first replica runs"),
     Option("--restart-seconds", float, 0.0, "convert", "whenever the devices change"),
@@ -62,8 +61,6 @@ OPTIONS = (
     Option("--time-column", str, None, "convert", "default: Time, time or timestamp"),
     Option("--device-column", str, None, "convert",
            "default: TPU_cores, GPUs, devices or replicas"),
-    Option("--last-row-seconds", float, 0.0, "convert",
-           "how long the devices of the log's last row are there"),
     Option("--x", str, "updates", "plot",
            "the common axis: updates, samples, or hours without pauses"),
     Option("--out", Path, None, "make convert simulate plot",
@@ -145,16 +142,15 @@ def run_convert(args: argparse.Namespace) -> str:
     """Which trace could the devices of a log have run?
 
     The log is a CSV file with the columns Time (seconds, such as Unix times) and
-    TPU_cores or GPUs, two columns of numbers without a header, or SkyPilot's JSON of
-    available instances. Rows may be irregular, and zeros are pauses. Without a step
-    time every row with devices is one step. With one, steps follow each other as long
-    as there are devices; a step during which some are lost is run again. The trace also
-    has the columns devices and start_seconds.
+    TPU_cores or GPUs, or SkyPilot's JSON of available instances. Rows may be irregular,
+    and zeros are pauses. Without a step time every row with devices is one step. With
+    one, steps follow each other as long as there are devices; a step during which some
+    are lost is run again. The trace also has the columns devices and start_seconds.
 
     examples:
       vbs convert proportional log.csv --samples-per-device 32 --out trace.csv
       vbs convert capped log.csv --samples-per-device 32 --most 1024 \\
-          --seconds-per-step 2.5 --restart-seconds 60 --out trace.csv
+          --seconds-per-update 2.5 --restart-seconds 60 --out trace.csv
       vbs convert fixed log.csv --batch-size 1024 --minibatch-size 32 \\
           --seconds-per-update 0.1 --seconds-per-substep 0.4 --out trace.csv
     """
@@ -163,14 +159,13 @@ def run_convert(args: argparse.Namespace) -> str:
     batch_size_of = policy(**options_of(args, policy))
     step_time = _step_time(args)
     if step_time is None:
-        if args.restart_seconds or args.last_row_seconds:
-            raise ValueError("restart_seconds and last_row_seconds need a step time")
+        if args.restart_seconds:
+            raise ValueError("restart_seconds needs a step time")
         return _written(tools.convert_rows(found, batch_size_of), args)
 
     def seconds(size: int, devices: int) -> float:
         return float(step_time.seconds(-(-size // (args.minibatch_size * devices))))
 
-    found = found.longer(args.last_row_seconds)
     result = tools.convert(found, batch_size_of, seconds, args.restart_seconds)
     hours = {
         "hours of the log": found.seconds,
@@ -247,13 +242,10 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, Any]:
 
 def _step_time(args: argparse.Namespace) -> tools.StepTime | None:
     """Returns the step-time model that the options state, if they do."""
-    stated = [args.seconds_per_step, args.seconds_per_update, args.seconds_per_substep]
-    if stated == [None, None, None]:
+    stated = args.seconds_per_update, args.seconds_per_substep
+    if stated == (None, None):
         return None
-    if stated[0] is not None and stated[1:] != [None, None]:
-        raise ValueError("give either --seconds-per-step or the seconds of its parts")
-    whole, *parts = (check_number("seconds", each or 0.0, least=0) for each in stated)
-    return tools.StepTime(whole + parts[0], parts[1])
+    return tools.StepTime(*(check_number("seconds", s or 0.0, least=0) for s in stated))
 
 
 def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import json
 import logging
-import math
-import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,15 +29,13 @@ TIME_COLUMNS = ("Time", "time", "timestamp")
 DEVICE_COLUMNS = ("TPU_cores", "GPUs", "devices", "replicas")
 # A Unix time in seconds is below it for 3000 years; one in milliseconds was in 1973.
 MOST_SECONDS = 1e11
-_HEADLESS = re.compile(r"\s*[0-9.eE+-]+[ \t]*,[ \t]*[0-9.]+[ \t]*([\r\n]|$)")
 # From the number of devices, at least 1, to the global batch size in samples.
 BatchSize = Callable[[int], int]
 # From the global batch size and the number of devices to the seconds of a step.
 Seconds = Callable[[int, int], float]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Availability:
+class Availability(NamedTuple):
     """The number of devices from each moment on.
 
     Attributes:
@@ -62,22 +57,14 @@ class Availability:
         """The devices that there were, each times its seconds."""
         return float(np.diff(self.times) @ self.devices[:-1])
 
-    def longer(self, seconds: float) -> Availability:
-        """Returns the log whose last row's devices are there for so many seconds."""
-        end = self.times[-1] + check_number("last_row_seconds", seconds, least=0)
-        return Availability(
-            np.append(self.times, end), np.append(self.devices, self.devices[-1])
-        )
-
 
 def read_availability(
     source: Source, time: str | None = None, devices: str | None = None
 ) -> Availability:
     """Returns the log of a file, with irregular rows and zeros for pauses.
 
-    Of rows with one time the last one holds, with a warning. Two columns of numbers
-    without a header are times and devices. A file of JSON is one of SkyPilot's spot
-    traces: the number of available instances, every ``gap_seconds``.
+    Of rows with one time the last one holds, with a warning. A file of JSON is one of
+    SkyPilot's spot traces: the number of available instances, every ``gap_seconds``.
 
     Args:
         source: The file.
@@ -94,8 +81,7 @@ def read_availability(
     if text.lstrip().startswith("{"):
         table = _table_of_ticks(name, text)
     else:
-        has_header = time or devices or not _HEADLESS.match(text)
-        table = table_of(name, text, () if has_header else ("Time", "devices"))
+        table = table_of(name, text)
     when = table.find(*(TIME_COLUMNS if time is None else (time,)))
     what = table.find(*(DEVICE_COLUMNS if devices is None else (devices,)))
     times, counts = table.numbers(when), table.integers(what, 0)
@@ -119,10 +105,8 @@ def _table_of_ticks(name: str, text: str) -> Table:
         gap, counts = found["metadata"]["gap_seconds"], [*found["data"], 0]
         check_number("gap_seconds", gap, above=0)
     except (ValueError, TypeError, KeyError) as error:
-        raise TraceError(
-            f"{name}: no CSV file, and not JSON such as "
-            f'{{"metadata": {{"gap_seconds": 300}}, "data": [4, 3, 0]}}: {error!r}'
-        ) from error
+        told = '{"metadata": {"gap_seconds": 300}, "data": [4, 3, 0]}'
+        raise TraceError(f"{name}: not JSON such as {told}: {error!r}") from error
     times = np.arange(len(counts)) * float(gap)
     return Table(name, ["Time", "devices"], [times, counts])
 
@@ -177,8 +161,7 @@ POLICIES: dict[str, Callable[..., BatchSize]] = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Conversion:
+class Conversion(NamedTuple):
     """The steps that a log allows, and what became of its device-seconds.
 
     Attributes:
@@ -229,9 +212,9 @@ def convert(
             number of devices has changed.
 
     Raises:
-        TraceError: Not one step is completed, or far too many are; or the policy
-            returns what is not a batch size.
-        ValueError: A step does not take a positive time.
+        TraceError: Not one step is completed, or the policy returns what is not a batch
+            size.
+        ValueError: A step does not take a positive time, or far too little of the log.
     """
     check_number("restart_seconds", restart_seconds, least=0)
     # Rows that change nothing are left out; the last one ends the log: -1 devices.
@@ -240,47 +223,39 @@ def convert(
     starts = availability.times - availability.times[0]
     times = starts[changes].tolist()
     counts = [*availability.devices[changes][:-1].tolist(), -1]
-    # Equal steps in a row: (first start, number of steps, seconds, size, devices).
-    blocks: list[Sequence[float]] = []
+    steps: list[Sequence[float]] = []  # (start, seconds, batch size, devices)
     lost = now = 0.0
     running, row = 0, 0  # devices of the run, and the row that holds now
     while counts[row] >= 0:
         count, change = counts[row], times[row + 1]
-        if count == 0 or (count != running and now + restart_seconds > change):
+        if count == 0 or (count != running and now + restart_seconds >= change):
             running, now, row = 0, change, row + 1
             continue
         if count != running:
-            running, now = count, now + restart_seconds
-        size = policy(count)
-        duration = float(seconds(size, count))
-        check_number("seconds of a step", duration, above=0)
-        slack = 1e-9 * duration  # less than that is rounding
-        # All steps that begin before the change; the last may meet with later ones.
-        number = math.ceil((change - now - slack) / duration)
-        end = now + number * duration
+            running, now, size = count, now + restart_seconds, policy(count)
+            duration = float(seconds(size, count))
+            least = times[-1] / MOST_STEPS  # or far too many would be completed
+            check_number("seconds of a step", duration, least, above=0)
+            slack = 1e-6 * duration  # less than that is rounding
+        end = now + duration
         met = range(row + 1, bisect.bisect_left(times, end - slack))
         fewer = next((each for each in met if counts[each] < count), None)
-        if fewer is not None:
-            number, end = number - 1, times[fewer]
-            lost += (end - now - number * duration) * count
-        blocks.append((now, number, duration, size, count))
+        if fewer is None:
+            steps.append((now, duration, size, count))
+        else:
+            end = times[fewer]
+            lost += (end - now) * count
         row = bisect.bisect_right(times, end + slack) - 1
         now = max(end, times[row])
-    names = ["first", "number", "duration", COLUMN, "devices"]
-    table = pd.DataFrame(blocks, columns=names)
-    num_steps = int(table["number"].sum())
-    if not 0 < num_steps <= MOST_STEPS:
+    if not steps:
         raise TraceError(
-            f"{num_steps} steps are completed in the {times[-1]:g} seconds of the log; "
-            f"allowed are 1 to {MOST_STEPS}: check seconds and restart_seconds"
+            f"no step is completed in the {times[-1]:g} seconds of the log: check "
+            "seconds and restart_seconds"
         )
-    total = availability.device_seconds
-    in_steps = float(table["number"] * table["duration"] @ table["devices"])
+    starts, durations, sizes, devices = map(np.array, zip(*steps))
+    total, in_steps = availability.device_seconds, float(durations @ devices)
     idle = max(total - in_steps - lost, 0.0)  # which rounding may bring below zero
-    each = table.loc[table.index.repeat(table["number"])]
-    start = each["first"] + each.groupby(level=0).cumcount() * each["duration"]
-    steps = _table(each[COLUMN], each["devices"], start)
-    return Conversion(steps, total, in_steps, lost, idle)
+    return Conversion(_table(sizes, devices, starts), total, in_steps, lost, idle)
 
 
 def _table(sizes: Any, devices: Any, start_seconds: Any) -> pd.DataFrame:

@@ -88,10 +88,8 @@ def thresholds(
         tokens_per_sample: With unit=tokens, which needs it.
     """
     check_choice("unit", unit, ("steps", "samples", "tokens"))
-    if unit == "tokens" and tokens_per_sample is None:
-        raise ValueError("unit='tokens' needs tokens_per_sample")
     per_sample = tokens_per_sample if unit == "tokens" else 1
-    per_sample = check_integer("tokens_per_sample", per_sample, least=1)
+    check_integer("tokens_per_sample", per_sample, least=1)
     pairs = [row.partition(":") for row in rows.split()]
     if not pairs or not all(colon for _, colon, _ in pairs) or "," in rows:
         raise ValueError(f"rows must be like '0:768 250B:1536', got {rows!r}")
@@ -100,12 +98,10 @@ def thresholds(
     if starts[0] != 0 or sorted({*starts}) != starts:
         raise ValueError(f"rows must begin at 0 and increase, got {rows!r}")
 
-    def size_at(done: int) -> int:
-        return sizes[bisect.bisect(starts, done) - 1]
+    def used(size: int) -> Any:
+        return 1 if unit == "steps" else size * per_sample
 
-    if unit == "steps":
-        return map(size_at, range(total))
-    return _until(total, size_at, per_sample)
+    return _until(total, lambda done: sizes[bisect.bisect(starts, done) - 1], used)
 
 
 def seesaw(
@@ -299,19 +295,21 @@ def _check_multiple(name: str, value: int, unit: int) -> None:
         raise ValueError(f"{name} must be a multiple of {unit}, got {value}")
 
 
-def _until(total: int, size_at: Callable[[int], int], per_sample: int = 1) -> list[int]:
+def _until(
+    total: int, size_at: Callable[[int], int], used: Callable[[int], int] = int
+) -> list[int]:
     """Returns batch sizes up to a total number of units.
 
     Args:
         total: The number of units.
         size_at: From the units before a step to its batch size.
-        per_sample: The units of a sample.
+        used: From a step's batch size to the units that it uses.
     """
     check_integer("total", total, least=1)
     sizes, done = [], 0
     while done < total:
         sizes.append(check_integer("the batch size", size_at(done), least=1))
-        done += sizes[-1] * per_sample
+        done += used(sizes[-1])
     return sizes
 
 

@@ -54,7 +54,7 @@ def epoch_table(schedule: Schedule, num_epochs: int | None = None) -> pd.DataFra
         num_epochs: How many; default: all of the trace.
 
     Raises:
-        ValueError: The trace has no end, and ``num_epochs`` is not given.
+        TypeError: The trace has no end, and ``num_epochs`` is not given.
     """
     epochs = _steps(schedule, num_epochs).groupby("epoch")["batch_size"]
     table = pd.DataFrame({"steps": epochs.size(), "samples": epochs.sum()})
@@ -93,17 +93,16 @@ def simulate(
         step_time: How long a step takes.
 
     Raises:
-        ValueError: The trace has no end, and ``num_epochs`` is not given; the rule
-            needs ``ref_batchsize`` or a noise scale; or has no meaning at some ratio.
+        TypeError: The trace has no end, and ``num_epochs`` is not given; or the rule
+            needs ``ref_batchsize``.
+        ValueError: The rule needs a noise scale, or has no meaning at some ratio.
     """
     rule = rule_named(rule)
-    if ref_batchsize is None and (rule.needs_reference or noise_scale is not None):
-        what = f"rule {rule.name!r}" if rule.needs_reference else "noise_scale"
-        raise ValueError(f"{what} needs ref_batchsize, got None")
+    reference = 1
+    if rule.needs_reference or noise_scale is not None:
+        reference = check_integer("ref_batchsize", ref_batchsize, least=1)
     if rule.measured and noise_scale is None:
         raise ValueError(f"rule {rule.name!r} measures the gradients: pass noise_scale")
-    reference = 1 if ref_batchsize is None else ref_batchsize
-    check_integer("ref_batchsize", reference, least=1)
     table = _steps(schedule, num_epochs, devices)
     ratios = table["batch_size"] / reference
     if noise_scale is not None:
@@ -125,11 +124,9 @@ def _steps(
 ) -> pd.DataFrame:
     """Returns the columns of `simulate` that a schedule and devices say."""
     name, end = schedule.trace.name, schedule.num_epochs
-    if num_epochs is None and end == math.inf:
-        raise ValueError(f"{name} has no end, so num_epochs must be an integer >= 1")
     most = None if end == math.inf else int(end)
-    num = most if num_epochs is None else num_epochs
-    num = check_integer(f"num_epochs of {name}", num, 1, most)
+    num_epochs = most if num_epochs is None else num_epochs
+    num = check_integer(f"num_epochs of {name}", num_epochs, 1, most)
     sizes = [schedule.plan(epoch, 1).batch_sizes for epoch in range(num)]
     table = pd.DataFrame({"epoch": np.repeat(np.arange(num), [*map(len, sizes)])})
     table["step"] = np.arange(len(table))
@@ -272,7 +269,7 @@ def check(
         seconds_per_substep: What a minibatch takes, for idle replica-seconds.
 
     Raises:
-        ValueError: The trace has no end, and ``num_epochs`` is not given.
+        TypeError: The trace has no end, and ``num_epochs`` is not given.
     """
     steps = _steps(schedule, num_epochs, num_replicas)
     dropped = epoch_table(schedule, num_epochs)["dropped_samples"].to_numpy()

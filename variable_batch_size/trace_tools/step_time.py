@@ -42,22 +42,11 @@ def fit_step_time(seconds: Any, num_substeps: Any, num_updates: Any = 1) -> Step
         num_updates: ``(n,)``, or one number: how many steps they are.
 
     Raises:
-        ValueError: There are no steps, arrays do not fit together, or a number is not
-            finite or out of range.
+        ValueError: Arrays do not fit together, or a number is not finite.
     """
-    times, substeps = (np.asarray(each, float) for each in (seconds, num_substeps))
-    if times.ndim != 1 or len(times) == 0 or substeps.shape != times.shape:
-        raise ValueError(
-            "seconds and num_substeps must be arrays of one length above 0, got shapes "
-            f"{times.shape} and {substeps.shape}"
-        )
-    updates = np.broadcast_to(np.asarray(num_updates, float), times.shape)
-    checked = {"seconds": (times, 0), "num_updates": (updates, 1)}
-    checked["num_substeps"] = (substeps, 1)
-    for name, (values, least) in checked.items():
-        if not (np.isfinite(values) & (values >= least)).all():
-            raise ValueError(f"{name} must be finite and >= {least}, got {values!r}")
-    design = np.stack([updates, substeps], axis=1)
+    times = np.asarray_chkfinite(seconds, float)
+    updates = np.broadcast_to(num_updates, times.shape)
+    design = np.stack([updates, np.asarray_chkfinite(num_substeps, float)], axis=1)
     (per_update, per_substep), _, rank, _ = np.linalg.lstsq(design, times, rcond=1e-9)
     columns = [1] if rank < 2 or per_update < 0 else [0] if per_substep < 0 else [0, 1]
     found = np.zeros(2)

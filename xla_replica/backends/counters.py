@@ -13,7 +13,6 @@ import torch
 
 from xla_replica.backends.local import default_device
 from xla_replica.backends.replica import Replica
-from xla_replica.common.arguments import check_type
 
 
 @dataclasses.dataclass
@@ -99,8 +98,6 @@ def count(replica: Replica | None = None) -> Iterator[Counts]:
     >>> counts.compilations, counts.transfers
     (0, 0)
     """
-    if replica is not None:
-        check_type("replica", replica, Replica, "a Replica, as `current` returns")
     barrier = replica.barrier if replica is not None else lambda: None
     counts = Counts()
     barrier()  # no replica is still in what came before

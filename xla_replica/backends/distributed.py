@@ -160,7 +160,7 @@ class DistributedReplica(Replica):
     def on_gradient(
         self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
     ) -> Any:
-        place = self._shards.place_of(parameter)
+        place = self._shards.places.get(parameter)
         if place is None:
             return super().on_gradient(parameter, hook)
         place.hooks.append(hook)

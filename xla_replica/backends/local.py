@@ -44,11 +44,8 @@ def default_device() -> torch.device:
     It has no index; see `in_use`.
     """
     # A CUDA build without a GPU names "cuda" as its accelerator: ask if it is there.
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            return accelerator
-    return torch.device("cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found
 
 
 def in_use(kind: torch.device) -> torch.device:

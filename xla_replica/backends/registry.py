@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from xla_replica.backends.local import LocalReplica
 from xla_replica.backends.replica import Replica
-from xla_replica.common.arguments import check_function, check_type
+from xla_replica.common.arguments import check_type
 from xla_replica.errors import ReplicaError
 
 
@@ -80,13 +80,8 @@ def register_backend(
         has_any_number: Returns whether it can start any number of replicas, as on a
             CPU, and not only as many as there are devices.
     """
-    check_type("device", device, str, "a name as `launch` takes it")
-    backend = Backend(find, replica, launch, preference, has_any_number)
-    for name, part in backend._asdict().items():
-        if name != "launch" or part is not None:
-            check_function(f"register_backend: {name}", part)
     DEVICES.pop(device, None)  # `current` asks the last one first
-    DEVICES[device] = backend
+    DEVICES[device] = Backend(find, replica, launch, preference, has_any_number)
 
 
 # Where launchers say how many processes they have started: torchrun and whoever joins
@@ -125,15 +120,20 @@ def current() -> Replica:
             has joined them to a group yet: each would silently train a model of its
             own.
     """
-    replica: Replica | None = getattr(_bound, "replica", None)
-    if replica is not None:
-        return replica
-    for backend in reversed(DEVICES.values()):
-        reason = backend.find()
+    replica = getattr(_bound, "replica", None) or found_replica()
+    if replica is None:
+        check_is_alone()
+        return LocalReplica()
+    return replica
+
+
+def found_replica(but_by: str = "") -> Replica | None:
+    """Returns the replica that the first backend finds, without that of this name."""
+    for name, backend in reversed(DEVICES.items()):
+        reason = None if name == but_by else backend.find()
         if reason is not None:
             return backend.replica(reason)
-    check_is_alone()
-    return LocalReplica()
+    return None
 
 
 def given_or_current(replica: Replica | None) -> Replica:
@@ -151,18 +151,11 @@ def given_or_current(replica: Replica | None) -> Replica:
 def check_is_alone() -> None:
     """Raises ReplicaError if a launcher has started this process as one of several."""
     name = next((n for n in _NUMBERS_OF_PROCESSES if n in os.environ), None)
-    if name is None or os.environ[name] == "1":
-        return
-    remedy = (
-        "Run the training function through xla_replica.launch, or call "
-        "torch.distributed.init_process_group() first"
-    )
-    if name != "WORLD_SIZE":
-        remedy = (
-            "Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or "
-            "start one torchrun per host. WORLD_SIZE=1 makes each a job of its own"
+    if name is not None and os.environ[name] != "1":
+        raise ReplicaError(
+            f"{name}={os.environ[name]} says that this process is one of several, but "
+            "torch.distributed is not initialised. Run the training function through "
+            "xla_replica.launch, under torchrun or with RANK, WORLD_SIZE, MASTER_ADDR "
+            "and MASTER_PORT set for every process; WORLD_SIZE=1 makes each a job of "
+            "its own. Or call torch.distributed.init_process_group() first"
         )
-    raise ReplicaError(
-        f"{name}={os.environ[name]} says that this process is one of several, but "
-        f"torch.distributed is not initialised. {remedy}"
-    )

@@ -10,6 +10,7 @@ passes, so every process must run every pass.
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -36,10 +37,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def num_copies(tensor: Any) -> int:
     """Returns how many processes hold the same part of a DTensor as this one."""
-    copies = 1
-    for dim, placement in enumerate(tensor.placements):
-        copies *= tensor.device_mesh.size(dim) if placement.is_replicate() else 1
-    return copies
+    placements = enumerate(tensor.placements)
+    copies = (tensor.device_mesh.size(n) for n, p in placements if p.is_replicate())
+    return math.prod(copies)
 
 
 def living(kind: type) -> list[Any]:
@@ -63,6 +63,8 @@ class GradientPlace:
         counts: Whether gradients count; else they become zero, and hooks do not run.
         has_new: Whether a gradient has appeared since this was made False.
         was_kept: Whether the parameter had a ``.grad`` when it appeared.
+        whole: The parameter that modules compute with; None before it has been seen,
+            so that gradients may have been missed.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -70,20 +72,15 @@ class GradientPlace:
         self.counts = True
         self.has_new = self.was_kept = False
         self._parameter = weakref.ref(parameter)
-        self._whole: torch.Tensor | None = None
+        self.whole: torch.Tensor | None = None
         self._node: Any = None  # kept, because a parameter does not keep it
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the whole parameter has been seen, so that nothing is missed."""
-        return self._node is not None
 
     def follow(self, whole: torch.Tensor) -> None:
         """Sees the gradients of ``whole``, which a module computes with."""
-        if whole is self._whole or not whole.requires_grad:
+        if whole is self.whole or not whole.requires_grad:
             return
         self._node = accumulation_hook(whole, weak_hook(self.run))
-        self._whole = whole
+        self.whole = whole
 
     def run(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Sees a gradient; returns zeros if it does not count."""
@@ -98,8 +95,8 @@ class GradientPlace:
 
     def forget(self) -> None:
         """Drops what has been accumulated of a step that was abandoned."""
-        if self._whole is not None:
-            self._whole.grad = None
+        if self.whole is not None:
+            self.whole.grad = None
 
 
 class ShardedParameters:
@@ -107,12 +104,17 @@ class ShardedParameters:
 
     Args:
         num_replicas: How many processes must share every parameter.
+
+    Attributes:
+        places: Of a parameter, where its gradient appears, if that is not ``.grad``.
+        units: Of a sharded parameter, a weak reference to the FSDP2 module that
+            gathers it.
     """
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
-        self._places: Any = WeakIdKeyDictionary()  # GradientPlace by parameter
-        self._units: Any = WeakIdKeyDictionary()  # the module that gathers it
+        self.places: Any = WeakIdKeyDictionary()
+        self.units: Any = WeakIdKeyDictionary()
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
         """Finds out which modules shard these parameters; nothing, if none does.
@@ -125,7 +127,7 @@ class ShardedParameters:
             return
         from torch.distributed.fsdp import FSDPModule
 
-        wanted = {id(p): p for p in parameters if p not in self._places}
+        wanted = {id(p): p for p in parameters if p not in self.places}
         for unit in living(FSDPModule):
             own = []
             for module in _own_modules(unit, FSDPModule):
@@ -133,22 +135,22 @@ class ShardedParameters:
                     if id(parameter) not in wanted or not is_sharded(parameter):
                         continue
                     del wanted[id(parameter)]
-                    self._places[parameter] = GradientPlace(parameter)
-                    self._units[parameter] = weakref.ref(unit)
-                    own.append((self._places[parameter], weakref.ref(module), name))
+                    self.places[parameter] = GradientPlace(parameter)
+                    self.units[parameter] = weakref.ref(unit)
+                    own.append((self.places[parameter], weakref.ref(module), name))
                     self._check(parameter)
             if own:
                 unit.register_forward_pre_hook(_follower(own))
         for other in wanted.values():
             if is_sharded(other):
                 self._check(other)
-            self._places[other] = GradientPlace(other)
+            self.places[other] = GradientPlace(other)
 
     def _check(self, parameter: Any) -> None:
         mesh = parameter.device_mesh
         *others, last = parameter.placements
         fits = last.is_shard() and all(each.is_replicate() for each in others)
-        if parameter in self._places and fits and mesh.size() == self._num_replicas:
+        if parameter in self.places and fits and mesh.size() == self._num_replicas:
             return
         raise TypeError(
             f"a parameter of shape {tuple(parameter.shape)} is a DTensor with "
@@ -158,19 +160,6 @@ class ShardedParameters:
             "shards), that covers all processes. "
             "Tensor and pipeline parallelism are not supported"
         )
-
-    def place_of(self, parameter: torch.Tensor) -> Any:
-        """Returns where a parameter's gradient appears; None if that is ``.grad``."""
-        return self._places.get(parameter)
-
-    def new_place(self, parameter: torch.Tensor) -> GradientPlace:
-        """Returns such a place for a parameter that is whole on every replica."""
-        self._places[parameter] = place = GradientPlace(parameter)
-        return place
-
-    def unit_of(self, parameter: torch.Tensor) -> Any:
-        """Returns the FSDP2 module that gathers a sharded parameter."""
-        return self._units[parameter]() if is_sharded(parameter) else None
 
 
 class ShardedSum(GradientSum):
@@ -205,13 +194,12 @@ class ShardedSum(GradientSum):
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         super().hold(parameters)
-        units = {id(u): u for u in map(self._shards.unit_of, parameters)}
-        self._units = [unit for unit in units.values() if unit is not None]
+        places, units = self._shards.places, self._shards.units
+        self._units = [*dict.fromkeys(units[p]() for p in self._sharded())]
         for unit in self._units:  # sums, not means over processes
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        shards = self._shards
-        self._places = [shards.place_of(p) or shards.new_place(p) for p in parameters]
+        self._places = [places.setdefault(p, GradientPlace(p)) for p in parameters]
         for parameter, place in zip(parameters, self._places):
             if not is_sharded(parameter):
                 place.follow(parameter)
@@ -242,7 +230,7 @@ class ShardedSum(GradientSum):
             self._reduced.add(parameter)
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
-        place = self._shards.place_of(parameter)
+        place = self._shards.places.get(parameter)
         return parameter in self._reduced or (
             is_sharded(parameter) and place.has_new and place.was_kept
         )
@@ -264,7 +252,7 @@ class ShardedSum(GradientSum):
                 "backward()"
             )
         for parameter in self._reduced:
-            if not self._shards.place_of(parameter).is_known:
+            if self._shards.places[parameter].whole is None:
                 raise ValueError(
                     f"a sharded parameter of shape {tuple(parameter.shape)} has a "
                     "gradient, but the module that fully_shard was called on has not "

@@ -155,11 +155,6 @@ class XlaReplica(Replica):
         return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        if state.dtype != torch.uint8 or state.shape != (8,):
-            raise ValueError(
-                f"set_rng_state: a state of {state.dtype} and shape "
-                f"{tuple(state.shape)} is not that of a torch_xla device, 8 bytes"
-            )
         self.sync()
-        number = int.from_bytes(bytes(state.tolist()), "little")
+        number = int.from_bytes(bytes(state.tolist()), "little")  # of 64 bits
         self._xm.set_rng_state(number, str(self.device))

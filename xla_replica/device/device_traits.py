@@ -96,13 +96,7 @@ def traits(where: torch.device | torch.Tensor) -> DeviceTraits:
         where: A ``torch.device``, or a tensor on it.
     """
     device = where.device if isinstance(where, torch.Tensor) else where
-    kind = getattr(device, "type", None)
-    if not isinstance(kind, str):
-        raise TypeError(
-            f"traits are those of a torch.device or a tensor, got {where!r}; for a "
-            "name give torch.device(name)"
-        )
-    return _TRAITS.get(kind, DeviceTraits())
+    return _TRAITS.get(device.type, DeviceTraits())
 
 
 def register_device(kind: str, traits: DeviceTraits) -> None:

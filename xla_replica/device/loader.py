@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors
 from xla_replica.device.device_traits import traits
 
 logger = logging.getLogger(__name__)
 
+_warn_once = functools.cache(logger.warning)
 _END = object()
 
 
@@ -30,15 +30,10 @@ def warn_of_slow_workers(loader: Any) -> None:
         and not getattr(loader, "persistent_workers", True)
         and context.get_start_method(allow_none=True) in ("spawn", "forkserver")
     ):
-        _warn_of_slow_workers()
-
-
-@functools.cache
-def _warn_of_slow_workers() -> None:
-    logger.warning(
-        "this DataLoader's workers are not forked, so each imports torch and the "
-        "script, which takes seconds, at every epoch: pass persistent_workers=True"
-    )
+        _warn_once(
+            "this DataLoader's workers are not forked, so each imports torch and the "
+            "script, which takes seconds, at every epoch: pass persistent_workers=True"
+        )
 
 
 def load_ahead(
@@ -68,7 +63,17 @@ def load_ahead(
 
 
 @dataclasses.dataclass(eq=False)
-class DeviceLoader:
+class _Loader:
+    """Is as long as the batches that it iterates over."""
+
+    batches: Iterable[Any]
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(eq=False)
+class DeviceLoader(_Loader):
     """Iterates over ``batches`` as ``send`` moves them, ahead of the training loop.
 
     A background thread keeps up to ``prefetch`` batches ready on the device. The first
@@ -83,21 +88,11 @@ class DeviceLoader:
         prefetch: How many batches may wait on the device, at least 1.
         receive: From what ``send`` has returned to the batch; called in the caller's
             thread when the batch's turn has come.
-
-    Raises:
-        TypeError, ValueError: ``prefetch`` is not an integer of at least 1.
     """
 
-    batches: Iterable[Any]
     send: Callable[[Any], Any]
     prefetch: int = 2
     receive: Callable[[Any], Any] = lambda sent: sent
-
-    def __post_init__(self) -> None:
-        check_integer("prefetch", self.prefetch, least=1)
-
-    def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: what is dealt after the end of an iterator, as a step that is run
@@ -122,7 +117,7 @@ class DeviceLoader:
 
 
 @dataclasses.dataclass(eq=False)
-class FreshBatches:
+class FreshBatches(_Loader):
     """Drops batches that were fetched ahead of a step that is run again, as they come.
 
     Args:
@@ -136,12 +131,8 @@ class FreshBatches:
         ahead: Returns an iterable over what it is given, as `DeviceLoader`.
     """
 
-    batches: Iterable[Any]
     ledger: Any
     ahead: Callable[[Iterable[Any]], Iterable[Any]]
-
-    def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         epoch, is_behind = self.ledger.epoch, True
@@ -155,18 +146,14 @@ class FreshBatches:
 
 
 @dataclasses.dataclass(eq=False)
-class CutBatches:
+class CutBatches(_Loader):
     """Ends the lazy graph after every batch, and where there was none.
 
     So replicas with other numbers of batches, and batches of other sizes, are alike
     after the loop: what they sum there is the same program on all.
     """
 
-    batches: Iterable[Any]
     sync: Callable[[], None]
-
-    def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:

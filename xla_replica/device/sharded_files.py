@@ -114,10 +114,7 @@ def _reader(folder: Path) -> Any:
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             with (folder / ".metadata").open("rb") as file:
-                metadata = _Unpickler(file).load()
-            if getattr(metadata, "storage_meta", None) is not None:
-                metadata.storage_meta.load_id = self.load_id
-            return metadata
+                return _Unpickler(file).load()
 
     return Reader(folder)
 
@@ -126,18 +123,14 @@ class _Unpickler(pickle.Unpickler):
     """Reads the description of a folder, and refuses all classes but its own."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = None
-        if module in _MODULES and "." not in name:
+        is_dtype = isinstance(getattr(torch, name, None), torch.dtype)
+        is_known = (module, name) in _OTHERS or (module == "torch" and is_dtype)
+        if is_known or (module in _MODULES and "." not in name):
             found = super().find_class(module, name)
             # Not what the module imports, such as os.
-            found = found if getattr(found, "__module__", None) == module else None
-        elif (module, name) in _OTHERS:
-            found = super().find_class(module, name)
-        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        if found is None:
-            raise pickle.UnpicklingError(f"it holds {module}.{name}")
-        return found
+            if is_known or getattr(found, "__module__", None) == module:
+                return found
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")
 
 
 @contextlib.contextmanager

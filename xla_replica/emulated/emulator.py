@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from xla_replica.backends import counters
 from xla_replica.common.trees import tensors_in
+from xla_replica.device import explicit_precision
 from xla_replica.device.seeding import own_draws
 from xla_replica.emulated import compiling, own_process
 from xla_replica.emulated.compiling import replace
@@ -72,16 +73,18 @@ class Emulator:
         self._report = report
         self._torch_xla, self._xr = torch_xla, xr
         self._c = native = torch_xla._XLAC
-        self._compiling = threading.Lock()
+        self._compiling = threading.RLock()  # only one thread compiles at a time
         self._pending: list[list[str]] = [[] for _ in range(num_replicas)]
         self._alive: list[torch.Tensor] = []
         replace(xm, _COLLECTIVES, self._announce, is_traced=False)
         replace(native, _COMPILE_AND_START, self._start, is_traced=False)
         replace(native, "_xla_warm_up_cache _get_xla_tensors_hlo", self._compile)
         replace(native.lowering.LoweringContext, "build", self._compile)
+        # It sets the process's precision while it lowers.
+        replace(explicit_precision, "_lowered", self._compile)
         # Held by whoever compiles with torch.compile.
         self.tracing = compiling.install(num_replicas, torch_xla.sync)
-        self._put_own_precision = own_process.install()
+        own_process.install()
 
     @contextlib.contextmanager
     def replica(self) -> Iterator[int]:
@@ -124,7 +127,7 @@ class Emulator:
             self._report(rank, f"waiting for its peers in {first}")
             here = self._rendezvous.meet(rank, collectives)
             self._report(rank, f"running the graph with {first}")
-        with self._alone():  # cure 1
+        with self._compiling:  # cure 1
             before = counters.snapshot().compilations if here else 0
             start(*args, **kwargs, wait=False)
             if here:
@@ -137,16 +140,9 @@ class Emulator:
             here.all_dispatched.wait(self._rendezvous.timeout)
             self._report(rank, f"past {first}")
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Surrounds what compiles: only one thread does at a time."""
-        with self._compiling:
-            self._put_own_precision()
-            yield
-
     def _compile(self, compile_only: Callable[..., Any], *args: Any) -> Any:
         """Lowers or compiles what holds no collective, under the lock."""
-        with self._alone():
+        with self._compiling:
             return compile_only(*args)
 
     def run_pending(self, rank: int) -> None:
@@ -160,12 +156,12 @@ class Emulator:
     def fetching(self, rank: int) -> Iterator[None]:
         """Surrounds a fetch, which may compile a graph without collectives.
 
-        Beside a peer that compiles, products of that graph could take its precision,
-        and the peer could take the fetch's compilation for its own. It does not sync
-        because of what peers have done: the graph would then depend on them.
+        Beside a peer that compiles, the peer could take the fetch's compilation for its
+        own. It does not sync because of what peers have done: the graph would then
+        depend on them.
         """
         self._wait(rank)  # cure 3
-        with self._alone():
+        with self._compiling:
             yield
 
     def _check_same_program(

@@ -2,17 +2,14 @@
 
 Scripts written for torch_xla run in one process per device. So each replica here has a
 CPU generator that draws what that process would draw, a default group of
-torch.distributed, its own copy of a model that `MpModelWrapper` moves, its own
-precision of matrix products, and the threads that it starts compute on its device.
-Python's and NumPy's generators, the environment and the globals of modules are shared
-all the same.
+torch.distributed, its own copy of a model that `MpModelWrapper` moves, and the threads
+that it starts compute on its device. Python's and NumPy's generators, the environment,
+the globals of modules and the precision of matrix products are shared all the same.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -46,50 +43,22 @@ DRAWS = {
 _OF_THE_GENERATOR = "manual_seed seed initial_seed get_rng_state set_rng_state"
 
 
-@dataclasses.dataclass
-class Member:
-    """What the threads of one replica have in common.
+class _Here(threading.local):
+    """How a thread joins the replica that the calling thread belongs to, if any.
 
-    Attributes:
-        device: The name of its torch_xla device.
-        draws: Its CPU generator.
-        groups: What torch.distributed knows of its groups.
-        precision: That of its matrix products.
-        surround: Returns what surrounds a further thread that it starts.
+    What ``join`` returns surrounds the thread.
     """
 
-    device: str
-    draws: torch.Generator
-    groups: Any
-    precision: str
-    surround: Callable[[], AbstractContextManager[Any]]
-
-    def enter(self) -> None:
-        """Makes the calling thread one of the replica's, for as long as it lives."""
-        import torch_xla
-
-        torch_xla._XLAC._xla_set_default_device(self.device)
-        _here.member = self
-        world: Any = torch.distributed.distributed_c10d._world
-        world._world.world = self.groups
-        draw_from(self.draws)
-
-
-class _Here(threading.local):
-    """Which replica the calling thread belongs to."""
-
-    member: Member | None = None
+    join: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 _here = _Here()
 
 
-def install() -> Callable[[], None]:
-    """Replaces what belongs to a process by what belongs to a replica.
+def install() -> None:
+    """Replaces what belongs to a process by what belongs to a replica."""
+    from torch_xla.distributed import xla_multiprocessing
 
-    Returns a function to be called before anything compiles, with the lock without
-    which nothing does: it makes the calling replica's precision the process's.
-    """
     for name in _OF_THE_GENERATOR.split():
         function = in_turn(getattr(torch.random, name))
         setattr(torch.random, name, function)
@@ -98,9 +67,8 @@ def install() -> Callable[[], None]:
     loading: Any = torch.utils.data.dataloader._BaseDataLoaderIter
     loading.__init__ = in_turn(loading.__init__)
     replace(threading.Thread, "start", _start_as_member)
+    replace(xla_multiprocessing.MpModelWrapper, "to", _move_copy)
     _install_groups()
-    _install_model_wrapper()
-    return _install_precision()
 
 
 def begin_replica(
@@ -112,8 +80,16 @@ def begin_replica(
     with own_draws():  # nobody else's state is in place now
         draws = torch.default_generator.clone_state()
     world: Any = torch.distributed.distributed_c10d._world
-    precision = torch_xla._XLAC._xla_get_mat_mul_precision()
-    Member(device, draws, world._get_world(), precision, surround).enter()
+    groups = world._get_world()
+
+    def join() -> AbstractContextManager[Any]:
+        torch_xla._XLAC._xla_set_default_device(device)
+        world._world.world = groups
+        draw_from(draws)
+        _here.join = join
+        return surround()
+
+    join()
 
 
 def _start_as_member(start: Callable[..., None], thread: threading.Thread) -> None:
@@ -121,13 +97,11 @@ def _start_as_member(start: Callable[..., None], thread: threading.Thread) -> No
 
     torch_xla's loader and its asynchronous closures run in threads.
     """
-    member = _here.member
-    if member is not None:
-        run = thread.run
+    run, join = thread.run, _here.join
+    if join is not None:
 
         def run_as_member() -> None:
-            member.enter()
-            with member.surround():
+            with join():
                 run()
 
         thread.run = run_as_member  # type: ignore[method-assign]
@@ -162,42 +136,7 @@ def _call_and_sync(collective: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return result
 
 
-def _install_model_wrapper() -> None:
-    """Makes `MpModelWrapper` move a copy of the model for each replica."""
-    import torch_xla.distributed.xla_multiprocessing as xmp
-
-    def to(self: Any, device: Any) -> Any:
-        with self._lock:
-            return copy.deepcopy(self._model).to(device)
-
-    xmp.MpModelWrapper.to = functools.wraps(xmp.MpModelWrapper.to)(to)
-
-
-# --- Precision of matrix products ---------------------------------------------------
-
-
-def _install_precision() -> Callable[[], None]:
-    """Makes the precision of matrix products what the calling replica has set.
-
-    It is part of the programs that are compiled while it is in place, so that a replica
-    which sets it would change those of its peers. Returns what `install` does.
-    """
-    import torch_xla
-
-    native = torch_xla._XLAC
-    set_process = native._xla_set_mat_mul_precision
-    get_process = native._xla_get_mat_mul_precision
-
-    def set_precision(precision: str) -> None:
-        if _here.member is None:
-            set_process(precision)
-        else:
-            _here.member.precision = precision
-
-    def get_precision() -> str:
-        member = _here.member
-        return get_process() if member is None else member.precision
-
-    native._xla_set_mat_mul_precision = set_precision
-    native._xla_get_mat_mul_precision = get_precision
-    return lambda: set_process(get_precision())
+def _move_copy(to: Callable[..., Any], wrapper: Any, device: Any) -> Any:
+    """Moves a copy of a wrapper's model, one for each replica."""
+    with wrapper._lock:
+        return copy.deepcopy(wrapper._model).to(device)

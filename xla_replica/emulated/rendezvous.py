@@ -27,13 +27,10 @@ def shown(call: str) -> str:
 
 
 class Round:
-    """One meeting of all replicas."""
+    """What follows one meeting of all replicas."""
 
-    def __init__(self) -> None:
-        # By rank: the calls of collectives that it has traced, and not run.
-        self.arrived: dict[int, tuple[str, ...]] = {}
-        self.all_arrived = threading.Event()
-        self.error: ReplicaError | None = None  # what all raise then, if they disagree
+    def __init__(self, error: ReplicaError | None) -> None:
+        self.error = error  # what all raise, if they disagree
         # How many have dispatched their graph; guarded by the lock around compilation.
         self.num_dispatched = 0
         self.all_dispatched = threading.Event()
@@ -48,8 +45,9 @@ class Rendezvous:
     def __init__(self, num_replicas: int, timeout: float) -> None:
         self.num_replicas = num_replicas
         self.timeout = timeout
-        self._changing = threading.Lock()
-        self._round = Round()
+        self._barrier = threading.Barrier(num_replicas, self._begin_round, timeout)
+        # By rank: the calls of collectives that it has traced, and not run.
+        self._arrived: dict[int, tuple[str, ...]] = {}
         self._threads: dict[int, int] = {}
 
     def enter(self, rank: int) -> None:
@@ -62,33 +60,35 @@ class Rendezvous:
 
     def meet(self, rank: int, collectives: Sequence[str]) -> Round:
         """Blocks until every replica has come, and raises unless they agree."""
-        with self._changing:
-            here = self._round
-            here.arrived[rank] = tuple(collectives)
-            if len(here.arrived) == self.num_replicas:
-                self._round = Round()
-                here.error = _disagreement(here.arrived)
-                here.all_arrived.set()
-        if not here.all_arrived.wait(self.timeout):
-            with self._changing:
-                if not here.all_arrived.is_set():
-                    raise self._late(here)
+        if not self._barrier.broken:  # else it is late
+            self._arrived[rank] = tuple(collectives)
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise self._late() from None
+        here = self._round
         if here.error is not None:
             raise here.error
         return here
 
-    def _late(self, here: Round) -> ReplicaError:
+    def _begin_round(self) -> None:
+        """Compares what all have brought; the last to come does, for all."""
+        self._round = Round(_disagreement(self._arrived))
+        self._arrived = {}
+
+    def _late(self) -> ReplicaError:
         """Returns the error that names the late replicas, with their stacks."""
-        late = sorted(set(range(self.num_replicas)) - set(here.arrived))
+        arrived = dict(self._arrived)
+        late = sorted(set(range(self.num_replicas)) - set(arrived))
         stacks = "\n".join(
             f"{_name([rank])} is at:\n{_stack(self._threads.get(rank))}"
             for rank in late
         )
         return ReplicaError(
-            f"{_name(late)} did not reach {_first(here.arrived)} within "
-            f"{self.timeout:g} s of {_name(here.arrived)}. If one is only slow, raise "
+            f"{_name(late)} did not reach {_first(arrived)} within "
+            f"{self.timeout:g} s of {_name(arrived)}. If one is only slow, raise "
             f"launch(timeout=): docs/xla_replica.md#replicas-on-a-cpu.\n{stacks}",
-            late[0],
+            min(late, default=None),
         )
 
 
@@ -103,24 +103,19 @@ def _disagreement(arrived: dict[int, tuple[str, ...]]) -> ReplicaError | None:
             min(gone),
         )
     by_rank = [arrived[rank] for rank in range(len(arrived))]
-    for number, brought in enumerate(itertools.zip_longest(*by_rank), start=1):
-        ranks_by_call: dict[str, list[int]] = {}
-        for rank, collective in enumerate(brought):
-            ranks_by_call.setdefault(collective or "nothing", []).append(rank)
-        if len(ranks_by_call) == 1:
-            continue
-        # The smallest group comes first: it is most likely the one at fault.
-        groups = sorted(ranks_by_call.values(), key=len)
-        parties = "; ".join(
-            f"{_name(ranks)}: {shown(brought[ranks[0]] or 'nothing')}"
-            for ranks in groups
-        )
-        return ReplicaError(
-            f"replicas disagree about collective {number} of the graph they are "
-            f"about to run: {parties}. They must run the same ones, on tensors of the "
-            "same shapes and dtypes: docs/xla_replica.md#replicas-on-a-cpu",
-            groups[0][0],
-        )
+    columns = itertools.zip_longest(*by_rank, fillvalue="nothing")
+    for number, brought in enumerate(columns, start=1):
+        # The rarest call comes first: who brings it is most likely the one at fault.
+        calls = sorted(dict.fromkeys(brought), key=brought.count)
+        if len(calls) > 1:
+            ranks = [[r for r, each in enumerate(brought) if each == c] for c in calls]
+            parties = "; ".join(f"{_name(r)}: {shown(c)}" for r, c in zip(ranks, calls))
+            return ReplicaError(
+                f"replicas disagree about collective {number} of the graph they are "
+                f"about to run: {parties}. They must run the same ones, on tensors of "
+                "the same shapes and dtypes: docs/xla_replica.md#replicas-on-a-cpu",
+                ranks[0][0],
+            )
     return None
 
 

@@ -77,7 +77,7 @@ class Membership:
         self._num_replicas = num_replicas
         self.id = _new_id()
         self.generation: Generation | None = None
-        self._quorum = 0  # the number of the last one
+        self._quorum = self._last_quorum = 0  # numbers of the last two
         self.was_silent = False
         self._settings: Mapping[str, Any] = {}
         self._is_behind: Callable[[], bool] = bool
@@ -145,8 +145,8 @@ class Membership:
 
         Raises:
             Superseded: The others have trained on without this member and have ended.
-            Stopped: It waits to join, and was asked to stop.
-            ReplicaError: It is not of this run, or nobody has answered for too long.
+            Stopped: It waits for others, and was asked to stop.
+            ReplicaError: It is not of this run, or no lighthouse has answered for long.
         """
         if self._thread.ident is None:  # the lighthouse waits for whom it hears
             self._thread.start()
@@ -154,15 +154,17 @@ class Membership:
         self._is_asking, self._is_quiet = True, False
         self._store.delete_key(_HANGS)
         # The lighthouse answers without one that hangs after this patience, no sooner.
-        give_up = time.monotonic() + 2 * self._patience
+        tells_at = time.monotonic() + self._patience
+        give_up = tells_at + self._patience
         last = self.generation
         offer = self._offer(mark, is_between, leaves)
         while True:
             offers = self._ask(offer, give_up)
             try:
+                self._check_is_not_left(offers)
                 found = next_generation(offers, self.id, self._token, self._min_members)
             except Superseded as error:
-                if leaves:
+                if leaves or len(offers) == 1:  # there is nobody to join
                     raise
                 logger.warning(
                     f"this member joins anew, with the others' state: {error}"
@@ -175,10 +177,14 @@ class Membership:
                 continue
             if found is not None:
                 break
-            if time.monotonic() > give_up:
-                raise ReplicaError(
-                    f"after {2 * self._patience:g} s there are {len(offers)} members, "
-                    f"and training needs {self._min_members} (LIVE_MIN_MEMBERS)"
+            if request := stop_requested():
+                self.leave()
+                raise Stopped(*request)
+            if time.monotonic() > tells_at:
+                tells_at += self._patience
+                logger.warning(
+                    f"waits for members: there are {len(offers)}, and training needs "
+                    f"{self._min_members} (LIVE_MIN_MEMBERS)"
                 )
             time.sleep(self._heartbeat_seconds / _BEATS_PER_TIMEOUT)
         going = {m: f"is refused: {why}" for m, why in found.refused.items()}
@@ -236,14 +242,13 @@ class Membership:
         self.was_silent |= now - since > self._heartbeat_seconds
         self._heard_at = now
 
-    def _check_is_not_left(self, offers: Mapping[str, Offer], quorum: int) -> None:
+    def _check_is_not_left(self, offers: Mapping[str, Offer]) -> None:
         """Raises Superseded if others have trained on and ended meanwhile.
 
-        They have left a newer checkpoint then, and there is nobody to join: none that
-        has a state, perhaps from a checkpoint.
+        They have left a newer checkpoint then, and nobody who is here has a state.
         """
-        last, before = self.generation, self._quorum
-        self._quorum = quorum
+        last, before = self.generation, self._last_quorum
+        self._last_quorum = quorum = self._quorum
         if last is None or not self.was_silent or len(last.members) == 1:
             return
         has_peers = any(m != self.id and not offers[m].is_new for m in offers)
@@ -285,9 +290,8 @@ class Membership:
                 self._quieten_others()
                 time.sleep(self._heartbeat_seconds)
                 continue
-            offers = {m.replica_id: _read(m.data) for m in quorum.participants}
-            self._check_is_not_left(offers, quorum.quorum_id)
-            return offers
+            self._quorum = quorum.quorum_id
+            return {m.replica_id: _read(m.data) for m in quorum.participants}
 
     def _check_stop(self) -> None:
         """Raises Stopped if this member waits to join, and was asked to stop."""

@@ -56,25 +56,20 @@ def check_is_only_host(device: torch.device) -> None:
 def variables_of_run(kind: torch.device, num_processes: int) -> Mapping[str, str]:
     """Returns the environment that all processes of a run need.
 
-    Raises:
-        ValueError: The runtime cannot have so many processes.
+    Raises RuntimeError or ValueError if the runtime cannot have so many.
     """
     from torch.tpu import distributed  # torch_tpu's
 
-    given = f"num_replicas={num_processes} on {kind.type!r}"
     with mock.patch.dict(os.environ):
-        try:
-            distributed.set_tpu_launch_env(nproc_per_node=num_processes)
-        except RuntimeError as error:
-            raise ValueError(f"{given}: {error}") from error
+        distributed.set_tpu_launch_env(nproc_per_node=num_processes)
         variables = dict(os.environ)
     # It keeps what the environment, or a call before this one, has chosen.
     addresses = variables["TORCH_TPU_SLICEBUILDER_ADDRESSES"]
-    number = len(addresses.split(","))
-    if number != num_processes:
+    if len(addresses.split(",")) != num_processes:
         raise ValueError(
-            f"{given}, but TORCH_TPU_SLICEBUILDER_ADDRESSES={addresses} is for "
-            f"{number}: leave TORCH_TPU_* unset; use torchrun for several hosts"
+            f"num_replicas={num_processes} on {kind.type!r}, but TORCH_TPU_SLICEBUILDER"
+            f"_ADDRESSES={addresses} is for another number: leave TORCH_TPU_* unset; "
+            "use torchrun for several hosts"
         )
     return variables
 

@@ -3,9 +3,9 @@
 Importing torch, with what torch_xla and optimizers import of it, takes three seconds of
 a processor's time, in every process of every run. So children are forked from a server
 (Python's own, its default on Linux since 3.14) that only imports: no device, no group
-and no lock is inherited. What a process that was spawned would have from its parent is
-sent along (`_Surroundings`), and the script is imported, or its functions sent. How
-replicas ended comes back in files of a folder.
+and no lock is inherited. The environment that the parent has now is sent along, and the
+script is imported, or its functions sent. How replicas ended comes back in files of a
+folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from multiprocessing import connection, forkserver, reduction, resource_tracker, spawn
+from multiprocessing import connection, forkserver, spawn
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,10 +38,11 @@ import torch
 
 from xla_replica.backends.registry import Job, bound
 from xla_replica.backends.replica import Replica
+from xla_replica.common.arguments import check_choice
 from xla_replica.common.files import unfinished_name, write_whole
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
-from xla_replica.loader_workers import check_workers
+from xla_replica.loader_workers import blocked, check_workers
 from xla_replica.members.entering import as_member
 from xla_replica.stopping import SIGNALS, forwarding, listening, listening_for_parent
 
@@ -53,7 +54,6 @@ _IMPORTED_BY_TORCH_XLA = "torch._inductor.fx_passes.post_grad"
 # A signal to the process group is meant for the replicas too. The server, in the same
 # group, must outlive them, because it reports how they ended.
 _FOR_REPLICAS = frozenset(SIGNALS) - {signal.SIGINT}  # which it ignores
-_FILES = (1, 2)
 _failing = threading.Lock()
 
 
@@ -118,16 +118,15 @@ def run_in_children(
     Returns or raises as `_collect_results` does. The first child that raises, ends
     badly or is late ends the run, and the others are killed.
     """
-    context = _context(runtime.start_method)
-    surroundings = _Surroundings(runtime.variables, runtime.start_method)
-    task = _dump_task(fn, args)
+    context, task = _context(runtime.start_method), _dump_task(fn, args)
+    variables = {**os.environ, **runtime.variables}
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
         processes: list[BaseProcess] = []
         # They end also on Ctrl-C, which may reach this process alone.
         with contextlib.ExitStack() as ended, forwarding(folder):
             with _main_held_back():
                 for number in range(runtime.num_processes):
-                    own = surroundings, runtime, folder, task, number
+                    own = variables, runtime, folder, task, number
                     process = context.Process(target=_run_child, args=own)
                     process.start()
                     processes.append(process)
@@ -147,31 +146,29 @@ def _first_death(
     """
     running = {process.sentinel: number for number, process in enumerate(processes)}
     while running:
-        ended, error = connection.wait(list(running), 1.0), runtime.late()
-        for sentinel in ended:
-            number = running.pop(sentinel)
+        ended, late = connection.wait(list(running), 1.0), runtime.late()
+        for number in map(running.pop, ended):
             processes[number].join()
             code = processes[number].exitcode
-            if any(Path(folder).glob(f"*.{number}.failure")):
-                if not isinstance(_first_failure(folder)[2], ReplicaError):
-                    return None
-            elif code:
+            said = {path.suffix for path in Path(folder).glob(f"*.{number}.[rf]*")}
+            if code and ".failure" not in said:
                 kind = "exit status" if code > 0 else "signal"
                 cause = f": {runtime.causes[code]}" if code in runtime.causes else ""
                 return runtime.death(number, f"died ({kind} {abs(code)}{cause})")
-            elif not any(Path(folder).glob(f"*.{number}.result")):  # os._exit(0), say
+            if not said:  # as by os._exit(0)
                 return runtime.death(number, "exited before its function returned")
-        if any(Path(folder).glob("*.failure")):
-            if not ended:
-                return None
-        elif error is not None:
-            return error
+        _, _, error = failure = _first_failure(folder)
+        if any(failure) and not (ended and isinstance(error, ReplicaError)):
+            return None
+        if late is not None and not any(failure):
+            return late
     return None
 
 
 def _first_failure(folder: str) -> tuple[int | None, str, BaseException | None]:
-    """Returns the rank, the text and, if it can be sent, the exception."""
-    return pickle.loads(min(Path(folder).glob("*.failure")).read_bytes())
+    """Returns the rank, the text and, if it can be sent, the exception; or nothing."""
+    paths = sorted(Path(folder).glob("*.failure"))
+    return pickle.loads(paths[0].read_bytes()) if paths else (None, "", None)
 
 
 def _collect_results(
@@ -182,13 +179,13 @@ def _collect_results(
     A status other than 0 that a replica has passed to ``sys.exit`` is the job's too. 0
     is not: the replica has left its peers, and the job has not ended well.
     """
-    if any(Path(folder).glob("*.failure")):
-        rank, text, error = _first_failure(folder)
-        if isinstance(error, ReplicaError):
-            raise death or error
-        if isinstance(error, SystemExit) and error.code not in (None, 0):
-            logger.warning("replica %s ended the job by sys.exit(%r)", rank, error.code)
-            raise error
+    rank, text, error = _first_failure(folder)
+    if isinstance(error, ReplicaError):
+        raise death or error
+    if isinstance(error, SystemExit) and error.code not in (None, 0):
+        logger.warning("replica %s ended the job by sys.exit(%r)", rank, error.code)
+        raise error
+    if text:
         raise ReplicaError(text, rank) from error
     paths = sorted(Path(folder).glob("*.result"))
     results = [pickle.loads(path.read_bytes()) for path in paths]
@@ -211,11 +208,7 @@ def values(results: list[Any]) -> list[Any]:
 def run_here(job: Job, replica: AbstractContextManager[Replica]) -> list[Any]:
     """Runs a job's function as the replica that this process is; see `launch`."""
     with listening(), replica as here:
-        if job.num_replicas not in (None, here.num_replicas):
-            raise ValueError(
-                f"num_replicas={job.num_replicas}, but this job has "
-                f"{here.num_replicas}: leave it out or start as many processes"
-            )
+        check_choice("num_replicas", job.num_replicas, [here.num_replicas, None])
         result = run_replica(here, job.fn, job.args)
         here.wait()
     return values([result])
@@ -237,10 +230,14 @@ def run_replica(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...])
 
 
 def _run_child(
-    surroundings: _Surroundings, runtime: Runtime, folder: str, task: bytes, number: int
+    variables: dict[str, str], runtime: Runtime, folder: str, task: bytes, number: int
 ) -> None:
-    """Runs the replicas of a child, which has the parent's surroundings and its end."""
-    surroundings.enter()
+    """Runs the replicas of a child, which has the parent's environment and its end."""
+    os.environ.clear()
+    os.environ.update(variables)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_REPLICAS)  # blocked by the server
+    if runtime.start_method == "spawn":  # so loaders cannot fork their workers either
+        mp.set_start_method("spawn", force=True)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // runtime.num_processes))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -295,13 +292,12 @@ def _fail(folder: str, number: int, rank: int | None, error: BaseException) -> N
     """
     _failing.acquire()  # for good
     try:
-        try:
-            with contextlib.suppress(OSError):  # nobody reads any more
-                sys.stdout.flush()
-                sys.stderr.flush()
-            _write_failure(folder, number, rank, error)
-        except BaseException as later:  # as of torch's handler, that a worker has died
-            _write_failure(folder, number, rank, later)
+        with contextlib.suppress(OSError):  # nobody reads any more
+            sys.stdout.flush()
+            sys.stderr.flush()
+        _write_failure(folder, number, rank, error)
+    except BaseException as later:  # as of torch's handler, that a worker has died
+        _write_failure(folder, number, rank, later)
     finally:
         os._exit(1)
 
@@ -390,48 +386,15 @@ def _import_script(task: bytes) -> bytes:
 
 
 def _context(start_method: str) -> BaseContext:
-    """Returns what starts processes that must begin with `_Surroundings.enter`."""
+    """Returns what starts processes, some with a few signals blocked."""
     if not hasattr(signal, "pthread_sigmask"):
         raise NotImplementedError("on Windows train with num_replicas=1, or under WSL")
     # Other systems: forking after an import is not always safe there.
     if start_method == "spawn" or sys.platform != "linux":
         return mp.get_context("spawn")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_REPLICAS)
-    try:
-        resource_tracker.ensure_running()  # which unblocks signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_REPLICAS)
+    with blocked(_FOR_REPLICAS):
         has_xla = importlib.util.find_spec("torch_xla") is not None
         more = [_IMPORTED_BY_TORCH_XLA] if has_xla else []
         forkserver.set_forkserver_preload([*_IMPORTED, *more])
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return mp.get_context("forkserver")
-
-
-class _Surroundings:
-    """The environment, start method and output files of this process, for a child."""
-
-    def __init__(self, variables: Mapping[str, str], start_method: str) -> None:
-        self._variables = {**os.environ, **variables}
-        self._files: list[Any] = []
-        # By which loaders' workers start: what the script has chosen (None: nothing). A
-        # child that is spawned because it cannot be forked spawns them, too.
-        chosen = mp.get_start_method(allow_none=True)
-        self._start_method = chosen if start_method != "spawn" else start_method
-
-    def __getstate__(self) -> dict[str, Any]:
-        files = [reduction.DupFd(number) for number in _FILES]
-        return {**vars(self), "_files": files}
-
-    def enter(self) -> None:
-        """Makes them this process's own, and unblocks signals."""
-        os.environ.clear()
-        os.environ.update(self._variables)
-        mp.set_start_method(self._start_method, force=True)
-        for number, file in zip(_FILES, self._files):
-            received = file.detach()
-            if received != number:  # a spawned process has it already
-                os.dup2(received, number)
-                os.close(received)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_REPLICAS)

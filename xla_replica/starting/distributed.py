@@ -29,6 +29,7 @@ from xla_replica.backends.distributed import (
 )
 from xla_replica.backends.local import LocalReplica, default_device, in_use
 from xla_replica.backends.registry import Job, check_is_alone, register_backend
+from xla_replica.common.arguments import check_integer
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError
 from xla_replica.starting.bound_runtimes import (
@@ -60,15 +61,9 @@ def _launch(device: torch.device, job: Job) -> list[Any]:
         return _run_here(job, device)
     check_is_alone()
     check_is_only_host(device)
-    num_replicas = job.num_replicas or 1
-    if not traits(device).is_host:
-        count = torch.accelerator.device_count()
-        num_replicas = job.num_replicas or count
-        if num_replicas > count:
-            raise ValueError(
-                f"num_replicas={num_replicas}, but there are {count} devices of kind "
-                f"{device.type!r}"
-            )
+    most = None if traits(device).is_host else torch.accelerator.device_count()
+    num_replicas = job.num_replicas or most or 1
+    check_integer(f"num_replicas on {device.type!r}", num_replicas, 1, most)
     if num_replicas == 1:
         alone = LocalReplica(in_use(device), reason="launched alone")
         return run_here(job, contextlib.nullcontext(alone))
@@ -125,11 +120,6 @@ def _take_device(kind: torch.device, local_rank: int | None) -> torch.device:
     # Some launchers show every process its own device alone. Where they do not, and two
     # processes take the only device, nccl says so.
     index = 0 if count == 1 else local_rank
-    if index >= count:
-        raise ReplicaError(
-            f"this process is number {local_rank} on its host, which has {count} "
-            f"devices of kind {kind.type!r}: start at most as many"
-        )
     torch.get_device_module(kind).set_device(index)
     return torch.device(kind.type, index)
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.sharedctypes import RawArray
 
 import torch
@@ -23,9 +20,6 @@ from xla_replica.emulated.emulator import Emulator, environment
 from xla_replica.errors import ReplicaError
 from xla_replica.starting.child_process import Runtime
 
-# A process whose Python threads have not run for so long holds the interpreter lock in
-# native code.
-FROZEN_AFTER_SECONDS = 60.0
 _STATUS_BYTES = 400
 
 
@@ -34,6 +28,11 @@ class EmulatedRuntime(Runtime):
 
     The child calls ``prepare_script`` before it imports the user's modules.
     """
+
+    causes: Mapping[int, str] = {
+        -signal.SIGABRT: "XLA aborts when replicas that run different programs have "
+        "waited 15 s for each other in a collective"
+    }
 
     def __init__(
         self,
@@ -45,13 +44,6 @@ class EmulatedRuntime(Runtime):
         self.num_processes = 1
         self.variables = environment(num_replicas)
         self._prepare_script = prepare_script
-        self._frozen_after = max(timeout, FROZEN_AFTER_SECONDS)
-        self.causes = {
-            -signal.SIGABRT: "XLA aborts when replicas that run different programs "
-            "have waited 15 s for each other in a collective",
-            1: f"native code held the interpreter lock for {self._frozen_after:g} s, "
-            "and the stacks are on standard error",
-        }
         self._doing = [
             RawArray(ctypes.c_char, _STATUS_BYTES) for _ in range(num_replicas)
         ]
@@ -66,7 +58,6 @@ class EmulatedRuntime(Runtime):
         )
 
     def prepare(self, number: int) -> None:
-        threading.Thread(target=self._end_when_frozen, daemon=True).start()
         torch.set_num_threads(1)
         # Before the user's module is imported: it may take names from torch_xla.
         self._emulator = Emulator(self.num_replicas, self.timeout, self._report)
@@ -87,9 +78,3 @@ class EmulatedRuntime(Runtime):
     def _report(self, rank: int, text: str) -> None:
         """Keeps what replica ``rank`` is doing now."""
         self._doing[rank].value = text.encode()[: _STATUS_BYTES - 1]
-
-    def _end_when_frozen(self) -> None:
-        """Has the process end, with status 1, once this thread cannot run for long."""
-        while True:
-            faulthandler.dump_traceback_later(self._frozen_after, exit=True)
-            time.sleep(1.0)

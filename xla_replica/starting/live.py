@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from xla_replica.backends.local import LocalReplica
-from xla_replica.backends.registry import DEVICES, register_backend
+from xla_replica.backends.registry import found_replica, register_backend
 from xla_replica.backends.replica import Replica
 from xla_replica.members.entering import as_member, lighthouse_address
 from xla_replica.starting import xla  # noqa: F401  its row first: the last is asked
@@ -25,19 +25,10 @@ def _find() -> str | None:
 
 def _replica(reason: str) -> Replica:
     """Returns the caller, which nobody has launched, as a replica of a member."""
-    inner = _inner()
+    inner = found_replica(but_by="live") or LocalReplica()
     if inner.device not in _found:
         _found[inner.device] = as_member(inner)
     return _found[inner.device]
-
-
-def _inner() -> Replica:
-    """Returns the replica that the caller would be without the other members."""
-    for name, backend in reversed(DEVICES.items()):
-        reason = None if name == "live" else backend.find()
-        if reason is not None:
-            return backend.replica(reason)
-    return LocalReplica()
 
 
 register_backend("live", _find, _replica)

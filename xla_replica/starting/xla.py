@@ -25,6 +25,7 @@ import torch
 from xla_replica.backends.distributed import kinds_served, process_group
 from xla_replica.backends.registry import Job, check_is_alone, register_backend
 from xla_replica.backends.xla import XlaReplica
+from xla_replica.common.arguments import check_choice
 from xla_replica.errors import ReplicaError
 from xla_replica.starting.child_process import Runtime, run_here, run_in_children
 from xla_replica.starting.emulated import EmulatedRuntime
@@ -166,11 +167,7 @@ class TpuRuntime(Runtime):
         self._ranks[number] = replica.rank
         # A chip of v2 and v3 has two devices, which are alone without knowing it.
         num_devices = max(replica.num_replicas, replica.rank + 1)
-        if self.asked not in (None, num_devices):
-            raise ValueError(
-                f"num_replicas={self.asked}, but there are {num_devices} devices: "
-                "leave num_replicas out to use all, or, on one host, pass 1"
-            )
+        check_choice("num_replicas", self.asked, [None, num_devices], "1 on one host")
         return contextlib.nullcontext(replica)
 
     @contextlib.contextmanager

@@ -88,7 +88,7 @@ def test_an_eigenvector_that_is_noise_is_warned_about(n, d, dtype):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("order", [ntk.ntk_fixed_order, ntk.eigen_order])
-def test_matrices_are_square_finite_and_of_a_floating_dtype(order, bad):
+def test_matrices_are_square_and_finite(order, bad):
     assert order(torch.ones(1, 1)).tolist() == [0]
     features, one = vectors(30, 3), torch.eye(30)
     features[[4, 17]] = one[2, 5] = bad
@@ -100,8 +100,6 @@ def test_matrices_are_square_finite_and_of_a_floating_dtype(order, bad):
     ]:
         with pytest.raises(ValueError, match=told):
             order(kernel)
-    with pytest.raises(TypeError, match=r"floating dtype, got torch.int64"):
-        order(torch.eye(2, dtype=torch.int64))
 
 
 SAMPLES = 21
@@ -188,17 +186,10 @@ def spoiled(value: float) -> TensorDataset:
 
 
 @pytest.mark.filterwarnings("ignore:autograd's gradients of")
-@pytest.mark.parametrize(("data", "error", "message"), [
-    *((spoiled(bad), ValueError, r"gradients must be finite.*\[3, 20\] of 21")
-      for bad in (torch.nan, torch.inf)),
-    ([], ValueError, "or the dataset is empty"),
-    ([torch.ones(2, 3)], TypeError, r"pairs \(input, target\).*\['Tensor'\]"),
-    ([{"x": torch.ones(2, 3)}], TypeError, r"collate to \['dict'\]"),
-    ([(torch.ones(2, 3), "cat")], TypeError, r"collate to \['Tensor', '\w+'\]"),
-])  # fmt: skip
-def test_datasets_that_are_refused(data, error, message):
-    with pytest.raises(error, match=message):
-        ntk.empirical_ntk(*given(mlp(), data))
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_samples_without_a_finite_gradient_are_named(bad):
+    with pytest.raises(ValueError, match=r"must be finite.*\[3, 20\] of 21"):
+        ntk.empirical_ntk(*given(mlp(), spoiled(bad)))
 
 
 def kernel_on_the_device(rank: int) -> tuple[torch.Tensor, xla_replica.Counts]:

@@ -192,8 +192,6 @@ MANY = nn.ModuleList(nn.Linear(1, 1) for _ in range(9))
     *((lambda option=option: linear(**{option: "no"}), ValueError,
        f"{option} must be one of .*, got 'no'")
       for option in ("fallback", "check", "method")),
-    (lambda: linear(fallback="batched"), ValueError,
-     'was withdrawn: pass fallback="loop"'),
     (lambda: linear(scale=0.0), ValueError, r"scale must be .* > 0, got 0\.0"),
     (lambda: linear(accumulate="max"), ValueError,
      "accumulate must be one of 'mean', 'sum'"),

@@ -100,5 +100,4 @@ def counted(rank: int, folder: Path, runs: list[dict[str, Any]]):
         training = Training(folder / str(number), **options)
         training.optimizer.attach(training.checkpointer)
         found.append([training.counted_epoch(epoch) for epoch in range(3)])
-        training.checkpointer.wait()
     return found

@@ -87,7 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--float", action="store_true", help="sums of float64")
     parser.add_argument("--follow", action="store_true", help="batches follow members")
     parser.add_argument("--log-steps", type=int, default=1)
-    parser.add_argument("--asynchronous", action="store_true", help="saves")
     parser.add_argument("--save-last", action="store_true", help="after the loop")
     parser.add_argument("--trace", type=Path, help="what such a run has decided")
     options = parser.parse_args(arguments)
@@ -141,9 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dense_first=False, ignore_linear_layers=False,
         )  # fmt: skip
     checkpointer = vbs.Checkpointer(
-        folder / "checkpoints", optimizer, every_updates=options.save_every,
-        asynchronous=options.asynchronous, **parts,
-    )  # fmt: skip
+        folder / "checkpoints", optimizer, every_updates=options.save_every, **parts
+    )
     record = Record(folder / f"{name}.samples", optimizer)
     for target in (record, Evaluation(model, replica)):
         optimizer.attach(target)  # the rest once the run has been joined
@@ -206,7 +204,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             num_compilations.append(count.compilations)
     if options.save_last:
         checkpointer.save()
-    checkpointer.wait()
     log.close()
     values = [*model.state_dict().values()]
     if grab:

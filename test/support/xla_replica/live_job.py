@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -83,14 +84,21 @@ class Fate(NamedTuple):
         setattr(kind, name, counted)
 
 
-class DiesWriting:
-    """The first of several members that writes a checkpoint dies there."""
+class DiesWriting(NamedTuple):
+    """The first of several members that writes a checkpoint dies there, or fails."""
+
+    has_space: bool = True
 
     def arm(self, folder: Path) -> None:
         inner = files.write
 
         def write(*arguments: Any) -> Path:
-            die_first(folder)
+            if self.has_space:
+                die_first(folder)
+            else:
+                with contextlib.suppress(FileExistsError):
+                    (folder / "died").touch(exist_ok=False)
+                    raise OSError(errno.ENOSPC, "No space left on device")
             return inner(*arguments)
 
         files.write = write
@@ -249,9 +257,11 @@ class LiveJob:
         return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
 
     def is_heard(self) -> bool:
-        """Returns whether the lighthouse has heard of a member, which waits there."""
+        """Returns whether the lighthouse hears of a member, which waits there."""
         with urlopen(f"{self._environment['LIVE_LIGHTHOUSE']}/status") as page:
-            return b"member-" in page.read()
+            text = re.sub(r"<[^>]*>", "", page.read().decode())
+        ages = re.findall(r"member-\w+: seen ([0-9.e+-]+)s ago", text)
+        return any(float(age) < 0.5 for age in ages)
 
     def num_met(self) -> int:
         return len(list(self.folder.glob("*.met")))

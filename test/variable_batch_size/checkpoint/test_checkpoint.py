@@ -1,7 +1,6 @@
 """`Checkpointer`: a run that stops and is resumed ends as if it had not stopped."""
 
 import itertools
-import logging
 from pathlib import Path
 from unittest import mock
 
@@ -133,21 +132,6 @@ def test_changes_can_be_allowed(tmp_path):
     other.train()
     end = other.sampler.schedule.plan(changed.epochs, 1).first_step
     assert other.steps == [*range(12, end)]
-
-
-def polled(rank: int, folder: Path) -> None:
-    answers = [None, RuntimeError("no answer"), SystemExit(3), "maintenance"]
-    poll = mock.Mock(side_effect=answers)
-    endless = Case(CASE.trace, epochs=10_000, exact=True)
-    Training(folder, case=endless, stop_poll=poll, poll_seconds=0.05).train()
-
-
-def test_a_poll_can_ask_to_stop(tmp_path, caplog):
-    caplog.set_level(logging.ERROR)
-    with pytest.raises(xla_replica.Stopped, match="maintenance"):
-        xla_replica.launch(polled, (tmp_path,), 1, "cpu")
-    assert caplog.text.count("stop_poll failed") == 2
-    assert files.saved_files(tmp_path)
 
 
 @pytest.mark.parametrize(("best", "sign"), [("max", 1), ("min", -1)])

@@ -90,7 +90,6 @@ def saved_with(training: elastic.Training, **parts) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"stop_poll": "http"}, TypeError, "stop_poll"),
         ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
         ({"look_every_seconds": 0}, ValueError, "look_every_seconds must be a finite"),
         ({"look_every": 100}, TypeError, "look_every=100 is not an argument"),
@@ -99,11 +98,10 @@ def saved_with(training: elastic.Training, **parts) -> None:
         ({"every_updates": -1}, ValueError, "every_updates must be an integer >= 1"),
         ({"every_minutes": 0}, ValueError, "every_minutes must be a finite number > 0"),
         ({"stop_on": ["SIGNAL"]}, ValueError, "SIGNAL"),
-        ({"asynchronous": "no"}, TypeError, "asynchronous must be True or False, got"),
         ({"folder": "gs://bucket/job"}, ValueError, "mount the bucket"),
         (lambda t: t.checkpointer.load(allow_changes=2), TypeError, "allow_changes m"),
         (lambda t: t.checkpointer.load(best="no"), TypeError, "best must be True"),
-        (lambda t: t.checkpointer.save(0.5), ValueError, "best='max' or 'min'"),
+        (lambda t: t.checkpointer.save(0.5), ValueError, "metric=0.5 needs Chec"),
         (lambda t: saved_with(t), ValueError, "pass model=model"),
         # What the wrapper saves is not saved twice.
         (lambda t: saved_with(t, part=t.optimizer.inner), ValueError, "leave it out"),
@@ -190,7 +188,7 @@ def wrapped(first=(), second=(), kind=torch.optim.SGD, is_frozen=False, **option
         ({"ref_batchsize": 8}, "ref_batchsize was 16 and is 8"),
         ({"max_grad_norm": 1.0}, "max_grad_norm was None and is 1.0"),
         ({"reduction": "sum"}, "reduction was 'mean' and is 'sum'"),
-        ({"is_frozen": True}, r"number 1 of shape \(1,\) was trained"),
+        ({"is_frozen": True}, r"frozen parameters was \[\] and is \[1\]"),
     ],
 )
 def test_other_settings_are_refused_on_resuming(changes, message):
@@ -209,7 +207,7 @@ def test_other_settings_are_refused_on_resuming(changes, message):
 
 def test_parameters_that_were_frozen_are_refused_on_resuming():
     saved = wrapped(is_frozen=True).state_dict()
-    with pytest.raises(ValueError, match=r"number 1 of shape \(1,\) was frozen"):
+    with pytest.raises(ValueError, match=r"frozen parameters was \[1\] and is \[\]"):
         wrapped().load_state_dict(saved)
 
 
@@ -227,7 +225,7 @@ def test_a_scheduler_that_is_missing_or_another_is_noticed():
     training.epoch(0)
     saved = training.optimizer.state_dict()
     missing.optimizer.load_state_dict(saved)
-    with pytest.raises(ValueError, match="had CosineAnnealingLR attached, which"):
+    with pytest.raises(ValueError, match="had CosineAnnealingLR attached: attach"):
         missing.epoch(1)
     allowed.optimizer.load_state_dict(saved, allow_changes=True)
     allowed.epoch(1)

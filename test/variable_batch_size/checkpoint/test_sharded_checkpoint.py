@@ -1,14 +1,11 @@
 """Checkpoints of models that FSDP2 shards, loaded on other numbers of processes."""
 
-import contextlib
 import os
 import pickle
 import shutil
 import signal
-import threading
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from support.variable_batch_size.elastic import Case
@@ -19,36 +16,26 @@ from torch.testing import assert_close
 import variable_batch_size as vbs
 import xla_replica
 from variable_batch_size.checkpoint import files, shards
-from xla_replica.backends import replica as replica_module
 
 CASE = Case(TRACE, epochs=2, optimizer="adamw", rule="root", max_grad_norm=1.0)
 RUN = Run(CASE, (("noise", True),))
 
 
-def resumed(rank: int, folder: Path, stop_at=None, die_at=None, asynchronous=False):
+def resumed(rank: int, folder: Path, stop_at=None, die_at=None):
     """Trains from the newest checkpoint on, and saves after every third update.
 
     The run is asked to stop in the update of step ``stop_at``, or the last process is
-    killed in that of ``die_at``. Written beside the training, which is to make a fourth
-    update while every process waits to write what it has of the first checkpoint.
+    killed in that of ``die_at``.
     """
     number = xla_replica.current().num_replicas
     training = Training(RUN, (number,) if number > 1 else None)
     checkpointer = vbs.Checkpointer(
-        folder, training.optimizer, every_updates=3, asynchronous=asynchronous,
-        model=training.model,
-    )  # fmt: skip
-    trained_on, write_parts = threading.Event(), replica_module.write_parts
+        folder, training.optimizer, every_updates=3, model=training.model
+    )
     checkpointer.load()
     num_restored = checkpointer.num_updates
 
-    def late(*args: Any) -> dict[str, str]:
-        assert trained_on.wait(60), "the training waits for the writer"
-        return write_parts(*args)
-
     def after_update(update: vbs.Update) -> None:
-        if update.step >= 3:
-            trained_on.set()
         if update.step == stop_at and rank == 0:
             xla_replica.request_stop("test", 75)
         if update.step == die_at and rank == number - 1:
@@ -56,10 +43,7 @@ def resumed(rank: int, folder: Path, stop_at=None, die_at=None, asynchronous=Fal
 
     for each in (after_update, checkpointer):
         training.optimizer.attach(each)
-    patch = mock.patch.object(replica_module, "write_parts", late)
-    with patch if asynchronous else contextlib.nullcontext():
-        training.train()
-        checkpointer.wait()
+    training.train()
     return {
         "weights": whole(training.model.parameters()),
         "progress": training.optimizer.noise.progress,
@@ -110,18 +94,6 @@ def test_three_processes_and_one_continue_what_two_have_saved(stopped, alone, tm
     assert {int(path.name.split("-")[1]) for path in tmp_path.glob("*.shards")} == kept
 
 
-def test_parts_are_written_beside_the_training_as_they_were(alone, tmp_path):
-    with pytest.raises(xla_replica.Stopped):
-        run_on(2, tmp_path, 4, None, True)
-    newest, first = files.saved_files(tmp_path)
-    assert (newest.num_updates, first.num_updates) == (6, 3)
-    newest.read()  # whole, since a request to stop waits for it
-    newest.path.unlink()
-    found = resumed(0, tmp_path)
-    assert found["num_updates"] == 3
-    check([found], alone)
-
-
 def test_damaged_shards_make_the_checkpoint_before_count(stopped, tmp_path, caplog):
     folder = shutil.copytree(stopped, tmp_path / "copy")
     newest, before = files.saved_files(folder)
@@ -154,12 +126,10 @@ def test_nothing_of_the_shards_is_run(stopped, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_killed_and_resumed_on_four_two_and_three(asynchronous, alone, tmp_path):
+def test_killed_and_resumed_on_four_two_and_three(alone, tmp_path):
     for num_replicas, die_at in ((4, 7), (2, 13)):
         with pytest.raises(xla_replica.ReplicaError):
-            run_on(num_replicas, tmp_path, None, die_at, asynchronous)
+            run_on(num_replicas, tmp_path, None, die_at)
     found = run_on(3, tmp_path)
-    # What a thread had not finished to write counts as not there.
-    assert found[0]["num_updates"] in ((9, 12) if asynchronous else (12,))
+    assert found[0]["num_updates"] == 12
     check(found, alone)

@@ -199,7 +199,7 @@ def test_a_stream_that_begins_elsewhere_or_ends_too_early_is_noticed():
     with pytest.raises(ValueError, match=r"begins with the samples of open_at\(0\)"):
         again.steps(0)
     run = Run.of_stream(Numbers(end=390))
-    with pytest.raises(ValueError, match=r"block 12 has 6 samples, .* says 16"):
+    with pytest.raises(ValueError, match=r"block 12 has 6 samples, .* have 16"):
         [run.steps(epoch) for epoch in range(9)]
     # What cannot be compared may begin anywhere.
     dataset = vbs.BlockDataset.from_stream(

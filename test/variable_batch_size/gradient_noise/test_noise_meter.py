@@ -105,16 +105,7 @@ def test_a_failed_update_is_not_progress():
     optimizer.param_groups[0]["lr"] = math.inf
     with pytest.raises(ValueError, match="has become inf"):
         step(optimizer, parameter, [[1.0, 0, 0]] * 4)
-    assert optimizer.noise.progress_bounds == (0.0, 0.0)
-
-
-def test_progress_lies_between_what_the_host_knows():
-    [parameter], optimizer = make(trace=(2, 8, 1, 4))
-    step(optimizer, parameter, torch.randn(60, 3, generator=torch.manual_seed(0)))
-    low, high = optimizer.noise.progress_bounds
-    assert low < high
-    assert low <= optimizer.progress <= high
-    assert optimizer.noise.progress_bounds == (optimizer.progress,) * 2
+    assert optimizer.progress == 0.0
 
 
 def test_progress_keeps_its_fractions_when_it_is_large():

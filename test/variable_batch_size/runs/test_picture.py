@@ -117,13 +117,13 @@ def test_axes_are_logarithmic_where_that_is_legible(tmp_path, draw):
     assert panels["learning rate"].get_ylim()[0] == 0
 
 
-def test_many_losses_are_thin_below_their_mean_and_are_thinned_out(tmp_path, draw):
+def test_many_losses_are_thin_below_their_mean(tmp_path, draw):
     table = vbs.read_run(write_log(tmp_path / "run.jsonl")).updates
     table = table.loc[np.arange(20_000) % UPDATES].reset_index(drop=True)
     table["step"] = np.arange(20_000)
     table["loss"] = np.random.default_rng(0).normal(3, 0.5, 20_000)
     thin, mean = lines(draw({"a": vbs.Run(tmp_path, table, [])})["loss"])
-    assert 3000 < len(thin) == len(mean) < 5000
+    assert len(thin) == len(mean) == 20_001
     assert mean[-1, 0] == 20_000
     assert np.nanstd(thin[:, 1]) == pytest.approx(0.5, rel=0.1)
     assert np.nanstd(mean[:, 1]) < 0.05

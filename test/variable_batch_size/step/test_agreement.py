@@ -302,7 +302,7 @@ def train_in_order(rank: int, seeds: list[int]) -> int:
 def test_orders_that_differ_are_found(backend):
     n = backend.num_replicas
     assert sum(backend.run(train_in_order, [7] * n)) == 32
-    with pytest.raises(xla_replica.ReplicaError, match="what order= returns must be t"):
+    with pytest.raises(xla_replica.ReplicaError, match="differ in the order of an ep"):
         backend.run(train_in_order, [7] * (n - 1) + [8])
 
 
@@ -326,5 +326,5 @@ def train_partly(rank: int, frozen: list[bool], is_attached: bool) -> None:
 def test_parameters_that_one_replica_alone_trains_are_found(is_attached):
     xla_replica.launch(train_partly, ([True] * 2, is_attached), 2, "cpu")
     for frozen in ([True, False], [False, True]):
-        with pytest.raises(xla_replica.ReplicaError, match=r"\(requires_grad\)"):
+        with pytest.raises(xla_replica.ReplicaError, match="or trained parameters"):
             xla_replica.launch(train_partly, (frozen, is_attached), 2, "cpu")

@@ -1,4 +1,4 @@
-"""Schedulers driven by updates, samples, epochs and scale-invariant iterations."""
+"""Schedulers driven by updates, samples and epochs."""
 
 import itertools
 import math
@@ -20,20 +20,18 @@ from xla_replica import ReplicaError
 # In samples; minibatches of 2, so 8 replicas take 4 substeps and idle, by turns.
 TRACE = (2, 64, 8, 22, 2, 30)
 NUM_SAMPLES = 100  # two epochs of the trace: 96 and, again, 96 + ...
-EVERY = {"updates": 2, "samples": 25, "epochs": 1, "iterations": 3.5}
+EVERY = {"updates": 2, "samples": 25, "epochs": 1}
 
 
 def train(unit: str, every: float):
-    """Returns updates at the rate 0.5 ** ticks, their progress, and the last rate."""
+    """Returns updates at the rate 0.5 ** ticks, and the last rate."""
     weight, sampler, optimizer = wrapping.one_weight(
         TRACE, size=NUM_SAMPLES, minibatch_size=2, lr=1.0, sampler={"on_end": "cycle"},
-        ref_batchsize=8, noise=unit == "iterations",
+        ref_batchsize=8,
     )  # fmt: skip
     optimizer.attach(lr_scheduler.ExponentialLR(optimizer, 0.5), unit, every)
-    updates, progress = [], []
+    updates = []
     optimizer.attach(updates.append)
-    if unit == "iterations":
-        optimizer.attach(lambda update: progress.append(optimizer.noise.progress))
     for epoch in range(4):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
@@ -41,7 +39,7 @@ def train(unit: str, every: float):
         for row in optimizer.replica.loader(batches):
             (weight * row).sum().backward()
             optimizer.step()
-    return updates, progress, optimizer.get_lr()[0]
+    return updates, optimizer.get_lr()[0]
 
 
 def train_all(rank: int) -> list[tuple]:
@@ -51,13 +49,13 @@ def train_all(rank: int) -> list[tuple]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_scheduler_has_ticked_as_often_as_units_have_passed(backend):
     for outcome in backend.run(train_all):
-        for (unit, every), (updates, done, last) in zip(EVERY.items(), outcome):
+        for (unit, every), (updates, last) in zip(EVERY.items(), outcome):
             count = {
                 "updates": [1] * len(updates),
                 "samples": [update.batch_size for update in updates],
                 "epochs": [update.ends_epoch for update in updates],
             }
-            done = done or itertools.accumulate(count[unit])
+            done = itertools.accumulate(count[unit])
             ticks = [0, *(math.floor(each / every) for each in done)]
             assert [*(u.lr[0] for u in updates), last] == [0.5**tick for tick in ticks]
             assert ticks[-1] >= 3
@@ -66,7 +64,7 @@ def test_the_scheduler_has_ticked_as_often_as_units_have_passed(backend):
 
 def make():
     weight, sampler, optimizer = wrapping.one_weight(
-        8, size=64, minibatch_size=2, numbers=1, lr=1.0, ref_batchsize=2, noise=True
+        8, size=64, minibatch_size=2, numbers=1, lr=1.0, ref_batchsize=2
     )
     optimizer.minibatches = wrapping.minibatches(sampler, optimizer)
     return weight, optimizer
@@ -84,7 +82,7 @@ def test_what_belongs_to_another_optimizer_is_refused(tmp_path):
     for target in (
         vbs.RunLog(tmp_path / "run.jsonl", optimizer),
         vbs.Checkpointer(tmp_path, optimizer, stop_on=(), **parts),
-        vbs.BatchSizeController(optimizer, least=2, most=8),
+        vbs.BatchSizeController(optimizer, least=2, most=8, policy=vbs.per_replica(2)),
     ):
         with pytest.raises(ValueError, match="was built with another optimizer"):
             own.attach(target)
@@ -99,25 +97,6 @@ def test_fractions_and_composed_schedulers():
     optimizer.attach(chain, "samples", 0.5)  # 16 ticks an update
     run(weight, optimizer, 2)
     assert optimizer.get_lr()[0] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 2))
-
-
-def test_iterations_are_read_only_when_the_scheduler_may_be_due():
-    weight, optimizer = make()
-    optimizer.attach(StepLR(optimizer, 1, 0.5), "iterations", 100)
-    reads, fetch = [], optimizer.replica.fetch
-
-    def counting(tensors):
-        reads.extend(tensor for tensor in tensors if tensor.dtype == torch.int64)
-        return fetch(tensors)
-
-    optimizer.replica.fetch = counting
-    run(weight, optimizer, 24)  # between 24 and 96 iterations
-    assert not reads
-    run(weight, optimizer, 400)
-    progress = optimizer.noise.progress
-    assert optimizer.get_lr()[0] == 0.5 ** math.floor(progress / 100)
-    assert progress / 100 > 3
-    assert len(reads) < 150
 
 
 @pytest.mark.parametrize("unit", EVERY)
@@ -143,17 +122,6 @@ def test_a_saved_state_knows_how_far_its_schedulers_are(unit, attach_first):
     restored.load_state_dict(of_scheduler)
     run(again, other, 9)
     assert other.get_lr() == optimizer.get_lr()
-
-
-def test_a_scheduler_without_a_state_begins_where_the_meter_does():
-    weight, optimizer = make()
-    run(weight, optimizer, 12)
-    again, other = make()
-    other.attach(StepLR(other, 1, 0.5), "iterations", 1000)
-    other.load_state_dict(optimizer.state_dict())
-    run(again, other, 3)
-    assert other.get_lr() == (1.0,)
-    assert other.state_dict()["elastic"]["schedules"][0]["done"] <= 3 * 4
 
 
 def test_states_wait_for_their_schedulers_and_know_them():

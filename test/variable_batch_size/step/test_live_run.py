@@ -234,6 +234,29 @@ def test_paused_members_join_one_that_has_begun_with_a_checkpoint(tmp_path):
 
 
 @of_torch_alone
+def test_a_paused_member_joins_who_begins_with_the_checkpoint_of_the_dead(
+    tmp_path,
+):
+    """It is ahead of nobody, and its own state is older than what they have saved."""
+    with live(tmp_path, *words(9, 0.03), seconds=1.0, min_members=2) as job:
+        paused, *others = started(job, 3)
+        os.kill(paused.pid, signal.SIGSTOP)
+        number = job.num_updates()
+        job.wait(lambda: job.saved() and job.saved()[0].num_updates > number + 10)
+        for each in others:
+            each.kill()
+        job.wait(lambda: not job.is_heard())
+        new = job.start()
+        job.wait(job.is_heard)
+        time.sleep(1)  # it asks for others
+        os.kill(paused.pid, signal.SIGCONT)
+        job.wait(lambda: not job.running)
+        assert (paused.exitcode, new.exitcode) == (0, 0), job.log()
+        assert "joins anew" in job.log()
+        job.check_samples()
+
+
+@of_torch_alone
 def test_a_paused_member_passes_over_the_epochs_that_another_one_has_trained(tmp_path):
     with live(tmp_path, *words(16, 0.02), seconds=1.0) as job:
         paused, _ = started(job, 2)
@@ -263,16 +286,19 @@ def test_members_leave_stop_and_join(tmp_path):
 
 
 @of_torch_alone
-@pytest.mark.parametrize("how", [(), ("--asynchronous",), ("--save-last",)])
-def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, tmp_path):
-    """By another member, for which all wait."""
+@pytest.mark.parametrize("has_space", [True, False])
+@pytest.mark.parametrize("how", [(), ("--save-last",)])
+def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, has_space, tmp_path):
+    """By another member, for which all wait; also if the first one's disk is full."""
     last = vbs.Schedule(vbs.Trace(TRACE), NUM_SAMPLES, 8, "cycle").steps(1).stop
     every = ("--save-every", str(2 * last if how == ("--save-last",) else last))
     with live(tmp_path, *words(2, 0.02), more=(*how, *every), seconds=1.0) as job:
         for _ in range(3):
-            job.start(jobs.DiesWriting())
-        assert sorted(ends(job)) == [-signal.SIGKILL, 0, 0], job.log()
+            job.start(jobs.DiesWriting(has_space))
+        status = -signal.SIGKILL if has_space else 1
+        assert sorted(ends(job)) == sorted([0, 0, status]), job.log()
         assert job.saved()[0].num_updates == last
+        assert "No space left" in job.log() or has_space
 
 
 @of_torch_alone

@@ -164,12 +164,12 @@ ON_ANY_REPLICA = [
     ({}, "add to the inner one, pass, step", "through the wrapper's add_param_group"),
     ({}, "reload, pass, step", r"load_state_dict\(..., assign=True\)"),
     ({}, "epoch, take, step", "after the last of the 3 steps of epoch 0"),
-    ({}, "join", "lockstep=False"),
-    (TWO | {"lockstep": True}, "pass, join", r"call backward\(\) and step\(\) for ev"),
+    ({}, "join", "with lockstep=True, in"),
+    (TWO | {"lockstep": True}, "pass, join", "in steps without a minibatch"),
     (ONE, "pass of data from elsewhere, step", r"batch_sampler=sampler\), or iterate"),
     (ONE, "begin another, pass, step", "at step 0 of epoch 1 and the sampler at ep"),
 ]
-BEGIN_FIRST = r"call optimizer.set_epoch\(0\) before"
+BEGIN_FIRST = r"call optimizer.set_epoch\(0\), where"
 # Steps 0, 2, 3 and 5 have no minibatch for replica 1.
 IDLE = {"trace": [32, 64, 32, 32, 64, 32], "replicas": 2, "rank": 1}
 BESIDE_ONE = IDLE | {"rank": 0}
@@ -182,9 +182,9 @@ ON_SEVERAL = [
     (BESIDE_ONE, "begin, set the rate, pass, step", "before optimizer.set_epoch"),
     # Or without what is attached.
     (IDLE, "attach, begin, attach another", "has joined 1 updates of epoch 0"),
-    (FULL, "begin, minibatch, begin another", "abandoned after 0 of 2 steps, and the"),
+    (FULL, "begin, minibatch, begin another", "abandoned after 0 of 2 steps: to train"),
     (FULL, "begin, epoch, begin", "epoch 0 has been trained; another pass needs"),
-    (IDLE | {"lockstep": True}, "begin, pass, step", r"call join_step\(\) in place"),
+    (IDLE | {"lockstep": True}, "begin, pass, step", r"call join_step\(\)"),
 ]
 OF_THE_INNER_ONE = [
     ({}, "pass, step the inner one", "of a wrapped SGD was called"),

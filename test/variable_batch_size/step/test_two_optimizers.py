@@ -108,7 +108,7 @@ def test_what_happens_between_the_two_steps_is_refused():
         return game
 
     game = begun()
-    with pytest.raises(ValueError, match=r"one of 2 optimizers .* has ended a step"):
+    with pytest.raises(ValueError, match=r"not all 2 optimizers .* ended the step"):
         game.optimizers[0].step()
     for error, message, change in (
         (ValueError, "set it back", lambda game: game.judge.requires_grad_(False)),

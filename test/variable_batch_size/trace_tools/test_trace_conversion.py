@@ -80,7 +80,7 @@ def test_steps_are_those_of_a_run_second_by_second(found, duration, restart):
         scaled = tools.Availability(found.times * unit, found.devices)
         numbers = scaled, policy, partial(seconds, unit), unit * restart
         if not steps:
-            with pytest.raises(TraceError, match=r"^0 steps are completed"):
+            with pytest.raises(TraceError, match=r"^no step is completed"):
                 tools.convert(*numbers)
             continue
         result = tools.convert(*numbers)
@@ -119,8 +119,7 @@ def test_columns_have_the_names_of_published_logs_or_are_named():
 @pytest.mark.parametrize(
     ("text", "times", "devices", "warns"),
     [
-        ("5,3\n7,0\n", [5, 7], [3, 0], False),
-        ("\n 5.5 , 3\n7,2", [5.5, 7], [3, 2], False),
+        ("Time,GPUs\n\n 5.5 , 3\n7,2", [5.5, 7], [3, 2], False),
         ("Time,GPUs\n5,3\n5,4\n6,1\n8,2\n8,0\n8,3\n", [5, 6, 8], [4, 1, 3], True),
         # As many rows as ticks, each as long as the others.
         ('{"metadata": {"gap_seconds": 300}, "data": [4, 0, 2]}',
@@ -144,7 +143,6 @@ def test_logs_that_people_have_are_read(text, times, devices, warns, caplog):
         ("Time,GPUs,TPU_cores\n1,4,4\n", "found ['GPUs', 'TPU_cores']"),
         ("Time,GPUs\n", "no rows; at least one is needed"),
         ("Time,GPUs\n1,4\n\n0,4\n", "line 4, Time: '0' must not be before"),
-        ("1,4\n2,-1\n", "line 2, devices: '-1' must be an integer >= 0"),
         ('{"data": [1]}', "KeyError('metadata')"),
         ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds must be"),
         ('{"metadata": {"gap_seconds": 9}, "data": [1, null]}', "devices: None must"),
@@ -160,11 +158,3 @@ def test_bad_logs_say_where_and_why(text, message):
         tools.read_availability(log(text))
     assert str(caught.value).startswith("log.csv")
     assert message in str(caught.value)
-
-
-def test_the_last_row_may_have_a_length():
-    found = availability([0, 10], [2, 3])
-    policy = tools.POLICIES["proportional"](samples_per_device=8)
-    for seconds, expected in ((0, [2, 2]), (15, [2, 2, 3, 3, 3])):
-        steps = tools.convert(found.longer(seconds), policy, lambda *_: 5.0).steps
-        assert steps["devices"].tolist() == expected

@@ -96,7 +96,7 @@ def swapped():
 def tried(call):
     try:
         return call()
-    except (xla_replica.ReplicaError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
 if __name__ == "__main__":
@@ -161,9 +161,6 @@ def test_under_torchrun_a_process_takes_the_device_that_its_launcher_means(tmp_p
          crossed),
         ("started()", crossed),  # the devices that the script uses
         ("started(count=1, LOCAL_RANK=os.environ['RANK'])", (3.0, *2 * ["metal:0"])),
-        ("setattr(accelerator, 'device_count', lambda: 0), xla_replica.launch(train)",
-         Says("ReplicaError: this process is number 0 on its host, which has 0 devices "
-              "of kind 'metal': start at most as many")),
     ]  # fmt: skip
     check(tmp_path, 'install("metal")', calls, *LAUNCHER)
 
@@ -186,7 +183,7 @@ def test_launch_starts_a_process_for_each_device(tmp_path):
     calls = [
         ("xla_replica.launch(train)", [(3.0, PLACES)] * 2),
         ("xla_replica.launch(train, num_replicas=5)",
-         "ValueError: num_replicas=5, but there are 2 devices of kind 'metal'"),
+         "ValueError: num_replicas on 'metal' must be an integer >= 1 and <= 2, got 5"),
         ("xla_replica.launch(aborts, timeout=9)",
          Says("died (signal 6: so nccl ends a process whose peer is later at a "
               "collective than launch(timeout=) allows, ")),
@@ -227,7 +224,7 @@ def test_torch_tpus_processes_have_its_environment_and_are_not_forked(tmp_path):
         ("xla_replica.launch(train, num_replicas=4)",
          Says("ValueError: num_replicas=4 on 'tpu', but TORCH_TPU_SLICEBUILDER_AD")),
         ("xla_replica.launch(train, num_replicas=3)",
-         "ValueError: num_replicas=3 on 'tpu': No TPU topology found for count: 3"),
+         "RuntimeError: No TPU topology found for count: 3"),
     ]  # fmt: skip
     check(tmp_path, "install_torch_tpu(4)", calls)
 

@@ -143,9 +143,6 @@ def a_state_of_random_numbers_is_put_back() -> list[float]:
     drawn = draw()
     replica.set_rng_state(state)
     assert draw() == drawn != draw()
-    if replica.device.type != "cpu":
-        with pytest.raises(ValueError, match="not that of a torch_xla device, 8 bytes"):
-            replica.set_rng_state(torch.zeros(9, dtype=torch.uint8))
     return seeded
 
 

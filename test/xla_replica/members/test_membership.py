@@ -17,8 +17,11 @@ from support.xla_replica.live_job import needs_lighthouse
 from support.xla_replica.replicas import of_torch_alone
 
 import xla_replica
+from xla_replica import Stopped
+from xla_replica.members import membership
 from xla_replica.members.member_replica import MemberReplica
 from xla_replica.members.membership import Membership
+from xla_replica.stopping import StopRequest
 
 
 @needs_lighthouse
@@ -67,6 +70,37 @@ def test_after_who_has_joined_and_gone_others_wait_twice_as_long():
             new.leave()
         old.leave()
     assert seconds[1] >= 1 <= seconds[2] - 1, seconds
+
+
+@needs_lighthouse
+@of_torch_alone
+def test_who_needs_others_waits_as_long_as_it_takes_or_until_it_is_to_stop(
+    caplog, monkeypatch
+):
+    def waits() -> None:
+        told = caplog.text.count("there are 1, and training needs 2")
+        while caplog.text.count("there are 1, and training needs 2") < told + 3:
+            time.sleep(0.01)
+
+    def stop() -> None:
+        waits()
+        request = StopRequest("maintenance", 75)
+        monkeypatch.setattr(membership, "stop_requested", lambda: request)
+
+    times = {"min_members": 2, "patience": 1.0, "heartbeat_seconds": 0.5}
+    with (
+        xla_replica.lighthouse(heartbeat_seconds=0.5) as address,
+        ThreadPool(2) as pool,
+    ):
+        one, other = (Membership(address, **times) for _ in range(2))
+        joins = pool.apply_async(one.agree, [()])
+        waits()
+        assert len(other.agree(()).members) == len(joins.get().members) == 2
+        other.leave()
+        stops = pool.apply_async(stop)
+        with pytest.raises(Stopped, match="maintenance"):
+            one.agree((1, 0, 0))
+        stops.get()
 
 
 AMID_HEARTBEAT = """

@@ -146,31 +146,6 @@ def test_processes_that_are_ended_leave_no_semaphore_behind(backend, tmp_path):
     assert "leaked" not in done.stderr
 
 
-PRINTS = """
-import os, sys, xla_replica
-
-def train(rank, text):
-    print(text, flush=True)
-    os.write(2, text.encode())
-
-if __name__ == "__main__":
-    device, folder = sys.argv[1:]
-    xla_replica.launch(train, ("first ",), 2, device)
-    for number, name in ((1, "out"), (2, "error")):
-        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
-    xla_replica.launch(train, ("second ",), 2, device)
-"""
-
-
-@pytest.mark.parametrize("backend", [row("cpu", 3), row("xla", 3, slow=True)])
-def test_a_run_writes_where_its_parent_writes_now(backend, tmp_path):
-    done = python(written(tmp_path, PRINTS), backend.device, tmp_path)
-    then = [(tmp_path / name).read_text() for name in ("out", "error")]
-    texts = [done.stdout, done.stderr, *then]
-    assert [text.count("first") for text in texts] == [2, 2, 0, 0]
-    assert [text.count("second") for text in texts] == [0, 0, 2, 2]
-
-
 # --- the script ---------------------------------------------------------------------
 
 DEFINES = """

@@ -92,8 +92,7 @@ if __name__ == "__main__":
     ("num_replicas", "hosts", "refusal"),
     [
         (1, 1, ""),
-        (2, 1, "num_replicas=2, but there are 3 devices: leave num_replicas out to use "
-         "all, or, on one host, pass 1"),
+        (2, 1, "num_replicas must be one of None, 3 or 1 on one host, got 2"),
         (1, 2, "num_replicas=1, but this slice has 2 hosts: leave num_replicas out"),
     ],
 )  # fmt: skip
@@ -194,7 +193,7 @@ def test_torch_xlas_process_group_is_kept_and_spmd_is_refused():
     assert done.stdout.splitlines() == [
         "replica 0 of 1 on xla:0 (torch.distributed is initialised with xla)",
         "replica 0 of 1 on xla:0 (a process of this job)",
-        "num_replicas=2, but this job has 1: leave it out or start as many processes",
+        "num_replicas must be one of 1, None, got 2",
     ]
 
 
