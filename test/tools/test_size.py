@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_535
-TEST_LINES = 33_614
+TEST_LINES = 33_622
 
 
 def test_lines_are_counted():
