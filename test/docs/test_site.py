@@ -36,7 +36,7 @@ SITE = ROOT / "build" / "site"
 TROUBLE = "docs/troubleshooting.md"
 PAGES = ("docs/resuming", "build/reference/errors")  # with tables, with long messages
 WIDTHS = [1280, 390]
-LAST = "/docs/(architecture|benchmarks|outside|study)|/CHANGELOG"
+LAST = "/docs/(architecture|benchmarks|outside|study)|/CHANGELOG|/errors"
 ANSWERED = {
     words: (page, heading)
     for page, sections in ANSWERS.items()
