@@ -17,6 +17,8 @@ import pytest
 from support.documents import ROOT
 from support.scripts import python
 
+from variable_batch_size.step.run import ElasticOptions
+
 # The arrows that docs/architecture.md draws: all of them exist, and no others.
 IMPORTS = {
     "grab_xla": {"per_sample_grad", "xla_replica"},
@@ -220,6 +222,10 @@ def explained(thing: Any) -> str:
     return "\n".join(inspect.getdoc(each) or "" for each in [*owners, thing.__init__])
 
 
+# What stands for further arguments, by name.
+OPTIONS = {"variable_batch_size.optimizer": ElasticOptions}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_argument_of_a_public_name_is_explained(package):
     module = importlib.import_module(package)
@@ -227,7 +233,9 @@ def test_every_argument_of_a_public_name_is_explained(package):
         if not callable(thing) or getattr(thing, "_is_protocol", False):
             continue
         with contextlib.suppress(ValueError):  # exceptions take what Python's take
-            for name in inspect.signature(thing).parameters:
+            names = {*inspect.signature(thing).parameters}
+            options = OPTIONS.get(getattr(thing, "__module__", ""))
+            for name in names | {*getattr(options, "__annotations__", {})}:
                 said = rf"(?m)^ +[\w*, ]*\b{name}\b[\w*, ]*(\(.*\))?:(?: |$)"
                 is_public = not name.startswith("_")
                 assert not is_public or re.search(said, explained(thing)), (thing, name)

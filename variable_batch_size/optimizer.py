@@ -93,7 +93,9 @@ class ElasticOptimizer(OptimizerProxy):
             ``'power:ALPHA'``, or a `Rule`.
         ref_batchsize: Batch size at which the reference learning rate was tuned.
         log_steps: Log step, batch size and learning rate every so many updates.
-        reduction: What the loss is of its minibatch. ``'mean'``: the mean, and every
+        **options: By name, what follows here; what is switched is off by default, and
+            None leaves an option out.
+        reduction: What the loss is of its minibatch. ``'mean'``, the default: every
             minibatch counts the same. ``'sum'``: the sum over tokens, or whatever else
             minibatches have different numbers of. Call ``step(weight=num_tokens)``; the
             step's gradient is the sum of the minibatches' over the sum of their
@@ -111,7 +113,7 @@ class ElasticOptimizer(OptimizerProxy):
         noise: Measure gradient noise, with these options or, if True, the default ones;
             `noise` then answers. AdaScale always does.
         overlap: Sum gradients over replicas while the step's last backward pass still
-            computes others, where replicas are processes.
+            computes others, where replicas are processes. Default: True.
         lockstep: A replica without a minibatch in a step joins its update in
             `join_step`, which the caller then calls, and nowhere else. What is between
             two updates in the loop, such as collectives and schedulers, then runs
@@ -119,13 +121,13 @@ class ElasticOptimizer(OptimizerProxy):
             epoch.
         float32_sums: Add up the minibatches of a step in float32 where parameters have
             16 bits: 4 bytes for each of their numbers, and an addition in every
-            minibatch. Else .grad adds up in 16 bits, with an error of 4 % after 512.
+            minibatch (default). Else .grad adds up in 16 bits, off by 4 % after 512.
         exact: The model, whose weights then have the same bits on any number of
             replicas: gradients are summed as integers, random numbers belong to their
             minibatch, and running statistics move once a step. See
             docs/exact_sums.md for what it costs and what it refuses.
         compare_every: In a live run: compare the bits of members' weights every so many
-            updates. A member that differs receives those of the others, once.
+            updates (100). A member that differs receives those of the others, once.
         replica: Default: the one the caller runs in.
 
     Raises:

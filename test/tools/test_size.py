@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_525
-TEST_LINES = 33_661
+TEST_LINES = 33_675
 
 
 def test_lines_are_counted():
