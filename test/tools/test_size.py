@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_321
-TEST_LINES = 33_999
+CODE = 22_098
+TEST_LINES = 33_980
 
 
 def test_lines_are_counted():
