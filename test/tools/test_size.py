@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_098
+CODE = 22_101
 TEST_LINES = 33_980
 
 
