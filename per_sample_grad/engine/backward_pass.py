@@ -55,13 +55,13 @@ class BackwardPass:
     Attributes:
         settings: Those of the capture.
         losses: ``(B,)``.
-        receive: Takes the factors of some parameters at a time, or once those of all.
+        receive: Takes the factors of some parameters at a time. Factors from a
+            fallback come after those of a rule, and may replace them.
         retain_graph: Whether to keep the graph.
         accumulate: What of the losses the pass is of, if it adds to ``.grad``.
         reported: Whether what is missing or wrong is for a report and not an error,
             and no fallback replaces a wrong rule.
-        waits: Whether all factors are handed on when the pass is over, those of a
-            fallback in place of a rule's.
+        waits: Whether factors are handed on when the pass is over, and not at once.
         modules: The modules of all calls that the losses depend on.
         problems: Why parameters have no contributions, by name.
         compared: The last comparison with autograd; None: none was due.
@@ -105,8 +105,8 @@ class BackwardPass:
         # Parameters whose positions cancel, as far as that is known.
         self._cancelling: set[str] = set()
         self._may_read = self._traits.is_host
-        # Merged contributions that wait for the end of the pass.
-        self._waiting: dict[str, Sequence[Contribution]] = {}
+        # What waits for the end, one by one: the same programs as in a pass at once.
+        self._waiting: list[Factors] = []
 
     def run(self, table: Table | None) -> None:
         """Runs the pass; empties its calls, so that each can be freed when applied.
@@ -129,9 +129,8 @@ class BackwardPass:
         if self._comparer is not None:
             self._conclude(self._comparer, table)
         self._refuse_changes([*self._versions])
-        if self.waits:
-            waiting = {name: self._waiting[name] for name in self._params}
-            self.receive(self.factors_of(waiting))
+        for factors in self._waiting:
+            self.receive(factors)
 
     def _begin(self, table: Table) -> None:
         """Takes the calls, decides on a comparison, and refuses what is known wrong."""
@@ -390,7 +389,7 @@ class BackwardPass:
         if not self.waits:
             self.receive(factors)
             return
-        self._waiting.update(merged)
+        self._waiting.append(factors)
         self._versions |= {n: [forms.Versions(uses)] for n, uses in merged.items()}
 
     def _use_fallback(self, names: Collection[str]) -> None:

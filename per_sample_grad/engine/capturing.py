@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from per_sample_grad.engine.settings import (
 from per_sample_grad.engine.walk import walk
 from per_sample_grad.errors import PerSampleError
 from per_sample_grad.factors.factors import Factors, check_projected
+from per_sample_grad.factors.forms import Contribution
 from per_sample_grad.factors.plan import Method
 from per_sample_grad.factors.projection import Projection
 from xla_replica.common.trees import tree_add
@@ -154,9 +155,12 @@ class Capture:
                 recorded.
             CouplingError: The answer differs from autograd's.
         """
-        found: list[Factors] = []
-        self._run(losses, found.append, waits=True, **how)
-        return found[0]
+        parts: list[Factors] = []
+        finished = self._run(losses, parts.append, waits=True, **how)
+        merged: dict[str, Sequence[Contribution]] = {}
+        for part in parts:
+            merged.update(part.merged)
+        return finished.factors_of({name: merged[name] for name in self.params})
 
     def stream(
         self,

@@ -178,7 +178,8 @@ class Recorder:
             )
             hooks.append(functools.partial(self._record, owner))
         # The output is replaced before the call is recorded.
-        if wrong_operations.is_replaced(module):
+        kinds = normalisation.NORMALISING
+        if isinstance(module, kinds) or type(module) in wrong_operations.WRONG:
             hooks.append(wrong_operations.right_output)
         return hooks
 

@@ -24,9 +24,14 @@ Accumulate = Literal["mean", "sum"]
 MOST_NAMES = 12
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Settings:
-    """The checked arguments of a `Capture`; ``params`` are the selected parameters."""
+    """The checked arguments of a `Capture`; ``params`` are the selected parameters.
+
+    Attributes:
+        default_batch_dim: The ``batch_dim`` of modules that it does not name.
+        has_fallback: Whether one replaces rules that are missing or wrong.
+    """
 
     model: nn.Module
     params: Mapping[str, nn.Parameter]
@@ -46,26 +51,17 @@ class Settings:
         check_choice("fallback", self.fallback, get_args(Fallback))
         check_choice("check", self.check, get_args(Check))
         check_choice("method", self.method, METHODS)
+        self.has_fallback = self.fallback != "error"
         if not isinstance(self.batch_dim, Mapping):
-            check_integer("batch_dim", self.batch_dim)
+            self.default_batch_dim = check_integer("batch_dim", self.batch_dim)
             return
+        self.default_batch_dim = self.batch_dim.get("") or 0
         unknown = self.batch_dim.keys() - {"", *dict(self.model.named_modules())}
         if unknown:
             raise ValueError(
                 f"batch_dim names {', '.join(sorted(unknown))}, not in "
                 'model.named_modules(); "" stands for all others'
             )
-
-    @property
-    def has_fallback(self) -> bool:
-        """Whether one replaces rules that are missing or wrong."""
-        return self.fallback != "error"
-
-    @property
-    def default_batch_dim(self) -> int:
-        """The ``batch_dim`` of modules that it does not name."""
-        given = self.batch_dim
-        return (given.get("") or 0) if isinstance(given, Mapping) else given
 
 
 def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:

@@ -182,10 +182,11 @@ def widened(contribution: Contribution) -> Contribution:
 
     The source of `Windows` keeps its dtype until it is unfolded.
     """
-    tensors = tensors_of(contribution)
-    dtype = accumulation_dtype(*[tensor.dtype for tensor in tensors.values()])
+    fields = vars(contribution).items()
+    tensors = [(n, value) for n, value in fields if isinstance(value, torch.Tensor)]
+    dtype = accumulation_dtype(*[tensor.dtype for _, tensor in tensors])
     changed: dict[str, Any] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         if tensor.requires_grad:
             changed[name] = tensor = tensor.detach()
         if tensor.dtype != dtype and tensor.is_floating_point() and name != "source":
@@ -226,7 +227,8 @@ class Versions:
     """
 
     def __init__(self, uses: Iterable[Contribution]) -> None:
-        tensors = [each for use in uses for each in tensors_of(use).values()]
+        values = [value for use in uses for value in vars(use).values()]
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
         self._seen = [(each, each._version) for each in tensors]
 
     def refuse_changes(self, text: str) -> None:

@@ -77,11 +77,6 @@ WRONG: dict[type[nn.Module], WrongOperation] = {
 }
 
 
-def is_replaced(module: nn.Module) -> bool:
-    """Returns whether `right_output` may compute a module."""
-    return isinstance(module, normalisation.NORMALISING) or type(module) in WRONG
-
-
 def right_output(
     module: Any,
     args: tuple[Any, ...],
