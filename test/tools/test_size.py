@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_184
-TEST_LINES = 33_859
+CODE = 22_128
+TEST_LINES = 33_857
 
 
 def test_lines_are_counted():
