@@ -30,7 +30,7 @@ from xla_replica.errors import MemberLost, ReplicaError, Stopped, Superseded
 from xla_replica.members.supervisor import lighthouse
 from xla_replica.starting import distributed, live, xla  # noqa: F401  the rows
 from xla_replica.starting.launcher import default_num_replicas, launch
-from xla_replica.starting.programs import keep_programs
+from xla_replica.starting.torch_tpu import keep_programs
 from xla_replica.stopping import (
     StopRequest,
     catch_signals,

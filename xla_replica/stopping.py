@@ -132,7 +132,7 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
     numbers = frozenset(map(_number, signals))
     unheard = numbers - _process.installed.keys()
     if not _is_main_thread():  # nohup's promise: a signal that it ignores stays so
-        unheard = {n for n in unheard if signal.getsignal(n) != signal.SIG_IGN}
+        unheard -= {n for n in unheard if signal.getsignal(n) == signal.SIG_IGN}
     _process.installed |= _install(unheard, _on_signal)
     _process.armed |= numbers  # replicas that are threads arm the same ones
     spare_workers(_process.armed)

@@ -17,7 +17,7 @@ from torch._utils import _take_tensors
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.local import default_device, in_use
 from xla_replica.backends.overlapped_sum import OverlappedSum
-from xla_replica.backends.replica import Replica, listed
+from xla_replica.backends.replica import Replica
 from xla_replica.backends.sharded_sum import (
     ShardedParameters,
     ShardedSum,
@@ -116,16 +116,15 @@ class DistributedReplica(Replica):
         self._shards = ShardedParameters(self.num_replicas)
         self._beside: Any = None  # a process group
 
-    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            # In groups of one dtype, the same on every replica.
-            for bucket in _take_tensors(listed("all_reduce_", tensors), BUCKET_BYTES):
-                flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-                with self._named("all_reduce_", bucket):
-                    torch.distributed.all_reduce(flat)
-                parts = flat.split([tensor.numel() for tensor in bucket])
-                for tensor, part in zip(bucket, parts):
-                    tensor.copy_(part.view_as(tensor))
+    def _all_reduce_(self, tensors: list[torch.Tensor]) -> None:
+        # In groups of one dtype, the same on every replica.
+        for bucket in _take_tensors(tensors, BUCKET_BYTES):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            with self._named("all_reduce_", bucket):
+                torch.distributed.all_reduce(flat)
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts):
+                tensor.copy_(part.view_as(tensor))
 
     def gradient_sum(
         self,
@@ -188,25 +187,22 @@ class DistributedReplica(Replica):
             torch.distributed.all_gather(gathered, value)
         return torch.stack(gathered)
 
-    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._check_parts(tensor)
-        value = tensor.detach().contiguous()
+    def _all_to_all(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.contiguous()
         received = torch.empty_like(value)
         with self._named("all_to_all", [value]):
             torch.distributed.all_to_all_single(received, value)
         return received
 
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        self._check_source(source)
-        with torch.no_grad():
-            for tensor in listed("broadcast_", tensors):
-                if is_sharded(tensor):
-                    self._broadcast_part_(tensor, source)
-                    continue
-                value = tensor.detach().contiguous()
-                with self._named("broadcast_", [value]):
-                    torch.distributed.broadcast(value, source)
-                tensor.copy_(value)
+    def _broadcast_(self, tensors: list[torch.Tensor], source: int) -> None:
+        for tensor in tensors:
+            if is_sharded(tensor):
+                self._broadcast_part_(tensor, source)
+                continue
+            value = tensor.detach().contiguous()
+            with self._named("broadcast_", [value]):
+                torch.distributed.broadcast(value, source)
+            tensor.copy_(value)
 
     def _broadcast_part_(self, tensor: Any, source: int) -> None:
         """Replaces this replica's part by that of the copy that ``source`` is in."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from xla_replica.backends.replica import Replica, listed
+from xla_replica.backends.replica import Replica
 from xla_replica.device.device_traits import traits
 
 
@@ -24,15 +22,8 @@ class LocalReplica(Replica):
         chosen = in_use(default_device()) if device is None else torch.device(device)
         super().__init__(0, 1, chosen, reason)
 
-    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
-        listed("all_reduce_", tensors)  # one replica's sum is its own tensor
-
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone().unsqueeze(0)
-
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        listed("broadcast_", tensors)
-        self._check_source(source)
 
     def barrier(self) -> None:
         self.wait()

@@ -144,9 +144,14 @@ class Replica(abc.ABC):
         order. Any float or integer dtype is allowed. On a lazy backend the sum runs at
         the next `sync`.
         """
-        with torch.no_grad():
-            for tensor in listed("all_reduce_", tensors):
-                tensor.copy_(self.all_gather(tensor).sum(0))
+        tensors = listed("all_reduce_", tensors)
+        if tensors and self.num_replicas > 1:
+            with torch.no_grad():
+                self._all_reduce_(tensors)
+
+    def _all_reduce_(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.copy_(self.all_gather(tensor).sum(0))
 
     def gradient_sum(
         self,
@@ -262,24 +267,29 @@ class Replica(abc.ABC):
         Returns:
             The same shape; ``[r]`` is what replica r sent to this one.
         """
-        self._check_parts(tensor)
-        return self.all_gather(tensor)[:, self.rank]
-
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        """Replaces each tensor by that of replica ``source``, in place."""
-        self._check_source(source)
-        with torch.no_grad():
-            for tensor in listed("broadcast_", tensors):
-                tensor.copy_(self.all_gather(tensor)[source])
-
-    def _check_parts(self, tensor: torch.Tensor) -> None:
-        """Raises ValueError unless `all_to_all` has a part for every replica."""
         n = self.num_replicas
         if tensor.dim() == 0 or len(tensor) != n:
             raise ValueError(
                 f"all_to_all: a tensor of shape {tuple(tensor.shape)} has no part for "
                 f"each of {n} replicas; its first dimension must be {n}"
             )
+        value = tensor.detach()
+        return value.clone() if n == 1 else self._all_to_all(value)
+
+    def _all_to_all(self, value: torch.Tensor) -> torch.Tensor:
+        return self.all_gather(value)[:, self.rank]
+
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Replaces each tensor by that of replica ``source``, in place."""
+        self._check_source(source)
+        tensors = listed("broadcast_", tensors)
+        if tensors and self.num_replicas > 1:
+            with torch.no_grad():
+                self._broadcast_(tensors, source)
+
+    def _broadcast_(self, tensors: list[torch.Tensor], source: int) -> None:
+        for tensor in tensors:
+            tensor.copy_(self.all_gather(tensor)[source])
 
     def _check_source(self, source: int) -> None:
         """Raises TypeError or ValueError unless ``source`` is a replica's rank."""

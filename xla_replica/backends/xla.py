@@ -55,10 +55,7 @@ class XlaReplica(Replica):
             xr.global_ordinal(), xr.world_size(), torch_xla.device(), reason
         )
 
-    def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
-        tensors = listed("all_reduce_", tensors)
-        if not tensors or self.num_replicas == 1:
-            return
+    def _all_reduce_(self, tensors: list[torch.Tensor]) -> None:
         totals = [self._widened(tensor) for tensor in tensors]
         # The list form reduces in place, all tensors in one collective.
         self._xm.all_reduce(self._xm.REDUCE_SUM, totals)
@@ -80,30 +77,22 @@ class XlaReplica(Replica):
         gathered = self._xm.all_gather(self._widened(value), dim=0, pin_layout=False)
         return gathered.to(tensor.dtype)
 
-    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._check_parts(tensor)
-        if self.num_replicas == 1:
-            return tensor.detach().clone()
-        sent = self._widened(tensor.detach())
-        return self._xm.all_to_all(sent, 0, 0, self.num_replicas).to(tensor.dtype)
+    def _all_to_all(self, value: torch.Tensor) -> torch.Tensor:
+        sent = self._widened(value)
+        return self._xm.all_to_all(sent, 0, 0, self.num_replicas).to(value.dtype)
 
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        self._check_source(source)
-        tensors = listed("broadcast_", tensors)
-        if not tensors or self.num_replicas == 1:
-            return
+    def _broadcast_(self, tensors: list[torch.Tensor], source: int) -> None:
         # Selected, not multiplied: a NaN on other replicas must not survive.
         is_source = self.scalar(self.rank == source, torch.bool).reshape(())
-        with torch.no_grad():
-            chosen = []
-            for tensor in tensors:
-                value = tensor.detach()
-                if value.dtype == torch.bool:  # which cannot be summed
-                    value = value.to(torch.uint8)
-                chosen.append(torch.where(is_source, value, torch.zeros_like(value)))
-            self.all_reduce_(chosen)
-            for tensor, value in zip(tensors, chosen):
-                tensor.copy_(value)
+        chosen = []
+        for tensor in tensors:
+            value = tensor.detach()
+            if value.dtype == torch.bool:  # which cannot be summed
+                value = value.to(torch.uint8)
+            chosen.append(torch.where(is_source, value, torch.zeros_like(value)))
+        self.all_reduce_(chosen)
+        for tensor, value in zip(tensors, chosen):
+            tensor.copy_(value)
 
     def barrier(self) -> None:
         self.all_reduce_([self.scalar(1.0)])

@@ -119,14 +119,18 @@ def run_in_children(
     badly or is late ends the run, and the others are killed.
     """
     context, task = _context(runtime.start_method), _dump_task(fn, args)
-    variables = {**os.environ, **runtime.variables}
+    # By which loaders' workers start: what the script has chosen (None: nothing). A
+    # child that is spawned because it cannot be forked spawns them, too.
+    spawns = runtime.start_method == "spawn"
+    workers = "spawn" if spawns else mp.get_start_method(allow_none=True)
+    surroundings = {**os.environ, **runtime.variables}, workers
     with tempfile.TemporaryDirectory(prefix="xla_replica") as folder:
         processes: list[BaseProcess] = []
         # They end also on Ctrl-C, which may reach this process alone.
         with contextlib.ExitStack() as ended, forwarding(folder):
             with _main_held_back():
                 for number in range(runtime.num_processes):
-                    own = variables, runtime, folder, task, number
+                    own = surroundings, runtime, folder, task, number
                     process = context.Process(target=_run_child, args=own)
                     process.start()
                     processes.append(process)
@@ -230,14 +234,14 @@ def run_replica(replica: Replica, fn: Callable[..., Any], args: tuple[Any, ...])
 
 
 def _run_child(
-    variables: dict[str, str], runtime: Runtime, folder: str, task: bytes, number: int
+    surroundings: Any, runtime: Runtime, folder: str, task: bytes, number: int
 ) -> None:
     """Runs the replicas of a child, which has the parent's environment and its end."""
+    variables, start_method = surroundings
     os.environ.clear()
     os.environ.update(variables)
+    mp.set_start_method(start_method, force=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_REPLICAS)  # blocked by the server
-    if runtime.start_method == "spawn":  # so loaders cannot fork their workers either
-        mp.set_start_method("spawn", force=True)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // runtime.num_processes))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

@@ -32,13 +32,13 @@ from xla_replica.backends.registry import Job, check_is_alone, register_backend
 from xla_replica.common.arguments import check_integer
 from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError
-from xla_replica.starting.bound_runtimes import (
+from xla_replica.starting.child_process import Runtime, run_here, run_in_children
+from xla_replica.starting.torch_tpu import (
     BOUND_KINDS,
     check_is_only_host,
     check_variables,
     variables_of_run,
 )
-from xla_replica.starting.child_process import Runtime, run_here, run_in_children
 
 # Where launchers say which of its host's processes this is. Slurm's comes last: mpirun
 # inherits that of the script that called it.

@@ -18,8 +18,7 @@ from typing import Any
 from xla_replica.emulated.emulator import environment
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.starting.child_process import run_in_children
-from xla_replica.starting.emulated import EmulatedRuntime
-from xla_replica.starting.xla import check_no_device_is_used
+from xla_replica.starting.xla import EmulatedRuntime, check_no_device_is_used
 
 
 def run_script(

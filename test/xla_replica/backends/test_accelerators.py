@@ -20,7 +20,7 @@ from support.xla_replica.torchrun import LAUNCHER
 
 import xla_replica
 from xla_replica import LocalReplica
-from xla_replica.starting.bound_runtimes import check_is_only_host
+from xla_replica.starting.torch_tpu import check_is_only_host
 
 # Replica r brings r + 1, so that the sum over two replicas is 3.
 SCRIPT = """

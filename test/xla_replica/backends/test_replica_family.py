@@ -220,7 +220,7 @@ def test_a_function_that_cannot_travel_is_an_error(backend):
 def test_processes_of_another_launcher_do_not_each_train_alone(name, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     monkeypatch.setenv(name, "16")
-    refused = f"{name}=16 says that .* Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PO"
+    refused = f"{name}=16 says that .* RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
     with pytest.raises(ReplicaError, match=refused):
         xla_replica.current()
     for number in (None, 2):
