@@ -14,7 +14,7 @@ from support.variable_batch_size.noise import make as measured
 from support.variable_batch_size.wrapping import CPU, make, one_weight, sampler_of
 from torch import nn
 from torch.optim import SGD, AdamW, SparseAdam
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import variable_batch_size as vbs
 from grab_xla import GraBSampler
@@ -194,6 +194,9 @@ OF_VALUES = [
     (lambda: resumed(HALF, HALF | {"weight_decay": 0.25}),
      r"weight_decay was 0\.5 and is 0\.25"),
     (lambda: attached(lambda _: print, "samples", 10), "are for LR schedulers"),
+    (lambda: attached(lambda _: StepLR), "neither an LR scheduler nor a function"),
+    (lambda: attached(lambda wrapper: StepLR(wrapper, 1).step), "is a method of an LR"),
+    (lambda: attached(ReduceLROnPlateau, "epochs"), "needs a metric"),
     (lambda: attached(every_step, "minutes"), "'updates', .* 'epochs', got"),
     (lambda: attached(every_step, "samples", 0), "every must be a finite number > 0"),
     # It would run twice after every update, or change what nobody uses.

@@ -234,6 +234,23 @@ def test_a_checkpointer_that_was_loaded_is_not_loaded_again(tmp_path):
     assert checkpointer.num_updates == optimizer.sampler.num_updates(2)
 
 
+@pytest.mark.parametrize("how", ["never", "attached", "by hand"])
+def test_a_scheduler_that_is_only_saved_is_told(how, tmp_path, caplog):
+    model, sampler, optimizer, scheduler, loader = parts()
+    checkpointer = vbs.Checkpointer(tmp_path, optimizer, model=model, lr=scheduler)
+    if how == "attached":
+        optimizer.attach(scheduler)
+    optimizer.attach(checkpointer)
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        train(model, optimizer, loader)
+        if how == "by hand":
+            scheduler.step()
+    told = "the scheduler lr= has not stepped in two epochs"
+    assert caplog.text.count(told) == (how == "never")
+
+
 @pytest.mark.parametrize(
     ("how", "left_out"),  # the loader itself may have read the first one ahead
     [

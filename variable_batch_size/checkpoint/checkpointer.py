@@ -136,8 +136,11 @@ class Checkpointer:
         Raises OSError if writing failed, and `xla_replica.Stopped` if all have saved
         because they were asked to stop.
         """
-        if self.replica.is_primary and self._begun is not None:
-            self._claim(self.num_updates - 1)  # told now, not by a save much later
+        if self.replica.is_primary:
+            if self._begun is not None:  # told now, not by a save much later
+                self._claim(self.num_updates - 1)
+            if update.ends_epoch and update.epoch == 1:
+                self._warn_of_schedulers()
         is_due = self._times.due(self.num_updates)
         # After what may find that another member is lost, so that it can run again.
         self._begun = None
@@ -145,6 +148,14 @@ class Checkpointer:
             self._stop()
         if is_due:
             self._save()
+
+    def _warn_of_schedulers(self) -> None:
+        for name, part in self._parts.items():
+            if hasattr(part, "get_last_lr") and part.last_epoch == 0:
+                logger.warning(
+                    f"the scheduler {name}= has not stepped in two epochs: call "
+                    "optimizer.attach(scheduler), or step it in every epoch"
+                )
 
     def _stop(self) -> None:
         """Saves, and raises `Stopped`. Collective."""

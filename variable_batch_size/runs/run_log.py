@@ -86,6 +86,8 @@ class RunLog:
             step with the numbers of its line, and with ``samples_per_second`` and
             ``idle_share`` (of the replicas' time) since the last one; and with what
             `write` is given. An exception in one ends the run.
+        max_nonfinite: After so many logging steps in a row whose loss is not finite the
+            run ends, on all replicas, with a FloatingPointError. None: one warning.
 
     Attributes:
         path: The file, or None.
@@ -93,7 +95,8 @@ class RunLog:
         newest: What sinks were last given on a logging step, on every replica.
 
     Raises:
-        ValueError, TypeError: ``log_steps`` is not an integer above zero.
+        ValueError, TypeError: ``log_steps`` or ``max_nonfinite`` is not an integer
+            above zero.
     """
 
     path: str | os.PathLike[str] | None
@@ -102,6 +105,7 @@ class RunLog:
     log_steps: int = checked(10, least=1)
     settings: Mapping[str, Any] | None = None
     sinks: Sequence[Sink] = ()
+    max_nonfinite: int | None = checked(None, least=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -132,7 +136,8 @@ class RunLog:
         self._num_told = 0
         self._newest: list[dict[str, Any]] = []  # the last that were told, perhaps lost
         self._next_step = -1  # unknown before the first `add`
-        self._begun = self._closed = self._has_warned = False
+        self._begun = self._closed = False
+        self._num_nonfinite = 0  # logging steps, one after another
         self._since = time.perf_counter()
 
     def add(self, loss: torch.Tensor) -> None:
@@ -313,10 +318,20 @@ class RunLog:
         self._send(self.newest, line["step"])
         self._lines, self._num_told = [], 0
         self._shared_loss = self._nothing_shared
-        loss, was_finite = line.get("loss", 0.0), not self._has_warned
-        self._has_warned = not math.isfinite(loss)
-        if self._has_warned and was_finite and self._replica.is_primary:
-            logger.warning(f"the mean loss on logging step {line['step']} is {loss}")
+        self._check_finite(line["step"], line.get("loss", 0.0))
+
+    def _check_finite(self, step: int, loss: float) -> None:
+        """Warns of a loss that is not finite; raises FloatingPointError of several."""
+        number = 0 if math.isfinite(loss) else self._num_nonfinite + 1
+        self._num_nonfinite = number
+        text = f"the mean loss on the logging step {step} is {loss}"
+        if number and number == self.max_nonfinite:
+            raise FloatingPointError(
+                f"{text}, as on {number} logging steps in a row: resume from a "
+                "checkpoint before these, with a smaller lr or max_grad_norm="
+            )
+        if number == 1 and self._replica.is_primary:
+            logger.warning(f"{text}; RunLog(max_nonfinite=) ends a run for that")
 
     def _tell(self, lines: list[dict[str, Any]]) -> None:
         """Tells of lines in the file."""

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from variable_batch_size.data.account import Account
 from variable_batch_size.device_scalars import as_floats
 from variable_batch_size.step.run import Run
@@ -117,7 +119,8 @@ class Attached:
         check_choice("attach: unit", unit, UNITS)
         check_number("attach: every", every, above=0)
         owner = getattr(target, "__self__", target)  # of a method
-        is_scheduler = hasattr(target, "get_last_lr")
+        is_class = isinstance(target, type)
+        is_scheduler = hasattr(target, "get_last_lr") and not is_class
         known = [*self._callbacks, *(each.scheduler for each in self._schedulers())]
         builder = getattr(target, "optimizer" if is_scheduler else "updates_of", None)
         groups = self._run.inner.param_groups
@@ -125,7 +128,13 @@ class Attached:
         for is_wrong, why in (
             (getattr(builder, "param_groups", groups) is not groups,
              "was built with another optimizer: build it with this one"),
+            (isinstance(target, ReduceLROnPlateau), "needs a metric: step it at the "
+             "end of an epoch, and pass it to Checkpointer as a part"),
             (target in known, "is attached already, and would run twice"),
+            (owner is not target and hasattr(owner, "get_last_lr"),
+             "is a method of an LR scheduler: attach that"),
+            (is_class or not (is_scheduler or callable(target)),
+             "is neither an LR scheduler nor a function"),
             (not is_scheduler and (unit, every) != ("updates", 1),
              "runs after every update: unit= and every= are for LR schedulers"),
             (any(is_scheduler or each.saves(owner) for each in savers),

@@ -142,10 +142,11 @@ def run_convert(args: argparse.Namespace) -> str:
     """Which trace could the devices of a log have run?
 
     The log is a CSV file with the columns Time (seconds, such as Unix times) and
-    TPU_cores or GPUs, or SkyPilot's JSON of available instances. Rows may be irregular,
-    and zeros are pauses. Without a step time every row with devices is one step. With
-    one, steps follow each other as long as there are devices; a step during which some
-    are lost is run again. The trace also has the columns devices and start_seconds.
+    TPU_cores or GPUs, two columns of numbers without a header, or SkyPilot's JSON of
+    available instances. Rows may be irregular, and zeros are pauses. Without a step
+    time every row with devices is one step. With one, steps follow each other as long
+    as there are devices; a step during which some are lost is run again. The trace also
+    has the columns devices and start_seconds.
 
     examples:
       vbs convert proportional log.csv --samples-per-device 32 --out trace.csv

@@ -29,6 +29,7 @@ TIME_COLUMNS = ("Time", "time", "timestamp")
 DEVICE_COLUMNS = ("TPU_cores", "GPUs", "devices", "replicas")
 # A Unix time in seconds is below it for 3000 years; one in milliseconds was in 1973.
 MOST_SECONDS = 1e11
+_HEADLESS = re.compile(r"\s*[0-9.eE+-]+[ \t]*,[ \t]*[0-9.]+[ \t]*([\r\n]|$)")
 # From the number of devices, at least 1, to the global batch size in samples.
 BatchSize = Callable[[int], int]
 # From the global batch size and the number of devices to the seconds of a step.
@@ -63,8 +64,9 @@ def read_availability(
 ) -> Availability:
     """Returns the log of a file, with irregular rows and zeros for pauses.
 
-    Of rows with one time the last one holds, with a warning. A file of JSON is one of
-    SkyPilot's spot traces: the number of available instances, every ``gap_seconds``.
+    Of rows with one time the last one holds, with a warning. Two columns of numbers
+    without a header are times and devices. A file of JSON is one of SkyPilot's spot
+    traces: the number of available instances, every ``gap_seconds``.
 
     Args:
         source: The file.
@@ -81,7 +83,8 @@ def read_availability(
     if text.lstrip().startswith("{"):
         table = _table_of_ticks(name, text)
     else:
-        table = table_of(name, text)
+        has_header = time or devices or not _HEADLESS.match(text)
+        table = table_of(name, text, () if has_header else ("Time", "devices"))
     when = table.find(*(TIME_COLUMNS if time is None else (time,)))
     what = table.find(*(DEVICE_COLUMNS if devices is None else (devices,)))
     times, counts = table.numbers(when), table.integers(what, 0)

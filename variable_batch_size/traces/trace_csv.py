@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
@@ -129,16 +130,20 @@ def read_table(source: Source) -> Table:
     return table_of(*read_text(source))
 
 
-def table_of(name: str, text: str) -> Table:
+def table_of(name: str, text: str, header: Sequence[str] = ()) -> Table:
     """Returns the cells of a CSV file of this name and text.
+
+    Args:
+        name: What errors call the file.
+        text: What is in it.
+        header: The names of its columns, if its first row does not have them.
 
     Raises TraceError if it is not CSV text, is empty, or has a row with more cells than
     there are columns.
     """
     lines = io.StringIO(text, newline=None)
     reader = csv.reader(lines, skipinitialspace=True, strict=True)
-    header: list[str] = []
-    rows, numbers, number = [], [], 1
+    header, rows, numbers, number = [*header], [], [], 1
     try:
         for cells in reader:
             cells = [cell.strip() for cell in cells]

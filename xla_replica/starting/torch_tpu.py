@@ -104,6 +104,9 @@ def keep_programs(folder: str | Path) -> bool:
     (``TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT``) stays. The programs are machine code
     that is loaded without a check: nobody else may write to the folder. Elsewhere
     nothing happens; torch_xla 2.9 cannot load what it has kept.
+
+    Args:
+        folder: On each host, such as one beside the checkpoints.
     """
     if default_device().type != "tpu":
         return False

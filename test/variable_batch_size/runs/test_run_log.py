@@ -345,9 +345,9 @@ def test_waiting_for_the_device_is_time_of_the_step_that_waits(tmp_path, monkeyp
     assert (table["seconds"][table["loss"].notna()] >= 0.05).all()
 
 
-def train_to_nan(rank: int) -> list[str]:
+def train_to_nan(rank: int, most: int | None) -> list[str]:
     """Returns the warnings of a run whose losses are NaN from step 4 on."""
-    training, told = Training(None, log_steps=2), []
+    training, told = Training(None, log_steps=2, max_nonfinite=most), []
     logger = logging.getLogger("variable_batch_size.runs.run_log")
     logger.addFilter(lambda record: told.append(record.getMessage()) or False)
     of_number = training.loss
@@ -358,6 +358,8 @@ def train_to_nan(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", [row("cpu", 2), row("xla", 2)])
-def test_a_loss_that_is_not_finite_is_told_once(backend):
-    told = backend.run(train_to_nan)
+def test_a_loss_that_is_not_finite_is_told_once_or_ends_the_run(backend):
+    told = backend.run(train_to_nan, None)
     assert sum(len(each) for each in told) == 1, told
+    with pytest.raises(xla_replica.ReplicaError, match="as on 3 logging steps in a ro"):
+        backend.run(train_to_nan, 3)

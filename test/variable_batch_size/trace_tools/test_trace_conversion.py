@@ -119,7 +119,8 @@ def test_columns_have_the_names_of_published_logs_or_are_named():
 @pytest.mark.parametrize(
     ("text", "times", "devices", "warns"),
     [
-        ("Time,GPUs\n\n 5.5 , 3\n7,2", [5.5, 7], [3, 2], False),
+        ("5,3\n7,0\n", [5, 7], [3, 0], False),
+        ("\n 5.5 , 3\n7,2", [5.5, 7], [3, 2], False),
         ("Time,GPUs\n5,3\n5,4\n6,1\n8,2\n8,0\n8,3\n", [5, 6, 8], [4, 1, 3], True),
         # As many rows as ticks, each as long as the others.
         ('{"metadata": {"gap_seconds": 300}, "data": [4, 0, 2]}',
@@ -143,6 +144,7 @@ def test_logs_that_people_have_are_read(text, times, devices, warns, caplog):
         ("Time,GPUs,TPU_cores\n1,4,4\n", "found ['GPUs', 'TPU_cores']"),
         ("Time,GPUs\n", "no rows; at least one is needed"),
         ("Time,GPUs\n1,4\n\n0,4\n", "line 4, Time: '0' must not be before"),
+        ("1,4\n2,-1\n", "line 2, devices: '-1' must be an integer >= 0"),
         ('{"data": [1]}', "KeyError('metadata')"),
         ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds must be"),
         ('{"metadata": {"gap_seconds": 9}, "data": [1, null]}', "devices: None must"),
