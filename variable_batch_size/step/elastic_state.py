@@ -10,7 +10,7 @@ from variable_batch_size.step.scaling import hyperparameters
 from variable_batch_size.step.update import Updates
 from xla_replica.common.differences import check_same
 
-VERSION = 4  # of the state
+VERSION = 5  # of the state
 # Hyperparameters that say how a device computes, not what.
 _OF_DEVICES = ("foreach", "fused", "capturable", "differentiable")
 

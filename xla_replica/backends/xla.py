@@ -71,6 +71,11 @@ class XlaReplica(Replica):
         is_narrow = tensor.dtype == torch.bfloat16 and self._on_cpu
         return tensor.float() if is_narrow else tensor
 
+    def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.num_replicas == 1:
+            return tensor.detach().clone()
+        return self._xm.all_reduce(self._xm.REDUCE_MAX, tensor.detach())
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().unsqueeze(0)
         if self.num_replicas == 1:
