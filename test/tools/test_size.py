@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_321
-TEST_LINES = 33_999
+CODE = 22_554
+TEST_LINES = 34_150
 
 
 def test_lines_are_counted():

@@ -99,12 +99,7 @@ class ExactModel(RepeatableSums):
 
     def prepare(self, step: Step) -> None:
         """Sets the units of a step's numbers."""
-        self.units.begin(step.num_minibatches, self._to_device)
-
-    def _to_device(self, use: str, number: float) -> Any:
-        """Returns a number that changes, as data of a device that compiles others."""
-        is_lazy = self._replica.is_lazy
-        return self._scalars.get(use, number) if is_lazy else number
+        self.units.begin(step.num_minibatches)
 
     def look(self, step: Step) -> None:
         """Raises RunAgain if numbers do not fit their units. Collective; reads one.

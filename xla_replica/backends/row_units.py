@@ -16,7 +16,7 @@ its own peaks (`RowUnits.measure` says so).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,11 +41,6 @@ _CARRY_BITS = 16
 _CACHED = 2**16
 
 
-def _same(use: str, number: float) -> float:
-    del use
-    return number
-
-
 class RowUnits:
     """The units of the rows of named tensors, and their largest numbers in this step.
 
@@ -67,7 +62,9 @@ class RowUnits:
         self.found: dict[
             str, torch.Tensor
         ] = {}  # as `seen`, of this minibatch, if lazy
+        self._bits = 0
         self._scale: Any = 1.0
+        self._limit: Any = 0.0
         self._saved: Mapping[str, torch.Tensor] = {}
         self.extend({})
 
@@ -86,22 +83,18 @@ class RowUnits:
         self.up = torch.zeros(end, 1).to(self.replica.device)
         self.load_state_dict({**self._saved, **saved})
 
-    def begin(
-        self, num_minibatches: int, to_device: Callable[[str, float], Any] = _same
-    ) -> None:
-        """Sets the units of a step.
-
-        Args:
-            num_minibatches: Of all replicas.
-            to_device: From a use and a number to what changes no program of a device.
-        """
+    def begin(self, num_minibatches: int) -> None:
+        """Sets the units of a step of so many minibatches, of all replicas."""
         self.is_wide = self.stays_wide or num_minibatches > MOST_NARROW
         # Where a sum carries, as many as for seven minibatches.
         bits = 28 if self.is_wide else 31 - num_minibatches.bit_length()
-        more = bits - LEAST_BITS
-        growth = min(more, (more + 1) // 2 + 1)
-        self._scale = to_device("units", 2.0 ** (more - growth))
-        self._limit = to_device("growth", 2.0 ** (LEAST_BITS + growth))
+        if bits != self._bits:
+            more, self._bits = bits - LEAST_BITS, bits
+            growth = min(more, (more + 1) // 2 + 1)
+            numbers = 2.0 ** (more - growth), 2.0 ** (LEAST_BITS + growth)
+            # A lazy device would compile a program for each number.
+            scalars: Any = map(self.replica.scalar, numbers)
+            self._scale, self._limit = scalars if self.is_lazy else numbers
         if not self.is_lazy:
             torch.mul(self._base, self._scale, out=self.up)
 
