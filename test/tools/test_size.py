@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_554
+CODE = 22_562
 TEST_LINES = 34_150
 
 

@@ -31,7 +31,8 @@ class Slot:
     def __init__(self, parameter: nn.Parameter, bucket: Bucket, total: RowTotal):
         self.parameter, self.bucket, self.total = parameter, bucket, total
         self.is_early: bool | None = None
-        self.num_noted, self.rounded = 0, None
+        self.num_noted = 0
+        self.rounded: torch.Tensor | None = None
 
     def add(self) -> None:
         """Adds ``.grad``."""

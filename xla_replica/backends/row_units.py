@@ -62,6 +62,8 @@ class RowUnits:
         self.found: dict[
             str, torch.Tensor
         ] = {}  # as `seen`, of this minibatch, if lazy
+        self._peak: torch.Tensor
+        self._base: torch.Tensor
         self._bits = 0
         self._scale: Any = 1.0
         self._limit: Any = 0.0
@@ -123,7 +125,9 @@ class RowUnits:
         tops, peak = self._tops(seen), self._peak
         counts = tops > comparable(0.0, tops)
         has_grown = (seen * self._base.squeeze(1) >= self._limit).any()
-        again = has_grown | (counts & (tops < self._tops(peak) * FALLEN)).any()
+        again: torch.Tensor = (
+            has_grown | (counts & (tops < self._tops(peak) * FALLEN)).any()
+        )
         new = torch.maximum(
             seen, torch.where(again, torch.zeros_like(peak), peak * SINK)
         )
@@ -222,9 +226,11 @@ class RowTotal:
     @property
     def parts(self) -> list[torch.Tensor]:
         """What replicas sum, in place."""
-        if self._units.is_wide and self._high is None:
+        if not self._units.is_wide:
+            return [self._low]
+        if self._high is None:
             self._high = torch.zeros_like(self._low)
-        return [self._low, self._high] if self._units.is_wide else [self._low]
+        return [self._low, self._high]
 
     def add_(self, value: torch.Tensor | None) -> None:
         """Adds a minibatch's tensor, of a dtype of at most 32 bits.

@@ -72,9 +72,10 @@ class XlaReplica(Replica):
         return tensor.float() if is_narrow else tensor
 
     def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.num_replicas == 1:
-            return tensor.detach().clone()
-        return self._xm.all_reduce(self._xm.REDUCE_MAX, tensor.detach())
+        value = tensor.detach().clone()
+        if self.num_replicas > 1:
+            self._xm.all_reduce(self._xm.REDUCE_MAX, [value])
+        return value
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().unsqueeze(0)
