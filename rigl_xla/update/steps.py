@@ -17,7 +17,7 @@ from rigl_xla.topology.methods import Method
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.topology_update import change_
 from xla_replica import Replica, traits
-from xla_replica.backends.grid import Rider
+from xla_replica.backends.riders import Rider, Total
 
 # So many steps beside delta may go without one of the optimizer, as those in which a
 # GradScaler looks for its scale.
@@ -227,8 +227,8 @@ class DenseSums(Rider):
 
     Args:
         steps: Those of the pruner, which have begun.
-        exact: The optimizer's ``repeatable``: it has a ``grid``, and ``names`` of
-            parameters in it.
+        exact: The optimizer's ``repeatable``: it has ``units``, and ``names`` of
+            parameters there.
         replica: Where it is lazy, steps that collect and others are one program.
     """
 
@@ -236,7 +236,7 @@ class DenseSums(Rider):
         self._steps, self._exact, self._is_lazy = steps, exact, replica.is_lazy
         parameters = [layer.weight.parameter for layer in steps.layers]
         self._names = [f"dense {exact.names[each]}" for each in parameters]
-        exact.grid.extend(self._names)
+        exact.units.extend(dict(zip(self._names, parameters)))
         self.clear()
         exact.riders.append(self)
         replica.sync()  # zeros on the device, not in the first graph
@@ -245,10 +245,10 @@ class DenseSums(Rider):
         """Ends the sums, as the handle of a hook does."""
         self._exact.riders.remove(self)
 
-    @property
-    def totals(self) -> list[Any]:
-        """The sums that replicas add up in this step."""
-        return self._totals if self._steps.collects else []
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the sums that replicas add up in this step."""
+        totals = self._totals if self._steps.collects else []
+        return [part for total in totals for part in total.parts]
 
     def end_minibatch(self) -> None:
         """Adds what a minibatch has left pending."""
@@ -258,8 +258,10 @@ class DenseSums(Rider):
     def commit(self, num_minibatches: Any) -> None:
         """Makes the sums pending: not means, as without exact sums."""
         del num_minibatches
-        divisors = self._exact.grid.divisors()
-        for layer, total in zip(self._steps.layers, self.totals):
+        if not self._steps.collects:
+            return
+        divisors = self._exact.units.divisors()
+        for layer, total in zip(self._steps.layers, self._totals):
             layer.pending = total.mean_into_(torch.empty_like(layer.data), divisors)
 
     def clear(self) -> None:
@@ -267,9 +269,9 @@ class DenseSums(Rider):
         layers = self._steps.layers
         for layer in layers:
             layer.take_pending()
-        needs_totals, grid = self._steps.collects or self._is_lazy, self._exact.grid
+        needs_totals, units = self._steps.collects or self._is_lazy, self._exact.units
         named = zip(self._names, layers if needs_totals else [])
-        self._totals = [grid.total(n, layer.data) for n, layer in named]
+        self._totals: list[Total] = [units.total(n, x.data) for n, x in named]
 
 
 def collects(method: Method, schedule: UpdateSchedule, step: int) -> bool:

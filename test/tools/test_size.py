@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_530
-TEST_LINES = 33_699
+CODE = 21_772
+TEST_LINES = 33_850
 
 
 def test_lines_are_counted():

@@ -2,7 +2,7 @@
 
 A minibatch's gradient has the same bits wherever it is computed, if it is computed from
 the same weights, buffers and random numbers, by the same programs. What it brings is
-added as integers; see `xla_replica.backends.grid`.
+added as integers; see `xla_replica.backends.row_units`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.update import RunAgain
 from xla_replica import Replica, ReplicaError
+from xla_replica.backends.exact_sum import ExactSum
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.grid import ExactSum, Grid
+from xla_replica.backends.row_units import MOST_MINIBATCHES, MOST_NARROW, RowUnits
 from xla_replica.common.arguments import check_type
 
 # What chooses a CPU's kernels, beside what torch tells.
@@ -30,7 +31,7 @@ _KERNELS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
 
 
 class ExactModel(RepeatableSums):
-    """The grid of a model's gradients and of its normalisation layers' statistics.
+    """Sums of a model's gradients, and what else its steps have, with the same bits.
 
     Args:
         model: The model that is trained.
@@ -63,7 +64,8 @@ class ExactModel(RepeatableSums):
                 "exact= on a GPU needs torch.use_deterministic_algorithms(True) first"
             )
         super().check([*self.names], None)
-        self.grid = Grid([*self.names.values()], replica)
+        self.units = RowUnits(replica)
+        self.units.extend({name: p for p, name in self.names.items()})
         super().watch({"": model})
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
@@ -79,20 +81,32 @@ class ExactModel(RepeatableSums):
                 )
         largest = int(schedule.trace.batch_sizes.max())
         num_minibatches = -(-largest // schedule.minibatch_size)
-        if num_minibatches > self.grid.max_terms:
+        if num_minibatches > MOST_MINIBATCHES:
             raise ValueError(
                 f"exact=: a batch of {largest} samples has {num_minibatches} "
-                f"minibatches, more than {self.grid.max_terms}: take larger minibatches"
+                f"minibatches, more than {MOST_MINIBATCHES}: take larger minibatches"
             )
+
+        if self.sums is None:  # so that all steps are one program
+            is_wide = num_minibatches > MOST_NARROW
+            self.units.stays_wide = self._replica.is_lazy and is_wide
 
     # --- as a part of the optimizer's updates ---------------------------------------
 
+    def begin_minibatch(self, step: Step | None) -> None:
+        if step is not None:
+            self.prepare(step)
+
+    def prepare(self, step: Step) -> None:
+        """Sets the units of a step's numbers."""
+        self.units.begin(step.num_minibatches)
+
     def look(self, step: Step) -> None:
-        """Raises RunAgain if sums do not fit their grid. Collective; reads one number.
+        """Raises RunAgain if numbers do not fit their units. Collective; reads one.
 
         Or ReplicaError if they did not fit the last time either.
         """
-        [must_repeat] = self._replica.fetch([self.grid.measure()])
+        [must_repeat] = self._replica.fetch([self.units.measure()])
         if must_repeat.item() and self._is_repeat:
             raise ReplicaError(
                 f"step {step.number} of epoch {step.epoch} gave different "
@@ -101,27 +115,27 @@ class ExactModel(RepeatableSums):
             )
         self._is_repeat = must_repeat.item()
         if self._is_repeat:
-            self.grid.follow()
+            self.units.follow()
             raise RunAgain
         super().look(step)
 
-    def state_dict(self) -> dict[str, int]:
-        return self.grid.state_dict()
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.units.state_dict()
 
-    def meet(self, state: dict[str, int] | None) -> None:
-        """Takes the grid of a state, or of other replicas; the step begins anew."""
-        self.grid.load_state_dict(state or {})
+    def meet(self, state: dict[str, torch.Tensor] | None) -> None:
+        """Takes the peaks of a state, or of other replicas; the step begins anew."""
+        self.units.load_state_dict(state or {})
         self._is_repeat = False
 
     def commit(self, step: Step) -> None:
         """Makes gradients means, uses what riders have summed, follows the maxima."""
         self.sums.commit()
         super().commit(step)
-        self.grid.follow()
+        self.units.follow()
 
     def clear(self) -> None:
         super().clear()
-        self.grid.drop_step()
+        self.units.drop_step()
 
     def gradients(self, run: Run) -> StepGradients:
         return ExactGradients(run)
@@ -139,10 +153,13 @@ class ExactGradients(StepGradients):
     def make_sum(self) -> GradientSum:
         exact = self._run.sums
         self._adds_up_widely = False
-        exact.sums = ExactSum(self._run.replica, self._is_unchanged, exact)
+        exact.sums = ExactSum(
+            self._run.replica, self._is_unchanged, exact.units, exact.names,
+            self._run.overlap,
+        )  # fmt: skip
         return exact.sums
 
     @torch.no_grad()
     def accept(self, num_accumulated: int) -> None:
         self.sums.end_minibatch()
-        self._run.sums.grid.end_minibatch()
+        self._run.sums.units.end_minibatch()

@@ -21,11 +21,12 @@ from variable_batch_size.data.account import Account
 from variable_batch_size.data.ledger import Ledger
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place, Schedule, Step
-from variable_batch_size.device_scalars import DeviceScalars
+from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.part import Part
 from variable_batch_size.step.sums import Sums
 from xla_replica import Replica
-from xla_replica.backends.grid import FloatGrid, Rider
+from xla_replica.backends.riders import FloatUnits, Rider
+from xla_replica.backends.small_sum import SmallSum
 from xla_replica.device.gradients import weak_hook
 from xla_replica.device.seeding import own_draws
 
@@ -37,17 +38,17 @@ class RepeatableSums(Sums, Part):
         replica: The replica that the caller runs in.
 
     Attributes:
-        grid: What sums are rounded to.
-        names: Each parameter's name in the grid.
+        units: What sums are rounded to.
+        names: Each parameter's name there.
         riders: What a step sums beside the gradients, and what else belongs to it.
     """
 
     keeps_buffers = True
-    grid: Any
+    units: Any
 
     def __init__(self, replica: Replica) -> None:
         self._replica, self._scalars = replica, DeviceScalars(replica)
-        self.grid = FloatGrid(replica)
+        self.units = FloatUnits(replica)
         self.names: Mapping[nn.Parameter, str] = defaultdict(str)
         self.riders: list[Rider] = []
         self._watched: set[nn.Module] = set()
@@ -82,7 +83,9 @@ class RepeatableSums(Sums, Part):
                     )
                 else:
                     layers[name] = module
-            self.riders.append(RunningStatistics(model, layers, self.grid))
+            self.riders.append(
+                RunningStatistics(model, layers, self._replica, self.is_exact)
+            )
             model.register_forward_pre_hook(weak_hook(self._before_pass))
             model.register_forward_hook(weak_hook(self._after_pass))
 
@@ -137,7 +140,7 @@ class RepeatableSums(Sums, Part):
             rider.end_minibatch()
 
     def tensors(self) -> list[torch.Tensor]:
-        return [p for rider in self.riders for each in rider.totals for p in each.parts]
+        return [each for rider in self.riders for each in rider.tensors()]
 
     def look(self, step: Step) -> None:
         # Not before the sums, which some members have begun by then, and not others.
@@ -153,8 +156,6 @@ class RepeatableSums(Sums, Part):
 
     def clear(self) -> None:
         for rider in self.riders:
-            for total in rider.totals:
-                total.zero_()
             rider.clear()
 
 
@@ -199,17 +200,21 @@ class RunningStatistics(Rider):
     Args:
         model: Whose layers these are.
         layers: BatchNorms and their kin, with statistics, by name.
-        grid: What moves are rounded to.
+        replica: The replica that the caller runs in.
+        is_exact: Whether the mean does not depend on the order of minibatches.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Mapping[str, nn.Module], grid: Any
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        replica: Replica,
+        is_exact: bool,
     ) -> None:
-        self._layers, self._grid = layers, grid
-        self._starts: list[torch.Tensor] = []  # none before a minibatch's first pass
-        names = [x for n, layer in layers.items() for x, _ in layer.named_buffers(n)]
-        grid.extend(names)
-        self.totals = [grid.total(*each) for each in zip(names, self._buffers())]
+        self._layers, self._starts = layers, list[torch.Tensor]()
+        size = sum(buffer.numel() for buffer in self._buffers())
+        dtype = dtype_for(each for each in self._buffers() if each.is_floating_point())
+        self._moves = SmallSum(size, dtype, replica, is_exact)
         # A checkpoint that is reentrant runs layers without gradients first, and models
         # may have parts that are called by themselves.
         for module in (model, *layers.values()):
@@ -224,24 +229,33 @@ class RunningStatistics(Rider):
         if _trains(module) and not self._starts:
             self._starts = [buffer.clone() for buffer in self._buffers()]
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._moves.total] if self._layers else []
+
     def end_minibatch(self) -> None:
         """Adds what a minibatch has moved, and puts back what was before it."""
-        starts: list[Any] = self._starts or [None] * len(self.totals)
-        for buffer, start, total in zip(self._buffers(), starts, self.totals):
-            total.add_(None if start is None else buffer - start)
-        self.clear()
+        buffers = self._buffers()
+        starts = self._starts or buffers  # of a minibatch without a pass
+        if buffers:
+            moves = [buffer - start for buffer, start in zip(buffers, starts)]
+            self._moves.add(torch.cat([each.flatten().float() for each in moves]))
+        self._put_back()
 
     def commit(self, num_minibatches: Any) -> None:
         """Moves the statistics by the mean of the moves, and counts one batch."""
-        divisors = self._grid.divisors(num_minibatches)
-        for buffer, total in zip(self._buffers(), self.totals):
+        buffers = self._buffers()
+        moves = self._moves.value() / num_minibatches
+        for buffer, move in zip(buffers, moves.split([b.numel() for b in buffers])):
             is_float = buffer.is_floating_point()
-            move = torch.empty_like(buffer, dtype=None if is_float else torch.float32)
-            total.mean_into_(move, divisors)
-            buffer.add_(move if is_float else move.sign().long())
+            move = move if is_float else move.sign().long()
+            buffer.add_(move.view(buffer.shape))
 
-    def clear(self) -> None:
-        """Takes back what a minibatch has moved."""
+    def _put_back(self) -> None:
         for buffer, start in zip(self._buffers(), self._starts):
             buffer.copy_(start)
         self._starts = []
+
+    def clear(self) -> None:
+        """Takes back what a minibatch has moved."""
+        self._moves.total.zero_()
+        self._put_back()

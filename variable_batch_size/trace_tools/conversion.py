@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

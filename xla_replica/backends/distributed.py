@@ -135,7 +135,7 @@ class DistributedReplica(Replica):
         if self.is_sharded(parameters):
             return ShardedSum(self, may_begin, self._shards)
         if overlap and self.num_replicas > 1:
-            return OverlappedSum(self, may_begin, self._begin_sum)
+            return OverlappedSum(self, may_begin, self.begin_sum)
         return super().gradient_sum(may_begin, overlap)
 
     def is_sharded(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -170,15 +170,21 @@ class DistributedReplica(Replica):
             self._beside = torch.distributed.new_group(backend="gloo")
         return self._beside
 
-    def _begin_sum(self, flat: torch.Tensor) -> Callable[[], None]:
-        with self._named("all_reduce_", [flat]):
-            work = torch.distributed.all_reduce(flat, async_op=True)
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
+        with self._named("all_reduce_", [tensor]):
+            work = torch.distributed.all_reduce(tensor, async_op=True)
 
         def wait() -> None:
-            with self._named("all_reduce_", [flat]):
+            with self._named("all_reduce_", [tensor]):
                 work.wait()
 
         return wait
+
+    def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = tensor.detach().clone()
+        with self._named("all_max", [value]):
+            torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX)
+        return value
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().contiguous()

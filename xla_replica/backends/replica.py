@@ -137,6 +137,13 @@ class Replica(abc.ABC):
         """Returns the largest number of all replicas, for every element."""
         return self.all_gather(tensor).amax(0)
 
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begins to sum a tensor over replicas, in place; returns what waits for it.
+
+        Where a sum cannot run beside other work, it runs when it is waited for.
+        """
+        return lambda: self.all_reduce_([tensor])
+
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces each tensor by its sum over all replicas, in place.
 

@@ -68,6 +68,12 @@ class XlaReplica(Replica):
         is_narrow = tensor.dtype == torch.bfloat16 and self._on_cpu
         return tensor.float() if is_narrow else tensor
 
+    def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = tensor.detach().clone()
+        if self.num_replicas > 1:
+            self._xm.all_reduce(self._xm.REDUCE_MAX, [value])
+        return value
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().unsqueeze(0)
         if self.num_replicas == 1:

@@ -329,23 +329,25 @@ class MemberReplica(Replica):
         parameters: Sequence[torch.Tensor] = (),
     ) -> GradientSum:
         if self.is_host and overlap:
-            return OverlappedSum(self, may_begin, self._begin_sum)
+            return OverlappedSum(self, may_begin, self.begin_sum)
         return super().gradient_sum(may_begin, overlap, parameters)
 
-    def _begin_sum(self, flat: torch.Tensor) -> Callable[[], None]:
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begins a sum over members, which a slice makes at once.
 
         A loss is raised by the function that waits for it, not out of backward().
         """
+        if not self.is_host:
+            return super().begin_sum(tensor)
         if self._is_alone and self._inner.num_replicas == 1:
             return lambda: None
         work, problem = None, "it was lost before"
         try:
             if self._inner.num_replicas > 1 and not self._is_broken:
-                self.all_reduce_([flat])
+                self.all_reduce_([tensor])
                 return lambda: None
             if not self._is_broken:
-                work = self._group.allreduce([flat])
+                work = self._group.allreduce([tensor])
                 self._begun.append(work)
         except RuntimeError as error:
             if isinstance(error, ReplicaError) and not isinstance(error, MemberLost):

@@ -22,7 +22,7 @@ MINIBATCH = 4
 TRACE = (1, 3, 8, 5, 2, 7, 4, 6)
 NUM_EPOCHS = 2
 # By step: what losses are multiplied by. A jump up and one down.
-SCALES = types.MappingProxyType({3: 1e3, 4: 1e3, 6: 1e-3, 9: 40.0})
+SCALES = types.MappingProxyType({3: 1e3, 4: 1e3, 6: 1e-3, 9: 400.0})
 NAN_MINIBATCH = len(TRACE) * NUM_EPOCHS - 1, 2
 
 
@@ -83,10 +83,10 @@ RUNS = {
 }
 
 
-def wrapped(model: nn.Module, parameters=None, trace=(8,), lr=0.1, **options: Any):
+def wrapped(model, parameters=None, trace=(8,), lr=0.1, size=32, **options: Any):
     """Returns an optimizer with exact sums, and minibatches that it counts."""
     sampler = vbs.CustomSampler(
-        dataset_size=32, trace=trace, minibatch_size=MINIBATCH, on_end="cycle"
+        dataset_size=size, trace=trace, minibatch_size=MINIBATCH, on_end="cycle"
     )
     inner = torch.optim.SGD(parameters or model.parameters(), lr)
     options = {"exact": model, **options}
@@ -161,10 +161,12 @@ class Training:
         scale = self.replica.scalar(self.run.scales.get(step, 1.0))
         own = math.nan if (step, number) == NAN_MINIBATCH else 0.1 * step
         extra = self.model.extra - self.model.extra.detach()  # a gradient, no value
-        self.backward(losses * scale + (extra * self.replica.scalar(own)).sum())
+        losses = losses * scale + (extra * self.replica.scalar(own)).sum()
         if step == self.run.zero_step and self.is_exact:
-            for parameter in self.model.parameters():
-                parameter.grad = None if parameter.dim() == 1 else parameter.grad
+            matrices = [each for each in self.model.parameters() if each.dim() > 1]
+            losses.mean().backward(inputs=matrices)
+        else:
+            self.backward(losses)
         made = self.optimizer.step(weight=weight)
         self.num_minibatches += 1
         is_dropped = not made and self.optimizer.place.substep == 0

@@ -1,6 +1,9 @@
 """Weights have the same bits on any number of replicas, wherever they are resumed."""
 
 import functools
+import hashlib
+import math
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -115,10 +118,102 @@ def test_loaders_may_read_ahead(alone):
     assert ALONE.run(with_workers) == [alone["small"].digest]
 
 
-def test_steps_of_too_many_minibatches_are_refused(monkeypatch):
-    monkeypatch.setattr("xla_replica.backends.grid.UP", 12)
-    with pytest.raises(ValueError, match="has 2 minibatches, more than 1:"):
-        exact.wrapped(nn.Linear(4, 4))
+def test_steps_of_too_many_minibatches_are_refused():
+    with pytest.raises(ValueError, match="has 16385 minibatches, more than 16384:"):
+        exact.wrapped(nn.Linear(4, 4), trace=(4 * 16385,), size=4 * 16385)
+
+
+def test_means_are_right_whatever_numbers_do():
+    """Rare rows, jumps, nothing for ten steps, a minibatch that is not finite."""
+    model = nn.Sequential(nn.Embedding(3000, 4), nn.Flatten(), nn.Linear(24, 3))
+    parameters = [*model.parameters()]
+    scales = [1.0, 1.0, 1.0, 2.0**40, 1.0, *10 * [0.0], 1e-3, math.nan, 1.0, 1.0]
+    optimizer, minibatches = exact.wrapped(
+        model, trace=(12,), lr=0.0, size=12 * len(scales)
+    )
+    means, minibatches_of_step, num_steps = [], [], 0
+    optimizer.register_step_pre_hook(
+        lambda *_: means.extend(p.grad for p in parameters)
+    )
+    for _ in minibatches:
+        tokens = (3000 * torch.rand(4, 6) ** 4).long()  # seeded by the minibatch
+        scale = scales[num_steps]
+        if math.isnan(scale) and len(minibatches_of_step) != 1:
+            scale = 1.0
+        (model(tokens).square().sum() * scale).backward()
+        minibatches_of_step.append([p.grad.double() for p in parameters])
+        num_steps += optimizer.step()
+        if means:
+            for mean, *terms in zip(means, *minibatches_of_step):
+                assert_mean(mean, torch.stack(terms))
+        if optimizer.place.substep == 0:
+            means, minibatches_of_step = [], []
+    assert num_steps == len(scales)
+
+
+def assert_mean(mean: torch.Tensor, terms: torch.Tensor) -> None:
+    """Asserts that a mean is that of `math.fsum`, by its tensor's largest number."""
+    finite = terms.nan_to_num(0.0)
+    expected = torch.tensor([math.fsum(x) for x in finite.flatten(1).T.tolist()])
+    expected = expected.view(mean.shape) / len(terms)
+    error = finite.abs().max().item() * 2**-16
+    is_bad = terms.isnan().any(0)
+    assert mean[is_bad].isnan().all()
+    good = ~(is_bad.any(1, keepdim=True).expand_as(mean) if mean.dim() > 1 else is_bad)
+    torch.testing.assert_close(mean[good], expected[good], atol=error, rtol=1e-6)
+
+
+def sums_of_a_step(rank: int) -> tuple[int, list[tuple[torch.dtype, int]], int]:
+    """Returns how many sums began in a backward pass, and what a step has summed."""
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
+    optimizer, minibatches = exact.wrapped(model)
+    all_reduce, sums = torch.distributed.all_reduce, []
+
+    def counted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        sums.append((tensor.dtype, tensor.nbytes))
+        return all_reduce(tensor, *arguments, **options)
+
+    with unittest.mock.patch.object(torch.distributed, "all_reduce", counted):
+        for rows in minibatches:
+            sums.clear()
+            model(torch.eye(128)[rows]).square().sum().backward()
+            num_early = len(sums)
+            optimizer.step()
+    return num_early, sums, sum(p.numel() for p in model.parameters())
+
+
+@of_torch_alone
+def test_sums_begin_in_the_backward_pass_and_take_four_bytes_a_number():
+    for num_early, sums, num_numbers in Backend("cpu", 2).run(sums_of_a_step):
+        assert num_early == 1
+        assert sums[0] == (torch.int32, 4 * num_numbers)
+        # And the largest numbers of rows, and ballots.
+        assert sum(size for _, size in sums[1:]) < num_numbers / 16
+
+
+@of_torch_alone
+@pytest.mark.parametrize("num_minibatches", [511, 2048])
+def test_large_steps_have_the_same_bits(num_minibatches):
+    runs = [Backend("cpu", n).run(large_step, num_minibatches) for n in (1, 3)]
+    assert len({digest for run in runs for digest in run}) == 1
+
+
+def large_step(rank: int, num_minibatches: int) -> str:
+    replica = xla_replica.current()
+    with replica.seeded(0):
+        model, inputs = nn.Linear(3, 2), torch.randn(num_minibatches, 3)
+    model.to(replica.device)
+    optimizer, minibatches = exact.wrapped(
+        model, trace=(4 * num_minibatches,), size=4 * num_minibatches
+    )
+    optimizer.set_epoch(0)
+    for rows in minibatches:
+        x = replica.send(inputs[rows[0] // 4])
+        xla_replica.backward(model(x).square().sum())
+        optimizer.step()
+    [weight] = replica.fetch([model.weight.detach()])
+    replica.barrier()
+    return hashlib.sha256(weight.numpy().tobytes()).hexdigest()
 
 
 def test_a_buffer_that_a_pass_changes_is_refused():
@@ -306,7 +401,10 @@ def test_steps_that_are_run_again_need_rows_that_wait():
 @pytest.mark.parametrize("kind", ["rigl", "window", "snfs"])
 def test_gradients_mean_what_they_do_without_exact_sums(kind):
     mine, plain = (Pruned(kind, each).finish().seen for each in (True, False))
-    torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+    for number, expected in zip(mine, plain, strict=True):
+        largest = expected.float().abs().max().item()
+        atol = 1e-6 + largest * 2**-20
+        torch.testing.assert_close(number, expected, rtol=1e-4, atol=atol)
 
 
 def test_a_resumed_pruner_has_the_same_bits():

@@ -1,0 +1,321 @@
+"""Integers that add up to the same bits on any number of replicas.
+
+A sum of floats depends on the order of its terms, and so on how many replicas make it;
+a sum of integers does not. So the tensors of every minibatch are rounded to multiples
+of a power of two, the unit of each of their rows, and int32 multiples are added.
+
+A row is an index of a tensor's first dimension; a vector has one. Its unit follows from
+the largest number that it had in a minibatch of earlier steps, its peak, which sinks by
+a bit in eight steps. A step of n minibatches has 31 bits less those of n. Numbers of
+the size of their row's peak have 22 of them or more, and one to five are for rows that
+grow. Beyond 255 minibatches the sums of a replica carry into a second int32. A step in
+which a row has grown more, or all rows of a tensor have fallen far, is run again with
+its own peaks (`RowUnits.measure` says so).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xla_replica.device.comparisons import comparable, where_finite
+
+if TYPE_CHECKING:
+    from xla_replica.backends.replica import Replica
+
+# Bits that a number of the size of its row's peak has at least.
+LEAST_BITS = 22
+# Rows are no finer than two bits under the peak of their tensor, so that those that are
+# rare, as of an embedding, can come back.
+FLOOR = 2.0**-2
+# By what a peak sinks in a step, and what is left of one that fell too far.
+SINK, FALLEN = 2.0**-0.125, 2.0**-6
+MOST_NARROW, MOST_MINIBATCHES = 2 ** (31 - LEAST_BITS - 1) - 1, 2**14
+# Below 2^-81 the unit would be no normal number; such numbers may become zero.
+_MOST_UP = 2.0 ** (LEAST_BITS - 1 + 81)
+_CARRY_BITS = 16
+# A CPU's caches hold so many numbers with their multiples.
+_CACHED = 2**16
+
+
+class RowUnits:
+    """The units of the rows of named tensors, and their largest numbers in this step.
+
+    Args:
+        replica: The replica whose tensors these are.
+
+    Attributes:
+        rows: Each tensor's rows among those of all, by its name.
+        is_wide: Whether sums of the step under way carry into a second int32.
+        up: ``(rows, 1)``: what tensors are multiplied by; not on a lazy device.
+        seen: ``(rows,)``: the largest number of a minibatch of the step.
+        is_bad: ``(rows,)``: whether one was not finite; known after `measure`.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica, self.is_lazy = replica, replica.is_lazy
+        self.rows: dict[str, slice] = {}
+        self.is_wide = self.stays_wide = False
+        self.found: dict[
+            str, torch.Tensor
+        ] = {}  # as `seen`, of this minibatch, if lazy
+        self._peak: torch.Tensor
+        self._base: torch.Tensor
+        self._bits = 0
+        self._scale: Any = 1.0
+        self._limit: Any = 0.0
+        self._saved: Mapping[str, torch.Tensor] = {}
+        self.extend({})
+
+    def extend(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Appends those tensors that are new, without a peak."""
+        saved = self.state_dict()
+        end = max((rows.stop for rows in self.rows.values()), default=0)
+        for name, tensor in tensors.items():
+            if name not in self.rows:
+                self.rows[name] = slice(end, end := end + num_rows(tensor))
+        sizes = [rows.stop - rows.start for rows in self.rows.values()]
+        owner = torch.arange(len(sizes), dtype=torch.int32)
+        owner = owner.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+        self._sizes, self._owner = sizes, self.replica.send(owner)
+        self.seen = torch.zeros(end).to(self.replica.device)
+        self.up = torch.zeros(end, 1).to(self.replica.device)
+        self.load_state_dict({**self._saved, **saved})
+
+    def begin(self, num_minibatches: int) -> None:
+        """Sets the units of a step of so many minibatches, of all replicas."""
+        self.is_wide = self.stays_wide or num_minibatches > MOST_NARROW
+        # Where a sum carries, as many as for seven minibatches.
+        bits = 28 if self.is_wide else 31 - num_minibatches.bit_length()
+        if bits != self._bits:
+            more, self._bits = bits - LEAST_BITS, bits
+            growth = min(more, (more + 1) // 2 + 1)
+            numbers = 2.0 ** (more - growth), 2.0 ** (LEAST_BITS + growth)
+            # A lazy device would compile a program for each number.
+            scalars: Any = map(self.replica.scalar, numbers)
+            self._scale, self._limit = scalars if self.is_lazy else numbers
+        if not self.is_lazy:
+            torch.mul(self._base, self._scale, out=self.up)
+
+    def up_of(self, rows: slice) -> torch.Tensor:
+        """Returns ``(r, 1)``: what some rows are multiplied by."""
+        return self._base[rows] * self._scale if self.is_lazy else self.up[rows]
+
+    def end_minibatch(self) -> None:
+        """Takes in, on a lazy device, the largest numbers of a minibatch."""
+        if self.found:
+            nothing = torch.zeros_like(self.seen)
+            new = [self.found.get(n, nothing[rows]) for n, rows in self.rows.items()]
+            self.seen, self.found = torch.maximum(self.seen, torch.cat(new)), {}
+
+    def measure(self) -> torch.Tensor:
+        """Looks at the largest numbers of all replicas. Collective.
+
+        Returns:
+            ``(1,)``: whether the step must be run again, with its own peaks, which
+            `follow` takes.
+        """
+        seen = self.seen if self.is_lazy else self.seen.nan_to_num(math.inf, math.inf)
+        seen = self.replica.all_max(seen)
+        self.is_bad = ~where_finite(seen)
+        seen = torch.where(self.is_bad, torch.zeros_like(seen), seen)
+        tops, peak = self._tops(seen), self._peak
+        counts = tops > comparable(0.0, tops)
+        has_grown = (seen * self._base.squeeze(1) >= self._limit).any()
+        again: torch.Tensor = (
+            has_grown | (counts & (tops < self._tops(peak) * FALLEN)).any()
+        )
+        new = torch.maximum(
+            seen, torch.where(again, torch.zeros_like(peak), peak * SINK)
+        )
+        floor = (self._tops(new) * FLOOR).index_select(0, self._owner)
+        counts = counts.index_select(0, self._owner) & ~self.is_bad
+        self._next_peak = torch.where(counts, torch.maximum(new, floor), peak)
+        return again.reshape(1)
+
+    def _tops(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the largest of the rows of each tensor."""
+        return torch.stack([each.amax(0) for each in numbers.split(self._sizes)])
+
+    def divisors(self, count: Any = 1) -> torch.Tensor:
+        """Returns ``(rows, 1)``: what makes sums means; call it after `measure`.
+
+        They are NaN where the row of a minibatch was not finite.
+
+        Args:
+            count: Of how many it is the mean, a number or ``(1,)``.
+        """
+        up = self.up_of(slice(None)) * count
+        return torch.where(self.is_bad.unsqueeze(1), torch.full_like(up, math.nan), up)
+
+    def total(self, name: str, like: torch.Tensor) -> RowTotal:
+        """Returns a sum of tensors of this name, of the shape of ``like``."""
+        shape = num_rows(like), like.numel() // num_rows(like)
+        # No view, since torch_xla sums views apart from what they show.
+        zeros = torch.zeros(shape, dtype=torch.int32, device=self.replica.device)
+        return RowTotal(self, name, zeros)
+
+    def follow(self) -> None:
+        """Takes the peaks that `measure` has found, and forgets the step."""
+        self._peak = self._next_peak
+        up = torch.full_like(self._peak, _MOST_UP)
+        for bits in (64, 64, 64, 32, 16, 8, 4, 2, 1):  # powers of two alone: exact
+            size = self._peak * up
+            is_least = size < comparable(2.0 ** (LEAST_BITS - 1 + bits), size)
+            up = torch.where(is_least, up, up * 2.0**-bits)
+        self._base = up.unsqueeze(1)
+        self.drop_step()
+
+    def drop_step(self) -> None:
+        """Forgets the largest numbers of the step."""
+        self.found = {}
+        if self.is_lazy:
+            self.seen = torch.zeros_like(self.seen)
+        else:
+            self.seen.zero_()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the peaks of every tensor's rows, by its name."""
+        if not self.rows:
+            return {}
+        [peak] = self.replica.fetch([self._peak])
+        return {name: peak[rows].clone() for name, rows in self.rows.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes what `state_dict` has returned; other tensors have no peaks.
+
+        Names that are not known yet may be appended later.
+        """
+        self._saved, peak = state, torch.zeros(len(self.seen))
+        for name, rows in self.rows.items():
+            if name in state:
+                peak[rows] = state[name]
+        self._next_peak = self.replica.send(peak)
+        self.follow()
+
+
+def num_rows(tensor: torch.Tensor) -> int:
+    """Returns how many rows a tensor has: of a vector, a scalar and of nothing, one."""
+    return tensor.shape[0] if tensor.dim() > 1 and tensor.numel() else 1
+
+
+class RowTotal:
+    """The sum of a tensor over the minibatches of a step, in units of its rows.
+
+    Args:
+        units: Its rows are among these.
+        name: The tensor's there.
+        low: ``(rows, numbers of each)``: memory for the sum, of int32.
+
+    Attributes:
+        is_stale: Whether what is added next replaces what is there.
+    """
+
+    def __init__(self, units: RowUnits, name: str, low: torch.Tensor) -> None:
+        self._units, self._name, self._rows = units, name, units.rows[name]
+        self._low, self.is_stale = low, False
+        self._high: torch.Tensor | None = None  # what it carries in a step that is wide
+
+    def use(self, memory: torch.Tensor) -> None:
+        """Makes ``(n,)`` int32 the memory of the sum."""
+        self._low = memory.view(self._low.shape)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """What replicas sum, in place."""
+        if not self._units.is_wide:
+            return [self._low]
+        if self._high is None:
+            self._high = torch.zeros_like(self._low)
+        return [self._low, self._high]
+
+    def add_(self, value: torch.Tensor | None) -> None:
+        """Adds a minibatch's tensor, of a dtype of at most 32 bits.
+
+        None counts as zeros, which a lazy device adds: a program with another sequence
+        of its tensors would be another program.
+        """
+        units = self._units
+        if not self._low.numel():
+            return
+        if value is None:
+            if not units.is_lazy:
+                return
+            value = torch.zeros_like(self._low, dtype=torch.float32)
+        value = (value.to_dense() if value.is_sparse else value).detach().float()
+        value = value.reshape(self._low.shape)
+        if units.is_lazy:
+            self._low.add_(torch.round(value * units.up_of(self._rows)).int())
+            infinite = value.new_full((), math.inf)  # not float64, as a number would be
+            sizes = torch.where(where_finite(value), value.abs(), infinite)
+            units.found[self._name] = sizes.amax(1)
+        else:
+            self._add_pieces_(value)
+        if units.is_wide:
+            low, high = self.parts
+            carry = low >> _CARRY_BITS
+            high.add_(carry)
+            low.sub_(carry << _CARRY_BITS)
+
+    def _add_pieces_(self, value: torch.Tensor) -> None:
+        units, is_host = self._units, self._units.replica.is_host
+        is_stale, self.is_stale = self.is_stale, False
+        if is_stale and units.is_wide:
+            self.parts[1].zero_()
+        by_row = units.up[self._rows], units.seen[self._rows]
+        for (part, total), (up, seen) in self._pieces((value, self._low), by_row):
+            if is_host:  # where the norm is slow
+                scaled = part.abs()
+                largest = scaled.amax(1)
+            else:
+                scaled, largest = None, torch.linalg.vector_norm(part, math.inf, 1)
+            torch.maximum(seen, largest, out=seen)
+            scaled = torch.mul(part, up, out=scaled).round_()
+            if is_stale:
+                total.copy_(scaled)
+            else:
+                total.add_(scaled.int())
+
+    def _pieces(
+        self, tensors: Sequence[torch.Tensor], by_row: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
+        """Yields parts that a CPU's caches hold, and what there is for their rows."""
+        if not self._units.replica.is_host or tensors[0].numel() <= _CACHED:
+            yield tensors, by_row
+            return
+        num_rows = max(1, _CACHED // tensors[0].shape[1])
+        for parts in zip(*(each.split(num_rows) for each in (*tensors, *by_row))):
+            of_tensors, of_rows = parts[: len(tensors)], parts[len(tensors) :]
+            for pieces in zip(*(each.split(_CACHED, 1) for each in of_tensors)):
+                yield pieces, of_rows
+
+    def mean_into_(self, result: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+        """Makes ``result`` the mean that the divisors are for, and returns it.
+
+        It may have the memory of the sum, which is then gone.
+        """
+        low, by_row = self._low, divisors[self._rows]
+        if self._units.is_wide:
+            low, high = self.parts
+            carry = (low + 2 ** (_CARRY_BITS - 1)) >> _CARRY_BITS
+            low, high = low - (carry << _CARRY_BITS), high + carry
+            # The same float, however replicas had carried; its last addition rounds.
+            low = high.float() * 2.0**_CARRY_BITS + low.float()
+        if self._units.is_lazy or not result.is_contiguous():
+            return result.copy_((low.float() / by_row).view(result.shape))
+        pairs = low, result.view(low.shape)
+        for (part, mean), [divisor] in self._pieces(pairs, [by_row]):
+            if result.dtype == torch.float32:
+                torch.div(part, divisor, out=mean)
+            else:
+                mean.copy_(part / divisor)
+        return result
+
+    def zero_(self) -> None:
+        """Makes the sum zero."""
+        for part in self.parts:
+            part.zero_()
+        self.is_stale = False
