@@ -56,7 +56,7 @@ def split(
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     state = map_tensors(state, without_content) | {"shards": folder.name}
-    return state, replica.write_shards(folder, sharded)()
+    return state, replica.write_shards(folder, sharded)
 
 
 def fill(

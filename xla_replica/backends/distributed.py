@@ -114,7 +114,6 @@ class DistributedReplica(Replica):
             reason,
         )
         self._shards = ShardedParameters(self.num_replicas)
-        self._beside: Any = None  # a process group
 
     def _all_reduce_(self, tensors: list[torch.Tensor]) -> None:
         # In groups of one dtype, the same on every replica.
@@ -164,11 +163,6 @@ class DistributedReplica(Replica):
             return super().on_gradient(parameter, hook)
         place.hooks.append(hook)
         return hook
-
-    def _group_beside(self) -> Any:
-        if self._beside is None:
-            self._beside = torch.distributed.new_group(backend="gloo")
-        return self._beside
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         with self._named("all_reduce_", [tensor]):

@@ -204,36 +204,21 @@ class Replica(abc.ABC):
         return list(numbers)
 
     def write_shards(
-        self,
-        folder: Path,
-        tensors: Mapping[str, torch.Tensor],
-        beside_training: bool = False,
-    ) -> Callable[[], dict[str, str]]:
-        """Prepares to write tensors in torch.distributed.checkpoint's format.
-
-        Collective, and so is the function that it returns.
+        self, folder: Path, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, str]:
+        """Writes tensors in torch.distributed.checkpoint's format. Collective.
 
         Args:
             folder: Where to. All hosts share it.
             tensors: By name.
-            beside_training: That function is called in a thread, while this one trains
-                on: it writes copies on the host, and its collectives cannot meet those
-                of the training.
 
         Returns:
-            A function that writes, and returns the SHA-256 of every file by name. It
-            raises OSError on every replica if one of them could not write.
-        """
-        if not beside_training:
-            return lambda: write_parts(folder, tensors)
-        with torch.no_grad():
-            copies = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}
-        group = self._group_beside()
-        return lambda: write_parts(folder, copies, group)
+            The SHA-256 of every file by name.
 
-    def _group_beside(self) -> Any:
-        """Returns what a thread beside the training needs for collectives, if any."""
-        return None
+        Raises:
+            OSError: On every replica if one of them could not write.
+        """
+        return write_parts(folder, tensors)
 
     def read_shards(
         self,

@@ -27,15 +27,12 @@ _OTHERS = {
 }  # fmt: skip
 
 
-def write_parts(
-    folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None
-) -> dict[str, str]:
-    """Writes this process's parts of tensors; every process of the group calls it.
+def write_parts(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Writes this process's parts of tensors; every process calls it.
 
     Args:
         folder: The folder.
         tensors: By name, the same on every process.
-        group: The process group that they write with; None for the default one.
 
     Returns:
         The SHA-256 of every file in the folder, by name.
@@ -46,17 +43,15 @@ def write_parts(
     from torch import distributed
 
     with _os_errors():
-        distributed.checkpoint.save(
-            dict(tensors), checkpoint_id=folder, process_group=group
-        )
+        distributed.checkpoint.save(dict(tensors), checkpoint_id=folder)
     rank, size = 0, 1
     if distributed.is_initialized():
-        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        rank, size = distributed.get_rank(), distributed.get_world_size()
 
     def gathered(value: Any) -> list[Any]:
         values = [value] * size
         if size > 1:
-            distributed.all_gather_object(values, value, group)
+            distributed.all_gather_object(values, value)
         return values
 
     # Of all files, each of which one process reads once more, while it is at hand.

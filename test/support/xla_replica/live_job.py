@@ -48,7 +48,7 @@ PHASES = {
 }
 # Further ones of members whose sums are of floats.
 FLOAT_PHASES = {
-    "begin": ("xla_replica.members.member_replica", "MemberReplica", "_begin_sum"),
+    "begin": ("xla_replica.members.member_replica", "MemberReplica", "begin_sum"),
     "wait": ("xla_replica.members.member_replica", "MemberReplica", "_wait"),
     "order": ("xla_replica.backends.overlapped_sum", "OverlappedSum", "_learn_order"),
 }
