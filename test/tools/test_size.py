@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 22_562
+CODE = 22_556
 TEST_LINES = 34_150
 
 
