@@ -14,7 +14,7 @@ from torch import Tensor
 from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.online_balancer import OnlineBalancer
 from grab_xla.epoch.orders import Orders, Weights, weights_in
-from xla_replica.backends.riders import Rider
+from xla_replica.device.row_units import Rider
 
 
 @dataclasses.dataclass(eq=False)

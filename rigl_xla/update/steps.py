@@ -17,7 +17,7 @@ from rigl_xla.topology.methods import Method
 from rigl_xla.topology.update_schedule import UpdateSchedule
 from rigl_xla.update.topology_update import change_
 from xla_replica import Replica, traits
-from xla_replica.backends.riders import Rider, Total
+from xla_replica.device.row_units import Rider, Total
 
 # So many steps beside delta may go without one of the optimizer, as those in which a
 # GradScaler looks for its scale.

@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_753
+CODE = 21_747
 TEST_LINES = 33_850
 
 

@@ -2,7 +2,7 @@
 
 A minibatch's gradient has the same bits wherever it is computed, if it is computed from
 the same weights, buffers and random numbers, by the same programs. What it brings is
-added as integers; see `xla_replica.backends.row_units`.
+added as integers; see `xla_replica.device.row_units`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from variable_batch_size.step.update import RunAgain
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.exact_sum import ExactSum
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.row_units import MOST_MINIBATCHES, MOST_NARROW, RowUnits
 from xla_replica.common.arguments import check_type
+from xla_replica.device.row_units import MOST_MINIBATCHES, MOST_NARROW, RowUnits
 
 # What chooses a CPU's kernels, beside what torch tells.
 _KERNELS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"

@@ -11,8 +11,8 @@ from torch import nn
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.overlapped_sum import bucketed
 from xla_replica.backends.replica import Replica
-from xla_replica.backends.row_units import RowTotal, RowUnits
 from xla_replica.device.gradients import AccumulationNote, weak_hook
+from xla_replica.device.row_units import RowTotal, RowUnits
 
 
 class Slot:

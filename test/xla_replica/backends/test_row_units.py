@@ -11,9 +11,9 @@ from support.xla_replica.replicas import GPUS, TORCHTPU, Backend, row
 
 import xla_replica
 from xla_replica import DeviceTraits, Replica
-from xla_replica.backends.row_units import RowTotal, RowUnits
 from xla_replica.backends.small_sum import SmallSum, digits_of, value_of
 from xla_replica.device import device_traits
+from xla_replica.device.row_units import RowTotal, RowUnits
 
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 LOCAL = xla_replica.LocalReplica("cpu")
