@@ -197,6 +197,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         )  # fmt: skip
         if generator is None:
             generator = torch.Generator().manual_seed(check_integer("seed", seed))
+        check_type("generator", generator, torch.Generator, "a torch.Generator")
         self._orders = Orders(
             ordering, sharding, random_first_epoch, generator, record_orders
         )

@@ -163,7 +163,7 @@ def misuses(rank: int) -> bool:
     with refused(r"call optimizer.set_epoch\(epoch\) before every epoch"):
         training.minibatch(*minibatch)
     training, plain = Training(run, (2,)), Training(run, None)
-    with refused("build it with a sharded parameter too"):
+    with refused("build it with a sharded one, too"):
         plain.optimizer.add_param_group({"params": [training.model.unused]})
     with refused("share a sampler"):
         wrapped(plain.model.parameters(), training.sampler)

@@ -243,6 +243,7 @@ class Account:
 def left_out(epoch: int) -> ValueError:
     """Returns the error of a loop that has left out a minibatch of an epoch."""
     return ValueError(
-        f"step() was not called for a minibatch of epoch {epoch}, and accumulates: "
-        "to skip one, loss = 0 * sum(p.sum() for p in model.parameters())"
+        f"step() was not called for a minibatch of epoch {epoch}: remove an "
+        "accumulation of your own, since step() accumulates; to skip one, "
+        "loss = 0 * sum(p.sum() for p in model.parameters())"
     )

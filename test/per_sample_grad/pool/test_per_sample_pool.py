@@ -90,14 +90,6 @@ def projection_of(model: nn.Module, size: int = 60, seed: int = 3) -> psg.Projec
     return psg.Projection(dict(model.named_parameters()), size, seed=seed)
 
 
-def test_an_unknown_option_is_told_with_those_that_are_known():
-    with pytest.raises(TypeError, match="option batchsize, fall_back; all") as error:
-        scores(fall_back="loop", batchsize=2)
-    told = str(error.value).partition("allowed are ")[2].split(", ")
-    assert {"batch_size", "folder", "tag", "fallback", "params", "check"} <= set(told)
-    assert not {"model", "loader", "options"} & set(told)
-
-
 def labelled(index: int, label: object) -> list:
     return [
         (x, label if i == index else i % Pool.classes) for i, x in enumerate(INPUTS)

@@ -201,7 +201,7 @@ def test_a_rule_that_does_not_allow_the_size_says_so():
     parameter, sampler, optimizer = one_weight(
         4, "adam-root", torch.optim.AdamW, size=900, ref_batchsize=4, noise=True
     )
-    with pytest.raises(ValueError, match=r"most: steps of 400 samples.*adam-half"):
+    with pytest.raises(ValueError, match=r"batch ratio 100.*adam-half"):
         vbs.BatchSizeController(optimizer, least=4, most=400)
     optimizer.attach(lambda update: optimizer.change_batch_size(400))
     next(iter(sampler))

@@ -186,7 +186,7 @@ def unfreezing(own_group: bool) -> tuple[list[float], list[float]]:
 def test_a_group_that_begins_to_train_later_needs_a_history_of_its_own():
     steps, expected = unfreezing(own_group=True)
     assert steps == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(ValueError, match="put parameters that begin to train"):
+    with pytest.raises(ValueError, match="begin to train later into a group"):
         unfreezing(own_group=False)
 
 
