@@ -166,7 +166,7 @@ def test_it_trains_once_to_the_end_of_the_trace_from_whole_checkpoints(
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text('{"epoch": 2.0')
     assert trainer.last_checkpoint().endswith("checkpoint-6")
     (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
-    with pytest.raises(ValueError, match="that the elastic trainer saved"):
+    with pytest.raises(ValueError, match="load an elastic checkpoint"):
         runs.trainer_of(tmp_path).train(tmp_path / "checkpoint-6")
 
 
