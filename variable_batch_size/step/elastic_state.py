@@ -62,8 +62,9 @@ class ElasticState:
                 state["settings"],
                 self._settings(),
                 "the optimizer's state is of another run",
-                "Build the optimizer as it was; or pass allow_changes=True, which "
-                "resumes with the saved hyperparameters of parameter groups",
+                "Build the optimizer, and freeze its parameters, as they were; or pass "
+                "allow_changes=True, which resumes with the saved hyperparameters of "
+                "parameter groups",
             )
         self._updates.attached.check_state(state.get("schedules", []))
         if run.noise and state.get("noise"):
