@@ -128,7 +128,7 @@ gpu:
 
 # One process, so that all tests share replicas that have started.
 tpu-like: tmux
-	$(MAKE) PYTEST_ARGS='-m tpu_like --session-timeout 900' test
+	$(MAKE) PYTEST_ARGS='-m tpu_like --session-timeout 1800' test
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test

@@ -223,7 +223,8 @@ class Checkpointer:
         return path
 
     def _save(self, is_best: bool = False, between_epochs: bool = False) -> Path | None:
-        since, replica, number = time.perf_counter(), self.replica, self.num_updates
+        replica: Any = self.replica
+        since, number = time.perf_counter(), self.num_updates
         replica.sync()
         random_numbers = replica.rng_state()
         # All modules at once: averaging resets the count of minibatches that weighs.

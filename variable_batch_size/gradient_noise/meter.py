@@ -251,7 +251,7 @@ class NoiseMeter(Part):
         Scale-invariant iterations: the sum of the overall gains (arXiv:2007.05105).
         """
         whole, fraction = self._replica.fetch(list(self._progress))
-        return whole.item() + fraction.item()
+        return float(whole.item() + fraction.item())
 
     def measure(self, batch_size: float | None = None) -> Measurements:
         """Returns everything at once, with a single read of the device.
