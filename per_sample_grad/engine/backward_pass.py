@@ -111,7 +111,7 @@ class BackwardPass:
     def run(self, table: Table | None) -> None:
         """Runs the pass; empties its calls, so that each can be freed when applied.
 
-        Without a table there are no samples: answers have the shape ``(0, ...)``.
+        Without a table the batch is empty, and answers have the shape ``(0, ...)``.
         """
         if table is None:
             if self.accumulate is not None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Bits that a number of the size of its row's peak has at least.
 LEAST_BITS = 22
-# Rows are no finer than two bits under the peak of their tensor, so that those that are
-# rare, as of an embedding, can come back.
+# The peak of a row counts as at least a quarter of its tensor's, so that a rare row,
+# such as one of an embedding, can come back.
 FLOOR = 2.0**-2
 # By what a peak sinks in a step, and what is left of one that fell too far.
 SINK, FALLEN = 2.0**-0.125, 2.0**-6
@@ -59,9 +59,8 @@ class RowUnits:
         self.replica, self.is_lazy = replica, replica.is_lazy
         self.rows: dict[str, slice] = {}
         self.is_wide = self.stays_wide = False
-        self.found: dict[
-            str, torch.Tensor
-        ] = {}  # as `seen`, of this minibatch, if lazy
+        # As `seen`, of this minibatch alone; on a lazy device.
+        self.found: dict[str, torch.Tensor] = {}
         self._peak: torch.Tensor
         self._base: torch.Tensor
         self._bits = 0
