@@ -342,18 +342,22 @@ class MemberReplica(Replica):
         return super().gradient_sum(may_begin, overlap, parameters)
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begins a sum over members, which a slice makes when it is waited for.
+        """Begins a sum over members, in the order of all others; a slice makes it.
 
         A loss is raised by the function that waits for it, not out of backward().
         """
-        if not self.is_host or self._inner.num_replicas > 1:
+        if not self.is_host:
             return super().begin_sum(tensor)
         begun: Any = None
-        if self._group is not None and not self._is_broken:
-            with contextlib.suppress(MemberLost), self._noticing("all_reduce_"):
-                begun = self._group.allreduce([tensor])
-                self._begun = [each for each in self._begun if not each.is_completed()]
-                self._begun.append(begun)
+        with contextlib.suppress(MemberLost):  # nothing works any more then
+            if self._inner.num_replicas > 1:
+                self.all_reduce_([tensor])
+                return lambda: None
+            if self._group is not None and not self._is_broken:
+                with self._noticing("all_reduce_"):
+                    begun = self._group.allreduce([tensor])
+                running = [each for each in self._begun if not each.is_completed()]
+                self._begun = [*running, begun]
         return lambda: self._wait("all_reduce_", lambda group: begun)
 
     def barrier(self) -> None:
