@@ -126,6 +126,21 @@ class _Place:
     num_failed: int = 0  # members, one after another without an update
     starts_at: float = 0.0  # another one, where none runs
 
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.update_file.unlink(missing_ok=True)
+        told = {**environment, "LIVE_UPDATE_FILE": str(self.update_file)}
+        self.process = subprocess.Popen(command, env=told)
+
+    def plan_another(self, status: int) -> None:
+        """Says when another member follows one that has died."""
+        num = self.num_failed
+        pause = min(2.0 ** (num - 1), _LONGEST_PAUSE_SECONDS) if num else 0.0
+        logger.warning(
+            f"member {self.process.pid} has died ({status}): another one"
+            + (f" in {pause:g} s" if pause else "")
+        )
+        self.process, self.starts_at = None, time.monotonic() + pause
+
 
 def keep_running(
     script: Sequence[str], num_members: int, variables: dict[str, str]
@@ -158,14 +173,12 @@ def _fill(
     places: list[_Place], command: Sequence[str], environment: Mapping[str, str]
 ) -> int:
     """Has a member in every place until the run is over; see `keep_running`."""
-    left, has_updated = 0, False
-    statuses: list[int] = []  # of all that have died
+    left = 0
+    statuses: list[int | None] = []  # of who has died, None after an update
     while places:
         for place in places:
             if place.process is None and time.monotonic() >= place.starts_at:
-                place.update_file.unlink(missing_ok=True)
-                told = {**environment, "LIVE_UPDATE_FILE": str(place.update_file)}
-                place.process = subprocess.Popen(command, env=told)
+                place.start(command, environment)
         time.sleep(_LOOK_SECONDS)
         for place in [*places]:
             status = place.process.poll() if place.process else None
@@ -178,28 +191,27 @@ def _fill(
                 left = abs(status) % 128 + 128
                 places.remove(place)
             elif status is not None:
-                statuses.append(status)
-                _note_death(place, status)
-                has_updated |= place.num_failed == 0
-                # Every member, and one of them again.
-                is_start = not has_updated and len({*statuses}) == 1
-                is_start &= len(statuses) > max(len(places), _MOST)
-                fails = is_start or all(each.num_failed > _MOST for each in places)
-                if fails and not any(each.process for each in places):
-                    logger.error("the last member and those before it have failed")
+                has_updated = place.update_file.exists()
+                place.num_failed = 0 if has_updated else place.num_failed + 1
+                statuses.append(None if has_updated else status)
+                others = [each for each in places if each.process and each is not place]
+                if not others and _are_hopeless(places, statuses):
+                    pid = place.process.pid
+                    logger.error(f"member {pid} and those before it have failed")
                     return status
+                place.plan_another(status)
     return left
 
 
-def _note_death(place: _Place, status: int) -> None:
-    """Notes that a place's member has died, and when another one is to start."""
-    place.num_failed = 0 if place.update_file.exists() else place.num_failed + 1
-    pause = place.num_failed and min(2.0**place.num_failed / 2, _LONGEST_PAUSE_SECONDS)
-    logger.warning(
-        f"member {place.process.pid} has died ({status}): another one"
-        + (f" in {pause:g} s" if pause else "")
-    )
-    place.process, place.starts_at = None, time.monotonic() + pause
+def _are_hopeless(places: Sequence[_Place], statuses: Sequence[int | None]) -> bool:
+    """Returns whether members, none of which is left, would die again.
+
+    In every place some have failed one after another; or all have failed alike, before
+    anybody made an update, and one of them again.
+    """
+    are_alike = len({*statuses}) == 1 and None not in statuses
+    is_soon = are_alike and len(statuses) > max(len(places), _MOST)
+    return is_soon or all(place.num_failed > _MOST for place in places)
 
 
 def _end(members: Sequence[subprocess.Popen[bytes]]) -> None:
