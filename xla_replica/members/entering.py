@@ -17,6 +17,7 @@ VARIABLES = {
     "LIVE_HEARTBEAT_SECONDS": ("heartbeat_seconds", float),
     "LIVE_PATIENCE_SECONDS": ("patience", float),
     "LIVE_TIMEOUT_SECONDS": ("timeout", float),
+    "LIVE_INTERFACE": ("interface", str),
 }
 
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.replica import Replica, listed
+from xla_replica.common.trees import map_tensors
 from xla_replica.errors import MemberLost, ReplicaError, Stopped
 from xla_replica.loader_workers import watch_parents
 from xla_replica.members.generation import Generation
 from xla_replica.members.host_group import Slice, as_bytes, connect, send_state
 from xla_replica.members.membership import Membership, in_thread
+from xla_replica.members.state_pieces import Pieces, deliver, deliveries
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class MemberReplica(Replica):
         self._group: Any = None  # gloo's; None while it is alone, or does not lead
         self._is_broken = False
         self._begun: list[Any] = []  # sums that nobody has waited for
+        self._pieces: Pieces | None = None  # of a state that is not whole yet
         self._hanging: list[tuple[Any, Any]] = []  # groups, each with what hangs in it
         # A worker of a loader that freed a group would take its sockets away from here.
         os.register_at_fork(after_in_child=gc.freeze)
@@ -201,15 +205,15 @@ class MemberReplica(Replica):
 
     def _join(self) -> None:
         if not self._is_alone:
-            self._group = self._connect(range(len(self.met.members)))
+            self._group = self._connect()
             ready = torch.zeros(1)
             self._wait("joining", methodcaller("allreduce", [ready]))
 
-    def _connect(self, members: Sequence[int]) -> Any:
-        """Returns a group of some members of this generation, once for each choice."""
+    def _connect(self) -> Any:
+        """Returns a group of the members of this generation."""
         host, port = self.met.offers[0].store.rsplit(":", 1)
-        place = members.index(self.member), len(members)
-        keys = f"{self.met.number}-{self.met.lineage}-{list(members)}"
+        place = self.member, len(self.met.members)
+        keys = f"{self.met.number}-{self.met.lineage}"
 
         def make() -> Any:
             # Its owner may have died since; who lives answers at once.
@@ -219,23 +223,23 @@ class MemberReplica(Replica):
             return connect(store, *place, self._membership.host, self._timeout)
 
         try:
-            return self._made(make)
+            return self._made(make, 2 * self._timeout)
         except MemberLost:
             raise
         except RuntimeError as error:
             raise self._loss("joining a group", error) from error
 
-    def _made(self, make: Callable[[], Any]) -> Any:
+    def _made(self, make: Callable[[], Any], seconds: float = float("inf")) -> Any:
         """Returns what a function makes, in a thread that is left alone after a loss.
 
         gloo can wait for ever, whatever its timeout, for one that dies meanwhile.
         """
-        give_up = time.monotonic() + 2 * self._timeout
+        give_up = time.monotonic() + seconds
 
         def look() -> None:
             is_lost = self._membership.has_lost or self._membership.was_silent
             if is_lost or time.monotonic() > give_up:
-                raise self._loss("joining a group", "it is not heard of any more")
+                raise self._loss("meeting", "it is not heard of any more")
 
         return in_thread(make, look)
 
@@ -278,7 +282,7 @@ class MemberReplica(Replica):
                     hanging = ctypes.py_object(group or self._group)
                     ctypes.pythonapi.Py_IncRef(hanging)
                     self._hanging.append((hanging, [work, *self._begun]))
-                    raise self._loss(verb, "it is not heard of any more")
+                    raise self._loss("meeting", "it is not heard of any more")
             self._membership.note_together()
         except RuntimeError as error:
             self._drop_group()
@@ -411,31 +415,49 @@ class MemberReplica(Replica):
                 tensor.copy_(value)
 
     def share(
-        self, state: Any, source: int, receivers: Sequence[int] | None = None
-    ) -> Any:
-        """Returns a state of member ``source``'s first replica, its own unchanged.
+        self, common: Any, state: Any, source: int, receivers: Sequence[int]
+    ) -> tuple[Any, Any]:
+        """Returns what is common to all, and a state, as member ``source`` has them.
 
-        On all replicas of the ``receivers``, by default of all members; on the others
-        what they have brought. Once in a generation for each choice of members.
+        The state on the replicas of the receivers alone. It comes in pieces: others
+        bring their own, and send what is as the source has it, about as much each, and
+        wait for nothing else. A receiver that loses a sender keeps what has come until
+        it calls this again.
         """
-        members = range(len(self.met.members))
-        receivers = members if receivers is None else receivers
-        ranks = sorted({source, *receivers})
+
+        def broadcast(tensor: torch.Tensor) -> None:
+            self._wait("share", methodcaller("broadcast", tensor, source))
 
         def exchange() -> None:
-            nonlocal state
-            if len(ranks) == 1 or self.member not in ranks:
+            nonlocal common, state
+            if self._is_alone:
                 return
-            group = self._group if len(ranks) == len(members) else self._connect(ranks)
-            root = ranks.index(source)
-
-            def broadcast(piece: torch.Tensor) -> None:
-                self._wait("share", methodcaller("broadcast", piece, root), group)
-
-            state = send_state(state, self.member == source, broadcast)
+            receives = self.member in receivers and self.member != source
+            sent = common, map_tensors(state, lambda tensor: tensor.to("meta"))
+            common, form = send_state(sent, self.member == source, broadcast)
+            if receives:
+                state = map_tensors(form, lambda t: torch.empty(t.shape, dtype=t.dtype))
+            if receivers:
+                kept, self._pieces = self._pieces, Pieces(state, form, not receives)
+                if receives and kept:
+                    self._pieces.keep(kept)
+                self._bring(self._pieces, source, receivers)
+                self._pieces = None
 
         self._lead(exchange)
-        return self._slice.share(state) if self.member in receivers else state
+        if self.member in receivers:
+            state = self._slice.share(state)
+        return self._slice.share(common), state
+
+    def _bring(self, pieces: Pieces, source: int, receivers: Sequence[int]) -> None:
+        """Sends and receives pieces; raises MemberLost if some have not come."""
+        sums = torch.zeros(len(self.met.members), len(pieces.sizes)).long()
+        sums[self.member] = pieces.sums
+        self._wait("share", methodcaller("allreduce", [sums]))
+        found = deliveries(sums, source, receivers, pieces.sizes)
+        self._made(partial(deliver, self._group, self.member, pieces, found))
+        if self.member in receivers and not pieces.sums.equal(sums[source]):
+            raise self._loss("share", "a part of a state has not come")
 
 
 def _ends_soon(work: Any) -> bool:

@@ -39,6 +39,7 @@ _END_SECONDS = 5.0  # more than a heartbeat and a look at the page may take
 _HANGS = "hangs"  # a key in a member's store: the others wait for it in vain
 _STORE_PATIENCE = timedelta(seconds=5)
 _SEEN = re.compile(r"(member-[0-9a-f]{32}): seen ([0-9.e+-]+)s ago")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 class Membership:
@@ -52,6 +53,8 @@ class Membership:
             the lighthouse's own option, which must be the same.
         patience: Seconds to wait for the others where members meet.
         num_replicas: How many this member has.
+        interface: The network interface by which others reach this member, such as
+            ``eth1``; by default the one that leads to the lighthouse.
 
     Attributes:
         id: This process's name among the members.
@@ -70,6 +73,7 @@ class Membership:
         heartbeat_seconds: float = 1.0,
         patience: float = 300.0,
         num_replicas: int = 1,
+        interface: str = "",
     ) -> None:
         self._address = _checked_address(lighthouse)
         self._token, self._min_members = token, min_members
@@ -92,7 +96,7 @@ class Membership:
         self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
         self._lost: frozenset[str] = frozenset()
         self._client = self._connected()
-        host = _own_host(self._address)
+        host = _own_host(self._address, interface)
         self._store = torch.distributed.TCPStore(
             host, 0, is_master=True, wait_for_workers=False
         )
@@ -429,13 +433,22 @@ def _checked_address(address: str) -> str:
     return f"http://{parts.netloc}"
 
 
-def _own_host(lighthouse: str) -> str:
-    """Returns the address of this host as the lighthouse's host sees it."""
+def _own_host(lighthouse: str, interface: str) -> str:
+    """Returns this host's address, on an interface or as the lighthouse sees it."""
     parts = urlsplit(lighthouse)
+    problem = f"the lighthouse at {lighthouse} cannot be reached"
+    if interface:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        problem = f"LIVE_INTERFACE={interface!r} has no IPv4 address here, of {names}"
     try:
-        with socket.create_connection((parts.hostname, parts.port), 10) as connection:
-            return connection.getsockname()[0]
+        if not interface:
+            place = parts.hostname, parts.port
+            with socket.create_connection(place, 10) as connection:
+                return connection.getsockname()[0]
+        import fcntl  # not on Windows
+
+        request = interface.encode().ljust(256, b"\0")  # struct ifreq
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            return socket.inet_ntoa(fcntl.ioctl(asked, _GET_ADDRESS, request)[20:24])
     except OSError as error:
-        raise ReplicaError(
-            f"the lighthouse at {lighthouse} cannot be reached: {error}"
-        ) from error
+        raise ReplicaError(f"{problem}: {error}") from error
