@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_636
-TEST_LINES = 33_876
+CODE = 21_722
+TEST_LINES = 34_131
 
 
 def test_lines_are_counted():

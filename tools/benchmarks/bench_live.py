@@ -5,7 +5,9 @@ wrapper that `launch` starts, as live members, with sums of floats and with exac
 and by torchft's replicas with its DDP. All twelve run at once, but the pairs take turns
 of six updates, whose time is compared. Models are a GPT of 5 million parameters on
 4 x 128 tokens, a CNN on 128 images, an MLP of eight layers of 1024 on 128 rows. Where
-the state has 10 or 100 MB, one member of three is killed too, and another joins.
+the state has 10 or 100 MB, one member of three is killed too, and another joins; and
+the time for which a member waits for its part of a state is compared with a plain send
+of as many bytes over the same sockets.
 
     python tools/benchmarks/bench_live.py --output live.json
 """
@@ -14,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,6 +46,8 @@ HEARTBEAT_SECONDS = 1.0
 DEATH = "from a death to the next update"
 JOINER = "of a joiner, from load() to its first update"
 LOADING = "of a joiner, from load() to its first minibatch"
+WAITING = "of the others, longer than an update, where one joins"
+PART = "a part of a state over a plain send of as many bytes"
 
 
 def wide(width: int) -> nn.Module:
@@ -62,8 +68,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
 STATES = "10MB", "100MB"
 # Seconds; a death is detected by a heartbeat that fails to come.
 GOALS = {
-    STATES[0]: {DEATH: HEARTBEAT_SECONDS + 0.25, JOINER: None, LOADING: None},
-    STATES[1]: {DEATH: None, JOINER: None, LOADING: 1.0},
+    STATES[0]: {
+        DEATH: HEARTBEAT_SECONDS + 0.25,
+        JOINER: None,
+        LOADING: None,
+        WAITING: None,
+    },
+    STATES[1]: {DEATH: None, JOINER: None, LOADING: 1.0, WAITING: None},
 }
 # The pair that is measured, the one that it is compared with, and the goal.
 RATIOS = (
@@ -309,15 +320,64 @@ def changes(name: str) -> dict[str, float]:
             while len(ticks("D")) < 4:
                 time.sleep(0.1)
             asked, loaded, first = ticks("D")[:3]
+            gaps = [
+                (end, end - begin)
+                for member in "BC"
+                for begin, end in itertools.pairwise(ticks(member)[2:])
+            ]
+            usual = statistics.median(gap for end, gap in gaps if end < killed_at)
+            longest = max(gap for end, gap in gaps if end > asked)
             return {
                 DEATH: after_death - killed_at,
                 JOINER: first - asked,
                 LOADING: loaded - asked,
+                WAITING: longest - usual,
             }
         finally:
             for member in members:
                 member.kill()
                 member.communicate()
+
+
+def send_parts(num_rounds: int) -> list[Times]:
+    """Sends parts of 100 MB to the youngest member, as a state and as plain bytes.
+
+    Returns the seconds of both in every round, of this member.
+    """
+    torch.set_num_threads(1)
+    replica: Any = xla_replica.current()
+    number = len(replica.change(()).members)
+    state = {"tensors": [torch.ones(2048, 2048) for _ in range(6)]}
+    plain, last = torch.ones(25 * 2**20 // (number - 1)), number - 1
+    found = []
+    for _ in range(num_rounds):
+        replica.barrier()
+        began = time.perf_counter()
+        own = state if replica.member < last else None
+        replica.share(None, own, 0, [last])
+        shared = time.perf_counter() - began
+        replica.barrier()
+        began, group = time.perf_counter(), replica._group
+        if replica.member < last:
+            group.send([plain], last, 0).wait()
+        else:
+            into = [torch.empty_like(plain) for _ in range(last)]
+            for work in [group.recv([t], n, 0) for n, t in enumerate(into)]:
+                work.wait()
+        found.append([shared, time.perf_counter() - began])
+    replica.barrier()
+    return found if replica.member < last else []
+
+
+def part_ratios(num_senders: int, num_rounds: int) -> Times:
+    """Returns how long senders wait in `share`, over sending plain bytes."""
+    with xla_replica.lighthouse() as address:
+        told = {"LIVE_LIGHTHOUSE": address, "LIVE_MIN_MEMBERS": str(num_senders + 1)}
+        code = f"print(bench_live.send_parts({num_rounds}))"
+        processes = [start(code, **told) for _ in range(num_senders + 1)]
+        said = [one.communicate()[0].splitlines()[-1] for one in processes]
+    pairs = [json.loads(text) for text in said]
+    return [own / plain for of_one in pairs for own, plain in of_one[1:]]
 
 
 def main() -> None:
@@ -345,6 +405,10 @@ def main() -> None:
         for what, goal in GOALS[name].items():
             seconds = [end[what] for end in ends]
             rows.append(row(f"{what}: {name}", seconds, "s", at_most=goal))
+    if STATES[1] in options.models:
+        for number in tqdm([1, 2, 3], desc="parts", disable=None):
+            ratios = part_ratios(number, 4 * options.rounds + 1)
+            rows.append(row(f"{PART}: {number} senders", ratios, at_most=1.3))
     others = {"torchft": importlib.metadata.version("torchft")}
     save(options.output, {"others": others, "rows": rows})
 

@@ -315,23 +315,29 @@ class LiveUpdates(Updates):
             for member, mark in enumerate(marks)
             if mark != furthest or not furthest
         ]
-        if behind:
-            state = self._packed() if is_source else None
-            state = replica.share(state, source, behind)
-            if replica.member in behind and not is_source:
-                try:
-                    self._unpack(state)
-                except Exception as error:
-                    replica.leave((), f"is refused: {error}")
-                    raise
-        self._begin_anew(source)
+        self._give(source, behind)
 
-    def _begin_anew(self, source: int) -> None:
-        """Begins the step under way on all members, as one of them would sum it."""
-        run, sums, account = self.run, self.gradients.sums, self.account
-        replica, own = run.replica, (run.sums.state_dict(), sums.order())
+    def _give(self, source: int, receivers: list[int]) -> None:
+        """Gives members the state of one; begins the step under way on all."""
+        run, replica = self.run, self.run.replica
         is_source = replica.member == source and replica.leads
-        state, order = replica.share(own if is_source else None, source)
+        receives = replica.member in receivers and not is_source
+        brings = receivers and replica.leads and not receives
+        common = run.sums.state_dict(), self.gradients.sums.order()
+        brought = self._packed() if brings else None
+        common, state = replica.share(common, brought, source, receivers)
+        if receives:
+            try:
+                self._unpack(state)
+            except Exception as error:
+                replica.leave((), f"is refused: {error}")
+                raise
+        self._begin_anew(*common)
+
+    def _begin_anew(self, state: Any, order: list[int] | None) -> None:
+        """Begins the step under way, as the member that has brought these sums it."""
+        run, sums, account = self.run, self.gradients.sums, self.account
+        replica = run.replica
         sums.follow(order)
         account.ledger.move(replica.rank, replica.num_replicas, account.cursor)
         self.clear()
@@ -371,11 +377,7 @@ class LiveUpdates(Updates):
         self._has_differed = True
         logger.error(f"{problem}, which they receive now: look at what differs there")
         source = replica.member_of(hashes.index(most))
-        is_source = replica.member == source and replica.leads
-        state = replica.share(self._packed() if is_source else None, source)
-        if replica.member in others:
-            self._unpack(state)
-        self._begin_anew(source)
+        self._give(source, others)
 
     # --- a member's state -----------------------------------------------------------
 

@@ -11,7 +11,6 @@ import torch
 
 from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.replica import Replica
-from xla_replica.common.trees import map_tensors, tensors_in
 from xla_replica.members.membership import store_at
 
 
@@ -42,28 +41,18 @@ def send_state(
         is_source: Whether it is this one's.
         broadcast: Replaces a tensor's content by the source's.
     """
-
-    def send(tensor: torch.Tensor) -> None:
-        content = as_bytes(tensor.contiguous())
-        for piece in content.split(BUCKET_BYTES) if len(content) else ():
-            broadcast(piece)  # each with its own timeout
-
     buffer = io.BytesIO()
-    if is_source:  # all but the numbers
-        torch.save(map_tensors(state, lambda tensor: tensor.to("meta")), buffer)
-    size = torch.tensor([buffer.tell()])
-    send(size)
-    outline = torch.empty(int(size), dtype=torch.uint8)
     if is_source:
-        outline = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-    send(outline)
-    if not is_source:
-        received = io.BytesIO(memoryview(outline.numpy()))
-        state = torch.load(received, weights_only=True)
-        state = map_tensors(state, lambda t: torch.empty(t.shape, dtype=t.dtype))
-    for tensor in tensors_in(state):
-        send(tensor)
-    return state
+        torch.save(state, buffer)
+    size = torch.tensor([buffer.tell()])
+    broadcast(size)
+    content = torch.empty(int(size), dtype=torch.uint8)
+    if is_source:
+        content = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    for piece in content.split(BUCKET_BYTES):  # each with its own timeout
+        broadcast(piece)
+    received = io.BytesIO(memoryview(content.numpy()))
+    return state if is_source else torch.load(received, weights_only=True)
 
 
 class Slice:

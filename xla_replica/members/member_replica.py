@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.replica import Replica, listed
+from xla_replica.common.trees import map_tensors
 from xla_replica.errors import MemberLost, ReplicaError, Stopped
 from xla_replica.loader_workers import watch_parents
 from xla_replica.members.generation import Generation
 from xla_replica.members.host_group import Slice, as_bytes, connect, send_state
 from xla_replica.members.membership import Membership, in_thread, store_at
 from xla_replica.members.options import DEFAULTS, LiveOptions
+from xla_replica.members.state_pieces import Pieces, deliver, deliveries
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,8 @@ class MemberReplica(Replica):
         # What concerns the device alone is as the backend has it.
         for verb in ("sync", "wait", "fetch", "send", "rng_state", "set_rng_state"):
             setattr(self, verb, getattr(inner, verb))
-        *_, self._patience, self._timeout = options
+        self._patience = options.patience_seconds
+        self._timeout = options.timeout_seconds
         address = membership.store_address if membership else ""
         self._slice = Slice(inner, address, 2 * self._timeout + 4 * self._patience)
         self.leads = self._slice.leads
@@ -85,6 +89,7 @@ class MemberReplica(Replica):
         self._group: Any = None  # gloo's; None while it is alone, or does not lead
         self._is_broken, self._problem = False, ""
         self._begun: list[Any] = []  # sums that nobody has waited for
+        self._pieces: Pieces | None = None  # of a state that is not whole yet
         self._hanging: list[tuple[Any, Any]] = []  # groups, each with what hangs in it
         # A worker of a loader that freed a group would take its sockets away from here.
         os.register_at_fork(after_in_child=gc.freeze)
@@ -194,35 +199,35 @@ class MemberReplica(Replica):
 
     def _join(self) -> None:
         if not self._is_alone:
-            self._group = self._connect(range(len(self.met.members)))
+            self._group = self._connect()
             ready = torch.zeros(1)
             self._wait("joining", methodcaller("allreduce", [ready]))
 
-    def _connect(self, members: Sequence[int]) -> Any:
-        """Returns a group of some members of this generation, once for each choice."""
-        keys = f"{self.met.number}-{self.met.lineage}-{list(members)}"
+    def _connect(self) -> Any:
+        """Returns a group of the members of this generation."""
+        keys = f"{self.met.number}-{self.met.lineage}"
 
         def make() -> Any:
             # Its owner may have died since; who lives answers at once.
             patience = min(self._timeout, _CONNECT_SECONDS)
             store = store_at(self.met.offers[0].store, patience)
             store = torch.distributed.PrefixStore(keys, store)
-            place = members.index(self.member), len(members)
+            place = self.member, len(self.met.members)
             return connect(store, *place, self._membership.host, self._timeout)
 
         with self._noticing("joining a group"):
-            return self._made(make)
+            return self._made(make, 2 * self._timeout)
 
-    def _made(self, make: Callable[[], Any]) -> Any:
+    def _made(self, make: Callable[[], Any], seconds: float = float("inf")) -> Any:
         """Returns what a function makes, in a thread that is left alone after a loss.
 
         gloo can wait for ever, whatever its timeout, for one that dies meanwhile.
         """
-        give_up = time.monotonic() + 2 * self._timeout
+        give_up = time.monotonic() + seconds
 
         def look() -> None:
             if self._is_cut_off or time.monotonic() > give_up:
-                raise self._loss("joining a group", _NOT_HEARD)
+                raise self._loss("meeting", _NOT_HEARD)
 
         return in_thread(make, look)
 
@@ -267,20 +272,20 @@ class MemberReplica(Replica):
         """Whether another member is not heard of, or this one was not."""
         return self._membership.has_lost or self._membership.was_silent
 
-    def _wait(self, verb: str, begin: Callable[[Any], Any], group: Any = None) -> None:
-        """Waits for a collective, of all members or a group, as long as all live."""
+    def _wait(self, verb: str, begin: Callable[[Any], Any]) -> None:
+        """Waits for a collective of the members' group, as long as all live."""
         if self._is_alone:
             return
         if self._is_broken or self._membership.was_silent:
             raise self._loss(verb, "or was silent, and has not met the others since")
         with self._noticing(verb):
-            work = begin(group or self._group)
+            work = begin(self._group)
             # Not by a callback, which would abort where Python exits before it is run.
             while not _ends_soon(work):
                 if self._is_cut_off:
                     # What hangs cannot be ended, and to free its group would wait for
                     # it, or abort where Python exits.
-                    hanging = ctypes.py_object(group or self._group)
+                    hanging = ctypes.py_object(self._group)
                     ctypes.pythonapi.Py_IncRef(hanging)
                     self._hanging.append((hanging, [work, *self._begun]))
                     raise self._loss(verb, _NOT_HEARD)
@@ -381,31 +386,49 @@ class MemberReplica(Replica):
             tensor.copy_(self._rows("broadcast_", tensor)[source])
 
     def share(
-        self, state: Any, source: int, receivers: Sequence[int] | None = None
-    ) -> Any:
-        """Returns a state of member ``source``'s first replica, its own unchanged.
+        self, common: Any, state: Any, source: int, receivers: Sequence[int]
+    ) -> tuple[Any, Any]:
+        """Returns what is common to all, and a state, as member ``source`` has them.
 
-        On all replicas of the ``receivers``, by default of all members; on the others
-        what they have brought. Once in a generation for each choice of members.
+        The state on the replicas of the receivers alone. It comes in pieces: others
+        bring their own, and send what is as the source has it, about as much each, and
+        wait for nothing else. A receiver that loses a sender keeps what has come until
+        it calls this again.
         """
-        members = range(len(self.met.members))
-        receivers = members if receivers is None else receivers
-        ranks = sorted({source, *receivers})
+
+        def broadcast(tensor: torch.Tensor) -> None:
+            self._wait("share", methodcaller("broadcast", tensor, source))
 
         def exchange() -> None:
-            nonlocal state
-            if len(ranks) == 1 or self.member not in ranks:
+            nonlocal common, state
+            if self._is_alone:
                 return
-            group = self._group if len(ranks) == len(members) else self._connect(ranks)
-            root = ranks.index(source)
-
-            def broadcast(piece: torch.Tensor) -> None:
-                self._wait("share", methodcaller("broadcast", piece, root), group)
-
-            state = send_state(state, self.member == source, broadcast)
+            receives = self.member in receivers and self.member != source
+            sent = common, map_tensors(state, lambda tensor: tensor.to("meta"))
+            common, form = send_state(sent, self.member == source, broadcast)
+            if receives:
+                state = map_tensors(form, lambda t: torch.empty(t.shape, dtype=t.dtype))
+            if receivers:
+                kept, self._pieces = self._pieces, Pieces(state, form, not receives)
+                if receives and kept:
+                    self._pieces.keep(kept)
+                self._bring(self._pieces, source, receivers)
+                self._pieces = None
 
         self._lead(exchange)
-        return self._slice.share(state) if self.member in receivers else state
+        if self.member in receivers:
+            state = self._slice.share(state)
+        return self._slice.share(common), state
+
+    def _bring(self, pieces: Pieces, source: int, receivers: Sequence[int]) -> None:
+        """Sends and receives pieces; raises MemberLost if some have not come."""
+        sums = torch.zeros(len(self.met.members), len(pieces.sizes)).long()
+        sums[self.member] = pieces.sums
+        self._wait("share", methodcaller("allreduce", [sums]))
+        found = deliveries(sums, source, receivers, pieces.sizes)
+        self._made(partial(deliver, self._group, self.member, pieces, found))
+        if self.member in receivers and not pieces.sums.equal(sums[source]):
+            raise self._loss("share", "a part of a state has not come")
 
 
 def _ends_soon(work: Any) -> bool:

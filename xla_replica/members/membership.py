@@ -40,6 +40,7 @@ _END_SECONDS = 5.0  # more than a heartbeat and a look at the page may take
 _HANGS = "hangs"
 _STORE_SECONDS = 5.0
 _SEEN = re.compile(r"(member-[0-9a-f]{32}): seen ([0-9.e+-]+)s ago")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 class Membership:
@@ -52,7 +53,7 @@ class Membership:
 
     Attributes:
         id: This process's name among the members.
-        host: The address of this host, as the lighthouse's sees it.
+        host: The address by which other members reach this one.
         store_address: That of this member's key-value store.
         was_silent: Whether the others had reason to take it for dead since it last met
             them. Then it must meet them again: what they had begun to sum before they
@@ -67,8 +68,9 @@ class Membership:
         num_replicas: int = 1,
     ) -> None:
         self._address = lighthouse.rstrip("/")
-        self._token, self._min_members, *seconds = options
-        self._heartbeat_seconds, self._patience, _ = seconds
+        self._token, self._min_members = options.token, options.min_members
+        self._heartbeat_seconds = options.heartbeat_seconds
+        self._patience = options.patience_seconds
         self._num_replicas = num_replicas
         self.id = _new_id()
         self.generation: Generation | None = None
@@ -86,6 +88,8 @@ class Membership:
         self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
         self._lost: frozenset[str] = frozenset()
         self.host, self._client = self._connect()
+        if options.interface:
+            self.host = _address_of(options.interface)
         self._store = torch.distributed.TCPStore(
             self.host, 0, is_master=True, wait_for_workers=False
         )
@@ -403,3 +407,18 @@ def _read(data: Mapping[str, Any] | None) -> Offer:
     for name in {"generation", "mark"} & {*values}:
         values[name] = tuple(values[name])
     return Offer(**{"proof": "", "store": "", "settings": {}, **values})
+
+
+def _address_of(interface: str) -> str:
+    """Returns this host's address on a network interface."""
+    try:
+        import fcntl  # not on Windows
+
+        request = interface.encode().ljust(256, b"\0")  # struct ifreq
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            return socket.inet_ntoa(fcntl.ioctl(asked, _GET_ADDRESS, request)[20:24])
+    except OSError as error:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise ReplicaError(
+            f"LIVE_INTERFACE={interface!r} has no IPv4 address, of {names}: {error}"
+        ) from error

@@ -18,6 +18,8 @@ class LiveOptions(NamedTuple):
             the lighthouse's own option, which must be the same.
         patience_seconds: For the others, where members meet.
         timeout_seconds: How late a living member may be at a collective.
+        interface: The network interface by which others reach this member, such as
+            ``eth1``; by default the one that leads to the lighthouse.
     """
 
     token: str = ""
@@ -25,6 +27,7 @@ class LiveOptions(NamedTuple):
     heartbeat_seconds: float = 1.0
     patience_seconds: float = 300.0
     timeout_seconds: float = 60.0
+    interface: str = ""
 
     @classmethod
     def of_environment(cls) -> LiveOptions:

@@ -32,6 +32,7 @@ from variable_batch_size.checkpoint.files import SavedFile, saved_files
 from variable_batch_size.data.schedule import Step
 from variable_batch_size.live.exact import ExactModel
 from variable_batch_size.step.scaling import Scaling
+from xla_replica.members import member_replica, state_pieces
 from xla_replica.members.member_replica import MemberReplica
 from xla_replica.starting import child_process
 
@@ -44,7 +45,11 @@ PHASES = {
     "set_epoch": ("variable_batch_size.optimizer", "ElasticOptimizer", "set_epoch"),
     "evaluation": ("support.variable_batch_size.member", "Evaluation", "__call__"),
     "save": ("variable_batch_size.checkpoint.checkpointer", "Checkpointer", "_save"),
-    "transfer": ("xla_replica.members.member_replica", "MemberReplica", "share"),
+    "transfer": (
+        "xla_replica.members.member_replica",
+        "MemberReplica",
+        "share_in_pieces",
+    ),
 }
 # Further ones of members whose sums are of floats.
 FLOAT_PHASES = {
@@ -117,6 +122,35 @@ class DiesMeeting:
             inner(replica)
 
         MemberReplica._join = join
+
+
+class DiesAmidPieces(NamedTuple):
+    """The first member that sends a state in pieces, or receives one, dies there.
+
+    Once the folder has a file "armed", after some pieces, which are small.
+    """
+
+    sends: bool
+
+    def arm(self, folder: Path) -> None:
+        state_pieces.PIECE_BYTES = 256
+        inner, keep = state_pieces.deliver, state_pieces.Pieces.keep
+
+        def deliver(group: Any, member: int, pieces: Any, found: list[Any]) -> None:
+            place = 1 if self.sends else 2
+            own = [each for each in found if each[place] == member]
+            if own and (folder / "armed").exists():
+                inner(group, member, pieces, own[:3])
+                die_first(folder)
+                own = own[3:]
+            inner(group, member, pieces, own or found)
+
+        def noted_keep(pieces: Any, earlier: Any) -> None:
+            keep(pieces, earlier)
+            if (pieces.sums != -1).any():
+                (folder / f"{os.getpid()}.kept").touch()
+
+        member_replica.deliver, state_pieces.Pieces.keep = deliver, noted_keep
 
 
 def die_first(folder: Path) -> None:

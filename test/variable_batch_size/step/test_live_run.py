@@ -302,6 +302,24 @@ def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, has_space, tm
 
 
 @of_torch_alone
+@pytest.mark.parametrize("sends", [True, False])
+def test_who_dies_amid_the_pieces_of_a_state_costs_its_own_alone(sends, tmp_path):
+    fate = jobs.DiesAmidPieces(sends)
+    with live(tmp_path, *words(5, 0.03), seconds=1.0) as job:
+        started(job, 2, fate)
+        (job.folder / "armed").touch()
+        joiner = job.start(fate)
+        job.wait(lambda: (job.folder / "died").exists())
+        if not sends:
+            job.start(fate)
+        statuses = sorted(ends(job))
+        assert statuses == [-signal.SIGKILL, *[0] * (len(statuses) - 1)], job.log()
+        assert len(job.results()) == 2 + (not sends), job.log()
+        kept = (job.folder / f"{joiner.pid}.kept").exists()
+        assert kept == sends, job.log()
+
+
+@of_torch_alone
 def test_an_ordinary_death_is_one_line(tmp_path):
     with live(tmp_path, *words(4, 0.03), seconds=1.0) as job:
         first, second = started(job, 2)
