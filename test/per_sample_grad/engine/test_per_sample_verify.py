@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import per_sample_grad as psg
 import xla_replica
-from per_sample_grad.engine import graph
 from per_sample_grad.layers.registry import RULES
+from per_sample_grad.operations import nodes
 
 
 def squares(out: torch.Tensor) -> torch.Tensor:
@@ -338,7 +338,7 @@ def test_compiled_models_run_as_written_in_captures(kind, called_before):
         found = psg.per_sample_grad_norms(compiled, fold, inputs)
         torch.testing.assert_close(found, truth)
     output = compiled(*inputs)
-    names = {node.name() for node in graph.backward_nodes(output.grad_fn)}
+    names = {node.name() for node in nodes.backward_nodes(output.grad_fn)}
     assert "CompiledFunctionBackward" in names
 
 
