@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
@@ -39,6 +40,8 @@ from per_sample_grad.operations.layouts import Rows
 from per_sample_grad.operations.nodes import saved
 from xla_replica.common.trees import tensors_in
 
+# Nodes that return parts of a tensor along a dimension.
+_SPLITS = ("SplitBackward0", "SplitWithSizesBackward0")
 # From a node, the position of the tensor among its inputs, the gradient of its output
 # with rows of samples first, ``(N, ...)``, and the dimension that they were in.
 ContributionRule = Callable[[Node, int, torch.Tensor, int], Contribution]
@@ -338,13 +341,26 @@ def _below(
     inputs = [(n, number) for n, number in node.next_functions if n is not None]
     if len(inputs) != 1:
         return None
-    if node.name() == "EmbeddingBackward0":
+    if node.name() in _SPLITS and isinstance(found, Outer) and found.groups == 1:
+        here: Contribution | None = _in_whole(edge, found)
+    elif node.name() == "EmbeddingBackward0":
         values, index = _formed(found, shape), nodes.saved(node, "indices")
         index = index.expand(len(values), *index.shape)
-        here: Contribution | None = lookup(node, index, values)
+        here = lookup(node, index, values)
     else:
         here = _through_view(node, shape, found)
     return None if here is None else (GradientEdge(*inputs[0]), here)
+
+
+def _in_whole(edge: GradientEdge, found: Outer) -> Outer | None:
+    """Returns what a matrix gets of a part of its rows; None: of columns."""
+    node, shape = edge.node, _shape(edge)
+    dim = nodes.signed(nodes.saved(node, "dim")) % len(shape)
+    if dim or forms.matrix_shape(shape) != _sides(found):
+        return None
+    before = sum(data.shape[0] for data in node._input_metadata[: edge.output_nr])
+    after = nodes.source_shape(node, 0)[0] - before - shape[0]
+    return Outer(F.pad(found.left, (before, after)), found.right)
 
 
 def _through_view(

@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_749
-TEST_LINES = 33_843
+CODE = 21_598
+TEST_LINES = 33_856
 
 
 def test_lines_are_counted():
