@@ -243,7 +243,7 @@ class BackwardPass:
             asked = nodes.ends(passed, {edge.node for edge in edges})
         # A fallback needs the graph once more, and so may a comparison.
         retain_graph = self.retain_graph or self._has_loop or any(late)
-        if self._comparer is not None and not self._comparer.has_reference:
+        if self._comparer is not None and self._comparer.reference is None:
             retain_graph = True
         kept: list[tuple[int, torch.Tensor, forms.Versions]] = []
 
@@ -407,7 +407,7 @@ class BackwardPass:
     def _conclude(self, comparer: Comparer, table: Table) -> None:
         """Compares; replaces wrong answers by a fallback's; remembers the proof."""
         has_fallback = self.settings.has_fallback
-        if not comparer.has_reference:
+        if comparer.reference is None:
             assert table.proof is not None
             if comparer.says_nothing_new(table.proof.unseen):
                 return

@@ -17,6 +17,7 @@ what has been proven of other data says nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -100,7 +101,6 @@ def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
         astray, is_structural = proof.astray, True
     else:
         found = _Walk(settings, losses, recorder, passed)
-        found.run()
         every, calls = calls, [each for each in calls if found.reaches(each)]
         found.refuse_hidden(calls)
         by_operations, problems = found.operations(), found.explained_problems()
@@ -122,20 +122,9 @@ def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
     for call in calls:
         call.refuse_changes()
     leaves = [getattr(node, "variable", None) for node in passed]
-    return Table(
-        passed,
-        calls,
-        problems,
-        key,
-        proof,
-        astray,
-        is_structural,
-        [
-            each
-            for each in leaves
-            if each is not None and id(each) not in settings.names
-        ],
-    )
+    others = [x for x in leaves if x is not None and id(x) not in settings.names]
+    compared = key, proof, astray, is_structural
+    return Table(passed, calls, problems, *compared, others)
 
 
 class _Place(NamedTuple):
@@ -162,29 +151,32 @@ class _Place(NamedTuple):
     is_single: bool = False
 
 
+@dataclasses.dataclass
 class _Walk:
-    """The walk, and what it has found so far.
+    """The walk, and what it has found.
 
     Attributes:
+        settings: Those of the capture.
+        losses: ``(B,)``.
+        recorder: What was recorded.
+        passed: The nodes of the graph, each after those below it.
         problems: Why parameters have uses without a call, by name.
         astray: As in `Table`.
         is_structural: Whether nothing was decided by data.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        losses: torch.Tensor,
-        recorder: Recorder,
-        passed: Sequence[Node],
-    ) -> None:
+    settings: Settings
+    losses: torch.Tensor
+    recorder: Recorder
+    passed: Sequence[Node]
+
+    def __post_init__(self) -> None:
+        """Goes all ways from the losses."""
         self.problems: dict[str, str] = {}
         self.astray: set[str] = set()
-        self._settings, self._losses, self._recorder = settings, losses, recorder
-        self._passed = passed
-        self._num_samples = len(losses)
-        self._names = settings.names
-        self._model_params = {id(param) for param in settings.model.parameters()}
+        self._num_samples = len(self.losses)
+        self._names = self.settings.names
+        self._model_params = {id(param) for param in self.settings.model.parameters()}
         self._custom: str | None = None
         self._reached: set[Node] = set()
         # Operations that account for parameters: their rules, whether these run the
@@ -198,7 +190,7 @@ class _Walk:
         self._constant: list[RecordedCall] = []
         # Of calls with the same output (a module that ends with another) the last one.
         self._calls: dict[Node, RecordedCall] = {}
-        for each in recorder.calls:
+        for each in self.recorder.calls:
             if self._is_constant(each):
                 self._constant.append(each)
             else:
@@ -206,14 +198,15 @@ class _Walk:
         self._below = self._parameters_below()
         if any(self._below.values()):
             # A checkpoint that calls no module with parameters was not noticed.
-            recorder.saved_by_hooks |= nodes.is_saved_by_hooks(passed)
-        self._may_read = not recorder.saved_by_hooks
-        by_indices = any(node.name() == "IndexBackward0" for node in passed)
+            self.recorder.saved_by_hooks |= nodes.is_saved_by_hooks(self.passed)
+        self._may_read = not self.recorder.saved_by_hooks
+        by_indices = any(node.name() == "IndexBackward0" for node in self.passed)
         self.is_structural = not self._constant and not by_indices
+        self._run()
 
     @functools.cached_property
     def _known(self) -> Owned:
-        return Owned(self._settings.model)
+        return Owned(self.settings.model)
 
     @functools.cached_property
     def _same(self) -> Collection[Node]:
@@ -248,7 +241,7 @@ class _Walk:
     def _parameters_below(self) -> dict[Node, frozenset[str]]:
         """Returns the parameters that each node depends on outside of calls."""
         below: dict[Node, frozenset[str]] = {}
-        for node in self._passed:
+        for node in self.passed:
             call = self._calls.get(node)
             if call is not None:
                 names = call.owner.names if self._looks_up(call) else ()
@@ -259,9 +252,8 @@ class _Walk:
             below[node] = frozenset([name] if name else ()).union(*filter(None, found))
         return below
 
-    def run(self) -> None:
-        """Goes all ways from the losses."""
-        root, why = self._losses.grad_fn, "no operation that meets samples has a rule"
+    def _run(self) -> None:
+        root, why = self.losses.grad_fn, "no operation that meets samples has a rule"
         stack = [] if root is None else [_Place(root, 0, Rows(0), True, why)]
         seen: set[_Place] = set()
         while stack:
@@ -270,14 +262,14 @@ class _Walk:
                 if known not in seen:
                     seen.add(known)
                     stack.append(place)
-        if not self._recorder.called:
+        if not self.recorder.called:
             names = sorted(set().union(*self._below.values()))
             self.problems = dict.fromkeys(names, self._why_uncalled())
             self._uses.clear()
 
     def _why_uncalled(self) -> str:
         """Returns the likely cause where no module's hook has run."""
-        if any(each.name() == "CompiledFunctionBackward" for each in self._passed):
+        if any(each.name() == "CompiledFunctionBackward" for each in self.passed):
             return (
                 "what torch.compile has compiled calls no hooks: call the model in the "
                 "capture, not a compiled function (capture(compiled) runs the compiled "
@@ -346,7 +338,7 @@ class _Walk:
         self, shape: Sequence[int] | None, dim: int | None = None
     ) -> Rows | None:
         """Returns where a tensor has its samples as far as shapes tell."""
-        dim = self._settings.default_batch_dim if dim is None else dim
+        dim = self.settings.default_batch_dim if dim is None else dim
         return None if shape is None else by_shape(shape, dim, self._num_samples)
 
     def _inputs_below(self, place: _Place) -> list[_Place]:
@@ -419,7 +411,7 @@ class _Walk:
 
     def _is_one_row(self, node: Node) -> bool:
         """Returns whether an operation has one row in the place of those of samples."""
-        dim = self._settings.default_batch_dim
+        dim = self.settings.default_batch_dim
         shapes = nodes.output_shape(node), *filter(None, nodes.input_shapes(node))
         return all(-len(x) <= dim < len(x) and x[dim] == 1 for x in shapes)
 
@@ -461,7 +453,7 @@ class _Walk:
     def refuse_hidden(self, calls: Sequence[RecordedCall]) -> None:
         """Raises CoverageError for parameters used only within an autograd.Function."""
         seen = {name for call in calls for name in call.owner.names}
-        hidden = sorted(self._recorder.unrecorded - seen - self.problems.keys())
+        hidden = sorted(self.recorder.unrecorded - seen - self.problems.keys())
         if hidden and self._custom is not None:
             raise CoverageError(
                 f"modules with {', '.join(hidden)} were called without gradients, "
@@ -472,7 +464,7 @@ class _Walk:
 
     def operations(self) -> list[RecordedCall]:
         """Returns operations, each as a call of the module with its first parameter."""
-        model, params = self._settings.model, self._settings.params
+        model, params = self.settings.model, self.settings.params
         calls = []
         for node, (rule, is_late, rows, slots) in self._uses.items():
             names = tuple(dict.fromkeys(n for each in slots.values() for n in each))
@@ -504,7 +496,7 @@ class _Walk:
         }
         return {
             name: "a use outside any module with a rule ("
-            f"{_why_outside(self._settings.model, name)}; "
+            f"{_why_outside(self.settings.model, name)}; "
             f"{of_calls.get(name, why)})"
             for name, why in self.problems.items()
         }
