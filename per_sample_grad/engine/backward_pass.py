@@ -238,9 +238,10 @@ class BackwardPass:
         self._num_missing.update(name for call in calls for name in call.owner.names)
         edges, late = [c.output for c in calls], [c.is_late for c in calls]
         del calls
-        asked: set[Node] = set()
+        asked: list[int] = []
         if self.accumulate is None:
-            asked = nodes.ends(passed, {edge.node for edge in edges})
+            lowest = nodes.ends(passed, {edge.node for edge in edges})
+            asked = [n for n, edge in enumerate(edges) if edge.node in lowest]
         # A fallback needs the graph once more, and so may a comparison.
         retain_graph = self.retain_graph or self._has_loop or any(late)
         if self._comparer is not None and self._comparer.reference is None:
@@ -255,22 +256,16 @@ class BackwardPass:
             else:
                 self._apply(number, gradient)
 
-        numbers = [n for n, edge in enumerate(edges) if edge.node in asked]
         found: Sequence[torch.Tensor | None] = ()
         with contextlib.ExitStack() as placed:
-            for number, edge in enumerate(edges):
-                if edge.node not in asked:
-                    hook = functools.partial(come_by, number)
-                    placed.callback(edge.node.register_prehook(hook).remove)
-            total = self._total()
+            for number in sorted({*range(len(edges))}.difference(asked)):
+                hook = functools.partial(come_by, number)
+                placed.callback(edges[number].node.register_prehook(hook).remove)
+            total, wanted = self._total(), [edges[number] for number in asked]
             try:
                 if self.accumulate is None:
-                    found = xla_replica.grad(
-                        total,
-                        [edges[number] for number in numbers],
-                        retain_graph=retain_graph,
-                        allow_unused=True,
-                    )
+                    options = {"retain_graph": retain_graph, "allow_unused": True}
+                    found = xla_replica.grad(total, wanted, **options)
                 else:
                     xla_replica.backward(total, retain_graph=retain_graph)
             except CheckpointError as error:
@@ -279,7 +274,7 @@ class BackwardPass:
         for number, gradient, versions in kept:
             versions.refuse_changes(_EDITED.format("an operation"))
             self._apply(number, gradient)
-        for number, each in zip(numbers, found):
+        for number, each in zip(asked, found):
             self._apply(number, each)
         del found
         for number, call in enumerate(self._calls):

@@ -157,8 +157,7 @@ def score_pool(
             scores must be the same: code, closures, attributes and weights are
             compared.
         part_size: How many samples are kept together, rounded up to whole blocks. A
-            replica that is killed loses the part it was computing, and the one before
-            it if that was still being written.
+            replica that is killed loses the part it was computing.
         tag: With ``folder``, a text of your own for what cannot be compared, such as
             an open file that ``forward`` reads or a function written in C. Change the
             text whenever that changes.

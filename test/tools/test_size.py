@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_580
-TEST_LINES = 33_856
+CODE = 21_570
+TEST_LINES = 33_839
 
 
 def test_lines_are_counted():
