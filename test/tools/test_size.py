@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_636
+CODE = 21_621
 TEST_LINES = 33_876
 
 
