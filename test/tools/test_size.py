@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_543
+CODE = 21_530
 TEST_LINES = 34_127
 
 

@@ -83,23 +83,3 @@ def install(
 
     # The graph that torch has made becomes XLA's when it first runs.
     replace(bridge, "extract_compiled_graph", extract_alone)
-    # What falls back to the host is run by itself.
-    replace(bridge.UnsupportedNodesCollector, "run", _run_until_confirmed)
-
-
-def _run_until_confirmed(run: Callable[..., Any], collector: Any, *args: Any) -> Any:
-    """Collects the nodes that fall back to the host whenever they run.
-
-    They are found by counting fallbacks of the whole process, of which a peer may have
-    caused one.
-    """
-    result, found = run(collector, *args), collector._unsupported_nodes
-    while found:
-        collector._unsupported_nodes = []
-        result = run(collector, *args)
-        again = [node for node in found if node in collector._unsupported_nodes]
-        if len(again) == len(found):
-            break
-        found = again
-    collector._unsupported_nodes = found
-    return result

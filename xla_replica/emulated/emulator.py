@@ -118,7 +118,7 @@ class Emulator:
         if start.__name__ == "_xla_sync_multi":
             # Compiled functions call it for their inputs alone. Collectives that these
             # do not need would otherwise be taken for run.
-            self.run_pending(rank)
+            self._run_pending(rank)
         collectives, self._pending[rank] = self._pending[rank], []
         self._wait(rank)  # cure 3
         here, first = None, shown(collectives[0]) if collectives else ""
@@ -144,7 +144,7 @@ class Emulator:
         with self._compiling:
             return compile_only(*args)
 
-    def run_pending(self, rank: int) -> None:
+    def _run_pending(self, rank: int) -> None:
         """Syncs if the replica has traced a collective that has not run yet."""
         if self._pending[rank]:
             # Not the raw step marker: only sync resets the chain of all-reduce tokens,
@@ -156,9 +156,10 @@ class Emulator:
         """Surrounds a fetch, which may compile a graph without collectives.
 
         Beside a peer that compiles, the peer could take the fetch's compilation for its
-        own. It does not sync because of what peers have done: the graph would then
-        depend on them.
+        own. It syncs only what this replica has pending: the graph would otherwise
+        depend on what peers have done.
         """
+        self._run_pending(rank)
         self._wait(rank)  # cure 3
         with self._compiling:
             yield
@@ -227,7 +228,6 @@ class _CallGuard(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # a graph fetches nothing
             return func(*args, **kwargs)
         if self._rank is not None and _fetches(func, args, kwargs):
-            self._emulator.run_pending(self._rank)
             with self._emulator.fetching(self._rank):
                 return func(*args, **kwargs)
         # On the device nothing is drawn from the CPU's generator, and a lazy operation

@@ -118,7 +118,8 @@ class MemberReplica(Replica):
     def describe(self, settings: dict[str, Any], is_behind: Callable[[], bool]) -> None:
         """Notes what `Membership` is told of the run; see there."""
         if self._membership:
-            self._membership.describe(settings, is_behind)
+            self._membership.settings = settings
+            self._membership.is_behind = is_behind
 
     def change(self, mark: tuple[int, ...], is_between: bool = False) -> Generation:
         """Meets the other members; returns the generation that sums from now on.

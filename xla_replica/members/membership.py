@@ -59,6 +59,8 @@ class Membership:
             them. Then it must meet them again: what they had begun to sum before they
             went on without it may still end.
         generation: The last one that it was in; None before the first.
+        settings: What members must have in common, as plain values by name.
+        is_behind: Whether a checkpoint is newer than this member's state.
     """
 
     def __init__(
@@ -76,8 +78,8 @@ class Membership:
         self.generation: Generation | None = None
         self._quorum = self._last_quorum = 0  # numbers of the last two
         self.was_silent = False
-        self._settings: Mapping[str, Any] = {}
-        self._is_behind: Callable[[], bool] = bool
+        self.settings: Mapping[str, Any] = {}
+        self.is_behind: Callable[[], bool] = bool
         # Ids of who has left or was refused, and what the watch has seen last.
         self._ignored: set[str] = {self.id}
         self._seen: dict[str, float] = {}
@@ -126,17 +128,6 @@ class Membership:
             ) from error
 
     # --- where members meet ---------------------------------------------------------
-
-    def describe(
-        self, settings: Mapping[str, Any], is_behind: Callable[[], bool]
-    ) -> None:
-        """Notes what it is told of the run.
-
-        Args:
-            settings: What members must have in common, as plain values by name.
-            is_behind: Whether a checkpoint is newer than this member's state.
-        """
-        self._settings, self._is_behind = dict(settings), is_behind
 
     def agree(
         self, mark: tuple[int, ...], is_between: bool = False, leaves: str = ""
@@ -208,7 +199,7 @@ class Membership:
         return Offer(
             prove(self._token, self.id),
             self.store_address,
-            self._settings,
+            self.settings,
             (last.number, last.lineage) if last else (0, ""),
             last.members.index(self.id) if last else 0,
             tuple(mark),
@@ -250,7 +241,7 @@ class Membership:
         if last is None or not self.was_silent or len(last.members) == 1:
             return
         has_peers = any(m != self.id and not offers[m].is_new for m in offers)
-        if not has_peers and self._is_behind() and not before <= quorum <= before + 1:
+        if not has_peers and self.is_behind() and not before <= quorum <= before + 1:
             raise Superseded(
                 f"this member was not heard of for {self._heartbeat_seconds:g} s, and "
                 f"generation {last.number} is gone: start it again"

@@ -181,7 +181,9 @@ def _fill(
                 place.start(command, environment)
         time.sleep(_LOOK_SECONDS)
         for place in [*places]:
-            status = place.process.poll() if place.process else None
+            status: int | None = place.process.poll() if place.process else None
+            if status is None:
+                continue
             if status == 0:
                 for each in places:
                     if each.process:
@@ -190,7 +192,7 @@ def _fill(
             if status in _LEFT:
                 left = abs(status) % 128 + 128
                 places.remove(place)
-            elif status is not None:
+            else:
                 has_updated = place.update_file.exists()
                 place.num_failed = 0 if has_updated else place.num_failed + 1
                 statuses.append(None if has_updated else status)
