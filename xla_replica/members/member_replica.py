@@ -314,12 +314,16 @@ class MemberReplica(Replica):
         """What the keys of this generation begin with."""
         return f"{self.met.number}-{self.met.lineage}"
 
+    def _check_met(self, verb: str = "all_reduce_") -> None:
+        """Raises MemberLost if this member must meet the others first."""
+        if self._is_broken or self._was_silent:
+            raise self._loss(verb, "or was silent, and has not met the others since")
+
     def _wait(self, verb: str, begin: Callable[[Any], Any]) -> None:
         """Waits for a collective of the members' group, as long as all live."""
         if self._is_alone:
             return
-        if self._is_broken or self._was_silent:
-            raise self._loss(verb, "or was silent, and has not met the others since")
+        self._check_met(verb)
         with self._noticing(verb):
             work = begin(self._group)
             # Not by a callback, which would abort where Python exits before it is run.
@@ -402,17 +406,19 @@ class MemberReplica(Replica):
         """
         if not self.is_host:
             return super().begin_sum(tensor)
-        return self._begin_over_members(tensor)
+        if self._inner.num_replicas == 1:
+            return self._begin_over_members(tensor)
+        with contextlib.suppress(MemberLost):  # nothing works any more then
+            self.all_reduce_([tensor])
+            return lambda: None
+        return self._check_met
 
     def _begin_over_members(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begins the sum of a tensor with those of the same rank, see `begin_sum`."""
         begun: Any = None
-        with contextlib.suppress(MemberLost):  # nothing works any more then
-            if self._inner.num_replicas > 1:
-                self.all_reduce_([tensor])
-                return lambda: None
-            if self._group is not None and not self._is_broken:
-                with self._noticing("all_reduce_"):
-                    begun = self._group.allreduce([tensor])
+        if self._group is not None and not self._is_broken:
+            with contextlib.suppress(MemberLost), self._noticing("all_reduce_"):
+                begun = self._group.allreduce([tensor])
                 running = [each for each in self._begun if not each.is_completed()]
                 self._begun = [*running, begun]
         return lambda: self._wait("all_reduce_", lambda group: begun)
