@@ -122,6 +122,9 @@ class ElasticOptimizer(OptimizerProxy):
         float32_sums: Add up the minibatches of a step in float32 where parameters have
             16 bits: 4 bytes for each of their numbers, and an addition in every
             minibatch (default). Else .grad adds up in 16 bits, off by 4 % after 512.
+        shard_gradients: Where FSDP2 shards parameters, it sums the gradients of every
+            minibatch, so that a replica holds its part of them alone (default). If
+            False, whole gradients add up, with one communication in a step.
         exact: The model, whose weights then have the same bits on any number of
             replicas: gradients are summed as integers, random numbers belong to their
             minibatch, and running statistics move once a step. See

@@ -250,7 +250,7 @@ class DenseSums(Rider):
         totals = self._totals if self._steps.collects else []
         return [part for total in totals for part in total.parts]
 
-    def end_minibatch(self) -> None:
+    def end_minibatch(self, counts: bool = True) -> None:
         """Adds what a minibatch has left pending."""
         for layer, total in zip(self._steps.layers, self._totals):
             total.add_(layer.take_pending())

@@ -1,5 +1,6 @@
 """Models that FSDP2 shards train as one process does, with any number of processes."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -32,7 +33,11 @@ RUNS = [
     Run(Case(TRACE, rule="adascale", max_grad_norm=1.0)),
     Run(Case(TRACE, rule="adascale"), on_device=True),
     Run(Case(TRACE), BY_TOKENS, on_device=True),
-    Run(ADAM, (("decay_per_sample", True),), has_whole_part=True),
+    Run(
+        ADAM,
+        (("decay_per_sample", True), ("shard_gradients", False)),
+        has_whole_part=True,
+    ),
     Run(Case(TRACE), (("momentum_correction", True),), has_batch_norm=True),
 ]
 
@@ -156,12 +161,32 @@ def misuses(rank: int) -> bool:
             training.optimizer.step()
     with refused(r"step\(\) without backward\(\)"):
         begun(1).optimizer.step()
-    training = Training(run, (2,))
+    training = begun(1)
+    # Between minibatches a replica holds its part of the gradients alone.
+    places = training.optimizer._updates.gradients.sums._places
+    assert all(place.whole.grad is None for place in places if place.whole is not None)
+    training.model.zero_grad()
+    with refused("gradients were overwritten"):
+        training.minibatch(*minibatch)
+    training = Training(run, (2, 1))
     training.train()
     training.sampler.set_epoch(1)
     next(iter(training.sampler))
     with refused(r"call optimizer.set_epoch\(epoch\) before every epoch"):
         training.minibatch(*minibatch)
+    training = Training(Run(Case((24,), num_samples=24)), (2, 1))
+    minibatches = iter(training.sampler)
+    for inputs in (training.model, training.model.body[2]):
+        next(minibatches)
+        inputs(
+            torch.ones(4, 6 if inputs is training.model else 5).double()
+        ).sum().backward()
+        with (
+            refused("other parameters")
+            if inputs is not training.model
+            else nullcontext()
+        ):
+            training.optimizer.step()
     training, plain = Training(run, (2,)), Training(run, None)
     with refused("build it with a sharded one, too"):
         plain.optimizer.add_param_group({"params": [training.model.unused]})

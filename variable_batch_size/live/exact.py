@@ -63,7 +63,11 @@ class ExactModel(RepeatableSums):
             raise ValueError(
                 "exact= on a GPU needs torch.use_deterministic_algorithms(True) first"
             )
-        super().check([*self.names], None)
+        if replica.is_sharded([*self.names]):
+            raise TypeError(
+                "exact= does not work with sharded parameters (FSDP2), which sums "
+                "gradients itself"
+            )
         self.units = RowUnits(replica)
         self.units.extend({name: p for p, name in self.names.items()})
         super().watch({"": model})

@@ -21,6 +21,7 @@ from variable_batch_size.step.attached import Update
 from variable_batch_size.step.ballots import Ballots
 from variable_batch_size.step.update import RunAgain, Updates
 from xla_replica import MemberLost, ReplicaError, Stopped
+from xla_replica.device.sharded import sharding
 from xla_replica.members.generation import Generation, difference
 from xla_replica.members.host_group import as_bytes
 
@@ -130,6 +131,7 @@ class LiveUpdates(Updates):
             **settings,
             **environment(replica),
             "layers": layers(modules),
+            "shards": sharding(self.run.parameters()),
             "first samples": first_samples(self.run.sampler.dataset),
         }
         if self._has_entered:
@@ -304,7 +306,7 @@ class LiveUpdates(Updates):
         run, replica = self.run, self.run.replica
         furthest = max(marks)
         source = marks.index(furthest)  # nobody has a state if its mark is empty
-        is_source = replica.member == source and replica.leads
+        is_source = replica.member == source and replica.brings
         # The place before anything is loaded, which this member had dealt to another.
         ledger = run.sampler.ledger
         ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
@@ -320,9 +322,9 @@ class LiveUpdates(Updates):
     def _give(self, source: int, receivers: list[int]) -> None:
         """Gives members the state of one; begins the step under way on all."""
         run, replica = self.run, self.run.replica
-        is_source = replica.member == source and replica.leads
+        is_source = replica.member == source and replica.brings
         receives = replica.member in receivers and not is_source
-        brings = receivers and replica.leads and not receives
+        brings = receivers and replica.brings and not receives
         common = run.sums.state_dict(), self.gradients.sums.order()
         brought = self._packed() if brings else None
         common, state = replica.share(common, brought, source, receivers)
@@ -357,12 +359,15 @@ class LiveUpdates(Updates):
         """
         run, replica = self.run, self.run.replica
         own = 0
-        for weights in replica.fetch([p.detach() for p in run.parameters()]):
+        for weights in replica.fetch([replica.local(p) for p in run.parameters()]):
             own = zlib.crc32(as_bytes(weights.contiguous()).numpy(), own)
-        hashes = replica.all_gather_object(own)
+        of_replicas: list[list[int]] = [[] for _ in replica.met.members]
+        for rank, each in enumerate(replica.all_gather_object(own)):
+            of_replicas[replica.member_of(rank)].append(each)
+        # One of each member, but of shards.
+        hashes = [tuple(dict.fromkeys(each)) for each in of_replicas]
         most = max(hashes, key=hashes.count)  # of two the first, which is older
-        differ = [rank for rank, each in enumerate(hashes) if each != most]
-        others = sorted({replica.member_of(rank) for rank in differ})
+        others = [member for member, each in enumerate(hashes) if each != most]
         if not others:
             return
         problem = (
@@ -376,8 +381,7 @@ class LiveUpdates(Updates):
             )
         self._has_differed = True
         logger.error(f"{problem}, which they receive now: look at what differs there")
-        source = replica.member_of(hashes.index(most))
-        self._give(source, others)
+        self._give(hashes.index(most), others)
 
     # --- a member's state -----------------------------------------------------------
 
@@ -405,7 +409,8 @@ class LiveUpdates(Updates):
         }
         replica = self.run.replica
         # Nothing changes while it is sent, so that what is there needs no copy.
-        return state if replica.is_host else replica.to_host(state)
+        keeps = replica.is_host or self.run.sharded
+        return state if keeps else replica.to_host(state)
 
     def _take(self, load: Callable[[], Any]) -> None:
         """Loads a state; the loop of a member that had another one goes on."""

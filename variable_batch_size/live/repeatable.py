@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from variable_batch_size.data.account import Account
 from variable_batch_size.data.ledger import Ledger
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.data.schedule import Place, Schedule, Step
+from variable_batch_size.data.schedule import Place, Step
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.part import Part
 from variable_batch_size.step.sums import Sums
@@ -55,14 +55,6 @@ class RepeatableSums(Sums, Part):
         # Of these: whose buffers no forward pass may change.
         self._others: list[tuple[str, nn.Module]] = []
         self._versions: dict[str, Any] = {}
-
-    def check(self, parameters: list[nn.Parameter], schedule: Schedule) -> None:
-        """Raises TypeError if parameters are sharded."""
-        if self._replica.is_sharded(parameters):
-            raise TypeError(
-                "exact= and live members do not work with sharded parameters (FSDP2), "
-                "which sums gradients itself"
-            )
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
         """Moves running statistics once a step, where the step is made."""
@@ -99,7 +91,8 @@ class RepeatableSums(Sums, Part):
 
     def account(self, sampler: CustomSampler, key: int) -> Account:
         seed = functools.partial(self.seed_minibatch, sampler.seed)
-        return SeededAccount(sampler.ledger, key, seed)
+        self._account = SeededAccount(sampler.ledger, key, seed)
+        return self._account
 
     def seed_minibatch(self, *place: int) -> None:
         """Seeds what a minibatch draws, on the host and the device, by its place."""
@@ -137,7 +130,7 @@ class RepeatableSums(Sums, Part):
     @torch.no_grad()
     def end_minibatch(self, weight: torch.Tensor | None) -> None:
         for rider in self.riders:
-            rider.end_minibatch()
+            rider.end_minibatch(not self._account.is_padding)
 
     def tensors(self) -> list[torch.Tensor]:
         return [each for rider in self.riders for each in rider.tensors()]
@@ -232,11 +225,11 @@ class RunningStatistics(Rider):
     def tensors(self) -> list[torch.Tensor]:
         return [self._moves.total] if self._layers else []
 
-    def end_minibatch(self) -> None:
+    def end_minibatch(self, counts: bool = True) -> None:
         """Adds what a minibatch has moved, and puts back what was before it."""
         buffers = self._buffers()
         starts = self._starts or buffers  # of a minibatch without a pass
-        if buffers:
+        if buffers and counts:
             moves = [buffer - start for buffer, start in zip(buffers, starts)]
             self._moves.add(torch.cat([each.flatten().float() for each in moves]))
         self._put_back()

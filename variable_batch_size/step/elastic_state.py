@@ -122,6 +122,7 @@ def common_settings(run: Run) -> dict[str, Any]:
         "noise": run.noise.options if run.noise else None,
         "lockstep": run.lockstep,
         "compare_every": run.compare_every,
+        "shard_gradients": run.shard_gradients,
         "parameters": f"{len(parameters)} tensors of "
         f"{sum(p.numel() for p in parameters)} numbers, sha256 "
         f"{hashlib.sha256(kinds.encode()).hexdigest()[:16]}",

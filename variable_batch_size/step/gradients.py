@@ -65,9 +65,9 @@ class StepGradients:
 
     def make_sum(self) -> GradientSum:
         """Returns what holds the gradients."""
-        replica, overlap = self._run.replica, self._run.overlap
-        parameters = self._run.parameters()
-        return replica.gradient_sum(self._is_unchanged, overlap, parameters)
+        run = self._run
+        how = run.overlap, run.parameters(), run.shard_gradients
+        return run.replica.gradient_sum(self._is_unchanged, *how)
 
     # --- which parameters are trained -----------------------------------------------
 

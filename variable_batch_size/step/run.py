@@ -31,6 +31,7 @@ class ElasticOptions(TypedDict, total=False):
     overlap: bool
     lockstep: bool
     float32_sums: bool
+    shard_gradients: bool
     exact: torch.nn.Module | None
     compare_every: int
     replica: Replica | None
@@ -58,6 +59,7 @@ class Run:
     overlap: bool = True
     lockstep: bool = False
     float32_sums: bool = True
+    shard_gradients: bool = True
     compare_every: int = checked(100, least=1)
 
     def __post_init__(self) -> None:

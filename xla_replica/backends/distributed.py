@@ -113,7 +113,7 @@ class DistributedReplica(Replica):
             device_in_group() if device is None else device,
             reason,
         )
-        self._shards = ShardedParameters(self.num_replicas)
+        self.shards = ShardedParameters(self.num_replicas)
 
     def _all_reduce_(self, tensors: list[torch.Tensor]) -> None:
         # In groups of one dtype, the same on every replica.
@@ -130,9 +130,10 @@ class DistributedReplica(Replica):
         may_begin: Callable[[], bool],
         overlap: bool = True,
         parameters: Sequence[torch.Tensor] = (),
+        shards: bool = True,
     ) -> GradientSum:
         if self.is_sharded(parameters):
-            return ShardedSum(self, may_begin, self._shards)
+            return ShardedSum(self, may_begin, self.shards, whole=not shards)
         if overlap and self.num_replicas > 1:
             return OverlappedSum(self, may_begin, self.begin_sum)
         return super().gradient_sum(may_begin, overlap)
@@ -158,7 +159,7 @@ class DistributedReplica(Replica):
     def on_gradient(
         self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
     ) -> Any:
-        place = self._shards.places.get(parameter)
+        place = self.shards.places.get(parameter)
         if place is None:
             return super().on_gradient(parameter, hook)
         place.hooks.append(hook)
@@ -224,7 +225,7 @@ class DistributedReplica(Replica):
             flag.cpu()
 
     def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._shards.add(parameters)
+        self.shards.add(parameters)
         if _are_wrapped(parameters):
             gc.collect()  # a wrapper that nothing refers to is not in the way
             if not _are_wrapped(parameters):

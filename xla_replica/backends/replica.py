@@ -144,6 +144,14 @@ class Replica(abc.ABC):
         """
         return lambda: self.all_reduce_([tensor])
 
+    def together(self, waits: Iterable[Callable[[], None]]) -> None:
+        """Calls what `begin_sum` has returned.
+
+        In a live run all replicas of a member raise MemberLost if one of them does.
+        """
+        for wait in waits:
+            wait()
+
     def all_reduce_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces each tensor by its sum over all replicas, in place.
 
@@ -165,6 +173,7 @@ class Replica(abc.ABC):
         may_begin: Callable[[], bool],
         overlap: bool = True,
         parameters: Sequence[torch.Tensor] = (),
+        shards: bool = True,
     ) -> GradientSum:
         """Returns what holds gradients and sums them over replicas.
 
@@ -173,8 +182,10 @@ class Replica(abc.ABC):
             overlap: Whether sums may run during the backward pass, where the backend
                 can do that.
             parameters: Those whose gradients it will hold at first.
+            shards: Whether a replica holds no more than its part of the gradients of
+                sharded parameters between backward passes.
         """
-        del overlap, parameters
+        del overlap, parameters, shards
         return GradientSum(self, may_begin)
 
     # --- sharded parameters, of which every replica holds a part --------------------

@@ -2,9 +2,9 @@
 
 Of a parameter that ``torch.distributed.fsdp.fully_shard`` shards, every process holds a
 part, a DTensor. While a module runs, FSDP2 puts the whole parameter in its place, and
-while the last backward pass of a step runs, it sums the gradients of whole parameters
-and leaves this process's part of the sum in ``.grad``. Its collectives are those of the
-passes, so every process must run every pass.
+while a backward pass runs, it sums the gradients of whole parameters and adds this
+process's part of the sum to ``.grad``. Its collectives are those of the passes, so
+every process must run every pass.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from xla_replica.device.gradients import accumulation_hook, weak_hook
 from xla_replica.device.sharded import is_sharded
 
 Hook = Callable[[torch.Tensor], None]
+Begin = Callable[[torch.Tensor], Callable[[], None]]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,26 +164,44 @@ class ShardedParameters:
 
 
 class ShardedSum(GradientSum):
-    """Lets FSDP2 sum the gradients of a step in its last backward pass.
+    """Lets FSDP2 sum the gradients of every minibatch, so that each process has parts.
 
-    Before that they are accumulated without any communication, as gradients of whole
-    parameters. What FSDP2 does not shard is summed when `sum_` is called.
+    Copies of shards sum in the step's last backward pass, and so do members of a live
+    run, the parts of a module in one tensor as soon as FSDP2 goes on to the next
+    module. What FSDP2 does not shard is summed when `sum_` is called.
 
     Args:
         replica: The replica.
         may_begin: See `GradientSum`.
         shards: What is known of the sharded parameters.
+        begin: Begins to sum parts over members; see `Replica.begin_sum`.
+        whole: Gradients of whole parameters add up without communication until the last
+            backward pass, which takes their memory.
     """
 
     def __init__(
-        self, replica: Replica, may_begin: Callable[[], bool], shards: ShardedParameters
+        self,
+        replica: Replica,
+        may_begin: Callable[[], bool],
+        shards: ShardedParameters,
+        begin: Begin | None = None,
+        whole: bool = False,
     ) -> None:
         super().__init__(replica, may_begin)
-        self._shards = shards
+        self._shards, self._begin, self._is_whole = shards, begin, whole
         self._places: list[GradientPlace] = []
         self._units: list[Any] = []
         self._hooked: set[nn.Parameter] = set()
-        self._reduced: set[nn.Parameter] = set()  # whose sum is in ``.grad``
+        # Whose sum of this minibatch, and of one of the step, is in ``.grad``.
+        self._reduced: set[nn.Parameter] = set()
+        self._summed: set[nn.Parameter] = set()
+        self._copied: list[GradientPlace] = []  # of parameters with copies of shards
+        self._seen: list[bool] = []  # of these: which had a gradient in the first pass
+        self._is_last = False
+        self._newest: Any = None  # the unit that FSDP2 sums
+        self._ready: set[Any] = set()  # units that it has summed
+        # Of units, in this order: sums over members that have begun.
+        self._begun: list[tuple[list[nn.Parameter], Any, Callable[[], None]]] = []
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -200,6 +219,7 @@ class ShardedSum(GradientSum):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._places = [places.setdefault(p, GradientPlace(p)) for p in parameters]
+        self._copied = [places[p] for p in self._sharded() if num_copies(p) > 1]
         for parameter, place in zip(parameters, self._places):
             if not is_sharded(parameter):
                 place.follow(parameter)
@@ -212,22 +232,76 @@ class ShardedSum(GradientSum):
     def prepare_backward(
         self, is_first: bool, is_last: bool, divisor: int | None, counts: bool
     ) -> None:
+        if not is_first:
+            self._check_copied()
         self._reduced.clear()
+        self._is_last, self._newest = is_last, None
         for place in self._places:
             place.counts, place.has_new = counts, False
         for unit in self._units:
-            unit.set_requires_gradient_sync(is_last, recurse=False)
+            is_summed = is_last or not self._is_whole
+            unit.set_requires_gradient_sync(is_summed, recurse=False)
+            unit.set_requires_all_reduce(is_last, recurse=False)
         for parameter in self._sharded():
-            if is_last:
-                parameter.grad = None  # so that FSDP2 need not add to it
+            # FSDP2 adds to what there is, which may be zeros until the last pass.
+            if is_last if self.accumulates_elsewhere(parameter) else is_first:
+                parameter.grad = None
             elif is_first:
                 parameter.grad = self.gradients[parameter].zero_()
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Takes note that FSDP2 has left the sum of its gradients in ``.grad``."""
-        if parameter in self.gradients:
-            self.gradients[parameter] = parameter.grad
-            self._reduced.add(parameter)
+        """Takes note that FSDP2 has added the sum of its gradients to ``.grad``."""
+        if parameter not in self.gradients:
+            return
+        is_kept = parameter.grad is self.gradients[parameter]
+        if parameter in self._summed and not is_kept:
+            return  # it has lost those of earlier minibatches
+        self.gradients[parameter] = parameter.grad
+        self._reduced.add(parameter)
+        self._summed.add(parameter)
+        unit = self._shards.units[parameter]()
+        if self._is_last and self._begin and unit is not self._newest:
+            self._ready.add(self._newest)
+            self._begin_ready(self._begin)
+            self._newest = unit
+
+    def _check_copied(self) -> None:
+        """Raises ValueError if FSDP2 would add gradients of different parameters.
+
+        Those of a module that copies of shards are yet to sum are one tensor of it.
+        """
+        found = [place.has_new for place in self._copied]
+        if self._is_whole or found == (self._seen or found):
+            self._seen = found
+            return
+        raise ValueError(
+            "a minibatch of a model with copies of shards has gradients of other "
+            "parameters than the step's first one: pass shard_gradients=False"
+        )
+
+    def _begin_ready(self, begin: Begin) -> None:
+        """Begins sums over members, in an order that all of them have."""
+        units = self._shards.units
+        for unit in self._units[::-1][len(self._begun) :]:
+            if unit not in self._ready:
+                return
+            own = [p for p in self._sharded() if units[p]() is unit]
+            flat = torch.cat([local(self.gradients[p]).reshape(-1) for p in own])
+            self._begun.append((own, flat, begin(flat)))
+
+    def _sum_members(self, begin: Begin) -> None:
+        self._ready.update(self._units)
+        self._begin_ready(begin)
+        self._replica.together([wait for _, _, wait in self._begun])
+        for own, flat, _ in self._begun:
+            parts = [local(self.gradients[p]) for p in own]
+            sums = flat.split([part.numel() for part in parts])
+            for part, total in zip(parts, sums):
+                part.copy_(total.view(part.shape))
+        self._forget_begun()
+
+    def _forget_begun(self) -> None:
+        self._begun, self._newest, self._ready = [], None, set()
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
         place = self._shards.places.get(parameter)
@@ -236,7 +310,7 @@ class ShardedSum(GradientSum):
         )
 
     def accumulates_elsewhere(self, parameter: nn.Parameter) -> bool:
-        return is_sharded(parameter)
+        return is_sharded(parameter) and (self._is_whole or num_copies(parameter) > 1)
 
     # --- the sum --------------------------------------------------------------------
 
@@ -258,6 +332,9 @@ class ShardedSum(GradientSum):
                     "gradient, but the module that fully_shard was called on has not "
                     "run its forward(): call the model, not one of its methods"
                 )
+        self._check_copied()
+        if self._begin is not None:
+            self._sum_members(self._begin)
         whole = [g for p, g in self.gradients.items() if not is_sharded(p)]
         self._replica.all_reduce_([*whole, *others])
         if divisor is not None:
@@ -283,6 +360,9 @@ class ShardedSum(GradientSum):
                     place.forget()
                 else:
                     gradient.zero_()
+        self._summed.clear()
+        self._seen = []
+        self._forget_begun()
         for unit in self._units:
             _forget_accumulated(unit)
 
@@ -291,14 +371,17 @@ class ShardedSum(GradientSum):
 
 
 def _forget_accumulated(unit: Any) -> None:
-    """Drops what FSDP2 has accumulated in another dtype than the gradients'.
+    """Drops what FSDP2 has accumulated elsewhere than in ``.grad``.
 
-    After a whole step there is nothing. No public function does it. From torch 2.15 on
-    that is in ``.grad`` of whole parameters, as in the gradients' own dtype.
+    That is in another dtype than the gradients', or what copies were yet to sum. After
+    a whole step there is nothing. No public function does it.
     """
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13
     for group in [state._fsdp_param_group] if groups is None else groups:
+        if group is not None:
+            group._partial_reduce_output = None
+            getattr(group, "_partial_reduce_output_layout", {}).clear()
         for parameter in group.fsdp_params if group is not None else ():
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None

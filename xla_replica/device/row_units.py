@@ -326,8 +326,8 @@ class Rider:
     Of what an optimizer tells whose steps may be run again, it does what concerns it.
     """
 
-    def end_minibatch(self) -> None:
-        """Adds what a minibatch has left to the step's."""
+    def end_minibatch(self, counts: bool = True) -> None:
+        """Adds what a minibatch has left to the step's, unless it is padding."""
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns what replicas sum, the same in every step that is alike."""

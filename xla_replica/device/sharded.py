@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+
+from xla_replica.common.trees import map_tensors, tensors_in
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -16,6 +19,47 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def parts_of(state: Any) -> tuple[Any, list[Any]]:
+    """Returns a state with this process's parts in place of DTensors, and their shapes.
+
+    The shapes are those of the whole tensors, in the order of `tensors_in`; None for
+    each that is no DTensor.
+    """
+    shapes = [[*each.shape] if is_sharded(each) else None for each in tensors_in(state)]
+
+    def part(tensor: Any) -> Any:
+        return tensor.to_local() if is_sharded(tensor) else tensor
+
+    return map_tensors(state, part), shapes
+
+
+def joined_parts(
+    state: Any, shapes: Iterable[Any], like: Iterable[torch.Tensor]
+) -> Any:
+    """Returns the state of which `parts_of` has told, with this process's parts.
+
+    A tensor is sharded as the one of its shape among ``like``, such as parameters.
+    """
+    models: dict[Any, Any] = {tuple(p.shape): p for p in like if is_sharded(p)}
+    whole = iter(shapes)
+
+    def joined(part: torch.Tensor) -> torch.Tensor:
+        shape = next(whole)
+        if shape is None:
+            return part
+        tensor = torch.empty_like(models[tuple(shape)].detach(), dtype=part.dtype)
+        tensor.to_local().copy_(part)
+        return tensor
+
+    return map_tensors(state, joined)
+
+
+def sharding(tensors: Iterable[Any]) -> list[str]:
+    """Returns in which ways tensors are sharded, as texts that members compare."""
+    found = [t for t in tensors if is_sharded(t)]
+    return sorted({f"{t.placements} on {tuple(t.device_mesh.shape)}" for t in found})
 
 
 def refuse_sharded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -71,12 +72,29 @@ class Slice:
 
     def __init__(self, inner: Replica, address: str, timeout: float) -> None:
         self._inner, self.leads = inner, inner.rank == 0
-        self._group = None
+        self._group = self._store = None
+        self.host = address.rsplit(":", 1)[0]
         if inner.num_replicas > 1:
             address = inner.all_gather_object(address)[0]
-            store = torch.distributed.PrefixStore("slice", store_at(address, timeout))
-            place = inner.rank, inner.num_replicas, address.rsplit(":", 1)[0]
+            self._store = store_at(address, timeout)
+            store = torch.distributed.PrefixStore("slice", self._store)
+            host, port = address.rsplit(":", 1)
+            with socket.create_connection((host, int(port)), timeout) as connection:
+                self.host = connection.getsockname()[0]
+            place = inner.rank, inner.num_replicas, self.host
             self._group = connect(store, *place, timeout)
+
+    def note_loss(self, generation: str) -> None:
+        """Tells the others of the slice that a member is lost, whatever they wait for.
+
+        A collective among them cannot: one may wait for a process of another member.
+        """
+        if self._store is not None:
+            self._store.set(f"lost {generation}", "1")
+
+    def has_loss(self, generation: str) -> bool:
+        """Returns whether one of them has told so."""
+        return self._store is not None and self._store.check([f"lost {generation}"])
 
     def tell(self, tensor: torch.Tensor) -> None:
         """Replaces a tensor on the host by that of the first replica."""

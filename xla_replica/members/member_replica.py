@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
@@ -25,7 +25,9 @@ from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.backends.overlapped_sum import OverlappedSum
 from xla_replica.backends.replica import Replica, listed
+from xla_replica.backends.sharded_sum import ShardedSum
 from xla_replica.common.trees import map_tensors
+from xla_replica.device.sharded import joined_parts, parts_of
 from xla_replica.errors import MemberLost, ReplicaError, Stopped
 from xla_replica.loader_workers import watch_parents
 from xla_replica.members.generation import Generation
@@ -39,6 +41,10 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.05  # how often a sum that has not arrived looks who is lost
 _CONNECT_SECONDS = 5.0
 _NOT_HEARD = "it is not heard of any more"
+_OF_DEVICES = (
+    "sync", "wait", "fetch", "send", "rng_state", "set_rng_state", "check_parameters",
+    "is_sharded", "local", "sum_over_shards", "on_gradient", "read_shards",
+)  # fmt: skip
 _MOST_ATTEMPTS = 20  # of the same members, to connect where they meet
 
 
@@ -47,7 +53,8 @@ class MemberReplica(Replica):
 
     A member is one replica, or a slice of several, which sum on their devices. Then its
     first replica sums with those of the other members on the host, and tells the others
-    of its slice: one transfer of each in either direction.
+    of its slice: one transfer of each in either direction. Of parameters that FSDP2
+    shards in the member, each replica sums its parts with those of the same rank.
 
     The member is alone until it first meets the others, see `change`. Then a collective
     raises `MemberLost` if a member dies, hangs or leaves, and no verb works until
@@ -76,7 +83,7 @@ class MemberReplica(Replica):
         super().__init__(inner.rank, inner.num_replicas, inner.device, reason)
         self._membership, self._inner = membership, inner
         # What concerns the device alone is as the backend has it.
-        for verb in ("sync", "wait", "fetch", "send", "rng_state", "set_rng_state"):
+        for verb in _OF_DEVICES:
             setattr(self, verb, getattr(inner, verb))
         self._patience = options.patience_seconds
         self._timeout = options.timeout_seconds
@@ -88,6 +95,7 @@ class MemberReplica(Replica):
         self.member, self._firsts = 0, [0]  # the lowest rank of each member
         self._group: Any = None  # gloo's; None while it is alone, or does not lead
         self._is_broken, self._problem = False, ""
+        self._has_shards = False
         self._begun: list[Any] = []  # sums that nobody has waited for
         self._pieces: Pieces | None = None  # of a state that is not whole yet
         self._hanging: list[tuple[Any, Any]] = []  # groups, each with what hangs in it
@@ -95,6 +103,11 @@ class MemberReplica(Replica):
         os.register_at_fork(after_in_child=gc.freeze)
         watch_parents()
         atexit.register(self._drop_group)
+
+    @property
+    def brings(self) -> bool:
+        """Whether it brings its member's state to `share`, or its part of that."""
+        return self.leads or self._has_shards
 
     @property
     def wants_change(self) -> bool:
@@ -111,7 +124,7 @@ class MemberReplica(Replica):
         return [value]
 
     def choose(self, find: Callable[[], Any]) -> Any:
-        return find()
+        return self._inner.choose(find) if self._has_shards else find()
 
     # --- generations ----------------------------------------------------------------
 
@@ -141,7 +154,7 @@ class MemberReplica(Replica):
                 raise Stopped(*found["stopped"])
             self._take(Generation.of(found["met"]), found["me"])
             try:
-                self._lead(self._join)
+                self._exchange(self._join)
                 return self.met
             except MemberLost:
                 self._drop_group()
@@ -198,6 +211,24 @@ class MemberReplica(Replica):
             self._is_broken = True
             raise lost or self._loss("what its first replica does", "which knows why")
 
+    def together(self, waits: Iterable[Callable[[], None]]) -> None:
+        lost: MemberLost | None = None
+        try:
+            super().together(waits)
+        except MemberLost as error:
+            self._slice.note_loss(self._keys)  # to who waits for others of that member
+            lost = error
+        if self.in_member(lost is not None):
+            self._is_broken = True
+            raise lost or self._loss("a sum of shards", "which another replica knows")
+
+    def _exchange(self, exchange: Callable[[], None]) -> None:
+        """Runs what those do that have a group: first replicas, or all with parts."""
+        if self._has_shards:
+            self.together([exchange])
+        else:
+            self._lead(exchange)
+
     def _join(self) -> None:
         if not self._is_alone:
             self._group = self._connect()
@@ -206,7 +237,7 @@ class MemberReplica(Replica):
 
     def _connect(self) -> Any:
         """Returns a group of the members of this generation."""
-        keys = f"{self.met.number}-{self.met.lineage}"
+        keys = f"{self._keys}-{self._inner.rank}"
 
         def make() -> Any:
             # Its owner may have died since; who lives answers at once.
@@ -214,7 +245,7 @@ class MemberReplica(Replica):
             store = store_at(self.met.offers[0].store, patience)
             store = torch.distributed.PrefixStore(keys, store)
             place = self.member, len(self.met.members)
-            return connect(store, *place, self._membership.host, self._timeout)
+            return connect(store, *place, self._slice.host, self._timeout)
 
         with self._noticing("joining a group"):
             return self._made(make, 2 * self._timeout)
@@ -271,14 +302,29 @@ class MemberReplica(Replica):
     @property
     def _is_cut_off(self) -> bool:
         """Whether another member is not heard of, or this one was not."""
-        return self._membership.has_lost or self._membership.was_silent
+        if self._has_shards and self._slice.has_loss(self._keys):
+            return True
+        return self._was_silent or bool(self._membership and self._membership.has_lost)
+
+    @property
+    def _was_silent(self) -> bool:
+        return bool(self._membership and self._membership.was_silent)
+
+    @property
+    def _keys(self) -> str:
+        """What the keys of this generation begin with."""
+        return f"{self.met.number}-{self.met.lineage}"
+
+    def _check_met(self, verb: str = "all_reduce_") -> None:
+        """Raises MemberLost if this member must meet the others first."""
+        if self._is_broken or self._was_silent:
+            raise self._loss(verb, "or was silent, and has not met the others since")
 
     def _wait(self, verb: str, begin: Callable[[Any], Any]) -> None:
         """Waits for a collective of the members' group, as long as all live."""
         if self._is_alone:
             return
-        if self._is_broken or self._membership.was_silent:
-            raise self._loss(verb, "or was silent, and has not met the others since")
+        self._check_met(verb)
         with self._noticing(verb):
             work = begin(self._group)
             # Not by a callback, which would abort where Python exits before it is run.
@@ -290,7 +336,8 @@ class MemberReplica(Replica):
                     ctypes.pythonapi.Py_IncRef(hanging)
                     self._hanging.append((hanging, [work, *self._begun]))
                     raise self._loss(verb, _NOT_HEARD)
-            self._membership.note_together()
+            if self._membership:
+                self._membership.note_together()
 
     def _sum_over_members(self, verb: str, tensor: torch.Tensor) -> None:
         """Replaces a tensor on the first replica's host by its sum over members."""
@@ -342,7 +389,13 @@ class MemberReplica(Replica):
         may_begin: Callable[[], bool],
         overlap: bool = True,
         parameters: Sequence[torch.Tensor] = (),
+        shards: bool = True,
     ) -> GradientSum:
+        if self.is_sharded(parameters):
+            self._has_shards, inner = True, self._inner
+            self._shards: Any = inner.shards  # type: ignore[attr-defined]
+            begin = self._begin_over_members
+            return ShardedSum(self, may_begin, self._shards, begin, whole=not shards)
         if self.is_host and overlap:
             return OverlappedSum(self, may_begin, self.begin_sum)
         return super().gradient_sum(may_begin, overlap, parameters)
@@ -354,14 +407,19 @@ class MemberReplica(Replica):
         """
         if not self.is_host:
             return super().begin_sum(tensor)
-        begun: Any = None
+        if self._inner.num_replicas == 1:
+            return self._begin_over_members(tensor)
         with contextlib.suppress(MemberLost):  # nothing works any more then
-            if self._inner.num_replicas > 1:
-                self.all_reduce_([tensor])
-                return lambda: None
-            if self._group is not None and not self._is_broken:
-                with self._noticing("all_reduce_"):
-                    begun = self._group.allreduce([tensor])
+            self.all_reduce_([tensor])
+            return lambda: None
+        return self._check_met
+
+    def _begin_over_members(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begins the sum of a tensor with those of the same rank, see `begin_sum`."""
+        begun: Any = None
+        if self._group is not None and not self._is_broken:
+            with contextlib.suppress(MemberLost), self._noticing("all_reduce_"):
+                begun = self._group.allreduce([tensor])
                 running = [each for each in self._begun if not each.is_completed()]
                 self._begun = [*running, begun]
         return lambda: self._wait("all_reduce_", lambda group: begun)
@@ -382,8 +440,16 @@ class MemberReplica(Replica):
             return tensor.detach().clone().unsqueeze(0)
         return self.send(self._rows("all_gather", tensor))
 
+    def write_shards(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, str]:
+        return self._inner.write_shards(folder, tensors) if self.member == 0 else {}
+
     def _broadcast_(self, tensors: list[torch.Tensor], source: int) -> None:
         for tensor in tensors:
+            if self.is_sharded([tensor]):  # all members have one state
+                self._inner.broadcast_([tensor])
+                continue
             tensor.copy_(self._rows("broadcast_", tensor)[source])
 
     def share(
@@ -416,6 +482,15 @@ class MemberReplica(Replica):
                 self._bring(self._pieces, source, receivers)
                 self._pieces = None
 
+        if self._has_shards:
+            receives = self.member in receivers and self.member != source
+            own, (state, shapes) = state, parts_of(state)
+            common = common, shapes
+            self.together([exchange])
+            common, shapes = common
+            if receives:
+                own = joined_parts(state, shapes, self._shards.places)
+            return common, own
         self._lead(exchange)
         if self.member in receivers:
             state = self._slice.share(state)

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
 from rigl_xla import RigLScheduler
+from support.variable_batch_size.sharded import whole
 from xla_replica.backends import overlapped_sum
 
 NUM_SAMPLES, MINIBATCH = 384, 8
@@ -37,7 +39,7 @@ class Evaluation:
     """A collective of the user's own, after every seventh update."""
 
     def __init__(self, model: nn.Module, replica: xla_replica.Replica) -> None:
-        self._weight, self._replica = model[0].weight, replica
+        self._weight, self._replica = replica.local(model[0].weight), replica
 
     def __call__(self, update: vbs.Update) -> None:
         if update.step % 7 == 0:
@@ -61,6 +63,8 @@ class Record:
             file.write(json.dumps({**line, "attempt": self._num_dropped}) + "\n")
 
     def run(self, samples: list[int]) -> None:
+        if self._optimizer.is_padding:
+            return
         epoch, step, _ = self._optimizer.place
         first = self._optimizer.sampler.schedule.steps(epoch).start
         self._write(first + step, samples=samples)
@@ -85,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--minibatch-seconds", type=float, default=0.0)
     parser.add_argument("--float", action="store_true", help="sums of float64")
+    parser.add_argument("--shards", action="store_true", help="sharded in a member")
     parser.add_argument("--follow", action="store_true", help="batches follow members")
     parser.add_argument("--log-steps", type=int, default=1)
     parser.add_argument("--save-last", action="store_true", help="after the loop")
@@ -115,6 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nn.ReLU(), nn.Dropout(0.2 if differs == "dropout" else 0.1), nn.Flatten(),
         nn.Linear(128, 2),
     ).to(replica.device)  # fmt: skip
+    if options.shards and torch.distributed.is_initialized():
+        fully_shard(model[5])
+        fully_shard(model)
     grab = orders and GraBSampler(
         data, dict(model.named_parameters()), fidelity=options.kind,
         scheme="gather", exact=True, projection_size=None if is_group else 24,
@@ -205,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.save_last:
         checkpointer.save()
     log.close()
-    values = [*model.state_dict().values()]
+    values = whole(model.state_dict().values())
     if grab:
         values.append(torch.tensor(grab.order))
     if options.kind == "rigl":

@@ -85,6 +85,15 @@ def values(job: LiveJob) -> list[torch.Tensor]:
     return torch.load(next(job.folder.glob("*.values")))
 
 
+def check_floats(job: LiveJob, arguments: tuple[str, ...]) -> None:
+    """Asserts that a job has ended as a member that is alone, up to rounding."""
+    with live_job(job.folder.with_name("alone"), *arguments) as alone:
+        alone.start()
+        ends(alone)
+        for own, other in zip(values(job), values(alone)):
+            torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-12)
+
+
 def words(epochs: int, seconds: float = 0.03) -> tuple[str, ...]:
     return "--epochs", str(epochs), "--minibatch-seconds", str(seconds)
 
@@ -149,14 +158,10 @@ def test_deaths_in_every_phase_change_float_sums_by_rounding_alone(kind, tmp_pat
     arguments = ("--float", "--kind", kind, *words(4, 0.02))
     phases = [*jobs.PHASES, *jobs.FLOAT_PHASES]
     fates = [jobs.Fate(phase, random.randrange(1, 6)) for phase in phases]
-    with live_job(tmp_path / "alone", *arguments) as alone:
-        alone.start()
-        ends(alone)
     with live_job(tmp_path / "live", *arguments, seconds=1.0) as job:
         meet_fates(job, fates)
     assert "sums of floats" in job.log()
-    for own, other in zip(values(job), values(alone)):
-        torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-12)
+    check_floats(job, arguments)
 
 
 @of_torch_alone
@@ -425,13 +430,13 @@ def test_a_member_that_finds_newer_checkpoints_meets_the_others(kind, tmp_path):
         checkpointer.save()
 
 
-def lose_a_slice(folder: Path, kind: str, sizes: tuple[int, int, int], **variables):
+def lose_a_slice(folder: Path, kind: Any, sizes: tuple[int, int, int], **variables):
     """Runs two slices, of which one dies in mid-step, and another joins.
 
     Returns:
         How many programs the one that lives compiled in each epoch.
     """
-    kinds = [kind] if kind == "--float" else ["--kind", kind]
+    kinds = kind.split() if "--float" in kind else ["--kind", kind]
     arguments = (*kinds, *words(3, 0.02))
     told = [{**variables, "MEMBER_REPLICAS": str(size)} for size in sizes]
     with live_job(folder / "live", *arguments, min_members=2, seconds=2.0) as job:
@@ -442,8 +447,8 @@ def lose_a_slice(folder: Path, kind: str, sizes: tuple[int, int, int], **variabl
         job.start(**told[2])
         assert ends(job) == [1, 0, 0], job.log()
         variables.pop("MEMBER_DEVICE")
-        if kind == "--float":
-            values(job)
+        if "--float" in kind:
+            check_floats(job, arguments)
         else:
             check(job, undisturbed(arguments, folder / "alone", **variables))
         return json.loads((job.folder / f"{stays.pid}.compilations").read_text())
@@ -481,10 +486,12 @@ def test_a_member_on_torchtpu_dies_and_another_joins(tmp_path):
 
 @of_torch_alone
 @pytest.mark.parametrize(
-    "kind", ["projected", "--float", pytest.param("rigl", marks=SLOW)]
+    "kind",
+    ["projected", "--float", "--float --shards", pytest.param("rigl", marks=SLOW)],
 )
 def test_a_slice_of_processes_dies_and_another_joins(kind, tmp_path):
-    lose_a_slice(tmp_path, kind, (2, 1, 2), MEMBER_DEVICE="cpu")
+    sizes = (2, 2, 2) if "--shards" in kind else (2, 1, 2)
+    lose_a_slice(tmp_path, kind, sizes, MEMBER_DEVICE="cpu")
 
 
 @of_torch_alone
