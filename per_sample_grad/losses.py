@@ -61,11 +61,9 @@ def token_cross_entropy(
     losses = flat.reshape(len(targets), -1).sum(1)
     if reduction == "sum":
         return losses
-    counted = targets != ignore_index
-    if weight is None:
-        counts = counted.to(losses.dtype)
-    else:
-        known = torch.where(counted, targets, torch.zeros_like(targets))
-        counts = weight.to(losses.dtype).take(known) * counted
+    ignored = targets == ignore_index
+    counts = (~ignored).to(losses.dtype)
+    if weight is not None:
+        counts = counts * weight.to(losses.dtype).take(targets.masked_fill(ignored, 0))
     total = counts.reshape(len(targets), -1).sum(1)
-    return losses / torch.where(total > 0, total, torch.ones_like(total))
+    return losses / total.masked_fill(total <= 0, 1)

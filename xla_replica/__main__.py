@@ -31,35 +31,22 @@ from xla_replica.starting.scripts import run_script
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; a ``SystemExit`` that the script raises passes through."""
     parser = argparse.ArgumentParser(
-        prog="python -m xla_replica",
-        description=__doc__,
+        prog="python -m xla_replica", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--num-replicas", type=int, required=True, metavar="N", help="at least 1"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="how late a replica may be at a collective (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--as-tpu",
-        action="store_true",
-        help="let xm.xla_device_hw() say TPU, for scripts that ask it what to do",
-    )
-    parser.add_argument(
-        "-m",
-        dest="is_module",
-        action="store_true",
-        help="the script is the name of a module, as for python -m",
-    )
-    parser.add_argument("script", help="a file, or a module after -m")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
-    )
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--num-replicas", type=int, required=True, metavar="N", help="at least 1")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS",
+        help="how late a replica may be at a collective (default: %(default)g)"
+    )  # fmt: skip
+    add("--as-tpu", action="store_true",
+        help="let xm.xla_device_hw() say TPU, for scripts that ask it what to do"
+    )  # fmt: skip
+    add("-m", dest="is_module", action="store_true",
+        help="the script is the name of a module, as for python -m"
+    )  # fmt: skip
+    add("script", help="a file, or a module after -m")
+    add("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     args = parser.parse_args(arguments)
     try:
         check_integer("--num-replicas", args.num_replicas, least=1)

@@ -2,7 +2,7 @@
 
 Python installs and runs signal handlers only in a process's main thread, while emulated
 replicas and those on a TPU are other threads of a child process. So the main thread of
-such a process installs the handlers (`listening_for_parent`), which act as if they were
+such a process installs the handlers (`listening`), which act as if they were
 not installed until a replica arms them (`catch_signals`). The launching process passes
 armed signals on to its replicas (`forwarding`); it learns which are armed, and in which
 process, from files in the folder that it shares with them.
@@ -142,44 +142,37 @@ def catch_signals(signals: Sequence[int | str] = ("SIGTERM", "SIGINT")) -> None:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[None]:
-    """Surrounds a run of a replica that is this process, or its main thread.
+def listening(folder: str | None = None) -> Iterator[None]:
+    """Surrounds a run of replicas in this process.
 
     Nothing is installed before `catch_signals`: Python runs a handler only when native
     code returns, and a process that waits there for its peers to join must end at once
     as long as there is nothing to save. Requests and armed signals end with the
     outermost run.
+
+    Args:
+        folder: That of the parent's `forwarding`, in a process that exists only for its
+            replicas. They may be other threads, so handlers are installed now; and they
+            stay, since a late copy of a signal must not end a process that is about to
+            exit, because that would be a failure.
     """
     if _process.has_run:
         yield
         return
-    _process.has_run = True
     armed, installed = _process.armed, dict(_process.installed)
+    _process.has_run, _process.folder = True, folder
+    if folder is not None:
+        _process.installed |= _install(_to_be_heard(), _on_signal)
     try:
         yield
     finally:
-        _process.has_run = False
-        _return_to(armed, installed)
-
-
-@contextlib.contextmanager
-def listening_for_parent(folder: str) -> Iterator[None]:
-    """Surrounds a run in a process that exists only for its replicas.
-
-    The handlers stay: a late copy of a signal must not end a process that is about to
-    exit, because that would be a failure. ``folder`` is that of the parent's
-    `forwarding`.
-    """
-    _process.has_run = True
-    _process.folder = folder
-    _process.installed |= _install(_to_be_heard(), _on_signal)
-    try:
-        yield
-    finally:
-        _process.folder = None
-        for number in _process.armed:
-            # Python restores handlers while it ends, but not this one.
-            signal.signal(number, signal.SIG_IGN)
+        _process.has_run, _process.folder = False, None
+        if folder is None:
+            _return_to(armed, installed)
+        else:
+            for number in _process.armed:
+                # Python restores handlers while it ends, but not this one.
+                signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

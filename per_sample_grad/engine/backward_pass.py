@@ -20,18 +20,17 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointError
 
 import xla_replica
-from per_sample_grad.engine import comparison, graph
+from per_sample_grad.engine import comparison
 from per_sample_grad.engine.comparison import Comparer, Comparison, Proof
 from per_sample_grad.engine.recording import RecordedCall, RecordedModule
 from per_sample_grad.engine.settings import Accumulate, Settings
 from per_sample_grad.engine.walk import Table
 from per_sample_grad.errors import CoverageError, PerSampleError, Refusal
-from per_sample_grad.factors import forms
+from per_sample_grad.factors import forms, plan
 from per_sample_grad.factors.factors import JOINED, Factors
 from per_sample_grad.factors.forms import Contribution
-from per_sample_grad.factors.plan import default_budget
 from per_sample_grad.layers import registry
-from per_sample_grad.operations import wrong_operations
+from per_sample_grad.operations import nodes, wrong_operations
 from xla_replica.common.arguments import check_choice
 
 _EDITED = (
@@ -84,6 +83,8 @@ class BackwardPass:
         self.compared: Comparison | None = None
         self.unused: set[str] = set()
         self._params = self.settings.params
+        # One sample's loop is an ordinary backward pass, and needs no permission.
+        self._has_loop = self.settings.has_fallback or len(self.losses) == 1
         # What the pass's gradients are multiplied by to be those of the losses.
         num_summed = len(self.losses) if self.accumulate == "mean" else 1
         self._multiplier = num_summed / self.settings.scale
@@ -130,14 +131,13 @@ class BackwardPass:
             self._conclude(self._comparer, table)
         self._refuse_changes([*self._versions])
         for factors in self._waiting:
+            factors.refuse_changes(_EDITED.format(", ".join(factors.shapes)))
             self.receive(factors)
 
     def _begin(self, table: Table) -> None:
         """Takes the calls, decides on a comparison, and refuses what is known wrong."""
         settings, proof, calls = self.settings, table.proof, table.calls
         self.problems = {name: [why] for name, why in table.problems.items()}
-        if settings.check == "never" and proof is None:
-            self._leave_out_operations(calls)
         self._refuse_problems()
         if proof is not None:
             self._cancelling |= proof.cancelling
@@ -153,8 +153,12 @@ class BackwardPass:
             self.waits |= self._traits.is_lazy
             self._may_read |= not self._traits.is_lazy
         # Temporaries are in float32.
-        size = 4 * sum([call.shape.numel() for call in calls])
-        self._budget = settings.budget or default_budget(size, self.losses.device)
+        share = (
+            4 * sum([call.shape.numel() for call in calls]) // plan.SHARE_OF_RECORDED
+        )
+        is_host = self._traits.is_host
+        least = plan.SMALLEST_BUDGET_ON_HOST if is_host else plan.SMALLEST_BUDGET
+        self._budget = settings.budget or min(plan.LARGEST_BUDGET, max(least, share))
         self.modules = [call.owner for call in calls]
         self._calls = list(calls)
         calls.clear()
@@ -175,7 +179,7 @@ class BackwardPass:
 
     def _refuse_problems(self) -> None:
         """Raises CoverageError if there are problems, and no fallback for them."""
-        if not self.problems or self.settings.has_fallback:
+        if not self.problems or self._has_loop:
             return
         by_reason: dict[str, list[str]] = {}
         for name, reasons in self.problems.items():
@@ -188,18 +192,6 @@ class BackwardPass:
             'fallback="loop" (B backward passes of the batch): '
             "docs/per_sample_grad.md#never-silently-wrong"
         )
-
-    def _leave_out_operations(self, calls: list[RecordedCall]) -> None:
-        """Takes out operations, whose parameters become problems.
-
-        That shapes say where samples are in an operation is only believed when it is
-        compared.
-        """
-        for call in calls:
-            for name in call.owner.names if call.owner.is_operation else ():
-                reason = f'{call.owner} is only believed without check="never"'
-                self.problems.setdefault(name, []).append(reason)
-        calls[:] = [call for call in calls if not call.owner.is_operation]
 
     def _total(self) -> torch.Tensor:
         """Returns what the pass is of."""
@@ -235,7 +227,7 @@ class BackwardPass:
             comparer.compute_reference(retain_graph=True)
         return comparer
 
-    def _apply_rules(self, nodes: Sequence[Node]) -> None:
+    def _apply_rules(self, passed: Sequence[Node]) -> None:
         """Runs one backward pass, which forms no gradient of a parameter by default.
 
         Calls that have others below are seen when the pass comes by; only those at its
@@ -244,16 +236,15 @@ class BackwardPass:
         """
         calls = [call for call in self._calls if call is not None]
         self._num_missing.update(name for call in calls for name in call.owner.names)
-        edges = [call.output for call in calls]
-        # Some rules run the node itself, which they can when the pass is over.
-        late = [call.call.runs_nodes for call in calls]
+        edges, late = [c.output for c in calls], [c.is_late for c in calls]
         del calls
-        asked: set[Node] = set()
+        asked: list[int] = []
         if self.accumulate is None:
-            asked = graph.ends(nodes, {edge.node for edge in edges})
+            lowest = nodes.ends(passed, {edge.node for edge in edges})
+            asked = [n for n, edge in enumerate(edges) if edge.node in lowest]
         # A fallback needs the graph once more, and so may a comparison.
-        retain_graph = self.retain_graph or self.settings.has_fallback or any(late)
-        if self._comparer is not None and not self._comparer.has_reference:
+        retain_graph = self.retain_graph or self._has_loop or any(late)
+        if self._comparer is not None and self._comparer.reference is None:
             retain_graph = True
         kept: list[tuple[int, torch.Tensor, forms.Versions]] = []
 
@@ -265,22 +256,16 @@ class BackwardPass:
             else:
                 self._apply(number, gradient)
 
-        numbers = [n for n, edge in enumerate(edges) if edge.node in asked]
         found: Sequence[torch.Tensor | None] = ()
         with contextlib.ExitStack() as placed:
-            for number, edge in enumerate(edges):
-                if edge.node not in asked:
-                    hook = functools.partial(come_by, number)
-                    placed.callback(edge.node.register_prehook(hook).remove)
-            total = self._total()
+            for number in sorted({*range(len(edges))}.difference(asked)):
+                hook = functools.partial(come_by, number)
+                placed.callback(edges[number].node.register_prehook(hook).remove)
+            total, wanted = self._total(), [edges[number] for number in asked]
             try:
                 if self.accumulate is None:
-                    found = xla_replica.grad(
-                        total,
-                        [edges[number] for number in numbers],
-                        retain_graph=retain_graph,
-                        allow_unused=True,
-                    )
+                    options = {"retain_graph": retain_graph, "allow_unused": True}
+                    found = xla_replica.grad(total, wanted, **options)
                 else:
                     xla_replica.backward(total, retain_graph=retain_graph)
             except CheckpointError as error:
@@ -289,7 +274,7 @@ class BackwardPass:
         for number, gradient, versions in kept:
             versions.refuse_changes(_EDITED.format("an operation"))
             self._apply(number, gradient)
-        for number, each in zip(numbers, found):
+        for number, each in zip(asked, found):
             self._apply(number, each)
         del found
         for number, call in enumerate(self._calls):
@@ -386,11 +371,10 @@ class BackwardPass:
         if self._comparer is not None:
             self._comparer.add(factors)
         self._handed_on.update(merged)
-        if not self.waits:
+        if self.waits:
+            self._waiting.append(factors)
+        else:
             self.receive(factors)
-            return
-        self._waiting.append(factors)
-        self._versions |= {n: [forms.Versions(uses)] for n, uses in merged.items()}
 
     def _use_fallback(self, names: Collection[str]) -> None:
         """Hands on parameters' gradients as B backward passes give them."""
@@ -418,7 +402,7 @@ class BackwardPass:
     def _conclude(self, comparer: Comparer, table: Table) -> None:
         """Compares; replaces wrong answers by a fallback's; remembers the proof."""
         has_fallback = self.settings.has_fallback
-        if not comparer.has_reference:
+        if comparer.reference is None:
             assert table.proof is not None
             if comparer.says_nothing_new(table.proof.unseen):
                 return

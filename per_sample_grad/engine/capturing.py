@@ -61,7 +61,8 @@ class Capture:
             positions; that is believed where the number of rows is not a multiple of B.
         fallback: What to do about parameters that no rule accounts for: ``"error"`` or
             ``"loop"`` (B backward passes of the batch, for whatever autograd can do).
-            The loop also replaces rules that turn out wrong when checked.
+            The loop also replaces rules that turn out wrong when checked. A batch of
+            one sample always has it for what no rule accounts for.
         check: When to compare with autograd, for one more backward pass and, on a
             lazy device, one read-back: the ``"first"`` time for each structure
             (modules called, shapes), ``"always"`` or ``"never"``. Where an operation is

@@ -91,6 +91,7 @@ class Comparer:
         all_differ: Whether every sample has another weight.
         total_norm: A lower bound of the whole gradient's norm, other parameters
             included.
+        reference: Autograd's gradient, by name; None: it was not computed.
     """
 
     losses: torch.Tensor
@@ -102,7 +103,7 @@ class Comparer:
 
     def __post_init__(self) -> None:
         self._weights = _weights(self.losses, self.all_differ)
-        self._reference: dict[str, torch.Tensor] | None = None
+        self.reference: dict[str, torch.Tensor] | None = None
         # Weighted sums from the factors, until autograd's gradient is there.
         self._sums: dict[str, torch.Tensor] = {}
         self._distances: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -116,11 +117,6 @@ class Comparer:
         precisions = [torch.finfo(dtype).eps for dtype in self.dtypes]
         self._least_eps = min(torch.finfo(torch.float32).eps, max(precisions))
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether autograd's gradient was computed."""
-        return self._reference is not None
-
     def compute_reference(self, retain_graph: bool) -> None:
         """Computes autograd's gradient, of losses with random weights."""
         gradients = xla_replica.grad(
@@ -130,7 +126,7 @@ class Comparer:
             allow_unused=True,
             materialize_grads=True,
         )
-        self._reference = dict(zip(self.params, gradients))
+        self.reference = dict(zip(self.params, gradients))
         del gradients
         self._measure()
 
@@ -149,15 +145,15 @@ class Comparer:
             cancels = None if is_host else factors.cancellation(name)
             if cancels is not None:
                 self._cancelling[name] = cancels
-        if self._reference is not None:
+        if self.reference is not None:
             self._measure()
 
     def _measure(self) -> None:
         """Replaces the weighted sums so far by their distances from the reference."""
-        assert self._reference is not None
+        assert self.reference is not None
         for name in list(self._sums):
             weighted = self._sums.pop(name)
-            truth = self._reference.pop(name).detach().to(weighted.dtype)
+            truth = self.reference.pop(name).detach().to(weighted.dtype)
             if self.scale != 1:
                 truth = truth / self.scale
             self._distances[name] = (weighted.sub_(truth).norm(), truth.norm())

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from per_sample_grad.engine import graph
 from per_sample_grad.engine.settings import Settings
 from per_sample_grad.errors import CoverageError, PerSampleError
 from per_sample_grad.layers import normalisation, registry
 from per_sample_grad.layers.registry import Call, Rule, rule_of
-from per_sample_grad.operations import wrong_operations
+from per_sample_grad.operations import nodes, wrong_operations
 from per_sample_grad.operations.layouts import by_shape
 from xla_replica.common.trees import map_tensors, tensors_in
 
@@ -63,6 +62,8 @@ class RecordedCall(NamedTuple):
         inputs: Its inputs that have a graph.
         versions: How often each tensor that its rule reads had been changed in place.
         has_batch: Whether its output may have rows for samples.
+        is_late: Whether its rule runs a node of the graph, which it can when the
+            backward pass is over.
     """
 
     owner: RecordedModule
@@ -72,6 +73,7 @@ class RecordedCall(NamedTuple):
     inputs: tuple[GradientEdge, ...] = ()
     versions: tuple[int, ...] = ()
     has_batch: bool = True
+    is_late: bool = False
 
     @property
     def identity(self) -> Hashable:
@@ -116,7 +118,8 @@ class Recorder:
 
     Attributes:
         calls: Those of modules that have a rule, in order.
-        called: Whether any module with a selected parameter was called.
+        called: Whether any module with a selected parameter, or with others in it, was
+            called.
         unrecorded: Parameters of modules that were called while gradients were off.
         saved_by_hooks: Whether hooks keep what operations save, as those of
             checkpoints do, so that it must not be read twice.
@@ -127,16 +130,16 @@ class Recorder:
         self.called = self.saved_by_hooks = False
         self.unrecorded: set[str] = set()
         self._settings = settings
-        self._names = {id(param): name for name, param in settings.params.items()}
         self._placed = contextlib.ExitStack()
 
     def start(self) -> None:
         """Places the hooks; places none of them if one cannot be placed."""
         self.stop()
-        model = self._settings.model
-        normalisation.refuse_batch_statistics(model)
+        modules = [*self._settings.model.named_modules()]
+        if any(isinstance(each, normalisation.NORMALISING) for _, each in modules):
+            normalisation.refuse_batch_statistics(self._settings.model)
         with contextlib.ExitStack() as placed:
-            for name, module in model.named_modules():
+            for name, module in modules:
                 _run_as_written(module, placed)
                 for hook in self._hooks_of(name, module):
                     # Each is put before the others of the module.
@@ -155,42 +158,43 @@ class Recorder:
     def _hooks_of(self, name: str, module: nn.Module) -> list[Callable[..., Any]]:
         """Returns the hooks of a module; the last one runs first."""
         hooks: list[Callable[..., Any]] = []
-        rule, own = rule_of(module), module._parameters.items()
+        rule, layer, known = rule_of(module), [("", module)], self._settings.names
         if rule is not None and module._modules:
             # A module with a rule is one layer, whatever modules are in it.
-            own = module.named_parameters(remove_duplicate=False)
-        params = {n: self._names[id(p)] for n, p in own if id(p) in self._names}
-        if params:
-            names = tuple(dict.fromkeys(params.values()))
-            layer = [module] if rule is None else [*module.modules()]
-            places = tuple(
-                (each._parameters, key, param)
-                for each in layer
-                for key, param in each._parameters.items()
-                if param is not None and id(param) in self._names
-            )
-            kind = type(module).__name__
+            layer = [*module.named_modules()]
+        places = {
+            f"{prefix}.{key}".removeprefix("."): (each._parameters, key, param)
+            for prefix, each in layer
+            for key, param in each._parameters.items()
+            if id(param) in known
+        }
+        if places:
+            params = {n: known[id(place[2])] for n, place in places.items()}
             reads: Sequence[torch.Tensor] = ()
             if rule is not None and rule not in registry.ONLY_ARGUMENTS:
                 reads = registry.tensors_read(module)
             owner = RecordedModule(
-                name, kind, rule, params, names, places=places, reads=reads
-            )
+                name, type(module).__name__, rule, params,
+                tuple(dict.fromkeys(params.values())),
+                places=(*places.values(),), reads=reads,
+            )  # fmt: skip
             hooks.append(functools.partial(self._record, owner))
+        elif module._modules:  # which may use parameters of those in it
+            hooks.append(functools.partial(self._note, ()))
         # The output is replaced before the call is recorded.
         kinds = normalisation.NORMALISING
         if isinstance(module, kinds) or type(module) in wrong_operations.WRONG:
             hooks.append(wrong_operations.right_output)
         return hooks
 
-    def _note(self, owner: RecordedModule) -> None:
-        """Notes under which circumstances a module with parameters is called."""
+    def _note(self, names: Sequence[str], *_: Any) -> None:
+        """Notes under which circumstances a module with these parameters is called."""
         self.called = True
-        if not torch.compiler.is_compiling():
+        if names and not torch.compiler.is_compiling():
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
             self.saved_by_hooks |= hooks is not None
         if not torch.is_grad_enabled():
-            self.unrecorded.update(owner.names)
+            self.unrecorded.update(names)
 
     def _record(
         self,
@@ -201,7 +205,7 @@ class Recorder:
         out: Any,
     ) -> None:
         """Records a call of a module, by its first output."""
-        self._note(owner)
+        self._note(owner.names)
         output = out[0] if isinstance(out, (tuple, list)) else out
         if owner.rule is None or not torch.is_grad_enabled():
             return
@@ -222,7 +226,7 @@ class Recorder:
         call = RecordedCall(
             owner,
             Call(module, own[0], own[1], default if dim is None else dim),
-            graph.output_edge(output),
+            nodes.output_edge(output),
             output.shape,
             tuple([get_gradient_edge(each) for each in tensors if each.requires_grad]),
             tuple([tensor._version for tensor in (*tensors, *owner.reads)]),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -29,6 +30,7 @@ class Settings:
     """The checked arguments of a `Capture`; ``params`` are the selected parameters.
 
     Attributes:
+        names: The parameters' names by ``id(parameter)``.
         default_batch_dim: The ``batch_dim`` of modules that it does not name.
         has_fallback: Whether one replaces rules that are missing or wrong.
     """
@@ -45,23 +47,35 @@ class Settings:
     def __post_init__(self) -> None:
         refuse_sharded(self.params, "capture", ", or leave these out (params=)")
         refuse_hooked(self.params)
-        if self.budget is not None:
-            check_integer("budget", self.budget, least=1)
-        check_number("scale", self.scale, above=0)
-        check_choice("fallback", self.fallback, get_args(Fallback))
-        check_choice("check", self.check, get_args(Check))
-        check_choice("method", self.method, METHODS)
+        self.names = {id(param): name for name, param in self.params.items()}
         self.has_fallback = self.fallback != "error"
-        if not isinstance(self.batch_dim, Mapping):
-            self.default_batch_dim = check_integer("batch_dim", self.batch_dim)
-            return
-        self.default_batch_dim = self.batch_dim.get("") or 0
-        unknown = self.batch_dim.keys() - {"", *dict(self.model.named_modules())}
+        self.default_batch_dim, unknown = self.batch_dim, set[str]()
+        if isinstance(self.batch_dim, Mapping):
+            self.default_batch_dim = self.batch_dim.get("") or 0
+            unknown = self.batch_dim.keys() - {"", *dict(self.model.named_modules())}
         if unknown:
             raise ValueError(
                 f"batch_dim names {', '.join(sorted(unknown))}, not in "
                 'model.named_modules(); "" stands for all others'
             )
+        _check_options(
+            self.default_batch_dim, self.fallback, self.check, self.method, self.budget,
+            self.scale,
+        )  # fmt: skip
+
+
+@functools.lru_cache(typed=True)  # a loop asks for the same every time
+def _check_options(
+    batch_dim: int, fallback: str, check: str, method: str, budget: Any, scale: float
+) -> None:
+    """Raises TypeError or ValueError for an option that is not allowed."""
+    check_integer("batch_dim", batch_dim)
+    check_choice("fallback", fallback, get_args(Fallback))
+    check_choice("check", check, get_args(Check))
+    check_choice("method", method, METHODS)
+    check_number("scale", scale, above=0)
+    if budget is not None:
+        check_integer("budget", budget, least=1)
 
 
 def selected(model: nn.Module, params: Selection) -> dict[str, nn.Parameter]:

@@ -17,6 +17,7 @@ what has been proven of other data says nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -26,16 +27,15 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from per_sample_grad.engine import graph
 from per_sample_grad.engine.comparison import PROVEN, Proof
 from per_sample_grad.engine.recording import RecordedCall, RecordedModule, Recorder
 from per_sample_grad.engine.settings import Settings
 from per_sample_grad.errors import CoverageError
 from per_sample_grad.layers.registry import Owned, is_of_torch, why_no_rule
-from per_sample_grad.operations import contributions, layouts, nodes, uses
+from per_sample_grad.operations import contributions, layouts, nodes
+from per_sample_grad.operations.contributions import ContributionRule
 from per_sample_grad.operations.layouts import Rows, by_shape
 from per_sample_grad.operations.table import layout_of, operation_of
-from per_sample_grad.operations.uses import OperationCall
 
 # A node that runs another graph inside, in which parameters would not be seen.
 _OPAQUE = "CheckpointFunctionBackward"
@@ -84,16 +84,15 @@ def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
     Raises:
         PerSampleError: An input was changed in place, or parameters are hidden.
     """
-    passed = graph.backward_nodes(losses.grad_fn)
+    passed = nodes.backward_nodes(losses.grad_fn)
     reached = {*passed}
     calls = [each for each in recorder.calls if each.output.node in reached]
-    names = {id(param): name for name, param in settings.params.items()}
     proven = PROVEN.get(settings.model, {})
     structure = (
         tuple([each.identity for each in recorder.calls]),
         (losses.shape, losses.dtype, losses.device, settings.default_batch_dim),
         tuple([(name, param.shape) for name, param in settings.params.items()]),
-        graph.structure(passed, names),
+        nodes.structure(passed, settings.names),
     )
     key: Hashable = (structure, (), ())
     proof = proven.get(key)
@@ -102,7 +101,6 @@ def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
         astray, is_structural = proof.astray, True
     else:
         found = _Walk(settings, losses, recorder, passed)
-        found.run()
         every, calls = calls, [each for each in calls if found.reaches(each)]
         found.refuse_hidden(calls)
         by_operations, problems = found.operations(), found.explained_problems()
@@ -110,21 +108,23 @@ def walk(settings: Settings, losses: torch.Tensor, recorder: Recorder) -> Table:
         is_structural &= not (by_operations or problems)
         operations = tuple([each.identity for each in by_operations])
         key = (structure, operations, tuple(problems))
-        proof, calls = proven.get(key), calls + by_operations
+        proof = proven.get(key)
+        if settings.check == "never" and proof is None:
+            # That shapes say where samples are is only believed when it is compared.
+            problems = {
+                name: f'{each.owner} is only believed without check="never"'
+                for each in by_operations
+                for name in each.owner.names
+            } | problems
+            by_operations = []
+        calls += by_operations
         astray = frozenset(found.astray if len(losses) > 1 else ())
     for call in calls:
         call.refuse_changes()
     leaves = [getattr(node, "variable", None) for node in passed]
-    return Table(
-        passed,
-        calls,
-        problems,
-        key,
-        proof,
-        astray,
-        is_structural,
-        [each for each in leaves if each is not None and id(each) not in names],
-    )
+    others = [x for x in leaves if x is not None and id(x) not in settings.names]
+    compared = key, proof, astray, is_structural
+    return Table(passed, calls, problems, *compared, others)
 
 
 class _Place(NamedTuple):
@@ -139,7 +139,6 @@ class _Place(NamedTuple):
         inside: Of a call whose module is not known to keep samples apart: the nodes of
             its inputs, where the way through it ends, and its parameters. None: outside
             of such calls.
-        met: The last operation and input that a parameter may meet the only sample at.
         is_single: Whether it is of one sample, as what is stacked to the losses is.
     """
 
@@ -149,43 +148,49 @@ class _Place(NamedTuple):
     is_certain: bool
     why: str
     inside: tuple[frozenset[Node], tuple[str, ...]] | None = None
-    met: tuple[Node, int, Rows] | None = None
     is_single: bool = False
 
 
+@dataclasses.dataclass
 class _Walk:
-    """The walk, and what it has found so far.
+    """The walk, and what it has found.
 
     Attributes:
+        settings: Those of the capture.
+        losses: ``(B,)``.
+        recorder: What was recorded.
+        passed: The nodes of the graph, each after those below it.
         problems: Why parameters have uses without a call, by name.
         astray: As in `Table`.
         is_structural: Whether nothing was decided by data.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        losses: torch.Tensor,
-        recorder: Recorder,
-        passed: Sequence[Node],
-    ) -> None:
+    settings: Settings
+    losses: torch.Tensor
+    recorder: Recorder
+    passed: Sequence[Node]
+
+    def __post_init__(self) -> None:
+        """Goes all ways from the losses."""
         self.problems: dict[str, str] = {}
         self.astray: set[str] = set()
-        self._settings, self._losses, self._recorder = settings, losses, recorder
-        self._passed = passed
-        self._num_samples = len(losses)
-        self._names = {id(param): name for name, param in settings.params.items()}
-        self._model_params = {id(param) for param in settings.model.parameters()}
+        self._num_samples = len(self.losses)
+        self._names = self.settings.names
+        self._model_params = {id(param) for param in self.settings.model.parameters()}
         self._custom: str | None = None
         self._reached: set[Node] = set()
-        self._uses: dict[Node, tuple[Rows, dict[int, list[str]]]] = {}
+        # Operations that account for parameters: their rules, whether these run the
+        # node, where samples are, and the parameters by input.
+        self._uses: dict[
+            Node, tuple[ContributionRule, bool, Rows, dict[int, list[str]]]
+        ] = {}
         # Calls that return the same for all samples: what rows of a table or buffers of
         # the model are computed from, and not what may be computed from the samples.
         # They are a part of what is computed from parameters alone.
         self._constant: list[RecordedCall] = []
         # Of calls with the same output (a module that ends with another) the last one.
         self._calls: dict[Node, RecordedCall] = {}
-        for each in recorder.calls:
+        for each in self.recorder.calls:
             if self._is_constant(each):
                 self._constant.append(each)
             else:
@@ -193,21 +198,22 @@ class _Walk:
         self._below = self._parameters_below()
         if any(self._below.values()):
             # A checkpoint that calls no module with parameters was not noticed.
-            recorder.saved_by_hooks |= graph.is_saved_by_hooks(passed)
-        self._may_read = not recorder.saved_by_hooks
-        by_indices = any(node.name() == "IndexBackward0" for node in passed)
+            self.recorder.saved_by_hooks |= nodes.is_saved_by_hooks(self.passed)
+        self._may_read = not self.recorder.saved_by_hooks
+        by_indices = any(node.name() == "IndexBackward0" for node in self.passed)
         self.is_structural = not self._constant and not by_indices
+        self._run()
 
     @functools.cached_property
     def _known(self) -> Owned:
-        return Owned(self._settings.model)
+        return Owned(self.settings.model)
 
     @functools.cached_property
     def _same(self) -> Collection[Node]:
         """Nodes inside of calls that are said to return the same for all samples."""
         said = [each for each in self._constant if not each.has_batch]
         inside = [
-            graph.backward_nodes(each.output.node, [edge.node for edge in each.inputs])
+            nodes.backward_nodes(each.output.node, [edge.node for edge in each.inputs])
             for each in said
         ]
         return set().union(*inside)
@@ -235,7 +241,7 @@ class _Walk:
     def _parameters_below(self) -> dict[Node, frozenset[str]]:
         """Returns the parameters that each node depends on outside of calls."""
         below: dict[Node, frozenset[str]] = {}
-        for node in self._passed:
+        for node in self.passed:
             call = self._calls.get(node)
             if call is not None:
                 names = call.owner.names if self._looks_up(call) else ()
@@ -246,9 +252,8 @@ class _Walk:
             below[node] = frozenset([name] if name else ()).union(*filter(None, found))
         return below
 
-    def run(self) -> None:
-        """Goes all ways from the losses."""
-        root, why = self._losses.grad_fn, "no operation that meets samples has a rule"
+    def _run(self) -> None:
+        root, why = self.losses.grad_fn, "no operation that meets samples has a rule"
         stack = [] if root is None else [_Place(root, 0, Rows(0), True, why)]
         seen: set[_Place] = set()
         while stack:
@@ -257,14 +262,14 @@ class _Walk:
                 if known not in seen:
                     seen.add(known)
                     stack.append(place)
-        if not self._recorder.called:
+        if not self.recorder.called:
             names = sorted(set().union(*self._below.values()))
             self.problems = dict.fromkeys(names, self._why_uncalled())
             self._uses.clear()
 
     def _why_uncalled(self) -> str:
         """Returns the likely cause where no module's hook has run."""
-        if any(each.name() == "CompiledFunctionBackward" for each in self._passed):
+        if any(each.name() == "CompiledFunctionBackward" for each in self.passed):
             return (
                 "what torch.compile has compiled calls no hooks: call the model in the "
                 "capture, not a compiled function (capture(compiled) runs the compiled "
@@ -284,10 +289,7 @@ class _Walk:
         if variable is not None:
             name = self._names.get(id(variable))
             if name is not None and is_outside:
-                why, met = place.why, place.met
-                why = self._take(*met, [name], place.is_certain) if met else why
-                if why:
-                    self.problems.setdefault(name, why)
+                self.problems.setdefault(name, place.why)
             return []
         call = self._calls.get(node) if is_outside else None
         # Rows that are the same for all samples are a part of what meets them.
@@ -336,7 +338,7 @@ class _Walk:
         self, shape: Sequence[int] | None, dim: int | None = None
     ) -> Rows | None:
         """Returns where a tensor has its samples as far as shapes tell."""
-        dim = self._settings.default_batch_dim if dim is None else dim
+        dim = self.settings.default_batch_dim if dim is None else dim
         return None if shape is None else by_shape(shape, dim, self._num_samples)
 
     def _inputs_below(self, place: _Place) -> list[_Place]:
@@ -345,9 +347,11 @@ class _Walk:
         shapes = nodes.input_shapes(node)
         if rows is None and not (certain or place.is_single):
             rows = self._guess(nodes.output_shape(node, place.number))
+            place = place._replace(rows=rows)
         found: list[Rows | None] | None = [None] * len(shapes)
         if rows is not None:
-            found = self._layout(place, rows)
+            num_samples, may_read = self._num_samples, self._may_read
+            found = layout_of(node, place.number, rows, num_samples, may_read)
         is_known, is_single = found is not None, place.is_single
         if found is None:
             certain, is_single = False, node.name() == "StackBackward0"
@@ -360,61 +364,33 @@ class _Walk:
         for slot, ((each, number), at) in enumerate(zip(node.next_functions, found)):
             if each is None:
                 continue
-            why, met = place.why, None
-            if rows is not None and place.inside is None and self._below[each]:
-                why, met = self._meet(place, rows, slot, at, is_known)
-            if at is None and self._num_samples == 1:  # it has all rows
-                at = self._guess(shapes[slot])
+            why, is_same = place.why, rows is not None and at is None
+            if is_same and place.inside is None and self._below[each]:
+                why = self._meet(place, slot, each, is_known)
             if why:
-                inputs.append(
-                    _Place(each, number, at, certain, why, place.inside, met, is_single)
-                )
+                below = place._replace(node=each, number=number, rows=at, why=why)
+                inputs.append(below._replace(is_certain=certain, is_single=is_single))
         return inputs
 
-    def _layout(self, place: _Place, rows: Rows) -> list[Rows | None] | None:
-        node, number = place.node, place.number
-        return layout_of(node, number, rows, self._num_samples, self._may_read)
-
-    def _meet(
-        self, place: _Place, rows: Rows, slot: int, at: Rows | None, is_known: bool
-    ) -> tuple[str, tuple[Node, int, Rows] | None]:
+    def _meet(self, place: _Place, slot: int, below: Node, is_known: bool) -> str:
         """Lets an operation account for the parameters below an input, if it can.
 
-        Returns why it does not, or nothing, and where they may meet the only sample.
+        Returns why it does not, or nothing.
         """
-        node = place.node
-        below, _ = node.next_functions[slot]
-        assert below is not None
+        node, operation = place.node, operation_of(place.node)
         if reason := self._why_of_samples(below):
-            return reason if at is None else place.why, None
-        names, operation = sorted(self._below[below]), operation_of(node)
-        if is_known and at is None:
-            return self._take(node, slot, rows, names, place.is_certain), None
-        met = place.met
-        if self._num_samples == 1 and operation and operation.contribution:
-            # All rows are those of one sample, in whatever dimension they are.
-            shape = nodes.output_shape(node, place.number)
-            for axis in map(Rows, range(len(shape))):
-                found = self._layout(place, axis)
-                if found is not None and found[slot] is None:
-                    return self._take(node, slot, axis, names, place.is_certain), None
-            met = (node, slot, rows) if shape[rows.axis] == 1 else None
-        return _mixes(node) if at is None else place.why, met
-
-    def _take(
-        self, node: Node, slot: int, rows: Rows, names: Sequence[str], is_certain: bool
-    ) -> str:
-        """Takes an operation as what accounts for parameters; returns why it is not."""
-        operation = operation_of(node)
-        if operation is None or operation.contribution is None:
+            return reason
+        rule = None if operation is None else operation.contribution
+        if not is_known or operation is None or rule is None or place.rows is None:
             return _mixes(node)
         if operation.reads and not self._may_read:
             return _KEPT_BY_HOOKS
         if operation.runs and not contributions.keeps_rows(node, slot):
             return _mixes(node)
-        _, slots = self._uses.setdefault(node, (rows, {}))
-        slots[slot] = [*dict.fromkeys((*slots.get(slot, ()), *names))]
-        if not is_certain:
+        names = sorted(self._below[below])
+        use = self._uses.setdefault(node, (rule, operation.runs, place.rows, {}))
+        use[-1][slot] = names
+        if not place.is_certain:
             self.astray.update(names)
         return ""
 
@@ -435,7 +411,7 @@ class _Walk:
 
     def _is_one_row(self, node: Node) -> bool:
         """Returns whether an operation has one row in the place of those of samples."""
-        dim = self._settings.default_batch_dim
+        dim = self.settings.default_batch_dim
         shapes = nodes.output_shape(node), *filter(None, nodes.input_shapes(node))
         return all(-len(x) <= dim < len(x) and x[dim] == 1 for x in shapes)
 
@@ -457,12 +433,15 @@ class _Walk:
             return ""
         if name in _BY_DATA and self._num_samples > 1 and not is_moved:
             has_rows = self._guess(nodes.output_shape(node))
-            if has_rows and not (self._may_read and uses.is_own(node, self._known)):
+            is_read = self._may_read and contributions.is_known(
+                node, self._known, also_indices=True
+            )
+            if has_rows and not is_read:
                 return f"{name} may take rows by samples' indices"
         if None in nodes.input_shapes(node):
             if not self._may_read:
                 return _KEPT_BY_HOOKS
-            if not uses.is_known(node, self._known):
+            if not contributions.is_known(node, self._known):
                 return f"{name} mixes it with what may be samples"
         return ""
 
@@ -474,7 +453,7 @@ class _Walk:
     def refuse_hidden(self, calls: Sequence[RecordedCall]) -> None:
         """Raises CoverageError for parameters used only within an autograd.Function."""
         seen = {name for call in calls for name in call.owner.names}
-        hidden = sorted(self._recorder.unrecorded - seen - self.problems.keys())
+        hidden = sorted(self.recorder.unrecorded - seen - self.problems.keys())
         if hidden and self._custom is not None:
             raise CoverageError(
                 f"modules with {', '.join(hidden)} were called without gradients, "
@@ -485,24 +464,24 @@ class _Walk:
 
     def operations(self) -> list[RecordedCall]:
         """Returns operations, each as a call of the module with its first parameter."""
-        model, params = self._settings.model, self._settings.params
+        model, params = self.settings.model, self.settings.params
         calls = []
-        for node, (rows, slots) in self._uses.items():
+        for node, (rule, is_late, rows, slots) in self._uses.items():
             names = tuple(dict.fromkeys(n for each in slots.values() for n in each))
             owner = names[0].rpartition(".")[0]
             module = model.get_submodule(owner)
             kind = node.name().removesuffix("Backward0")
             kind = f"{kind} in {type(module).__name__}"
             recorded = RecordedModule(
-                owner, kind, uses.by_operation, {n: n for n in names}, names,
+                owner, kind, contributions.by_operation, {n: n for n in names}, names,
                 is_operation=True,
             )  # fmt: skip
             own = {slot: {n: params[n] for n in each} for slot, each in slots.items()}
-            call = OperationCall(
-                module, (), {}, rows.axis, node, rows, own, self._num_samples
+            call = contributions.OperationCall(
+                module, (), {}, rows.axis, node, rule, rows, own, self._num_samples
             )
-            shape = torch.Size(nodes.output_shape(node))
-            calls.append(RecordedCall(recorded, call, GradientEdge(node, 0), shape))
+            edge, shape = GradientEdge(node, 0), torch.Size(nodes.output_shape(node))
+            calls.append(RecordedCall(recorded, call, edge, shape, is_late=is_late))
         return calls
 
     def explained_problems(self) -> dict[str, str]:
@@ -517,7 +496,7 @@ class _Walk:
         }
         return {
             name: "a use outside any module with a rule ("
-            f"{_why_outside(self._settings.model, name)}; "
+            f"{_why_outside(self.settings.model, name)}; "
             f"{of_calls.get(name, why)})"
             for name, why in self.problems.items()
         }

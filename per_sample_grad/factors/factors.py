@@ -66,7 +66,7 @@ class Factors:
     def __post_init__(self) -> None:
         self._squares_and_terms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._uses = [use for uses in self.merged.values() for use in uses]
-        self._versions = forms.Versions(self._uses)
+        self.refuse_changes = forms.Versions(self._uses).refuse_changes
 
     def _precision(
         self, *others: Factors, products: bool = True
@@ -74,7 +74,7 @@ class Factors:
         """Returns the context of an answer; refuses tensors that were changed."""
         batches = (self, *others)
         for each in batches:
-            each._versions.refuse_changes(_CHANGED)
+            each.refuse_changes(_CHANGED)
         of_bfloat16 = all(each.of_bfloat16 for each in batches)
         return forms.full_precision(self.losses.device, products, of_bfloat16)
 

@@ -17,7 +17,6 @@ import torch
 
 from per_sample_grad.factors import forms
 from per_sample_grad.factors.forms import Contribution, Dense, Lookup, Windows
-from xla_replica import traits
 
 Quantity = Literal["norms", "gram"]
 Method = Literal["auto", "factored", "materialized"]
@@ -98,13 +97,6 @@ class Plan:
             f"{peak / 2**20:.3f} MiB"
         )
         return "\n".join(lines)
-
-
-def default_budget(recorded: int, device: torch.device) -> int:
-    """Returns the bytes of temporaries beside ``recorded`` bytes of activations."""
-    on_host = traits(device).is_host
-    smallest = SMALLEST_BUDGET_ON_HOST if on_host else SMALLEST_BUDGET
-    return min(LARGEST_BUDGET, max(smallest, recorded // SHARE_OF_RECORDED))
 
 
 def cancels(squares: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:

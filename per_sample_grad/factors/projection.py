@@ -304,10 +304,8 @@ def _fewer_channels(use: Contribution, channels: Fold, kernel: int) -> Contribut
             return dataclasses.replace(use, source=fewer)
         case Outer(left, right):
             return Outer(left, folded(right))
-        case Lookup(index, values):
-            return Lookup(index, folded(values))
-        case Dense(values):
-            return Dense(folded(values.flatten(2)))
+        case Lookup(_, values) | Dense(values):
+            return dataclasses.replace(use, values=folded(values.flatten(2)))
 
 
 def _project_part(part: Part, folds: Folds) -> torch.Tensor:

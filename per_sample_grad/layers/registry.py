@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,9 +39,6 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     batch_dim: int
-
-    # Whether its rule needs the graph, and that no pass is under way.
-    runs_nodes: ClassVar[bool] = False
 
     @property
     def input(self) -> torch.Tensor:
@@ -314,12 +311,6 @@ def memory(tensor: torch.Tensor) -> int | None:
     return None if traits(tensor).is_lazy else tensor.untyped_storage().data_ptr()
 
 
-def memories(model: nn.Module) -> set[int]:
-    """Returns where a model's parameters and buffers are stored, as `memory` does."""
-    tensors = (*model.parameters(), *model.buffers())
-    return {where for where in map(memory, tensors) if where is not None}
-
-
 class Owned:
     """The tensors of a model, and copies of its vectors, as spectral norm makes them.
 
@@ -329,7 +320,9 @@ class Owned:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers, self._memories = list(model.buffers()), memories(model)
+        self._buffers = list(model.buffers())
+        owned = map(memory, (*model.parameters(), *self._buffers))
+        self._memories = {where for where in owned if where is not None}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         is_one = any(tensor is each for each in self._buffers)

@@ -1,28 +1,47 @@
 """What single operations contribute, where a parameter is used outside a known module.
 
-Each rule takes a node of the autograd graph and the gradient of its output, and returns
-what the tensor at one of its inputs gets from every row. What the node has saved for
-its own backward pass is enough, so that nothing is run again. The tensor is one that
-does not depend on samples: a parameter, or what is computed from parameters alone.
+What is computed from parameters alone, such as a transposed weight, a table of
+positions, a normalised weight or ``1 + weight``, does not depend on samples. It meets
+samples in an operation that broadcasts it over them, looks rows up in it or multiplies
+with it. There the gradient still has rows for each sample. A rule takes that node of
+the autograd graph and the gradient of its output, and returns what the tensor at one of
+its inputs gets from every row. What the node has saved for its own backward pass is
+enough, so that nothing is run again.
+
+From there the contribution goes down to the parameters. Views, permutations, casts and
+lookups are followed backwards by rules. From the first other operation on, as in a
+weight that is normalised or a product of two parameters, the gradients are formed, and
+autograd takes them down, vectorised over the samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 import torch
-from torch.autograd.graph import Node
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
 
+import xla_replica
 from per_sample_grad.errors import Refusal
-from per_sample_grad.factors import forms
+from per_sample_grad.factors import algebra, forms
 from per_sample_grad.factors.forms import Contribution, Dense, Outer
 from per_sample_grad.layers import embedding, registry
 from per_sample_grad.layers.convolution import windows
 from per_sample_grad.layers.normalisation import standardised
+from per_sample_grad.layers.registry import Call, Owned
 from per_sample_grad.operations import nodes
+from per_sample_grad.operations.layouts import Rows
 from per_sample_grad.operations.nodes import saved
+from xla_replica.common.trees import tensors_in
 
+# Nodes that return parts of a tensor along a dimension.
+_SPLITS = ("SplitBackward0", "SplitWithSizesBackward0")
 # From a node, the position of the tensor among its inputs, the gradient of its output
 # with rows of samples first, ``(N, ...)``, and the dimension that they were in.
 ContributionRule = Callable[[Node, int, torch.Tensor, int], Contribution]
@@ -200,3 +219,199 @@ def keeps_rows(node: Node, slot: int) -> bool:
         return _unsummed(node, slot, grad) is not None
     except RuntimeError:  # torch has no derivative, or what was saved has changed
         return False
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationCall(Call):
+    """An operation as a `Call`, which `by_operation` is the rule of.
+
+    Attributes:
+        node: The operation.
+        contribution: Its rule.
+        rows: Where its output has the samples.
+        params: By input, the parameters that it may be computed from, by name.
+        num_samples: B.
+    """
+
+    node: Node
+    contribution: ContributionRule
+    rows: Rows
+    params: Mapping[int, Mapping[str, nn.Parameter]]
+    num_samples: int
+
+
+def by_operation(call: Call, grad: torch.Tensor) -> dict[str, list[Contribution]]:
+    """Returns what an operation contributes to parameters, as a layer rule does."""
+    assert isinstance(call, OperationCall)
+    parts: dict[str, list[Contribution]] = defaultdict(list)
+    for slot, params in call.params.items():
+        found = call.contribution(call.node, slot, grad, call.batch_dim)
+        found = _by_sample(forms.widened(found), call.rows.before, call.num_samples)
+        below, number = call.node.next_functions[slot]
+        assert below is not None
+        for name, each in take_down(GradientEdge(below, number), found, params).items():
+            parts[name].append(each)
+    return dict(parts)
+
+
+def _by_sample(found: Contribution, before: int, num_samples: int) -> Contribution:
+    """Returns it by sample, whose rows follow one another ``before`` times."""
+    if before != 1:
+        turned = {
+            name: each.unflatten(0, (before, -1)).transpose(0, 1).flatten(0, 1)
+            for name, each in forms.tensors_of(found).items()
+        }
+        found = dataclasses.replace(found, **turned)
+    return forms.regroup(found, num_samples)
+
+
+def is_known(node: Node, known: Owned, also_indices: bool = False) -> bool:
+    """Returns whether what an operation has saved can be told from samples.
+
+    That are single numbers, integers but for ``also_indices``, and what the model owns.
+    What has a graph is looked at elsewhere, and what the operation has computed depends
+    on nothing else than what it took.
+    """
+    names = nodes.saved_names(type(node))
+    saved = [getattr(node, n) for n in names if not n.startswith("_saved_result")]
+    return all(
+        each.requires_grad
+        or (not also_indices and (each.numel() == 1 or not each.is_floating_point()))
+        or each in known
+        for each in tensors_in(saved)
+    )
+
+
+def take_down(
+    edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
+) -> dict[str, Contribution]:
+    """Returns the contributions to parameters of what a tensor gets of each sample.
+
+    Args:
+        edge: The tensor.
+        found: What it gets.
+        wanted: The parameters that it is computed from, by name.
+
+    Raises:
+        Refusal: It does not depend on one of them.
+    """
+    while (variable := getattr(edge.node, "variable", None)) is None:
+        below = _below(edge, found)
+        if below is None:
+            break
+        edge, found = below
+    if variable is None:
+        parts = _by_autograd(edge, found, wanted)
+    else:
+        reached = [name for name, param in wanted.items() if param is variable]
+        parts = dict.fromkeys(reached, _of_shape(found, _shape(edge)))
+    if missing := [name for name in wanted if name not in parts]:
+        raise Refusal(f"it does not depend on {', '.join(missing)}")
+    return parts
+
+
+def _shape(edge: GradientEdge) -> tuple[int, ...]:
+    return tuple(edge.node._input_metadata[edge.output_nr].shape)
+
+
+def _of_shape(found: Contribution, shape: tuple[int, ...]) -> Contribution:
+    """Returns a contribution to a tensor of this shape, formed where it must be.
+
+    An `Outer` on its way may be that of another view of the tensor as a matrix.
+    """
+    is_other = isinstance(found, Outer) and forms.matrix_shape(shape) != _sides(found)
+    is_formed = is_other or isinstance(found, Dense)
+    return Dense(_formed(found, shape)) if is_formed else found
+
+
+def _sides(found: Outer) -> tuple[int, int]:
+    return found.groups * found.left.shape[3], found.width
+
+
+def _formed(found: Contribution, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns the gradients of a tensor of this shape, ``(N, *shape)``."""
+    return algebra.gradients([found], shape, forms.num_rows(found))
+
+
+def _below(
+    edge: GradientEdge, found: Contribution
+) -> tuple[GradientEdge, Contribution] | None:
+    """Returns the one input of a node and what it gets; None: without a rule here."""
+    node, shape = edge.node, _shape(edge)
+    inputs = [(n, number) for n, number in node.next_functions if n is not None]
+    if len(inputs) != 1:
+        return None
+    if node.name() in _SPLITS and isinstance(found, Outer) and found.groups == 1:
+        here: Contribution | None = _in_whole(edge, found)
+    elif node.name() == "EmbeddingBackward0":
+        values, index = _formed(found, shape), nodes.saved(node, "indices")
+        index = index.expand(len(values), *index.shape)
+        here = lookup(node, index, values)
+    else:
+        here = _through_view(node, shape, found)
+    return None if here is None else (GradientEdge(*inputs[0]), here)
+
+
+def _in_whole(edge: GradientEdge, found: Outer) -> Outer | None:
+    """Returns what a matrix gets of a part of its rows; None: of columns."""
+    node, shape = edge.node, _shape(edge)
+    dim = nodes.signed(nodes.saved(node, "dim")) % len(shape)
+    if dim or forms.matrix_shape(shape) != _sides(found):
+        return None
+    before = sum(data.shape[0] for data in node._input_metadata[: edge.output_nr])
+    after = nodes.source_shape(node, 0)[0] - before - shape[0]
+    return Outer(F.pad(found.left, (before, after)), found.right)
+
+
+def _through_view(
+    node: Node, shape: tuple[int, ...], found: Contribution
+) -> Contribution | None:
+    """Returns what the input of a view or a permutation gets; None: not known."""
+    if node.name() in nodes.UNCHANGED:
+        source = nodes.source(node, 0)
+        if node._input_metadata[0].dtype.is_complex != source.dtype.is_complex:
+            return None  # real numbers that become complex get a part of the gradient
+        in_any_view = isinstance(found, (Dense, Outer))
+        same = forms.matrix_shape(source.shape) == forms.matrix_shape(shape)
+        return found if in_any_view or same else None
+    order = nodes.order_of(node)
+    if order is None:
+        return None
+    before = [order.index(dim) for dim in range(len(order))]
+    if isinstance(found, Outer):
+        turned = _turned(found, shape, before)
+        if turned is not None:
+            return turned
+    values = _formed(found, shape)
+    return Dense(values.permute(0, *(1 + dim for dim in before)))
+
+
+def _turned(found: Outer, shape: tuple[int, ...], order: list[int]) -> Outer | None:
+    """Returns products whose dimensions come in another order; None: they are none.
+
+    They are products where the order stays, or where the left factor's dimensions and
+    the right one's change places.
+    """
+    order = [dim for dim in order if shape[dim] != 1]
+    if order == sorted(order):
+        return found
+    first = order.index(min(order))
+    turned = order[first:] + order[:first]
+    height = math.prod(shape[dim] for dim in order[first:])
+    if turned == sorted(order) and height == _sides(found)[0] and found.groups == 1:
+        return Outer(found.right, found.left)
+    return None
+
+
+def _by_autograd(
+    edge: GradientEdge, found: Contribution, wanted: Mapping[str, nn.Parameter]
+) -> dict[str, Contribution]:
+    """Returns the contributions by one vectorised backward pass to the parameters."""
+    data = edge.node._input_metadata[edge.output_nr]
+    values = _formed(found, tuple(data.shape)).to(data.dtype)
+    inputs = list(wanted.values())
+    with xla_replica.AccumulationHook.paused(inputs):
+        rows = torch.autograd.grad(
+            [edge], inputs, [values], True, allow_unused=True, is_grads_batched=True
+        )
+    return {name: Dense(each) for name, each in zip(wanted, rows) if each is not None}

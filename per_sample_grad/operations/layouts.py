@@ -132,7 +132,7 @@ def permuted(of: LayoutQuery) -> Layout:
     return [order[of.dim]]
 
 
-def along(*names: str, leading: int = 0) -> LayoutRule:
+def along(name: str, leading: int = 0) -> LayoutRule:
     """Returns the rule of operations along dimensions which they have saved.
 
     Slices along another dimension are computed by themselves. ``leading`` is how many
@@ -140,6 +140,8 @@ def along(*names: str, leading: int = 0) -> LayoutRule:
     """
 
     def rule(of: LayoutQuery) -> Layout:
+        given = getattr(of.node, f"_saved_{name}")
+        given = given if isinstance(given, Iterable) else [given]
         found: list[int | None] = []
         for shape in of.inputs:
             # No graph, or a number that fills; of those that are stacked, one sample's.
@@ -147,25 +149,16 @@ def along(*names: str, leading: int = 0) -> LayoutRule:
                 found.append(None)
                 continue
             rank = len(shape) + leading
-            given = [getattr(of.node, f"_saved_{name}") for name in names]
-            dims = {
-                nodes.signed(dim) % rank
-                for each in given
-                if each is not None
-                for dim in (each if isinstance(each, Iterable) else [each])
-            }
-            if not dims or any(each is None for each in given):
+            if not given or None in given:
                 raise Unknown
-            if leading:  # the output has them, and the input does not
-                if of.dim in dims:
-                    raise Unknown
-                at = of.dim - sum(dim < of.dim for dim in dims)
-            elif len(of.shape) == rank - len(dims):
-                at = [dim for dim in range(rank) if dim not in dims][of.dim]
+            dims = {nodes.signed(dim) % rank for dim in given}
+            others = [dim for dim in range(rank) if dim not in dims]
+            if not leading and len(of.shape) == len(others):
+                at = others[of.dim]
+            elif of.dim not in others or len(of.shape) < rank:
+                raise Unknown
             else:
-                at = of.dim
-                if at in dims or len(of.shape) < rank:
-                    raise Unknown
+                at = others.index(of.dim) if leading else of.dim
             found.append(_at(shape, at, of))
         return found
 

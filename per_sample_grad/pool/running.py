@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -137,7 +136,6 @@ class PoolRun:
         """Writes what this replica reads or scores to ``numbers``, ``(n, *width)``.
 
         Missing parts are dealt to the replicas in turn, and then those that are kept.
-        Each is written while the next one is scored.
         """
         replica, size = xla_replica.current(), self.source.block_size
         missing = []
@@ -162,8 +160,6 @@ class PoolRun:
             stack.enter_context(bar)
             blocks = self._blocks([intervals[number] for number in missing])
             stack.enter_context(contextlib.closing(blocks))
-            writer = stack.enter_context(ThreadPoolExecutor(1))
-            written: Future[Any] = writer.submit(int)  # nothing yet
             for number in missing:
                 start, stop = intervals[number]
                 scored = []
@@ -175,10 +171,8 @@ class PoolRun:
                 scored = scored if replica.is_lazy else [torch.cat(scored)]
                 fetched = [each.numpy() for each in replica.fetch(scored)]
                 numbers[start:stop] = rows = np.concatenate(fetched)[: stop - start]
-                written.result()
                 if parts is not None:
-                    written = writer.submit(parts.write, number, rows)
-            written.result()
+                    parts.write(number, rows)
             bar.update(bar.total - bar.n)
 
     def _blocks(

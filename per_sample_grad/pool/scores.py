@@ -123,32 +123,27 @@ class Scorer:
                 f"allowed{others}"
             )
 
-    def grad_norms(
-        self, inputs: Any, targets: Any, options: Mapping[str, Any] | None = None
-    ) -> torch.Tensor:
-        """Returns ``‖∂loss_i / ∂parameters‖``, ``(B,)``, with options for `capture`."""
-        return self.answers(inputs, targets, Capture.norms, options)
+    def grad_norms(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """Returns ``‖∂loss_i / ∂parameters‖``, ``(B,)``."""
+        return self.answers(inputs, targets, Capture.norms)
 
-    def answers(
-        self,
-        inputs: Any,
-        targets: Any,
-        answer: Answer,
-        options: Mapping[str, Any] | None = None,
-    ) -> torch.Tensor:
+    def answers(self, inputs: Any, targets: Any, answer: Answer) -> torch.Tensor:
         """Returns what ``answer`` makes of a capture and its losses, ``(B,)``."""
-        options = self.options if options is None else options
         xla_replica.current().sync()
-        with torch.enable_grad(), capture(self.model, **options) as recorded:
+        with torch.enable_grad(), capture(self.model, **self.options) as recorded:
             losses = self.losses(inputs, targets)
         found = answer(recorded, losses)
         if recorded._comparison is not None:
             # The comparison is part of the program, on a lazy device in its very
             # midst: which block has one must not show.
             del recorded, losses, found
-            return self.answers(inputs, targets, answer, {**options, "check": "never"})
+            return self.with_options(check="never").answers(inputs, targets, answer)
         xla_replica.current().sync()
         return found
+
+    def with_options(self, **options: Any) -> Scorer:
+        """Returns a scorer whose captures have these options, too."""
+        return dataclasses.replace(self, options={**self.options, **options})
 
     def find_last_layer(self, inputs: Any) -> str:
         """Returns ``last_layer``, by default the last module the logits depend on."""
@@ -259,8 +254,8 @@ def last_layer_grad_norm(scorer: Scorer, inputs: Any, targets: Any) -> torch.Ten
     """Returns the norms for one layer's parameters; the backward pass stops there."""
     layer = scorer.model.get_submodule(scorer.find_last_layer(inputs))
     own = {id(param) for param in layer.parameters()}
-    options = {**scorer.options, "params": lambda _, param: id(param) in own}
-    return scorer.grad_norms(inputs, targets, options)
+    of_layer = scorer.with_options(params=lambda _, param: id(param) in own)
+    return of_layer.grad_norms(inputs, targets)
 
 
 def of_gradients(answer: Answer, width: tuple[int, ...] = ()) -> Score:
@@ -269,20 +264,18 @@ def of_gradients(answer: Answer, width: tuple[int, ...] = ()) -> Score:
     ``answer`` maps a capture and its losses to ``(B, *width)``, on their device.
     """
 
-    def checked(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
-        found, allowed = answer(recorded, losses), (len(losses), *width)
+    def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
+        found: Any = scorer.answers(inputs, targets, answer)
+        allowed = (scorer.block_size, *width)
         shape = getattr(found, "shape", None)
         if not isinstance(found, torch.Tensor) or shape != allowed:
             raise ValueError(
                 f"score= returned a {type(found).__name__}"
                 f"{'' if shape is None else f' of shape {tuple(shape)}'} for factors "
-                f"of {len(losses)} samples; return a tensor {allowed}, such as "
+                f"of {allowed[0]} samples; return a tensor {allowed}, such as "
                 "factors.norms(), or give a Projection of the selected parameters"
             )
         return found
-
-    def values(scorer: Scorer, inputs: Any, targets: Any) -> torch.Tensor:
-        return scorer.answers(inputs, targets, checked)
 
     return Score(values, of_parameters=True, width=width)
 

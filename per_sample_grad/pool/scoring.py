@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import xla_replica
-from per_sample_grad.engine.capturing import Capture, capture
+from per_sample_grad.engine.capturing import capture
 from per_sample_grad.engine.settings import listed
 from per_sample_grad.factors.factors import Factors
 from per_sample_grad.factors.projection import Projection
@@ -157,8 +157,7 @@ def score_pool(
             scores must be the same: code, closures, attributes and weights are
             compared.
         part_size: How many samples are kept together, rounded up to whole blocks. A
-            replica that is killed loses the part it was computing, and the one before
-            it if that was still being written.
+            replica that is killed loses the part it was computing.
         tag: With ``folder``, a text of your own for what cannot be compared, such as
             an open file that ``forward`` reads or a function written in C. Change the
             text whenever that changes.
@@ -212,17 +211,11 @@ def _row(
 ) -> tuple[Score, str]:
     """Returns a score and its name."""
     if isinstance(score, Projection):
-
-        def project(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
-            return recorded.project(losses, score)
-
-        return of_gradients(project, (score.size,)), "projection"
+        rows = of_gradients(lambda r, losses: r.project(losses, score), (score.size,))
+        return rows, "projection"
     if callable(score):
-
-        def ask(recorded: Capture, losses: torch.Tensor) -> torch.Tensor:
-            return score(recorded.backward(losses))
-
-        return of_gradients(ask), getattr(score, "__name__", type(score).__name__)
+        row = of_gradients(lambda recorded, losses: score(recorded.backward(losses)))
+        return row, getattr(score, "__name__", type(score).__name__)
     others = "a function of Factors or a Projection"
     row = SCORES[check_choice("score", score, SCORES, others)]
     if not row.takes_params and options.get("params") is not None:

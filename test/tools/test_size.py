@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_829
-TEST_LINES = 34_098
+CODE = 21_543
+TEST_LINES = 34_127
 
 
 def test_lines_are_counted():

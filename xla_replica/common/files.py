@@ -85,15 +85,10 @@ def locked(path: Path) -> Iterator[bool]:
 def rename(path: Path, new: Path) -> Path:
     """Renames a file so that the new name survives a power failure, and returns it."""
     path.replace(new)
-    sync_folder(new.parent)
-    return new
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes a renaming in this folder durable, on systems that support it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # where a folder cannot be synchronised
+        descriptor = os.open(new.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    return new

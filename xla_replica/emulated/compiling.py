@@ -40,10 +40,14 @@ def replace(
         setattr(owner, name, call)
 
 
-def install(num_replicas: int, sync: Callable[[], Any]) -> AbstractContextManager[Any]:
-    """Makes torch.compile work in threads; returns the lock that whoever compiles has.
+def install(
+    num_replicas: int, sync: Callable[[], Any], alone: AbstractContextManager[Any]
+) -> None:
+    """Makes torch.compile work in threads.
 
-    ``sync`` cuts the calling replica's graph.
+    Args:
+        sync: Cuts the calling replica's graph.
+        alone: Surrounds what no peer may fetch meanwhile.
     """
     import torch._functorch.aot_autograd as aot
     import torch_xla.core.dynamo_bridge as bridge
@@ -72,14 +76,15 @@ def install(num_replicas: int, sync: Callable[[], Any]) -> AbstractContextManage
 
     def extract_alone(extract: Callable[..., Any], *args: Any) -> Any:
         sync()  # what is pending may be a collective, and must not wait for peers below
-        with lock:
+        # It tells what torch.compile cannot compile by counting fallbacks of the whole
+        # process, and a fetch is one.
+        with lock, alone:
             return extract(*args)
 
     # The graph that torch has made becomes XLA's when it first runs.
     replace(bridge, "extract_compiled_graph", extract_alone)
     # What falls back to the host is run by itself.
     replace(bridge.UnsupportedNodesCollector, "run", _run_until_confirmed)
-    return lock
 
 
 def _run_until_confirmed(run: Callable[..., Any], collector: Any, *args: Any) -> Any:

@@ -82,8 +82,7 @@ class Emulator:
         replace(native.lowering.LoweringContext, "build", self._compile)
         # It sets the process's precision while it lowers.
         replace(explicit_precision, "_lowered", self._compile)
-        # Held by whoever compiles with torch.compile.
-        self.tracing = compiling.install(num_replicas, torch_xla.sync)
+        compiling.install(num_replicas, torch_xla.sync, self._compiling)
         own_process.install()
 
     @contextlib.contextmanager
@@ -227,17 +226,9 @@ class _CallGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # a graph fetches nothing
             return func(*args, **kwargs)
-        if func in _FETCHES or func in _MAY_FETCH:
-            fetches = self._rank is not None and _fetches(func, args, kwargs)
-            if fetches:
-                self._emulator.run_pending(self._rank)
-            with contextlib.ExitStack() as held:
-                if func in _FETCHES:
-                    # torch_xla tells what torch.compile cannot compile by counting
-                    # fallbacks of the whole process, and a fetch is one.
-                    held.enter_context(self._emulator.tracing)
-                if fetches:
-                    held.enter_context(self._emulator.fetching(self._rank))
+        if self._rank is not None and _fetches(func, args, kwargs):
+            self._emulator.run_pending(self._rank)
+            with self._emulator.fetching(self._rank):
                 return func(*args, **kwargs)
         # On the device nothing is drawn from the CPU's generator, and a lazy operation
         # that falls back to the host might wait for peers.
@@ -248,9 +239,9 @@ class _CallGuard(TorchFunctionMode):
 
 
 def _fetches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a call of one of `_FETCHES` or `_MAY_FETCH` reads the device."""
-    if func in _FETCHES:
-        return any(_on_xla(value) for value in args)
+    """Returns whether a call reads the device."""
+    if func in _FETCHES or func not in _MAY_FETCH:
+        return func in _FETCHES and any(_on_xla(value) for value in args)
     if func is _TENSOR.to:
         target: Any = kwargs.get("device", args[1] if len(args) > 1 else None)
         target = getattr(target, "device", target)

@@ -26,7 +26,7 @@ class Offer:
         store: The address of the member's own key-value store.
         settings: What members must have in common, by name.
         generation: Number and lineage of the last one that the member was in.
-        entered: Number of the one in which it came, and its rank there.
+        place: Its own place among that one's members.
         mark: How far it has come; a later one is larger.
         is_between: Whether it is amid functions that follow an update, where nobody can
             join.
@@ -41,7 +41,7 @@ class Offer:
     store: str
     settings: Mapping[str, Any]
     generation: tuple[int, str] = _NEW
-    entered: tuple[int, int] = (0, 0)
+    place: int = 0
     mark: tuple[int, ...] = ()
     is_between: bool = False
     leaves: str = ""
@@ -125,7 +125,7 @@ def next_generation(
         )
     stay = {m: each for m, each in known.items() if not each.leaves}
     old = [m for m, each in stay.items() if each.generation == last != _NEW]
-    old.sort(key=lambda member: stay[member].entered)
+    old.sort(key=lambda member: stay[member].place)
     new = sorted(member for member, offer in stay.items() if offer.is_new)
     settings = [stay[member].settings for member in old or new]
     for member in new:

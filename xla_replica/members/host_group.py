@@ -11,6 +11,7 @@ import torch
 
 from xla_replica.backends.distributed import BUCKET_BYTES
 from xla_replica.backends.replica import Replica
+from xla_replica.members.membership import store_at
 
 
 def connect(store: Any, rank: int, size: int, host: str, timeout: float) -> Any:
@@ -61,33 +62,26 @@ class Slice:
 
     Args:
         inner: This one among them.
-        host: An address of the first one's host; other replicas' is not read.
+        address: That of the first one's key-value store; others' is not read.
         timeout: Seconds that they wait for the first.
 
     Attributes:
         leads: Whether this is the first.
     """
 
-    def __init__(self, inner: Replica, host: str | None, timeout: float) -> None:
+    def __init__(self, inner: Replica, address: str, timeout: float) -> None:
         self._inner, self.leads = inner, inner.rank == 0
         self._group = None
-        if inner.num_replicas == 1:
-            return
-        store, place = None, None
-        patience = timedelta(seconds=timeout)
-        if self.leads:
-            store = torch.distributed.TCPStore(
-                host, 0, is_master=True, wait_for_workers=False, timeout=patience
-            )
-            place = host, store.port
-        host, port = inner.all_gather_object(place)[0]
-        store = store or torch.distributed.TCPStore(host, port, timeout=patience)
-        self._group = connect(store, inner.rank, inner.num_replicas, host, timeout)
+        if inner.num_replicas > 1:
+            address = inner.all_gather_object(address)[0]
+            store = torch.distributed.PrefixStore("slice", store_at(address, timeout))
+            place = inner.rank, inner.num_replicas, address.rsplit(":", 1)[0]
+            self._group = connect(store, *place, timeout)
 
-    def tell(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Replaces a tensor on the host by that of one of the replicas."""
+    def tell(self, tensor: torch.Tensor) -> None:
+        """Replaces a tensor on the host by that of the first replica."""
         if self._group is not None and tensor.numel():
-            self._group.broadcast(tensor, source).wait()
+            self._group.broadcast(tensor, 0).wait()
 
     def is_told(self, value: bool) -> bool:
         """Returns what the first replica brings."""

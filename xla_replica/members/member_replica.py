@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import bisect
+import contextlib
 import ctypes
 import gc
 import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
@@ -29,13 +30,15 @@ from xla_replica.errors import MemberLost, ReplicaError, Stopped
 from xla_replica.loader_workers import watch_parents
 from xla_replica.members.generation import Generation
 from xla_replica.members.host_group import Slice, as_bytes, connect, send_state
-from xla_replica.members.membership import Membership, in_thread
+from xla_replica.members.membership import Membership, in_thread, store_at
+from xla_replica.members.options import DEFAULTS, LiveOptions
 from xla_replica.members.state_pieces import Pieces, deliver, deliveries
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05  # how often a sum that has not arrived looks who is lost
 _CONNECT_SECONDS = 5.0
+_NOT_HEARD = "it is not heard of any more"
 _MOST_ATTEMPTS = 20  # of the same members, to connect where they meet
 
 
@@ -53,12 +56,12 @@ class MemberReplica(Replica):
     Args:
         inner: The replica among those of its member alone.
         membership: Finds the other members; None but on the member's first replica.
-        timeout: Seconds that a living member may be late at a collective.
-        patience: Seconds that members may take to meet.
+        options: What the environment says of members.
 
     Attributes:
         member: The number of its member.
         met: The generation; None before the first.
+        leads: Whether this is the first replica of its member.
     """
 
     is_live = True
@@ -67,8 +70,7 @@ class MemberReplica(Replica):
         self,
         inner: Replica,
         membership: Membership | None,
-        timeout: float = 60.0,
-        patience: float = 300.0,
+        options: LiveOptions = DEFAULTS,
     ) -> None:
         reason = f"of a member of a live run; {inner.reason}"
         super().__init__(inner.rank, inner.num_replicas, inner.device, reason)
@@ -76,14 +78,16 @@ class MemberReplica(Replica):
         # What concerns the device alone is as the backend has it.
         for verb in ("sync", "wait", "fetch", "send", "rng_state", "set_rng_state"):
             setattr(self, verb, getattr(inner, verb))
-        host = membership.host if membership else None
-        self._slice = Slice(inner, host, 2 * timeout + 4 * patience)
-        self._timeout, self._patience = timeout, patience
+        self._patience = options.patience_seconds
+        self._timeout = options.timeout_seconds
+        address = membership.store_address if membership else ""
+        self._slice = Slice(inner, address, 2 * self._timeout + 4 * self._patience)
+        self.leads = self._slice.leads
         self._update_file = os.environ.get("LIVE_UPDATE_FILE")
         self.met: Generation | None = None
         self.member, self._firsts = 0, [0]  # the lowest rank of each member
         self._group: Any = None  # gloo's; None while it is alone, or does not lead
-        self._is_broken = False
+        self._is_broken, self._problem = False, ""
         self._begun: list[Any] = []  # sums that nobody has waited for
         self._pieces: Pieces | None = None  # of a state that is not whole yet
         self._hanging: list[tuple[Any, Any]] = []  # groups, each with what hangs in it
@@ -91,11 +95,6 @@ class MemberReplica(Replica):
         os.register_at_fork(after_in_child=gc.freeze)
         watch_parents()
         atexit.register(self._drop_group)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the first replica of its member."""
-        return self._slice.leads
 
     @property
     def wants_change(self) -> bool:
@@ -127,50 +126,45 @@ class MemberReplica(Replica):
         Args: See `Offer`.
         """
         self._drop_group()
-        last: tuple[str, ...] = ()
-        num_same = 0  # attempts of the same members, one after another
-        while num_same < _MOST_ATTEMPTS:
+        attempts: list[tuple[str, ...]] = []  # the members of each
+        while not _repeats(attempts):
             found: Any = None
             if self._membership:
                 try:
-                    found = self._membership.agree(mark, is_between)
-                    mine = found.members.index(self._membership.id)
-                    found = {**found.plain(), "mine": mine}
+                    generation = self._membership.agree(mark, is_between)
+                    found = {"met": generation.plain(), "me": self._membership.id}
                 except Stopped as error:
                     found = {"stopped": [error.reason, error.exit_status]}
             found = self._slice.share(found)
             if "stopped" in found:
                 raise Stopped(*found["stopped"])
-            self._take(found.pop("mine"), Generation.of(found))
+            self._take(Generation.of(found["met"]), found["me"])
             try:
                 self._lead(self._join)
                 return self.met
-            except MemberLost as error:
-                logger.debug(f"members meet again: {error}")
-                problem = str(error)
+            except MemberLost:
                 self._drop_group()
-            num_same = num_same + 1 if self.met.members == last else 1
-            last = self.met.members
+            attempts.append(self.met.members)
         raise ReplicaError(
             f"the same members have met {_MOST_ATTEMPTS} times, and have not been able "
             "to connect: they reach the lighthouse, but perhaps not each other's "
-            f"ports. The last problem: {problem}",
+            f"ports. The last problem: {self._problem}",
             self.rank,
         )
 
-    def _take(self, member: int, generation: Generation) -> None:
+    def _take(self, generation: Generation, me: str) -> None:
         """Takes its place in a generation."""
-        self.met, self.member, self._is_broken = generation, member, False
+        self.met, self._is_broken = generation, False
+        self.member = generation.members.index(me)
         sizes = [offer.num_replicas for offer in generation.offers]
         *self._firsts, self.num_replicas = itertools.accumulate(sizes, initial=0)
-        self.rank = self._firsts[member] + self._inner.rank
+        self.rank = self._firsts[self.member] + self._inner.rank
 
     def leave(self, mark: tuple[int, ...], why: str) -> None:
         """Tells the others, who meet now, that this member goes."""
         self._drop_group()
         if self._membership:
             self._membership.agree(mark, leaves=why)
-            self._membership.leave()
 
     def note_update(self) -> None:
         """Tells who has started this member that it has made an update."""
@@ -211,23 +205,18 @@ class MemberReplica(Replica):
 
     def _connect(self) -> Any:
         """Returns a group of the members of this generation."""
-        host, port = self.met.offers[0].store.rsplit(":", 1)
-        place = self.member, len(self.met.members)
         keys = f"{self.met.number}-{self.met.lineage}"
 
         def make() -> Any:
             # Its owner may have died since; who lives answers at once.
-            patience = timedelta(seconds=min(self._timeout, _CONNECT_SECONDS))
-            store = torch.distributed.TCPStore(host, int(port), timeout=patience)
+            patience = min(self._timeout, _CONNECT_SECONDS)
+            store = store_at(self.met.offers[0].store, patience)
             store = torch.distributed.PrefixStore(keys, store)
+            place = self.member, len(self.met.members)
             return connect(store, *place, self._membership.host, self._timeout)
 
-        try:
+        with self._noticing("joining a group"):
             return self._made(make, 2 * self._timeout)
-        except MemberLost:
-            raise
-        except RuntimeError as error:
-            raise self._loss("joining a group", error) from error
 
     def _made(self, make: Callable[[], Any], seconds: float = float("inf")) -> Any:
         """Returns what a function makes, in a thread that is left alone after a loss.
@@ -237,9 +226,8 @@ class MemberReplica(Replica):
         give_up = time.monotonic() + seconds
 
         def look() -> None:
-            is_lost = self._membership.has_lost or self._membership.was_silent
-            if is_lost or time.monotonic() > give_up:
-                raise self._loss("meeting", "it is not heard of any more")
+            if self._is_cut_off or time.monotonic() > give_up:
+                raise self._loss("meeting", _NOT_HEARD)
 
         return in_thread(make, look)
 
@@ -251,11 +239,24 @@ class MemberReplica(Replica):
                 ctypes.pythonapi.Py_DecRef(hanging[0])
                 self._hanging.remove(hanging)
 
-    def _loss(self, verb: str, error: Any) -> MemberLost:
+    @contextlib.contextmanager
+    def _noticing(self, verb: str) -> Iterator[None]:
+        """Raises MemberLost in place of gloo's errors, whose text is for the log."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._drop_group()
+            if isinstance(error, MemberLost):
+                raise
+            self._problem = str(error)
+            logger.debug(f"{verb}: {error}")
+            raise self._loss(verb, "a connection has ended") from None
+
+    def _loss(self, verb: str, why: str) -> MemberLost:
         num_members = len(self.met.members) if self.met else 1
         return MemberLost(
             f"member {self.member} of {num_members} has lost another one in {verb} "
-            f"({error}). A script's own collectives belong in functions that it "
+            f"({why}). A script's own collectives belong in functions that it "
             "attaches: docs/live.md#what-a-script-needs",
             self.rank,
         )
@@ -266,43 +267,49 @@ class MemberReplica(Replica):
         has_others = self.met is not None and len(self.met.members) > 1
         return not has_others and not self._is_broken
 
-    def _wait(self, verb: str, begin: Callable[[Any], Any], group: Any = None) -> None:
-        """Waits for a collective, of all members or a group, as long as all live."""
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether another member is not heard of, or this one was not."""
+        return self._membership.has_lost or self._membership.was_silent
+
+    def _wait(self, verb: str, begin: Callable[[Any], Any]) -> None:
+        """Waits for a collective of the members' group, as long as all live."""
         if self._is_alone:
             return
         if self._is_broken or self._membership.was_silent:
             raise self._loss(verb, "or was silent, and has not met the others since")
-        try:
-            work = begin(group or self._group)
+        with self._noticing(verb):
+            work = begin(self._group)
             # Not by a callback, which would abort where Python exits before it is run.
             while not _ends_soon(work):
-                if self._membership.has_lost or self._membership.was_silent:
+                if self._is_cut_off:
                     # What hangs cannot be ended, and to free its group would wait for
                     # it, or abort where Python exits.
-                    hanging = ctypes.py_object(group or self._group)
+                    hanging = ctypes.py_object(self._group)
                     ctypes.pythonapi.Py_IncRef(hanging)
                     self._hanging.append((hanging, [work, *self._begun]))
-                    raise self._loss("meeting", "it is not heard of any more")
+                    raise self._loss(verb, _NOT_HEARD)
             self._membership.note_together()
-        except RuntimeError as error:
-            self._drop_group()
-            if isinstance(error, MemberLost):
-                raise
-            raise self._loss(verb, error) from error
 
-    def _over_members(
-        self, verb: str, tensor: torch.Tensor, method: str, *arguments: Any
-    ) -> None:
-        """Replaces a tensor on the host by what a group's ``method`` makes of it."""
-        self._lead(lambda: self._wait(verb, methodcaller(method, *arguments)))
+    def _sum_over_members(self, verb: str, tensor: torch.Tensor) -> None:
+        """Replaces a tensor on the first replica's host by its sum over members."""
+        begin = methodcaller("allreduce", [tensor])
+        self._lead(lambda: self._wait(verb, begin))
         self._slice.tell(tensor)
 
-    def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns copies on the host, whose content the first replica alone has."""
-        if self.leads:
-            return self.fetch(tensors)
-        self.sync()  # as `fetch` begins: the same program
-        return [torch.empty(each.shape, dtype=each.dtype) for each in tensors]
+    def _rows(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns ``(num_replicas, *tensor.shape)`` on the host: every replica's.
+
+        A program that made it would depend on the number of replicas.
+        """
+        [value] = self.fetch([tensor.detach().contiguous()])
+        own = self._slice.gather(as_bytes(value))
+        rows = torch.zeros(self.num_replicas, own.shape[1], dtype=torch.uint8)
+        first = self._firsts[self.member]
+        rows[first : first + len(own)] = own
+        if rows.numel():  # members' rows are apart
+            self._sum_over_members(verb, rows)
+        return rows.view(-1).view(value.dtype).reshape(self.num_replicas, *value.shape)
 
     # --- collectives ----------------------------------------------------------------
 
@@ -316,13 +323,16 @@ class MemberReplica(Replica):
             return
         with torch.no_grad():
             # Of one member, too: on a lazy device what follows is another program then.
-            on_host = sums if self.is_host else self._read(sums)
+            on_host = sums
+            if not self.is_host and self.leads:
+                on_host = self.fetch(sums)
+            elif not self.is_host:  # told below
+                self.sync()  # as `fetch` begins: the same program
+                on_host = [torch.empty(each.shape, dtype=each.dtype) for each in sums]
             for own, sent in zip(_buckets(tensors), _buckets(on_host)):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in sent])
-                self._over_members("all_reduce_", flat, "allreduce", [flat])
-                if not self.is_host:
-                    flat = self.send(flat)
-                parts = flat.split([tensor.numel() for tensor in own])
+                self._sum_over_members("all_reduce_", flat)
+                parts = self.send(flat).split([tensor.numel() for tensor in own])
                 for tensor, part in zip(own, parts):
                     tensor.copy_(part.view_as(tensor))
 
@@ -337,36 +347,23 @@ class MemberReplica(Replica):
         return super().gradient_sum(may_begin, overlap, parameters)
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begins a sum over members, which a slice makes at once.
+        """Begins a sum over members, in the order of all others; a slice makes it.
 
         A loss is raised by the function that waits for it, not out of backward().
         """
         if not self.is_host:
             return super().begin_sum(tensor)
-        if self._is_alone and self._inner.num_replicas == 1:
-            return lambda: None
-        work, problem = None, "it was lost before"
-        try:
-            if self._inner.num_replicas > 1 and not self._is_broken:
+        begun: Any = None
+        with contextlib.suppress(MemberLost):  # nothing works any more then
+            if self._inner.num_replicas > 1:
                 self.all_reduce_([tensor])
                 return lambda: None
-            if not self._is_broken:
-                work = self._group.allreduce([tensor])
-                self._begun.append(work)
-        except RuntimeError as error:
-            if isinstance(error, ReplicaError) and not isinstance(error, MemberLost):
-                raise  # of this member's own replicas
-            problem = str(error)
-
-        def begun(group: Any) -> Any:
-            del group
-            if work is None:
-                raise RuntimeError(problem)
-            if work in self._begun:
-                self._begun.remove(work)
-            return work
-
-        return lambda: self._wait("all_reduce_", begun)
+            if self._group is not None and not self._is_broken:
+                with self._noticing("all_reduce_"):
+                    begun = self._group.allreduce([tensor])
+                running = [each for each in self._begun if not each.is_completed()]
+                self._begun = [*running, begun]
+        return lambda: self._wait("all_reduce_", lambda group: begun)
 
     def barrier(self) -> None:
         """As long as members may take to meet, since one may write a file meanwhile."""
@@ -377,42 +374,16 @@ class MemberReplica(Replica):
         self._lead(lambda: self._wait("barrier", begin))
 
     def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._inner.num_replicas > 1:
-            tensor = self._inner.all_max(tensor)
-        [value] = self._read([tensor])
-        options = torch.distributed.AllreduceOptions()
-        options.reduceOp = torch.distributed.ReduceOp.MAX
-        self._over_members("all_max", value, "allreduce", [value], options)
-        return self.send(value)
+        return self.send(self._rows("all_max", tensor).amax(0))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        value = tensor.detach().contiguous()
         if self.num_replicas == 1:
-            return value.clone().unsqueeze(0)
-        # On the hosts: a program would depend on the number of replicas.
-        [value] = self.fetch([value])
-        own = self._slice.gather(as_bytes(value))
-        rows = torch.zeros(self.num_replicas, own.shape[1], dtype=torch.uint8)
-        first = self._firsts[self.member]
-        rows[first : first + len(own)] = own
-        if rows.numel():
-            # Members' rows are apart.
-            self._over_members("all_gather", rows, "allreduce", [rows])
-        rows = rows.view(-1).view(value.dtype)
-        return self.send(rows.reshape(self.num_replicas, *value.shape))
+            return tensor.detach().clone().unsqueeze(0)
+        return self.send(self._rows("all_gather", tensor))
 
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        self._check_source(source)
-        tensors = listed("broadcast_", tensors)
-        if self.num_replicas == 1:
-            return
-        owner = self.member_of(source)
-        for tensor, value in zip(tensors, self.fetch(tensors)):
-            if owner == self.member:
-                self._slice.tell(value, source - self._firsts[owner])
-            self._over_members("broadcast_", value, "broadcast", value, owner)
-            with torch.no_grad():
-                tensor.copy_(value)
+    def _broadcast_(self, tensors: list[torch.Tensor], source: int) -> None:
+        for tensor in tensors:
+            tensor.copy_(self._rows("broadcast_", tensor)[source])
 
     def share(
         self, common: Any, state: Any, source: int, receivers: Sequence[int]
@@ -466,6 +437,12 @@ def _ends_soon(work: Any) -> bool:
         return work.wait(timedelta(seconds=_LOOK_SECONDS))
     except RuntimeError:  # or it has only not ended yet
         return work.is_completed() and work.wait()
+
+
+def _repeats(attempts: Sequence[tuple[str, ...]]) -> bool:
+    """Returns whether the last attempts are as many as may be of the same members."""
+    last = attempts[-_MOST_ATTEMPTS:]
+    return len(last) == _MOST_ATTEMPTS and len({*last}) == 1
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -15,7 +15,6 @@ import re
 import socket
 import threading
 import time
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ import torch
 
 from xla_replica.errors import ReplicaError, Stopped, Superseded
 from xla_replica.members.generation import Generation, Offer, next_generation, prove
+from xla_replica.members.options import DEFAULTS, LiveOptions
 from xla_replica.stopping import stop_requested
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 _BEATS_PER_TIMEOUT = 8
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 5.0  # more than a heartbeat and a look at the page may take
-_HANGS = "hangs"  # a key in a member's store: the others wait for it in vain
-_STORE_PATIENCE = timedelta(seconds=5)
+# A key in a member's store: the others wait for it in vain, and it sends no heartbeat.
+_HANGS = "hangs"
+_STORE_SECONDS = 5.0
 _SEEN = re.compile(r"(member-[0-9a-f]{32}): seen ([0-9.e+-]+)s ago")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
@@ -47,17 +48,13 @@ class Membership:
 
     Args:
         lighthouse: Its address, such as ``http://127.0.0.1:29510``.
-        token: A text that all members of the run know.
-        min_members: How many must be there for training to go on.
-        heartbeat_seconds: After how long a member that is not heard of counts as dead:
-            the lighthouse's own option, which must be the same.
-        patience: Seconds to wait for the others where members meet.
+        options: What the environment says of members.
         num_replicas: How many this member has.
-        interface: The network interface by which others reach this member, such as
-            ``eth1``; by default the one that leads to the lighthouse.
 
     Attributes:
         id: This process's name among the members.
+        host: The address by which other members reach this one.
+        store_address: That of this member's key-value store.
         was_silent: Whether the others had reason to take it for dead since it last met
             them. Then it must meet them again: what they had begun to sum before they
             went on without it may still end.
@@ -67,17 +64,13 @@ class Membership:
     def __init__(
         self,
         lighthouse: str,
-        token: str = "",
-        *,
-        min_members: int = 1,
-        heartbeat_seconds: float = 1.0,
-        patience: float = 300.0,
+        options: LiveOptions = DEFAULTS,
         num_replicas: int = 1,
-        interface: str = "",
     ) -> None:
-        self._address = _checked_address(lighthouse)
-        self._token, self._min_members = token, min_members
-        self._heartbeat_seconds, self._patience = heartbeat_seconds, patience
+        self._address = lighthouse.rstrip("/")
+        self._token, self._min_members = options.token, options.min_members
+        self._heartbeat_seconds = options.heartbeat_seconds
+        self._patience = options.patience_seconds
         self._num_replicas = num_replicas
         self.id = _new_id()
         self.generation: Generation | None = None
@@ -85,7 +78,6 @@ class Membership:
         self.was_silent = False
         self._settings: Mapping[str, Any] = {}
         self._is_behind: Callable[[], bool] = bool
-        self._entered = (0, 0)
         # Ids of who has left or was refused, and what the watch has seen last.
         self._ignored: set[str] = {self.id}
         self._seen: dict[str, float] = {}
@@ -95,20 +87,23 @@ class Membership:
         self._pause, self._admits_at = 0.0, 0.0
         self._heard_at = time.monotonic()  # when the lighthouse last heard of this one
         self._lost: frozenset[str] = frozenset()
-        self._client = self._connected()
-        host = _own_host(self._address, interface)
+        self.host, self._client = self._connect()
+        if options.interface:
+            self.host = _address_of(options.interface)
         self._store = torch.distributed.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False
+            self.host, 0, is_master=True, wait_for_workers=False
         )
-        self.host, self._store_address = host, f"{host}:{self._store.port}"
-        # Whether it asks for a generation; whether others have told it that it hangs.
-        self._is_asking = self._is_quiet = False
+        self.store_address = f"{self.host}:{self._store.port}"
+        self._is_asking = False  # for a generation
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="members", daemon=True)
         atexit.register(self._end)
 
-    def _connected(self) -> Any:
-        """Returns a client of the lighthouse; raises ReplicaError if there is none."""
+    def _connect(self) -> tuple[str, Any]:
+        """Returns this host's address, as the lighthouse sees it, and a client of that.
+
+        Raises ReplicaError if there is none.
+        """
         os.environ.setdefault("RUST_LOG", "warn")  # every request would be a line
         try:
             from torchft.coordination import LighthouseClient
@@ -118,13 +113,16 @@ class Membership:
                 "which needs torchft: pip install 'elastic-xla[live]'"
             ) from error
         try:
-            return LighthouseClient(
-                self._address, timedelta(seconds=min(self._patience, 10))
-            )
-        except (RuntimeError, TimeoutError, OSError) as error:
+            place = urlsplit(self._address)
+            with socket.create_connection((place.hostname, place.port), 10) as reached:
+                host = reached.getsockname()[0]
+            patience = timedelta(seconds=min(self._patience, 10))
+            return host, LighthouseClient(self._address, patience)
+        except (RuntimeError, ValueError, OSError) as error:
             raise ReplicaError(
                 f"there is no lighthouse at {self._address}: start one with `python -m "
-                f"xla_replica.members lighthouse`, or correct LIVE_LIGHTHOUSE ({error})"
+                "xla_replica.members lighthouse`, or correct LIVE_LIGHTHOUSE, an "
+                f"address such as http://127.0.0.1:29510 ({error})"
             ) from error
 
     # --- where members meet ---------------------------------------------------------
@@ -155,12 +153,11 @@ class Membership:
         if self._thread.ident is None:  # the lighthouse waits for whom it hears
             self._thread.start()
         self._note_silence(self._heard_at)
-        self._is_asking, self._is_quiet = True, False
+        self._is_asking = True
         self._store.delete_key(_HANGS)
         # The lighthouse answers without one that hangs after this patience, no sooner.
         tells_at = time.monotonic() + self._patience
         give_up = tells_at + self._patience
-        last = self.generation
         offer = self._offer(mark, is_between, leaves)
         while True:
             offers = self._ask(offer, give_up)
@@ -173,17 +170,14 @@ class Membership:
                 logger.warning(
                     f"this member joins anew, with the others' state: {error}"
                 )
-                last = self.generation = None
-                self.id, self._entered = _new_id(), (0, 0)
+                self.id, self.generation = _new_id(), None
                 self._ignored.add(self.id)
                 self.was_silent = False
                 offer = self._offer(())
                 continue
             if found is not None:
                 break
-            if request := stop_requested():
-                self.leave()
-                raise Stopped(*request)
+            self._check_stop(is_waiting=True)
             if time.monotonic() > tells_at:
                 tells_at += self._patience
                 logger.warning(
@@ -195,14 +189,14 @@ class Membership:
         going |= {m: each.leaves for m, each in offers.items() if each.leaves}
         for member in going.keys() - self._ignored:
             logger.warning(f"{offers[member].name} {going[member]}")
-        if last is not None:
-            self._note_joiners(last, found, mark)
-        self._left_out |= {*(last.members if last else ())} - {*found.members}
         self._ignored |= {*going}
         self._lost, self.was_silent, self._is_asking = frozenset(), False, False
-        if not leaves:
-            if last is None:
-                self._entered = found.number, found.members.index(self.id)
+        if last := self.generation:
+            self._note_joiners(last, found, mark)
+            self._left_out |= {*last.members} - {*found.members}
+        if leaves:
+            self.leave()
+        else:
             self.generation = found
         return found
 
@@ -213,10 +207,10 @@ class Membership:
         last = self.generation
         return Offer(
             prove(self._token, self.id),
-            self._store_address,
+            self.store_address,
             self._settings,
             (last.number, last.lineage) if last else (0, ""),
-            self._entered,
+            last.members.index(self.id) if last else 0,
             tuple(mark),
             is_between,
             leaves,
@@ -297,10 +291,13 @@ class Membership:
             self._quorum = quorum.quorum_id
             return {m.replica_id: _read(m.data) for m in quorum.participants}
 
-    def _check_stop(self) -> None:
-        """Raises Stopped if this member waits to join, and was asked to stop."""
+    def _check_stop(self, is_waiting: bool = False) -> None:
+        """Raises Stopped if this member was asked to stop, and nobody needs it now.
+
+        That is while it waits to join, or for as many members as training needs.
+        """
         request = stop_requested()
-        if request is not None and self.generation is None:
+        if request is not None and (is_waiting or self.generation is None):
             self.leave()
             raise Stopped(*request)
 
@@ -310,13 +307,10 @@ class Membership:
         The lighthouse makes no quorum of half of those that it hears of.
         """
         last = self.generation
-        for member, offer in zip(*(last.members, last.offers) if last else ((), ())):
-            host, port = offer.store.rsplit(":", 1)
-            place = host, int(port)
+        for member, offer in zip(last.members, last.offers) if last else ():
             if member != self.id:
                 with contextlib.suppress(RuntimeError):  # it has died
-                    store = torch.distributed.TCPStore(*place, timeout=_STORE_PATIENCE)
-                    store.set(_HANGS, self.id)
+                    store_at(offer.store, _STORE_SECONDS).set(_HANGS, self.id)
 
     def leave(self) -> None:
         """Stops heartbeats: the others need not wait for this member any more."""
@@ -340,26 +334,20 @@ class Membership:
         """Whether a living process wants to join the generation, or has to."""
         # Fewer than have passed since a death when the others meet.
         limit = 3 * self._heartbeat_seconds / _BEATS_PER_TIMEOUT
-        known = {
-            *self._ignored,
-            *self._left_out,
-            *(self.generation.members if self.generation else ()),
-        }
-        new = [m for m, age in self._seen.items() if age < limit and m not in known]
-        num_members = len(self.generation.members) if self.generation else 0
+        members = self.generation.members if self.generation else ()
+        known = {*self._ignored, *self._left_out, *members}
+        is_new = any(age < limit and m not in known for m, age in self._seen.items())
         may_join = time.monotonic() >= self._admits_at
-        return bool(new and may_join) or 0 < num_members < self._min_members
+        return (is_new and may_join) or 0 < len(members) < self._min_members
 
     def _watch(self) -> None:
         """Sends heartbeats and looks who else does, until this member leaves."""
         pause = self._heartbeat_seconds / _BEATS_PER_TIMEOUT
-        # What the page looks like; and the last heartbeat, unless one failed since.
-        is_known, told_at = True, float("inf")
+        told_at = float("inf")  # by the last heartbeat, unless one failed since
         while not self._leaving.wait(pause):
             began = time.monotonic()
             if not self._is_asking and self._store.check([_HANGS]):
-                self._is_quiet = self.was_silent = True
-            if self._is_quiet:  # until it asks, too
+                self.was_silent = True  # and it stays so until it asks, too
                 continue
             try:
                 self._client.heartbeat(self.id, timedelta(seconds=1))
@@ -367,20 +355,12 @@ class Membership:
                 self._note_silence(min(told_at, self._heard_at))
                 told_at = began
                 with urllib.request.urlopen(f"{self._address}/status", timeout=1) as it:
-                    page = it.read().decode()
-            except (RuntimeError, TimeoutError, urllib.error.URLError, OSError):
+                    page = re.sub(r"<[^>]*>", "", it.read().decode())
+            except (RuntimeError, OSError):
                 # Training goes on until somebody dies.
                 self._seen, told_at = {}, float("inf")
                 continue
-            text = re.sub(r"<[^>]*>", "", page)
-            self._seen = {m: float(age) for m, age in _SEEN.findall(text)}
-            if self.id not in self._seen and is_known:
-                is_known = False
-                logger.warning(
-                    "the lighthouse's page does not tell who lives: members that hang "
-                    "are found at the timeout of a sum, and nobody can join"
-                )
-                continue
+            self._seen = {m: float(age) for m, age in _SEEN.findall(page)}
             members = self.generation.members if self.generation else ()
             limit = self._heartbeat_seconds
             self._left_out -= {m for m, age in self._seen.items() if age >= limit}
@@ -409,6 +389,13 @@ def in_thread(make: Callable[[], Any], look: Callable[[], Any]) -> Any:
     return found.result()
 
 
+def store_at(address: str, seconds: float) -> Any:
+    """Returns a client of the key-value store at an address, which may take so long."""
+    host, port = address.rsplit(":", 1)
+    patience = timedelta(seconds=seconds)
+    return torch.distributed.TCPStore(host, int(port), timeout=patience)
+
+
 def _new_id() -> str:
     return f"member-{uuid.uuid4().hex}"
 
@@ -417,38 +404,21 @@ def _read(data: Mapping[str, Any] | None) -> Offer:
     """Returns an offer as it came through JSON."""
     names = {field.name for field in dataclasses.fields(Offer)}
     values = {name: v for name, v in (data or {}).items() if name in names}
-    for name in {"generation", "entered", "mark"} & {*values}:
+    for name in {"generation", "mark"} & {*values}:
         values[name] = tuple(values[name])
     return Offer(**{"proof": "", "store": "", "settings": {}, **values})
 
 
-def _checked_address(address: str) -> str:
-    """Returns the lighthouse's address; raises ValueError unless it is one."""
-    parts = urlsplit(address)
-    if parts.scheme != "http" or not parts.port:
-        raise ValueError(
-            f"the lighthouse's address is {address!r}; it must be one such as "
-            "http://127.0.0.1:29510 (LIVE_LIGHTHOUSE)"
-        )
-    return f"http://{parts.netloc}"
-
-
-def _own_host(lighthouse: str, interface: str) -> str:
-    """Returns this host's address, on an interface or as the lighthouse sees it."""
-    parts = urlsplit(lighthouse)
-    problem = f"the lighthouse at {lighthouse} cannot be reached"
-    if interface:
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        problem = f"LIVE_INTERFACE={interface!r} has no IPv4 address here, of {names}"
+def _address_of(interface: str) -> str:
+    """Returns this host's address on a network interface."""
     try:
-        if not interface:
-            place = parts.hostname, parts.port
-            with socket.create_connection(place, 10) as connection:
-                return connection.getsockname()[0]
         import fcntl  # not on Windows
 
         request = interface.encode().ljust(256, b"\0")  # struct ifreq
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             return socket.inet_ntoa(fcntl.ioctl(asked, _GET_ADDRESS, request)[20:24])
     except OSError as error:
-        raise ReplicaError(f"{problem}: {error}") from error
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise ReplicaError(
+            f"LIVE_INTERFACE={interface!r} has no IPv4 address, of {names}: {error}"
+        ) from error

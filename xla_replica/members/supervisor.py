@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import os
 import secrets
@@ -14,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from xla_replica.stopping import SIGNALS
 
@@ -115,6 +117,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(keep_running(options.script, options.members, variables))
 
 
+@dataclasses.dataclass
+class _Place:
+    """Where one member runs after another."""
+
+    update_file: Path  # which a member makes that has made an update
+    process: Any = None  # that of the member which runs there
+    num_failed: int = 0  # members, one after another without an update
+    starts_at: float = 0.0  # another one, where none runs
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.update_file.unlink(missing_ok=True)
+        told = {**environment, "LIVE_UPDATE_FILE": str(self.update_file)}
+        self.process = subprocess.Popen(command, env=told)
+
+    def plan_another(self, status: int) -> None:
+        """Says when another member follows one that has died."""
+        num = self.num_failed
+        pause = min(2.0 ** (num - 1), _LONGEST_PAUSE_SECONDS) if num else 0.0
+        logger.warning(
+            f"member {self.process.pid} has died ({status}): another one"
+            + (f" in {pause:g} s" if pause else "")
+        )
+        self.process, self.starts_at = None, time.monotonic() + pause
+
+
 def keep_running(
     script: Sequence[str], num_members: int, variables: dict[str, str]
 ) -> int:
@@ -123,7 +150,8 @@ def keep_running(
     That is 0 if one has ended well, and nobody is started any more then; else 143 or
     130 if members were asked to leave, who are not replaced. A member that has died is:
     at once if it had made an update, else after twice as long each time. Where that
-    happens again and again and none is left, its status is returned.
+    happens again and again and none is left, its status is returned; sooner if nobody
+    has made an update at all, and every member has died with one status.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # members end with it
     with tempfile.TemporaryDirectory(prefix="live-") as name:  # nobody else reads it
@@ -132,48 +160,61 @@ def keep_running(
         (folder / "variables").touch(0o600)
         (folder / "variables").write_text("".join(exports))
         logger.info(f"another member: . {folder}/variables; {shlex.join(command)}")
-        environment = {**os.environ, **variables}
-        running: dict[subprocess.Popen[bytes], int] = {}
-        failures = [0] * num_members  # of each place, since an update
-        due = dict.fromkeys(range(num_members), 0.0)  # when another one starts there
-        is_over, left = False, 0
+        places = [_Place(folder / str(number)) for number in range(num_members)]
         try:
-            while running or due:
-                for place in [n for n, at in due.items() if time.monotonic() >= at]:
-                    del due[place]
-                    (folder / str(place)).unlink(missing_ok=True)
-                    environment["LIVE_UPDATE_FILE"] = str(folder / str(place))
-                    running[subprocess.Popen(command, env=environment)] = place
-                time.sleep(_LOOK_SECONDS)
-                for member in [each for each in running if each.poll() is not None]:
-                    place, status = running.pop(member), member.returncode
-                    is_over |= status == 0
-                    if is_over:
-                        due = {}
-                        continue
-                    if status in _LEFT:
-                        left = abs(status) % 128 + 128
-                        continue
-                    has_updated = (folder / str(place)).exists()
-                    failures[place] = num = 0 if has_updated else failures[place] + 1
-                    if not running and min(failures[n] for n in [place, *due]) > _MOST:
-                        text = f"member {member.pid} and those before it have failed"
-                        logger.error(text)
-                        return status
-                    pause = min(2.0 ** (num - 1), _LONGEST_PAUSE_SECONDS) if num else 0
-                    logger.warning(
-                        f"member {member.pid} has died ({status}): another one"
-                        + (f" in {pause:g} s" if pause else "")
-                    )
-                    due[place] = time.monotonic() + pause
+            return _fill(places, command, {**os.environ, **variables})
         except KeyboardInterrupt:
             return 130
         finally:
-            _end(running)
-    return 0 if is_over else left
+            _end([place.process for place in places if place.process])
 
 
-def _end(members: Iterable[subprocess.Popen[bytes]]) -> None:
+def _fill(
+    places: list[_Place], command: Sequence[str], environment: Mapping[str, str]
+) -> int:
+    """Has a member in every place until the run is over; see `keep_running`."""
+    left = 0
+    statuses: list[int | None] = []  # of who has died, None after an update
+    while places:
+        for place in places:
+            if place.process is None and time.monotonic() >= place.starts_at:
+                place.start(command, environment)
+        time.sleep(_LOOK_SECONDS)
+        for place in [*places]:
+            status = place.process.poll() if place.process else None
+            if status == 0:
+                for each in places:
+                    if each.process:
+                        each.process.wait()
+                return 0
+            if status in _LEFT:
+                left = abs(status) % 128 + 128
+                places.remove(place)
+            elif status is not None:
+                has_updated = place.update_file.exists()
+                place.num_failed = 0 if has_updated else place.num_failed + 1
+                statuses.append(None if has_updated else status)
+                others = [each for each in places if each.process and each is not place]
+                if not others and _are_hopeless(places, statuses):
+                    pid = place.process.pid
+                    logger.error(f"member {pid} and those before it have failed")
+                    return status
+                place.plan_another(status)
+    return left
+
+
+def _are_hopeless(places: Sequence[_Place], statuses: Sequence[int | None]) -> bool:
+    """Returns whether members, none of which is left, would die again.
+
+    In every place some have failed one after another; or all have failed alike, before
+    anybody made an update, and one of them again.
+    """
+    are_alike = len({*statuses}) == 1 and None not in statuses
+    is_soon = are_alike and len(statuses) > max(len(places), _MOST)
+    return is_soon or all(place.num_failed > _MOST for place in places)
+
+
+def _end(members: Sequence[subprocess.Popen[bytes]]) -> None:
     """Asks members to stop; kills them if they take long, or if asked once more."""
     with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
         for member in members:

@@ -44,7 +44,7 @@ from xla_replica.device.device_traits import traits
 from xla_replica.errors import ReplicaError, Stopped
 from xla_replica.loader_workers import blocked, check_workers
 from xla_replica.members.entering import as_member
-from xla_replica.stopping import SIGNALS, forwarding, listening, listening_for_parent
+from xla_replica.stopping import SIGNALS, forwarding, listening
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ def _run_child(
         called = _import_script(task)
         run = functools.partial(_run_replica, runtime, folder, called, number)
         # This thread waits where it can be interrupted: it runs the signal handlers.
-        with listening_for_parent(folder):
+        with listening(folder):
             runtime.run(number, run)
     except BaseException as error:
         _fail(folder, number, None, error)

@@ -86,12 +86,11 @@ def launch(
         )
     check_function("fn", fn)
     check_type("args", args, (tuple, list), "a tuple of the arguments after the rank")
-    _check_device(device)
     if num_replicas is not None:
         num_replicas = check_integer("num_replicas", num_replicas, least=1)
     check_number("timeout", timeout, most=_LONGEST, above=0)
     job = Job(fn, args, num_replicas, timeout, _is_one_of_several_processes())
-    device = device or _preferred(job)
+    device = _chosen(device, job)
     if not job.is_started:
         logger.info("launching %s replicas on %s", num_replicas or "all", device)
     return DEVICES[device].launch(job)
@@ -111,23 +110,17 @@ def default_num_replicas(device: str | None = None, on_cpu: int = 1) -> int | No
     Raises:
         ValueError, TypeError: The device is unknown, or ``on_cpu`` is less than 1.
     """
-    _check_device(device)
     check_integer("on_cpu", on_cpu, least=1)
     job = Job(lambda rank: None, (), on_cpu, 1.0, _is_one_of_several_processes())
-    if job.is_started or not DEVICES[device or _preferred(job)].has_any_number():
-        return None
-    return on_cpu
+    has_any_number = DEVICES[_chosen(device, job)].has_any_number()
+    return on_cpu if has_any_number and not job.is_started else None
 
 
-def _check_device(device: Any) -> None:
-    """Raises ValueError unless `launch` can start replicas on ``device``."""
+def _chosen(device: str | None, job: Job) -> str:
+    """Returns the device that a job is run on; raises ValueError if it cannot be."""
     startable = [name for name, backend in DEVICES.items() if backend.launch]
     check_choice("device", device, [*startable, None])
-
-
-def _preferred(job: Job) -> str:
-    """Returns the name of the backend that a job without a device is run on."""
-    return max(DEVICES, key=lambda device: DEVICES[device].preference(job))
+    return device or max(DEVICES, key=lambda name: DEVICES[name].preference(job))
 
 
 def _is_one_of_several_processes() -> bool:

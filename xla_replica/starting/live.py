@@ -7,19 +7,21 @@ a process is one member, be it a replica or a slice of several.
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from xla_replica.backends.local import LocalReplica
 from xla_replica.backends.registry import found_replica, register_backend
 from xla_replica.backends.replica import Replica
-from xla_replica.members.entering import as_member, lighthouse_address
+from xla_replica.members.entering import as_member
 from xla_replica.starting import xla  # noqa: F401  its row first: the last is asked
 
 _found: dict[torch.device, Replica] = {}  # the same one, whichever thread asks
 
 
 def _find() -> str | None:
-    address = lighthouse_address()
+    address = os.environ.get("LIVE_LIGHTHOUSE")
     return None if address is None else f"LIVE_LIGHTHOUSE={address}"
 
 

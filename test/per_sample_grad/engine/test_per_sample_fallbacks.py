@@ -41,10 +41,14 @@ ROWS += [(case, batch) for case in FUNCTIONS for batch in (1, 4)]
 
 @pytest.mark.parametrize(("case", "batch"), ROWS, ids=str)
 def test_what_no_rule_accounts_for_is_an_error_or_exact_by_the_loop(case, batch):
+    """The loop over one sample is an ordinary pass, and needs no permission."""
     model, inputs = case.make(torch.float64, batch)
     expected = psg.CouplingError if "square" in case.name else psg.CoverageError
-    with pytest.raises(expected):
-        case.factors(model, inputs)
+    if batch == 1:
+        agree_with_loop(case, model, inputs)
+    else:
+        with pytest.raises(expected):
+            case.factors(model, inputs)
     options = {"fallback": "loop", **case.options}
     for _ in range(2):
         agree_with_loop(case, model, inputs, **options)
@@ -136,24 +140,35 @@ def test_batch_statistics_are_refused_before_anything_happens(norm):
     assert not model[0]._forward_hooks
 
 
-def squares(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    out = module(x, x, x)[0] if isinstance(module, nn.MultiheadAttention) else module(x)
-    return out.square().sum((1, 2))
-
-
 @pytest.mark.parametrize(("module", "change"), [
     (nn.Linear(4, 2), lambda module, x: x.add_(1)),
-    (nn.MultiheadAttention(4, 2, batch_first=True),
-     lambda module, x: module.in_proj_weight.mul_(1.5)),
     (nn.BatchNorm1d(5).eval(), lambda module, x: module.running_mean.add_(1)),
 ])  # fmt: skip
 def test_a_tensor_that_a_rule_reads_later_must_not_have_changed(module, change):
-    recorded, losses = captured(module, squares, x := torch.randn(3, 5, 4))
+    recorded, losses = captured(module, fold, x := torch.randn(3, 5, 4))
     with torch.no_grad():
         change(module, x)
     told = "or a tensor of it that its rule reads, was changed in place"
     with pytest.raises(psg.PerSampleError, match=told):
         recorded.norms(losses)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_needs_no_rule_dropout_and_later_changes_included(batch_first):
+    """Nor does it matter which dimension counts its samples."""
+    module = nn.MultiheadAttention(4, 2, 0.5, add_bias_kv=True, batch_first=batch_first)
+
+    def losses_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x if batch_first else x.transpose(0, 1)
+        out = module(x, x.sin(), x)[0]
+        return (out if batch_first else out.transpose(0, 1)).square().sum((1, 2))
+
+    for _ in range(2):
+        recorded, losses = captured(module, losses_of, torch.randn(3, 5, 4))
+        truth = norms_of(losses, module.parameters())
+        with torch.no_grad():
+            module.in_proj_weight.mul_(1.5)
+        torch.testing.assert_close(recorded.norms(losses), truth)
 
 
 def test_bags_whose_last_offset_is_not_the_end_are_refused():

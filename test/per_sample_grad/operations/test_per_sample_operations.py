@@ -238,11 +238,6 @@ ROWS += [(case, batch) for case in TABLES for batch in (1, 2, 3, 6)]
 @pytest.mark.parametrize(("case", "batch"), ROWS, ids=str)
 def test_operations_account_for_parameters(case, batch):
     model, inputs = case.make(torch.float64, batch)
-    if case.name == "weight-as-input" and batch == 1:
-        # A weight of two rows looks like two rows of the sample.
-        with pytest.raises(psg.PerSampleError, match="is the input of a module"):
-            psg.per_sample_factors(model, fold, inputs, **case.options)
-        return
     for _ in range(2):  # before a proof, and after it
         agree_with_loop(case, model, inputs)
 

@@ -29,7 +29,6 @@ import per_sample_grad as psg
 import xla_replica
 from per_sample_grad.pool import parts
 from per_sample_grad.pool.blocks import compared_items, pool_digest
-from per_sample_grad.pool.parts import Parts
 from xla_replica.common import files
 
 
@@ -115,22 +114,6 @@ def test_a_full_disk_names_the_path_and_what_is_kept(tmp_path, monkeypatch, room
     pool = Pool()
     scores(pool=pool, part_size=8, folder=tmp_path)
     assert set(pool.asked) == {*range(8, Pool.size), *compared_items(Pool.size)}
-
-
-def test_the_next_part_is_computed_while_one_is_written(tmp_path, monkeypatch):
-    write, went_on = Parts.write, threading.Event()
-
-    def watch(index):
-        if index == 15:  # the second part's last one
-            went_on.set()
-
-    def late(self, number, rows):
-        assert went_on.wait(30)
-        write(self, number, rows)
-
-    monkeypatch.setattr(Parts, "write", late)
-    options = {"part_size": 8, "folder": tmp_path}
-    np.testing.assert_array_equal(scores(pool=Pool(watch=watch), **options), scores())
 
 
 @contextlib.contextmanager
@@ -378,7 +361,7 @@ def killed(folder: Path, log: Path, backend: Backend) -> None:
     *(pytest.param(what, "xla", [2, 1], 3, marks=row("xla", 2, slow=True).marks)
       for what in ("scores", "rows")),
 ])  # fmt: skip
-def test_a_killed_run_loses_two_parts_at_most_and_no_bit(
+def test_a_killed_run_loses_a_part_at_most_and_no_bit(
     tmp_path, what, device, killings, last
 ):
     folder = tmp_path / what
@@ -389,10 +372,10 @@ def test_a_killed_run_loses_two_parts_at_most_and_no_bit(
         after, done = kept(folder), set(asked(log))
         assert before < after < set(range(MANY))
         assert not done & before  # nothing is scored twice
-        # One part was computed, one perhaps written. A lazy device also loads ahead:
-        # two batches, and one in hand.
+        # One part was computed. A lazy device also loads ahead: two batches, and one in
+        # hand.
         ahead = 0 if device == "cpu" else 4 * 3 * BLOCK
-        assert len(done - after) <= replicas * (2 * PART + ahead)
+        assert len(done - after) <= replicas * (PART + ahead)
     log, before = tmp_path / "log", kept(folder)
     *_, found = Backend(device, last).run(job, str(folder), str(log), 1)
     assert asked(log) == dict.fromkeys(set(range(MANY)) - before - IDENTITY, 1)

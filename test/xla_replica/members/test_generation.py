@@ -9,8 +9,8 @@ from xla_replica import ReplicaError, Superseded
 from xla_replica.members.generation import Generation, Offer, next_generation, prove
 
 SETTINGS = {"seed": "1", "trace": "t"}
-SURVIVOR = {"generation": (4, "abc"), "entered": (1, 0), "mark": (7, 0)}
-NEW = {"generation": (0, ""), "entered": (0, 0), "mark": ()}
+SURVIVOR = {"generation": (4, "abc"), "place": 0, "mark": (7, 0)}
+NEW = {"generation": (0, ""), "place": 0, "mark": ()}
 
 
 def offers_of(**members: dict) -> dict[str, Offer]:
@@ -33,8 +33,7 @@ def asked(offers: dict[str, Offer], me: str = "a", **options) -> Generation | No
 
 
 def test_survivors_keep_their_order_and_new_ones_come_last():
-    entered = {"z": (1, 0), "b": (1, 1), "a": (3, 2)}
-    survivors = {name: {"entered": place} for name, place in entered.items()}
+    survivors = {name: {"place": n} for n, name in enumerate("zyba") if name != "y"}
     offers = offers_of(**survivors, m=NEW, c=NEW)
     generation = asked(offers)
     assert generation.members == ("z", "b", "a", "c", "m")
@@ -48,7 +47,7 @@ def test_who_is_in_a_generation():
     """The first members by id; who leaves gets an answer; who must wait asks again."""
     assert asked(offers_of(b=NEW, a=NEW)).members == ("a", "b")
     assert asked(offers_of(a=NEW), min_members=2) is None
-    offers = offers_of(a={}, b={"entered": (1, 1), "leaves": True})
+    offers = offers_of(a={}, b={"place": 1, "leaves": True})
     assert asked(offers, "a").members == asked(offers, "b").members == ("a",)
     # Nobody joins between functions that follow an update.
     offers = offers_of(a={"is_between": True}, b=NEW)

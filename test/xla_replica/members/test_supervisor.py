@@ -40,6 +40,17 @@ def test_a_member_that_dies_again_and_again_ends_no_other_one(
     assert ("those before it have failed" in caplog.text) == (status == 3)
 
 
+@pytest.mark.parametrize(("num_members", "most"), [(1, 3), (2, 4), (3, 6)])
+def test_where_all_die_alike_before_an_update_the_run_ends_soon(
+    num_members, most, caplog
+):
+    """Each of them once, and one of them again: they die of the script's own error."""
+    assert keep_running(["-c", "raise SystemExit(7)"], num_members, {}) == 7
+    texts = "has died (7)", "those before it have failed"
+    ends = sum(caplog.text.count(text) for text in texts)
+    assert num_members < ends <= most
+
+
 UPDATES = """
 import os, pathlib, sys
 log = pathlib.Path(sys.argv[1])
