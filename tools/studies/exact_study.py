@@ -4,7 +4,7 @@ A byte-level GPT trains on the text of this repository, as in `language_model_st
 but smaller, with five seeds: each time with sums of floats and with exact ones, from
 the same weights on the same batches. Then Adam is given a gradient whose numbers lie
 under the largest of their row by powers of two, until exact sums no longer tell them
-from zero. It takes about ten minutes on two cores, seconds with --quick:
+from zero. It takes some minutes on two cores, seconds with --quick:
 
     python tools/studies/exact_study.py --output docs/benchmarks/exact_study.json
 """
@@ -32,7 +32,7 @@ from tools.record import parser_with_output, save
 from tools.studies import language_model_ways as ways
 from tools.studies.language_model_study import interval
 
-SIZES = ways.Sizes(64, 128, 4, 4, samples=3072, lr=0.001)
+SIZES = ways.Sizes(64, 64, 2, 4, samples=1024, larger=8, lr=0.002, tested=128)
 EXPONENTS = range(0, 29, 4)  # of two, under the largest number of the row
 COLUMNS, UPDATES, MINIBATCHES, ROWS = 64, 100, 8, 4
 
