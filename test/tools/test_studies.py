@@ -15,7 +15,12 @@ pytest.importorskip("sklearn")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-from tools.studies import convex_problems, language_model_study, rigl_digits
+from tools.studies import (
+    convex_problems,
+    exact_study,
+    language_model_study,
+    rigl_digits,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -192,3 +197,15 @@ def test_what_is_drawn_is_right_or_refused(tool, option, tmp_path):
     assert saved["drawn"]
     assert saved["outcomes"]["right"]
     assert not saved["outcomes"].get("wrong")
+
+
+def test_exact_sums_change_a_training_by_rounding_and_small_numbers_are_zero(tmp_path):
+    exact_study.main(words(["--quick", "--jobs", 1, "--output", tmp_path / "a.json"]))
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["exact"]["losses"] == pytest.approx(found["float"]["losses"], abs=1e-3)
+    assert found["float"]["losses"][0] != found["float"]["losses"][1]
+    first, *_, last = found["adam"]
+    assert first == pytest.approx(
+        {"exponent": 0, "zero": 0, "m": 1, "v": 1, "moved": 1}, abs=1e-3
+    )
+    assert last == {"exponent": -28, "zero": 1, "m": 0, "v": 0, "moved": 0}

@@ -172,12 +172,20 @@ def digest(model: nn.Module) -> str:
 
 
 def train(
-    name: str, seed: int, sizes: Sizes, trace: Any, prepare: Any, **options: Any
+    name: str,
+    seed: int,
+    sizes: Sizes,
+    trace: Any,
+    prepare: Any,
+    is_exact: bool | None = None,
+    bfloat16: bool = True,
+    **options: Any,
 ) -> nn.Module:
     """Trains on every window once; returns the model.
 
     ``prepare`` is given model and optimizer, to attach what looks at the run; options
-    are those of `vbs.epochs`.
+    are those of `vbs.epochs`. ``is_exact`` says whether sums are, by default those of a
+    market alone, and ``bfloat16`` whether products are in it.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -195,7 +203,7 @@ def train(
     optimizer = vbs.ElasticOptimizer(
         inner, sampler, way.rule, sizes.reference, max_grad_norm=1.0,
         noise=way.rule in ("constant", "adascale"),
-        exact=model if way.is_spot else None,
+        exact=model if (way.is_spot if is_exact is None else is_exact) else None,
     )  # fmt: skip
     rates = decay("cosine", sizes.samples, sizes.warm_up)
     rates = rates.halved() if way.halved else rates
@@ -208,7 +216,7 @@ def train(
     options |= {"model": model, "progress": False}
     for epoch in vbs.epochs(optimizer, loader, 1, **options):
         for batch in epoch:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, bfloat16):
                 loss = loss_of(model, batch)
             loss.backward()
             optimizer.step()

@@ -52,7 +52,7 @@ class Group:
 def connected(number: int) -> list[MemberReplica]:
     """Returns members of one generation, which threads of this process use."""
     store = torch.distributed.HashStore()
-    told = {"host": "127.0.0.1", "was_silent": False, "has_lost": False}
+    told = {"store_address": "", "was_silent": False, "has_lost": False}
     told |= {"note_together": lambda: None}
     members = []
     for member in range(number):
