@@ -17,9 +17,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from xla_replica.stopping import SIGNALS
+from xla_replica.members.processes import LEFT, Processes
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,6 @@ _LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0  # for members that were asked to stop
 _MOST = 2  # failures of each
 _LONGEST_PAUSE_SECONDS = 60.0
-_LEFT = (*(128 + n for n in SIGNALS), -signal.SIGTERM, -signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -94,6 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     run.add_argument("--members", type=int, default=2, metavar="N", help="default: 2")
     run.add_argument(
+        "--processes", type=int, default=1, metavar="N",
+        help="of each member, as torchrun would start them: they shard a model by "
+        "FSDP2, or sum among themselves first (default: 1)",
+    )  # fmt: skip
+    run.add_argument(
         "script", nargs=argparse.REMAINDER, help="a Python script and its arguments"
     )
     options = parser.parse_args(arguments)
@@ -105,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
         return
-    if options.members < 1 or not options.script:
-        parser.error("run needs --members of at least 1, and a script")
+    if min(options.members, options.processes) < 1 or not options.script:
+        parser.error("run needs --members and --processes of at least 1, and a script")
     with lighthouse("127.0.0.1:0", *times) as address:
         variables = {
             "LIVE_LIGHTHOUSE": address,
@@ -114,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "LIVE_PATIENCE_SECONDS": str(options.patience),
             "LIVE_TOKEN": os.environ.get("LIVE_TOKEN") or secrets.token_hex(16),
         }
-        sys.exit(keep_running(options.script, options.members, variables))
+        numbers = options.members, variables, options.processes
+        sys.exit(keep_running(options.script, *numbers))
 
 
 @dataclasses.dataclass
@@ -122,14 +126,16 @@ class _Place:
     """Where one member runs after another."""
 
     update_file: Path  # which a member makes that has made an update
-    process: Any = None  # that of the member which runs there
+    process: Processes | None = None  # those of the member which runs there
     num_failed: int = 0  # members, one after another without an update
     starts_at: float = 0.0  # another one, where none runs
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], number: int
+    ) -> None:
         self.update_file.unlink(missing_ok=True)
         told = {**environment, "LIVE_UPDATE_FILE": str(self.update_file)}
-        self.process = subprocess.Popen(command, env=told)
+        self.process = Processes(command, told, number)
 
     def plan_another(self, status: int) -> None:
         """Says when another member follows one that has died."""
@@ -143,9 +149,12 @@ class _Place:
 
 
 def keep_running(
-    script: Sequence[str], num_members: int, variables: dict[str, str]
+    script: Sequence[str],
+    num_members: int,
+    variables: dict[str, str],
+    num_processes: int = 1,
 ) -> int:
-    """Runs members until all have ended; returns the exit status.
+    """Runs members, of so many processes each; returns the run's exit status.
 
     That is 0 if one has ended well, and nobody is started any more then; else 143 or
     130 if members were asked to leave, who are not replaced. A member that has died is:
@@ -159,10 +168,14 @@ def keep_running(
         exports = [f"export {key}={shlex.quote(v)}\n" for key, v in variables.items()]
         (folder / "variables").touch(0o600)
         (folder / "variables").write_text("".join(exports))
-        logger.info(f"another member: . {folder}/variables; {shlex.join(command)}")
+        started = command
+        if num_processes > 1:
+            how = "--standalone", f"--nproc-per-node={num_processes}"
+            started = ["torchrun", *how, *script]
+        logger.info(f"another member: . {folder}/variables; {shlex.join(started)}")
         places = [_Place(folder / str(number)) for number in range(num_members)]
         try:
-            return _fill(places, command, {**os.environ, **variables})
+            return _fill(places, command, {**os.environ, **variables}, num_processes)
         except KeyboardInterrupt:
             return 130
         finally:
@@ -170,7 +183,10 @@ def keep_running(
 
 
 def _fill(
-    places: list[_Place], command: Sequence[str], environment: Mapping[str, str]
+    places: list[_Place],
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    num_processes: int,
 ) -> int:
     """Has a member in every place until the run is over; see `keep_running`."""
     left = 0
@@ -178,7 +194,7 @@ def _fill(
     while places:
         for place in places:
             if place.process is None and time.monotonic() >= place.starts_at:
-                place.start(command, environment)
+                place.start(command, environment, num_processes)
         time.sleep(_LOOK_SECONDS)
         for place in [*places]:
             status: int | None = place.process.poll() if place.process else None
@@ -189,7 +205,7 @@ def _fill(
                     if each.process:
                         each.process.wait()
                 return 0
-            if status in _LEFT:
+            if status in LEFT:
                 left = abs(status) % 128 + 128
                 places.remove(place)
             else:
@@ -216,7 +232,7 @@ def _are_hopeless(places: Sequence[_Place], statuses: Sequence[int | None]) -> b
     return is_soon or all(place.num_failed > _MOST for place in places)
 
 
-def _end(members: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(members: Sequence[Processes]) -> None:
     """Asks members to stop; kills them if they take long, or if asked once more."""
     with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
         for member in members:

@@ -93,6 +93,32 @@ def test_how_to_start_another_member_is_told_without_the_token(caplog):
     assert "a b'c" not in caplog.text
 
 
+GROUP = """
+import os, pathlib, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, os.environ["LOCAL_RANK"])
+assert ranks == ["0", "1"]
+folder, rank = pathlib.Path(sys.argv[1]), dist.get_rank()
+number = len([*folder.glob(f"{rank}-*")])
+(folder / f"{rank}-{number}").touch()
+if number == 0:  # one of the first member dies, and the other one waits for ever
+    dist.barrier()
+    sys.exit(9) if rank else time.sleep(600)
+dist.destroy_process_group()
+"""
+
+
+def test_the_processes_of_a_member_form_a_group_and_die_together(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    assert keep_running(["-c", GROUP, str(tmp_path)], 1, {}, num_processes=2) == 0
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["0-0", "0-1", "1-0", "1-1"]
+    assert "has died (9)" in caplog.text
+    assert "torchrun --standalone --nproc-per-node=2 -c" in caplog.text
+
+
 STUBBORN = """
 import signal, time
 signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
