@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_703
-TEST_LINES = 34_184
+CODE = 21_771
+TEST_LINES = 34_210
 
 
 def test_lines_are_counted():
