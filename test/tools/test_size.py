@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_543
-TEST_LINES = 34_127
+TEST_LINES = 34_135
 
 
 def test_lines_are_counted():
