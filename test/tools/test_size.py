@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_771
-TEST_LINES = 34_210
+TEST_LINES = 34_218
 
 
 def test_lines_are_counted():

@@ -206,9 +206,23 @@ def losses_of(model: nn.Module, x: object) -> torch.Tensor:
     return (torch.sin(0.7 * out) * torch.arange(1, out.shape[1] + 1).cos()).sum(1)
 
 
+def wide_copy(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Returns a copy of a model on the CPU in a dtype, which is the same function.
+
+    An RMSNorm's default epsilon is of the dtype that it computes in: with that of
+    float64 gradients of a zero before it are 23,170 times as large as in float32.
+    """
+    wide = copy.deepcopy(model).cpu()
+    computed_in = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    for module in wide.modules():
+        if isinstance(module, nn.RMSNorm) and module.eps is None:
+            module.eps = torch.finfo(computed_in).eps
+    return wide.to(dtype)
+
+
 def truth_of(model: nn.Module, x: object) -> dict[str, torch.Tensor]:
     """Returns every sample's gradients in float64, by the loop that nobody doubts."""
-    wide = copy.deepcopy(model).double()
+    wide = wide_copy(model)
     given = x.double() if torch.is_tensor(x) and x.is_floating_point() else x
     params = dict(wide.named_parameters())
     losses, asked = losses_of(wide, given), {"retain_graph": True, "allow_unused": True}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
-from support.per_sample_grad import Case, Gradients, captured, error, flat
+from support.per_sample_grad import HALF, Case, Gradients, captured, error, flat
 from support.per_sample_grad.agreement import METHODS, TOLERANCES, agree
 from support.per_sample_grad.models import CASES, Apply
 from support.xla_replica.replicas import HAS_XLA
@@ -16,6 +16,7 @@ from torch import nn
 import per_sample_grad as psg
 from per_sample_grad.factors import algebra, plan
 from per_sample_grad.layers import registry
+from tools.studies.drawn_models import losses_of, truth_of
 
 # torch warns about even kernels
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
@@ -275,6 +276,18 @@ def test_drawn_layers_equal_the_loop(kind, number):
         agree(factors, truth, tolerance)
 
     check()
+
+
+@pytest.mark.parametrize(("dtype", "most"), {**TOLERANCES, **HALF}.items(), ids=str)
+def test_an_oracle_in_float64_has_the_epsilon_of_the_model(dtype, most):
+    """The gradient of a zero before a normalisation is as large as that allows."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)).to(dtype)
+    nn.init.zeros_(model[0].bias)
+    x = torch.zeros(3, 4, dtype=dtype)
+    found = psg.per_sample_grads(model, losses_of, (x,))
+    truths = truth_of(model, x), Case("", None, (), loss=losses_of).oracle(model, (x,))
+    for truth in truths:
+        assert error(found["0.bias"], truth["0.bias"]) <= most
 
 
 def test_every_rule_is_drawn():

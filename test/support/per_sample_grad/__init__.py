@@ -1,6 +1,5 @@
 """Per-sample gradients by a loop, and models to compare with it: one row each."""
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from torch import nn
 
 import per_sample_grad as psg
 from per_sample_grad.layers.registry import RULES
+from tools.studies.drawn_models import wide_copy
 
 BATCH = 3
 # Errors that are allowed in half precision, relative to the answer.
@@ -108,12 +108,7 @@ class Case:
         dtype: torch.dtype = torch.float64,
     ) -> Gradients:
         """Returns ``(B, *shape)`` by name, from a loop over the samples in a dtype."""
-        model = copy.deepcopy(model).cpu()
-        for module in model.modules():
-            has_default = isinstance(module, nn.RMSNorm) and module.eps is None
-            if has_default and module.weight.dtype != dtype:
-                module.eps = torch.finfo(module.weight.dtype).eps
-        model.to(dtype)
+        model = wide_copy(model, dtype)
         wide = [x.cpu().to(dtype) if x.is_floating_point() else x.cpu() for x in inputs]
         params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         samples = ([x[i : i + 1] for x in wide] for i in range(len(inputs[0])))
