@@ -49,7 +49,8 @@ def joined_parts(
         shape = next(whole)
         if shape is None:
             return part
-        tensor = torch.empty_like(models[tuple(shape)].detach(), dtype=part.dtype)
+        model = models[tuple(shape)].detach()
+        tensor: Any = torch.empty_like(model, dtype=part.dtype)
         tensor.to_local().copy_(part)
         return tensor
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from xla_replica.members.processes import LEFT, Processes
 
@@ -126,7 +127,7 @@ class _Place:
     """Where one member runs after another."""
 
     update_file: Path  # which a member makes that has made an update
-    process: Processes | None = None  # those of the member which runs there
+    process: Any = None  # `Processes` of the member which runs there
     num_failed: int = 0  # members, one after another without an update
     starts_at: float = 0.0  # another one, where none runs
 
