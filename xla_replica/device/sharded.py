@@ -45,12 +45,12 @@ def joined_parts(
     models: dict[Any, Any] = {tuple(p.shape): p for p in like if is_sharded(p)}
     whole = iter(shapes)
 
-    def joined(part: torch.Tensor) -> torch.Tensor:
+    def joined(part: torch.Tensor) -> Any:
         shape = next(whole)
         if shape is None:
             return part
         model = models[tuple(shape)].detach()
-        tensor: Any = torch.empty_like(model, dtype=part.dtype)
+        tensor = torch.empty_like(model, dtype=part.dtype)
         tensor.to_local().copy_(part)
         return tensor
 
