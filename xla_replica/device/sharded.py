@@ -50,7 +50,7 @@ def joined_parts(
         if shape is None:
             return part
         model = models[tuple(shape)].detach()
-        tensor = torch.empty_like(model, dtype=part.dtype)
+        tensor: Any = torch.empty_like(model, dtype=part.dtype)
         tensor.to_local().copy_(part)
         return tensor
 
