@@ -20,6 +20,7 @@ PYTHONPATH, as here:
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import warnings
@@ -152,17 +153,21 @@ def follows(
     if scores.max() == scores.min():  # nothing to choose by
         return torch.equal(before, mask)
     num_dropped = int(int(before.sum()) * 0.5)
-    kept = values[before].sort().values[num_dropped:]
+    active = values.masked_fill(~before, -1)
+    least = values[before].sort().values[num_dropped]  # of what is kept
+    certain, equal = active > least, (active == least).nonzero()
+    num_equal = int(before.sum()) - num_dropped - int(certain.sum())
     # What is dropped may grow again, so the mask need not show what was kept.
-    order = values.masked_fill(~before, -1).flatten().argsort(descending=True)
-    keep = torch.zeros_like(before).flatten()
-    keep[order[: len(kept)]] = True
-    keep = keep.view_as(before)
-    expected = scores[~keep].sort().values[len(scores[~keep]) - num_dropped :]
-    grown = scores[mask & ~keep].sort().values
-    return bool((mask & keep).sum() == len(kept)) and torch.allclose(
-        grown, expected, rtol=1e-4, atol=1e-6
-    )
+    for chosen in itertools.combinations(equal.tolist(), num_equal):
+        keep = certain.clone()
+        for row, column in chosen:
+            keep[row, column] = True
+        grown, left = scores[mask & ~keep].sort().values, scores[~keep].sort().values
+        expected = left[len(left) - num_dropped :]
+        has_kept = bool((mask | ~keep).all()) and grown.shape == expected.shape
+        if has_kept and torch.allclose(grown, expected, rtol=1e-4, atol=1e-6):
+            return True
+    return False
 
 
 def study(num_runs: int, seed: int) -> tuple[Counter[str], Counter[str], list[str]]:
