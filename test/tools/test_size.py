@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_773
-TEST_LINES = 34_218
+CODE = 21_777
+TEST_LINES = 34_226
 
 
 def test_lines_are_counted():

@@ -409,8 +409,7 @@ class LiveUpdates(Updates):
         }
         replica = self.run.replica
         # Nothing changes while it is sent, so that what is there needs no copy.
-        keeps = replica.is_host or self.run.sharded
-        return state if keeps else replica.to_host(state)
+        return state if replica.is_host else replica.to_host(state)
 
     def _take(self, load: Callable[[], Any]) -> None:
         """Loads a state; the loop of a member that had another one goes on."""

@@ -392,6 +392,11 @@ class MemberReplica(Replica):
         shards: bool = True,
     ) -> GradientSum:
         if self.is_sharded(parameters):
+            if not self.is_host:
+                raise TypeError(
+                    "live members whose model FSDP2 shards compute on CPUs so far: "
+                    "train it without LIVE_LIGHTHOUSE, or keep it whole"
+                )
             self._has_shards, inner = True, self._inner
             self._shards: Any = inner.shards  # type: ignore[attr-defined]
             begin = self._begin_over_members

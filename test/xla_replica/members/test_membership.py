@@ -151,6 +151,14 @@ def of_two(was_silent: bool = False, has_lost: bool = False) -> MemberReplica:
     return replica
 
 
+def test_shards_on_an_accelerator_are_refused(monkeypatch):
+    replica = of_two()
+    monkeypatch.setattr(MemberReplica, "is_host", False)
+    replica.is_sharded = lambda parameters: True
+    with pytest.raises(TypeError, match="compute on CPUs so far"):
+        replica.gradient_sum(lambda: True)
+
+
 def test_a_member_that_was_silent_begins_no_sum():
     with pytest.raises(xla_replica.MemberLost, match="was silent"):
         of_two(was_silent=True).all_reduce_([torch.ones(1)])
