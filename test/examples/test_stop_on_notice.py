@@ -84,14 +84,11 @@ def begin(metadata: Metadata, command: str = TRAINS) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "is_down"),
-    [
-        ("preempted", "TRUE", False),
-        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", False),
-        ("preempted", "TRUE", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "is_down"), [
+    ("preempted", "TRUE", False),
+    ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", False),
+    ("preempted", "TRUE", True),
+])  # fmt: skip
 def test_a_notice_stops_the_training_and_no_answer_is_told_once(
     metadata, name, value, is_down
 ):

@@ -89,17 +89,14 @@ def test_programs_that_are_right_have_no_problems():
 COMPARED = "pred[2,3]{1,0} compare(f64[2,3]{1,0} %a, f64[2,3]{1,0} %b)"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("f64[2,3]{1,0} broadcast(%a)", None),
-        ("f32[2]{0} convert(f64[2]{0} %a)", None),
-        ("f64[2,3]{1,0} multiply(%a, %b)", "multiply of f64[2,3]"),
-        ("f64[4]{0} parameter(1)", "a.py:1 has a parameter of f64[4]"),
-        (COMPARED, "compare of f64[2,3]"),
-        (COMPARED, "xla_replica.comparable"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("f64[2,3]{1,0} broadcast(%a)", None),
+    ("f32[2]{0} convert(f64[2]{0} %a)", None),
+    ("f64[2,3]{1,0} multiply(%a, %b)", "multiply of f64[2,3]"),
+    ("f64[4]{0} parameter(1)", "a.py:1 has a parameter of f64[4]"),
+    (COMPARED, "compare of f64[2,3]"),
+    (COMPARED, "xla_replica.comparable"),
+])  # fmt: skip
 def test_an_array_of_float64_is_caught(text, said):
     found = problems({0: [Program(f"  %x.1 = {text}", "a.py:1")]})
     assert said in found[0] if said else not found
@@ -109,16 +106,13 @@ ROW = {"slice": "v5e:2x4", "place": "a.py:1", "seconds": 1.0, "CPU seconds": 1.0
        "peak bytes": 2**20, "flops": 1e9, "bytes": 2e9}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("row", "replica_1", "message"),
-    [
-        (ROW, saved(), None),
-        (ROW, saved(dtype="f32[5]"), ": the program at me/training"),
-        ({**ROW, "refused": "no"}, saved(), ": v5e:2x4 refuses a.py:1: no"),
-        ({**ROW, "seconds": 9.0, "CPU seconds": 6.0}, saved(), "takes 9.0 s for a.py"),
-        ({**ROW, "seconds": 9.0}, saved(), None),  # the machine did other work
-    ],
-)
+@pytest.mark.parametrize(("row", "replica_1", "message"), [
+    (ROW, saved(), None),
+    (ROW, saved(dtype="f32[5]"), ": the program at me/training"),
+    ({**ROW, "refused": "no"}, saved(), ": v5e:2x4 refuses a.py:1: no"),
+    ({**ROW, "seconds": 9.0, "CPU seconds": 6.0}, saved(), "takes 9.0 s for a.py"),
+    ({**ROW, "seconds": 9.0}, saved(), None),  # the machine did other work
+])  # fmt: skip
 def test_the_command_fails_where_something_is_wrong(
     monkeypatch, tmp_path, capsys, row, replica_1, message
 ):

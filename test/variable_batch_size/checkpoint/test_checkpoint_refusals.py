@@ -42,14 +42,11 @@ def test_another_run_is_refused_and_nothing_is_touched(options, message, tmp_pat
     assert not other.optimizer.inner.state
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "says"),
-    [
-        (Path("/somewhere"), vbs.CheckpointError, r"pathlib.*may hold tensors"),
-        ([lambda: 1], (AttributeError, pickle.PicklingError), "lambda"),
-        ([torch.ones(2, device="meta")], TypeError, r"'unsafe\.value\.0' .* 'meta'"),
-    ],
-)
+@pytest.mark.parametrize(("value", "error", "says"), [
+    (Path("/somewhere"), vbs.CheckpointError, r"pathlib.*may hold tensors"),
+    ([lambda: 1], (AttributeError, pickle.PicklingError), "lambda"),
+    ([torch.ones(2, device="meta")], TypeError, r"'unsafe\.value\.0' .* 'meta'"),
+])  # fmt: skip
 def test_what_would_not_load_is_an_error_when_it_is_saved(value, error, says, tmp_path):
     part = Part({1})
     training = Training(tmp_path, parts={"unsafe": part})
@@ -148,13 +145,10 @@ def test_an_epoch_before_the_restored_one_is_an_error():
     assert lengths == [5 * 4, 32]
 
 
-@pytest.mark.parametrize(
-    ("folder", "error", "message"),
-    [
-        ("run", vbs.CheckpointError, r"call load\(\) before training"),
-        ("file/run", NotADirectoryError, r"file/run"),  # which cannot be written to
-    ],
-)
+@pytest.mark.parametrize(("folder", "error", "message"), [
+    ("run", vbs.CheckpointError, r"call load\(\) before training"),
+    ("file/run", NotADirectoryError, r"file/run"),  # which cannot be written to
+])  # fmt: skip
 def test_another_run_s_folder_or_none_is_told_at_once(folder, error, message, tmp_path):
     Training(tmp_path / "run").train()
     (tmp_path / "file").touch()
@@ -177,20 +171,17 @@ def wrapped(first=(), second=(), kind=torch.optim.SGD, is_frozen=False, **option
 
 
 # What may not change from one part of a run to the next, and what the error says.
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"first": {"lr": 0.3}}, "lr was 0.1 and is 0.3"),
-        ({"first": {"lr": np.float32(0.5)}}, "lr was 0.1 and is 0.5"),
-        ({"second": {"lr": 0.3}}, "lr of parameter group 1 was 0.1 and is 0.3"),
-        ({"first": {"weight_decay": 0.1}}, "weight_decay was 0 and is 0.1"),
-        ({"kind": torch.optim.AdamW}, "optimizer was 'SGD' and is 'AdamW"),
-        ({"ref_batchsize": 8}, "ref_batchsize was 16 and is 8"),
-        ({"max_grad_norm": 1.0}, "max_grad_norm was None and is 1.0"),
-        ({"reduction": "sum"}, "reduction was 'mean' and is 'sum'"),
-        ({"is_frozen": True}, r"frozen parameters was \[\] and is \[1\]"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"first": {"lr": 0.3}}, "lr was 0.1 and is 0.3"),
+    ({"first": {"lr": np.float32(0.5)}}, "lr was 0.1 and is 0.5"),
+    ({"second": {"lr": 0.3}}, "lr of parameter group 1 was 0.1 and is 0.3"),
+    ({"first": {"weight_decay": 0.1}}, "weight_decay was 0 and is 0.1"),
+    ({"kind": torch.optim.AdamW}, "optimizer was 'SGD' and is 'AdamW"),
+    ({"ref_batchsize": 8}, "ref_batchsize was 16 and is 8"),
+    ({"max_grad_norm": 1.0}, "max_grad_norm was None and is 1.0"),
+    ({"reduction": "sum"}, "reduction was 'mean' and is 'sum'"),
+    ({"is_frozen": True}, r"frozen parameters was \[\] and is \[1\]"),
+])  # fmt: skip
 def test_other_settings_are_refused_on_resuming(changes, message):
     """torch takes the saved hyperparameters silently in place of the script's."""
     saved = copy.deepcopy(wrapped().state_dict())

@@ -73,14 +73,11 @@ def train(rank: int, folder: Path, policy: str, kill_at: float = math.inf):
     return training.weights(), training.told()
 
 
-@pytest.mark.parametrize(
-    ("device", "first", "second", "policy"),
-    [
-        *(("cpu", 1, 1, policy) for policy in POLICIES),
-        pytest.param("cpu", 3, 2, "zigzag", marks=of_torch_alone),
-        pytest.param("xla", 2, 1, "zigzag", marks=[needs_xla, pytest.mark.xla]),
-    ],
-)
+@pytest.mark.parametrize(("device", "first", "second", "policy"), [
+    *(("cpu", 1, 1, policy) for policy in POLICIES),
+    pytest.param("cpu", 3, 2, "zigzag", marks=of_torch_alone),
+    pytest.param("xla", 2, 1, "zigzag", marks=[needs_xla, pytest.mark.xla]),
+])  # fmt: skip
 def test_a_run_that_is_killed_and_resized_equals_the_replay_of_its_decisions(
     tmp_path, device, first, second, policy
 ):

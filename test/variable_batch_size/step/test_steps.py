@@ -201,14 +201,11 @@ def loop(actions: str, **options: Any) -> Any:
     return found, ACTIONS[last]
 
 
-@pytest.mark.parametrize(
-    ("error", "options", "actions", "message"),
-    [
-        *((ValueError, *each) for each in ON_ANY_REPLICA),
-        *((ReplicaError, *each) for each in ON_SEVERAL),
-        *((RuntimeError, *each) for each in OF_THE_INNER_ONE),
-    ],
-)
+@pytest.mark.parametrize(("error", "options", "actions", "message"), [
+    *((ValueError, *each) for each in ON_ANY_REPLICA),
+    *((ReplicaError, *each) for each in ON_SEVERAL),
+    *((RuntimeError, *each) for each in OF_THE_INNER_ONE),
+])  # fmt: skip
 def test_the_last_of_these_actions_is_refused(error, options, actions, message):
     found, last = loop(actions, **options)
     before = copy.deepcopy(found.model.state_dict())
@@ -217,17 +214,14 @@ def test_the_last_of_these_actions_is_refused(error, options, actions, message):
     torch.testing.assert_close(found.model.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "actions"),
-    [
-        (TWO, "pass of zero, step, minibatch"),  # as the message says
-        (TWO, "pass of NaN, step, minibatch"),  # which equals itself
-        (BESIDE_ONE, "attach, begin, attach another"),
-        (FULL, "begin, minibatch, minibatch, attach"),  # the epoch has ended
-        (TWO, "begin, minibatch, minibatch, attach"),
-        (IDLE, "begin, epoch, attach"),
-    ],
-)
+@pytest.mark.parametrize(("options", "actions"), [
+    (TWO, "pass of zero, step, minibatch"),  # as the message says
+    (TWO, "pass of NaN, step, minibatch"),  # which equals itself
+    (BESIDE_ONE, "attach, begin, attach another"),
+    (FULL, "begin, minibatch, minibatch, attach"),  # the epoch has ended
+    (TWO, "begin, minibatch, minibatch, attach"),
+    (IDLE, "begin, epoch, attach"),
+])  # fmt: skip
 def test_what_is_like_it_and_harmless_is_not_refused(options, actions):
     found, last = loop(actions, **options)
     last(found)

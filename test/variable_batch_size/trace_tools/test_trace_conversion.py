@@ -137,24 +137,21 @@ def test_logs_that_people_have_are_read(text, times, devices, warns, caplog):
     assert len(rows) == sum(count > 0 for count in devices)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("GPUs\n4\n", "one column Time or time or timestamp, found none"),
-        ("Time,GPUs,TPU_cores\n1,4,4\n", "found ['GPUs', 'TPU_cores']"),
-        ("Time,GPUs\n", "no rows; at least one is needed"),
-        ("Time,GPUs\n1,4\n\n0,4\n", "line 4, Time: '0' must not be before"),
-        ("1,4\n2,-1\n", "line 2, devices: '-1' must be an integer >= 0"),
-        ('{"data": [1]}', "KeyError('metadata')"),
-        ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds must be"),
-        ('{"metadata": {"gap_seconds": 9}, "data": [1, null]}', "devices: None must"),
-        ("Time,GPUs\n1652434464406,4\n", "seconds, not milliseconds"),
-        ("Time,GPUs\n1,4\n2,many\n", "line 3, GPUs: 'many' must be an integer >= 0"),
-        ("Time,GPUs\n1,4\n2,-1\n", "GPUs: '-1' must be an integer >= 0"),
-        ("Time,GPUs\n1,1.5\n", "line 2, GPUs: '1.5' must be an integer"),
-        ("Time,GPUs\n1,0\n2,0\n", "no row has a device"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("GPUs\n4\n", "one column Time or time or timestamp, found none"),
+    ("Time,GPUs,TPU_cores\n1,4,4\n", "found ['GPUs', 'TPU_cores']"),
+    ("Time,GPUs\n", "no rows; at least one is needed"),
+    ("Time,GPUs\n1,4\n\n0,4\n", "line 4, Time: '0' must not be before"),
+    ("1,4\n2,-1\n", "line 2, devices: '-1' must be an integer >= 0"),
+    ('{"data": [1]}', "KeyError('metadata')"),
+    ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds must be"),
+    ('{"metadata": {"gap_seconds": 9}, "data": [1, null]}', "devices: None must"),
+    ("Time,GPUs\n1652434464406,4\n", "seconds, not milliseconds"),
+    ("Time,GPUs\n1,4\n2,many\n", "line 3, GPUs: 'many' must be an integer >= 0"),
+    ("Time,GPUs\n1,4\n2,-1\n", "GPUs: '-1' must be an integer >= 0"),
+    ("Time,GPUs\n1,1.5\n", "line 2, GPUs: '1.5' must be an integer"),
+    ("Time,GPUs\n1,0\n2,0\n", "no row has a device"),
+])  # fmt: skip
 def test_bad_logs_say_where_and_why(text, message):
     with pytest.raises(TraceError) as caught:
         tools.read_availability(log(text))

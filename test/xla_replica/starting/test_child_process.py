@@ -106,16 +106,13 @@ def ends_early(rank: int, how: str) -> None:
     time.sleep(30)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("exits", "^replica 1 exited before its function returned"),
-        ("exits after its peer", "^replica 1 exited before its function returned"),
-        ("is killed after its peer", r"^replica 1 died \(signal 9\)"),
-        ("is interrupted", "^replica 1 raised KeyError: 'meanwhile'"),
-        ("sums alone", r"^replica \d died \(signal 6: .*: call each on every replica"),
-    ],
-)
+@pytest.mark.parametrize(("how", "said"), [
+    ("exits", "^replica 1 exited before its function returned"),
+    ("exits after its peer", "^replica 1 exited before its function returned"),
+    ("is killed after its peer", r"^replica 1 died \(signal 9\)"),
+    ("is interrupted", "^replica 1 raised KeyError: 'meanwhile'"),
+    ("sums alone", r"^replica \d died \(signal 6: .*: call each on every replica"),
+])  # fmt: skip
 def test_a_process_that_ends_without_a_word_is_named_at_once(how, said):
     """A loader's dead worker interrupts what its replica writes of an exception.
 
