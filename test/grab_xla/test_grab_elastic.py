@@ -145,10 +145,9 @@ def train_pairs(rank: int) -> dict:
     return {name: train(name, **ODD) for name in KINDS if "pair" in name}
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [row("cpu", 1), row("cpu", 3, slow=True), row("xla", 2), row("xla", 8, slow=True)],
-)
+@pytest.mark.parametrize("backend", [
+    row("cpu", 1), row("cpu", 3, slow=True), row("xla", 2), row("xla", 8, slow=True),
+])  # fmt: skip
 def test_pairs_that_minibatches_split_are_the_oracles(backend):
     for outcome in backend.run(train_pairs, timeout=180):
         for name, (orders, _, costs) in outcome.items():

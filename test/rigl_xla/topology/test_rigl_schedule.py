@@ -171,10 +171,9 @@ def test_adjusted_uniform_reaches_the_sparsity_of_the_whole(sparsity):
     assert found["stem"] == found["head"] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "name", "sparsity"),
-    [({"fixed": {"body": 0.5}}, "body", 0.5), ({"dense_first": True}, "stem", 0)],
-)
+@pytest.mark.parametrize(("options", "name", "sparsity"), [
+    ({"fixed": {"body": 0.5}}, "body", 0.5), ({"dense_first": True}, "stem", 0),
+])  # fmt: skip
 def test_overrides_are_outside_of_the_budget(options, name, sparsity):
     rest = {other: shape for other, shape in SHAPES.items() if other != name}
     found = allocate(SHAPES, 0.8, "erk", **options)
