@@ -118,10 +118,9 @@ def test_the_diff_of_an_ordinary_script_is_short():
     assert len(re.findall(r"^\+", diff, re.MULTILINE)) <= 15
 
 
-@pytest.mark.parametrize(
-    ("page", "most"),
-    [("README.md", 900), *((f"docs/{name}.md", 2000) for name in PACKAGES)],
-)
+@pytest.mark.parametrize(("page", "most"), [
+    ("README.md", 900), *((f"docs/{name}.md", 2000) for name in PACKAGES),
+])  # fmt: skip
 def test_a_first_page_is_short(page, most):
     shown = re.sub("<!--.*?-->", "", read(page))
     assert len(shown.split()) <= most

@@ -92,10 +92,9 @@ def test_the_commands_of_the_pages_run(vbs):
         vbs(example.removeprefix("vbs "))
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [("stats trace.csv", r"^largest minibatch size +32$"), ("--version", r"^vbs \S")],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    ("stats trace.csv", r"^largest minibatch size +32$"), ("--version", r"^vbs \S"),
+])  # fmt: skip
 def test_the_module_is_the_command(words, told, folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["vbs", *words.split()])
     with pytest.raises(SystemExit) as caught:

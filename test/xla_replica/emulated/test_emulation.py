@@ -150,10 +150,9 @@ def has_what_cannot_travel(rank: int, raises: bool) -> object:
     return lambda: rank
 
 
-@pytest.mark.parametrize(
-    ("raises", "error"),
-    [(True, r"raised KeyError: \('lost contact'"), (False, "result cannot be pickled")],
-)
+@pytest.mark.parametrize(("raises", "error"), [
+    (True, r"raised KeyError: \('lost contact'"), (False, "result cannot be pickled"),
+])  # fmt: skip
 def test_what_cannot_travel_still_tells(raises, error):
     with pytest.raises(ReplicaError, match=error):
         TWO.run(has_what_cannot_travel, raises)
