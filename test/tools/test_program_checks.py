@@ -16,13 +16,7 @@ import xla_replica
 from tools.benchmarks import bench_start
 from tools.tpu import cases, compile_programs, program_checks
 from tools.tpu.cases import CASES, COSTS, EVERY, QUICK, write_mark
-from tools.tpu.program_checks import (
-    CASE_MARK,
-    LAST_STEP_MARK,
-    Program,
-    problems,
-    programs_by_case,
-)
+from tools.tpu.program_checks import CASE_MARK, Program, problems, programs_by_case
 from tools.tpu.tracing import scatter_add, tracing
 
 # Of a start; three are a minibatch, an update, and the update that makes the momentum.
@@ -63,8 +57,9 @@ def programs(*texts: str) -> list[Program]:
 
 
 def test_a_log_is_read_by_case_and_last_step():
+    last_step = program_checks.LAST_STEP_MARK
     log = (
-        f"{saved('7')}\n{CASE_MARK}first\n{saved('1')}\n{LAST_STEP_MARK}\n{saved('2')}"
+        f"{saved('7')}\n{CASE_MARK}first\n{saved('1')}\n{last_step}\n{saved('2')}"
         f"\n{CASE_MARK}second, with two\n{saved('3')}{saved('4', program_id=77)}"
     )
     found = programs_by_case(log)
@@ -192,9 +187,8 @@ def run_elastic(rank: int) -> None:
     xla_replica.current().sync()
     write_mark(CASE_MARK + "adascale")
     layers = nn.Flatten(), nn.Linear(5, 10)
-    cases.elastic(
-        "adascale", "sgd", cases.Work(lambda: nn.Sequential(*layers), (1, 5), 3)
-    )
+    work = cases.Work(lambda: nn.Sequential(*layers), (1, 5), 3)
+    cases.elastic("adascale", "sgd", work)
 
 
 def run_traced(rank: int) -> list[float]:
@@ -233,9 +227,8 @@ def test_a_dense_scatter_is_torchs(dim):
     index, values = torch.randint(0, 7, size), torch.randn(size)
     size[dim] = 7
     tensor = torch.randn(size)
-    torch.testing.assert_close(
-        scatter_add(tensor, dim, index, values), tensor.scatter_add(dim, index, values)
-    )
+    found = scatter_add(tensor, dim, index, values)
+    torch.testing.assert_close(found, tensor.scatter_add(dim, index, values))
 
 
 def all_starts(rank: int) -> dict[str, int]:
@@ -280,9 +273,8 @@ def test_the_recorded_table_is_that_of_all_cases_and_of_the_page():
 def test_the_recorded_costs_are_those_of_all_cases_and_of_the_page():
     files = {"transformer": "", "GPT-2": "-gpt2", "ResNet-50": "-resnet50"}
     for model, end in files.items():
-        steps = json.loads(read(f"docs/benchmarks/compile_costs{end}.json"))[
-            "last steps"
-        ]
+        record = json.loads(read(f"docs/benchmarks/compile_costs{end}.json"))
+        steps = record["last steps"]
         names = {name.removeprefix(f"{model}, ") for name in steps}
         assert names == COSTS[model].keys()
         for line in compile_programs.cost_table(steps).splitlines()[2:]:

@@ -20,19 +20,16 @@ from variable_batch_size.checkpoint import files
 from variable_batch_size.step.scaling import hyperparameters
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"case": Case((4, 36, 8), 3, exact=True)}, "trace was '8 step"),
-        ({"case": Case(CASE.trace, exact=True, minibatch_size=2)},
-         "minibatch_size was 4 and is 2"),
-        ({"case": Case(CASE.trace, exact=True, num_samples=160)},
-         "num_samples was 128 and is 160"),
-        ({"settings": {"width": 3}}, "width was None and is 3"),
-        ({"parts": {"other": nn.Linear(1, 1)}},
-         r"parts was \['model', 'scheduler'\] and is \['model', 'other'.* same parts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "message"), [
+    ({"case": Case((4, 36, 8), 3, exact=True)}, "trace was '8 step"),
+    ({"case": Case(CASE.trace, exact=True, minibatch_size=2)},
+     "minibatch_size was 4 and is 2"),
+    ({"case": Case(CASE.trace, exact=True, num_samples=160)},
+     "num_samples was 128 and is 160"),
+    ({"settings": {"width": 3}}, "width was None and is 3"),
+    ({"parts": {"other": nn.Linear(1, 1)}},
+     r"parts was \['model', 'scheduler'\] and is \['model', 'other'.* same parts"),
+])  # fmt: skip
 def test_another_run_is_refused_and_nothing_is_touched(options, message, tmp_path):
     Training(tmp_path).train()
     other = Training(tmp_path, **options)
@@ -84,33 +81,30 @@ def saved_with(training: elastic.Training, **parts) -> None:
     vbs.Checkpointer("folder", training.optimizer, **parts)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
-        ({"look_every_seconds": 0}, ValueError, "look_every_seconds must be a finite"),
-        ({"look_every": 100}, TypeError, "look_every=100 is not an argument"),
-        ({"best": "highest"}, ValueError, "best must be one of 'max', 'min', None"),
-        ({"parts": {"x": 3}}, TypeError, "x=3 is not an argument, and as a"),
-        ({"every_updates": -1}, ValueError, "every_updates must be an integer >= 1"),
-        ({"every_minutes": 0}, ValueError, "every_minutes must be a finite number > 0"),
-        ({"stop_on": ["SIGNAL"]}, ValueError, "SIGNAL"),
-        ({"folder": "gs://bucket/job"}, ValueError, "mount the bucket"),
-        (lambda t: t.checkpointer.load(allow_changes=2), TypeError, "allow_changes m"),
-        (lambda t: t.checkpointer.load(best="no"), TypeError, "best must be True"),
-        (lambda t: t.checkpointer.save(0.5), ValueError, "metric=0.5 needs Chec"),
-        (lambda t: saved_with(t), ValueError, "pass model=model"),
-        # What the wrapper saves is not saved twice.
-        (lambda t: saved_with(t, part=t.optimizer.inner), ValueError, "leave it out"),
-        (lambda t: saved_with(t, part=t.sampler), ValueError, "leave it out"),
-        (lambda t: vbs.Checkpointer("x", t.optimizer.inner), TypeError, "elastic wrap"),
-        # It would begin anew between epochs, where no digest of the order could tell.
-        (lambda t: saved_with(elastic.Training(CASE, sampler={"order": Order(128)})),
-         ValueError, "order= has a state, which would begin anew"),
-        (lambda t: files.write(t.checkpointer.folder, 3, {"version": 4})
-         and t.checkpointer.load(), ValueError, "the format was None and is 5"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("wrong", "error", "message"), [
+    ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
+    ({"look_every_seconds": 0}, ValueError, "look_every_seconds must be a finite"),
+    ({"look_every": 100}, TypeError, "look_every=100 is not an argument"),
+    ({"best": "highest"}, ValueError, "best must be one of 'max', 'min', None"),
+    ({"parts": {"x": 3}}, TypeError, "x=3 is not an argument, and as a"),
+    ({"every_updates": -1}, ValueError, "every_updates must be an integer >= 1"),
+    ({"every_minutes": 0}, ValueError, "every_minutes must be a finite number > 0"),
+    ({"stop_on": ["SIGNAL"]}, ValueError, "SIGNAL"),
+    ({"folder": "gs://bucket/job"}, ValueError, "mount the bucket"),
+    (lambda t: t.checkpointer.load(allow_changes=2), TypeError, "allow_changes m"),
+    (lambda t: t.checkpointer.load(best="no"), TypeError, "best must be True"),
+    (lambda t: t.checkpointer.save(0.5), ValueError, "metric=0.5 needs Chec"),
+    (lambda t: saved_with(t), ValueError, "pass model=model"),
+    # What the wrapper saves is not saved twice.
+    (lambda t: saved_with(t, part=t.optimizer.inner), ValueError, "leave it out"),
+    (lambda t: saved_with(t, part=t.sampler), ValueError, "leave it out"),
+    (lambda t: vbs.Checkpointer("x", t.optimizer.inner), TypeError, "elastic wrap"),
+    # It would begin anew between epochs, where no digest of the order could tell.
+    (lambda t: saved_with(elastic.Training(CASE, sampler={"order": Order(128)})),
+     ValueError, "order= has a state, which would begin anew"),
+    (lambda t: files.write(t.checkpointer.folder, 3, {"version": 4})
+     and t.checkpointer.load(), ValueError, "the format was None and is 5"),
+])  # fmt: skip
 def test_bad_arguments_and_calls_are_named(wrong, error, message, tmp_path):
     options = {} if callable(wrong) else wrong
     call = wrong if callable(wrong) else print  # which is not reached

@@ -227,15 +227,12 @@ def test_what_is_like_it_and_harmless_is_not_refused(options, actions):
     last(found)
 
 
-@pytest.mark.parametrize(
-    ("options", "actions", "message", "then"),
-    [
-        ({}, "minibatch, begin", "is abandoned after 0 of 3", [0, 1, 0, 0, 1, 0, 0, 1]),
-        (ONE, "begin, epoch, begin", "epoch 0 has been trained; another pass", [1] * 8),
-        ({"trace": [32, 32], "rank": 1, "replicas": 2}, "begin, attach",
-         "call attach before optimizer.set_epoch", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "actions", "message", "then"), [
+    ({}, "minibatch, begin", "is abandoned after 0 of 3", [0, 1, 0, 0, 1, 0, 0, 1]),
+    (ONE, "begin, epoch, begin", "epoch 0 has been trained; another pass", [1] * 8),
+    ({"trace": [32, 32], "rank": 1, "replicas": 2}, "begin, attach",
+     "call attach before optimizer.set_epoch", []),
+])  # fmt: skip
 def test_what_may_be_a_mistake_warns(options, actions, message, then, caplog):
     """An epoch that begins anew has lost its gradients."""
     found, last = loop(actions, **options)

@@ -116,17 +116,14 @@ def test_columns_have_the_names_of_published_logs_or_are_named():
     assert found.device_seconds == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "times", "devices", "warns"),
-    [
-        ("5,3\n7,0\n", [5, 7], [3, 0], False),
-        ("\n 5.5 , 3\n7,2", [5.5, 7], [3, 2], False),
-        ("Time,GPUs\n5,3\n5,4\n6,1\n8,2\n8,0\n8,3\n", [5, 6, 8], [4, 1, 3], True),
-        # As many rows as ticks, each as long as the others.
-        ('{"metadata": {"gap_seconds": 300}, "data": [4, 0, 2]}',
-         [0, 300, 600, 900], [4, 0, 2, 0], False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "times", "devices", "warns"), [
+    ("5,3\n7,0\n", [5, 7], [3, 0], False),
+    ("\n 5.5 , 3\n7,2", [5.5, 7], [3, 2], False),
+    ("Time,GPUs\n5,3\n5,4\n6,1\n8,2\n8,0\n8,3\n", [5, 6, 8], [4, 1, 3], True),
+    # As many rows as ticks, each as long as the others.
+    ('{"metadata": {"gap_seconds": 300}, "data": [4, 0, 2]}',
+     [0, 300, 600, 900], [4, 0, 2, 0], False),
+])  # fmt: skip
 def test_logs_that_people_have_are_read(text, times, devices, warns, caplog):
     found = tools.read_availability(log(text))
     assert (found.times.tolist(), found.devices.tolist()) == (times, devices)

@@ -109,23 +109,20 @@ if __name__ == "__main__" or sys.argv[1] == "no guard":
 
 
 @on_xla
-@pytest.mark.parametrize(
-    ("how", "status", "expected"),
-    [
-        slow("works", 0, ["1.0 of 1 on CPU: works not set", "afterwards", "1.0 of 0 on "
-                          "CPU: works not set ['works', '--lr', '1'] __mp_main__"]),
-        slow("forks", 0, ["1.0 of 0 on CPU: forks not set ['forks', '--lr', '1']",
-                          "1.0 of 1 on CPU: forks not set", "afterwards"]),
-        ("fails", 1, ["replica 1 raised KeyError: 'a wrong name'",
-                      'raise KeyError("a wrong name")', "caught 'a wrong name'"]),
-        slow("exits", 21, []),
-        slow("exits well", 0, []),
-        slow("nprocs", 1, ["Unsupported nprocs (8)"]),
-        slow("no launch", 0, ["has not called torch_xla.launch or xmp.spawn"]),
-        slow("uses a device", 1, ["an XLA device was used before launch"]),
-        slow("no guard", 1, ["is not going to be frozen to produce an executable"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("how", "status", "expected"), [
+    slow("works", 0, ["1.0 of 1 on CPU: works not set", "afterwards", "1.0 of 0 on "
+                      "CPU: works not set ['works', '--lr', '1'] __mp_main__"]),
+    slow("forks", 0, ["1.0 of 0 on CPU: forks not set ['forks', '--lr', '1']",
+                      "1.0 of 1 on CPU: forks not set", "afterwards"]),
+    ("fails", 1, ["replica 1 raised KeyError: 'a wrong name'",
+                  'raise KeyError("a wrong name")', "caught 'a wrong name'"]),
+    slow("exits", 21, []),
+    slow("exits well", 0, []),
+    slow("nprocs", 1, ["Unsupported nprocs (8)"]),
+    slow("no launch", 0, ["has not called torch_xla.launch or xmp.spawn"]),
+    slow("uses a device", 1, ["an XLA device was used before launch"]),
+    slow("no guard", 1, ["is not going to be frozen to produce an executable"]),
+])  # fmt: skip
 def test_a_script_ends_as_it_would_on_a_tpu(how, status, expected, tmp_path):
     printed = run(2, written(tmp_path, SCRIPT), how, "--lr", "1", status=status)
     for line in expected:

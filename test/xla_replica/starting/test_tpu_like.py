@@ -88,14 +88,11 @@ if __name__ == "__main__":
 
 
 @on_chips
-@pytest.mark.parametrize(
-    ("num_replicas", "hosts", "refusal"),
-    [
-        (1, 1, ""),
-        (2, 1, "num_replicas must be one of None, 3 or 1 on one host, got 2"),
-        (1, 2, "num_replicas=1, but this slice has 2 hosts: leave num_replicas out"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("num_replicas", "hosts", "refusal"), [
+    (1, 1, ""),
+    (2, 1, "num_replicas must be one of None, 3 or 1 on one host, got 2"),
+    (1, 2, "num_replicas=1, but this slice has 2 hosts: leave num_replicas out"),
+])  # fmt: skip
 def test_one_chip_of_a_host_is_a_replica_alone(tmp_path, num_replicas, hosts, refusal):
     """And an error's remedy works: all, or on one host one."""
     variables = tpu_like.environment(3, tmp_path, num_hosts=hosts)
