@@ -236,9 +236,8 @@ def beside_a_large_one(scale: float) -> nn.Module:
 
     @psg.register_rule(Off)
     def off(call: psg.Call, grad: torch.Tensor):
-        return {
-            "weight": psg.Outer(1.1 * grad[:, None, None], call.input[:, None, None])
-        }
+        left, right = 1.1 * grad[:, None, None], call.input[:, None, None]
+        return {"weight": psg.Outer(left, right)}
 
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return m.large(x) + m.scale * m.small(x)

@@ -157,10 +157,8 @@ def composed_run(rank: int, hand: bool):
     replica = xla_replica.current()
     model, samples = network().to(replica.device), dataset()
     grab = training.sampler_of(model, NUM_SAMPLES)
-    given = {"trace": TRACE, "minibatch_size": 4}
-    run = training.Training(
-        model, sparse.sgd(model), grab, given=given, ref_batchsize=8
-    )
+    options = {"given": {"trace": TRACE, "minibatch_size": 4}, "ref_batchsize": 8}
+    run = training.Training(model, sparse.sgd(model), grab, **options)
     pruner = sparse.pruned(model, run.optimizer, **OFTEN)
     masks, minibatches, totals = [], [[]], []
 

@@ -31,11 +31,7 @@ def run(number: int, *words: object, status: int = 0) -> str:
     ("--help", 0, "python -m xla_replica --num-replicas 8 train.py --lr 0.1"),
     ("--help", 0, "torch_xla.launch(train, args=(0.1,))"),
     ("train.py", 2, "the following arguments are required: --num-replicas"),
-    (
-        "--num-replicas 0 train.py",
-        2,
-        "--num-replicas must be an integer >= 1, got 0",
-    ),
+    ("--num-replicas 0 train.py", 2, "--num-replicas must be an integer >= 1, got 0"),
     ("--num-replicas two train.py", 2, "invalid int value: 'two'"),
     ("--num-replicas 2", 2, "the following arguments are required: script"),
     ("--num-replicas 2 --timeout 0 x.py", 2, "--timeout must be"),
