@@ -75,20 +75,17 @@ def scripts() -> dict[str, str]:
     return {**found, "AdaScale": patched(found["after ordinary"], to_adascale)}
 
 
-@pytest.mark.parametrize(
-    ("name", "num_replicas", "launcher"),
-    [
-        pytest.param("before ordinary", 1, (), marks=of_torch_alone),
-        ("after ordinary", 2 if HAS_XLA else 3, ()),
-        pytest.param("after ordinary", 2, LAUNCHER, marks=of_torch_alone),
-        ("AdaScale", 1 if HAS_XLA else 3, ()),
-        pytest.param("before DDP", 2, LAUNCHER, marks=pytest.mark.slow),
-        pytest.param("after DDP", 2, LAUNCHER, marks=pytest.mark.slow),
-        pytest.param("before torch_xla", 1, (),
-                     marks=[*MARKS["xla"], pytest.mark.slow]),
-        ("after torch_xla", 2 if HAS_XLA else 1, ()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "num_replicas", "launcher"), [
+    pytest.param("before ordinary", 1, (), marks=of_torch_alone),
+    ("after ordinary", 2 if HAS_XLA else 3, ()),
+    pytest.param("after ordinary", 2, LAUNCHER, marks=of_torch_alone),
+    ("AdaScale", 1 if HAS_XLA else 3, ()),
+    pytest.param("before DDP", 2, LAUNCHER, marks=pytest.mark.slow),
+    pytest.param("after DDP", 2, LAUNCHER, marks=pytest.mark.slow),
+    pytest.param("before torch_xla", 1, (),
+                 marks=[*MARKS["xla"], pytest.mark.slow]),
+    ("after torch_xla", 2 if HAS_XLA else 1, ()),
+])  # fmt: skip
 def test_a_script_trains_on_every_replica_alike(
     tmp_path, monkeypatch, name, num_replicas, launcher
 ):
@@ -118,10 +115,9 @@ def test_the_diff_of_an_ordinary_script_is_short():
     assert len(re.findall(r"^\+", diff, re.MULTILINE)) <= 15
 
 
-@pytest.mark.parametrize(
-    ("page", "most"),
-    [("README.md", 900), *((f"docs/{name}.md", 2000) for name in PACKAGES)],
-)
+@pytest.mark.parametrize(("page", "most"), [
+    ("README.md", 900), *((f"docs/{name}.md", 2000) for name in PACKAGES),
+])  # fmt: skip
 def test_a_first_page_is_short(page, most):
     shown = re.sub("<!--.*?-->", "", read(page))
     assert len(shown.split()) <= most

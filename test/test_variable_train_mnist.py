@@ -112,20 +112,17 @@ def test_digits_reach_97_percent_on_eight_replicas(tmp_path, rule):
     check_output(tmp_path / "log", text, num_batch_sizes=17)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--epochs 0", "--epochs must be at least 1, got 0"),
-        ("--iterations nan", "--iterations must be above 0, got nan"),
-        ("--checkpoint-steps 5", "--checkpoint-steps needs --checkpoint FOLDER"),
-        ("--closed-loop 512:64", "smaller one first, such as 64:512, got '512:"),
-        ("--closed-loop 64:512 --on-end stop", "leave out --on-end, got"),
-        ("--lr nan", "the reference learning rate must be"),
-        ("--rule lars", "--rule: rule must be one of 'adam-half-life',"),
-        ("--trace nofile.csv", "nofile.csv"),
-        ("--batch-size 48", "not a multiple of minibatch_size"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("--epochs 0", "--epochs must be at least 1, got 0"),
+    ("--iterations nan", "--iterations must be above 0, got nan"),
+    ("--checkpoint-steps 5", "--checkpoint-steps needs --checkpoint FOLDER"),
+    ("--closed-loop 512:64", "smaller one first, such as 64:512, got '512:"),
+    ("--closed-loop 64:512 --on-end stop", "leave out --on-end, got"),
+    ("--lr nan", "the reference learning rate must be"),
+    ("--rule lars", "--rule: rule must be one of 'adam-half-life',"),
+    ("--trace nofile.csv", "nofile.csv"),
+    ("--batch-size 48", "not a multiple of minibatch_size"),
+])  # fmt: skip
 def test_bad_arguments_say_so(tmp_path, monkeypatch, arguments, message, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((SystemExit, ValueError, OSError)) as caught:

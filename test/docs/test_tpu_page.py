@@ -212,13 +212,10 @@ def test_hosts_train_save_when_they_are_ended_and_others_go_on(tmp_path, request
 @on_chips
 @needs_xla
 @pytest.mark.xla
-@pytest.mark.parametrize(
-    ("name", "smaller", "told"),
-    [
-        ("cases.py", "'plain step'", "plain step: "),
-        ("bench_step.py", f"{SMALLER['bench_step.py']} --batch-sizes 1", "replicas: 2"),
-    ],
-)
+@pytest.mark.parametrize(("name", "smaller", "told"), [
+    ("cases.py", "'plain step'", "plain step: "),
+    ("bench_step.py", f"{SMALLER['bench_step.py']} --batch-sizes 1", "replicas: 2"),
+])  # fmt: skip
 def test_a_line_for_all_chips_runs_on_all_hosts_at_once(name, smaller, told, tmp_path):
     hosts = Slice(tmp_path, 2, 1)
     for home in hosts.homes:

@@ -80,10 +80,9 @@ def uninterrupted(tmp_path_factory) -> dict[int, float]:
     return train_here(tmp_path_factory.mktemp("elastic"), "elastic")
 
 
-@pytest.mark.parametrize(
-    ("stage", "least"),
-    [("ordinary", 85), pytest.param("adascale", 75, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("stage", "least"), [
+    ("ordinary", 85), pytest.param("adascale", 75, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_script_learns(tmp_path, stage, least):
     found = train_here(tmp_path, stage)
     assert list(found) == list(range(EPOCHS))

@@ -106,18 +106,15 @@ ON_TWO = ("--num-replicas", 2, "--device", "cpu")
 EMULATED = ("--num-replicas", 2, "--device", "xla")
 
 
-@pytest.mark.parametrize(
-    ("name", "replicas"),
-    [
-        pytest.param("images", ON_TWO, marks=of_torch_alone),
-        pytest.param("images", EMULATED, marks=[slow, needs_xla]),
-        pytest.param("images", (), marks=slow),
-        pytest.param("text", ON_TWO, marks=slow),
-        # Its programs take half a minute to compile.
-        pytest.param("text", EMULATED, marks=[slow, needs_xla]),
-        pytest.param("text", (), marks=slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "replicas"), [
+    pytest.param("images", ON_TWO, marks=of_torch_alone),
+    pytest.param("images", EMULATED, marks=[slow, needs_xla]),
+    pytest.param("images", (), marks=slow),
+    pytest.param("text", ON_TWO, marks=slow),
+    # Its programs take half a minute to compile.
+    pytest.param("text", EMULATED, marks=[slow, needs_xla]),
+    pytest.param("text", (), marks=slow),
+])  # fmt: skip
 def test_two_replicas_do_what_one_does(tmp_path, tasks, name, replicas):
     arguments = (*tasks[name], "--order", "pair", "--epochs", 2)
     run_here(name, *arguments, "--logdir", tmp_path / "one")
@@ -145,15 +142,12 @@ def test_other_fidelities_train_in_bfloat16(tmp_path, tasks, name, fidelity):
     check_output(tmp_path / "log", ["rr", "pair"], epochs=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "replicas"),
-    [
-        pytest.param("images", (), marks=of_torch_alone),
-        pytest.param("text", ("--device", "cpu"), marks=slow),
-        pytest.param("images", ON_TWO, marks=slow),
-        pytest.param("images", EMULATED, marks=[slow, needs_xla]),
-    ],
-)
+@pytest.mark.parametrize(("name", "replicas"), [
+    pytest.param("images", (), marks=of_torch_alone),
+    pytest.param("text", ("--device", "cpu"), marks=slow),
+    pytest.param("images", ON_TWO, marks=slow),
+    pytest.param("images", EMULATED, marks=[slow, needs_xla]),
+])  # fmt: skip
 def test_a_traced_run_in_two_parts_is_one_run(tmp_path, tasks, name, replicas):
     """It breaks off in the second epoch; the rest may run on other replicas."""
     (trace := tmp_path / "trace.csv").write_text(

@@ -84,14 +84,11 @@ def begin(metadata: Metadata, command: str = TRAINS) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "is_down"),
-    [
-        ("preempted", "TRUE", False),
-        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", False),
-        ("preempted", "TRUE", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "is_down"), [
+    ("preempted", "TRUE", False),
+    ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", False),
+    ("preempted", "TRUE", True),
+])  # fmt: skip
 def test_a_notice_stops_the_training_and_no_answer_is_told_once(
     metadata, name, value, is_down
 ):
@@ -110,10 +107,9 @@ def test_a_notice_stops_the_training_and_no_answer_is_told_once(
     assert metadata.asked.count(name) <= 3  # the server was waited for, not polled
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 7)],
-)
+@pytest.mark.parametrize(("number", "status"), [
+    (signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 7),
+])  # fmt: skip
 def test_signals_are_passed_on_and_the_exit_status_is_the_command_s(
     metadata, number, status
 ):

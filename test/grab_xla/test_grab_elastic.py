@@ -7,13 +7,8 @@ import torch
 from support.grab_xla import ordering, training
 from support.grab_xla.ordering import KINDS, TIE_FREE
 from support.grab_xla.training import MINIBATCH
-from support.xla_replica.replicas import (
-    TORCHTPU,
-    Backend,
-    backends,
-    of_torch_alone,
-    row,
-)
+from support.xla_replica import replicas
+from support.xla_replica.replicas import TORCHTPU, Backend, backends, row
 from torch import nn
 
 import variable_batch_size as vbs
@@ -145,10 +140,9 @@ def train_pairs(rank: int) -> dict:
     return {name: train(name, **ODD) for name in KINDS if "pair" in name}
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [row("cpu", 1), row("cpu", 3, slow=True), row("xla", 2), row("xla", 8, slow=True)],
-)
+@pytest.mark.parametrize("backend", [
+    row("cpu", 1), row("cpu", 3, slow=True), row("xla", 2), row("xla", 8, slow=True),
+])  # fmt: skip
 def test_pairs_that_minibatches_split_are_the_oracles(backend):
     for outcome in backend.run(train_pairs, timeout=180):
         for name, (orders, _, costs) in outcome.items():
@@ -223,15 +217,11 @@ ON_XLA = row("xla", 3, slow=True).marks
 
 
 @pytest.mark.parametrize("name", ["mean", "pair"])
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        (Backend("cpu", 1), Backend("cpu", 2)),
-        pytest.param(Backend("cpu", 3), Backend("cpu", 1), marks=of_torch_alone),
-        pytest.param(Backend("xla", 3), Backend("cpu", 2), marks=ON_XLA),
-    ],
-    ids=["1 then 2", "3 then 1", "3 on XLA, then 2"],
-)
+@pytest.mark.parametrize(("first", "then"), [
+    (Backend("cpu", 1), Backend("cpu", 2)),
+    pytest.param(Backend("cpu", 3), Backend("cpu", 1), marks=replicas.of_torch_alone),
+    pytest.param(Backend("xla", 3), Backend("cpu", 2), marks=ON_XLA),
+], ids=["1 then 2", "3 then 1", "3 on XLA, then 2"])  # fmt: skip
 def test_orders_go_on_in_the_middle_of_an_epoch(first, then, name, alone, tmp_path):
     """The number of replicas changes; epochs have four or five steps."""
     expected = alone[name][0]

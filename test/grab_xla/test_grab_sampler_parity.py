@@ -65,10 +65,8 @@ def test_orders_are_equal(
 def test_recursive_pairs_are_equal(package, size, normalize_grads):
     """The blocks are the batches, which must have the size of a power of two."""
     options = {"batch_size": size, "normalize_grads": normalize_grads}
-    both = [
-        sampler_of(each, 96, "recursive-pair", **options)
-        for each in (package, grab_xla)
-    ]
+    both = package, grab_xla
+    both = [sampler_of(each, 96, "recursive-pair", **options) for each in both]
     assert_same_orders(*both, size)
 
 

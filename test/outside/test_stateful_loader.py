@@ -178,10 +178,9 @@ def by_step(outcomes) -> dict[int, list[int]]:
     return steps
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "keeps_loader", "dataset"),
-    [(0, True, numbers), (2, True, stream), (2, False, numbers)],
-)
+@pytest.mark.parametrize(("num_workers", "keeps_loader", "dataset"), [
+    (0, True, numbers), (2, True, stream), (2, False, numbers),
+])  # fmt: skip
 def test_a_run_is_stopped_and_goes_on_with_other_replicas(
     tmp_path, num_workers, keeps_loader, dataset
 ):

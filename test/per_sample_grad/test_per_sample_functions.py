@@ -249,9 +249,7 @@ def test_pools_of_dicts():
 
     names = {"psg": psg, "DataLoader": DataLoader}
     names["collator"] = torch.utils.data.default_collate
-    names["tokenised"] = [
-        {"input_ids": i, "labels": i % Pool.classes} for i in range(20)
-    ]
+    names["tokenised"] = [{"input_ids": n, "labels": n % 4} for n in range(20)]
     names["model"] = Classifier(nn.Embedding(20, 3), nn.Linear(3, Pool.classes))
     exec(block(POOLS, "python", "collate_fn=collator"), names)
     names["model"], image = WithFeatures(4, Pool.classes), torch.ones(4)
@@ -259,11 +257,8 @@ def test_pools_of_dicts():
     exec(block(POOLS, "python", "return_features"), names)
 
 
+@rules_kept()
 def test_a_class_like_another():
-    class MyLinear(nn.Linear):
-        pass
-
-    with rules_kept():
-        names = {"psg": psg, "nn": nn, "MyLinear": MyLinear}
-        exec(block(DETAILS, "python", "like="), names)
-        assert RULES[MyLinear] is RULES[nn.Linear]
+    own = type("MyLinear", (nn.Linear,), {})
+    exec(block(DETAILS, "python", "like="), {"psg": psg, "nn": nn, "MyLinear": own})
+    assert RULES[own] is RULES[nn.Linear]

@@ -246,15 +246,13 @@ ACTIVE = torch.tensor([[1.0, 1, 1, 1, 0, 0, 0, 0]])
 class Row:
     """A Linear of one row whose first four weights are active, and its pruner."""
 
-    def __init__(self, delta: int = 1, **options: object) -> None:
+    def __init__(self, **options: object) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(8, 1, bias=False)
         self.sgd = torch.optim.SGD(self.model.parameters(), 0.1)
-        masks = {"initial_masks": {"weight": ACTIVE}, "dense_first": False}
-        options = {"dense_allocation": 0.5, "alpha": 0.5, "T_end": 1000, **options}
-        self.pruner = sparse.pruned(
-            self.model, self.sgd, delta=delta, **masks, **options
-        )
+        own = {"initial_masks": {"weight": ACTIVE}, "dense_first": False, "delta": 1}
+        own |= {"dense_allocation": 0.5, "alpha": 0.5, "T_end": 1000, **options}
+        self.pruner = sparse.pruned(self.model, self.sgd, **own)
 
     def backward(self, *gradient: float) -> None:
         (self.model.weight * torch.tensor([gradient])).sum().backward()

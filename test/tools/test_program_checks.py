@@ -16,13 +16,7 @@ import xla_replica
 from tools.benchmarks import bench_start
 from tools.tpu import cases, compile_programs, program_checks
 from tools.tpu.cases import CASES, COSTS, EVERY, QUICK, write_mark
-from tools.tpu.program_checks import (
-    CASE_MARK,
-    LAST_STEP_MARK,
-    Program,
-    problems,
-    programs_by_case,
-)
+from tools.tpu.program_checks import CASE_MARK, Program, problems, programs_by_case
 from tools.tpu.tracing import scatter_add, tracing
 
 # Of a start; three are a minibatch, an update, and the update that makes the momentum.
@@ -63,8 +57,9 @@ def programs(*texts: str) -> list[Program]:
 
 
 def test_a_log_is_read_by_case_and_last_step():
+    last_step = program_checks.LAST_STEP_MARK
     log = (
-        f"{saved('7')}\n{CASE_MARK}first\n{saved('1')}\n{LAST_STEP_MARK}\n{saved('2')}"
+        f"{saved('7')}\n{CASE_MARK}first\n{saved('1')}\n{last_step}\n{saved('2')}"
         f"\n{CASE_MARK}second, with two\n{saved('3')}{saved('4', program_id=77)}"
     )
     found = programs_by_case(log)
@@ -89,17 +84,14 @@ def test_programs_that_are_right_have_no_problems():
 COMPARED = "pred[2,3]{1,0} compare(f64[2,3]{1,0} %a, f64[2,3]{1,0} %b)"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("f64[2,3]{1,0} broadcast(%a)", None),
-        ("f32[2]{0} convert(f64[2]{0} %a)", None),
-        ("f64[2,3]{1,0} multiply(%a, %b)", "multiply of f64[2,3]"),
-        ("f64[4]{0} parameter(1)", "a.py:1 has a parameter of f64[4]"),
-        (COMPARED, "compare of f64[2,3]"),
-        (COMPARED, "xla_replica.comparable"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("f64[2,3]{1,0} broadcast(%a)", None),
+    ("f32[2]{0} convert(f64[2]{0} %a)", None),
+    ("f64[2,3]{1,0} multiply(%a, %b)", "multiply of f64[2,3]"),
+    ("f64[4]{0} parameter(1)", "a.py:1 has a parameter of f64[4]"),
+    (COMPARED, "compare of f64[2,3]"),
+    (COMPARED, "xla_replica.comparable"),
+])  # fmt: skip
 def test_an_array_of_float64_is_caught(text, said):
     found = problems({0: [Program(f"  %x.1 = {text}", "a.py:1")]})
     assert said in found[0] if said else not found
@@ -109,16 +101,13 @@ ROW = {"slice": "v5e:2x4", "place": "a.py:1", "seconds": 1.0, "CPU seconds": 1.0
        "peak bytes": 2**20, "flops": 1e9, "bytes": 2e9}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("row", "replica_1", "message"),
-    [
-        (ROW, saved(), None),
-        (ROW, saved(dtype="f32[5]"), ": the program at me/training"),
-        ({**ROW, "refused": "no"}, saved(), ": v5e:2x4 refuses a.py:1: no"),
-        ({**ROW, "seconds": 9.0, "CPU seconds": 6.0}, saved(), "takes 9.0 s for a.py"),
-        ({**ROW, "seconds": 9.0}, saved(), None),  # the machine did other work
-    ],
-)
+@pytest.mark.parametrize(("row", "replica_1", "message"), [
+    (ROW, saved(), None),
+    (ROW, saved(dtype="f32[5]"), ": the program at me/training"),
+    ({**ROW, "refused": "no"}, saved(), ": v5e:2x4 refuses a.py:1: no"),
+    ({**ROW, "seconds": 9.0, "CPU seconds": 6.0}, saved(), "takes 9.0 s for a.py"),
+    ({**ROW, "seconds": 9.0}, saved(), None),  # the machine did other work
+])  # fmt: skip
 def test_the_command_fails_where_something_is_wrong(
     monkeypatch, tmp_path, capsys, row, replica_1, message
 ):
@@ -198,9 +187,8 @@ def run_elastic(rank: int) -> None:
     xla_replica.current().sync()
     write_mark(CASE_MARK + "adascale")
     layers = nn.Flatten(), nn.Linear(5, 10)
-    cases.elastic(
-        "adascale", "sgd", cases.Work(lambda: nn.Sequential(*layers), (1, 5), 3)
-    )
+    work = cases.Work(lambda: nn.Sequential(*layers), (1, 5), 3)
+    cases.elastic("adascale", "sgd", work)
 
 
 def run_traced(rank: int) -> list[float]:
@@ -239,9 +227,8 @@ def test_a_dense_scatter_is_torchs(dim):
     index, values = torch.randint(0, 7, size), torch.randn(size)
     size[dim] = 7
     tensor = torch.randn(size)
-    torch.testing.assert_close(
-        scatter_add(tensor, dim, index, values), tensor.scatter_add(dim, index, values)
-    )
+    found = scatter_add(tensor, dim, index, values)
+    torch.testing.assert_close(found, tensor.scatter_add(dim, index, values))
 
 
 def all_starts(rank: int) -> dict[str, int]:
@@ -286,9 +273,8 @@ def test_the_recorded_table_is_that_of_all_cases_and_of_the_page():
 def test_the_recorded_costs_are_those_of_all_cases_and_of_the_page():
     files = {"transformer": "", "GPT-2": "-gpt2", "ResNet-50": "-resnet50"}
     for model, end in files.items():
-        steps = json.loads(read(f"docs/benchmarks/compile_costs{end}.json"))[
-            "last steps"
-        ]
+        record = json.loads(read(f"docs/benchmarks/compile_costs{end}.json"))
+        steps = record["last steps"]
         names = {name.removeprefix(f"{model}, ") for name in steps}
         assert names == COSTS[model].keys()
         for line in compile_programs.cost_table(steps).splitlines()[2:]:

@@ -130,16 +130,13 @@ def test_ways_of_a_language_model_see_equal_samples_and_are_made_once(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "saved", "said"),
-    [
-        (-0.01, 0.01, 0.2, "helps"),
-        (0.001, 0.01, 0.2, "helps, costs loss"),
-        (0.001, 0.03, 0.2, "costs loss"),
-        (-0.01, 0.03, 0.2, "cannot say"),
-        (-0.01, 0.01, 0.05, ""),
-    ],
-)
+@pytest.mark.parametrize(("low", "high", "saved", "said"), [
+    (-0.01, 0.01, 0.2, "helps"),
+    (0.001, 0.01, 0.2, "helps, costs loss"),
+    (0.001, 0.03, 0.2, "costs loss"),
+    (-0.01, 0.03, 0.2, "cannot say"),
+    (-0.01, 0.01, 0.05, ""),
+])  # fmt: skip
 def test_what_is_said_of_a_way(low, high, saved, said):
     assert language_model_study.verdict({"low": low, "high": high}, saved) == said
 
@@ -163,12 +160,10 @@ def test_the_replay_has_the_bits_of_live_members(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("sparsity", "points"), [(0.98, 4), (0.99, 30)])
 def test_rigl_beats_a_static_topology(sparsity, points):
-    found = {
-        method: np.array(
-            [rigl_digits.accuracies(method, sparsity, seed) for seed in range(5)]
-        )
-        for method in ("static", "rigl")
-    }
+    found = {}
+    for method in ("static", "rigl"):
+        runs = [rigl_digits.accuracies(method, sparsity, seed) for seed in range(5)]
+        found[method] = np.array(runs)
     assert rigl_digits.margin(found) >= points, found
 
 
@@ -205,7 +200,6 @@ def test_exact_sums_change_a_training_by_rounding_and_small_numbers_are_zero(tmp
     assert found["exact"]["losses"] == pytest.approx(found["float"]["losses"], abs=1e-3)
     assert found["float"]["losses"][0] != found["float"]["losses"][1]
     first, *_, last = found["adam"]
-    assert first == pytest.approx(
-        {"exponent": 0, "zero": 0, "m": 1, "v": 1, "moved": 1}, abs=1e-3
-    )
+    expected = {"exponent": 0, "zero": 0, "m": 1, "v": 1, "moved": 1}
+    assert first == pytest.approx(expected, abs=1e-3)
     assert last == {"exponent": -28, "zero": 1, "m": 0, "v": 0, "moved": 0}

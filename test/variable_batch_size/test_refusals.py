@@ -258,14 +258,11 @@ OF_VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("error", "call", "message"),
-    [
-        *((TypeError, *row) for row in OF_TYPES),
-        *((vbs.TraceError, *row) for row in OF_TRACES),
-        *((ValueError, *row) for row in OF_VALUES),
-    ],
-)
+@pytest.mark.parametrize(("error", "call", "message"), [
+    *((TypeError, *row) for row in OF_TYPES),
+    *((vbs.TraceError, *row) for row in OF_TRACES),
+    *((ValueError, *row) for row in OF_VALUES),
+])  # fmt: skip
 def test_what_is_refused_is_told_with_the_remedy(error, call, message):
     with pytest.raises(error, match=message):
         call()

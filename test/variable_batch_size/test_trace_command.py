@@ -92,10 +92,9 @@ def test_the_commands_of_the_pages_run(vbs):
         vbs(example.removeprefix("vbs "))
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [("stats trace.csv", r"^largest minibatch size +32$"), ("--version", r"^vbs \S")],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    ("stats trace.csv", r"^largest minibatch size +32$"), ("--version", r"^vbs \S"),
+])  # fmt: skip
 def test_the_module_is_the_command(words, told, folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["vbs", *words.split()])
     with pytest.raises(SystemExit) as caught:
@@ -112,49 +111,46 @@ def test_pip_installs_the_command(monkeypatch):
     assert script == f"vbs = {main.__module__}:{main.__name__}"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("check trace.csv --dataset-size 1K --minibatch-size 48 --num-replicas 2",
-         "trace.csv, line 2: batch size 64 is not a multiple of --minibatch-size=48"),
-        ("stats missing.csv", "No such file or directory: 'missing.csv'"),
-        ("check 64 --dataset-size 1K --num-replicas 2",
-         "epochs of the constant trace must be an integer"),
-        ("check 64 --dataset-size many --num-replicas 2", "'many' is not an integer"),
-        ("check trace.csv --dataset-size 1K --num-replicas 2 --epochs 99",
-         "epochs of trace.csv must be an integer >= 1 and <= 4, got 99"),
-        ("make ramp --steps 2 --first 8", "arguments are required: --last"),
-        ("make ramp --steps 2 --first 0 --last 8", "first must be an integer >= 1"),
-        ("make ramp --steps 3 --first 96 --last 160 --multiple-of 48",
-         "last must be a multiple of 48, got 160"),
-        ("make thresholds --rows 0:8 --total 9 --unit tokens",
-         "--tokens-per-sample must be an integer >= 1, got None"),
-        ("make thresholds --rows 0:8,1M:16 --total 9", "error: rows must be like"),
-        ("make seesaw --first 8 --most 16 --total-samples 99 --schedule cosin",
-         "'cosine', 'linear' or a CSV file, got 'cosin'"),
-        ("make thresholds --rows 5:8 --total 9", "rows must begin at 0 and increase"),
-        ("make saw --steps 2", "invalid choice: 'saw'"),
-        ("convert fixed log.csv --batch-size 8 --restart-seconds 3",
-         "--restart-seconds needs a step time"),
-        ("simulate 64 --dataset-size 1K --rule linear", "--ref-batchsize must be"),
-        ("simulate 64 --dataset-size 1K --epochs 1 --price 3",
-         "--price=3.0 needs a step time, got none"),
-        ("simulate thresholds.csv --dataset-size 1K --epochs 1",
-         "one for each of the 3 rows of thresholds.csv, got array([2., 4.])"),
-        ("simulate 64 --dataset-size 1K --rule cubic", "rule must be one of"),
-        ("plot trace.csv --out a.jpg", "a.jpg: the ending must be one of '.png', '.p"),
-        ("plot trace.csv --x hours", "--x='hours': trace.csv does not say the hours"),
-        ("plot trace.csv --x days", "x must be one of 'updates', 'samples', 'hours'"),
-        ("plot begun.jsonl", "begun.jsonl tells of no update; is it the log of a run?"),
-        ("make constant --steps 1T --batch-size 8",
-         "steps must be an integer >= 1 and <= 134"),
-        ("make constant --steps 9 --batch-size 8 --out trace.csv",
-         "--out trace.csv exists: --force replaces it"),
-        ("convert proportional log.csv --samples-per-device 32 --out ./log.csv", LOST),
-        ("plot trace.csv --out trace.csv", LOST),
-        ("plot trace.csv run.jsonl --out run.jsonl", LOST),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    ("check trace.csv --dataset-size 1K --minibatch-size 48 --num-replicas 2",
+     "trace.csv, line 2: batch size 64 is not a multiple of --minibatch-size=48"),
+    ("stats missing.csv", "No such file or directory: 'missing.csv'"),
+    ("check 64 --dataset-size 1K --num-replicas 2",
+     "epochs of the constant trace must be an integer"),
+    ("check 64 --dataset-size many --num-replicas 2", "'many' is not an integer"),
+    ("check trace.csv --dataset-size 1K --num-replicas 2 --epochs 99",
+     "epochs of trace.csv must be an integer >= 1 and <= 4, got 99"),
+    ("make ramp --steps 2 --first 8", "arguments are required: --last"),
+    ("make ramp --steps 2 --first 0 --last 8", "first must be an integer >= 1"),
+    ("make ramp --steps 3 --first 96 --last 160 --multiple-of 48",
+     "last must be a multiple of 48, got 160"),
+    ("make thresholds --rows 0:8 --total 9 --unit tokens",
+     "--tokens-per-sample must be an integer >= 1, got None"),
+    ("make thresholds --rows 0:8,1M:16 --total 9", "error: rows must be like"),
+    ("make seesaw --first 8 --most 16 --total-samples 99 --schedule cosin",
+     "'cosine', 'linear' or a CSV file, got 'cosin'"),
+    ("make thresholds --rows 5:8 --total 9", "rows must begin at 0 and increase"),
+    ("make saw --steps 2", "invalid choice: 'saw'"),
+    ("convert fixed log.csv --batch-size 8 --restart-seconds 3",
+     "--restart-seconds needs a step time"),
+    ("simulate 64 --dataset-size 1K --rule linear", "--ref-batchsize must be"),
+    ("simulate 64 --dataset-size 1K --epochs 1 --price 3",
+     "--price=3.0 needs a step time, got none"),
+    ("simulate thresholds.csv --dataset-size 1K --epochs 1",
+     "one for each of the 3 rows of thresholds.csv, got array([2., 4.])"),
+    ("simulate 64 --dataset-size 1K --rule cubic", "rule must be one of"),
+    ("plot trace.csv --out a.jpg", "a.jpg: the ending must be one of '.png', '.p"),
+    ("plot trace.csv --x hours", "--x='hours': trace.csv does not say the hours"),
+    ("plot trace.csv --x days", "x must be one of 'updates', 'samples', 'hours'"),
+    ("plot begun.jsonl", "begun.jsonl tells of no update; is it the log of a run?"),
+    ("make constant --steps 1T --batch-size 8",
+     "steps must be an integer >= 1 and <= 134"),
+    ("make constant --steps 9 --batch-size 8 --out trace.csv",
+     "--out trace.csv exists: --force replaces it"),
+    ("convert proportional log.csv --samples-per-device 32 --out ./log.csv", LOST),
+    ("plot trace.csv --out trace.csv", LOST),
+    ("plot trace.csv run.jsonl --out run.jsonl", LOST),
+])  # fmt: skip
 def test_what_cannot_be_done_is_a_message(words, message, folder, capsys):
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
     with pytest.raises(SystemExit) as caught:

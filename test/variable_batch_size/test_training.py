@@ -51,8 +51,11 @@ def result(model) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def train(model, optimizer, minibatches) -> None:
+    add = minibatches.add if getattr(minibatches, "log", None) else id
     for x, y in minibatches:
-        nn.functional.mse_loss(model(x), y).backward()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        add(loss)
         optimizer.step()
 
 
@@ -82,11 +85,7 @@ def by_epochs(rank: int, folder: str, stop_after: int | None):
     for number, epoch in enumerate(vbs.epochs(optimizer, loader, 3, **run)):
         if number == 0 and stop_after:
             optimizer.attach(stop)
-        for x, y in epoch:
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            epoch.add(loss)
-            optimizer.step()
+        train(model, optimizer, epoch)
         epoch.write(epochs_done=epoch.number)
     return result(model)
 
@@ -138,13 +137,8 @@ def test_lines_say_what_was_decided_and_how_far_a_run_is(tmp_path, caplog):
     for num_epochs, first, last in ((1, 0, 4), (3, 4, 12)):
         caplog.clear()
         model, _, optimizer, _, loader = parts()
-        run = {"checkpoint": tmp_path, "log": tmp_path / "run.jsonl", "model": model}
-        for epoch in vbs.epochs(optimizer, loader, num_epochs, **run, progress="log"):
-            for x, y in epoch:
-                loss = nn.functional.mse_loss(model(x), y)
-                loss.backward()
-                epoch.add(loss)
-                optimizer.step()
+        run = {"checkpoint": tmp_path, "log": tmp_path / "run.jsonl", "progress": "log"}
+        [*trained(optimizer, loader, num_epochs, model, **run)]
         begun, *_, line = caplog.messages  # more where updates take seconds
         assert begun.startswith(f"{optimizer.replica}: updates {first} to {last} of ")
         assert begun.endswith(f"minibatches of 4, checkpoints in {tmp_path}")

@@ -87,17 +87,14 @@ def model_on(device: torch.device) -> nn.Module:
     return nn.Sequential(*layers).to(device)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "rule", "scheduled", "options"),
-    [
-        ("sgd-momentum", "linear", False, {}),
-        ("sgd-momentum", "linear", True, {"max_grad_norm": 1.0}),
-        ("sgd-momentum", "linear", True, {"reduction": "sum"}),
-        ("adamw", "adam-root", True, {}),
-        ("sgd-momentum", "adascale", True, {"decay_per_sample": True}),
-        ("sgd-momentum", "adascale", True, {"reduction": "sum"}),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "rule", "scheduled", "options"), [
+    ("sgd-momentum", "linear", False, {}),
+    ("sgd-momentum", "linear", True, {"max_grad_norm": 1.0}),
+    ("sgd-momentum", "linear", True, {"reduction": "sum"}),
+    ("adamw", "adam-root", True, {}),
+    ("sgd-momentum", "adascale", True, {"decay_per_sample": True}),
+    ("sgd-momentum", "adascale", True, {"reduction": "sum"}),
+])  # fmt: skip
 @pytest.mark.parametrize(
     ("lazy", "overlaps"), [(False, False), (False, True), (True, True)]
 )
@@ -170,15 +167,12 @@ def test_a_gpu_says_what_waits_for_it():
 
 
 @on_gpu
-@pytest.mark.parametrize(
-    ("rule", "options", "waits"),
-    [
-        ("linear", {"max_grad_norm": 1.0}, 0),
-        ("adascale", {}, 0),
-        ("linear", {"noise": True}, 0),
-        ("linear", {"exact": True}, 1),  # whether to run the step again
-    ],
-)
+@pytest.mark.parametrize(("rule", "options", "waits"), [
+    ("linear", {"max_grad_norm": 1.0}, 0),
+    ("adascale", {}, 0),
+    ("linear", {"noise": True}, 0),
+    ("linear", {"exact": True}, 1),  # whether to run the step again
+])  # fmt: skip
 def test_an_update_on_a_gpu_waits_for_nothing_but_exact_sums(rule, options, waits):
     replica = xla_replica.current()
     model = model_on(replica.device)

@@ -74,14 +74,11 @@ def test_an_accelerator_that_torch_does_not_find_is_refused():
         launch(print, device="accelerator")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        # Slices that one runtime has joined are not members.
-        ("MEGASCALE_NUM_SLICES", "2"),
-        ("LIVE_MIN_MEMBERS", "two"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    # Slices that one runtime has joined are not members.
+    ("MEGASCALE_NUM_SLICES", "2"),
+    ("LIVE_MIN_MEMBERS", "two"),
+])  # fmt: skip
 def test_a_member_is_told_which_variable_is_wrong(name, value, monkeypatch):
     assert as_member(LOCAL) is LOCAL  # without a lighthouse
     monkeypatch.setenv("LIVE_LIGHTHOUSE", "http://127.0.0.1:1")

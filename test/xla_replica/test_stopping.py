@@ -197,24 +197,21 @@ def test_a_signal_that_replicas_obey_or_have_obeyed_goes_no_further(is_armed, tm
     assert went_on.call_count == (not is_armed)
 
 
-@pytest.mark.parametrize(
-    ("starter", "name", "workers"),
-    [
-        *(starts(name, "SIGTERM", "") for name in STARTERS),
-        *(starts(name, "SIGUSR1", "") for name in ("gloo", "tpu-like")),
-        starts("emulated", "SIGUSR1", "", slow=True),
-        starts("gloo", "SIGHUP", "fork"),
-        starts("local", "SIGTERM", "fork"),
-        starts("local", "SIGTERM", "spawn", slow=replicas.HAS_XLA),
-        starts("local", "SIGTERM", "forkserver", slow=True),
-        starts("gloo", "SIGTERM", "fork"),
-        starts("gloo", "SIGINT", "spawn", slow=True),
-        starts("emulated", "SIGTERM", "fork", slow=True),
-        starts("emulated", "SIGINT", "spawn", slow=True),
-        starts("tpu-like", "SIGTERM", "fork"),
-        starts("tpu-like", "SIGINT", "spawn"),
-    ],
-)
+@pytest.mark.parametrize(("starter", "name", "workers"), [
+    *(starts(name, "SIGTERM", "") for name in STARTERS),
+    *(starts(name, "SIGUSR1", "") for name in ("gloo", "tpu-like")),
+    starts("emulated", "SIGUSR1", "", slow=True),
+    starts("gloo", "SIGHUP", "fork"),
+    starts("local", "SIGTERM", "fork"),
+    starts("local", "SIGTERM", "spawn", slow=replicas.HAS_XLA),
+    starts("local", "SIGTERM", "forkserver", slow=True),
+    starts("gloo", "SIGTERM", "fork"),
+    starts("gloo", "SIGINT", "spawn", slow=True),
+    starts("emulated", "SIGTERM", "fork", slow=True),
+    starts("emulated", "SIGINT", "spawn", slow=True),
+    starts("tpu-like", "SIGTERM", "fork"),
+    starts("tpu-like", "SIGINT", "spawn"),
+])  # fmt: skip
 def test_a_caught_signal_stops_all_replicas_at_one_update(
     starter, name, workers, tmp_path
 ):
@@ -241,19 +238,16 @@ def test_a_caught_signal_stops_all_replicas_at_one_update(
     stopping.all_end(children)
 
 
-@pytest.mark.parametrize(
-    ("starter", "name", "workers"),
-    [
-        starts("local", "SIGTERM", ""),
-        starts("local", "SIGINT", ""),
-        starts("gloo", "SIGTERM", ""),
-        starts("gloo", "SIGINT", "", slow=True),
-        starts("emulated", "SIGTERM", "", slow=True),
-        starts("emulated", "SIGINT", "", slow=True),
-        *(starts(name, "SIGKILL", "") for name in ("gloo", "emulated", "tpu-like")),
-        starts("local", "SIGKILL", "fork", slow=True),
-    ],
-)
+@pytest.mark.parametrize(("starter", "name", "workers"), [
+    starts("local", "SIGTERM", ""),
+    starts("local", "SIGINT", ""),
+    starts("gloo", "SIGTERM", ""),
+    starts("gloo", "SIGINT", "", slow=True),
+    starts("emulated", "SIGTERM", "", slow=True),
+    starts("emulated", "SIGINT", "", slow=True),
+    *(starts(name, "SIGKILL", "") for name in ("gloo", "emulated", "tpu-like")),
+    starts("local", "SIGKILL", "fork", slow=True),
+])  # fmt: skip
 def test_no_replica_or_worker_outlives_a_parent_that_a_signal_ends(
     starter, name, workers, tmp_path
 ):

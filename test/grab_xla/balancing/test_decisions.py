@@ -167,9 +167,7 @@ def test_scores_sort_and_what_has_none_stays():
 def test_replicas_are_dealt_equally_many_and_together_the_order(n, w, start, drop):
     start = min(start, n)
     order = np.random.default_rng(n).permutation(n)
-    hands = [
-        RoundRobinSharding(n, w, rank, drop).own(order, start) for rank in range(w)
-    ]
+    hands = [RoundRobinSharding(n, w, r, drop).own(order, start) for r in range(w)]
     assert len({len(hand) for hand in hands}) == 1
     dealt = np.stack(hands, axis=1).reshape(-1)
     end = RoundRobinSharding(n, w, 0, drop).end(start)

@@ -72,10 +72,9 @@ def check(outcomes: list[dict[str, Any]], kind: str | None = None) -> None:
         assert evaluated == ([] if kind else [1.0, 2.0])
 
 
-@pytest.mark.parametrize(
-    ("num_processes", "kind"),
-    [(1, None), (3, None), (1, "own"), (2, "term"), (2, "sequences")],
-)
+@pytest.mark.parametrize(("num_processes", "kind"), [
+    (1, None), (3, None), (1, "own"), (2, "term"), (2, "sequences"),
+])  # fmt: skip
 def test_a_language_model_is_that_of_a_plain_loop_over_tokens(
     tmp_path, num_processes, kind
 ):

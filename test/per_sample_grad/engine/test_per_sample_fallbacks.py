@@ -4,19 +4,11 @@ import re
 from collections.abc import Callable
 
 import pytest
+import support.per_sample_grad.models as models
 import torch
 from support.per_sample_grad import Case, captured, error, fold, norms_of, rules_kept
 from support.per_sample_grad.agreement import agree, agree_with_loop
-from support.per_sample_grad.models import (
-    BY_NAME,
-    COUPLED,
-    UNSEEN,
-    Apply,
-    Doubling,
-    of_angle,
-    turned,
-    with_parameter,
-)
+from support.per_sample_grad.models import BY_NAME, Apply, turned, with_parameter
 from torch import nn
 from torch.nn.modules import rnn
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -26,7 +18,7 @@ import per_sample_grad as psg
 from per_sample_grad.layers import registry
 
 FUNCTIONS = [
-    Case("below", lambda: nn.Sequential(of_angle(), nn.Linear(4, 4)), (3,)),
+    Case("below", lambda: nn.Sequential(models.of_angle(), nn.Linear(4, 4)), (3,)),
     Case("distances-of-places", with_parameter(
         lambda x, p: torch.cdist(x, p.softmax(0)[None]), 4, 4), (5, 3)),
     Case("time-first", with_parameter(
@@ -35,7 +27,7 @@ FUNCTIONS = [
     Case("folded", with_parameter(
         lambda x, p: turned(x.flatten(0, 1), p).unflatten(0, (len(x), -1))), (5, 3)),
 ]  # fmt: skip
-ROWS = [(case, 3) for case in UNSEEN]
+ROWS = [(case, 3) for case in models.UNSEEN]
 ROWS += [(case, batch) for case in FUNCTIONS for batch in (1, 4)]
 
 
@@ -118,11 +110,11 @@ def test_modules_that_look_like_known_ones_have_no_rule(name, reason):
     assert reason in registry.why_no_rule(model[0])
 
 
-@pytest.mark.parametrize("case", COUPLED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", models.COUPLED, ids=lambda case: case.name)
 @pytest.mark.parametrize("batch", [2, 3, 12])
 @rules_kept()
 def test_what_is_attributed_wrongly_is_an_error(case, batch):
-    psg.register_rule(Doubling)(psg.layers.linear.linear)
+    psg.register_rule(models.Doubling)(psg.layers.linear.linear)
     if case.name.endswith("square"):
         batch = 3
     model, inputs = case.make(torch.float32, batch=batch)

@@ -236,9 +236,8 @@ def beside_a_large_one(scale: float) -> nn.Module:
 
     @psg.register_rule(Off)
     def off(call: psg.Call, grad: torch.Tensor):
-        return {
-            "weight": psg.Outer(1.1 * grad[:, None, None], call.input[:, None, None])
-        }
+        left, right = 1.1 * grad[:, None, None], call.input[:, None, None]
+        return {"weight": psg.Outer(left, right)}
 
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return m.large(x) + m.scale * m.small(x)
@@ -372,10 +371,9 @@ def test_what_is_traced_is_refused_and_what_is_transformed_is_right():
     torch.testing.assert_close(found, truth)
 
 
-@pytest.mark.parametrize(
-    ("layer", "inputs"),
-    [(nn.Linear(4, 2), 1), (nn.MultiheadAttention(4, 2, batch_first=True), 3)],
-)
+@pytest.mark.parametrize(("layer", "inputs"), [
+    (nn.Linear(4, 2), 1), (nn.MultiheadAttention(4, 2, batch_first=True), 3),
+])  # fmt: skip
 def test_a_call_with_other_tensors_is_not_a_layers_own(layer, inputs):
     """The structure is proven of the layer's own parameters by the first capture."""
     own, x = dict(layer.named_parameters()), torch.randn(3, 5, 4)

@@ -41,9 +41,7 @@ def by_hand(model: nn.Module, score: str, labels: str) -> np.ndarray:
         return norms_of(losses, own.parameters())
 
     if labels == "expected":
-        of_classes = [
-            scores(torch.full_like(y, number)) for number in range(Pool.classes)
-        ]
+        of_classes = [scores(torch.full_like(y, n)) for n in range(Pool.classes)]
         found = (chances * torch.stack(of_classes, 1)).sum(1)
     else:
         found = scores(y if labels == "given" else chances.argmax(1))
@@ -91,9 +89,8 @@ def projection_of(model: nn.Module, size: int = 60, seed: int = 3) -> psg.Projec
 
 
 def labelled(index: int, label: object) -> list:
-    return [
-        (x, label if i == index else i % Pool.classes) for i, x in enumerate(INPUTS)
-    ]
+    labels = [label if i == index else i % Pool.classes for i in range(Pool.size)]
+    return [*zip(INPUTS, labels)]
 
 
 PLAIN_LOSSES = {
@@ -108,9 +105,7 @@ PLAIN_LOSSES = {
 @pytest.mark.parametrize("kind", PLAIN_LOSSES)
 @pytest.mark.parametrize("index", [0, 13, Pool.size - 1])
 def test_a_label_that_is_not_a_class_is_told_with_its_sample(index, kind, label):
-    told = (
-        rf"the label of sample {index} is {label}, but the model has {Pool.classes} cl"
-    )
+    told = rf"label of sample {index} is {label}, but the model has {Pool.classes} clas"
     with pytest.raises(ValueError, match=told):
         scores(pool=labelled(index, label), **PLAIN_LOSSES[kind])
     # The labels that nobody asked for need not be classes.

@@ -123,10 +123,8 @@ def refused_and_repaired(rank: int, folder: str) -> list[np.ndarray]:
     replica = xla_replica.current()
     for name, kept in [("1.running_mean", None), ("0.3.bias", folder)]:
         with replica.seeded(0):
-            models = [
-                Vectors.model(),
-                nn.Sequential(Vectors.model(), nn.BatchNorm1d(4)),
-            ]
+            other = nn.Sequential(Vectors.model(), nn.BatchNorm1d(4))
+            models = [Vectors.model(), other]
         if rank == 2:
             models[1].state_dict()[name][2] += 1e-7
         models[1].first = [models[1][0]]  # which a description has under this name

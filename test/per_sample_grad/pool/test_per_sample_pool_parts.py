@@ -265,10 +265,9 @@ def test_a_short_last_batch_compiles_nothing_and_a_part_takes_one_transfer():
     Backend("xla", 1).run(counted)
 
 
-@pytest.mark.parametrize(
-    "score",
-    ["el2n", *(pytest.param(s, marks=pytest.mark.slow) for s in ("grad_norm", "egl"))],
-)
+@pytest.mark.parametrize("score", [
+    "el2n", *(pytest.param(s, marks=pytest.mark.slow) for s in ("grad_norm", "egl")),
+])  # fmt: skip
 def test_no_tensor_outlives_its_part(score, tmp_path):
     alive = []
 

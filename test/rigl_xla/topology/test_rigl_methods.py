@@ -18,13 +18,10 @@ from xla_replica.device import selection
 STATIC = {"static_topo": True, "T_end": None}
 
 
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        *((method, {}) for method in METHODS),
-        *((method, STATIC) for method in METHODS if method != "gmp"),
-    ],
-)
+@pytest.mark.parametrize(("method", "options"), [
+    *((method, {}) for method in METHODS),
+    *((method, STATIC) for method in METHODS if method != "gmp"),
+])  # fmt: skip
 @pytest.mark.parametrize("distribution", ["uniform", "erk"])
 def test_every_method_ends_at_the_sparsity_asked_for(method, options, distribution):
     options = {"method": method, "sparsity_distribution": distribution, **options}

@@ -171,32 +171,27 @@ def test_adjusted_uniform_reaches_the_sparsity_of_the_whole(sparsity):
     assert found["stem"] == found["head"] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "name", "sparsity"),
-    [({"fixed": {"body": 0.5}}, "body", 0.5), ({"dense_first": True}, "stem", 0)],
-)
+@pytest.mark.parametrize(("options", "name", "sparsity"), [
+    ({"fixed": {"body": 0.5}}, "body", 0.5), ({"dense_first": True}, "stem", 0),
+])  # fmt: skip
 def test_overrides_are_outside_of_the_budget(options, name, sparsity):
     rest = {other: shape for other, shape in SHAPES.items() if other != name}
     found = allocate(SHAPES, 0.8, "erk", **options)
     assert found == {name: sparsity, **allocate(rest, 0.8, "erk")}
 
 
-@given(
-    percent=st.integers(1, 99), size=st.sampled_from([10, 50, 100, 1000, 9408, 10**6])
-)
+@given(st.integers(1, 99), st.sampled_from([10, 50, 100, 1000, 9408, 10**6]))
 def test_counts_are_those_of_the_decimal_that_was_meant(percent, size):
     exact = min(percent * size // 100, size - 1)
     assert num_inactive(percent / 100, size) == exact
     assert num_inactive(1 - (100 - percent) / 100, size) == exact
 
 
-@given(
-    shapes=st.lists(
-        st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6
-    ),
-    sparsity=st.floats(0, 0.99),
-    kind=st.sampled_from(sorted(set(DISTRIBUTIONS) - {"adjusted-uniform"})),
-)
+MATRICES = st.lists(st.tuples(*[st.integers(1, 40)] * 2), min_size=1, max_size=6)
+KINDS = st.sampled_from(sorted(set(DISTRIBUTIONS) - {"adjusted-uniform"}))
+
+
+@given(MATRICES, st.floats(0, 0.99), KINDS)
 def test_every_distribution_stays_in_range_and_budget(shapes, sparsity, kind):
     named = {str(index): shape for index, shape in enumerate(shapes)}
     found = allocate(named, sparsity, kind, dense_first=False)

@@ -157,10 +157,8 @@ def composed_run(rank: int, hand: bool):
     replica = xla_replica.current()
     model, samples = network().to(replica.device), dataset()
     grab = training.sampler_of(model, NUM_SAMPLES)
-    given = {"trace": TRACE, "minibatch_size": 4}
-    run = training.Training(
-        model, sparse.sgd(model), grab, given=given, ref_batchsize=8
-    )
+    options = {"given": {"trace": TRACE, "minibatch_size": 4}, "ref_batchsize": 8}
+    run = training.Training(model, sparse.sgd(model), grab, **options)
     pruner = sparse.pruned(model, run.optimizer, **OFTEN)
     masks, minibatches, totals = [], [[]], []
 
@@ -226,10 +224,9 @@ def test_with_grab_captures_and_the_elastic_wrapper_as_in_a_plain_loop(hand):
     assert not sparse.same(masks[:1], masks[-1:])  # and so does the topology
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [row("cpu", 2), row("cpu", 3), row("xla", 2), *backends("xla", slow=(1, 8))],
-)
+@pytest.mark.parametrize("backend", [
+    row("cpu", 2), row("cpu", 3), row("xla", 2), *backends("xla", slow=(1, 8)),
+])  # fmt: skip
 def test_on_replicas_of_which_some_are_idle(backend):
     """On XLA nothing compiles after the first epoch."""
     hands = (False, True) if backend.device == "cpu" else (backend.num_replicas > 1,)

@@ -220,15 +220,12 @@ def test_updates_are_counted_from_the_beginning_of_training():
         assert [number for number, _ in found] == expected
 
 
-@pytest.mark.parametrize(
-    "takes",
-    [
-        lambda number: 0.05,
-        lambda number: 30.0 if number < 3 else 0.05,  # the first ones compile
-        lambda number: 0.01 if number % 400 < 200 else 0.2,  # the batch size changes
-        lambda number: 100.0,  # an update takes longer than the interval
-    ],
-)
+@pytest.mark.parametrize("takes", [
+    lambda number: 0.05,
+    lambda number: 30.0 if number < 3 else 0.05,  # the first ones compile
+    lambda number: 0.01 if number % 400 < 200 else 0.2,  # the batch size changes
+    lambda number: 100.0,  # an update takes longer than the interval
+])  # fmt: skip
 def test_minutes_are_met_with_few_looks(takes, monkeypatch):
     looks, here = [], xla_replica.current()
     gather = mock.Mock(side_effect=lambda late: looks.append(late) or [late])

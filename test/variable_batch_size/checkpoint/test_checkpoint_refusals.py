@@ -20,19 +20,16 @@ from variable_batch_size.checkpoint import files
 from variable_batch_size.step.scaling import hyperparameters
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"case": Case((4, 36, 8), 3, exact=True)}, "trace was '8 step"),
-        ({"case": Case(CASE.trace, exact=True, minibatch_size=2)},
-         "minibatch_size was 4 and is 2"),
-        ({"case": Case(CASE.trace, exact=True, num_samples=160)},
-         "num_samples was 128 and is 160"),
-        ({"settings": {"width": 3}}, "width was None and is 3"),
-        ({"parts": {"other": nn.Linear(1, 1)}},
-         r"parts was \['model', 'scheduler'\] and is \['model', 'other'.* same parts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "message"), [
+    ({"case": Case((4, 36, 8), 3, exact=True)}, "trace was '8 step"),
+    ({"case": Case(CASE.trace, exact=True, minibatch_size=2)},
+     "minibatch_size was 4 and is 2"),
+    ({"case": Case(CASE.trace, exact=True, num_samples=160)},
+     "num_samples was 128 and is 160"),
+    ({"settings": {"width": 3}}, "width was None and is 3"),
+    ({"parts": {"other": nn.Linear(1, 1)}},
+     r"parts was \['model', 'scheduler'\] and is \['model', 'other'.* same parts"),
+])  # fmt: skip
 def test_another_run_is_refused_and_nothing_is_touched(options, message, tmp_path):
     Training(tmp_path).train()
     other = Training(tmp_path, **options)
@@ -42,14 +39,11 @@ def test_another_run_is_refused_and_nothing_is_touched(options, message, tmp_pat
     assert not other.optimizer.inner.state
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "says"),
-    [
-        (Path("/somewhere"), vbs.CheckpointError, r"pathlib.*may hold tensors"),
-        ([lambda: 1], (AttributeError, pickle.PicklingError), "lambda"),
-        ([torch.ones(2, device="meta")], TypeError, r"'unsafe\.value\.0' .* 'meta'"),
-    ],
-)
+@pytest.mark.parametrize(("value", "error", "says"), [
+    (Path("/somewhere"), vbs.CheckpointError, r"pathlib.*may hold tensors"),
+    ([lambda: 1], (AttributeError, pickle.PicklingError), "lambda"),
+    ([torch.ones(2, device="meta")], TypeError, r"'unsafe\.value\.0' .* 'meta'"),
+])  # fmt: skip
 def test_what_would_not_load_is_an_error_when_it_is_saved(value, error, says, tmp_path):
     part = Part({1})
     training = Training(tmp_path, parts={"unsafe": part})
@@ -87,33 +81,30 @@ def saved_with(training: elastic.Training, **parts) -> None:
     vbs.Checkpointer("folder", training.optimizer, **parts)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
-        ({"look_every_seconds": 0}, ValueError, "look_every_seconds must be a finite"),
-        ({"look_every": 100}, TypeError, "look_every=100 is not an argument"),
-        ({"best": "highest"}, ValueError, "best must be one of 'max', 'min', None"),
-        ({"parts": {"x": 3}}, TypeError, "x=3 is not an argument, and as a"),
-        ({"every_updates": -1}, ValueError, "every_updates must be an integer >= 1"),
-        ({"every_minutes": 0}, ValueError, "every_minutes must be a finite number > 0"),
-        ({"stop_on": ["SIGNAL"]}, ValueError, "SIGNAL"),
-        ({"folder": "gs://bucket/job"}, ValueError, "mount the bucket"),
-        (lambda t: t.checkpointer.load(allow_changes=2), TypeError, "allow_changes m"),
-        (lambda t: t.checkpointer.load(best="no"), TypeError, "best must be True"),
-        (lambda t: t.checkpointer.save(0.5), ValueError, "metric=0.5 needs Chec"),
-        (lambda t: saved_with(t), ValueError, "pass model=model"),
-        # What the wrapper saves is not saved twice.
-        (lambda t: saved_with(t, part=t.optimizer.inner), ValueError, "leave it out"),
-        (lambda t: saved_with(t, part=t.sampler), ValueError, "leave it out"),
-        (lambda t: vbs.Checkpointer("x", t.optimizer.inner), TypeError, "elastic wrap"),
-        # It would begin anew between epochs, where no digest of the order could tell.
-        (lambda t: saved_with(elastic.Training(CASE, sampler={"order": Order(128)})),
-         ValueError, "order= has a state, which would begin anew"),
-        (lambda t: files.write(t.checkpointer.folder, 3, {"version": 4})
-         and t.checkpointer.load(), ValueError, "the format was None and is 5"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("wrong", "error", "message"), [
+    ({"keep": 0}, ValueError, "keep must be an integer >= 1, got 0"),
+    ({"look_every_seconds": 0}, ValueError, "look_every_seconds must be a finite"),
+    ({"look_every": 100}, TypeError, "look_every=100 is not an argument"),
+    ({"best": "highest"}, ValueError, "best must be one of 'max', 'min', None"),
+    ({"parts": {"x": 3}}, TypeError, "x=3 is not an argument, and as a"),
+    ({"every_updates": -1}, ValueError, "every_updates must be an integer >= 1"),
+    ({"every_minutes": 0}, ValueError, "every_minutes must be a finite number > 0"),
+    ({"stop_on": ["SIGNAL"]}, ValueError, "SIGNAL"),
+    ({"folder": "gs://bucket/job"}, ValueError, "mount the bucket"),
+    (lambda t: t.checkpointer.load(allow_changes=2), TypeError, "allow_changes m"),
+    (lambda t: t.checkpointer.load(best="no"), TypeError, "best must be True"),
+    (lambda t: t.checkpointer.save(0.5), ValueError, "metric=0.5 needs Chec"),
+    (lambda t: saved_with(t), ValueError, "pass model=model"),
+    # What the wrapper saves is not saved twice.
+    (lambda t: saved_with(t, part=t.optimizer.inner), ValueError, "leave it out"),
+    (lambda t: saved_with(t, part=t.sampler), ValueError, "leave it out"),
+    (lambda t: vbs.Checkpointer("x", t.optimizer.inner), TypeError, "elastic wrap"),
+    # It would begin anew between epochs, where no digest of the order could tell.
+    (lambda t: saved_with(elastic.Training(CASE, sampler={"order": Order(128)})),
+     ValueError, "order= has a state, which would begin anew"),
+    (lambda t: files.write(t.checkpointer.folder, 3, {"version": 4})
+     and t.checkpointer.load(), ValueError, "the format was None and is 5"),
+])  # fmt: skip
 def test_bad_arguments_and_calls_are_named(wrong, error, message, tmp_path):
     options = {} if callable(wrong) else wrong
     call = wrong if callable(wrong) else print  # which is not reached
@@ -148,13 +139,10 @@ def test_an_epoch_before_the_restored_one_is_an_error():
     assert lengths == [5 * 4, 32]
 
 
-@pytest.mark.parametrize(
-    ("folder", "error", "message"),
-    [
-        ("run", vbs.CheckpointError, r"call load\(\) before training"),
-        ("file/run", NotADirectoryError, r"file/run"),  # which cannot be written to
-    ],
-)
+@pytest.mark.parametrize(("folder", "error", "message"), [
+    ("run", vbs.CheckpointError, r"call load\(\) before training"),
+    ("file/run", NotADirectoryError, r"file/run"),  # which cannot be written to
+])  # fmt: skip
 def test_another_run_s_folder_or_none_is_told_at_once(folder, error, message, tmp_path):
     Training(tmp_path / "run").train()
     (tmp_path / "file").touch()
@@ -177,20 +165,17 @@ def wrapped(first=(), second=(), kind=torch.optim.SGD, is_frozen=False, **option
 
 
 # What may not change from one part of a run to the next, and what the error says.
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"first": {"lr": 0.3}}, "lr was 0.1 and is 0.3"),
-        ({"first": {"lr": np.float32(0.5)}}, "lr was 0.1 and is 0.5"),
-        ({"second": {"lr": 0.3}}, "lr of parameter group 1 was 0.1 and is 0.3"),
-        ({"first": {"weight_decay": 0.1}}, "weight_decay was 0 and is 0.1"),
-        ({"kind": torch.optim.AdamW}, "optimizer was 'SGD' and is 'AdamW"),
-        ({"ref_batchsize": 8}, "ref_batchsize was 16 and is 8"),
-        ({"max_grad_norm": 1.0}, "max_grad_norm was None and is 1.0"),
-        ({"reduction": "sum"}, "reduction was 'mean' and is 'sum'"),
-        ({"is_frozen": True}, r"frozen parameters was \[\] and is \[1\]"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"first": {"lr": 0.3}}, "lr was 0.1 and is 0.3"),
+    ({"first": {"lr": np.float32(0.5)}}, "lr was 0.1 and is 0.5"),
+    ({"second": {"lr": 0.3}}, "lr of parameter group 1 was 0.1 and is 0.3"),
+    ({"first": {"weight_decay": 0.1}}, "weight_decay was 0 and is 0.1"),
+    ({"kind": torch.optim.AdamW}, "optimizer was 'SGD' and is 'AdamW"),
+    ({"ref_batchsize": 8}, "ref_batchsize was 16 and is 8"),
+    ({"max_grad_norm": 1.0}, "max_grad_norm was None and is 1.0"),
+    ({"reduction": "sum"}, "reduction was 'mean' and is 'sum'"),
+    ({"is_frozen": True}, r"frozen parameters was \[\] and is \[1\]"),
+])  # fmt: skip
 def test_other_settings_are_refused_on_resuming(changes, message):
     """torch takes the saved hyperparameters silently in place of the script's."""
     saved = copy.deepcopy(wrapped().state_dict())

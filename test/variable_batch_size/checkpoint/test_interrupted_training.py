@@ -109,10 +109,9 @@ def undisturbed(tmp_path_factory) -> pd.DataFrame:
     return history(folder)
 
 
-@pytest.mark.parametrize(
-    "num_kills",
-    [pytest.param(1, marks=of_torch_alone), pytest.param(20, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("num_kills", [
+    pytest.param(1, marks=of_torch_alone), pytest.param(20, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_killed_at_any_moment_it_ends_the_same(num_kills, undisturbed, tmp_path):
     """It saves every other update, and is resumed on another number of replicas."""
     folder, at = tmp_path / "run", random.Random(2)

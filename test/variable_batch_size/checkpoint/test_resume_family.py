@@ -4,13 +4,8 @@ It is the same bit for bit: the data have sums that no order of summation rounds
 """
 
 import pytest
-from support.variable_batch_size.resuming import (
-    CASE,
-    assert_equal,
-    global_samples,
-    resume_from_each,
-    run,
-)
+from support.variable_batch_size import resuming
+from support.variable_batch_size.resuming import CASE, assert_equal, global_samples
 from support.xla_replica.replicas import TORCHTPU, TPU_LIKE, backends
 
 import xla_replica
@@ -26,21 +21,22 @@ BACKENDS = [
 @pytest.fixture(scope="module")
 def alone():
     """Returns the uninterrupted run on one replica, with a state for every update."""
-    [found] = xla_replica.launch(run, (CASE,), 1, "cpu")
+    [found] = xla_replica.launch(resuming.run, (CASE,), 1, "cpu")
     assert len(found["states"]) == len(found["updates"]) + 1 > 15
     return found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_states_do_not_depend_on_the_number_of_replicas(backend, alone):
-    outcomes = backend.run(run, CASE, timeout=180)
+    outcomes = backend.run(resuming.run, CASE, timeout=180)
     assert global_samples(outcomes) == global_samples([alone])
     assert_equal(outcomes[0]["states"], alone["states"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_resumed_from_every_update_the_run_ends_the_same(backend, alone):
-    per_replica = backend.run(resume_from_each, CASE, alone["states"], timeout=180)
+    given = CASE, alone["states"]
+    per_replica = backend.run(resuming.resume_from_each, *given, timeout=180)
     everything, num_updates = global_samples([alone]), len(alone["updates"])
     for done, outcomes in enumerate(zip(*per_replica)):
         for outcome in outcomes:

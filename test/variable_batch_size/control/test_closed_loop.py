@@ -73,14 +73,11 @@ def train(rank: int, folder: Path, policy: str, kill_at: float = math.inf):
     return training.weights(), training.told()
 
 
-@pytest.mark.parametrize(
-    ("device", "first", "second", "policy"),
-    [
-        *(("cpu", 1, 1, policy) for policy in POLICIES),
-        pytest.param("cpu", 3, 2, "zigzag", marks=of_torch_alone),
-        pytest.param("xla", 2, 1, "zigzag", marks=[needs_xla, pytest.mark.xla]),
-    ],
-)
+@pytest.mark.parametrize(("device", "first", "second", "policy"), [
+    *(("cpu", 1, 1, policy) for policy in POLICIES),
+    pytest.param("cpu", 3, 2, "zigzag", marks=of_torch_alone),
+    pytest.param("xla", 2, 1, "zigzag", marks=[needs_xla, pytest.mark.xla]),
+])  # fmt: skip
 def test_a_run_that_is_killed_and_resized_equals_the_replay_of_its_decisions(
     tmp_path, device, first, second, policy
 ):
@@ -182,16 +179,13 @@ def test_goodput_is_best_at_the_size_that_is_returned():
     assert policies.goodput(SEEN._replace(step_time=StepTime(0.0, 0.1))) == 300
 
 
-@pytest.mark.parametrize(
-    ("wanted", "least", "most", "expected"),
-    [
-        (300, 8, 4096, 304),  # whole minibatches
-        (90, 8, 4096, 64), (96, 8, 4096, 96), (44, 8, 4096, 64), (42, 8, 4096, 40),
-        (1e9, 8, 512, 512), (math.inf, 8, 512, 512), (0, 16, 512, 16),
-        (math.nan, 8, 512, 64), (math.nan, 70, 512, 72),
-        (math.nan, 8, 50, 48),  # what is available has fallen
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("wanted", "least", "most", "expected"), [
+    (300, 8, 4096, 304),  # whole minibatches
+    (90, 8, 4096, 64), (96, 8, 4096, 96), (44, 8, 4096, 64), (42, 8, 4096, 40),
+    (1e9, 8, 512, 512), (math.inf, 8, 512, 512), (0, 16, 512, 16),
+    (math.nan, 8, 512, 64), (math.nan, 70, 512, 72),
+    (math.nan, 8, 50, 48),  # what is available has fallen
+])  # fmt: skip
 def test_a_decision_has_hysteresis_and_limits(wanted, least, most, expected):
     assert policies.decide(SEEN, wanted, least, most, 1.5) == expected
 

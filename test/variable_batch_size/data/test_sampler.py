@@ -179,22 +179,19 @@ WORKERS = {"num_workers": 2}
 SKIPS = {"snapshot_every_n_steps": 3}
 
 
-@pytest.mark.parametrize(
-    ("loader", "options", "message"),
-    [
-        (Loader, WORKERS | {"in_order": False}, "in_order=False: .* in another order"),
-        (Loader, WORKERS | SKIPS, "snapshot_every_n_steps=3: .* skips"),
-        (Loader, {"num_processes": 2}, "leave the loader out of acc"),
-        (DataLoader, {"num_workers": 1, "in_order": False}, "pass in_order=True"),
-        # A shorter one would be an IndexError, and of a longer one a part is never run.
-        (DataLoader, {"dataset": range(300)}, r"has 300 samples, and .*'s 256"),
-        (DataLoader, {"sampler": True}, "once more: pass batch_sampler="),
-        # Without workers they change nothing, nor do others of one process.
-        (Loader, SKIPS | {"num_workers": 0, "in_order": False}, None),
-        (Loader, {"num_processes": 1}, None),
-        (DataLoader, {"sampler": True, "batch_size": None}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("loader", "options", "message"), [
+    (Loader, WORKERS | {"in_order": False}, "in_order=False: .* in another order"),
+    (Loader, WORKERS | SKIPS, "snapshot_every_n_steps=3: .* skips"),
+    (Loader, {"num_processes": 2}, "leave the loader out of acc"),
+    (DataLoader, {"num_workers": 1, "in_order": False}, "pass in_order=True"),
+    # A shorter one would be an IndexError, and of a longer one a part is never run.
+    (DataLoader, {"dataset": range(300)}, r"has 300 samples, and .*'s 256"),
+    (DataLoader, {"sampler": True}, "once more: pass batch_sampler="),
+    # Without workers they change nothing, nor do others of one process.
+    (Loader, SKIPS | {"num_workers": 0, "in_order": False}, None),
+    (Loader, {"num_processes": 1}, None),
+    (DataLoader, {"sampler": True, "batch_size": None}, None),
+])  # fmt: skip
 def test_loaders_that_change_what_is_dealt_are_refused(loader, options, message):
     one = vbs.CustomSampler(range(256), 64, verbose=False)
     name = "sampler" if options.get("sampler") else "batch_sampler"

@@ -48,13 +48,10 @@ def test_epochs_samples_and_seeds_differ_and_nothing_else():
     assert torch.equal(first, load())
 
 
-@pytest.mark.parametrize(
-    ("context", "persistent"),
-    [
-        ("fork", False), ("fork", True),
-        pytest.param("spawn", True, marks=of_torch_alone),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("context", "persistent"), [
+    ("fork", False), ("fork", True),
+    pytest.param("spawn", True, marks=of_torch_alone),
+])  # fmt: skip
 def test_workers_load_the_same(context, persistent):
     options = {"multiprocessing_context": context, "persistent_workers": persistent}
     options["num_workers"] = 1 + (context == "fork")  # others take seconds to begin

@@ -71,19 +71,16 @@ def test_the_gain_is_the_papers(variance, square, ratio):
     assert gradient_noise.efficiency(gain, ratio) == pytest.approx(efficiency)
 
 
-@pytest.mark.parametrize(
-    ("variance", "square", "ratio", "gain"),
-    [
-        (1.0, 0.0, 4.0, 4.0),  # all noise: the linear rule
-        (1.0, -1.0, 4.0, 4.0),
-        (0.0, 1.0, 4.0, 1.0),  # no noise: a larger batch gains nothing
-        (-1.0, 1.0, 4.0, 1.0),
-        (0.0, 0.0, 4.0, 1.0),  # nothing known: careful
-        (0.0, 0.0, 0.25, 0.25),
-        (1e-30, 1e-30, 4.0, 1.6),  # small gradients are not taken for none
-        (1e30, 1e30, 4.0, 1.6),
-    ],
-)
+@pytest.mark.parametrize(("variance", "square", "ratio", "gain"), [
+    (1.0, 0.0, 4.0, 4.0),  # all noise: the linear rule
+    (1.0, -1.0, 4.0, 4.0),
+    (0.0, 1.0, 4.0, 1.0),  # no noise: a larger batch gains nothing
+    (-1.0, 1.0, 4.0, 1.0),
+    (0.0, 0.0, 4.0, 1.0),  # nothing known: careful
+    (0.0, 0.0, 0.25, 0.25),
+    (1e-30, 1e-30, 4.0, 1.6),  # small gradients are not taken for none
+    (1e30, 1e30, 4.0, 1.6),
+])  # fmt: skip
 def test_the_edges_of_the_gain(variance, square, ratio, gain):
     estimate = statistics(variance, square, dtype=torch.float32)
     found = gradient_noise.gain(estimate, torch.tensor([ratio]), 1)

@@ -122,10 +122,9 @@ def stopped_and_resumed(rank: int) -> dict[str, tuple[object, object]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [*replicas.backends("cpu", 1, slow=(3,)), *replicas.SLOW_XLA_BACKENDS[1:]],
-)
+@pytest.mark.parametrize("backend", [
+    *replicas.backends("cpu", 1, slow=(3,)), *replicas.SLOW_XLA_BACKENDS[1:],
+])  # fmt: skip
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(backend):
     for found in backend.run(stopped_and_resumed, timeout=120):
         for name, (straight, resumed) in found.items():

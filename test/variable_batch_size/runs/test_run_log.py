@@ -302,16 +302,13 @@ def test_a_line_is_merged_with_those_of_its_update_and_is_valid_json(tmp_path):
     assert (len(run.updates), run.events, run.header) == (0, [], {})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"step": 0}\nstep,batchsize\n{"step": 1}\n', "line 2: 'step,batchsize' is"),
-        ('[1]\n{"step": 1}\n', "line 1"),
-        ('step,batchsize\n0,64\n', "line 1"),
-        ('{"loss": 1}\n{"step": 1}\n', "not a JSON object with a 'step'"),
-        ('{"event": "start", "step": 0, "format": 9}\n', "line 1: format 9 is not"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), [
+    ('{"step": 0}\nstep,batchsize\n{"step": 1}\n', "line 2: 'step,batchsize' is"),
+    ('[1]\n{"step": 1}\n', "line 1"),
+    ('step,batchsize\n0,64\n', "line 1"),
+    ('{"loss": 1}\n{"step": 1}\n', "not a JSON object with a 'step'"),
+    ('{"event": "start", "step": 0, "format": 9}\n', "line 1: format 9 is not"),
+])  # fmt: skip
 def test_another_file_is_refused(tmp_path, text, message):
     (tmp_path / "a").write_text(text)
     with pytest.raises(ValueError, match=message):

@@ -154,19 +154,16 @@ DIVERGES = r"call optimizer.attach\(scheduler\)"
 IDLE, WITHIN = [32, 64, 32, 32, 64, 32], "changed within step 0 of epoch 0"
 
 
-@pytest.mark.parametrize(
-    ("rank", "replicas", "trace", "each", "lr", "message"),
-    [
-        # Stepped in the loop it would miss the joined updates.
-        (0, 2, IDLE, False, 0.1, DIVERGES),
-        (0, 2, IDLE, False, np.float32(0.1), DIVERGES),
-        (1, 2, IDLE, False, 0.1, DIVERGES),
-        # Or tick by minibatch, of which one replica runs two and the other one.
-        (0, 1, 96, True, 0.1, WITHIN),
-        (0, 2, 96, True, 0.1, WITHIN),
-        (1, 2, 96, True, 0.1, None),  # its own view is consistent
-    ],
-)
+@pytest.mark.parametrize(("rank", "replicas", "trace", "each", "lr", "message"), [
+    # Stepped in the loop it would miss the joined updates.
+    (0, 2, IDLE, False, 0.1, DIVERGES),
+    (0, 2, IDLE, False, np.float32(0.1), DIVERGES),
+    (1, 2, IDLE, False, 0.1, DIVERGES),
+    # Or tick by minibatch, of which one replica runs two and the other one.
+    (0, 1, 96, True, 0.1, WITHIN),
+    (0, 2, 96, True, 0.1, WITHIN),
+    (1, 2, 96, True, 0.1, None),  # its own view is consistent
+])  # fmt: skip
 def test_schedulers_that_would_diverge(rank, replicas, trace, each, lr, message):
     model, sampler, wrapper = wrapping.make(trace, rank=rank, replicas=replicas, lr=lr)
     scheduler = StepLR(wrapper, 1)

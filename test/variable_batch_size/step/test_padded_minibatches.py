@@ -63,14 +63,11 @@ def elastic_runs(rank: int) -> dict[str, tuple]:
     return found
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        *backends("cpu", 1, slow=(3,)),
-        row("cpu", 2, slow=HAS_XLA),
-        *backends("xla", 2, slow=(1, 3, 8)),
-    ],
-)
+@pytest.mark.parametrize("backend", [
+    *backends("cpu", 1, slow=(3,)),
+    row("cpu", 2, slow=HAS_XLA),
+    *backends("xla", 2, slow=(1, 3, 8)),
+])  # fmt: skip
 def test_a_padded_run_equals_one_process_with_the_same_batches(backend):
     for outcome in backend.run(elastic_runs, timeout=150):
         for name, (found, told, count) in outcome.items():

@@ -8,14 +8,8 @@ import pytest
 import torch
 from support.kernels import Kernels
 from support.rigl_xla.resnet import RESNET50_WEIGHTS
-from support.variable_batch_size.wrapping import (
-    CPU,
-    backward,
-    idle_replica,
-    make,
-    run_epoch,
-    sampler_of,
-)
+from support.variable_batch_size import wrapping
+from support.variable_batch_size.wrapping import CPU, backward, make, run_epoch
 from support.xla_replica.replicas import row
 from torch import nn
 from torch.optim import SGD
@@ -28,7 +22,7 @@ import xla_replica
 
 def test_gradients_keep_their_memory():
     """Also those of an idle replica, even if model.zero_grad() has put None there."""
-    model, sampler, wrapper = idle_replica()
+    model, sampler, wrapper = wrapping.idle_replica()
     before = [p.grad.data_ptr() for p in model.parameters()]
     model.zero_grad()
     wrapper.set_epoch(0)
@@ -74,9 +68,8 @@ def test_a_group_added_later_is_trained_too():
 
 def test_freezing_and_unfreezing():
     """A frozen parameter stays, whatever its momentum; an unfrozen one is averaged."""
-    model, sampler, wrapper = make(
-        trace=64, inner=lambda ps, lr: SGD(ps, lr, momentum=0.9, weight_decay=0.1)
-    )
+    inner = functools.partial(SGD, momentum=0.9, weight_decay=0.1)
+    model, sampler, wrapper = make(trace=64, inner=inner)
     run_epoch(model, sampler, wrapper)
     model.bias.requires_grad_(False)
     frozen = model.bias.detach().clone()
@@ -93,16 +86,12 @@ def test_freezing_and_unfreezing():
     assert gradients == [1.0] * 4
 
 
-@pytest.mark.parametrize(
-    ("value", "place"),
-    [
-        (torch.ones(()), ()),
-        (torch.ones(9, 4).T, (2, 7)),
-        (torch.ones(4, 3, 5, 6).to(memory_format=torch.channels_last), (2, 1, 2, 5)),
-        (torch.ones(3, 40, dtype=torch.bfloat16)[:, ::2], (1, 7)),
-    ],
-    ids=["a number", "transposed", "channels last", "every other bfloat16"],
-)
+@pytest.mark.parametrize(("value", "place"), [
+    (torch.ones(()), ()),
+    (torch.ones(9, 4).T, (2, 7)),
+    (torch.ones(4, 3, 5, 6).to(memory_format=torch.channels_last), (2, 1, 2, 5)),
+    (torch.ones(3, 40, dtype=torch.bfloat16)[:, ::2], (1, 7)),
+], ids=["a number", "transposed", "channels last", "every other bfloat16"])  # fmt: skip
 def test_a_change_of_one_number_is_seen_in_any_layout(value, place):
     """It is one of those in the middle; the gradient has the parameter's strides."""
     parameter, (_, sampler, _) = nn.Parameter(value), make(trace=64)
@@ -116,10 +105,9 @@ def test_a_change_of_one_number_is_seen_in_any_layout(value, place):
 
 def test_an_accumulation_may_count_as_two_writes():
     model, sampler, _ = make(trace=96)
+    count = torch.autograd.graph.increment_version
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda parameter: torch.autograd.graph.increment_version(parameter.grad)
-        )
+        parameter.register_post_accumulate_grad_hook(lambda p: count(p.grad))
     wrapper = vbs.ConstantOptimizer(SGD(model.parameters(), 0.1), sampler, replica=CPU)
     assert run_epoch(model, sampler, wrapper) == [0, 0, 1] * 2
     sampler.set_epoch(1)
@@ -205,7 +193,7 @@ def test_an_update_of_resnet_50_takes_few_kernels(rule):
     assert len(parameters) == 161
     kind = torch.optim.AdamW if rule == "adam-root" else SGD
     inner, meta = kind(parameters, 0.1, foreach=True), xla_replica.LocalReplica("meta")
-    kernels, sampler = Kernels(inner), sampler_of([32, 64, 32, 64])
+    kernels, sampler = Kernels(inner), wrapping.sampler_of([32, 64, 32, 64])
     wrapper = vbs.ElasticOptimizer(inner, sampler, rule, 32, replica=meta)
     wrapper.attach(torch.optim.lr_scheduler.CosineAnnealingLR(inner, 100))
     for index, _ in enumerate(sampler):
@@ -224,9 +212,8 @@ def error_of_16_bits(rank: int, float32_sums: bool) -> float:
     model = nn.Linear(64, 1, bias=False).to(replica.device, torch.bfloat16)
     nn.init.zeros_(model.weight)
     sampler = vbs.CustomSampler(x, [384, 384], minibatch_size=1)
-    wrapper = vbs.ConstantOptimizer(
-        SGD(model.parameters(), 1.0), sampler, float32_sums=float32_sums
-    )
+    sgd = SGD(model.parameters(), 1.0)
+    wrapper = vbs.ConstantOptimizer(sgd, sampler, float32_sums=float32_sums)
     before = 0.0
     for step in range(2):  # the second one finds buckets in their order
         sampler.set_epoch(step)

@@ -201,14 +201,11 @@ def loop(actions: str, **options: Any) -> Any:
     return found, ACTIONS[last]
 
 
-@pytest.mark.parametrize(
-    ("error", "options", "actions", "message"),
-    [
-        *((ValueError, *each) for each in ON_ANY_REPLICA),
-        *((ReplicaError, *each) for each in ON_SEVERAL),
-        *((RuntimeError, *each) for each in OF_THE_INNER_ONE),
-    ],
-)
+@pytest.mark.parametrize(("error", "options", "actions", "message"), [
+    *((ValueError, *each) for each in ON_ANY_REPLICA),
+    *((ReplicaError, *each) for each in ON_SEVERAL),
+    *((RuntimeError, *each) for each in OF_THE_INNER_ONE),
+])  # fmt: skip
 def test_the_last_of_these_actions_is_refused(error, options, actions, message):
     found, last = loop(actions, **options)
     before = copy.deepcopy(found.model.state_dict())
@@ -217,31 +214,25 @@ def test_the_last_of_these_actions_is_refused(error, options, actions, message):
     torch.testing.assert_close(found.model.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "actions"),
-    [
-        (TWO, "pass of zero, step, minibatch"),  # as the message says
-        (TWO, "pass of NaN, step, minibatch"),  # which equals itself
-        (BESIDE_ONE, "attach, begin, attach another"),
-        (FULL, "begin, minibatch, minibatch, attach"),  # the epoch has ended
-        (TWO, "begin, minibatch, minibatch, attach"),
-        (IDLE, "begin, epoch, attach"),
-    ],
-)
+@pytest.mark.parametrize(("options", "actions"), [
+    (TWO, "pass of zero, step, minibatch"),  # as the message says
+    (TWO, "pass of NaN, step, minibatch"),  # which equals itself
+    (BESIDE_ONE, "attach, begin, attach another"),
+    (FULL, "begin, minibatch, minibatch, attach"),  # the epoch has ended
+    (TWO, "begin, minibatch, minibatch, attach"),
+    (IDLE, "begin, epoch, attach"),
+])  # fmt: skip
 def test_what_is_like_it_and_harmless_is_not_refused(options, actions):
     found, last = loop(actions, **options)
     last(found)
 
 
-@pytest.mark.parametrize(
-    ("options", "actions", "message", "then"),
-    [
-        ({}, "minibatch, begin", "is abandoned after 0 of 3", [0, 1, 0, 0, 1, 0, 0, 1]),
-        (ONE, "begin, epoch, begin", "epoch 0 has been trained; another pass", [1] * 8),
-        ({"trace": [32, 32], "rank": 1, "replicas": 2}, "begin, attach",
-         "call attach before optimizer.set_epoch", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "actions", "message", "then"), [
+    ({}, "minibatch, begin", "is abandoned after 0 of 3", [0, 1, 0, 0, 1, 0, 0, 1]),
+    (ONE, "begin, epoch, begin", "epoch 0 has been trained; another pass", [1] * 8),
+    ({"trace": [32, 32], "rank": 1, "replicas": 2}, "begin, attach",
+     "call attach before optimizer.set_epoch", []),
+])  # fmt: skip
 def test_what_may_be_a_mistake_warns(options, actions, message, then, caplog):
     """An epoch that begins anew has lost its gradients."""
     found, last = loop(actions, **options)

@@ -108,17 +108,14 @@ def test_ragged_batches_equal_one_process_with_all_tokens(backend):
             assert count == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("trace", "weights", "options", "expected"),
-    [
-        # A step of two minibatches, one of them padding, is a step of the other one.
-        ([8], (5, 0), {}, (1.0, 0.5)),
-        ([8], (0, 5), {}, (1.0, 0.5)),
-        # A step of nothing changes nothing.
-        ([4, 4], (0, 2), {"ref_batchsize": 4}, (1.0, 0.5)),
-        ([4, 4], (0, 2), {"ref_weight": 4, "noise": True}, (1.0, 0.75)),
-    ],
-)
+@pytest.mark.parametrize(("trace", "weights", "options", "expected"), [
+    # A step of two minibatches, one of them padding, is a step of the other one.
+    ([8], (5, 0), {}, (1.0, 0.5)),
+    ([8], (0, 5), {}, (1.0, 0.5)),
+    # A step of nothing changes nothing.
+    ([4, 4], (0, 2), {"ref_batchsize": 4}, (1.0, 0.5)),
+    ([4, 4], (0, 2), {"ref_weight": 4, "noise": True}, (1.0, 0.75)),
+])  # fmt: skip
 def test_a_minibatch_of_weight_zero_adds_nothing(trace, weights, options, expected):
     parameter, sampler, optimizer = one_weight(
         trace, "linear" if options else "constant", reduction="sum", **options

@@ -116,17 +116,14 @@ def test_columns_have_the_names_of_published_logs_or_are_named():
     assert found.device_seconds == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "times", "devices", "warns"),
-    [
-        ("5,3\n7,0\n", [5, 7], [3, 0], False),
-        ("\n 5.5 , 3\n7,2", [5.5, 7], [3, 2], False),
-        ("Time,GPUs\n5,3\n5,4\n6,1\n8,2\n8,0\n8,3\n", [5, 6, 8], [4, 1, 3], True),
-        # As many rows as ticks, each as long as the others.
-        ('{"metadata": {"gap_seconds": 300}, "data": [4, 0, 2]}',
-         [0, 300, 600, 900], [4, 0, 2, 0], False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "times", "devices", "warns"), [
+    ("5,3\n7,0\n", [5, 7], [3, 0], False),
+    ("\n 5.5 , 3\n7,2", [5.5, 7], [3, 2], False),
+    ("Time,GPUs\n5,3\n5,4\n6,1\n8,2\n8,0\n8,3\n", [5, 6, 8], [4, 1, 3], True),
+    # As many rows as ticks, each as long as the others.
+    ('{"metadata": {"gap_seconds": 300}, "data": [4, 0, 2]}',
+     [0, 300, 600, 900], [4, 0, 2, 0], False),
+])  # fmt: skip
 def test_logs_that_people_have_are_read(text, times, devices, warns, caplog):
     found = tools.read_availability(log(text))
     assert (found.times.tolist(), found.devices.tolist()) == (times, devices)
@@ -137,24 +134,21 @@ def test_logs_that_people_have_are_read(text, times, devices, warns, caplog):
     assert len(rows) == sum(count > 0 for count in devices)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("GPUs\n4\n", "one column Time or time or timestamp, found none"),
-        ("Time,GPUs,TPU_cores\n1,4,4\n", "found ['GPUs', 'TPU_cores']"),
-        ("Time,GPUs\n", "no rows; at least one is needed"),
-        ("Time,GPUs\n1,4\n\n0,4\n", "line 4, Time: '0' must not be before"),
-        ("1,4\n2,-1\n", "line 2, devices: '-1' must be an integer >= 0"),
-        ('{"data": [1]}', "KeyError('metadata')"),
-        ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds must be"),
-        ('{"metadata": {"gap_seconds": 9}, "data": [1, null]}', "devices: None must"),
-        ("Time,GPUs\n1652434464406,4\n", "seconds, not milliseconds"),
-        ("Time,GPUs\n1,4\n2,many\n", "line 3, GPUs: 'many' must be an integer >= 0"),
-        ("Time,GPUs\n1,4\n2,-1\n", "GPUs: '-1' must be an integer >= 0"),
-        ("Time,GPUs\n1,1.5\n", "line 2, GPUs: '1.5' must be an integer"),
-        ("Time,GPUs\n1,0\n2,0\n", "no row has a device"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("GPUs\n4\n", "one column Time or time or timestamp, found none"),
+    ("Time,GPUs,TPU_cores\n1,4,4\n", "found ['GPUs', 'TPU_cores']"),
+    ("Time,GPUs\n", "no rows; at least one is needed"),
+    ("Time,GPUs\n1,4\n\n0,4\n", "line 4, Time: '0' must not be before"),
+    ("1,4\n2,-1\n", "line 2, devices: '-1' must be an integer >= 0"),
+    ('{"data": [1]}', "KeyError('metadata')"),
+    ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds must be"),
+    ('{"metadata": {"gap_seconds": 9}, "data": [1, null]}', "devices: None must"),
+    ("Time,GPUs\n1652434464406,4\n", "seconds, not milliseconds"),
+    ("Time,GPUs\n1,4\n2,many\n", "line 3, GPUs: 'many' must be an integer >= 0"),
+    ("Time,GPUs\n1,4\n2,-1\n", "GPUs: '-1' must be an integer >= 0"),
+    ("Time,GPUs\n1,1.5\n", "line 2, GPUs: '1.5' must be an integer"),
+    ("Time,GPUs\n1,0\n2,0\n", "no row has a device"),
+])  # fmt: skip
 def test_bad_logs_say_where_and_why(text, message):
     with pytest.raises(TraceError) as caught:
         tools.read_availability(log(text))

@@ -136,28 +136,24 @@ def test_sources_in_memory(source):
     assert (trace.endless, len(trace)) == (False, 2)
 
 
-@pytest.mark.parametrize(
-    ("source", "error", "message"),
-    [
-        (True, TypeError, "trace=True of type bool"),
-        (6.4, TypeError, "of type float"),
-        (0, ValueError, "0 must be an integer >= 1"),
-        ("nofile.csv", FileNotFoundError, "nofile.csv"),
-        ([], TraceError, "the list: no rows"),
-        ([64, 0], TraceError, "the list, element 1, batchsize: 0 must be an int"),
-        ([64, True], TraceError, "element 1, batchsize: True must be an integer"),
-        (["64"], TraceError, "element 0, batchsize: '64' must be an integer"),
-        ((64, 0.5), TraceError, "the tuple, element 1, batchsize: 0.5 must be an"),
-        (np.array([64.5]), TraceError, "element 0, batchsize: 64.5 must be an integer"),
-        (np.array([np.nan]), TraceError, "element 0, batchsize: nan must be an int"),
-        (torch.tensor([64, 0]), TraceError, "the Tensor, element 1, batchsize: 0 must"),
-        (torch.ones(2, 2), TraceError, "element 0, batchsize: array([1.0, 1.0]"),
-        (torch.tensor(64), TypeError, "trace=tensor(64) of type Tensor: allowed are"),
-        (pd.DataFrame({"size": [64]}), TraceError, "the header is ['size']"),
-        (pd.DataFrame({"batchsize": [64, None]}), TraceError, "element 1, batchsize"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("source", "error", "message"), [
+    (True, TypeError, "trace=True of type bool"),
+    (6.4, TypeError, "of type float"),
+    (0, ValueError, "0 must be an integer >= 1"),
+    ("nofile.csv", FileNotFoundError, "nofile.csv"),
+    ([], TraceError, "the list: no rows"),
+    ([64, 0], TraceError, "the list, element 1, batchsize: 0 must be an int"),
+    ([64, True], TraceError, "element 1, batchsize: True must be an integer"),
+    (["64"], TraceError, "element 0, batchsize: '64' must be an integer"),
+    ((64, 0.5), TraceError, "the tuple, element 1, batchsize: 0.5 must be an"),
+    (np.array([64.5]), TraceError, "element 0, batchsize: 64.5 must be an integer"),
+    (np.array([np.nan]), TraceError, "element 0, batchsize: nan must be an int"),
+    (torch.tensor([64, 0]), TraceError, "the Tensor, element 1, batchsize: 0 must"),
+    (torch.ones(2, 2), TraceError, "element 0, batchsize: array([1.0, 1.0]"),
+    (torch.tensor(64), TypeError, "trace=tensor(64) of type Tensor: allowed are"),
+    (pd.DataFrame({"size": [64]}), TraceError, "the header is ['size']"),
+    (pd.DataFrame({"batchsize": [64, None]}), TraceError, "element 1, batchsize"),
+], ids=repr)  # fmt: skip
 def test_bad_sources_in_memory(source, error, message):
     with pytest.raises(error) as caught:
         Trace(source)

@@ -245,10 +245,9 @@ def test_torch_tpu_under_torchrun_needs_its_environment(tmp_path):
     check(tmp_path, "install_torch_tpu()", calls, *LAUNCHER)
 
 
-@pytest.mark.parametrize(
-    ("answer", "refused"),
-    [(b"a:1:10.0.0.1,b:2:10.0.0.2", True), (b"a:1:10.0.0.1", False)],
-)
+@pytest.mark.parametrize(("answer", "refused"), [
+    (b"a:1:10.0.0.1,b:2:10.0.0.2", True), (b"a:1:10.0.0.1", False),
+])  # fmt: skip
 def test_hosts_of_a_slice_are_known_from_the_metadata(answer, refused, monkeypatch):
     """A Compute Engine VM has them nowhere else."""
     asked = []

@@ -254,14 +254,11 @@ def comes_too_late(rank: int, wrong: str, message: str) -> None:
         goes_wrong()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("again", "accumulated twice in the last minibatch.* overlap=False"),
-        ("thrown away", "while it is summed over replicas.* overlap=False"),
-        ("moved", "was given other memory.* optimizer is built"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "message"), [
+    ("again", "accumulated twice in the last minibatch.* overlap=False"),
+    ("thrown away", "while it is summed over replicas.* overlap=False"),
+    ("moved", "was given other memory.* optimizer is built"),
+])  # fmt: skip
 def test_what_comes_too_late_for_a_sum_is_an_error(wrong, message):
     Backend("cpu", 2).run(comes_too_late, wrong, message)
 

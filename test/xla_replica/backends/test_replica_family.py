@@ -4,21 +4,15 @@ import contextlib
 
 import pytest
 import torch
-from support.xla_replica.replicas import (
-    BACKENDS,
-    FOUR_TPU_LIKE,
-    SEVERAL_REPLICAS,
-    SLICES,
-    TPU_LIKE,
-    Backend,
-    row,
-)
+from support.xla_replica import replicas
+from support.xla_replica.replicas import SEVERAL_REPLICAS, TPU_LIKE, Backend, row
 from torch import nn
 from torch.utils.data import DataLoader
 
 import xla_replica
 from xla_replica import ReplicaError
 
+BACKENDS = [*replicas.BACKENDS, replicas.SLICES, TPU_LIKE, replicas.FOUR_TPU_LIKE]
 KINDS = [((2, 3), torch.float32), ((4,), torch.float64), ((), torch.int64),
          ((0,), torch.float32), ((2,), torch.bfloat16)]  # fmt: skip
 
@@ -94,7 +88,7 @@ def every_verb(rank: int) -> list[float]:
     return seeded
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, SLICES, TPU_LIKE, FOUR_TPU_LIKE])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_verb_does_what_it_should_on_every_replica(backend):
     with xla_replica.seeded(3):
         expected = torch.rand(2).tolist()

@@ -41,29 +41,26 @@ def test_what_is_allowed_is_returned():
     assert check_choice("method", "b", ("a", "b")) == "b"
 
 
-@pytest.mark.parametrize(
-    ("check", "arguments", "limits", "error", "says"),
-    [
-        *((check_integer, (value,), {}, TypeError, f"an integer, got {value}")
-          for value in (3.0, True, None, [3])),
-        *((check_number, (value,), {}, TypeError, f"a finite number, got {value}")
-          for value in (True, None, [3])),
-        (check_number, ("3",), {}, TypeError, "a finite number, got '3'"),
-        (check_integer, (0, 1), {}, ValueError, "an integer >= 1, got 0"),
-        (check_integer, (3, 0, 2), {}, ValueError, "an integer >= 0 and <= 2, got 3"),
-        (check_number, (math.nan,), {}, ValueError, "a finite number, got nan"),
-        (check_number, (1.0,), {"above": 0, "below": 1}, ValueError,
-         "a finite number > 0 and < 1, got 1.0"),
-        (check_number, (0,), {"above": 0}, ValueError, "a finite number > 0, got 0"),
-        (check_number, (2,), {"most": 1.5}, ValueError, "finite number <= 1.5, got 2"),
-        (check_flag, ("no",), {}, TypeError, "True or False, got 'no'"),
-        (check_flag, (1,), {}, TypeError, "True or False, got 1"),
-        (check_choice, ("c", ("a", None)), {}, ValueError, "one of 'a', None, got 'c'"),
-        (check_function, ("train",), {}, TypeError, "a function, got 'train'"),
-        (check_type, ("ab", (tuple, list), "a tuple"), {}, TypeError,
-         "a tuple, got 'ab' (str)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("check", "arguments", "limits", "error", "says"), [
+    *((check_integer, (value,), {}, TypeError, f"an integer, got {value}")
+      for value in (3.0, True, None, [3])),
+    *((check_number, (value,), {}, TypeError, f"a finite number, got {value}")
+      for value in (True, None, [3])),
+    (check_number, ("3",), {}, TypeError, "a finite number, got '3'"),
+    (check_integer, (0, 1), {}, ValueError, "an integer >= 1, got 0"),
+    (check_integer, (3, 0, 2), {}, ValueError, "an integer >= 0 and <= 2, got 3"),
+    (check_number, (math.nan,), {}, ValueError, "a finite number, got nan"),
+    (check_number, (1.0,), {"above": 0, "below": 1}, ValueError,
+     "a finite number > 0 and < 1, got 1.0"),
+    (check_number, (0,), {"above": 0}, ValueError, "a finite number > 0, got 0"),
+    (check_number, (2,), {"most": 1.5}, ValueError, "finite number <= 1.5, got 2"),
+    (check_flag, ("no",), {}, TypeError, "True or False, got 'no'"),
+    (check_flag, (1,), {}, TypeError, "True or False, got 1"),
+    (check_choice, ("c", ("a", None)), {}, ValueError, "one of 'a', None, got 'c'"),
+    (check_function, ("train",), {}, TypeError, "a function, got 'train'"),
+    (check_type, ("ab", (tuple, list), "a tuple"), {}, TypeError,
+     "a tuple, got 'ab' (str)"),
+])  # fmt: skip
 def test_messages_say_what_is_allowed_and_what_was_received(
     check, arguments, limits, error, says
 ):

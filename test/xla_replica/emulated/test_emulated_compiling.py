@@ -46,10 +46,9 @@ def compiles_while_others_run(rank: int, evaluates: bool) -> tuple[int, list[flo
     return counter.num_graphs, drawn
 
 
-@pytest.mark.parametrize(
-    ("evaluates", "num_graphs"),
-    [(False, 2), pytest.param(True, 2 + 2 + 1, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("evaluates", "num_graphs"), [
+    (False, 2), pytest.param(True, 2 + 2 + 1, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_replicas_compile_one_at_a_time(evaluates, num_graphs):
     """Forward and backward; in all, there are more variants than torch keeps."""
     with xla_replica.seeded(1):

@@ -45,24 +45,21 @@ def misbehaves(rank: int, how: str) -> torch.Tensor | None:
     return replica.fetch([tensor])[0]
 
 
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [
-        ("hangs", r"replica 2 did not reach all_reduce\(sum, float32\[4\]\) within 3 s "
-         r"(.|\n)*time.sleep\("),
-        ("hangs at the end", r"replica 2 did not reach the end of its run within 3 s "
-         r"of replicas 0, 1, 3(.|\n)*time.sleep\(600\)"),
-        ("leaves", r"replica 2 returned while replicas? [013, ]+ wait in all_reduce"),
-        ("aborts", r"died \(signal 6.*Last seen: replica 0: .*replica 2: computing"),
-        ("brings another shape", r"disagree about collective 1 .* replica 2: all_reduce"
-         r"\(sum, float32\[3\]\).* replicas 0, 1, 3: all_reduce\(sum, float32\[4\]\)"),
-        ("sums twice", r"disagree about collective 2 .* replica 2: all_reduce.*"
-         r"replicas 0, 1, 3: nothing"),
-        ("bakes its rank", r"replica \d compiled another program than its peers"),
-        ("has other work pending", r"replica \d compiled another program(.|\n)*"
-         r"TPUs have run some of this kind"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("how", "error"), [
+    ("hangs", r"replica 2 did not reach all_reduce\(sum, float32\[4\]\) within 3 s "
+     r"(.|\n)*time.sleep\("),
+    ("hangs at the end", r"replica 2 did not reach the end of its run within 3 s "
+     r"of replicas 0, 1, 3(.|\n)*time.sleep\(600\)"),
+    ("leaves", r"replica 2 returned while replicas? [013, ]+ wait in all_reduce"),
+    ("aborts", r"died \(signal 6.*Last seen: replica 0: .*replica 2: computing"),
+    ("brings another shape", r"disagree about collective 1 .* replica 2: all_reduce"
+     r"\(sum, float32\[3\]\).* replicas 0, 1, 3: all_reduce\(sum, float32\[4\]\)"),
+    ("sums twice", r"disagree about collective 2 .* replica 2: all_reduce.*"
+     r"replicas 0, 1, 3: nothing"),
+    ("bakes its rank", r"replica \d compiled another program than its peers"),
+    ("has other work pending", r"replica \d compiled another program(.|\n)*"
+     r"TPUs have run some of this kind"),
+])  # fmt: skip
 def test_a_replica_that_differs_ends_the_run(how, error):
     """Within the timeout and a child's start-up, not by XLA's silent abort."""
     start = time.monotonic()
@@ -150,10 +147,9 @@ def has_what_cannot_travel(rank: int, raises: bool) -> object:
     return lambda: rank
 
 
-@pytest.mark.parametrize(
-    ("raises", "error"),
-    [(True, r"raised KeyError: \('lost contact'"), (False, "result cannot be pickled")],
-)
+@pytest.mark.parametrize(("raises", "error"), [
+    (True, r"raised KeyError: \('lost contact'"), (False, "result cannot be pickled"),
+])  # fmt: skip
 def test_what_cannot_travel_still_tells(raises, error):
     with pytest.raises(ReplicaError, match=error):
         TWO.run(has_what_cannot_travel, raises)

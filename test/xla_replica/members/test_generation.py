@@ -56,20 +56,17 @@ def test_who_is_in_a_generation():
         assert asked(offers, "b", min_members=min_members) is None
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "token", "error", "words"),
-    [
-        ({}, {"generation": (3, "xyz")}, "secret",
-         Superseded, "generation 3, and the o.* to 4"),
-        # Of two parts of a run the one ahead goes on.
-        ({"generation": (4, "one"), "mark": (9, 0)},
-         {"generation": (4, "two"), "mark": (8, 3)}, "secret",
-         Superseded, "generation 4"),
-        ({}, {**NEW, "settings": {**SETTINGS, "seed": "2"}}, "secret",
-         ReplicaError, "seed is '2', not '1'"),
-        ({}, NEW, "guess", ReplicaError, "token"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("a", "b", "token", "error", "words"), [
+    ({}, {"generation": (3, "xyz")}, "secret",
+     Superseded, "generation 3, and the o.* to 4"),
+    # Of two parts of a run the one ahead goes on.
+    ({"generation": (4, "one"), "mark": (9, 0)},
+     {"generation": (4, "two"), "mark": (8, 3)}, "secret",
+     Superseded, "generation 4"),
+    ({}, {**NEW, "settings": {**SETTINGS, "seed": "2"}}, "secret",
+     ReplicaError, "seed is '2', not '1'"),
+    ({}, NEW, "guess", ReplicaError, "token"),
+])  # fmt: skip
 def test_who_has_missed_something_or_differs_must_not_go_on(a, b, token, error, words):
     offers = offers_of(a=a, b=b)
     offers["b"] = dataclasses.replace(offers["b"], proof=prove(token, "b"))

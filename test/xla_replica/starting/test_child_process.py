@@ -10,14 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.scripts import python, written
-from support.xla_replica.replicas import (
-    HAS_XLA,
-    SEVERAL_REPLICAS,
-    Backend,
-    of_torch_alone,
-    on_xla,
-    row,
-)
+from support.xla_replica import replicas
+from support.xla_replica.replicas import SEVERAL_REPLICAS, Backend, of_torch_alone, row
 
 import xla_replica
 from xla_replica import ReplicaError
@@ -75,7 +69,7 @@ def imported_with_torch_xla(rank: int) -> int:
     return sum(name.startswith("torch.") for name in set(sys.modules) - before)
 
 
-@on_xla
+@replicas.on_xla
 @needs_forks
 def test_most_of_what_torch_xla_imports_is_there_before_a_process_is_forked():
     [parts] = set(Backend("cpu", 2).run(imported_with_torch_xla))
@@ -106,16 +100,13 @@ def ends_early(rank: int, how: str) -> None:
     time.sleep(30)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("exits", "^replica 1 exited before its function returned"),
-        ("exits after its peer", "^replica 1 exited before its function returned"),
-        ("is killed after its peer", r"^replica 1 died \(signal 9\)"),
-        ("is interrupted", "^replica 1 raised KeyError: 'meanwhile'"),
-        ("sums alone", r"^replica \d died \(signal 6: .*: call each on every replica"),
-    ],
-)
+@pytest.mark.parametrize(("how", "said"), [
+    ("exits", "^replica 1 exited before its function returned"),
+    ("exits after its peer", "^replica 1 exited before its function returned"),
+    ("is killed after its peer", r"^replica 1 died \(signal 9\)"),
+    ("is interrupted", "^replica 1 raised KeyError: 'meanwhile'"),
+    ("sums alone", r"^replica \d died \(signal 6: .*: call each on every replica"),
+])  # fmt: skip
 def test_a_process_that_ends_without_a_word_is_named_at_once(how, said):
     """A loader's dead worker interrupts what its replica writes of an exception.
 
@@ -169,7 +160,7 @@ def main(device):
     torch.nn.init.ones_(model.weight), torch.nn.init.zeros_(model.bias)
     print("FOUND", xla_replica.launch(train, (model,), 2, device), flush=True)
 """
-CALL = f"{DEFINES}\nmain('{'xla' if HAS_XLA else 'cpu'}')"
+CALL = f"{DEFINES}\nmain('{'xla' if replicas.HAS_XLA else 'cpu'}')"
 GUARDED = f"{DEFINES}\nif __name__ == '__main__':\n    main('cpu')\n"
 
 

@@ -27,22 +27,15 @@ def run(number: int, *words: object, status: int = 0) -> str:
 # --- the command line ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        ("--help", 0, "python -m xla_replica --num-replicas 8 train.py --lr 0.1"),
-        ("--help", 0, "torch_xla.launch(train, args=(0.1,))"),
-        ("train.py", 2, "the following arguments are required: --num-replicas"),
-        (
-            "--num-replicas 0 train.py",
-            2,
-            "--num-replicas must be an integer >= 1, got 0",
-        ),
-        ("--num-replicas two train.py", 2, "invalid int value: 'two'"),
-        ("--num-replicas 2", 2, "the following arguments are required: script"),
-        ("--num-replicas 2 --timeout 0 x.py", 2, "--timeout must be"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "status", "said"), [
+    ("--help", 0, "python -m xla_replica --num-replicas 8 train.py --lr 0.1"),
+    ("--help", 0, "torch_xla.launch(train, args=(0.1,))"),
+    ("train.py", 2, "the following arguments are required: --num-replicas"),
+    ("--num-replicas 0 train.py", 2, "--num-replicas must be an integer >= 1, got 0"),
+    ("--num-replicas two train.py", 2, "invalid int value: 'two'"),
+    ("--num-replicas 2", 2, "the following arguments are required: script"),
+    ("--num-replicas 2 --timeout 0 x.py", 2, "--timeout must be"),
+])  # fmt: skip
 def test_help_and_what_a_wrong_command_line_says(arguments, status, said, capsys):
     with pytest.raises(SystemExit) as exited:
         main(arguments.split())
@@ -112,23 +105,20 @@ if __name__ == "__main__" or sys.argv[1] == "no guard":
 
 
 @on_xla
-@pytest.mark.parametrize(
-    ("how", "status", "expected"),
-    [
-        slow("works", 0, ["1.0 of 1 on CPU: works not set", "afterwards", "1.0 of 0 on "
-                          "CPU: works not set ['works', '--lr', '1'] __mp_main__"]),
-        slow("forks", 0, ["1.0 of 0 on CPU: forks not set ['forks', '--lr', '1']",
-                          "1.0 of 1 on CPU: forks not set", "afterwards"]),
-        ("fails", 1, ["replica 1 raised KeyError: 'a wrong name'",
-                      'raise KeyError("a wrong name")', "caught 'a wrong name'"]),
-        slow("exits", 21, []),
-        slow("exits well", 0, []),
-        slow("nprocs", 1, ["Unsupported nprocs (8)"]),
-        slow("no launch", 0, ["has not called torch_xla.launch or xmp.spawn"]),
-        slow("uses a device", 1, ["an XLA device was used before launch"]),
-        slow("no guard", 1, ["is not going to be frozen to produce an executable"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("how", "status", "expected"), [
+    slow("works", 0, ["1.0 of 1 on CPU: works not set", "afterwards", "1.0 of 0 on "
+                      "CPU: works not set ['works', '--lr', '1'] __mp_main__"]),
+    slow("forks", 0, ["1.0 of 0 on CPU: forks not set ['forks', '--lr', '1']",
+                      "1.0 of 1 on CPU: forks not set", "afterwards"]),
+    ("fails", 1, ["replica 1 raised KeyError: 'a wrong name'",
+                  'raise KeyError("a wrong name")', "caught 'a wrong name'"]),
+    slow("exits", 21, []),
+    slow("exits well", 0, []),
+    slow("nprocs", 1, ["Unsupported nprocs (8)"]),
+    slow("no launch", 0, ["has not called torch_xla.launch or xmp.spawn"]),
+    slow("uses a device", 1, ["an XLA device was used before launch"]),
+    slow("no guard", 1, ["is not going to be frozen to produce an executable"]),
+])  # fmt: skip
 def test_a_script_ends_as_it_would_on_a_tpu(how, status, expected, tmp_path):
     printed = run(2, written(tmp_path, SCRIPT), how, "--lr", "1", status=status)
     for line in expected:

@@ -88,14 +88,11 @@ if __name__ == "__main__":
 
 
 @on_chips
-@pytest.mark.parametrize(
-    ("num_replicas", "hosts", "refusal"),
-    [
-        (1, 1, ""),
-        (2, 1, "num_replicas must be one of None, 3 or 1 on one host, got 2"),
-        (1, 2, "num_replicas=1, but this slice has 2 hosts: leave num_replicas out"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("num_replicas", "hosts", "refusal"), [
+    (1, 1, ""),
+    (2, 1, "num_replicas must be one of None, 3 or 1 on one host, got 2"),
+    (1, 2, "num_replicas=1, but this slice has 2 hosts: leave num_replicas out"),
+])  # fmt: skip
 def test_one_chip_of_a_host_is_a_replica_alone(tmp_path, num_replicas, hosts, refusal):
     """And an error's remedy works: all, or on one host one."""
     variables = tpu_like.environment(3, tmp_path, num_hosts=hosts)
@@ -110,17 +107,14 @@ def test_one_chip_of_a_host_is_a_replica_alone(tmp_path, num_replicas, hosts, re
     assert "TPU_PROCESS_ADDRESSES" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("waiting", "returned", "said"),
-    [
-        ([], [], None),
-        ([0, 2], [], "replica 1 on host {} did not come to what replica 0"),
-        ([0], [1, 2], "replica 1 on host {0} and replica 2 on host {0} did not come "),
-        ([0, 1, 2], [], "another host's replica did not come to what replica 0 on "),
-        ([], [2], "replica 0 on host {0} and replica 1 on host {0} did not return"),
-        ([], [0, 1, 2], None),  # exit handlers take their time
-    ],
-)
+@pytest.mark.parametrize(("waiting", "returned", "said"), [
+    ([], [], None),
+    ([0, 2], [], "replica 1 on host {} did not come to what replica 0"),
+    ([0], [1, 2], "replica 1 on host {0} and replica 2 on host {0} did not come "),
+    ([0, 1, 2], [], "another host's replica did not come to what replica 0 on "),
+    ([], [2], "replica 0 on host {0} and replica 1 on host {0} did not return"),
+    ([], [0, 1, 2], None),  # exit handlers take their time
+])  # fmt: skip
 def test_who_is_late_is_named(waiting, returned, said, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: 1000.0)
     monkeypatch.setattr("xla_replica.starting.xla.time", clock)
