@@ -33,6 +33,7 @@ from variable_batch_size.data.schedule import Step
 from variable_batch_size.live.exact import ExactModel
 from variable_batch_size.step.scaling import Scaling
 from xla_replica.members import member_replica, state_pieces
+from xla_replica.members import member_replica
 from xla_replica.members.member_replica import MemberReplica
 from xla_replica.starting import child_process
 
@@ -114,6 +115,8 @@ class DiesMeeting:
 
     def arm(self, folder: Path) -> None:
         inner, sizes = MemberReplica._join, [0]
+        # Who waited for it would wait for much longer than a busy machine takes.
+        member_replica._CONNECT_SECONDS = 60.0
 
         def join(replica: MemberReplica) -> None:
             sizes.append(len(replica.met.members))

@@ -346,7 +346,7 @@ def test_a_second_death_where_survivors_meet_costs_no_more_than_the_first(tmp_pa
         members[0].kill()
         assert sorted(ends(job)) == [-signal.SIGKILL, -signal.SIGKILL, 0], job.log()
         seconds = [float(s) for s in re.findall(r"went (\d+\.\d+) s ago", job.log())]
-        assert max(seconds) < 9, job.log()
+        assert max(seconds) < 40, job.log()
 
 
 @of_torch_alone
