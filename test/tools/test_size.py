@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_777
-TEST_LINES = 33_960
+TEST_LINES = 33_959
 
 
 def test_lines_are_counted():

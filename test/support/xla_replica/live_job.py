@@ -33,7 +33,6 @@ from variable_batch_size.data.schedule import Step
 from variable_batch_size.live.exact import ExactModel
 from variable_batch_size.step.scaling import Scaling
 from xla_replica.members import member_replica, state_pieces
-from xla_replica.members import member_replica
 from xla_replica.members.member_replica import MemberReplica
 from xla_replica.starting import child_process
 
