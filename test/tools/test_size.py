@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_777
-TEST_LINES = 33_959
+CODE = 21_786
+TEST_LINES = 33_962
 
 
 def test_lines_are_counted():

@@ -73,7 +73,11 @@ def check_choice(
     ``otherwise`` says what else the caller accepts, such as "a function of a Layer".
     """
     allowed = list(allowed)
-    if value not in allowed:
+    try:
+        is_known = value in allowed
+    except (RuntimeError, ValueError):  # an array, whose == is not one truth value
+        is_known = False
+    if not is_known:
         choices = ", ".join(repr(choice) for choice in allowed)
         choices += f" or {otherwise}" if otherwise else ""
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
@@ -167,8 +171,13 @@ def _check_number(
 ) -> None:
     """Raises TypeError or, if it ``is_one`` of this kind, ValueError if it is wrong."""
     given = {sign: limit for sign, limit in limits.items() if limit is not None}
-    is_finite = is_one and -math.inf < value < math.inf
-    if not is_finite or not all(_COMPARED[s](value, x) for s, x in given.items()):
+    try:
+        is_right = is_one and math.isfinite(value)
+    except OverflowError:  # an integer of more than 300 digits
+        is_right = False
+    if not is_right or not all(
+        _COMPARED[s](value, limit) for s, limit in given.items()
+    ):
         range_ = " and ".join(f"{sign} {limit}" for sign, limit in given.items())
         allowed = f"{kind} {range_}".rstrip()
         error = ValueError if is_one else TypeError
