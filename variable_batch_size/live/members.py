@@ -317,10 +317,10 @@ class LiveUpdates(Updates):
             for member, mark in enumerate(marks)
             if mark != furthest or not furthest
         ]
-        self._give(source, behind)
+        self._synchronise(source, behind)
 
-    def _give(self, source: int, receivers: list[int]) -> None:
-        """Gives members the state of one; begins the step under way on all."""
+    def _synchronise(self, source: int, receivers: list[int]) -> None:
+        """Gives receivers the state of one member, and begins the step anew on all."""
         run, replica = self.run, self.run.replica
         is_source = replica.member == source and replica.brings
         receives = replica.member in receivers and not is_source
@@ -381,7 +381,7 @@ class LiveUpdates(Updates):
             )
         self._has_differed = True
         logger.error(f"{problem}, which they receive now: look at what differs there")
-        self._give(hashes.index(most), others)
+        self._synchronise(hashes.index(most), others)
 
     # --- a member's state -----------------------------------------------------------
 

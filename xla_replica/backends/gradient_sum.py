@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from xla_replica.backends.replica import Replica
 
 
+# Begins to sum a tensor over replicas, in place; returns what waits for it.
+Begin = Callable[[torch.Tensor], Callable[[], None]]
+
+
 class GradientSum:
     """The gradients of parameters on one replica, which `sum_` adds up over all.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from xla_replica.backends.gradient_sum import GradientSum, divide_
+from xla_replica.backends.gradient_sum import Begin, GradientSum, divide_
 from xla_replica.backends.replica import Replica
 from xla_replica.device.device_traits import traits
 from xla_replica.device.gradients import AccumulationNote, weak_hook
@@ -26,8 +26,6 @@ BUCKET_BYTES = 25 * 2**20
 TAIL = 64
 # Dtypes of such a range that half of a gradient is exact, if not smaller than 1e-37.
 WIDE = (torch.float32, torch.float64, torch.bfloat16)
-
-Begin = Callable[[torch.Tensor], Callable[[], None]]
 
 
 class Bucket:

@@ -19,13 +19,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.gradient_sum import Begin, GradientSum
 from xla_replica.backends.replica import Replica
 from xla_replica.device.gradients import accumulation_hook, weak_hook
 from xla_replica.device.sharded import is_sharded
 
 Hook = Callable[[torch.Tensor], None]
-Begin = Callable[[torch.Tensor], Callable[[], None]]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,12 +189,12 @@ class ShardedSum(GradientSum):
         super().__init__(replica, may_begin)
         self._shards, self._begin, self._is_whole = shards, begin, whole
         self._places: list[GradientPlace] = []
-        self._units: list[Any] = []
+        self._units: dict[Any, list[nn.Parameter]] = {}  # and what each of them gathers
         self._hooked: set[nn.Parameter] = set()
         # Whose sum of this minibatch, and of one of the step, is in ``.grad``.
         self._reduced: set[nn.Parameter] = set()
         self._summed: set[nn.Parameter] = set()
-        self._copied: list[GradientPlace] = []  # of parameters with copies of shards
+        self._copied: dict[nn.Parameter, GradientPlace] = {}  # with copies of shards
         self._seen: list[bool] = []  # of these: which had a gradient in the first pass
         self._is_last = False
         self._newest: Any = None  # the unit that FSDP2 sums
@@ -214,12 +213,14 @@ class ShardedSum(GradientSum):
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         super().hold(parameters)
         places, units = self._shards.places, self._shards.units
-        self._units = [*dict.fromkeys(units[p]() for p in self._sharded())]
+        self._units = {}
+        for parameter in self._sharded():
+            self._units.setdefault(units[parameter](), []).append(parameter)
         for unit in self._units:  # sums, not means over processes
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._places = [places.setdefault(p, GradientPlace(p)) for p in parameters]
-        self._copied = [places[p] for p in self._sharded() if num_copies(p) > 1]
+        self._copied = {p: places[p] for p in self._sharded() if num_copies(p) > 1}
         for parameter, place in zip(parameters, self._places):
             if not is_sharded(parameter):
                 place.follow(parameter)
@@ -270,7 +271,7 @@ class ShardedSum(GradientSum):
 
         Those of a module that copies of shards are yet to sum are one tensor of it.
         """
-        found = [place.has_new for place in self._copied]
+        found = [place.has_new for place in self._copied.values()]
         if self._is_whole or found == (self._seen or found):
             self._seen = found
             return
@@ -281,11 +282,9 @@ class ShardedSum(GradientSum):
 
     def _begin_ready(self, begin: Begin) -> None:
         """Begins sums over members, in an order that all of them have."""
-        units = self._shards.units
-        for unit in self._units[::-1][len(self._begun) :]:
+        for unit, own in [*self._units.items()][::-1][len(self._begun) :]:
             if unit not in self._ready:
                 return
-            own = [p for p in self._sharded() if units[p]() is unit]
             flat = torch.cat([local(self.gradients[p]).reshape(-1) for p in own])
             self._begun.append((own, flat, begin(flat)))
 
@@ -310,7 +309,7 @@ class ShardedSum(GradientSum):
         )
 
     def accumulates_elsewhere(self, parameter: nn.Parameter) -> bool:
-        return is_sharded(parameter) and (self._is_whole or num_copies(parameter) > 1)
+        return parameter in self._copied or (self._is_whole and is_sharded(parameter))
 
     # --- the sum --------------------------------------------------------------------
 
