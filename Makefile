@@ -115,7 +115,7 @@ tpu-compiler:
 
 # Neither environment has what is the other's.
 tpu-compile: $(VENV)/ready tpu-compiler
-	$(VENV)/bin/python tools/tpu/compile_programs.py --quick --slices v5e:2x4 --at-most 20
+	$(VENV)/bin/python tools/tpu/compile_programs.py --quick --slices v5e:2x4
 	! $(VENV)/bin/python -m pip show --quiet jax libtpu 2>/dev/null
 	! .venv-tpu/bin/python -m pip show --quiet torch torch_xla 2>/dev/null
 
@@ -128,7 +128,7 @@ gpu:
 
 # One process, so that all tests share replicas that have started.
 tpu-like: tmux
-	$(MAKE) PYTEST_ARGS='-m tpu_like --session-timeout 1800' test
+	$(MAKE) PYTEST_ARGS='-m tpu_like --session-timeout 3600' test
 
 outside:
 	OUTSIDE=1 $(MAKE) ENV=outside PYTEST_ARGS='-n auto --dist worksteal -m outside test/outside' test
