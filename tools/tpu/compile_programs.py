@@ -5,9 +5,9 @@ replica gives to XLA, and compiles each for slices of several generations of TPU
 table has one row for every case and slice, of its slowest, largest and most costly
 program; flops and bytes are the compiler's estimates.
 
-It fails where the compiler refuses a program, a program takes --at-most times as long to
-compile as the first case's, replicas run different programs, a number is written into a
-program, or an array of float64 is computed; see `program_checks.py`.
+It fails where the compiler refuses a program, a program takes more than --at-most times
+as long to compile as the first case's, replicas run different programs, a number is
+written into a program, or an array of float64 is computed; see `program_checks.py`.
 
     make tpu-compiler
     python tools/tpu/compile_programs.py --output tpu.json
@@ -195,8 +195,8 @@ def complaints(case: str, rows: Sequence[By], at_most: float) -> list[str]:
             found.append(f"{case}: {row['slice']} refuses {row['place']}: "
                          f"{row['refused']}")  # fmt: skip
         elif row["CPU seconds"] > at_most:
-            found.append(f"{case}: {row['slice']} takes {row['CPU seconds']:.1f} CPU s for "
-                         f"{row['place']}, more than {at_most:.1f} s")  # fmt: skip
+            found.append(f"{case}: {row['slice']} takes {row['CPU seconds']:.1f} CPU s "
+                         f"for {row['place']}, more than {at_most:.1f} s")  # fmt: skip
     return found
 
 
@@ -266,7 +266,7 @@ def main() -> None:
     )
     parser.add_argument("--num-replicas", type=int, default=8, help="default: 8")
     parser.add_argument("--at-most", type=float, default=5.0, metavar="TIMES",
-                        help="what the first case takes to compile; default: 5")  # fmt: skip
+                        help="what the first takes to compile; default: 5")  # fmt: skip
     parser.add_argument("--keep", type=Path, metavar="FOLDER",
                         help="programs and what the compiler says of each")  # fmt: skip
     parser.add_argument("--kept", action="store_true",
