@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_785
-TEST_LINES = 33_965
+TEST_LINES = 33_961
 
 
 def test_lines_are_counted():
