@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_785
-TEST_LINES = 33_961
+CODE = 21_792
+TEST_LINES = 34_012
 
 
 def test_lines_are_counted():

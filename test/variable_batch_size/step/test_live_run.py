@@ -322,6 +322,8 @@ def test_members_leave_stop_and_join(tmp_path):
         assert (second.exitcode, fourth.exitcode) == (0, 0)
         assert third.exitcode == 1  # the others have ended
         assert "Superseded" in job.log()
+        joined = rf"from step \d+ on, .*\(process {fourth.pid} on .+\) joined$"
+        assert re.search(joined, job.log(), re.MULTILINE), job.log()
 
 
 @of_torch_alone
