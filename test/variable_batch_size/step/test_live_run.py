@@ -82,11 +82,13 @@ def more_updates(job: LiveJob) -> Callable[[], bool]:
 
 
 def are_together(job: LiveJob) -> bool:
-    """Returns whether all that run train, and have told last of one generation."""
+    """Returns whether all that run have told last of one generation, of them all."""
     files = [job.folder / f"{each.pid}.txt" for each in job.running]
     texts = [file.read_text() for file in files if file.exists()]
-    told = [re.findall(r" generation (\d+): ", text)[-1:] for text in texts]
-    return [] not in told and told == told[:1] * len(job.running)
+    told = [re.findall(r" generation (\d+): (\d+) ", text)[-1:] for text in texts]
+    is_same = told == told[:1] * len(job.running)
+    # Of slices, it is the number of their replicas.
+    return is_same and all(own and int(own[0][1]) >= len(told) for own in told)
 
 
 def end_soon(job: LiveJob) -> None:
