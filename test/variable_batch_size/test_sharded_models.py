@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.variable_batch_size import exact
 from support.variable_batch_size.elastic import Case, large_batch_run
 from support.variable_batch_size.sharded import TRACE, Model, Run, Training, data, whole
 from support.xla_replica.replicas import HAS_XLA, Backend, of_torch_alone
@@ -182,6 +183,36 @@ def test_exact_sums_of_one_process_that_shards_are_those_of_a_whole_model(exact_
 def test_exact_sums_have_the_same_bits_however_a_model_is_sharded(shape, exact_alone):
     for found in Backend("cpu", math.prod(shape)).run(exact_outcomes, shape):
         assert_same_bits(found, exact_alone)
+
+
+def language_model() -> nn.Module:
+    """An embedding that is tied, and a block of its own where processes share it."""
+    model = exact.Transformer()
+    if dist.is_initialized():
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+        for module in (model.block, model):
+            fully_shard(module, mp_policy=policy)
+    return model
+
+
+def jumps(rank: int) -> tuple[str, set[int]]:
+    """Trains with jumps of gradients, and one that is not finite.
+
+    Returns a hash of the weights, and which steps were run again.
+    """
+    options = {"reduction": "sum", "max_grad_norm": 1.0}
+    own = exact.Run(language_model, exact.adamw, "root", options, True, zero_step=None)
+    training = exact.Training(own).finish()
+    found = training.outcome(whole(training.model.state_dict().values()))
+    return found.digest, {*found.repeated}
+
+
+def test_exact_sums_of_shards_run_the_steps_again_that_those_of_whole_models_do():
+    digest, repeated = jumps(0)
+    assert {0, 3, 9} <= repeated
+    for own, steps in Backend("cpu", 2).run(jumps):
+        assert own == digest
+        assert steps <= repeated
 
 
 def assert_same_bits(found: list[dict[str, Any]], expected: Any) -> None:

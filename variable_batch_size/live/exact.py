@@ -21,9 +21,8 @@ from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.update import RunAgain
 from xla_replica import Replica, ReplicaError
-from xla_replica.backends.exact_sum import ExactSum
+from xla_replica.backends.exact_sum import ExactSum, ShardedExactSum
 from xla_replica.backends.gradient_sum import GradientSum
-from xla_replica.backends.sharded_exact_sum import ShardedExactSum
 from xla_replica.backends.sharded_sum import ShardedSum
 from xla_replica.common.arguments import check_type
 from xla_replica.device.row_units import MOST_MINIBATCHES, MOST_NARROW, RowUnits
