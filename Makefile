@@ -47,8 +47,9 @@ REQUIREMENTS_docs = --group docs
 # Packages whose dependencies are old or large, and not needed for what we run of them.
 ALONE_outside = adaptdl==0.2.11 fairscale==0.4.13 skypilot==0.14.1
 
-# Most files are never imported; the others are compiled when they are.
 PIP = $(VENV)/bin/python -m pip install --quiet --no-compile
+# uv where there is one, else pip.
+INSTALL = $(VENV)/bin/python tools/install.py
 # Those that CI needs.
 ENVIRONMENTS = xla torch docs torchtpu outside tpu
 
@@ -66,16 +67,17 @@ help:
 $(VENV)/torch:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
+	$(PIP) uv || true
 	$(if $(CPU_$(ENV)),$(CPU_ONLY))
-	$(if $(CPU_$(ENV))$(LARGE_$(ENV)),$(PIP) $(CPU_$(ENV)) $(LARGE_$(ENV)))
+	$(if $(CPU_$(ENV))$(LARGE_$(ENV)),$(INSTALL) $(CPU_$(ENV)) $(LARGE_$(ENV)))
 	touch $@
 
 $(VENV)/ready: setup.py pyproject.toml | $(VENV)/torch
-	$(PIP) $(REQUIREMENTS_$(ENV))
-	$(if $(ALONE_$(ENV)),$(PIP) --no-deps $(ALONE_$(ENV)))
+	$(INSTALL) $(REQUIREMENTS_$(ENV))
+	$(if $(ALONE_$(ENV)),$(INSTALL) --no-deps $(ALONE_$(ENV)))
 	touch $@
 
-# What is large two at a time; this project one after the other, since pip writes here.
+# What is large two at a time; this project one after the other, since its build writes here.
 environments:
 	$(MAKE) -j 2 $(ENVIRONMENTS:%=torch-of-%)
 	$(MAKE) $(ENVIRONMENTS:%=all-of-%)
@@ -136,7 +138,7 @@ outside:
 # The adapters to trainers with releases that nothing here has pinned yet.
 newest-trainers:
 	$(MAKE) ENV=outside VENV=.venv-outside .venv-outside/ready
-	.venv-outside/bin/python -m pip install --quiet --upgrade accelerate lightning transformers
+	.venv-outside/bin/python tools/install.py --upgrade accelerate lightning transformers
 	OUTSIDE=1 .venv-outside/bin/python -m pytest -m outside test/outside/integrations
 
 # What it installs is small with this torch, of which there is a build for CPUs.

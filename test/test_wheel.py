@@ -1,8 +1,8 @@
 """The wheel, with what it declares and nothing else, is enough for what it promises.
 
 Every other environment of this project has packages that hide a missing dependency.
-`make wheel` runs these: each extra is installed into an environment of its own, over
-one that has the required dependencies alone.
+`make wheel` runs these: one environment has, for each extra, what uv finds it to need,
+and nothing else.
 """
 
 import os
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -81,11 +81,12 @@ from tools.outside.models import import_torchvision
 import_torchvision()
 import accelerate, lightning, opacus, timm, torchdata, transformers
 """,
-    "xla-cpu": REPLICAS,  # before those that are over it; last, since its 8 GB stay
+    "xla-cpu": REPLICAS,  # last, since they have another torch
     "xla-tpu": f"import libtpu\n{REPLICAS}",
 }
-# What has the same large packages, as test_packaging sees, is installed over another.
-OVER = {"xla-tpu": "xla-cpu"}
+
+
+OTHER_TORCH = ("xla-cpu", "xla-tpu")
 
 
 def test_every_extra_has_a_use():
@@ -100,15 +101,10 @@ def run(*command: str | Path, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-def environment(folder: Path, requirements: list[str], *below: Path) -> Path:
-    """Makes an environment in a folder, over others; returns its interpreter."""
-    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
-    python = folder / "bin" / "python"
-    lines = "".join(f"{_packages(each)}\n" for each in below)
-    (_packages(python) / "below.pth").write_text(lines)
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q"]
-    run(*pip, "--no-compile", *requirements, cwd=folder)  # most is never imported
-    return python
+def new(folder: Path) -> Path:
+    """Makes an environment in a folder; returns its interpreter."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    return folder / "bin" / "python"
 
 
 def _packages(python: Path) -> Path:
@@ -128,7 +124,9 @@ def wheel(tmp_path_factory) -> Path:
     )
     subprocess.run(["git", "apply", "--allow-empty"], cwd=source, input=changed.stdout)
     build = "from setuptools import build_meta; build_meta.build_sdist('..')"
-    run(environment(folder / "venv", ["setuptools>=77"]), "-c", build, cwd=source)
+    python = new(folder / "venv")
+    run(python, "-m", "pip", "install", "-q", "setuptools>=77", cwd=folder)
+    run(python, "-c", build, cwd=source)
     [sdist] = folder.glob("*.tar.gz")
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, sdist,
         cwd=folder)  # fmt: skip
@@ -137,14 +135,20 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environments(wheel, tmp_path_factory) -> Iterator[dict[str, Path]]:
-    """Interpreters by extra; under "" that with the required dependencies alone."""
-    folder = tmp_path_factory.mktemp("required") / "venv"
-    torch = os.environ.get("WHEEL_TORCH", "torch")
-    made = {"": environment(folder, [str(wheel), torch])}
-    yield made
-    for python in made.values():
-        shutil.rmtree(python.parents[1])
+def installed(wheel, tmp_path_factory) -> Iterator[Callable[[str], Path]]:
+    """Gives an interpreter that has the wheel and what an extra, or "", declares."""
+    python = new(tmp_path_factory.mktemp("wheel") / "venv")
+    install = [sys.executable, ROOT / "tools" / "install.py", "--python", python]
+
+    def with_extra(name: str) -> Path:
+        # With any other version of torch each would bring one of several GB.
+        torch = [] if name in OTHER_TORCH else [os.environ.get("WHEEL_TORCH", "torch")]
+        what = f"{wheel}[{name}]" if name else wheel
+        run(*install, "--exact", what, *torch, cwd=ROOT)
+        return python
+
+    yield with_extra
+    shutil.rmtree(python.parents[1])
 
 
 def test_distributions_hold_the_packages_and_nothing_else(wheel):
@@ -161,35 +165,27 @@ def test_distributions_hold_the_packages_and_nothing_else(wheel):
 
 # They import all five packages, by a member of one's own in every family.
 @pytest.mark.parametrize("number", range(len(blocks("docs/extending.md", "python"))))
-def test_required_dependencies_are_enough(number, environments, tmp_path):
+def test_required_dependencies_are_enough(number, installed, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(blocks("docs/extending.md", "python")[number])
-    run(environments[""], script, cwd=tmp_path)
+    run(installed(""), script, cwd=tmp_path)
 
 
-def test_the_readmes_lines_install_it_and_its_script_runs(environments, tmp_path):
+def test_the_readmes_lines_install_it_and_its_script_runs(installed, tmp_path):
     """As they are written: a clone, pip alone, and a folder with two files."""
-    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
-    binaries = tmp_path / "venv" / "bin"  # of an environment with torch, as most have
-    below = f"{_packages(environments[''])}\n"
-    (_packages(binaries / "python") / "below.pth").write_text(below)
+    python = new(tmp_path / "venv")  # over one with torch, as most have
+    (_packages(python) / "below.pth").write_text(f"{_packages(installed(''))}\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "train.py").write_text(*blocks("README.md", "python"))
     lines = block("README.md", "sh", "pip install .").replace("ADDRESS", str(ROOT))
     start = block("README.md", "sh", "python train.py")
-    script = f"export PATH={binaries}:$PATH\n{lines}cd ../empty\n{start}"
+    script = f"export PATH={python.parent}:$PATH\n{lines}cd ../empty\n{start}"
     run("bash", "-ec", script, cwd=tmp_path)
     assert (tmp_path / "empty" / "run").is_dir()
 
 
 @pytest.mark.parametrize("extra", USES)
-def test_an_extra_is_enough_for_its_use(extra, wheel, environments, tmp_path):
-    below = [environments[name] for name in (OVER.get(extra), "") if name is not None]
-    python = environment(tmp_path / "venv", [f"{wheel}[{extra}]"], *below)
+def test_an_extra_is_enough_for_its_use(extra, installed, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"{IMPORT_ALL}\n{USES[extra]}")
-    run(python, script, cwd=tmp_path)
-    if extra in OVER.values():
-        environments[extra] = python
-    else:  # all of them together are 18 GB
-        shutil.rmtree(tmp_path / "venv")
+    run(installed(extra), script, cwd=tmp_path)

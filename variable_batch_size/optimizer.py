@@ -311,7 +311,8 @@ class ElasticOptimizer(OptimizerProxy):
         Args:
             target: A torch LR scheduler, whose ``step`` needs no metric; or a function
                 that takes an `Update`.
-            unit: What a scheduler counts: ``'updates'``, ``'samples'``, ``'epochs'``.
+            unit: What a scheduler counts: ``'updates'``, ``'samples'``, or
+                ``'epochs'``, as for a `StepLR` of 30 epochs.
             every: A scheduler is stepped once every so many units.
 
         Raises:

@@ -101,8 +101,10 @@ def epochs(
             the loss if there is a log. ``"log"``: lines everywhere. False: nothing.
         **parts: What else the run is made of, by name: LR schedulers, a GraBSampler, a
             pruner. Schedulers and functions ``after_update`` are attached; what has a
-            state is saved. The sampler's ``order`` is one without being named. Step a
-            ReduceLROnPlateau yourself, after an epoch's last minibatch.
+            state is saved. The sampler's ``order`` is one without being named. A
+            scheduler is stepped after every update: attach one that counts epochs
+            yourself, with ``unit="epochs"``. Step a ReduceLROnPlateau yourself, after
+            an epoch's last minibatch.
 
     Raises:
         TypeError, ValueError: The loader is another sampler's; or a part has no state

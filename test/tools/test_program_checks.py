@@ -105,22 +105,25 @@ ROW = {"slice": "v5e:2x4", "place": "a.py:1", "seconds": 1.0, "CPU seconds": 1.0
     (ROW, saved(), None),
     (ROW, saved(dtype="f32[5]"), ": the program at me/training"),
     ({**ROW, "refused": "no"}, saved(), ": v5e:2x4 refuses a.py:1: no"),
-    ({**ROW, "seconds": 9.0, "CPU seconds": 6.0}, saved(), "takes 9.0 s for a.py"),
+    ({**ROW, "CPU seconds": 5.1}, saved(), "takes 5.1 CPU s for a.py"),
     ({**ROW, "seconds": 9.0}, saved(), None),  # the machine did other work
 ])  # fmt: skip
 def test_the_command_fails_where_something_is_wrong(
     monkeypatch, tmp_path, capsys, row, replica_1, message
 ):
-    case, output = "broadcast of parameters", tmp_path / "found.json"
+    first, case = cases = ["plain step", "broadcast of parameters"]
+    output = tmp_path / "found.json"
+    plain = programs(saved("7"))
     by_rank = [programs(saved()), programs(replica_1)]
 
     def compiled(found, *args):
-        return {(program.text, "v5e:2x4"): row for program in found}
+        rows = {plain[0].text: ROW}
+        return {(each.text, "v5e:2x4"): rows.get(each.text, row) for each in found}
 
     monkeypatch.setattr(compile_programs, "compiled", compiled)
-    made = {case: by_rank}, {case: programs(saved())}
+    made = {first: [plain, plain], case: by_rank}, {case: programs(saved())}
     monkeypatch.setattr(compile_programs, "programs_of", lambda *args: made)
-    arguments = ["x", "--cases", case, "--slices", "v5e:2x4", "--python", __file__]
+    arguments = ["x", "--cases", *cases, "--slices", "v5e:2x4", "--python", __file__]
     monkeypatch.setattr("sys.argv", [*arguments, "--output", str(output)])
     if message is None:
         compile_programs.main()

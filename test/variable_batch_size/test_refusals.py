@@ -194,6 +194,7 @@ OF_VALUES = [
     (lambda: resumed(HALF, HALF | {"weight_decay": 0.25}),
      r"weight_decay was 0\.5 and is 0\.25"),
     (lambda: attached(lambda _: print, "samples", 10), "are for LR schedulers"),
+    (lambda: attached(lambda _: print, "epochs"), "may ask for update.ends_epoch"),
     (lambda: attached(lambda _: StepLR), "neither an LR scheduler nor a function"),
     (lambda: attached(lambda wrapper: StepLR(wrapper, 1).step), "is a method of an LR"),
     (lambda: attached(ReduceLROnPlateau, "epochs"), "needs a metric"),

@@ -103,7 +103,9 @@ class Checkpointer:
         if "://" in str(folder):
             raise ValueError(f"folder={str(folder)!r} is not a path: mount the bucket")
         self._keep = check_integer("keep", keep, least=1)
-        self._best = check_choice("best", best, ("max", "min", None))
+        self._best = check_choice(
+            "best", best, ("max", "min", None), "a part by another name"
+        )
         check_number("look_every_seconds", look_every_seconds, above=0)
         self.folder, self._look_every = Path(folder), look_every_seconds
         self.replica = optimizer.replica

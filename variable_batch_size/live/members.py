@@ -31,6 +31,16 @@ State = dict[str, Any]
 _MOST_MEETINGS = 5
 
 
+def _not_in(other: Generation, members: Generation | None) -> str:
+    """Returns which of these members another generation lacks, for people."""
+    named = enumerate(zip(members.members, members.offers)) if members else ()
+    return ", ".join(
+        f"member {number} ({offer.name})"
+        for number, (member, offer) in named
+        if member not in other.members
+    )
+
+
 class LiveBallots(Ballots):
     """Ballots of members that may leave alone, and of those who wait to join."""
 
@@ -269,14 +279,11 @@ class LiveUpdates(Updates):
                 f"from step {self.account.global_step} on, with "
                 f"{'exact sums' if self.run.sums.is_exact else 'sums of floats'}"
             )
-            gone = [
-                f"member {number} ({offer.name})"
-                for number, offer in enumerate(before.offers if before else ())
-                if before.members[number] not in generation.members
-            ]
-            if gone:
-                text += f"; {', '.join(gone)} went {time.monotonic() - since:.2f} s ago"
-            logger.log(logging.WARNING if gone else logging.INFO, text)
+            if gone := _not_in(generation, before):
+                text += f"; {gone} went {time.monotonic() - since:.2f} s ago"
+            if joined := _not_in(before, generation) if before else "":
+                text += f"; {joined} joined"
+            logger.log(logging.WARNING if gone or joined else logging.INFO, text)
         self._changed(generation.number)
 
     def _note(self, error: Exception) -> None:

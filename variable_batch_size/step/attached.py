@@ -136,7 +136,8 @@ class Attached:
             (is_class or not (is_scheduler or callable(target)),
              "is neither an LR scheduler nor a function"),
             (not is_scheduler and (unit, every) != ("updates", 1),
-             "runs after every update: unit= and every= are for LR schedulers"),
+             "runs after every update, as a function, which may ask for "
+             "update.ends_epoch: unit= and every= are for LR schedulers"),
             (any(is_scheduler or each.saves(owner) for each in savers),
              "comes after a Checkpointer: attach it before"),
         ):  # fmt: skip

@@ -94,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--log-steps", type=int, default=1)
     parser.add_argument("--save-last", action="store_true", help="after the loop")
     parser.add_argument("--trace", type=Path, help="what such a run has decided")
+    parser.add_argument("--hashes", action="store_true", help="after every update")
     options = parser.parse_args(arguments)
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(message)s"
@@ -172,8 +173,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )  # fmt: skip
         optimizer.attach(controller)
 
+    def found() -> list[torch.Tensor]:
+        values = whole(model.state_dict().values())
+        if grab:
+            values.append(torch.tensor(grab.order))
+        if options.kind == "rigl":
+            values += parts["pruner"].masks.values()
+        return replica.fetch([value.detach() for value in values])
+
+    def digest() -> str:
+        content = b"".join(value.numpy().tobytes() for value in found())
+        return hashlib.sha256(content).hexdigest()[:16]
+
+    hashes: dict[int, str] = {}  # by number of updates
+
     def end_where_told(update: vbs.Update | None = None) -> None:
         end, number = folder / "end", checkpointer.num_updates
+        if options.hashes:
+            hashes[number] = digest()
         if end.exists() and number == int(end.read_text()):
             raise Over
 
@@ -208,23 +225,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         end_where_told()
         for epoch in range(sampler.epoch, options.epochs):
             sampler.set_epoch(epoch)
-            with xla_replica.count(alone) as count:
+            with xla_replica.count(alone) as count, contextlib.suppress(Over):
                 train(epoch)
             num_compilations.append(count.compilations)
+            end_where_told()
     if options.save_last:
         checkpointer.save()
     log.close()
-    values = whole(model.state_dict().values())
-    if grab:
-        values.append(torch.tensor(grab.order))
-    if options.kind == "rigl":
-        values += parts["pruner"].masks.values()
-    found = replica.fetch([value.detach() for value in values])
-    content = b"".join(value.numpy().tobytes() for value in found)
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    result = {"hash": digest, "num_updates": checkpointer.num_updates}
+    result = {"hash": digest(), "num_updates": checkpointer.num_updates}
+    if options.hashes:
+        result["hashes"] = hashes
     if options.float:
-        torch.save(found, folder / f"{name}.values")
+        torch.save(found(), folder / f"{name}.values")
     (folder / f"{name}.compilations").write_text(json.dumps(num_compilations))
     written = folder / f"{name}-{replica.rank}.result"
     written.write_text(json.dumps(result))

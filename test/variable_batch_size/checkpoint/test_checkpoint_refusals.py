@@ -86,6 +86,7 @@ def saved_with(training: elastic.Training, **parts) -> None:
     ({"look_every_seconds": 0}, ValueError, "look_every_seconds must be a finite"),
     ({"look_every": 100}, TypeError, "look_every=100 is not an argument"),
     ({"best": "highest"}, ValueError, "best must be one of 'max', 'min', None"),
+    ({"best": Part()}, ValueError, "'min', None or a part by another name, got <"),
     ({"parts": {"x": 3}}, TypeError, "x=3 is not an argument, and as a"),
     ({"every_updates": -1}, ValueError, "every_updates must be an integer >= 1"),
     ({"every_minutes": 0}, ValueError, "every_minutes must be a finite number > 0"),

@@ -25,17 +25,26 @@ import xla_replica
 
 pytestmark = jobs.needs_lighthouse
 SLOW = pytest.mark.slow
-_expected: dict[tuple[str, ...], dict] = {}
+LONGEST = 9  # epochs, of runs of the plain kind
+_expected: dict[tuple[str, ...], dict[str, str]] = {}
 
 
 def undisturbed(arguments: tuple[str, ...], folder: Path, **variables: str) -> dict:
-    """Returns what one process without any others finds, with these arguments."""
-    if arguments not in _expected or variables:
-        job = LiveJob(folder, (*arguments, "--minibatch-seconds", "0"), variables)
+    """Returns by update what one process without any others has made of the weights.
+
+    One run serves all tests of the plain kind, which end after some update of it.
+    """
+    at = arguments.index("--epochs")  # of `words`
+    kind = arguments[:at] + arguments[at + 4 :]
+    if kind not in _expected or variables:
+        epochs = arguments[at + 1] if kind else LONGEST
+        alone = *kind, *words(int(epochs), 0), "--hashes"
+        job = LiveJob(folder, alone, variables)
         job.start()
-        [_expected[arguments]] = job.wait(job.results)
+        [result] = job.wait(job.results)
+        _expected[kind] = result["hashes"]
         job.stop()
-    return _expected[arguments]
+    return _expected[kind]
 
 
 def meet_fates(job: LiveJob, fates: list[jobs.Fate], num_members: int = 3) -> None:
@@ -56,6 +65,8 @@ def meet_fates(job: LiveJob, fates: list[jobs.Fate], num_members: int = 3) -> No
                 waiting.append(fate)
             if process.exitcode and not job.results():
                 start()
+        if not waiting and job.num_met() == len(fates) and are_together(job):
+            end_soon(job)
         return not job.running
 
     for _ in range(num_members):
@@ -70,11 +81,26 @@ def more_updates(job: LiveJob) -> Callable[[], bool]:
     return lambda: job.num_updates() >= number
 
 
-def check(job: LiveJob, expected: dict) -> None:
+def are_together(job: LiveJob) -> bool:
+    """Returns whether all that run train, and have told last of one generation."""
+    files = [job.folder / f"{each.pid}.txt" for each in job.running]
+    texts = [file.read_text() for file in files if file.exists()]
+    told = [re.findall(r" generation (\d+): ", text)[-1:] for text in texts]
+    return [] not in told and told == told[:1] * len(job.running)
+
+
+def end_soon(job: LiveJob) -> None:
+    """Has members end some updates from now: what would follow shows nothing new."""
+    job.tell("end", job.num_updates() + 8)
+
+
+def check(job: LiveJob, expected: dict[str, str]) -> None:
     results = job.results()
     assert results, job.log()
-    assert results == [expected] * len(results), job.log()
-    assert job.check_samples() == expected["num_updates"]
+    number = results[0]["num_updates"]
+    right = {"hash": expected[str(number)], "num_updates": number}
+    assert results == [right] * len(results), job.log()
+    assert job.check_samples() == number
 
 
 def values(job: LiveJob) -> list[torch.Tensor]:
@@ -88,8 +114,9 @@ def values(job: LiveJob) -> list[torch.Tensor]:
 def check_floats(job: LiveJob, arguments: tuple[str, ...]) -> None:
     """Asserts that a job has ended as a member that is alone, up to rounding."""
     with live_job(job.folder.with_name("alone"), *arguments) as alone:
+        alone.tell("end", job.results()[0]["num_updates"])
         alone.start()
-        ends(alone)
+        alone.wait(lambda: not alone.running)
         for own, other in zip(values(job), values(alone)):
             torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-12)
 
@@ -98,7 +125,11 @@ def words(epochs: int, seconds: float = 0.03) -> tuple[str, ...]:
     return "--epochs", str(epochs), "--minibatch-seconds", str(seconds)
 
 
-def ends(job: LiveJob) -> list[int]:
+def ends(job: LiveJob, soon: bool = True) -> list[int]:
+    """Returns the statuses of all, which end soon after they have met, or later."""
+    if soon:
+        job.wait(lambda: are_together(job))
+        end_soon(job)
     job.wait(lambda: not job.running)
     return [each.exitcode for each in job.ended]
 
@@ -112,7 +143,7 @@ def live(folder: Path, *arguments: str, more: tuple[str, ...] = (), **options):
     expected = undisturbed(arguments, folder / "alone")
     with live_job(folder / "live", *arguments, *more, **options) as job:
         yield job
-        ends(job)
+        job.wait(lambda: not job.running)
         check(job, expected)
 
 
@@ -172,7 +203,7 @@ def test_a_member_whose_weights_differ_receives_those_of_the_others_once(
     arguments = ("--float", *words(3, 0.02))
     with live_job(tmp_path / "live", *arguments, min_members=3) as job:
         members = [job.start(jobs.Flip(steps)), job.start(), job.start()]
-        ends(job)
+        ends(job, soon=False)
         assert "after update 19 the weights of members" in job.log()
         assert ("not for the first time" in job.log()) == (len(steps) == 2)
         assert [each.exitcode for each in members] == [len(steps) - 1] * 3
@@ -188,7 +219,7 @@ def test_a_member_that_alone_loses_sums_receives_what_the_others_made_of_them(tm
         steps = (2, first, second - 1, second, last)
         job.start(jobs.Loss(steps))
         job.start()
-        assert ends(job) == [0, 0], job.log()
+        assert ends(job, soon=False) == [0, 0], job.log()
         [joined] = [int(path.stem) for path in job.folder.glob("*.joined")]
         lost = sorted(int(p.stem.split(".")[1]) for p in job.folder.glob("*.lost"))
         assert lost == [step for step in steps if step >= joined] != []
@@ -202,6 +233,9 @@ def test_the_others_go_on_without_one_that_hangs(num_members, tmp_path):
         hangs = job.start(jobs.Hang(30))
         others = [job.start() for _ in range(num_members - 1)]
         job.wait(lambda: job.num_ready() == num_members)
+        job.wait(job.num_met)
+        job.wait(more_updates(job))
+        end_soon(job)
         job.wait(lambda: all(each in job.ended for each in others))
         hangs.kill()
         assert [each.exitcode for each in others] == [0] * len(others), job.log()
@@ -217,7 +251,7 @@ def test_members_that_are_paused_and_go_on_one_after_another_all_end_well(tmp_pa
         time.sleep(3)  # heartbeats
         for each in members:
             os.kill(each.pid, signal.SIGCONT)
-            time.sleep(1.5)
+            job.wait(more_updates(job))  # of this one alone at first
         assert ends(job) == [0, 0, 0], job.log()
         assert len(job.results()) == 3
         assert "joins anew" in job.log()
@@ -235,6 +269,7 @@ def test_paused_members_join_one_that_has_begun_with_a_checkpoint(tmp_path):
         for each in members[:2]:
             os.kill(each.pid, signal.SIGCONT)
             time.sleep(1)
+        job.wait(lambda: "joins anew" in job.log())
         assert ends(job) == [0, 0, 0], job.log()
 
 
@@ -255,21 +290,20 @@ def test_a_paused_member_joins_who_begins_with_the_checkpoint_of_the_dead(
         job.wait(job.is_heard)
         time.sleep(1)  # it asks for others
         os.kill(paused.pid, signal.SIGCONT)
-        job.wait(lambda: not job.running)
+        job.wait(lambda: "joins anew" in job.log())
+        ends(job)
         assert (paused.exitcode, new.exitcode) == (0, 0), job.log()
-        assert "joins anew" in job.log()
-        job.check_samples()
 
 
 @of_torch_alone
 def test_a_paused_member_passes_over_the_epochs_that_another_one_has_trained(tmp_path):
-    with live(tmp_path, *words(16, 0.02), seconds=1.0) as job:
+    with live(tmp_path, *words(9, 0.02), seconds=1.0) as job:
         paused, _ = started(job, 2)
         os.kill(paused.pid, signal.SIGSTOP)
-        job.wait(lambda: job.num_updates() > 100)  # in the eighth epoch
+        job.wait(lambda: job.num_updates() > 45)  # in the fourth epoch
         os.kill(paused.pid, signal.SIGCONT)
+        job.wait(lambda: "joins anew" in job.log())
         assert ends(job) == [0, 0], job.log()
-        assert "joins anew" in job.log()
 
 
 @of_torch_alone
@@ -284,10 +318,12 @@ def test_members_leave_stop_and_join(tmp_path):
         os.kill(third.pid, signal.SIGSTOP)
         job.wait(lambda: job.results())
         os.kill(third.pid, signal.SIGCONT)
-        ends(job)
+        ends(job, soon=False)
         assert (second.exitcode, fourth.exitcode) == (0, 0)
         assert third.exitcode == 1  # the others have ended
         assert "Superseded" in job.log()
+        joined = rf"from step \d+ on, .*\(process {fourth.pid} on .+\) joined$"
+        assert re.search(joined, job.log(), re.MULTILINE), job.log()
 
 
 @of_torch_alone
@@ -301,7 +337,7 @@ def test_the_last_checkpoint_is_there_whoever_dies_writing_it(how, has_space, tm
         for _ in range(3):
             job.start(jobs.DiesWriting(has_space))
         status = -signal.SIGKILL if has_space else 1
-        assert sorted(ends(job)) == sorted([0, 0, status]), job.log()
+        assert sorted(ends(job, soon=False)) == sorted([0, 0, status]), job.log()
         assert job.saved()[0].num_updates == last
         assert "No space left" in job.log() or has_space
 
@@ -378,7 +414,7 @@ def test_a_run_whose_members_have_all_died_continues_its_checkpoint(tmp_path):
         job.wait(lambda: list(job.folder.glob("checkpoints/*.pt")))
         for each in members:
             each.kill()
-        ends(job)
+        job.wait(lambda: not job.running)
         job.start()
         ends(job)
         assert "resuming" in job.log()
@@ -535,6 +571,7 @@ def test_a_joiner_that_differs_is_refused_alone_by_name_on_both_sides(
     with live(tmp_path, *words(7)) as job:
         members = started(job, 2)
         other = job.start(MEMBER_DIFFERS=differs, **variable)
+        job.wait(lambda: other in job.ended)
         assert (ends(job), other.exitcode) == ([1, 0, 0], 1), job.log()
         for each in (other, *members):
             told = (job.folder / f"{each.pid}.txt").read_text()
@@ -544,9 +581,9 @@ def test_a_joiner_that_differs_is_refused_alone_by_name_on_both_sides(
 
 @of_torch_alone
 def test_the_lighthouse_may_go_away_and_come_back(tmp_path):
-    expected = undisturbed(words(12), tmp_path / "alone")
+    expected = undisturbed(words(LONGEST), tmp_path / "alone")
     lighthouse = jobs.Lighthouse(heartbeat_seconds=3.0)
-    job = LiveJob(tmp_path / "live", words(12), lighthouse.variables)
+    job = LiveJob(tmp_path / "live", words(LONGEST), lighthouse.variables)
     with lighthouse:
         members = started(job, 2)
     job.wait(more_updates(job))  # nobody needs it
