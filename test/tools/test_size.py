@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_792
-TEST_LINES = 34_012
+CODE = 21_945
+TEST_LINES = 34_163
 
 
 def test_lines_are_counted():

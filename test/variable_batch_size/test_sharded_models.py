@@ -1,11 +1,16 @@
 """Models that FSDP2 shards train as one process does, with any number of processes."""
 
-from contextlib import nullcontext
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from support.variable_batch_size import exact
 from support.variable_batch_size.elastic import Case, large_batch_run
 from support.variable_batch_size.sharded import TRACE, Model, Run, Training, data, whole
 from support.xla_replica.replicas import HAS_XLA, Backend, of_torch_alone
@@ -21,6 +26,7 @@ from torch.testing import assert_close
 
 import variable_batch_size as vbs
 import xla_replica
+from xla_replica.device import row_units
 
 BY_HAND = [
     Run(Case(TRACE, epochs=3)),
@@ -70,6 +76,20 @@ def loss_of(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x), y) + 0 * model.unused.sum()
 
 
+# Clipped, of AdamW; of tokens, with running statistics and whole parameters, whose
+# gradients add up on every process; AdaScale; and computed in bfloat16.
+EXACT = [
+    Run(replace(ADAM, max_grad_norm=0.5), exact=True),
+    Run(
+        Case(TRACE),
+        (*BY_TOKENS, ("shard_gradients", False)),
+        has_whole_part=True,
+        has_batch_norm=True,
+        exact=True,
+    ),
+    Run(Case(TRACE, rule="adascale", epochs=2), exact=True),
+    Run(Case(TRACE), exact=True, computes_in=torch.bfloat16),
+]
 # Pairs of a shape of the mesh and one of the runs.
 Pairs = list[tuple[tuple[int, ...], int]]
 
@@ -128,6 +148,81 @@ def test_a_run_is_that_of_one_process(num_replicas, pairs, alone, request):
         assert sum(copy["num_samples"] for copy in copies) == one["num_samples"]
 
 
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def exact_outcomes(rank: int, shape: tuple[int, ...] | None) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patched:
+        # Steps of six minibatches and more are as those of 256: beyond int32.
+        patched.setattr(row_units, "MOST_NARROW", 5)
+        return [outcome(run, shape) for run in EXACT if shape or not run.computes_in]
+
+
+@pytest.fixture(scope="module")
+def exact_alone() -> list[dict[str, Any]]:
+    with group_of_one():
+        return exact_outcomes(0, (1,))
+
+
+def test_exact_sums_of_one_process_that_shards_are_those_of_a_whole_model(exact_alone):
+    # Computing in another dtype is FSDP2's own.
+    assert_same_bits(exact_outcomes(0, None), exact_alone)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2,), *(pytest.param(s, marks=of_torch_alone) for s in ((3,), (2, 1), (2, 2)))],
+)
+def test_exact_sums_have_the_same_bits_however_a_model_is_sharded(shape, exact_alone):
+    for found in Backend("cpu", math.prod(shape)).run(exact_outcomes, shape):
+        assert_same_bits(found, exact_alone)
+
+
+def language_model() -> nn.Module:
+    """An embedding that is tied, and a block of its own where processes share it."""
+    model = exact.Transformer()
+    if dist.is_initialized():
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+        for module in (model.block, model):
+            fully_shard(module, mp_policy=policy)
+    return model
+
+
+def jumps(rank: int) -> tuple[str, set[int]]:
+    """Trains with jumps of gradients, and one that is not finite.
+
+    Returns a hash of the weights, and which steps were run again.
+    """
+    options = {"reduction": "sum", "max_grad_norm": 1.0}
+    own = exact.Run(language_model, exact.adamw, "root", options, True, zero_step=None)
+    training = exact.Training(own).finish()
+    found = training.outcome(whole(training.model.state_dict().values()))
+    return found.digest, {*found.repeated}
+
+
+def test_exact_sums_of_shards_run_the_steps_again_that_those_of_whole_models_do():
+    digest, repeated = jumps(0)
+    assert {0, 3, 9} <= repeated
+    for own, steps in Backend("cpu", 2).run(jumps):
+        assert own == digest
+        assert steps <= repeated
+
+
+def assert_same_bits(found: list[dict[str, Any]], expected: Any) -> None:
+    for own, others in zip(found, expected):
+        for name in ("weights", "buffers", "norms"):
+            assert own[name] or name == "buffers"
+            assert all(map(torch.equal, own[name], others[name])), name
+        assert own["noise"] == others["noise"]
+
+
 def refused(message: str) -> Any:
     return pytest.raises((ValueError, TypeError), match=message)
 
@@ -147,9 +242,13 @@ def misuses(rank: int) -> bool:
             next(minibatches)
         return training
 
-    def wrapped(parameters: Any, sampler: Any = None) -> vbs.ElasticOptimizer:
+    def wrapped(
+        parameters: Any, sampler: Any = None, **options: Any
+    ) -> vbs.ElasticOptimizer:
         sampler = sampler or begun(0).sampler
-        return vbs.ElasticOptimizer(torch.optim.SGD(parameters, 1), sampler, "constant")
+        options = {"ref_batchsize": 4, **options}
+        inner = torch.optim.SGD(parameters, 1)
+        return vbs.ElasticOptimizer(inner, sampler, "constant", **options)
 
     for substep, is_kept in ((0, False), (1, False), (1, True)):
         training = begun(substep)
@@ -219,6 +318,27 @@ def misuses(rank: int) -> bool:
             optimizer.step()
         ends.append(whole(model.parameters()))
     assert all(map(torch.equal, ends[0], ends[2]))
+    # What exact sums of shards refuse.
+    for reduce_dtype, computes_in, num_passes, message in (
+        (None, None, 1, "FSDP2 sums gradients in torch.float32, which rounds"),
+        (torch.float64, torch.float16, 1, "is float16, which cannot hold"),
+        (torch.float64, None, 2, "was accumulated twice in a minibatch"),
+    ):
+        model = nn.Linear(6, 3)
+        policy = MixedPrecisionPolicy(computes_in, reduce_dtype)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        optimizer = wrapped(model.parameters(), exact=model)
+        next(iter(optimizer.sampler))
+        for _ in range(num_passes - 1):
+            model(torch.ones(4, 6)).sum().backward()
+        with refused(message):
+            model(torch.ones(4, 6)).sum().backward()
+    fully_shard(model := nn.Linear(6, 3), mesh=mesh, mp_policy=policy)
+    optimizer = wrapped([model.weight], exact=model)
+    next(iter(optimizer.sampler))
+    with refused("give all of them to one optimizer"):
+        model(torch.ones(4, 6)).sum().backward()
+        optimizer.step()
     # Copies of shards become equal at construction.
     torch.manual_seed(rank)
     model = nn.Linear(4, 4)

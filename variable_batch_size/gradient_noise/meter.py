@@ -122,12 +122,13 @@ class NoiseMeter(Part):
         self._lr_factor = self._base / ref_batchsize  # between gain and LR factor
         self._batch_size: float = ref_batchsize  # of the last update
         self.dtype = dtype_for(p for group in groups for p in group["params"])
-        self._gradients = GradientSquares(self.dtype, replica)
+        is_exact = run.sums.is_exact
+        self._gradients = GradientSquares(self.dtype, replica, is_exact)
         self._unseen = False  # whether gradients of this step were not looked at
         self._num_measured: float = 0  # steps that should have told of the noise
         self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
-        self._squares = SmallSum(0, self.dtype, replica, run.sums.is_exact)
+        self._squares = SmallSum(0, self.dtype, replica, is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
         # An integer and a fraction: one float would lose fractions as it grows.
         self._progress = (

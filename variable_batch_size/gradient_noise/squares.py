@@ -9,6 +9,7 @@ from torch import nn
 
 from xla_replica import Replica
 from xla_replica.device.gradients import weak_hook
+from xla_replica.device.sharded import whole
 
 Groups = list[dict[str, Any]]
 
@@ -18,13 +19,16 @@ class GradientSquares:
 
     It keeps the squared norm of each, added up in ``dtype``, and no copy.
 
+    Args:
+        is_exact: Whether squares must not depend on how parameters are sharded.
+
     Attributes:
         parameters: Those whose gradients are seen.
         paused: Whether gradients are let pass unseen.
     """
 
-    def __init__(self, dtype: torch.dtype, replica: Replica) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, replica: Replica, is_exact: bool) -> None:
+        self.dtype, self._is_exact = dtype, is_exact
         self.device = replica.device
         self._replica, self._is_lazy = replica, replica.is_lazy
         self.parameters: list[nn.Parameter] = []
@@ -84,10 +88,13 @@ class GradientSquares:
         indices = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         parameters: Any = [self.parameters[index] for index in indices]
         gradients = [parameter.grad for parameter in parameters]
-        if self._is_sharded:
-            gradients = [self._replica.local(gradient) for gradient in gradients]
-        sums = squares(gradients, self.dtype, self._is_lazy)
-        if self._is_sharded:
+        how = self.dtype, self._is_lazy
+        if not self._is_sharded:
+            sums = squares(gradients, *how)
+        elif self._is_exact:  # one whole gradient after another
+            sums = [squares([whole(each)], *how)[0] for each in gradients]
+        else:
+            sums = squares([self._replica.local(each) for each in gradients], *how)
             sums = self._replica.sum_over_shards(sums, parameters)
         return self.by_group(dict(zip(indices, sums)))
 

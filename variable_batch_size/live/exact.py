@@ -21,8 +21,9 @@ from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.update import RunAgain
 from xla_replica import Replica, ReplicaError
-from xla_replica.backends.exact_sum import ExactSum
+from xla_replica.backends.exact_sum import ExactSum, ShardedExactSum
 from xla_replica.backends.gradient_sum import GradientSum
+from xla_replica.backends.sharded_sum import ShardedSum
 from xla_replica.common.arguments import check_type
 from xla_replica.device.row_units import MOST_MINIBATCHES, MOST_NARROW, RowUnits
 
@@ -62,11 +63,6 @@ class ExactModel(RepeatableSums):
         if replica.has_streams and not is_deterministic:
             raise ValueError(
                 "exact= on a GPU needs torch.use_deterministic_algorithms(True) first"
-            )
-        if replica.is_sharded([*self.names]):
-            raise TypeError(
-                "exact= does not work with sharded parameters (FSDP2), which sums "
-                "gradients itself"
             )
         self.units = RowUnits(replica)
         self.units.extend({name: p for p, name in self.names.items()})
@@ -155,12 +151,14 @@ class ExactGradients(StepGradients):
     is_aged = True
 
     def make_sum(self) -> GradientSum:
-        exact = self._run.sums
+        run, exact, floats = self._run, self._run.sums, super().make_sum()
         self._adds_up_widely = False
-        exact.sums = ExactSum(
-            self._run.replica, self._is_unchanged, exact.units, exact.names,
-            self._run.overlap,
-        )  # fmt: skip
+        if isinstance(floats, ShardedSum):
+            exact.sums = ShardedExactSum(floats, exact.units, exact.names)
+        else:
+            exact.sums = ExactSum(
+                run.replica, self._is_unchanged, exact.units, exact.names, run.overlap
+            )
         return exact.sums
 
     @torch.no_grad()

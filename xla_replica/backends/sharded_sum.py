@@ -60,6 +60,7 @@ class GradientPlace:
 
     Attributes:
         hooks: Called with every gradient before it is accumulated.
+        rounding: Returns what is accumulated in its place, if there is a function.
         counts: Whether gradients count; else they become zero, and hooks do not run.
         has_new: Whether a gradient has appeared since this was made False.
         was_kept: Whether the parameter had a ``.grad`` when it appeared.
@@ -69,6 +70,7 @@ class GradientPlace:
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.hooks: list[Hook] = []
+        self.rounding: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.counts = True
         self.has_new = self.was_kept = False
         self._parameter = weakref.ref(parameter)
@@ -83,7 +85,10 @@ class GradientPlace:
         self.whole = whole
 
     def run(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Sees a gradient; returns zeros if it does not count."""
+        """Sees a gradient; returns what is accumulated in its place, if anything.
+
+        That is zeros if it does not count.
+        """
         parameter = self._parameter()
         self.has_new = True
         self.was_kept = parameter is not None and parameter.grad is not None
@@ -91,7 +96,7 @@ class GradientPlace:
             return torch.zeros_like(gradient)
         for hook in self.hooks:
             hook(gradient)
-        return None
+        return None if self.rounding is None else self.rounding(gradient)
 
     def forget(self) -> None:
         """Drops what has been accumulated of a step that was abandoned."""
@@ -285,7 +290,7 @@ class ShardedSum(GradientSum):
         for unit, own in [*self._units.items()][::-1][len(self._begun) :]:
             if unit not in self._ready:
                 return
-            flat = torch.cat([local(self.gradients[p]).reshape(-1) for p in own])
+            flat = torch.cat([self._part(p).reshape(-1) for p in own])
             self._begun.append((own, flat, begin(flat)))
 
     def _sum_members(self, begin: Begin) -> None:
@@ -293,11 +298,15 @@ class ShardedSum(GradientSum):
         self._begin_ready(begin)
         self._replica.together([wait for _, _, wait in self._begun])
         for own, flat, _ in self._begun:
-            parts = [local(self.gradients[p]) for p in own]
+            parts = [self._part(p) for p in own]
             sums = flat.split([part.numel() for part in parts])
             for part, total in zip(parts, sums):
                 part.copy_(total.view(part.shape))
         self._forget_begun()
+
+    def _part(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Returns what this replica has of the sum of a parameter's gradients."""
+        return local(self.gradients[parameter])
 
     def _forget_begun(self) -> None:
         self._begun, self._newest, self._ready = [], None, set()
@@ -334,7 +343,7 @@ class ShardedSum(GradientSum):
         self._check_copied()
         if self._begin is not None:
             self._sum_members(self._begin)
-        whole = [g for p, g in self.gradients.items() if not is_sharded(p)]
+        whole = [self._part(p) for p in self.gradients if not is_sharded(p)]
         self._replica.all_reduce_([*whole, *others])
         if divisor is not None:
             self.divide_(divisor)
@@ -342,12 +351,15 @@ class ShardedSum(GradientSum):
     def clip_(
         self, parameters: Sequence[nn.Parameter], max_norm: float
     ) -> torch.Tensor:
-        squares = [_square(local(parameter.grad)) for parameter in parameters]
-        squares = self._replica.sum_over_shards(squares, parameters)
-        norm = torch.stack(squares).sum().sqrt()
+        norm = self._norm(parameters)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(self.tensors, factor)
         return norm
+
+    def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        squares = [_square(local(parameter.grad)) for parameter in parameters]
+        squares = self._replica.sum_over_shards(squares, parameters)
+        return torch.stack(squares).sum().sqrt()
 
     def clear(self) -> None:
         with torch.no_grad():

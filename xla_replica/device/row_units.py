@@ -103,6 +103,51 @@ class RowUnits:
         """Returns ``(r, 1)``: what some rows are multiplied by."""
         return self._base[rows] * self._scale if self.is_lazy else self.up[rows]
 
+    def rounded(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Returns a minibatch's tensor in multiples of its rows' units, of its dtype.
+
+        Takes in its largest numbers. bfloat16 and wider dtypes hold the multiples, as
+        these have no more digits than the numbers. Not on a lazy device.
+        """
+        result = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        if value.numel():
+            shape = num_rows(value), value.numel() // num_rows(value)
+            value = value.detach().float().reshape(shape)
+            pieces = self.scaled(self.rows[name], value, result.view(shape))
+            for multiples, scaled in pieces:
+                multiples.copy_(scaled)
+        return result
+
+    def scaled(
+        self, rows: slice, value: torch.Tensor, target: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields parts of the target, and of the value in multiples of rows' units.
+
+        Takes in its largest numbers.
+        """
+        is_host, by_row = self.replica.is_host, (self.up[rows], self.seen[rows])
+        for (part, into), (up, seen) in self.pieces((value, target), by_row):
+            if is_host:  # where the norm is slow
+                scaled = part.abs()
+                largest = scaled.amax(1)
+            else:
+                scaled, largest = None, torch.linalg.vector_norm(part, math.inf, 1)
+            torch.maximum(seen, largest, out=seen)
+            yield into, torch.mul(part, up, out=scaled).round_()
+
+    def pieces(
+        self, tensors: Sequence[torch.Tensor], by_row: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
+        """Yields parts that a CPU's caches hold, and what there is for their rows."""
+        if not self.replica.is_host or tensors[0].numel() <= _CACHED:
+            yield tensors, by_row
+            return
+        num_rows = max(1, _CACHED // tensors[0].shape[1])
+        for parts in zip(*(each.split(num_rows) for each in (*tensors, *by_row))):
+            of_tensors, of_rows = parts[: len(tensors)], parts[len(tensors) :]
+            for pieces in zip(*(each.split(_CACHED, 1) for each in of_tensors)):
+                yield pieces, of_rows
+
     def end_minibatch(self) -> None:
         """Takes in, on a lazy device, the largest numbers of a minibatch."""
         if self.found:
@@ -260,36 +305,15 @@ class RowTotal:
             low.sub_(carry << _CARRY_BITS)
 
     def _add_pieces_(self, value: torch.Tensor) -> None:
-        units, is_host = self._units, self._units.replica.is_host
+        units = self._units
         is_stale, self.is_stale = self.is_stale, False
         if is_stale and units.is_wide:
             self.parts[1].zero_()
-        by_row = units.up[self._rows], units.seen[self._rows]
-        for (part, total), (up, seen) in self._pieces((value, self._low), by_row):
-            if is_host:  # where the norm is slow
-                scaled = part.abs()
-                largest = scaled.amax(1)
-            else:
-                scaled, largest = None, torch.linalg.vector_norm(part, math.inf, 1)
-            torch.maximum(seen, largest, out=seen)
-            scaled = torch.mul(part, up, out=scaled).round_()
+        for total, scaled in units.scaled(self._rows, value, self._low):
             if is_stale:
                 total.copy_(scaled)
             else:
                 total.add_(scaled.int())
-
-    def _pieces(
-        self, tensors: Sequence[torch.Tensor], by_row: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
-        """Yields parts that a CPU's caches hold, and what there is for their rows."""
-        if not self._units.replica.is_host or tensors[0].numel() <= _CACHED:
-            yield tensors, by_row
-            return
-        num_rows = max(1, _CACHED // tensors[0].shape[1])
-        for parts in zip(*(each.split(num_rows) for each in (*tensors, *by_row))):
-            of_tensors, of_rows = parts[: len(tensors)], parts[len(tensors) :]
-            for pieces in zip(*(each.split(_CACHED, 1) for each in of_tensors)):
-                yield pieces, of_rows
 
     def mean_into_(self, result: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
         """Makes ``result`` the mean that the divisors are for, and returns it.
@@ -306,7 +330,7 @@ class RowTotal:
         if self._units.is_lazy or not result.is_contiguous():
             return result.copy_((low.float() / by_row).view(result.shape))
         pairs = low, result.view(low.shape)
-        for (part, mean), [divisor] in self._pieces(pairs, [by_row]):
+        for (part, mean), [divisor] in self._units.pieces(pairs, [by_row]):
             if result.dtype == torch.float32:
                 torch.div(part, divisor, out=mean)
             else:

@@ -21,6 +21,12 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    """Returns all numbers of a tensor, on every process that has a part. Collective."""
+    full: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return full
+
+
 def parts_of(state: Any) -> tuple[Any, list[Any]]:
     """Returns a state with this process's parts in place of DTensors, and their shapes.
 

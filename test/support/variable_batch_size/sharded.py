@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from support.variable_batch_size import elastic
 from support.variable_batch_size.elastic import Case
@@ -22,6 +22,12 @@ class Run(NamedTuple):
     has_whole_part: bool = False
     has_batch_norm: bool = False
     on_device: bool = False  # pretends that numbers must not be read
+    exact: bool = False
+    computes_in: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.exact else torch.float64
 
 
 class Model(nn.Module):
@@ -40,13 +46,15 @@ class Model(nn.Module):
             self.body.append(nn.BatchNorm1d(7))
         self.head = nn.Linear(7, 3)
         self.unused = nn.Parameter(torch.ones(3))
-        self.double()
+        self.to(run.dtype)
         if shape is None:
             return
         names = ("copies", "shards")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        fully_shard(self.body[2], mesh=mesh)
-        fully_shard(self.body if run.has_whole_part else self, mesh=mesh)
+        reduce_dtype = torch.float64 if run.exact else None
+        policy = MixedPrecisionPolicy(run.computes_in, reduce_dtype)
+        for module in (self.body[2], self.body if run.has_whole_part else self):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.body(x)))
@@ -59,9 +67,11 @@ class Model(nn.Module):
         return [{"params": [*self.body.parameters()]}, {"params": head, "lr": HEAD_LR}]
 
 
-def data(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def data(
+    case: Case, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(case.num_samples, 6, generator=generator).double()
+    inputs = torch.randn(case.num_samples, 6, generator=generator).to(dtype)
     return inputs, torch.randint(0, 3, (case.num_samples,), generator=generator)
 
 
@@ -81,7 +91,9 @@ class Training(elastic.Training):
         self.is_sum = options.get("reduction") == "sum"
         if self.is_sum:
             options["ref_batchsize"] = None
-        made = (Model(run, shape), *data(run.case))
+        made = (Model(run, shape), *data(run.case, run.dtype))
+        if run.exact:
+            options["exact"] = made[0]
         super().__init__(run.case, made=made, **options)
         self.counted: list[tuple[int, ...]] = []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.variable_batch_size.elastic import Case
 from support.variable_batch_size.sharded import TRACE, Run, Training, whole
 from support.xla_replica.replicas import Backend, of_torch_alone
@@ -19,16 +20,18 @@ from variable_batch_size.checkpoint import files, shards
 
 CASE = Case(TRACE, epochs=2, optimizer="adamw", rule="root", max_grad_norm=1.0)
 RUN = Run(CASE, (("noise", True),))
+EXACT = Run(CASE, (("noise", True),), exact=True)
 
 
-def resumed(rank: int, folder: Path, stop_at=None, die_at=None):
+def resumed(rank: int, folder: Path, stop_at=None, die_at=None, run=RUN):
     """Trains from the newest checkpoint on, and saves after every third update.
 
     The run is asked to stop in the update of step ``stop_at``, or the last process is
     killed in that of ``die_at``.
     """
+    torch.set_num_threads(1)
     number = xla_replica.current().num_replicas
-    training = Training(RUN, (number,) if number > 1 else None)
+    training = Training(run, (number,) if number > 1 else None)
     checkpointer = vbs.Checkpointer(
         folder, training.optimizer, every_updates=3, model=training.model
     )
@@ -93,6 +96,15 @@ def test_three_processes_and_one_continue_what_two_have_saved(stopped, alone, tm
     kept = {file.num_updates for file in files.saved_files(tmp_path)}
     assert len(kept) == 3
     assert {int(path.name.split("-")[1]) for path in tmp_path.glob("*.shards")} == kept
+
+
+def test_exact_sums_have_the_same_bits_where_another_number_continues(tmp_path):
+    undisturbed = resumed(0, tmp_path / "alone", run=EXACT)
+    with pytest.raises(xla_replica.Stopped):
+        run_on(2, tmp_path, 4, None, EXACT)
+    found = resumed(0, tmp_path, run=EXACT)
+    assert found["num_updates"] >= 5
+    assert all(map(torch.equal, found["weights"], undisturbed["weights"]))
 
 
 def test_damaged_shards_make_the_checkpoint_before_count(stopped, tmp_path, caplog):

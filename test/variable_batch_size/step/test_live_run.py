@@ -474,7 +474,7 @@ def lose_a_slice(folder: Path, kind: Any, sizes: tuple[int, int, int], **variabl
     Returns:
         How many programs the one that lives compiled in each epoch.
     """
-    kinds = kind.split() if "--float" in kind else ["--kind", kind]
+    kinds = kind.split() if "--" in kind else ["--kind", kind]
     arguments = (*kinds, *words(3, 0.02))
     told = [{**variables, "MEMBER_REPLICAS": str(size)} for size in sizes]
     with live_job(folder / "live", *arguments, min_members=2, seconds=2.0) as job:
@@ -525,7 +525,13 @@ def test_a_member_on_torchtpu_dies_and_another_joins(tmp_path):
 @of_torch_alone
 @pytest.mark.parametrize(
     "kind",
-    ["projected", "--float", "--float --shards", pytest.param("rigl", marks=SLOW)],
+    [
+        "projected",
+        "--float",
+        "--float --shards",
+        "--shards",
+        pytest.param("rigl", marks=SLOW),
+    ],
 )
 def test_a_slice_of_processes_dies_and_another_joins(kind, tmp_path):
     sizes = (2, 2, 2) if "--shards" in kind else (2, 1, 2)
