@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_945
-TEST_LINES = 34_163
+TEST_LINES = 34_165
 
 
 def test_lines_are_counted():
