@@ -34,10 +34,8 @@ class Minibatches(Iterator[list[int]]):
         self._samples_at: Callable[[np.ndarray], np.ndarray] | None = None
 
     def __next__(self) -> list[int]:
-        sampler = self._sampler
-        ledger = sampler.ledger
-        loop = self._loop or self._begin()
-        if (part := ledger.next_of(loop)) is None:
+        sampler, loop = self._sampler, self._loop or self._begin()
+        if (part := sampler.ledger.next_of(loop)) is None:
             raise StopIteration
         samples = self._samples_at(np.arange(part.start, part.stop))
         return np.resize(samples, sampler.minibatch_size).tolist()
@@ -102,9 +100,8 @@ class Minibatches(Iterator[list[int]]):
             return
         if sampler.epoch != cursor.epoch or sampler.ledger.is_placed:
             raise ValueError(
-                f"the loader's state is at {cursor}, and the sampler at step "
-                f"{sampler.plan.start_step} of epoch {sampler.epoch}: save it after an "
-                f"update; or, without one, call sampler.set_epoch({cursor.epoch}) first"
+                f"the loader's state is at {cursor}, the sampler at {sampler.cursor}: "
+                f"save after an update, or call sampler.set_epoch({cursor.epoch}) first"
             )
         sampler.resume_at(state)
 
