@@ -339,8 +339,9 @@ class NoiseMeter(Part):
         if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
             logger.warning(
-                "the gradient noise of %d steps is unknown: in %s a gradient's norm "
-                "must be below %.0e. Scale the loss, or train in float64; gains are 1",
+                "the gradient noise of %d steps is unknown, because squares of their "
+                "gradients are not finite: in %s a gradient's norm must be below "
+                "%.0e. Scale the loss, or train in float64; gains are 1 until then",
                 _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
             )  # fmt: skip
         return averages, state["whole"].item() + state["fraction"].item()
