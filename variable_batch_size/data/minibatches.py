@@ -66,8 +66,7 @@ class Minibatches(Iterator[list[int]]):
         """Returns the sampler's state after the steps that were handed out whole."""
         sampler = self._sampler
         loop = self._loop or sampler.ledger.new_loop()
-        plan = sampler.ledger.plan(loop.epoch)
-        step = plan.step(loop.step, sampler.rank)
+        step = sampler.ledger.plan(loop.epoch).step(loop.step, sampler.rank)
         is_whole = step is not None and 0 < step.num_substeps <= loop.substep
         return {
             **sampler.state_dict(),
@@ -95,8 +94,7 @@ class Minibatches(Iterator[list[int]]):
                 "steps in which that was idle: load replica 0's on every replica"
             )
         here = sampler.plan.first_step + sampler.plan.start_step
-        steps = sampler.schedule_of(state).steps(cursor.epoch)
-        if here == steps.start + cursor.step:
+        if here == sampler.schedule_of(state).steps(cursor.epoch).start + cursor.step:
             return
         if sampler.epoch != cursor.epoch or sampler.ledger.is_placed:
             raise ValueError(

@@ -349,10 +349,8 @@ class CustomSampler(Sampler[list[int]]):
         else:
             whole = self._epoch_order(plan.epoch)
             samples_at = whole.__getitem__
-            content = whole.astype("<i8").tobytes()
-            digest = hashlib.sha256(content).hexdigest()[:16]
-        expected = self._order_digests.get(plan.epoch, digest)
-        if plan.start_step and digest != expected:
+            digest = hashlib.sha256(whole.astype("<i8").tobytes()).hexdigest()[:16]
+        if plan.start_step and digest != self._order_digests.get(plan.epoch, digest):
             raise ValueError(
                 f"resuming epoch {plan.epoch}, whose order differs from the saved one: "
                 "order= must be a function of the epoch, or have a state that is "

@@ -49,8 +49,7 @@ class Standing:
     @property
     def num_real_samples(self) -> int:
         """Samples of the next minibatch that count; the others are padding."""
-        rank = self.ledger.rank
-        return self.plan.num_real_samples(rank, self.number, self.substep)
+        return self.plan.num_real_samples(self.ledger.rank, self.number, self.substep)
 
     @property
     def is_padding(self) -> bool:

@@ -74,9 +74,8 @@ class RepeatableSums(Sums, Part):
                     )
                 else:
                     layers[name] = module
-            self.riders.append(
-                RunningStatistics(model, layers, self._replica, self.is_exact)
-            )
+            rider = RunningStatistics(model, layers, self._replica, self.is_exact)
+            self.riders.append(rider)
             model.register_forward_pre_hook(weak_hook(self._before_pass))
             model.register_forward_hook(weak_hook(self._after_pass))
 
@@ -233,8 +232,7 @@ class RunningStatistics(Rider):
         buffers = self._buffers()
         moves = self._moves.value() / num_minibatches
         for buffer, move in zip(buffers, moves.split([b.numel() for b in buffers])):
-            is_float = buffer.is_floating_point()
-            move = move if is_float else move.sign().long()
+            move = move if buffer.is_floating_point() else move.sign().long()
             buffer.add_(move.view(buffer.shape))
 
     def _put_back(self) -> None:

@@ -107,8 +107,7 @@ class Ballots(Part):
         self._asked |= xla_replica.stop_requested() is not None
         numbers = [own, digest, 1.0, float(known), float(self._asked), self._proposed]
         numbers += self.others()
-        scalars = self._run.scalars
-        self._own = scalars.get("ballots", (tuple(numbers),)).reshape(-1)
+        self._own = self._run.scalars.get("ballots", (tuple(numbers),)).reshape(-1)
         self._sums = self._own.clone()
 
     def common(self) -> dict[str, Any]:

@@ -97,9 +97,7 @@ def check_groups(run: Run, groups: Groups, schedule: Schedule | None = None) -> 
         for name, value in group.items():
             values = value if isinstance(value, tuple) else (value,)
             if any(isinstance(each, float) and math.isnan(each) for each in values):
-                raise ValueError(
-                    f"the optimizer's {name} must be a number, got {value!r}"
-                )
+                raise ValueError(f"{name} must be a number, got {value!r}")
     parameters = [parameter for group in groups for parameter in group["params"]]
     run.replica.check_parameters(parameters)
     run.replica.check_device(
