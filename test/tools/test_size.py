@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_785
-TEST_LINES = 33_962
+CODE = 21_671
+TEST_LINES = 33_961
 
 
 def test_lines_are_counted():
