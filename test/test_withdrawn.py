@@ -19,7 +19,7 @@ WITHDRAWN = {
         vbs.(simulate|convert).*--fit\b  vbs.simulate.*--(schedule|total-samples)
         \buse_norm_layers\b  \bnorm_layers\b  \bnorm_noise  \bnorm_factor\b
         \bnoise_estimator\b  gradient_noise\.best\b  damaged-\*
-        vbs\.Restored\b
+        vbs\.Restored\b  \bepoch_table\b
     """,
     "grab_xla": r"""
         \b[Nn]umba\b  \bhas_numba\b  \bcompiled_rows\b  \btakes_factored\b

@@ -7,6 +7,7 @@ optimizer = vbs.LinearRuleOptimizer(inner_optimizer, sampler, ref_batchsize=128)
 """
 
 # isort: off
+from variable_batch_size.buffers import average_buffers
 from variable_batch_size.checkpoint.checkpointer import Checkpointer
 from variable_batch_size.checkpoint.files import (
     CheckpointError, read_checkpoint, write_checkpoint,
@@ -35,7 +36,6 @@ from variable_batch_size.runs.picture import draw_runs
 from variable_batch_size.runs.run_file import Run, RunFile, read_run
 from variable_batch_size.runs.run_log import RunLog, Sink, tensorboard
 from variable_batch_size.step.attached import Update
-from variable_batch_size.step.buffers import average_buffers
 from variable_batch_size.traces.batch_trace import Trace, TraceWarning
 from variable_batch_size.traces.trace_csv import TraceError
 from variable_batch_size.training import Epoch, epochs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import xla_replica
+from variable_batch_size import buffers
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place
 from variable_batch_size.device_scalars import as_floats
@@ -21,15 +22,15 @@ from variable_batch_size.part import Part
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
 from variable_batch_size.runs.run_file import installed_version
-from variable_batch_size.step import buffers, checks, elastic_state
+from variable_batch_size.step import checks, elastic_state
 from variable_batch_size.step.attached import Unit, check_attach
 from variable_batch_size.step.ballots import Ballots
+from variable_batch_size.step.course import Course
 from variable_batch_size.step.parts import Clipping, Weights
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import Scaling
-from variable_batch_size.step.sums import Sums
+from variable_batch_size.step.sums import Modules, Sums
 from variable_batch_size.step.together import update_together
-from variable_batch_size.step.update import Updates
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
 
@@ -163,8 +164,9 @@ class ElasticOptimizer(OptimizerProxy):
         self.sampler = sampler
         self.replica = replica = given_or_current(own.pop("replica", None))
         sums = _sums(own.pop("exact", None), replica)
-        flags = (own.pop(n, False) for n in ("momentum_correction", "decay_per_sample"))
-        of = optimizer, sampler, replica, sums, with_options(rule, *flags)
+        names = "momentum_correction", "decay_per_sample"
+        rule = with_options(rule, **{name: own.pop(name, False) for name in names})
+        of = optimizer, sampler, replica, sums, rule
         self._run = run = Run(*of, log_steps, **own)
         checks.check_run(run)
         ledger = sampler.ledger
@@ -179,16 +181,15 @@ class ElasticOptimizer(OptimizerProxy):
         super().__init__(optimizer)
         elastic_state.check_agreement(run)
         run.sums.follow_order(sampler.order)
-        is_repeatable = isinstance(run.sums, RepeatableSums)
         # What a step that may be run again adds up; the inner one is for who has it
         # alone.
-        self.repeatable = run.sums if is_repeatable else None
+        self.repeatable = run.sums if run.sums.keeps_buffers else None
         optimizer.repeatable = self.repeatable  # type: ignore[attr-defined]
         self._updates = self._built()
         self._saved = elastic_state.ElasticState(run, self._updates)
         self._starts = WeakTensorKeyDictionary()
 
-    def _built(self) -> Updates:
+    def _built(self) -> Course:
         """Returns what makes the updates, with the parts that this run has."""
         run, parts = self._run, dict[str, Part]()
         account = run.sums.account(run.sampler, id(run.parameters()[0]))
@@ -204,7 +205,7 @@ class ElasticOptimizer(OptimizerProxy):
             run.noise.weights, parts["noise"] = weights, run.noise
         if run.max_grad_norm is not None:
             parts["clipping"] = Clipping(run, gradients, run.max_grad_norm)
-        made = LiveUpdates if is_live else Updates
+        made = LiveUpdates if is_live else Course
         return made(run, account, gradients, scaling, parts)
 
     # --- the training loop's calls --------------------------------------------------
@@ -243,6 +244,11 @@ class ElasticOptimizer(OptimizerProxy):
             raise TypeError(
                 "GradScaler is not supported, as it unscales accumulated gradients: "
                 "train in bfloat16, which needs no scaling"
+            )
+        if weight is not None and self._run.reduction == "mean":
+            raise TypeError(
+                "step(weight=...) needs reduction='sum': build the optimizer with it, "
+                "and let the loss be the sum over tokens, not their mean"
             )
         num_updates = self._updates.end_minibatch(weight)
         if self._updates.account.idle:
@@ -367,7 +373,7 @@ class ElasticOptimizer(OptimizerProxy):
         on every replica before evaluation and before a checkpoint: BatchNorm's running
         statistics drift apart. It costs two sums over the buffers. Integer buffers get
         what every replica has added since the last call, or since `follow_buffers`. See
-        `variable_batch_size.step.buffers` for what it cannot restore.
+        `variable_batch_size.buffers` for what it cannot restore.
 
         Raises:
             ReplicaError: Replicas have used different hyperparameters; on an
@@ -413,23 +419,18 @@ class ElasticOptimizer(OptimizerProxy):
         super().add_param_group(param_group)
         self._updates.gradients.add(self.param_groups[-1]["params"])
 
-    def enter(
-        self,
-        settings: State,
-        modules: Mapping[str, nn.Module],
-        **options: Callable[..., Any],
-    ) -> None:
+    def enter(self, settings: State, modules: Modules, *others: Any) -> None:
         """Begins a run or joins a live one; `Checkpointer.load` calls it.
 
         Args:
             settings: What members must have in common beside the wrapper's own.
             modules: Those that are trained, whose buffers count.
-            **options: Those of `LiveUpdates.enter`.
+            *others: Those of `LiveUpdates.enter`.
         """
         self._run.sums.watch(modules)
         common = elastic_state.common_settings(self._run)
         own = {**common, "version": installed_version()}
-        self._updates.enter({**own, **settings}, modules=modules, **options)
+        self._updates.enter({**own, **settings}, modules, *others)
 
     def between(self, function: Callable[[], Any]) -> Any:
         """Runs a collective function between two updates, for `Checkpointer`."""
@@ -526,11 +527,7 @@ class ElasticOptimizer(OptimizerProxy):
         return {**super().state_dict(), "elastic": self._saved.state_dict()}
 
     def load_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        *,
-        place: bool = True,
-        allow_changes: bool = False,
+        self, state_dict: State, *, place: bool = True, allow_changes: bool = False
     ) -> None:
         """Loads what `state_dict` returned, or the state of a plain torch optimizer.
 

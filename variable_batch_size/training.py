@@ -187,8 +187,7 @@ def _attached(optimizer: ElasticOptimizer, parts: dict[str, Any]) -> dict[str, A
         saved["order"] = order
     for name, part in [*saved.items()]:
         # One that needs a metric is stepped in the loop's body.
-        is_scheduler = hasattr(part, "get_last_lr")
-        if is_scheduler and not isinstance(part, ReduceLROnPlateau):
+        if hasattr(part, "get_last_lr") and not isinstance(part, ReduceLROnPlateau):
             optimizer.attach(saved.pop(name))  # its state is in the optimizer's
         elif hasattr(part, "after_update"):
             optimizer.attach(part.after_update)

@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_945
-TEST_LINES = 34_165
+CODE = 21_831
+TEST_LINES = 34_164
 
 
 def test_lines_are_counted():

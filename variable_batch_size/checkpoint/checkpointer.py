@@ -233,7 +233,7 @@ class Checkpointer:
         self._optimizer.average_buffers(self._modules)
         for log in self._logs:
             log.event("checkpoint")
-        state = self._snapshot()
+        state = self.snapshot()
         state["random"] = random_state.saved(replica, random_numbers)
         if between_epochs:
             self._begin_next_epoch(state["optimizer"]["elastic"]["sampler"])
@@ -281,11 +281,11 @@ class Checkpointer:
                 raise
             raise xla_replica.MemberLost(str(error), self.replica.rank) from error
 
-    def _newest(self) -> int:
+    def newest(self) -> int:
         """Returns how many updates the newest checkpoint has."""
         return next((each.num_updates for each in files.saved_files(self.folder)), 0)
 
-    def _snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Returns the state without random numbers, tensors where they are."""
         return {
             "form": self._form,
@@ -333,18 +333,10 @@ class Checkpointer:
         if best:
             begin()
             return self._loaded
-        times = self._times.every_updates, self._times.every_minutes
-        own = {**self._form, "settings": self._settings}
-        self._optimizer.enter(
-            own | {"times to save": times, "num_epochs": self.num_epochs},
-            {n: p for n, p in self._parts.items() if isinstance(p, nn.Module)},
-            begin=begin,
-            snapshot=self._snapshot,
-            load=lambda state: self._load(self.folder, state, False),
-            changed=self._change_members,
-            newest=self._newest,
-            is_saved=self.saves,
-        )
+        own = {**self._form, "settings": self._settings, "num_epochs": self.num_epochs}
+        own["times to save"] = self._times.every_updates, self._times.every_minutes
+        modules = {n: p for n, p in self._parts.items() if isinstance(p, nn.Module)}
+        self._optimizer.enter(own, modules, begin, self)
         return self._loaded
 
     def _resume(self, allow_changes: bool, best: bool) -> None:
@@ -357,21 +349,24 @@ class Checkpointer:
             raise files.CheckpointError(f"no {path}: all hosts must share the folder")
         self._load(path, files.load(path, mapped=True), allow_changes)
 
-    def _change_members(self, generation: int) -> None:
+    def take(self, snapshot: dict[str, Any]) -> None:
+        """Takes the `snapshot` of another member of a live run."""
+        self._load(self.folder, snapshot, False)
+
+    def change_members(self, generation: int) -> None:
         """Goes on with other members of a live run."""
         self._times.look_from(self.num_updates - 1)
         for log in self._logs:
             log.change_members(generation)
 
     def _load(self, path: Path, state: dict[str, Any], allow_changes: bool) -> None:
-        """Takes a checkpoint's state, or another member's, see `_snapshot`."""
+        """Takes a checkpoint's state, or another member's, see `snapshot`."""
         saved, own = state.get("form", {}), self._form
         if not allow_changes:
             saved, own = saved | state.get("settings", {}), own | self._settings
         remedy = (
-            "Pass the same parts, or another folder for a run that has changed; or, "
-            "for other settings, call load(allow_changes=True), before vbs.epochs: "
-            "docs/resuming.md#what-is-saved"
+            "Pass the same parts, or another folder; or, for other settings, call "
+            "load(allow_changes=True) before vbs.epochs: docs/resuming.md#what-is-saved"
         )
         check_same(saved, own, f"{path} is of another run", remedy)
         parameters = [*self._modules.parameters()]

@@ -19,11 +19,10 @@ from xla_replica import Replica
 from xla_replica.common.trees import map_tensors, named_tensors
 
 SUFFIX = ".shards"
+State = dict[str, Any]
 
 
-def split(
-    name: Path, state: dict[str, Any], replica: Replica
-) -> tuple[dict[str, Any], dict[str, str]]:
+def split(name: Path, state: State, replica: Replica) -> tuple[State, dict[str, str]]:
     """Returns the state without its sharded tensors, which it writes. Collective.
 
     Args:
@@ -60,11 +59,8 @@ def split(
 
 
 def fill(
-    folder: Path,
-    state: dict[str, Any],
-    replica: Replica,
-    parameters: Sequence[torch.Tensor],
-) -> dict[str, Any]:
+    folder: Path, state: State, replica: Replica, parameters: Sequence[torch.Tensor]
+) -> State:
     """Returns a saved state with its sharded tensors. Collective.
 
     Args:
@@ -83,6 +79,6 @@ def fill(
     return map_tensors(state, lambda t: next(found) if t.is_meta else t)
 
 
-def _named(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _named(state: State) -> dict[str, torch.Tensor]:
     """Returns all tensors by name: parts by their own, as in their state."""
     return {name.removeprefix("parts."): t for name, t in named_tensors(state)}

@@ -34,6 +34,8 @@ from xla_replica.common.arguments import (
 
 # Reads a block, by its number: samples that can be indexed, or a table of pyarrow.
 ReadBlock = Callable[[int], Any]
+# From a position to the samples of a stream from there on.
+OpenAt = Callable[[int], Iterable[Any]]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -97,8 +99,7 @@ class BlockShuffle(LazyOrder):
         if not self.in_order:
             blocks = bijection(blocks, len(blocks), f"{self.seed} {epoch} blocks")
         slots = _starts_of(self.block_sizes[blocks])
-        windows = np.append(slots[:-1][:: self.window], slots[-1])
-        return [blocks, slots, windows]
+        return [blocks, slots, np.append(slots[:-1][:: self.window], slots[-1])]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -174,10 +175,7 @@ class BlockDataset(Dataset[Any]):
 
     @classmethod
     def from_stream(
-        cls,
-        open_at: Callable[[int], Iterable[Any]],
-        num_samples: int,
-        block_size: int = 1024,
+        cls, open_at: OpenAt, num_samples: int, block_size: int = 1024
     ) -> BlockDataset:
         """Returns a dataset whose blocks are successive parts of a stream.
 
@@ -278,9 +276,7 @@ def _read_row_group(groups: Sequence[Any], columns: Any, number: int) -> Any:
 class _StreamBlocks:
     """Reads parts of a stream, which is opened anew to go back."""
 
-    def __init__(
-        self, open_at: Callable[[int], Iterable[Any]], starts: Sequence[int]
-    ) -> None:
+    def __init__(self, open_at: OpenAt, starts: Sequence[int]) -> None:
         self._open_at, self._starts = open_at, starts
         self._seeks = False  # whether open_at was seen to take a position
         self._place: int | None = None  # where the open stream is

@@ -21,6 +21,7 @@ from xla_replica.common.arguments import check_integer
 # Sets up to this size are sorted by random keys: a Feistel network over few elements
 # needs many rounds until all permutations are equally likely.
 SORTED = 1024
+Array = np.ndarray
 
 
 def bijection(positions: np.ndarray, size: int, name: str) -> np.ndarray:
@@ -88,9 +89,7 @@ class LazyOrder(abc.ABC):
     def name(self) -> str:
         """What decides the order beside epoch and length; resuming compares it."""
 
-    def checked_samples(
-        self, epoch: int, num_samples: int, positions: np.ndarray
-    ) -> np.ndarray:
+    def checked_samples(self, epoch: int, num_samples: int, positions: Array) -> Array:
         """Returns `samples`; raises ValueError unless each is one in the range."""
         found = np.asarray(self.samples(epoch, num_samples, positions))
         fits = found.shape == positions.shape and found.dtype.kind in "iu"
@@ -102,9 +101,7 @@ class LazyOrder(abc.ABC):
         return found
 
     @abc.abstractmethod
-    def samples(
-        self, epoch: int, num_samples: int, positions: np.ndarray
-    ) -> np.ndarray:
+    def samples(self, epoch: int, num_samples: int, positions: Array) -> Array:
         """Returns the samples at ``positions``, ``(k,)`` integers, of an epoch's order.
 
         It must be a function of the arguments, the same on every replica.
@@ -137,7 +134,5 @@ class IndexShuffle(LazyOrder):
     def name(self) -> str:
         return f"IndexShuffle(seed={self.seed})"
 
-    def samples(
-        self, epoch: int, num_samples: int, positions: np.ndarray
-    ) -> np.ndarray:
+    def samples(self, epoch: int, num_samples: int, positions: Array) -> Array:
         return bijection(positions, num_samples, f"{self.name} {epoch}")

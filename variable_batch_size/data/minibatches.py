@@ -34,10 +34,8 @@ class Minibatches(Iterator[list[int]]):
         self._samples_at: Callable[[np.ndarray], np.ndarray] | None = None
 
     def __next__(self) -> list[int]:
-        sampler = self._sampler
-        ledger = sampler.ledger
-        loop = self._loop or self._begin()
-        if (part := ledger.next_of(loop)) is None:
+        sampler, loop = self._sampler, self._loop or self._begin()
+        if (part := sampler.ledger.next_of(loop)) is None:
             raise StopIteration
         samples = self._samples_at(np.arange(part.start, part.stop))
         return np.resize(samples, sampler.minibatch_size).tolist()
@@ -68,8 +66,7 @@ class Minibatches(Iterator[list[int]]):
         """Returns the sampler's state after the steps that were handed out whole."""
         sampler = self._sampler
         loop = self._loop or sampler.ledger.new_loop()
-        plan = sampler.ledger.plan(loop.epoch)
-        step = plan.step(loop.step, sampler.rank)
+        step = sampler.ledger.plan(loop.epoch).step(loop.step, sampler.rank)
         is_whole = step is not None and 0 < step.num_substeps <= loop.substep
         return {
             **sampler.state_dict(),
@@ -97,14 +94,12 @@ class Minibatches(Iterator[list[int]]):
                 "steps in which that was idle: load replica 0's on every replica"
             )
         here = sampler.plan.first_step + sampler.plan.start_step
-        steps = sampler.schedule_of(state).steps(cursor.epoch)
-        if here == steps.start + cursor.step:
+        if here == sampler.schedule_of(state).steps(cursor.epoch).start + cursor.step:
             return
         if sampler.epoch != cursor.epoch or sampler.ledger.is_placed:
             raise ValueError(
-                f"the loader's state is at {cursor}, and the sampler at step "
-                f"{sampler.plan.start_step} of epoch {sampler.epoch}: save it after an "
-                f"update; or, without one, call sampler.set_epoch({cursor.epoch}) first"
+                f"the loader's state is at {cursor}, the sampler at {sampler.cursor}: "
+                f"save after an update, or call sampler.set_epoch({cursor.epoch}) first"
             )
         sampler.resume_at(state)
 

@@ -280,8 +280,7 @@ class CustomSampler(Sampler[list[int]]):
                 state["fingerprint"],
                 self.fingerprint(),
                 "the sampler's state is of another run",
-                "Restore it with the arguments it had, or pass allow_changes=True to "
-                "resume at the same step with these",
+                "Restore it with the arguments it had, or pass allow_changes=True",
             )
         epoch, name = state["epoch"], f"the state's step of epoch {state['epoch']}"
         num_steps = len(self.schedule_of(state).steps(epoch))
@@ -342,20 +341,16 @@ class CustomSampler(Sampler[list[int]]):
 
         Raises ValueError if it is not an order, or not the one that was saved.
         """
-        order, num_samples = self.order, plan.num_samples
+        order, size = self.order, plan.num_samples
         samples_at: Callable[[np.ndarray], np.ndarray]
         if isinstance(order, LazyOrder):
-            digest = order.digest(plan.epoch, num_samples)
-            samples_at = functools.partial(
-                order.checked_samples, plan.epoch, num_samples
-            )
+            digest = order.digest(plan.epoch, size)
+            samples_at = functools.partial(order.checked_samples, plan.epoch, size)
         else:
             whole = self._epoch_order(plan.epoch)
             samples_at = whole.__getitem__
-            content = whole.astype("<i8").tobytes()
-            digest = hashlib.sha256(content).hexdigest()[:16]
-        expected = self._order_digests.get(plan.epoch, digest)
-        if plan.start_step and digest != expected:
+            digest = hashlib.sha256(whole.astype("<i8").tobytes()).hexdigest()[:16]
+        if plan.start_step and digest != self._order_digests.get(plan.epoch, digest):
             raise ValueError(
                 f"resuming epoch {plan.epoch}, whose order differs from the saved one: "
                 "order= must be a function of the epoch, or have a state that is "

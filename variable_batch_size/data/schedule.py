@@ -25,11 +25,7 @@ import numpy as np
 
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import TraceError
-from xla_replica.common.arguments import (
-    check_fields,
-    check_integer,
-    checked,
-)
+from xla_replica.common.arguments import check_fields, check_integer, checked
 from xla_replica.common.later import pd
 
 
@@ -273,15 +269,8 @@ class Schedule:
         else:  # what is held begins with the trace's last step
             first = min(steps.start, len(trace) - 1)
             sizes = trace[first : steps.stop][: len(steps)]
-        return EpochPlan(
-            epoch=int(epoch),
-            first_step=steps.start,
-            num_samples=self.num_samples,
-            minibatch_size=self.minibatch_size,
-            num_replicas=num_replicas,
-            head=sizes,
-            num_held=len(steps) - len(sizes),
-        )
+        of = int(epoch), steps.start, self.num_samples, self.minibatch_size
+        return EpochPlan(*of, num_replicas, sizes, num_held=len(steps) - len(sizes))
 
     def steps(self, epoch: int) -> range:
         """Returns the steps of an epoch, numbered since training began; see `plan`."""

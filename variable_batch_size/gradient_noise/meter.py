@@ -17,13 +17,12 @@ import torch
 from variable_batch_size.data.schedule import Step
 from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.gradient_noise import estimators
-from variable_batch_size.gradient_noise.squares import GradientSquares
+from variable_batch_size.gradient_noise.squares import GradientSquares, Groups
 from variable_batch_size.part import Part
 from xla_replica.backends.small_sum import SmallSum
-from xla_replica.common.arguments import check_fields, checked
+from xla_replica.common.arguments import check_fields, check_number, checked
 from xla_replica.common.differences import check_same
 
-Groups = list[dict[str, Any]]
 logger = logging.getLogger(__name__)
 # After so many steps without a finite square somebody is told.
 _MOST_UNKNOWN = 3
@@ -210,18 +209,15 @@ class NoiseMeter(Part):
     def commit(self, step: Step) -> None:
         """Makes `gains` of the step whose averaged gradients are in ``.grad``."""
         before, num_groups = self._averages, self._averages.shape[-1]
+        numbers = self._uploaded
         if self.weighted:
             self._weigh(self.weights.weight)
         if not self._gradients.paused:
-            mean_square = self._gradients.of_gradients()
-            new = estimators.estimate(
-                self._squares.value(), mean_square, self._uploaded["coefficients"]
-            )
-            self._averages = estimators.average(
-                self._averages, new, self._uploaded["weight"]
-            )
+            mean_square, squares = self._gradients.of_gradients(), self._squares.value()
+            new = estimators.estimate(squares, mean_square, numbers["coefficients"])
+            self._averages = estimators.average(before, new, numbers["weight"])
         statistics = before if self.options.causal else self._averages
-        ratio, base = self._uploaded["ratio"], self._uploaded["base"]
+        ratio, base = numbers["ratio"], numbers["base"]
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
         self._add_progress(gain)
         if self.options.per_group and num_groups > 1:
@@ -264,15 +260,10 @@ class NoiseMeter(Part):
         overall = estimators.overall(estimators.unbiased(averages))
         variance, square = overall[:2, 0].tolist()
         gain = self._gains(estimators.overall(averages), batch_size)[0]
+        noise_scale = estimators.noise_scale(variance, square)
         efficiency = estimators.efficiency(gain, self._ratio(batch_size))
-        return Measurements(
-            gain=gain,
-            noise_scale=estimators.noise_scale(variance, square),
-            efficiency=efficiency if variance > 0 or square > 0 else math.nan,
-            progress=progress,
-            variance=variance,
-            square=square,
-        )
+        efficiency = efficiency if variance > 0 or square > 0 else math.nan
+        return Measurements(gain, noise_scale, efficiency, progress, variance, square)
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
@@ -332,9 +323,7 @@ class NoiseMeter(Part):
         weight = -torch.expm1(-self._count / numbers["time constant"])
         numbers["weight"] = torch.where(self._count > 1, weight, weight * 0)
 
-    def _gains(
-        self, averages: torch.Tensor, batch_size: float | None = None
-    ) -> list[float]:
+    def _gains(self, averages: torch.Tensor, batch_size: float | None) -> list[float]:
         """Returns the gain of each group; by averages that have been read."""
         kappa = torch.tensor([self._ratio(batch_size)], dtype=averages.dtype)
         gains: list[float] = estimators.gain(averages, kappa, self._base).tolist()
@@ -342,9 +331,7 @@ class NoiseMeter(Part):
 
     def _ratio(self, batch_size: float | None) -> float:
         batch_size = self._batch_size if batch_size is None else batch_size
-        if not batch_size > 0:
-            raise ValueError(f"batch_size must be > 0, got {batch_size!r}")
-        return batch_size / self._base
+        return check_number("batch_size", batch_size, above=0) / self._base
 
     def _read(self) -> tuple[torch.Tensor, float]:
         """Returns the averages, on the CPU in float64, and the progress."""

@@ -67,8 +67,7 @@ class Steps:
 
         Raises ValueError unless the trainer has counted as many updates as are done.
         """
-        sampler, cursor = self.batches, self.batches.cursor
-        done = sampler.schedule.steps(cursor.epoch).start + cursor.step
+        sampler, done = self.batches, self.batches.ledger.global_step
         sampler.set_epoch(epoch)
         plan = sampler.plan
         if not done == num_updates == plan.first_step + plan.start_step:

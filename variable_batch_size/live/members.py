@@ -10,17 +10,20 @@ import dataclasses
 import logging
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
 
 import xla_replica
 from variable_batch_size.live.settings import environment, first_samples, layers
 from variable_batch_size.step.attached import Update
 from variable_batch_size.step.ballots import Ballots
-from variable_batch_size.step.update import RunAgain, Updates
+from variable_batch_size.step.course import Course
+from variable_batch_size.step.sums import Modules
+from variable_batch_size.step.update import RunAgain
 from xla_replica import MemberLost, ReplicaError, Stopped
+from xla_replica.common.trees import map_tensors, without_numpy
 from xla_replica.device.sharded import sharding
 from xla_replica.members.generation import Generation, difference
 from xla_replica.members.host_group import as_bytes
@@ -94,7 +97,7 @@ class LiveBallots(Ballots):
         return leaves or waiting > 0, leaves and self._asked
 
 
-class LiveUpdates(Updates):
+class LiveUpdates(Course):
     """Goes on where members are lost or join: runs the step under way again with them.
 
     `enter` is called once, before the first epoch.
@@ -114,27 +117,15 @@ class LiveUpdates(Updates):
         self.ballots.in_common = self._in_common
 
     def enter(
-        self,
-        settings: State,
-        modules: Mapping[str, nn.Module],
-        begin: Callable[[], Any],
-        snapshot: Callable[[], State],
-        load: Callable[[State], Any],
-        changed: Callable[[int], Any],
-        is_saved: Callable[[Any], bool],
-        newest: Callable[[], int],
+        self, settings: State, modules: Modules, begin: Callable[[], Any], saver: Any
     ) -> None:
         """Joins the run, or begins it with others that are new. Blocks until then.
 
         Args:
             settings: What members must have in common, by name.
             modules: Those that are trained.
-            snapshot: Returns what a checkpoint has, without a collective.
-            load: Takes what that has returned.
             begin: Loads the newest checkpoint, if there is one, on this member alone.
-            changed: Called when other members train than before.
-            is_saved: Whether an object's state is a part of a snapshot.
-            newest: Returns how many updates the newest checkpoint has.
+            saver: The `Checkpointer`, whose snapshots members give to each other.
         """
         replica = self.run.replica
         settings = {
@@ -149,11 +140,10 @@ class LiveUpdates(Updates):
                 "in a live run call Checkpointer.load() once, before set_epoch",
                 replica.rank,
             )
-        self._snapshot, self._load, self._begin = snapshot, load, begin
-        self._changed, self._is_saved = changed, is_saved
+        self._begin, self._saver = begin, saver
         replica.describe(
             {name: repr(value) for name, value in settings.items()},
-            lambda: newest() > self.account.global_step,
+            lambda: saver.newest() > self.account.global_step,
         )
         self._meet()
         self._has_entered = True
@@ -162,7 +152,7 @@ class LiveUpdates(Updates):
 
     def begin_epoch(self, epoch: int) -> None:
         self._check_entered()
-        self.attached.check_states(self._is_saved)
+        self.attached.check_states(self._saver.saves)
         super().begin_epoch(epoch)
 
     def update(self, is_alone: bool = True) -> int:
@@ -284,7 +274,7 @@ class LiveUpdates(Updates):
             if joined := _not_in(before, generation) if before else "":
                 text += f"; {joined} joined"
             logger.log(logging.WARNING if gone or joined else logging.INFO, text)
-        self._changed(generation.number)
+        self._saver.change_members(generation.number)
 
     def _note(self, error: Exception) -> None:
         """Notes why members meet now."""
@@ -319,11 +309,7 @@ class LiveUpdates(Updates):
         ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
         if is_source and not furthest:  # all are new, or others have ended the run
             self._take(self._begin)
-        behind = [
-            member
-            for member, mark in enumerate(marks)
-            if mark != furthest or not furthest
-        ]
+        behind = [n for n, mark in enumerate(marks) if not mark or mark != furthest]
         self._synchronise(source, behind)
 
     def _synchronise(self, source: int, receivers: list[int]) -> None:
@@ -341,19 +327,14 @@ class LiveUpdates(Updates):
             except Exception as error:
                 replica.leave((), f"is refused: {error}")
                 raise
-        self._begin_anew(*common)
-
-    def _begin_anew(self, state: Any, order: list[int] | None) -> None:
-        """Begins the step under way, as the member that has brought these sums it."""
-        run, sums, account = self.run, self.gradients.sums, self.account
-        replica = run.replica
-        sums.follow(order)
+        # Begins the step under way, as the member that has brought these sums it.
+        sums, order = common
+        self.gradients.sums.follow(order)
+        account = self.account
         account.ledger.move(replica.rank, replica.num_replicas, account.cursor)
-        self.clear()
-        self.scaling.forget_given()
-        self.begin_minibatch()
+        self.restart()
         replica.sync()  # compiled now, it is what follows a loss, too
-        run.sums.meet(state)
+        run.sums.meet(sums)
         replica.sync()
         self._is_first = True
 
@@ -394,7 +375,7 @@ class LiveUpdates(Updates):
 
     def _packed(self) -> State:
         """Returns what another member needs to go on from here."""
-        run, account = self._snapshot(), self.account
+        run, account = self._saver.snapshot(), self.account
         # In an epoch's first step the last update is one of the epoch before, whose
         # order may be gone.
         place = {"epoch": account.epoch, "step": account.number}
@@ -402,18 +383,9 @@ class LiveUpdates(Updates):
             place["order"] = None
         run["optimizer"]["elastic"]["sampler"] |= place
         update = self._update and dataclasses.asdict(self._update)
-        if update:
-            numbers = [float(lr) for lr in update["lr"]]
-            update |= {
-                "lr": numbers,
-                "weight": update["weight"] and float(update["weight"]),
-            }
-        state = {
-            "run": run,
-            "update": update,
-            "num_done": self.attached.num_done,
-            "votes": self.ballots.votes,
-        }
+        update = without_numpy(map_tensors(update, torch.Tensor.item))
+        done, votes = self.attached.num_done, self.ballots.votes
+        state = {"run": run, "update": update, "num_done": done, "votes": votes}
         replica = self.run.replica
         # Nothing changes while it is sent, so that what is there needs no copy.
         return state if replica.is_host else replica.to_host(state)
@@ -430,10 +402,8 @@ class LiveUpdates(Updates):
         self.attached.num_done, self.ballots.votes, self._update = 0, None, None
 
     def _unpack(self, state: State) -> None:
-        self._take(lambda: self._load(state["run"]))
-        update = state["update"]
+        self._take(lambda: self._saver.take(state["run"]))
         self.attached.num_done = state["num_done"]
         self.ballots.votes = state["votes"]  # of the update whose functions run
-        if update is not None:
-            update["lr"] = tuple(update["lr"])
-            self._update = Update(**update)
+        if state["update"]:
+            self._update = Update(**state["update"])

@@ -23,7 +23,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place, Step
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.part import Part
-from variable_batch_size.step.sums import Sums
+from variable_batch_size.step.sums import Modules, Sums
 from xla_replica import Replica
 from xla_replica.backends.small_sum import SmallSum
 from xla_replica.device.gradients import weak_hook
@@ -56,7 +56,7 @@ class RepeatableSums(Sums, Part):
         self._others: list[tuple[str, nn.Module]] = []
         self._versions: dict[str, Any] = {}
 
-    def watch(self, modules: Mapping[str, nn.Module]) -> None:
+    def watch(self, modules: Modules) -> None:
         """Moves running statistics once a step, where the step is made."""
         for prefix, model in modules.items():
             layers = dict[str, nn.Module]()
@@ -69,15 +69,13 @@ class RepeatableSums(Sums, Part):
                     self._others.append((name, module))
                 elif isinstance(module, nn.SyncBatchNorm):
                     raise TypeError(
-                        f"exact= and live members: {name!r} is a SyncBatchNorm, whose "
-                        "statistics depend on the minibatches that replicas run "
-                        "together: use BatchNorm, which moves them once a step"
+                        f"exact= and live members: {name!r} is a SyncBatchNorm: use "
+                        "BatchNorm, whose statistics move once a step"
                     )
                 else:
                     layers[name] = module
-            self.riders.append(
-                RunningStatistics(model, layers, self._replica, self.is_exact)
-            )
+            rider = RunningStatistics(model, layers, self._replica, self.is_exact)
+            self.riders.append(rider)
             model.register_forward_pre_hook(weak_hook(self._before_pass))
             model.register_forward_hook(weak_hook(self._after_pass))
 
@@ -113,8 +111,7 @@ class RepeatableSums(Sums, Part):
         for name, _ in found.items() - self._versions.items():
             raise ValueError(
                 f"exact= and live members: the forward pass has changed the buffer "
-                f"{name!r}, and only the running statistics of normalisation layers "
-                "can move: compute it in a function that you attach"
+                f"{name!r}, and only running statistics can move: attach a function"
             )
 
     def _found_versions(self) -> dict[str, tuple[int, int]]:
@@ -198,11 +195,7 @@ class RunningStatistics(Rider):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, nn.Module],
-        replica: Replica,
-        is_exact: bool,
+        self, model: nn.Module, layers: Modules, replica: Replica, is_exact: bool
     ) -> None:
         self._layers, self._starts = layers, list[torch.Tensor]()
         size = sum(buffer.numel() for buffer in self._buffers())
@@ -239,8 +232,7 @@ class RunningStatistics(Rider):
         buffers = self._buffers()
         moves = self._moves.value() / num_minibatches
         for buffer, move in zip(buffers, moves.split([b.numel() for b in buffers])):
-            is_float = buffer.is_floating_point()
-            move = move if is_float else move.sign().long()
+            move = move if buffer.is_floating_point() else move.sign().long()
             buffer.add_(move.view(buffer.shape))
 
     def _put_back(self) -> None:

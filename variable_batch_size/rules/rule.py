@@ -189,11 +189,7 @@ def rule_named(rule: str | Rule) -> Rule:
     return RULES[check_choice("rule", rule, sorted(RULES), "'power:ALPHA'")]
 
 
-def with_options(
-    rule: str | Rule, momentum_correction: bool, decay_per_sample: bool
-) -> Rule:
+def with_options(rule: str | Rule, **asked: Any) -> Rule:
     """Returns the rule with these options added to those that it has."""
-    asked = {"momentum_correction": momentum_correction}
-    asked["decay_per_sample"] = decay_per_sample
     added: Any = {name: True for name in asked if check_flag(name, asked[name])}
     return dataclasses.replace(rule_named(rule), **added)

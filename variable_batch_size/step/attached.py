@@ -271,9 +271,7 @@ class AttachedScheduler:
         return {
             "kind": type(self.scheduler).__name__,
             "scheduler": self.scheduler.state_dict(),
-            **{
-                name: getattr(self, name) for name in ("unit", "every", "done", "ticks")
-            },
+            **{n: getattr(self, n) for n in ("unit", "every", "done", "ticks")},
         }
 
     def check_state(self, state: dict[str, Any]) -> None:

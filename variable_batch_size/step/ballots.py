@@ -42,6 +42,8 @@ _SETTINGS = (
 )
 _ORDERS = "the order of an epoch: seed what order= returns without the rank"
 
+Parts = Mapping[str, Part]
+
 
 class Ballots(Part):
     """Casts ballots and counts them, on one of several replicas.
@@ -58,11 +60,7 @@ class Ballots(Part):
     hears = True  # of votes of other replicas, beside the training, on a GPU
 
     def __init__(
-        self,
-        run: Run,
-        gradients: StepGradients,
-        scaling: Scaling,
-        parts: Mapping[str, Part],
+        self, run: Run, gradients: StepGradients, scaling: Scaling, parts: Parts
     ) -> None:
         self._run, self._replica = run, run.replica
         self._gradients, self._scaling, self._parts = gradients, scaling, parts
@@ -109,8 +107,7 @@ class Ballots(Part):
         self._asked |= xla_replica.stop_requested() is not None
         numbers = [own, digest, 1.0, float(known), float(self._asked), self._proposed]
         numbers += self.others()
-        scalars = self._run.scalars
-        self._own = scalars.get("ballots", (tuple(numbers),)).reshape(-1)
+        self._own = self._run.scalars.get("ballots", (tuple(numbers),)).reshape(-1)
         self._sums = self._own.clone()
 
     def common(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +12,11 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, SparseAdam
 
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule
+from variable_batch_size.gradient_noise.squares import Groups
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.step.run import Run
 from xla_replica import Replica
-from xla_replica.common.arguments import (
-    check_number,
-    check_type,
-    is_number,
-)
+from xla_replica.common.arguments import check_number, check_type, is_number
 
 # Their steps are normalised, so they do not grow with the learning rate's batch factor
 # the way SGD's do.
@@ -88,9 +84,7 @@ def _check_arguments(run: Run) -> None:
         )
 
 
-def check_groups(
-    run: Run, groups: list[dict[str, Any]], schedule: Schedule | None = None
-) -> None:
+def check_groups(run: Run, groups: Groups, schedule: Schedule | None = None) -> None:
     """Raises TypeError or ValueError unless the arguments fit groups and batch sizes.
 
     Args:
@@ -103,9 +97,7 @@ def check_groups(
         for name, value in group.items():
             values = value if isinstance(value, tuple) else (value,)
             if any(isinstance(each, float) and math.isnan(each) for each in values):
-                raise ValueError(
-                    f"the optimizer's {name} must be a number, got {value!r}"
-                )
+                raise ValueError(f"{name} must be a number, got {value!r}")
     parameters = [parameter for group in groups for parameter in group["params"]]
     run.replica.check_parameters(parameters)
     run.replica.check_device(
@@ -122,9 +114,7 @@ def check_groups(
         _check_rule(run, groups, ratio, is_late)
 
 
-def _check_rule(
-    run: Run, groups: list[dict[str, Any]], ratio: float, is_late: bool
-) -> None:
+def _check_rule(run: Run, groups: Groups, ratio: float, is_late: bool) -> None:
     """Raises unless the rule works with the groups at this batch ratio."""
     rule = run.rule
     factor, may_be_zero = rule.lr_factor(ratio), not rule.decay_per_sample

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from variable_batch_size.step.course import Course
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import hyperparameters
-from variable_batch_size.step.update import Updates
 from xla_replica.common.differences import check_same
 
 VERSION = 5  # of the state
@@ -18,7 +18,7 @@ _OF_DEVICES = ("foreach", "fused", "capturable", "differentiable")
 class ElasticState:
     """Saves and loads whatever counts something, for any number of replicas."""
 
-    def __init__(self, run: Run, updates: Updates) -> None:
+    def __init__(self, run: Run, updates: Course) -> None:
         self._run, self._updates = run, updates
         self._lasting = lasting(run)  # as the run began
 
@@ -63,8 +63,7 @@ class ElasticState:
                 self._settings(),
                 "the optimizer's state is of another run",
                 "Build the optimizer, and freeze its parameters, as they were; or pass "
-                "allow_changes=True, which resumes with the saved hyperparameters of "
-                "parameter groups",
+                "allow_changes=True, which takes the saved hyperparameters",
             )
         self._updates.attached.check_state(state.get("schedules", []))
         if run.noise and state.get("noise"):

@@ -129,12 +129,10 @@ class Scaling:
             self._scaled.append(scaled)
             self._next_states.append(state)
 
-    def _inputs_of(
-        self, index: int, group: Group, batch_ratio: Any
-    ) -> tuple[Group, Any]:
+    def _inputs_of(self, index: int, group: Group, ratio: Any) -> tuple[Group, Any]:
         if not self._on_device:
-            return {**group}, batch_ratio
-        inputs, ratio = {**group, **self._uploaded(index, group, group)}, batch_ratio
+            return {**group}, ratio
+        inputs = {**group, **self._uploaded(index, group, group)}
         if ratio is not None and self._rule.decay_per_sample:
             dtype = dtype_for(group["params"])
             ratio = self._scalars.get(("batch ratio", index), ratio, dtype)

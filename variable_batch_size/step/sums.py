@@ -13,6 +13,8 @@ from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.run import Run
 
+Modules = Mapping[str, nn.Module]
+
 
 class Sums:
     """Sums in floating point, whose last bits depend on the order of minibatches.
@@ -36,7 +38,7 @@ class Sums:
         """Returns what the bits of a gradient depend on beside the model."""
         return {}
 
-    def watch(self, modules: Mapping[str, nn.Module]) -> None:
+    def watch(self, modules: Modules) -> None:
         """Has what forward passes of these modules move be summed, too."""
 
     def follow_order(self, order: Any) -> None:

@@ -2,18 +2,15 @@
 
 A step is a transaction. What needs a peer comes first and changes nothing that lasts:
 an exception there throws the step away, and its minibatches are dealt anew. The commit
-needs no peer, and from there on the step counts as done, even if something raises.
-
-On a compiled backend a minibatch is one program and an update another one, whatever the
-batch sizes, and the second is the same on every replica; docs/architecture.md ("Two
-graphs") tells what keeps it so.
+needs no peer, and from there on the step counts as done, even if something raises. What
+keeps it two programs on a compiled backend: docs/architecture.md ("Two graphs").
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,56 +63,14 @@ class Updates:
         self.account.owner = weakref.proxy(self)
         self.begin_minibatch()
 
-    # --- epochs and minibatches -----------------------------------------------------
-
-    def restart(self) -> None:
-        """Forgets what was accumulated before the sampler was placed elsewhere."""
-        self.num_seen = 0
-        self.clear()
-        self.begin_minibatch()
-        self.scaling.forget_given()
-
-    def enter(self, settings: Any, begin: Callable[[], Any], **others: Any) -> None:
-        """Begins a run. A live one may be joined instead; see `LiveUpdates`."""
-        del settings, others
-        begin()
-
-    def between(self, function: Callable[[], Any]) -> Any:
-        """Returns what a function of all replicas returns, between two updates.
-
-        In a live run it runs again where a member is lost in it, see `after`.
-        """
-        return function()
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Goes to the first step of an epoch.
-
-        Raises ReplicaError where other replicas would not begin it too.
-        """
-        refuse_waiting(self.account)
-        is_lost = self.account.begin(epoch)
-        if is_lost is None:
-            return
-        if is_lost:
-            self.clear()
-        self.gradients.refresh()
-        self.scaling.note_given()
-        self.begin_minibatch()
-
     def end_minibatch(self, weight: Any) -> int:
         """Accumulates a minibatch; returns the number of updates made after it.
 
-        Args:
-            weight: As the user gives it to `ElasticOptimizer.step`.
+        ``weight`` is what the user gives to `ElasticOptimizer.step`.
         """
         account, counted = self.check_minibatch(), None
         if self.weights is not None:
             counted = self.weights.of_minibatch(weight, account)
-        elif weight is not None:
-            raise TypeError(
-                "step(weight=...) needs reduction='sum': build the optimizer with it, "
-                "and let the loss be the sum over tokens, not their mean"
-            )
         is_empty = weight is not None and is_zero(weight)
         self.gradients.check(account.substep, needs_backward=not is_empty)
         for part in self.parts.values():
@@ -150,17 +105,11 @@ class Updates:
         for part in self.parts.values():
             part.begin_minibatch(self.account.now)
 
-    # --- an update ------------------------------------------------------------------
-
     def update(self, is_alone: bool = True) -> int:
-        """Makes the update of the step under way, on all replicas.
+        """Makes the update of the step under way, on all replicas; returns 1.
 
-        Returns 1, or 0 if all replicas are to run the step again. A live run may return
-        1 for a step thrown away here, which other members have made.
-
-        Args:
-            is_alone: Whether to run what is attached; else the caller gives `made` to
-                `after`.
+        Or 0 if all run the step again; a live run 1 if other members have made it. The
+        caller gives `made` to `after` unless the update ``is_alone``.
         """
         step: Any = self.account.now
         parts, is_made = self.parts.values(), False
@@ -174,10 +123,9 @@ class Updates:
                 self.scaling.prepare(step)
                 # 2. Sum over replicas: gradients, and what parts have with them.
                 divisor: Any = None if self.weights else step.num_minibatches
-                if divisor and self._is_lazy:
-                    divisor = self.run.scalars.get("divisor", divisor)
                 others = [each for part in parts for each in part.tensors()]
                 if self._is_lazy:
+                    divisor = divisor and self.run.scalars.get("divisor", divisor)
                     self.gradients.narrow()
                 self.gradients.sums.sum_(others, divisor)
                 # 3. Look, whether replicas agree, where that is free.
@@ -236,8 +184,7 @@ class Updates:
         if not self.attached.is_empty:
             self.attached.run(update)
             self.gradients.refresh()  # functions may have frozen or unfrozen some
-        log_steps = self.run.log_steps
-        if log_steps and update.step % log_steps == 0:
+        if self.run.log_steps and update.step % self.run.log_steps == 0:
             if self.ballots is not None:
                 self.ballots.check()
             log(update, self.run)

@@ -12,13 +12,13 @@ from variable_batch_size.trace_tools.curves import (
 )  # fmt: skip
 from variable_batch_size.trace_tools.families import FAMILIES, make
 from variable_batch_size.trace_tools.simulation import (
-    check, epoch_table, simulate, stats, time_lost, totals,
+    check, simulate, stats, time_lost, totals,
 )  # fmt: skip
 from variable_batch_size.trace_tools.step_time import StepTime, fit_step_time
 
 __all__ = [
     "FAMILIES", "POLICIES", "Availability", "Conversion", "LearningRates", "StepTime",
-    "check", "convert", "convert_rows", "decay", "epoch_table", "fit_step_time", "make",
-    "power_law", "read_availability", "read_curve", "schedule_named", "simulate",
+    "check", "convert", "convert_rows", "decay", "fit_step_time", "make", "power_law",
+    "read_availability", "read_curve", "schedule_named", "simulate",
     "stats", "time_lost", "totals",
 ]  # fmt: skip

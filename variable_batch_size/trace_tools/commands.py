@@ -54,7 +54,7 @@ OPTIONS = (
            "that share a step; default: the trace's column devices, or 1"),
     Option("--seconds-per-update", float, None, TIMED,
            "of a step's sum and update; without a step time, a row of a log is a step"),
-    Option("--seconds-per-substep", float, None, "check convert simulate",
+    Option("--seconds-per-substep", float, None, TIMED,
            "of each minibatch that the first replica runs"),
     Option("--restart-seconds", float, 0.0, "convert", "whenever the devices change"),
     Option("--losses-per-hour", float, 0.0, "simulate", "of replicas, without notice"),
@@ -83,7 +83,7 @@ def run_check(args: argparse.Namespace) -> Mapping[str, Any]:
     example:
       vbs check trace.csv --dataset-size 60000 --minibatch-size 32 --num-replicas 8
     """
-    told = tools.check(*_schedule(args), args.epochs, args.seconds_per_substep)
+    told = tools.check(*_schedule(args), args.epochs)
     parts = "dropped samples", "idle replica-substeps"
     wasted = {part: told[f"{part} in per cent"] for part in parts}
     how = "fits well" if max(wasted.values()) < 10 else "fits, but wastes much"

@@ -45,8 +45,7 @@ class Option(NamedTuple):
         elif self.kind is bool:
             options["action"] = "store_true"
         elif self.flag.startswith("--"):
-            is_required = self.default is REQUIRED
-            options |= {"required": is_required, "default": self.default}
+            options |= {"required": self.default is REQUIRED, "default": self.default}
             options["type"] = amount if self.kind is int else self.kind
             options["metavar"] = _METAVARS[self.kind]
             if self.default not in (None, "", REQUIRED):

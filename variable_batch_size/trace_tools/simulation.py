@@ -46,21 +46,6 @@ def stats(trace: Trace) -> dict[str, Any]:
     }
 
 
-def epoch_table(schedule: Schedule, num_epochs: int | None = None) -> pd.DataFrame:
-    """Returns one row per epoch: ``steps``, ``samples`` used, ``dropped_samples``.
-
-    Args:
-        schedule: Trace, dataset length and minibatch size.
-        num_epochs: How many; default: all of the trace.
-
-    Raises:
-        TypeError: The trace has no end, and ``num_epochs`` is not given.
-    """
-    epochs = _steps(schedule, num_epochs).groupby("epoch")["batch_size"]
-    table = pd.DataFrame({"steps": epochs.size(), "samples": epochs.sum()})
-    return table.assign(dropped_samples=schedule.num_samples - table["samples"])
-
-
 def simulate(
     schedule: Schedule,
     num_epochs: int | None = None,
@@ -251,10 +236,7 @@ def time_lost(
 
 
 def check(
-    schedule: Schedule,
-    num_replicas: int | np.ndarray,
-    num_epochs: int | None = None,
-    seconds_per_substep: float | None = None,
+    schedule: Schedule, num_replicas: int | np.ndarray, num_epochs: int | None = None
 ) -> dict[str, Any]:
     """Returns epochs, dropped samples and idle replicas of a run.
 
@@ -266,13 +248,13 @@ def check(
         num_replicas: Over which minibatches are dealt; or, ``(num_rows,)``, in each row
             of the trace.
         num_epochs: How many; default: all of the trace.
-        seconds_per_substep: What a minibatch takes, for idle replica-seconds.
 
     Raises:
         TypeError: The trace has no end, and ``num_epochs`` is not given.
     """
     steps = _steps(schedule, num_epochs, num_replicas)
-    dropped = epoch_table(schedule, num_epochs)["dropped_samples"].to_numpy()
+    used = steps.groupby("epoch")["batch_size"].sum()
+    dropped = schedule.num_samples - used.to_numpy()
     num_epochs, idle = len(dropped), int(steps["idle_substeps"].sum())
     slots = int(steps["num_substeps"] @ steps["devices"])
     alone = (steps["num_substeps"] == 1) & (steps["idle_substeps"] > 0)
@@ -298,7 +280,4 @@ def check(
     if schedule.pad_minibatches:
         held = (slots - idle) * schedule.minibatch_size
         result["samples of padding"] = held - result["samples"]
-    if seconds_per_substep is not None:
-        check_number("seconds_per_substep", seconds_per_substep, above=0)
-        result["idle replica-seconds"] = idle * seconds_per_substep
     return result

@@ -65,12 +65,12 @@ def test_it_is_the_run_that_replicas_make(backend):
     assert steps["samples"].iloc[-1] == expected["samples"]
 
 
-def test_a_table_tells_what_epochs_use_and_drop():
+def test_a_check_tells_what_epochs_use_and_drop():
     schedule = schedule_of(Case(TRACE, epochs=5))
-    table = tools.epoch_table(schedule, 5)
     used = [schedule.plan(epoch, 1).batch_sizes.sum() for epoch in range(5)]
-    assert table["samples"].tolist() == used
-    assert table["dropped_samples"].tolist() == [128 - samples for samples in used]
+    told = check(schedule, 1, 5)
+    assert told["samples"] == sum(used)
+    assert told["dropped samples"] == sum(128 - samples for samples in used)
     assert len(simulate(planned(16, 48, 8), 2)) == 6  # a trace without end
 
 
@@ -99,12 +99,11 @@ COLUMNS = [
       for on_end, expected in (("cycle", [2, 1, 2, 1]), ("hold", [2, 1, 1, 1]))),
 ]  # fmt: skip
 NUMBERS = [
-    (tools.epoch_table(PADDED).iloc[0], {"samples": 48, "steps": 3}),
-    (check(PADDED, 2), {"samples of padding": 5 + 7}),
-    (check(ENDING, 4, seconds_per_substep=0.5), {
+    (check(PADDED, 2), {"samples": 48, "steps": 3, "samples of padding": 5 + 7}),
+    (check(ENDING, 4), {
         "epochs": 3, "dropped samples": 20, "dropped samples in per cent": 10,
         "samples of the last epoch after the trace's end": 80,
-        "idle replica-substeps": 2 + 2 + 2 + 1 + 3, "idle replica-seconds": 5,
+        "idle replica-substeps": 2 + 2 + 2 + 1 + 3,
         "steps with a replica that is idle throughout": 5,
     }),
     (check(ENDING, 1, num_epochs=1), {

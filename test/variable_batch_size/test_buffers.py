@@ -8,7 +8,7 @@ from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
-from variable_batch_size.step.buffers import follow
+from variable_batch_size.buffers import follow
 
 
 class Buffers(nn.Module):

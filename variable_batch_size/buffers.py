@@ -53,13 +53,10 @@ def guess(model: nn.Module, num_minibatches: int, starts: Starts) -> None:
 
 
 def _counts(model: nn.Module) -> list[torch.Tensor]:
-    """Returns the integer buffers."""
-    others = (torch.bool, torch.uint8)  # masks, states of random generators
-    return [
-        b
-        for b in model.buffers()
-        if not (b.is_floating_point() or b.is_complex() or b.dtype in others)
-    ]
+    """Returns the buffers of signed integers."""
+    # Others are masks and states of random generators.
+    counts = torch.int8, torch.int16, torch.int32, torch.int64
+    return [buffer for buffer in model.buffers() if buffer.dtype in counts]
 
 
 def average_buffers(
