@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from support.documents import ROOT, read
 from support.xla_replica.replicas import needs_xla
 
+from tools import install
 from tools.size.count_lines import PACKAGES
 
 INSTALLING = read("docs/installing.md")
@@ -54,9 +55,20 @@ def test_the_oldest_and_the_newest_torch_are_tested(extras):
     assert list(allowed.filter(["2.8.0", "2.9.0", newest])) == ["2.9.0", newest]
     make = ("make", "-n", "ENV=torch", "VENV=new", "new/ready")
     said = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
-    installs = re.findall(r"pip install (.*)'torch==(.*?)'", said.stdout)
+    installs = re.findall(r"install(?:\.py)? (.*)'torch==(.*?)'", said.stdout)
     assert [version for _, version in installs] == 3 * [newest]
     assert ["/cpu " in options for options, _ in installs] == [True, False, False]
+
+
+def test_uv_is_told_what_pip_knows_and_pip_installs_where_there_is_no_uv():
+    told = "global.cert='/etc/ca'\n:env:.cert='/own/ca'\nglobal.timeout='9'\n"
+    links = "global.extra-index-url='\\nfile:///a\\nfile:///b'\n"
+    found = install.variables(links + told)
+    assert found["UV_EXTRA_INDEX_URL"] == "file:///a file:///b"
+    assert found["SSL_CERT_FILE"] == "/own/ca"
+    assert found.keys() - install.LIKE_PIP == {"UV_EXTRA_INDEX_URL", "SSL_CERT_FILE"}
+    for has_uv, tool in ((True, "uv"), (False, "pip")):
+        assert install.command("python", has_uv)[1:3] == ["-m", tool]
 
 
 def test_the_pages_name_an_extra_for_every_place_and_no_others(extras):
