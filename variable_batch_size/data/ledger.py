@@ -120,7 +120,7 @@ class Ledger(Plans):
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[int]:
-        """Lets `receive` hand out for a loop that begins in a block; gives the deal."""
+        """Has `receive` hand out for a loop that begins in a block; gives the deal."""
         self._will_be_followed = True
         try:
             yield self.deal
@@ -145,8 +145,7 @@ class Ledger(Plans):
     def redeal(self, cursor: Cursor | None = None) -> None:
         """Deals the steps under way anew, or those after a cursor.
 
-        What was dealt is stale. The newest loop goes there, or ends if its epoch is
-        over.
+        All that was dealt is stale. The newest loop goes there, or ends with its epoch.
         """
         with self._lock:
             self.deal += 1

@@ -1,4 +1,4 @@
-"""One update, which every replica takes part in, also one without a minibatch.
+"""One update, in which every replica takes part, also one without a minibatch.
 
 A step is a transaction. What needs a peer comes first and changes nothing that lasts:
 an exception there throws the step away, and its minibatches are dealt anew. The commit
@@ -108,8 +108,8 @@ class Updates:
     def update(self, is_alone: bool = True) -> int:
         """Makes the update of the step under way, on all replicas; returns 1.
 
-        Or 0 if all run the step again; a live run 1 if other members have made it. The
-        caller gives `made` to `after` unless the update ``is_alone``.
+        Or 0 if all run the step again; a live run 1 if other members have made it.
+        Unless it ``is_alone``, the caller then calls `after` with `made`.
         """
         step: Any = self.account.now
         parts, is_made = self.parts.values(), False
@@ -192,7 +192,7 @@ class Updates:
         self.begin_minibatch()
 
     def clear(self) -> None:
-        """Forgets the step's minibatches, in the order in which they were added up."""
+        """Forgets the step's minibatches: what parts have of them, then gradients."""
         with torch.no_grad():
             for part in self.parts.values():
                 part.clear()
