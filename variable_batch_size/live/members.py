@@ -165,7 +165,7 @@ class LiveUpdates(Course):
             self._note(error)
         super().rollback(RunAgain() if self._is_lost else error)
 
-    def redeal(self) -> int:
+    def begin_again(self) -> int:
         """Meets the others after a loss; returns the updates that it has missed.
 
         They were made by a member that had its sums, and are received with its state.
@@ -173,7 +173,7 @@ class LiveUpdates(Course):
         group open, and the others wait for it.
         """
         before = self.account.global_step
-        super().redeal()
+        super().begin_again()
         if self._is_lost:
             self._meet()
             if self._update is not None:

@@ -146,7 +146,7 @@ class Updates:
                     self.account.commit()
                     self.clear()
         if not is_made:
-            return self.redeal()
+            return self.begin_again()
         # 5. After: schedulers and functions that are attached.
         self.attached.num_done = 0
         weight = self.weights.weight if self.weights else None
@@ -174,7 +174,7 @@ class Updates:
         if not isinstance(error, RunAgain):
             raise error
 
-    def redeal(self) -> int:
+    def begin_again(self) -> int:
         """Begins a step anew; returns how many updates others have made meanwhile."""
         self.begin_minibatch()
         return 0
