@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_831
+CODE = 21_834
 TEST_LINES = 34_176
 
 

@@ -451,6 +451,9 @@ class MemberReplica(Replica):
         return self._inner.write_shards(folder, tensors) if self.member == 0 else {}
 
     def _broadcast_(self, tensors: list[torch.Tensor], source: int) -> None:
+        if self._is_alone:  # as where a script builds its model
+            self._inner.broadcast_(tensors, source)
+            return
         for tensor in tensors:
             if self.is_sharded([tensor]):  # all members have one state
                 self._inner.broadcast_([tensor])
