@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_831
-TEST_LINES = 34_164
+TEST_LINES = 33_698
 
 
 def test_lines_are_counted():
