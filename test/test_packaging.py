@@ -15,6 +15,7 @@ from support.xla_replica.replicas import needs_xla
 
 from tools import install
 from tools.size.count_lines import PACKAGES
+from variable_batch_size.command_line import main
 
 INSTALLING = read("docs/installing.md")
 
@@ -40,12 +41,14 @@ def extras(given) -> dict[str, dict[str, Requirement]]:
     }
 
 
-def test_every_package_is_packaged(given):
+def test_every_package_and_the_command_are_packaged(given):
     roots = [path.parent for path in ROOT.glob("*/py.typed")]
     assert {path.name for path in roots} == {*PACKAGES}
     inner = {path.parent for root in roots for path in root.rglob("*.py")}
     names = [".".join(path.relative_to(ROOT).parts) for path in inner]
     assert given["packages"] == sorted(names)
+    scripts = given["entry_points"]["console_scripts"]
+    assert scripts == [f"vbs = {main.__module__}:{main.__name__}"]
 
 
 def test_the_oldest_and_the_newest_torch_are_tested(extras):

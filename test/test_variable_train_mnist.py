@@ -118,7 +118,6 @@ def test_digits_reach_97_percent_on_eight_replicas(tmp_path, rule):
     ("--checkpoint-steps 5", "--checkpoint-steps needs --checkpoint FOLDER"),
     ("--closed-loop 512:64", "smaller one first, such as 64:512, got '512:"),
     ("--closed-loop 64:512 --on-end stop", "leave out --on-end, got"),
-    ("--lr nan", "the reference learning rate must be"),
     ("--rule lars", "--rule: rule must be one of 'adam-half-life',"),
     ("--trace nofile.csv", "nofile.csv"),
     ("--batch-size 48", "not a multiple of minibatch_size"),

@@ -106,12 +106,6 @@ def test_every_record_has_a_page_that_names_it():
         assert record.name in text or re.search(rf"`…-[\w-]*{end}`", text), record.name
 
 
-def test_the_changelog_says_what_to_write_instead_of_what_was_withdrawn():
-    parts = read("CHANGELOG.md").split("\n### `")[1:]
-    told = {part.split("`")[0] for part in parts if "#### Withdrawn" in part}
-    assert told == {*MODULES.values()}
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/grab_xla.md"])
 def test_a_gain_is_told_with_its_cost(page):
     """Orders are compared after equally many epochs, which do not cost the same."""

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     (images, "--epochs 0", "--epochs must be at least 1, got 0"),
     (images, "--order best", "--order best: allowed are mean, pair"),
     (images, "--order recursive-pair --batch-size 24", "power of two"),
-    (images, "--order recursive --depth -1", "--order recursive: depth"),
     (images, "--batch-size 15 --num-replicas 2", "15 is not a multiple"),
     (images, "--resume", "need --checkpoint DIR"),
     (images, "--minibatch-size 8", "--minibatch-size needs --trace FILE"),

@@ -73,9 +73,6 @@ def test_another_schedule_than_the_saved_one_is_told():
     assert (other.T_end, other.delta_T, other.alpha) == (28, 7, 0.3)
     with pytest.raises(TypeError, match="unexpected keyword argument 'Tend'"):
         other.load_state_dict(state, Tend=99)
-    with pytest.raises(ValueError, match="T_end must be an integer >= 1, got 0"):
-        other.load_state_dict(state, T_end=0)
-    assert other.T_end == 28
 
 
 def test_random_masks_for_a_model_that_was_sparse_are_told():
@@ -225,10 +222,7 @@ DAMAGES = [
     (lambda s, x: s["dense"].append("8.weight"), "has '8.weight', which is not"),
     (lambda s, x: s["dense"].remove("0.weight"), "has '0.weight', which is not"),
     (lambda s, x: x.update(shape=[16, 255]), r"\(16, 255\) for '5.weight', which has"),
-    (lambda s, x: s.update(format=99), "format 99"),
-    (lambda s, x: s.pop("step"), r"gave, whole, with 'step', which"),
     (lambda s, x: s.update(step=-3), "the step in state_dict must be an integer >= 0"),
-    (lambda s, x: s.update(num_updates=-1), "num_updates in state_dict must be"),
     (lambda s, x: s["options"].update(speed=3), r"'options'\] has 'speed', which"),
     (lambda s, x: x.pop("mask"), r"with 'mask', which is not .* for '5.weight'"),
     (lambda s, x: x.update(sparsity=7), "sparsity of '5.weight' in state"),

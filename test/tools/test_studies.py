@@ -130,17 +130,6 @@ def test_ways_of_a_language_model_see_equal_samples_and_are_made_once(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("low", "high", "saved", "said"), [
-    (-0.01, 0.01, 0.2, "helps"),
-    (0.001, 0.01, 0.2, "helps, costs loss"),
-    (0.001, 0.03, 0.2, "costs loss"),
-    (-0.01, 0.03, 0.2, "cannot say"),
-    (-0.01, 0.01, 0.05, ""),
-])  # fmt: skip
-def test_what_is_said_of_a_way(low, high, saved, said):
-    assert language_model_study.verdict({"low": low, "high": high}, saved) == said
-
-
 def test_the_page_has_the_figures_of_the_study_of_a_language_model(capsys):
     record = json.loads(read("docs/benchmarks/language_model_study.json"))
     language_model_study.tell(record["ways"])

@@ -8,7 +8,6 @@ from torch import nn
 
 import variable_batch_size as vbs
 import xla_replica
-from variable_batch_size.buffers import follow
 
 
 class Buffers(nn.Module):
@@ -140,9 +139,3 @@ def test_counts_are_those_of_all_replicas_also_of_a_resumed_run(backend, tmp_pat
     for state in backend.run(counted, None, 3, True):  # which is not told of the model
         name = "norm.num_batches_tracked"
         assert state[name] == expected[name]
-
-
-def test_means_over_all_minibatches_need_a_momentum():
-    model = nn.Sequential(nn.BatchNorm1d(2, momentum=None))
-    with pytest.raises(ValueError, match=r"^0: momentum=None averages"):
-        follow(model, {})

@@ -77,15 +77,6 @@ def test_every_replica_sees_every_update(outcomes, name):
         assert outcome["num_idle"] == num_idle
 
 
-def test_the_exact_cases_leave_bits_to_spare():
-    """Otherwise a sum might round, and equality would depend on its order."""
-    for case in CASES.values():
-        if case.exact:
-            weights, _ = elastic.large_batch_run(case)
-            assert all(((w * 2.0**46) % 1 == 0).all() for w in weights)
-            assert all((w.abs() < 2.0**4).all() for w in weights)
-
-
 def branches(rank: int) -> list[float]:
     """Each replica's loss uses another parameter; the last one's depends on none."""
     replica = xla_replica.current()

@@ -6,11 +6,10 @@ import re
 import runpy
 import shlex
 import sys
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from support.documents import ROOT, blocks
+from support.documents import blocks
 
 from variable_batch_size.command_line import COMMANDS, MEMBERS, main
 from variable_batch_size.traces.batch_trace import Trace
@@ -101,14 +100,6 @@ def test_the_module_is_the_command(words, told, folder, monkeypatch, capsys):
         runpy.run_module("variable_batch_size", run_name="__main__")
     assert caught.value.code == 0
     assert re.search(told, capsys.readouterr().out, re.MULTILINE)
-
-
-def test_pip_installs_the_command(monkeypatch):
-    given: dict[str, object] = {}
-    monkeypatch.setitem(sys.modules, "setuptools", SimpleNamespace(setup=given.update))
-    runpy.run_path(str(ROOT / "setup.py"))
-    [script] = given["entry_points"]["console_scripts"]
-    assert script == f"vbs = {main.__module__}:{main.__name__}"
 
 
 @pytest.mark.parametrize(("words", "message"), [

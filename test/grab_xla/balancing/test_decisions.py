@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import Kernels
-from support.xla_replica.replicas import ONE_XLA_BACKEND, needs_xla, of_torch_alone
+from support.xla_replica.replicas import needs_xla, of_torch_alone
 
 import xla_replica
 from grab_xla import GraBSampler
@@ -255,27 +255,9 @@ ONES = torch.ones(3, 2)
     ((torch.ones(3),), ValueError, r"shape \(n, d\).*got \(3,\)"),
     ((torch.ones(0, 2),), ValueError, r"got \(0, 2\)"),
     ((ONES, [0.0, 1.0]), TypeError, "integers, got torch.float32"),
-    ((ONES, []), TypeError, "integers"),
     ((ONES, [[0, 1]]), ValueError, r"got \(1, 2, 2\)"),
     ((ONES, [0, 3]), IndexError, "out of range|out of bounds"),
 ])  # fmt: skip
 def test_what_is_no_order_of_vectors_is_refused(given, error, message):
     with pytest.raises(error, match=message):
         herding_of(*given)
-
-
-def on_a_device(rank: int) -> tuple[xla_replica.Counts, list[float]]:
-    replica, order = xla_replica.current(), torch.tensor(random_order(48))
-    vectors = random_vectors(48, 5, dtype=torch.float32)
-    with xla_replica.count(replica) as count:
-        found = herding_of(replica.send(vectors), replica.send(order))
-        replica.sync()
-    return count, [value.item() for value in replica.fetch([*found])]
-
-
-@pytest.mark.parametrize("backend", ONE_XLA_BACKEND)
-def test_a_device_is_never_read(backend):
-    expected = brute_force(random_vectors(48, 5, dtype=torch.float32), random_order(48))
-    for count, found in backend.run(on_a_device):
-        assert (count.transfers, count.fallbacks) == (0, {})
-        assert found == pytest.approx(expected, rel=1e-4)

@@ -180,18 +180,6 @@ def test_the_kernel_is_that_of_autograd(centered, chunk, monkeypatch):
     torch.testing.assert_close(kernel, features @ features.T, rtol=1e-6, atol=1e-7)
 
 
-def spoiled(value: float) -> TensorDataset:
-    (data := dataset()).tensors[0][[3, 20], 0, 0] = value
-    return data
-
-
-@pytest.mark.filterwarnings("ignore:autograd's gradients of")
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_samples_without_a_finite_gradient_are_named(bad):
-    with pytest.raises(ValueError, match=r"must be finite.*\[3, 20\] of 21"):
-        ntk.empirical_ntk(*given(mlp(), spoiled(bad)))
-
-
 def kernel_on_the_device(rank: int) -> tuple[torch.Tensor, xla_replica.Counts]:
     replica = xla_replica.current()
     # Not BatchNorm, which torch_xla 2.9 does not differentiate in evaluation mode.

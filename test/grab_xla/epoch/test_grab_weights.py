@@ -74,15 +74,6 @@ def test_herding_is_that_of_gradients_with_their_weights(name, given, stale):
         assert sampler.sorter.grad_norms == pytest.approx(norms)
 
 
-def test_equal_weights_of_any_size_change_no_order():
-    orders = []
-    same = [lambda epoch, w=w: [w] * NUM_SAMPLES for w in (1.0, 2.0**-20, 2.0**10)]
-    for weights in ("equal", *same):
-        sampler = KINDS["mean"].sampler(weights=weights)
-        orders.append([ordering.run_epoch(sampler, epoch, 7) for epoch in range(4)])
-    assert all(each == orders[0] for each in orders)
-
-
 def test_weights_that_are_none_are_named():
     bad = [1.0], [-1.0] * NUM_SAMPLES, [np.inf] * NUM_SAMPLES
     for weights, told in [

@@ -227,18 +227,3 @@ def test_recorded_losses_that_are_never_balanced_are_told(options):
     epoch()
     assert len([*loader]) == N // BATCH  # as in an evaluation
     epoch()
-
-
-def test_a_run_that_is_wrapped_when_it_resumes_has_the_same_order():
-    model, (x, y) = training.mlp(), samples("mlp")
-    orders, states = [], []
-    for prefix in (None, None, "_orig_mod", "module"):
-        whole = nn.ModuleDict({prefix: model}) if prefix else model
-        grab = training.sampler_of(whole, fidelity="projected", projection_size=12)
-        if states:
-            grab.load_state_dict(states[0])
-        for batch in torch.tensor(list(grab)).split(6):
-            training.balance(grab, whole, losses_of, model, x[batch], y[batch])
-        states.append(grab.state_dict())
-        orders.append(list(grab))
-    assert orders[0] != orders[1] == orders[2] == orders[3]

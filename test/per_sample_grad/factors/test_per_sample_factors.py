@@ -113,7 +113,10 @@ def test_only_where_all_gradients_of_outputs_are_in_bfloat16_fewer_bits_do(monke
         found.norms()
     narrow.cross_gram(mixed)
     mixed.cross_gram(narrow)
+    narrow.weighted_sum(torch.ones(2))  # as in training, it asks for nothing
     assert asked == [True, False, True, False, False, False]
+    psg.per_sample_gram(model, losses_of, (False,), check="never")
+    assert asked[6:] == [True, False]  # one layer after the other
 
 
 @on_gpu

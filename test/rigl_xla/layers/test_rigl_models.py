@@ -120,9 +120,6 @@ def test_a_copy_of_the_model_alone_has_no_hooks_that_reach_the_original():
         for name, mask in pruner.masks.items():
             assert other.get_parameter(name).grad[~mask].any(), name
         sparse.pruned(other).close()
-    for layer in pruner._layers:
-        assert (layer.pending, layer.weight.parameter.grad) == (None, None)
-        assert not layer.hooked
     with pytest.raises(RuntimeError, match="no backward pass has reached"):
         pruner()
 

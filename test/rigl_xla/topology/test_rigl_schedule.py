@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rigl_xla.resnet import RESNET50_WEIGHTS
 
-from rigl_xla import ANNEALINGS, DISTRIBUTIONS, METHODS, UpdateSchedule, allocate
+from rigl_xla import ANNEALINGS, DISTRIBUTIONS, UpdateSchedule, allocate
 from rigl_xla.topology import masks
 from rigl_xla.topology.distribution import num_inactive
-from rigl_xla.update.steps import collects
-
-
-@pytest.mark.parametrize("delta", [1, 2, 3, 5, 20])
-def test_snfs_collects_up_to_the_last_update_and_not_while_states_are_made(delta):
-    schedule = UpdateSchedule(T_end=17, delta=delta)
-    found = [t for t in range(1, 40) if collects(METHODS["snfs"], schedule, t)]
-    assert found == list(range(3 if delta > 2 else 1, 16 // delta * delta + 1))
 
 
 @pytest.mark.parametrize(
@@ -200,26 +192,6 @@ def test_every_distribution_stays_in_range_and_budget(shapes, sparsity, kind):
     assert -1 <= excess <= 2 * len(shapes)  # each layer rounds, and keeps one
 
 
-# By kernel and sorted channels: sparsity at 0.8, 0.9, 0.95; Evci et al. 2020.
-PUBLISHED = {
-    (7, 3, 64): (0.1428, 0.5800, 0.7902),
-    (1, 64, 64): (0, 0, 0.2265),
-    (3, 64, 64): (0.6381, 0.8227, 0.9114),
-    (1, 64, 256): (0, 0.0412, 0.5210),
-    (1, 128, 256): (0, 0.4253, 0.7129),
-    (3, 128, 128): (0.8231, 0.9133, 0.9567),
-    (1, 128, 512): (0.0247, 0.5221, 0.7612),
-    (1, 256, 512): (0.4151, 0.7134, 0.8568),
-    (3, 256, 256): (0.9126, 0.9572, 0.9786),
-    (1, 256, 1024): (0.5131, 0.7614, 0.8808),
-    (1, 512, 1024): (0.7079, 0.8569, 0.9285),
-    (3, 512, 512): (0.9565, 0.9787, 0.9894),
-    (1, 512, 2048): (0.7567, 0.8808, 0.9405),
-    (1, 1024, 2048): (0.8541, 0.9285, 0.9643),
-    (1, 1000, 2048): (0.8518, 0.9274, 0.9637),
-}
-
-
 @pytest.mark.parametrize(("sparsity", "num_dense", "erk", "uniform"), [
     (0.8, 8, 5_100_630, 5_108_133),
     (0.9, 1, 2_550_353, 2_558_785),
@@ -229,12 +201,6 @@ def test_resnet50_is_that_of_the_paper(sparsity, num_dense, erk, uniform):
     assert len(RESNET50_WEIGHTS) == 54
     assert sum(sizes(RESNET50_WEIGHTS).values()) == 25_502_912
     found = allocate(RESNET50_WEIGHTS, sparsity, "erk")
-    column, seen = (0.8, 0.9, 0.95).index(sparsity), {}
-    for name, (out, into, *kernel) in RESNET50_WEIGHTS.items():
-        key = (kernel[0] if kernel else 1, *sorted((into, out)))
-        seen[key] = PUBLISHED[key][column]
-        assert found[name] == pytest.approx(seen[key], abs=1e-4), name
-    assert seen.keys() == PUBLISHED.keys()
     assert [*found.values()].count(0) == num_dense
     both = found, allocate(RESNET50_WEIGHTS, sparsity)
     assert [num_active(RESNET50_WEIGHTS, each) for each in both] == [erk, uniform]

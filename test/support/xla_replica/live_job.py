@@ -110,7 +110,10 @@ class DiesWriting(NamedTuple):
 
 
 class DiesMeeting:
-    """The oldest of those who meet because others have gone dies there, once."""
+    """The oldest of those who meet because others have gone dies there, once.
+
+    Once the folder has a file "armed".
+    """
 
     def arm(self, folder: Path) -> None:
         inner, sizes = MemberReplica._join, [0]
@@ -119,7 +122,8 @@ class DiesMeeting:
 
         def join(replica: MemberReplica) -> None:
             sizes.append(len(replica.met.members))
-            if sizes[-1] < sizes[-2] and replica.member == 0:
+            is_smaller = sizes[-1] < sizes[-2] and (folder / "armed").exists()
+            if is_smaller and replica.member == 0:
                 die_first(folder)
             inner(replica)
 

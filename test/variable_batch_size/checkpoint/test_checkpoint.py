@@ -181,16 +181,6 @@ def test_buffers_of_all_modules_are_averaged(tmp_path):
         assert means.tolist() == [[1.5, 1.5]] * 2
 
 
-def test_states_keep_their_kind(tmp_path):
-    """Such as the version that a module checks, and the Counter of MultiStepLR."""
-    inner = elastic.Training(CASE).optimizer.inner
-    milestones = torch.optim.lr_scheduler.MultiStepLR(inner, [2, 2])
-    training = Training(tmp_path, parts={"milestones": milestones})
-    parts = torch.load(training.checkpointer.save())["parts"]
-    assert parts["model"]._metadata[""]["version"] == 1
-    assert parts["milestones"]["milestones"].elements
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_nothing_of_the_file_is_used_after_loading(tmp_path):
     """Pages of a file that another host deletes are gone."""

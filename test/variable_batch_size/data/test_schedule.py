@@ -1,6 +1,5 @@
 """`Schedule`, compared with the slow, obvious way to deal minibatches."""
 
-import dataclasses
 import itertools
 import math
 
@@ -60,32 +59,6 @@ def test_epochs_asked_for_in_any_order_equal_the_slow_way(drawn, on_end, last_fi
         assert found == [n * unit for n in steps]
     endless = on_end in ("hold", "cycle")
     assert schedule.num_epochs == (math.inf if endless else len(expected))
-
-
-@given(schedules, st.integers(1, 5), st.booleans())
-def test_minibatches_are_dealt_once_and_the_rest_is_padding(drawn, replicas, padded):
-    """Minibatch k goes to replica k mod R, so no sample is used twice in an epoch."""
-    sizes, capacity, unit, _ = drawn
-    schedule = Schedule(Trace([n * unit for n in sizes]), capacity * unit, unit)
-    plan = dataclasses.replace(schedule.plan(0, replicas), padded=padded)
-    counted = []
-    for rank in range(replicas):
-        expected = []
-        for step, n in enumerate(plan.num_minibatches.tolist()):
-            longest = -(-n // replicas)
-            mine = longest if padded else len(range(rank, n, replicas))
-            assert plan.num_substeps(rank)[step] == mine
-            for substep in range(mine):
-                number = substep * replicas + rank
-                expected.append(int(plan.starts[step]) + min(number, n - 1))
-                first = plan.samples_of(step, min(number, n - 1)).start
-                assert first == unit * expected[-1]
-                is_padding = plan.num_real_samples(rank, step, substep) == 0
-                assert is_padding == (number >= n)
-                counted += [] if is_padding else expected[-1:]
-    assert sorted(counted) == list(range(plan.starts[-1]))
-    idle = any(0 in plan.num_substeps(rank) for rank in range(replicas))
-    assert plan.has_idle_replicas == idle
 
 
 def test_past_the_end_of_the_trace():

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from variable_batch_size import gradient_noise
-from variable_batch_size.gradient_noise import average, no_statistics, weight_of
 
 F64 = torch.float64
 
@@ -91,39 +90,3 @@ def test_noise_scale():
     found = [gradient_noise.noise_scale(v, s) for v, s in ((6, 2), (-6, 2), (1, 0))]
     assert found == [3.0, 0.0, math.inf]
     assert math.isnan(gradient_noise.noise_scale(0.0, 0.0))
-
-
-def averaged(steps: list[tuple[float, float, int]], time_constant: float) -> list:
-    """Returns [variance, square] after steps of (variance, square, minibatches)."""
-    averages = no_statistics(1, F64)
-    for variance, square, n in steps:
-        weight = vector(weight_of(n, time_constant))
-        averages = average(averages, statistics(variance, square), weight)
-    return gradient_noise.unbiased(averages)[:2, 0].tolist()
-
-
-def test_averages_weigh_by_minibatches_and_have_no_bias():
-    """In the mean step t weighs (1 - theta^n_t) theta^(minibatches after it)."""
-    steps = [(5.0, 1.0, 2), (7.0, 0.0, 8), (1.0, 4.0, 3)]
-    theta = math.exp(-1 / 10)
-    after = [8 + 3, 3, 0]
-    weights = [(1 - theta**n) * theta**m for (_, _, n), m in zip(steps, after)]
-    for index, found in enumerate(averaged(steps, 10)):
-        values = [step[index] for step in steps]
-        mean = sum(w * v for w, v in zip(weights, values)) / sum(weights)
-        assert found == pytest.approx(mean)
-
-
-def test_the_first_estimate_counts_in_full_and_nothing_known_is_zero():
-    assert averaged([(3.0, 2.0, 2)], 1000) == pytest.approx([3.0, 2.0])
-    for steps in ([], [(3.0, 2.0, 1)]):
-        assert averaged(steps, 1000) == [0.0, 0.0]
-    # One minibatch has no estimate.
-    assert estimate_of(torch.ones(1, 1, 3, dtype=F64)).tolist() == [[0.0]] * 3
-
-
-def test_groups_add_up_and_unknown_ones_count_for_nothing():
-    """Weights may differ: a group that was added later knows less."""
-    averages = torch.tensor([[2.0, 3.0, 0.0], [4.0, 1.0, 0.0], [0.5, 0.25, 0.0]])
-    assert gradient_noise.unbiased(averages)[0].tolist() == [4.0, 12.0, 0.0]
-    assert gradient_noise.overall(averages)[:2].tolist() == [[16.0], [12.0]]

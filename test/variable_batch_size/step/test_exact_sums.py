@@ -118,11 +118,6 @@ def test_loaders_may_read_ahead(alone):
     assert ALONE.run(with_workers) == [alone["small"].digest]
 
 
-def test_steps_of_too_many_minibatches_are_refused():
-    with pytest.raises(ValueError, match="has 16385 minibatches, more than 16384:"):
-        exact.wrapped(nn.Linear(4, 4), trace=(4 * 16385,), size=4 * 16385)
-
-
 def test_means_are_right_whatever_numbers_do():
     """Rare rows, jumps, nothing for ten steps, a minibatch that is not finite."""
     model = nn.Sequential(nn.Embedding(3000, 4), nn.Flatten(), nn.Linear(24, 3))

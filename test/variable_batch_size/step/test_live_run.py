@@ -381,6 +381,7 @@ def test_a_second_death_where_survivors_meet_costs_no_more_than_the_first(tmp_pa
     with live(tmp_path, *words(4, 0.03), seconds=1.0) as job:
         members = started(job, 3, jobs.DiesMeeting())
         job.wait(more_updates(job))
+        (job.folder / "armed").touch()
         members[0].kill()
         assert sorted(ends(job)) == [-signal.SIGKILL, -signal.SIGKILL, 0], job.log()
         seconds = [float(s) for s in re.findall(r"went (\d+\.\d+) s ago", job.log())]

@@ -85,24 +85,29 @@ def test_a_padded_run_equals_one_process_with_the_same_batches(backend):
     st.integers(40, 90),
     st.integers(1, 9),
     st.integers(1, 5),
+    st.booleans(),
 )
-def test_every_sample_of_a_step_counts_once(sizes, num_samples, unit, num_replicas):
+def test_every_sample_of_a_step_counts_once(sizes, num_samples, unit, replicas, padded):
+    """Minibatch k goes to replica k mod R; in a padded plan no replica is idle."""
     schedule = vbs.Schedule(vbs.Trace(sizes), num_samples, unit, "cycle", True)
     case = Case(tuple(sizes), 3, num_samples=num_samples, minibatch_size=1)
     first = 0
     for epoch, found in itertools.groupby(batches(case), lambda each: each[0]):
         steps = [len(rows) for _, rows in found]
-        plan = schedule.plan(epoch, num_replicas)
+        plan = replace(schedule.plan(epoch, replicas), padded=padded)
         assert [plan.batch_size(step) for step in range(plan.num_steps)] == steps
         assert plan.num_dropped_samples == num_samples - sum(steps)
+        substeps = [plan.num_substeps(rank).tolist() for rank in range(replicas)]
+        assert plan.has_idle_replicas == any(0 in own for own in substeps)
+        assert not padded or substeps == substeps[:1] * replicas
         counted = []
-        for rank in range(num_replicas):
-            for step, num_substeps in enumerate(plan.num_substeps(rank)):
-                for substep in range(num_substeps):
-                    number = substep * num_replicas + rank
-                    rows = np.arange(num_samples)[plan.samples_of(step, number)]
-                    counted += [(step, sample) for sample in rows]
-                    assert len(rows) == plan.num_real_samples(rank, step, substep)
+        for rank, own in enumerate(substeps):
+            for step, substep in ((s, k) for s, n in enumerate(own) for k in range(n)):
+                rows = plan.samples_of(step, substep * replicas + rank)
+                rows = np.arange(num_samples)[rows]
+                num_real = plan.num_real_samples(rank, step, substep)
+                assert num_real == len(rows) > 0 or (padded and num_real == 0)
+                counted += [(step, sample) for sample in rows[:num_real]]
         expected = zip(np.repeat(range(len(steps)), steps), range(num_samples))
         assert sorted(counted) == [*expected]
         assert plan.first_step == first

@@ -65,15 +65,6 @@ def test_it_is_the_run_that_replicas_make(backend):
     assert steps["samples"].iloc[-1] == expected["samples"]
 
 
-def test_a_check_tells_what_epochs_use_and_drop():
-    schedule = schedule_of(Case(TRACE, epochs=5))
-    used = [schedule.plan(epoch, 1).batch_sizes.sum() for epoch in range(5)]
-    told = check(schedule, 1, 5)
-    assert told["samples"] == sum(used)
-    assert told["dropped samples"] == sum(128 - samples for samples in used)
-    assert len(simulate(planned(16, 48, 8), 2)) == 6  # a trace without end
-
-
 PADDED = planned([10, 25, 13], 60, 10, pad_minibatches=True)
 # 40 + 40 of 100 samples, 40 + 60, and then the trace ends after 20.
 ENDING = planned([40, 40, 40, 60, 20], 100, 20)

