@@ -69,7 +69,6 @@ USES = {
     "lightning": "from variable_batch_size.integrations.lightning import *",
     "ray": "from ray.train import ScalingConfig\nScalingConfig(num_workers=(1, 8))",
     "live": MEMBER,
-    "examples": "import matplotlib, sklearn, torchvision",
     "test": f"""
 import pytest, sys
 sys.exit(pytest.main(["--collect-only", "-qq", "--rootdir={ROOT}", {str(ROOT)!r}]))
@@ -81,12 +80,15 @@ from tools.outside.models import import_torchvision
 import_torchvision()
 import accelerate, lightning, opacus, timm, torchdata, transformers
 """,
-    "xla-cpu": REPLICAS,  # last, since they have another torch
+    # Last, since these have another torch.
+    "examples": "import matplotlib, sklearn, torchvision",
+    "xla-cpu": REPLICAS,
     "xla-tpu": f"import libtpu\n{REPLICAS}",
 }
 
 
-OTHER_TORCH = ("xla-cpu", "xla-tpu")
+# torchvision's operators need the build of torch that it was made for.
+OTHER_TORCH = ("examples", "xla-cpu", "xla-tpu")
 
 
 def test_every_extra_has_a_use():
@@ -141,7 +143,7 @@ def installed(wheel, tmp_path_factory) -> Iterator[Callable[[str], Path]]:
     install = [sys.executable, ROOT / "tools" / "install.py", "--python", python]
 
     def with_extra(name: str) -> Path:
-        # With any other version of torch each would bring one of several GB.
+        # Else each might bring another torch of several GB.
         torch = [] if name in OTHER_TORCH else [os.environ.get("WHEEL_TORCH", "torch")]
         what = f"{wheel}[{name}]" if name else wheel
         run(*install, "--exact", what, *torch, cwd=ROOT)
