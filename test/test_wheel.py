@@ -144,9 +144,10 @@ def installed(wheel, tmp_path_factory) -> Iterator[Callable[[str], Path]]:
 
     def with_extra(name: str) -> Path:
         # Else each might bring another torch of several GB.
-        torch = [] if name in OTHER_TORCH else [os.environ.get("WHEEL_TORCH", "torch")]
+        torch = os.environ.get("WHEEL_TORCH", "torch")
+        more = "--upgrade" if name in OTHER_TORCH else torch
         what = f"{wheel}[{name}]" if name else wheel
-        run(*install, "--exact", what, *torch, cwd=ROOT)
+        run(*install, "--exact", what, more, cwd=ROOT)
         return python
 
     yield with_extra

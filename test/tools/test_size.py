@@ -39,7 +39,7 @@ NAMES = [
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
 CODE = 21_834
-TEST_LINES = 33_717
+TEST_LINES = 33_718
 
 
 def test_lines_are_counted():
