@@ -1,4 +1,4 @@
-"""Where one optimizer stands in the epochs, and how it goes from one to another."""
+"""Where an optimizer is in its epochs, and how it enters the next one."""
 
 from __future__ import annotations
 
