@@ -11,13 +11,23 @@ META = torch.device("meta")
 send = LocalReplica(META).send
 
 
-def test_breaking_out_stops_the_thread():
-    before = threading.active_count()
-    numbers = itertools.count()
-    for _ in DeviceLoader(map(torch.ones, numbers), send, prefetch=3):
+def test_breaking_out_stops_the_thread_after_the_same_number_of_batches():
+    """GraB tells passes apart by how many samples each has drawn."""
+    before, left = threading.active_count(), threading.Event()
+
+    def batches():
+        for number in numbers:
+            if number:  # in the thread, which has more to load when the loop is left
+                left.wait()
+            yield torch.ones(1)
+
+    numbers, timer = itertools.count(), threading.Timer(0.1, left.set)
+    for _ in DeviceLoader(batches(), send, prefetch=3):
+        timer.start()
         break
+    timer.join()
     assert threading.active_count() == before
-    assert next(numbers) <= 6
+    assert next(numbers) == 4
 
 
 def test_an_epoch_begins_in_the_thread_of_the_training_loop():
