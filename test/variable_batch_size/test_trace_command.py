@@ -119,7 +119,7 @@ def test_the_module_is_the_command(words, told, folder, monkeypatch, capsys):
      "--tokens-per-sample must be an integer >= 1, got None"),
     ("make thresholds --rows 0:8,1M:16 --total 9", "error: rows must be like"),
     ("make seesaw --first 8 --most 16 --total-samples 99 --schedule cosin",
-     "'cosine', 'linear' or a CSV file, got 'cosin'"),
+     "one of 'constant', 'cosine', 'linear', got 'cosin'"),
     ("make thresholds --rows 5:8 --total 9", "rows must begin at 0 and increase"),
     ("make saw --steps 2", "invalid choice: 'saw'"),
     ("convert fixed log.csv --batch-size 8 --restart-seconds 3",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -17,7 +16,6 @@ from torch import nn
 import xla_replica
 from variable_batch_size.checkpoint import files, random_state, save_and_stop, shards
 from variable_batch_size.checkpoint.save_and_stop import SaveTimes
-from variable_batch_size.data.schedule import TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import AttachedScheduler, Update
@@ -299,10 +297,8 @@ class Checkpointer:
         """Moves the sampler's saved place from the end of an epoch to the next."""
         schedule, epoch = self._optimizer.sampler.schedule, place["epoch"]
         if place["step"] >= len(schedule.steps(epoch)):
-            with contextlib.suppress(TraceExhausted):  # there is no next epoch
-                schedule.steps(epoch + 1)
-                # The order is that of the epoch that has ended.
-                place |= {"epoch": epoch + 1, "step": 0, "order": None}
+            # The order is that of the epoch that has ended.
+            place |= {"epoch": epoch + 1, "step": 0, "order": None}
 
     # --- loading ----------------------------------------------------------------------
 

@@ -59,11 +59,7 @@ class Step(NamedTuple):
 
 
 # What follows the last row of a trace.
-OnEnd = Literal["stop", "error", "hold", "cycle"]
-
-
-class TraceExhausted(TraceError):
-    """An epoch was requested that begins after the last step of the trace."""
+OnEnd = Literal["stop", "hold", "cycle"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -202,9 +198,8 @@ class Schedule:
         minibatch_size: Samples in a minibatch; must divide every batch size, unless
             ``pad_minibatches``.
         on_end: What follows the trace's last step. 'stop': later epochs are empty;
-            'error': they raise `TraceExhausted`; 'hold': the last batch size is
-            repeated without end; 'cycle': the trace begins again. The epoch in which
-            the trace ends keeps the steps it has.
+            'hold': the last batch size is repeated without end; 'cycle': the trace
+            begins again. The epoch in which the trace ends keeps the steps it has.
         pad_minibatches: Whether batch sizes need not be multiples of
             ``minibatch_size``, so that the last minibatch of a step lacks samples.
 
@@ -260,8 +255,7 @@ class Schedule:
     def plan(self, epoch: int, num_replicas: int) -> EpochPlan:
         """Returns the plan of one epoch, which may be empty; see ``on_end``.
 
-        Raises TraceExhausted if the trace has ended before and ``on_end='error'``, and
-        ValueError or TypeError if ``epoch`` is negative or not an integer.
+        Raises ValueError or TypeError if ``epoch`` is negative or not an integer.
         """
         steps, trace = self.steps(epoch), self.trace.batch_sizes
         if self.on_end == "cycle":
@@ -280,11 +274,6 @@ class Schedule:
             self._find_next_epoch()
         if epoch + 1 < len(found):
             return range(found[epoch], found[epoch + 1])
-        if self.on_end == "error":
-            raise TraceExhausted(
-                f"{self.trace.name} has {len(self.trace)} steps, which end before "
-                f"epoch {epoch}: lengthen it, or choose on_end='hold' or 'cycle'"
-            )
         return range(found[-1], found[-1])
 
     def changed(self, step: int, batch_size: int) -> Schedule:

@@ -8,7 +8,7 @@ from variable_batch_size.trace_tools.conversion import (
     POLICIES, Availability, Conversion, convert, convert_rows, read_availability,
 )  # fmt: skip
 from variable_batch_size.trace_tools.curves import (
-    LearningRates, decay, power_law, read_curve, schedule_named,
+    LearningRates, decay, power_law, read_curve,
 )  # fmt: skip
 from variable_batch_size.trace_tools.families import FAMILIES, make
 from variable_batch_size.trace_tools.simulation import (
@@ -19,6 +19,5 @@ from variable_batch_size.trace_tools.step_time import StepTime, fit_step_time
 __all__ = [
     "FAMILIES", "POLICIES", "Availability", "Conversion", "LearningRates", "StepTime",
     "check", "convert", "convert_rows", "decay", "fit_step_time", "make", "power_law",
-    "read_availability", "read_curve", "schedule_named", "simulate",
-    "stats", "time_lost", "totals",
+    "read_availability", "read_curve", "simulate", "stats", "time_lost", "totals",
 ]  # fmt: skip

@@ -49,7 +49,7 @@ OPTIONS = (
     Option("--pad-minibatches", bool, False, RUNS,
            "allow batch sizes that are not multiples of the minibatch"),
     Option("--on-end", str, "stop", RUNS,
-           "what follows the last row: stop, error, hold or cycle"),
+           "what follows the last row: stop, hold or cycle"),
     Option("--num-replicas", int, None, RUNS,
            "that share a step; default: the trace's column devices, or 1"),
     Option("--seconds-per-update", float, None, TIMED,
