@@ -3,10 +3,10 @@
 # isort: off
 from variable_batch_size.gradient_noise.estimators import (
     average, coefficients, efficiency, estimate, gain, no_statistics, noise_scale,
-    overall, unbiased, weight_of, weighted_coefficients,
+    overall, unbiased,
 )  # fmt: skip
 
 __all__ = [
     "average", "coefficients", "efficiency", "estimate", "gain", "no_statistics",
-    "noise_scale", "overall", "unbiased", "weight_of", "weighted_coefficients",
+    "noise_scale", "overall", "unbiased",
 ]  # fmt: skip

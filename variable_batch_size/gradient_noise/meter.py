@@ -183,15 +183,9 @@ class NoiseMeter(Part):
     def prepare(self, step: Step) -> None:
         """Uploads what changes from update to update, ahead of the collective."""
         num_minibatches = step.num_minibatches
-        time_constant = self.options.time_constant
-        values: dict[str, Any] = {"base": self._base}
-        if self.weighted:
-            values["time constant"] = time_constant
-        else:
-            matrix = estimators.coefficients(num_minibatches, self._minibatch_size)
-            values["coefficients"] = matrix
-            values["ratio"] = step.batch_size / self._base
-            values["weight"] = estimators.weight_of(num_minibatches, time_constant)
+        values = {"base": self._base, "time constant": self.options.time_constant}
+        if not self.weighted:
+            values |= {"count": num_minibatches, "total": step.batch_size}
             self._batch_size = step.batch_size
         self._uploaded = {
             name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
@@ -209,15 +203,20 @@ class NoiseMeter(Part):
     def commit(self, step: Step) -> None:
         """Makes `gains` of the step whose averaged gradients are in ``.grad``."""
         before, num_groups = self._averages, self._averages.shape[-1]
-        numbers = self._uploaded
+        numbers, unit = self._uploaded, 1 if self.weighted else self._minibatch_size
         if self.weighted:
-            self._weigh(self.weights.weight)
+            self._batch_size = self.weights.weight
+            total = torch.zeros_like(self._count) + self._batch_size
+            numbers |= {"count": self._count, "total": total}
+        count, total, base = numbers["count"], numbers["total"], numbers["base"]
         if not self._gradients.paused:
-            mean_square, squares = self._gradients.of_gradients(), self._squares.value()
-            new = estimators.estimate(squares, mean_square, numbers["coefficients"])
-            self._averages = estimators.average(before, new, numbers["weight"])
+            squares, mean_square = self._squares.value(), self._gradients.of_gradients()
+            matrix = estimators.coefficients(count, total)
+            new = estimators.estimate(unit * squares, mean_square, matrix)
+            weight = -torch.expm1(-count / numbers["time constant"]) * (count > 1)
+            self._averages = estimators.average(before, new, weight)
         statistics = before if self.options.causal else self._averages
-        ratio, base = numbers["ratio"], numbers["base"]
+        ratio = total / base
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
         self._add_progress(gain)
         if self.options.per_group and num_groups > 1:
@@ -311,17 +310,6 @@ class NoiseMeter(Part):
     @property
     def _num_groups(self) -> int:
         return self._averages.shape[-1]
-
-    def _weigh(self, total: Any) -> None:
-        """Computes from a step's weight and count what `prepare` else uploads."""
-        self._batch_size = total
-        numbers = self._uploaded
-        if not isinstance(total, torch.Tensor):
-            total = torch.full_like(self._count, total)
-        numbers["coefficients"] = estimators.weighted_coefficients(self._count, total)
-        numbers["ratio"] = total / numbers["base"]
-        weight = -torch.expm1(-self._count / numbers["time constant"])
-        numbers["weight"] = torch.where(self._count > 1, weight, weight * 0)
 
     def _gains(self, averages: torch.Tensor, batch_size: float | None) -> list[float]:
         """Returns the gain of each group; by averages that have been read."""
