@@ -102,8 +102,6 @@ def unbiased(averages: Tensor) -> Tensor:
 
 def overall(statistics: Tensor) -> Tensor:
     """Returns those of all groups together, without a useful weight: ``(3, 1)``."""
-    if statistics.shape[1] == 1:
-        return statistics
     return unbiased(statistics).sum(1, keepdim=True)
 
 
