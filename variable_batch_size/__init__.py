@@ -34,7 +34,7 @@ from variable_batch_size.rules.rule import (
 )  # fmt: skip
 from variable_batch_size.runs.picture import draw_runs
 from variable_batch_size.runs.run_file import Run, RunFile, read_run
-from variable_batch_size.runs.run_log import RunLog, Sink, tensorboard
+from variable_batch_size.runs.run_log import RunLog, tensorboard
 from variable_batch_size.step.attached import Update
 from variable_batch_size.traces.batch_trace import Trace, TraceWarning
 from variable_batch_size.traces.trace_csv import TraceError
@@ -47,7 +47,7 @@ __all__ = [
     "EpochPlan", "EvaluationSampler", "IndexShuffle", "LazyOrder",
     "LinearRuleMomentumOptimizer", "LinearRuleOptimizer", "Measurements", "NoiseMeter",
     "NoiseOptions", "Observation", "RootRuleOptimizer", "Rule", "Run", "RunFile",
-    "RunLog", "ScaledHyperparameters", "Schedule", "SeededDataset", "Sink", "Trace",
+    "RunLog", "ScaledHyperparameters", "Schedule", "SeededDataset", "Trace",
     "TraceError", "TraceWarning", "Update", "average_buffers", "draw_runs", "epochs",
     "per_replica", "power", "read_checkpoint", "read_run", "rule_named", "tensorboard",
     "write_checkpoint",

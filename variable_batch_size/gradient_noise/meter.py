@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,10 +39,6 @@ class NoiseOptions:
             overall one.
         causal: The gain comes from the steps before this one, so that a step's noise
             does not choose its own learning rate.
-        compat: ``'reference'``: the gain against one minibatch instead of against
-            ``ref_batchsize``, and the learning rate times minibatch_size /
-            ref_batchsize, as the earlier implementation defined it. It is then not the
-            reference learning rate at the reference batch size.
 
     Raises:
         TypeError, ValueError: An option is of the wrong type, or not allowed.
@@ -51,7 +47,6 @@ class NoiseOptions:
     time_constant: float = checked(1000.0, above=0)
     per_group: bool = True
     causal: bool = False
-    compat: Literal["reference"] | None = checked(None, among=(None, "reference"))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -87,8 +82,7 @@ class NoiseMeter(Part):
     Args:
         run: The wrapper's arguments, a `Run`. If minibatches have weights, a unit of
             weight, such as a token, takes the place of a sample.
-        ref_batchsize: The batch size that gains compare with; under
-            ``compat='reference'`` they compare with one minibatch instead.
+        ref_batchsize: The batch size that gains compare with.
         options: See `NoiseOptions`.
 
     Attributes:
@@ -98,9 +92,6 @@ class NoiseMeter(Part):
         weights: The part that then has the weight of a step.
         gains: What multiplied the learning rate of each parameter group in the last
             update: ``(G,)``.
-
-    Raises:
-        TypeError: An option needs minibatches that all count the same.
     """
 
     weights: Any = None
@@ -111,14 +102,7 @@ class NoiseMeter(Part):
         self._minibatch_size = run.sampler.minibatch_size  # b, in samples
         self._replica, self._scalars = run.replica, run.scalars
         replica, groups = run.replica, run.inner.param_groups
-        if self.weighted and options.compat:
-            raise TypeError(
-                "compat='reference' needs minibatches that all count the same; with "
-                "reduction='sum' leave it out"
-            )
-        # The batch size whose gain is one.
-        self._base = self._minibatch_size if options.compat else ref_batchsize
-        self._lr_factor = self._base / ref_batchsize  # between gain and LR factor
+        self._base = ref_batchsize  # whose gain is one
         self.dtype = dtype_for(p for group in groups for p in group["params"])
         is_exact = run.sums.is_exact
         self._gradients = GradientSquares(self.dtype, replica, is_exact)
@@ -203,10 +187,9 @@ class NoiseMeter(Part):
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
         self._add_progress(gain)
         if self.options.per_group and num_groups > 1:
-            gains = estimators.gain(statistics, ratio, base)
+            self.gains = estimators.gain(statistics, ratio, base)
         else:
-            gains = gain.expand(num_groups)
-        self.gains = gains * self._lr_factor if self.options.compat else gains
+            self.gains = gain.expand(num_groups)
 
     def _add_progress(self, gain: torch.Tensor) -> None:
         """Adds the gain of an update, ``(1,)``, on the device."""
@@ -251,7 +234,7 @@ class NoiseMeter(Part):
         averages, _, ratio = self._read(batch_size)
         if not self.options.per_group:
             averages = estimators.overall(averages).expand(-1, self._num_groups)
-        return tuple(g * self._lr_factor for g in self._gains(averages, ratio))
+        return tuple(self._gains(averages, ratio))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
@@ -268,7 +251,7 @@ class NoiseMeter(Part):
             },
             {"groups": self._num_groups, "reference batch size": float(self._base)},
             "the saved noise is of other parameter groups or another reference",
-            "Use the same groups, ref_batchsize and compat",
+            "Use the same groups and ref_batchsize",
         )
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,42 +30,33 @@ from variable_batch_size.trace_tools.options import (
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import COLUMN, read_table
 from xla_replica.common.arguments import check_number
-from xla_replica.common.trees import leaves
 
 TRACE = "a CSV file, - for the standard input, or one batch size"
 RUNS, TIMED = "check simulate", "convert simulate"
 OPTIONS = (
     Option("trace", str, REQUIRED, "check simulate stats", TRACE),
-    Option("files", list, REQUIRED, "plot",
-           f"logs of vbs.RunLog, folders with a run.jsonl, and traces: {TRACE}"),
+    Option("files", list, REQUIRED, "plot", f"logs or folders of vbs.RunLog; {TRACE}"),
     Option("log", str, REQUIRED, "convert", "the file of the log"),
     Option("--tokens-per-sample", int, None, "check simulate stats plot",
            "of a trace with the column tokens"),
     Option("--dataset-size", int, REQUIRED, RUNS, "in samples"),
-    Option("--minibatch-size", int, 32, "check simulate convert",
-           "samples that a replica runs at once"),
+    Option("--minibatch-size", int, 32, f"{RUNS} convert", "samples of a minibatch"),
     Option("--epochs", int, None, RUNS, "default: all of the trace"),
-    Option("--pad-minibatches", bool, False, RUNS,
-           "allow batch sizes that are not multiples of the minibatch"),
-    Option("--on-end", str, "stop", RUNS,
-           "what follows the last row: stop, hold or cycle"),
-    Option("--num-replicas", int, None, RUNS,
-           "that share a step; default: the trace's column devices, or 1"),
+    Option("--pad-minibatches", bool, False, RUNS, "minibatches may lack samples"),
+    Option("--on-end", str, "stop", RUNS, "after the last row: stop, hold or cycle"),
+    Option("--num-replicas", int, None, RUNS, "default: the column devices, or 1"),
     Option("--seconds-per-update", float, None, TIMED,
            "of a step's sum and update; without a step time, a row of a log is a step"),
     Option("--seconds-per-substep", float, None, TIMED,
            "of each minibatch that the first replica runs"),
-    Option("--restart-seconds", float, 0.0, "convert", "whenever the devices change"),
     Option("--losses-per-hour", float, 0.0, "simulate", "of replicas, without notice"),
-    Option("--time-column", str, None, "convert", "default: Time, time or timestamp"),
-    Option("--device-column", str, None, "convert",
-           "default: TPU_cores, GPUs, devices or replicas"),
-    Option("--x", str, "updates", "plot",
-           "the common axis: updates, samples, or hours without pauses"),
+    Option("--x", str, "updates", "plot", "the axis: updates, samples or hours"),
     Option("--out", Path, None, "make convert simulate plot",
-           "a CSV file; of plot PNG, PDF or SVG, by default beside the first file"),
+           "a CSV file, or a picture, by default beside the first file"),
     Option("--force", bool, False, "make convert simulate plot", "replace that file"),
     Option("--json", bool, False, "check stats simulate", "print numbers as JSON"),
+    *rows_of(tools.read_availability, "convert"),
+    *rows_of(tools.convert, "convert"),
     *rows_of(tools.simulate, "simulate"),
     *rows_of(tools.time_lost, "simulate"),
     *rows_of(tools.totals, "simulate"),
@@ -155,7 +145,8 @@ def run_convert(args: argparse.Namespace) -> str:
       vbs convert fixed log.csv --batch-size 1024 --minibatch-size 32 \\
           --seconds-per-update 0.1 --seconds-per-substep 0.4 --out trace.csv
     """
-    found = tools.read_availability(args.log, args.time_column, args.device_column)
+    log_options = options_of(args, tools.read_availability)
+    found = tools.read_availability(args.log, **log_options)
     policy = tools.POLICIES[args.member]
     batch_size_of = policy(**options_of(args, policy))
     step_time = _step_time(args)
@@ -167,7 +158,9 @@ def run_convert(args: argparse.Namespace) -> str:
     def seconds(size: int, devices: int) -> float:
         return float(step_time.seconds(-(-size // (args.minibatch_size * devices))))
 
-    result = tools.convert(found, batch_size_of, seconds, args.restart_seconds)
+    result = tools.convert(
+        found, batch_size_of, seconds, restart_seconds=args.restart_seconds
+    )
     hours = {
         "hours of the log": found.seconds,
         "device-hours of the log": result.device_seconds,
@@ -201,7 +194,7 @@ def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
     step_time = _step_time(args)
     options = options_of(args, tools.simulate) | {"step_time": step_time}
     steps = tools.simulate(schedule, args.epochs, devices=devices, **options)
-    told = tools.totals(steps, step_time=step_time, **options_of(args, tools.totals))
+    told = tools.totals(steps, **options_of(args, tools.totals))
     if args.losses_per_hour:
         options = options_of(args, tools.time_lost)
         options["restart_seconds"] += args.compile_seconds
@@ -267,14 +260,9 @@ def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:
 
 
 def _check_out(out: Path, args: argparse.Namespace) -> None:
-    """Raises ValueError if the output would replace a file, or one that is read."""
-    if out.is_file():
-        given = [value for name, value in vars(args).items() if name != "out"]
-        paths = [path for path in leaves(given) if isinstance(path, str)]
-        if any(os.path.isfile(path) and out.samefile(path) for path in paths):
-            raise ValueError(f"--out {out} is the file that is read, and would be lost")
-        if not args.force:
-            raise ValueError(f"--out {out} exists: --force replaces it")
+    """Raises ValueError if the output would replace a file."""
+    if out.is_file() and not args.force:
+        raise ValueError(f"--out {out} exists: --force replaces it")
 
 
 def _written(table: pd.DataFrame, args: argparse.Namespace) -> str:

@@ -63,7 +63,8 @@ def simulate(
     of the step), ``devices``, ``num_substeps`` (of the first device), ``idle_substeps``
     (of all others together, compared with the first) and ``lr`` (the effective one).
     With a noise scale also ``gain`` and ``progress`` (the sum of gains, in steps at
-    ``ref_batchsize``); with a step-time model ``seconds``.
+    ``ref_batchsize``); with a step-time model ``seconds``, and the ``idle_seconds`` of
+    all devices together.
 
     Args:
         schedule: Trace, dataset length and minibatch size.
@@ -101,6 +102,7 @@ def simulate(
     ]
     if step_time is not None:
         table["seconds"] = step_time.seconds(table["num_substeps"])
+        table["idle_seconds"] = step_time.per_substep * table["idle_substeps"]
     return table
 
 
@@ -138,7 +140,6 @@ def totals(
     restart_seconds: float = 0.0,
     compile_seconds: float = 0.0,
     price: float = 0.0,
-    step_time: StepTime | None = None,
 ) -> dict[str, Any]:
     """Returns what the steps of `simulate` come to, as numbers by name.
 
@@ -151,7 +152,6 @@ def totals(
         restart_seconds: From the last step before a restart to the first one after it.
         compile_seconds: Of the first step after a start.
         price: Of one device in one hour.
-        step_time: What `simulate` was given, for the idle device-seconds.
 
     Raises:
         ValueError: A number is out of range, or needs the seconds of steps, which
@@ -176,8 +176,7 @@ def totals(
     result["restarts"] = int(restarts.sum())
     if "seconds" not in steps:
         return result
-    per_substep = step_time.per_substep if step_time else math.nan
-    result["idle device-seconds"] = float(steps["idle_substeps"].sum() * per_substep)
+    result["idle device-seconds"] = float(steps["idle_seconds"].sum())
     starts = restarts | (steps.index == 0)
     overhead = restarts * restart_seconds + starts * compile_seconds
     for what, more in (("without", 0.0), ("with", overhead)):
@@ -257,7 +256,6 @@ def check(
     dropped = schedule.num_samples - used.to_numpy()
     num_epochs, idle = len(dropped), int(steps["idle_substeps"].sum())
     slots = int(steps["num_substeps"] @ steps["devices"])
-    alone = (steps["num_substeps"] == 1) & (steps["idle_substeps"] > 0)
     unused = len(schedule.trace) - len(steps) if schedule.num_epochs < math.inf else 0
     left = 0
     if num_epochs == schedule.num_epochs:  # what is left when the trace has ended
@@ -270,10 +268,8 @@ def check(
         "steps of the trace that are not used": unused,
         "samples of the last epoch after the trace's end": left,
         "dropped samples": int(dropped.sum()),
-        "dropped samples in an epoch, at most": int(dropped.max(initial=0)),
         "dropped samples in per cent": float(per_cent),
         "substeps": slots - idle,
-        "steps with a replica that is idle throughout": int(alone.sum()),
         "idle replica-substeps": idle,
         "idle replica-substeps in per cent": 100 * idle / max(slots, 1),
     }
