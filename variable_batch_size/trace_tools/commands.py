@@ -161,14 +161,8 @@ def run_convert(args: argparse.Namespace) -> str:
     result = tools.convert(
         found, batch_size_of, seconds, restart_seconds=args.restart_seconds
     )
-    hours = {
-        "hours of the log": found.seconds,
-        "device-hours of the log": result.device_seconds,
-        "device-hours in steps": result.in_steps,
-        "device-hours in steps that were lost": result.lost,
-        "device-hours idle": result.idle,
-    }
-    told = listed({name: number / 3600 for name, number in hours.items()})
+    names = "of the log", "in steps", "in steps that were lost", "idle"
+    told = listed({f"device-hours {n}": s / 3600 for n, s in zip(names, result[1:])})
     written = _written(result.steps, args)
     return f"{written}\n{told}" if args.out else written
 
@@ -251,7 +245,6 @@ def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:
     name, sizes = trace.name, trace.batch_sizes
     if trace.endless:  # the last size gets a part of the picture that can be seen
         sizes = np.append(sizes, np.repeat(sizes[-1], len(sizes) // 8))
-        name += f" ...: {sizes[-1]} without end"
     table = pd.DataFrame({"batch_size": sizes, "samples": np.cumsum(sizes)})
     table["step"] = np.arange(len(sizes))
     if devices is not None and len(devices) == len(table):  # and not of thresholds

@@ -29,10 +29,9 @@ def stats(trace: Trace) -> dict[str, Any]:
     """
     whole = trace.batch_sizes[: len(trace) - trace.endless]
     sizes = whole if len(whole) else trace.batch_sizes
-    last = {"without end, after these steps": int(trace.batch_sizes[-1])}
     return {
         "steps": len(whole),
-        **(last if trace.endless else {}),
+        "has no end": trace.endless,
         "samples": int(whole.sum()),
         "smallest batch size": int(sizes.min()),
         "median batch size": float(np.median(sizes)),

@@ -107,7 +107,7 @@ NUMBERS = [
     }),
     (stats(Trace(ENDLESS)), {
         "steps": 2, "samples": 128, "mean batch size": 64,
-        "without end, after these steps": 96,
+        "has no end": True,
     }),
     (stats(Trace(64)), {"steps": 0, "samples": 0, "mean batch size": 64}),
     (totals(MEASURED), {"progress in steps at the reference": sum(GAINS)}),
