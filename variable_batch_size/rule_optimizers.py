@@ -93,8 +93,8 @@ class AdaScaleOptimizer(_NamedRuleOptimizer):
 
     Johnson et al. 2020, arXiv:2007.05105, Algorithm 1. The gain says how many steps at
     ``ref_batchsize`` a step is worth, between 1 and B / ref_batchsize. It is measured
-    from the gradients that the step sees anyway, and stays on the device; the methods
-    read it. Measure training length and schedules in
+    from the gradients that the step sees anyway, and stays on the device;
+    ``noise.measure(batch_size)`` reads it. Measure training length and schedules in
     `progress`, the sum of the gains, instead of steps.
 
     Args:
@@ -124,22 +124,10 @@ class AdaScaleOptimizer(_NamedRuleOptimizer):
         """Returns each group's learning rate in this step, or an epoch's last one."""
         return self._current_lrs()
 
-    def gain(self, batch_size: float | None = None) -> float:
-        """Returns the gain of a batch size over all groups; default: the last one's."""
-        return self.noise.measure(batch_size).gain
-
     @property
     def progress(self) -> float:
         """Scale-invariant iterations so far: the sum of the gains over all groups."""
         return self.noise.progress
-
-    def noise_scale(self) -> float:
-        """Returns tr Sigma / |G|^2, in samples; see `gradient_noise.noise_scale`."""
-        return self.noise.measure().noise_scale
-
-    def efficiency(self, batch_size: float | None = None) -> float:
-        """Returns progress per sample against the reference batch size."""
-        return self.noise.measure(batch_size).efficiency
 
 
 class LinearRuleMomentumOptimizer(_NamedRuleOptimizer):

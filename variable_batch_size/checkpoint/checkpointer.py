@@ -214,9 +214,8 @@ class Checkpointer:
             if self._best is None:
                 raise ValueError(f"metric={metric} needs Checkpointer(best=)")
             sign, before = 1 if self._best == "max" else -1, self.best_metric
-            if not math.isfinite(metric):
-                logger.warning(f"metric={metric!r} is not finite, so it is never best")
-            elif before is None or sign * metric > sign * before:
+            is_better = before is None or sign * metric > sign * before
+            if is_better and math.isfinite(metric):
                 self.best_metric, is_best = float(metric), True
         save = partial(self._save, is_best, True)
         path: Path | None = self._optimizer.between(save)

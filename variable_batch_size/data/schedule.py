@@ -224,16 +224,13 @@ class Schedule:
         self.on_end = "hold" if trace.endless else self.on_end
         if (sizes % unit).any() and not self.pad_minibatches:
             row = int(np.argmax(sizes % unit != 0))
-            below = int(sizes[row]) // unit * unit
-            nearest = f"{below} or {below + unit}" if below else f"{unit}"
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} is not a multiple of "
-                f"minibatch_size={unit}; nearest is {nearest}; or pad_minibatches=True"
+                f"minibatch_size={unit}: change it, or pass pad_minibatches=True"
             )
         # In samples. Without padding a rest smaller than a minibatch is not used.
-        self._capacity = self.capacity * unit
-        if self.pad_minibatches:
-            self._capacity = self.num_samples
+        rest = 0 if self.pad_minibatches else self.num_samples % unit
+        self._capacity = self.num_samples - rest
         if sizes.max() > self._capacity:
             row = int(np.argmax(sizes > self._capacity))
             raise TraceError(
