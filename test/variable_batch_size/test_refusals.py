@@ -208,7 +208,6 @@ OF_VALUES = [
     (lambda: simulated(rule="adascale", ref_batchsize=8), "measures the gradients"),
     (lambda: simulated(rule="adam-root", ref_batchsize=1), "adam-root"),
     (lambda: simulated(devices=np.array([1])), "for each of the 2 rows of the list"),
-    (lambda: tools.time_lost(simulated(), 2.0), "losses_per_hour=2.0 needs a ste"),
     (lambda: converted(lambda *_: 0), r"seconds of a step must be .* > 0, got 0.0"),
     (lambda: converted(lambda *_: 1e-9), "seconds of a step must be .*, got 1e-09"),
     (lambda: made.make("ramps"), "family must be one of 'constant', 'ramp'"),

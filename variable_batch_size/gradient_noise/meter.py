@@ -244,15 +244,10 @@ class NoiseMeter(Part):
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        check_same(
-            {
-                "groups": state["averages"].shape[-1],
-                "reference batch size": state["base"].item(),
-            },
-            {"groups": self._num_groups, "reference batch size": float(self._base)},
-            "the saved noise is of other parameter groups or another reference",
-            "Use the same groups and ref_batchsize",
-        )
+        own = {"groups": self._num_groups, "reference batch size": float(self._base)}
+        saved = dict(zip(own, (state["averages"].shape[-1], state["base"].item())))
+        what = "the saved noise is of other parameter groups or another reference"
+        check_same(saved, own, what, "Use the same groups and ref_batchsize")
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Takes what `state_dict` returned; see `check_state`."""

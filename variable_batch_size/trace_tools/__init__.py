@@ -12,12 +12,12 @@ from variable_batch_size.trace_tools.curves import (
 )  # fmt: skip
 from variable_batch_size.trace_tools.families import FAMILIES, make
 from variable_batch_size.trace_tools.simulation import (
-    check, simulate, stats, time_lost, totals,
+    check, simulate, stats, totals,
 )  # fmt: skip
 from variable_batch_size.trace_tools.step_time import StepTime, fit_step_time
 
 __all__ = [
     "FAMILIES", "POLICIES", "Availability", "Conversion", "LearningRates", "StepTime",
     "check", "convert", "convert_rows", "decay", "fit_step_time", "make", "power_law",
-    "read_availability", "read_curve", "simulate", "stats", "time_lost", "totals",
+    "read_availability", "read_curve", "simulate", "stats", "totals",
 ]  # fmt: skip

@@ -49,7 +49,6 @@ OPTIONS = (
            "of a step's sum and update; without a step time, a row of a log is a step"),
     Option("--seconds-per-substep", float, None, TIMED,
            "of each minibatch that the first replica runs"),
-    Option("--losses-per-hour", float, 0.0, "simulate", "of replicas, without notice"),
     Option("--x", str, "updates", "plot", "the axis: updates, samples or hours"),
     Option("--out", Path, None, "make convert simulate plot",
            "a CSV file, or a picture, by default beside the first file"),
@@ -58,7 +57,6 @@ OPTIONS = (
     *rows_of(tools.read_availability, "convert"),
     *rows_of(tools.convert, "convert"),
     *rows_of(tools.simulate, "simulate"),
-    *rows_of(tools.time_lost, "simulate"),
     *rows_of(tools.totals, "simulate"),
 )  # fmt: skip
 
@@ -173,9 +171,8 @@ def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
     Nothing is trained. Steps, samples and learning rates are those of a real run whose
     reference learning rate stays as it is. The noise scale gives progress, in steps at
     the reference batch size. A step time gives wall-clock, device-hours and cost, with
-    and without restarts (where the column devices of the trace changes) and compiling;
-    how often a replica is lost, the time that this costs with restarts and with live
-    members. --out writes one row per step, which is a trace too.
+    and without restarts (where the column devices of the trace changes) and compiling.
+    --out writes one row per step, which is a trace too.
 
     examples:
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --rule linear \\
@@ -189,10 +186,6 @@ def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
     options = options_of(args, tools.simulate) | {"step_time": step_time}
     steps = tools.simulate(schedule, args.epochs, devices=devices, **options)
     told = tools.totals(steps, **options_of(args, tools.totals))
-    if args.losses_per_hour:
-        options = options_of(args, tools.time_lost)
-        options["restart_seconds"] += args.compile_seconds
-        told |= tools.time_lost(steps, **options)
     if args.out is not None:
         steps = steps.rename(columns={"batch_size": COLUMN})
         told = {"file": _written(steps, args).removeprefix("wrote "), **told}

@@ -188,51 +188,6 @@ def totals(
     return result
 
 
-def time_lost(
-    steps: pd.DataFrame,
-    losses_per_hour: float,
-    *,
-    restart_seconds: float = 0.0,
-    checkpoint_seconds: float = 600.0,
-    detection_seconds: float = 1.0,
-    exchange_seconds: float = 0.0,
-) -> dict[str, float]:
-    """Returns the hours that lost replicas cost, with restarts and with live members.
-
-    After a restart half of what is between two checkpoints is run again, on average;
-    live members run one step again, and each of their steps is longer by what they
-    exchange. Losses fall into lost time too: hours are infinite where a loss costs all
-    the time until the next one.
-
-    Args:
-        steps: What `simulate` returned, with the seconds of steps.
-        losses_per_hour: How often a replica is lost.
-        restart_seconds: From the loss to the first step after it, with compiling.
-        checkpoint_seconds: From one checkpoint to the next.
-        detection_seconds: Until the others know that one is lost.
-        exchange_seconds: What live members take in every step to sum over their hosts.
-
-    Raises:
-        ValueError: A number is below zero, or the seconds of steps are not known.
-    """
-    check_number("exchange_seconds", exchange_seconds, least=0)
-    check_number("losses_per_hour", losses_per_hour, least=0)
-    if "seconds" not in steps:
-        raise ValueError(f"losses_per_hour={losses_per_hour} needs a step time")
-    hours = float(steps["seconds"].sum()) / 3600
-    exchange = len(steps) * exchange_seconds / 3600
-    again = detection_seconds + float(steps["seconds"].mean()) + exchange_seconds
-    restart = restart_seconds + checkpoint_seconds / 2
-    losses = {"with restarts": (restart, 0.0), "with live members": (again, exchange)}
-    result = {}
-    for what, (seconds, more) in losses.items():
-        check_number(f"the seconds of a loss {what}", seconds, least=0)
-        share = losses_per_hour * seconds / 3600  # of all time
-        lost = (hours + more) * share / (1 - share) if share < 1 else math.inf
-        result[f"hours lost {what}"] = more + lost
-    return result
-
-
 def check(
     schedule: Schedule, num_replicas: int | np.ndarray, num_epochs: int | None = None
 ) -> dict[str, Any]:
