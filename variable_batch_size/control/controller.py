@@ -97,9 +97,8 @@ class BatchSizeController:
                 )
         for size in (low, most // unit * unit):
             optimizer.check_batch_size(size)
-        available = (lambda: most) if self.available is None else self.available
         self._policy, self._replica = policy, optimizer.replica
-        self._available = available
+        self._available = self.available or (lambda: most)
         self._generation: int | None = None  # of a live run, at the last update
         # Seconds, substeps and updates from one decision to the next, newest last.
         self._windows: list[list[float]] = [[0.0, 0, 0]]

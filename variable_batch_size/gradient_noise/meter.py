@@ -113,11 +113,8 @@ class NoiseMeter(Part):
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
         self._batch_size = replica.scalar(ref_batchsize, self.dtype)  # of the last
         # An integer and a fraction: one float would lose fractions as it grows.
-        self._progress = (
-            torch.zeros(1, dtype=torch.int64, device=replica.device),
-            torch.zeros(1, dtype=self.dtype, device=replica.device),
-        )
-        self._uploaded: dict[str, torch.Tensor] = {}
+        whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
+        self._progress = whole, torch.zeros_like(self._count)
         self.watch(groups)
 
     # --- while training -------------------------------------------------------------
@@ -279,10 +276,10 @@ class NoiseMeter(Part):
         averages = state["averages"].double()
         if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
+            most = math.sqrt(torch.finfo(self.dtype).max)
             logger.warning(
-                "the gradient noise of %d steps is unknown, because squares of their "
-                "gradients are not finite: in %s a gradient's norm must be below "
-                "%.0e. Scale the loss, or train in float64; gains are 1 until then",
-                _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
-            )  # fmt: skip
+                "the noise of several steps is unknown, as squares of their gradients are "
+                f"not finite: in {self.dtype} their norm must be below {most:.0e}. Scale "
+                "the loss, or train in float64; gains are 1 until then"
+            )
         return averages, state["whole"].item() + state["fraction"].item(), ratio
