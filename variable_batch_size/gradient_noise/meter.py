@@ -278,7 +278,7 @@ class NoiseMeter(Part):
             self._num_measured = -math.inf  # said once
             most = math.sqrt(torch.finfo(self.dtype).max)
             logger.warning(
-                "the noise of steps is unknown: squares of their gradients are not finite, "
+                "the noise is unknown: squares of their gradients are not finite, "
                 f"as in {self.dtype} a gradient's norm must be below {most:.0e}. Scale "
                 "the loss, or train in float64; gains are 1 until then"
             )
