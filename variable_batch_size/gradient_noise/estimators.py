@@ -11,8 +11,8 @@ and does not depend on which replica ran which minibatch. Operands are tensors w
 lazy backend would upload a Python number in every step.
 
 **Statistics** are tensors of shape ``(3, G)`` for G parameter groups: tr Sigma of one
-sample, |G|^2, and the weight they carry. An estimate has weight 1; averages begin with
-weight 0, and dividing by it removes the bias towards the zeros they begin with.
+sample, |G|^2, and the weight they carry. An estimate has weight 1; averages begin as
+zeros, of weight 0, and dividing by it removes the bias towards them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,6 @@ import math
 import torch
 
 Tensor = torch.Tensor
-
-
-def no_statistics(
-    num_groups: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Returns statistics in which nothing is known yet: ``(3, G)``."""
-    return torch.zeros(3, num_groups, dtype=dtype, device=device)
 
 
 def coefficients(num_minibatches: Tensor, total: Tensor) -> Tensor:

@@ -107,10 +107,10 @@ class NoiseMeter(Part):
         is_exact = run.sums.is_exact
         self._gradients = GradientSquares(self.dtype, replica, is_exact)
         self._num_measured: float = 0  # steps that should have told of the noise
-        self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
+        self._averages = self._count.new_zeros(3, 0)
         self._batch_size = replica.scalar(ref_batchsize, self.dtype)  # of the last
         # An integer and a fraction: one float would lose fractions as it grows.
         whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
@@ -127,7 +127,7 @@ class NoiseMeter(Part):
         and it does not count: on no replica, since the sum over them is not finite.
         """
         if num_new := len(groups) - self._num_groups:
-            new = estimators.no_statistics(num_new, self.dtype, self._replica.device)
+            new = self._averages.new_zeros(3, num_new)
             self._averages = torch.cat([self._averages, new], dim=1)
             self._squares.grow(num_new)
             self._replica.sync()  # zeros on the device, not in the first graph

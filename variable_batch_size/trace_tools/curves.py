@@ -16,11 +16,6 @@ from xla_replica.common.arguments import check_choice, check_integer
 Curve = Callable[[np.ndarray], np.ndarray]
 
 
-def power_law(coefficient: float, exponent: float) -> Curve:
-    """Returns the curve coefficient * samples ** exponent."""
-    return lambda samples: coefficient * np.asarray(samples, float) ** exponent
-
-
 def read_curve(source: Source) -> Curve:
     """Returns the curve of a CSV file with a column ``samples`` and one more.
 

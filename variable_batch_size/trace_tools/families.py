@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from variable_batch_size.trace_tools.curves import decay, power_law, read_curve
+from variable_batch_size.trace_tools.curves import decay, read_curve
 from variable_batch_size.trace_tools.options import amount
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
 from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN
@@ -164,12 +164,13 @@ def critical_batch(
     check_number("coefficient", coefficient, least=0)
     if bool(curve) == bool(coefficient):
         raise ValueError("critical_batch needs either curve or coefficient above 0")
-    critical: Any = read_curve(curve) if curve else power_law(coefficient, exponent)
+    critical: Any = read_curve(curve) if curve else None
     reached = first
 
     def size(used: int) -> int:
         nonlocal reached
-        while reached < (larger := _doubled(reached, 1, most)) <= critical(used):
+        largest = critical(used) if curve else coefficient * used**exponent
+        while reached < (larger := _doubled(reached, 1, most)) <= largest:
             reached = larger
         return reached
 
