@@ -195,7 +195,7 @@ def listed(defaults: dict[str, float]) -> str:
 OPTIONS = (
     ("trace", str, str(HERE / "variable_trace.csv"),
      "CSV with columns step,batchsize, or one number for a constant batch size"),
-    ("on-end", ("stop", "error", "hold", "cycle"), None,
+    ("on-end", ("stop", "hold", "cycle"), None,
      "what follows the trace's last step (default: the trace begins again, or with "
      "--closed-loop its last batch size is held)"),
     ("closed-loop", limits, None,

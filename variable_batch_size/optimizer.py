@@ -279,7 +279,6 @@ class ElasticOptimizer(OptimizerProxy):
             epoch in which this replica is idle.
 
         Raises:
-            TraceExhausted: The trace has ended and ``on_end='error'``.
             ReplicaError: The epoch under way has steps left, which other replicas take.
         """
         self._updates.begin_epoch(epoch)

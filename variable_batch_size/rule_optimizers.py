@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.gradient_noise.meter import NoiseMeter, NoiseOptions
+from variable_batch_size.gradient_noise.meter import NoiseMeter
 from variable_batch_size.optimizer import ElasticOptimizer
-from variable_batch_size.rules.rule import power
 from xla_replica.common.arguments import check_number
 
 if TYPE_CHECKING:
@@ -89,47 +88,21 @@ class ConstantOptimizer(_NamedRuleOptimizer):
     _rule = "constant"
 
 
-class PowerRuleOptimizer(ElasticOptimizer):
-    """Multiplies the learning rate by (B / ref_batchsize) ** alpha.
-
-    Args:
-        optimizer: The torch optimizer to wrap, built after the model was moved.
-        sampler: The sampler that feeds this replica.
-        ref_batchsize: The samples for which the learning rate was tuned.
-        alpha: 0 leaves the learning rate as it is, 1 is the linear rule.
-        log_steps: Log every so many updates; None logs none.
-        **options: Further arguments of `ElasticOptimizer`, by name.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        sampler: CustomSampler,
-        ref_batchsize: int,
-        alpha: float,
-        log_steps: int | None = None,
-        **options: Unpack[ElasticOptions],
-    ) -> None:
-        super().__init__(
-            optimizer, sampler, power(alpha), ref_batchsize, log_steps, **options
-        )
-
-
 class AdaScaleOptimizer(_NamedRuleOptimizer):
     """Multiplies the learning rate by the gain that it measures: AdaScale SGD.
 
     Johnson et al. 2020, arXiv:2007.05105, Algorithm 1. The gain says how many steps at
     ``ref_batchsize`` a step is worth, between 1 and B / ref_batchsize. It is measured
-    from the gradients that the step sees anyway, and stays on the device; the methods
-    read it. Measure training length and schedules in
+    from the gradients that the step sees anyway, and stays on the device;
+    ``noise.measure(batch_size)`` reads it. Measure training length and schedules in
     `progress`, the sum of the gains, instead of steps.
 
     Args:
         optimizer: A ``torch.optim.SGD``; Adam and its kin get a warning.
         log_steps: Third here, not fourth, as in the earlier implementation.
-        time_constant, per_group, causal, compat: See `NoiseOptions`.
         ref_batchsize: Default: 32, unless ``ref_weight`` takes its place.
-        sampler, options: See `ElasticOptimizer`.
+        sampler, options: See `ElasticOptimizer`, of which ``noise=`` says how the gain
+            is measured.
     """
 
     _rule = "adascale"
@@ -141,43 +114,20 @@ class AdaScaleOptimizer(_NamedRuleOptimizer):
         sampler: CustomSampler,
         log_steps: int | None = None,
         ref_batchsize: int | None = None,
-        *,
-        time_constant: float = 1000.0,
-        per_group: bool = True,
-        causal: bool = False,
-        compat: Literal["reference"] | None = None,
         **options: Unpack[ElasticOptions],
     ) -> None:
         if ref_batchsize is None and options.get("ref_weight") is None:
             ref_batchsize = 32
-        if options.get("noise", True) is not True:
-            raise TypeError(
-                "AdaScaleOptimizer takes the fields of NoiseOptions themselves, such "
-                f"as time_constant=, got noise={options['noise']!r}"
-            )
-        options["noise"] = NoiseOptions(time_constant, per_group, causal, compat)
         super().__init__(optimizer, sampler, ref_batchsize, log_steps, **options)
 
     def current_lr(self) -> tuple[float, ...]:  # type: ignore[override]
         """Returns each group's learning rate in this step, or an epoch's last one."""
         return self._current_lrs()
 
-    def gain(self, batch_size: float | None = None) -> float:
-        """Returns the gain of a batch size over all groups; default: the last one's."""
-        return self.noise.measure(batch_size).gain
-
     @property
     def progress(self) -> float:
         """Scale-invariant iterations so far: the sum of the gains over all groups."""
         return self.noise.progress
-
-    def noise_scale(self) -> float:
-        """Returns tr Sigma / |G|^2, in samples; see `gradient_noise.noise_scale`."""
-        return self.noise.measure().noise_scale
-
-    def efficiency(self, batch_size: float | None = None) -> float:
-        """Returns progress per sample against the reference batch size."""
-        return self.noise.measure(batch_size).efficiency
 
 
 class LinearRuleMomentumOptimizer(_NamedRuleOptimizer):

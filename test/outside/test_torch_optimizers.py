@@ -229,7 +229,8 @@ def test_gains_of_every_group_are_those_of_fairscale():
         SGD(theirs_groups, 0.01), num_gradients_to_accumulate=num_minibatches,
         smoothing=share**num_minibatches, debias_ewma=True, is_scaled_loss=True,
     )  # fmt: skip
-    _, ours = make((num_minibatches,), ours_groups, time_constant=time_constant(share))
+    noise = vbs.NoiseOptions(time_constant=time_constant(share))
+    _, ours = make((num_minibatches,), ours_groups, noise=noise)
 
     def loss(groups: list[dict], row: torch.Tensor) -> torch.Tensor:
         """Returns one with gradient ``row``, cut at the groups' sizes."""
@@ -266,8 +267,8 @@ def test_noise_is_what_adaptdl_measures(num_minibatches):
     scale = module.GradientNoiseScale(
         replica, SGD([weight], 0.01), num_replicas=1, accum_scale=1.0
     )
-    options = {"time_constant": time_constant(0.999)}
-    _, optimizer = make((num_minibatches,), [own], **options)
+    noise = vbs.NoiseOptions(time_constant=time_constant(0.999))
+    _, optimizer = make((num_minibatches,), [own], noise=noise)
     assert (
         scale.gain(2.0)
         == pytest.approx(optimizer.noise.measure(2.0).gain, rel=1e-5)

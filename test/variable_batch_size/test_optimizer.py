@@ -262,8 +262,10 @@ def test_the_wrappers_options_are_those_of_elastic_optimizer_and_their_rules():
     # And of its rule alone.
     _, _, wrapper = make(cls=vbs.LinearRuleMomentumOptimizer, weight_decay=0.5)
     assert wrapper.param_groups[0]["weight_decay"] == 0.5
-    _, _, wrapper = make(cls=vbs.AdaScaleOptimizer, noise=True, time_constant=7)
-    assert wrapper.noise.options == vbs.NoiseOptions(time_constant=7)
+    noise = vbs.NoiseOptions(time_constant=7)
+    for given, options in ((noise, noise), (False, vbs.NoiseOptions())):
+        _, _, wrapper = make(cls=vbs.AdaScaleOptimizer, noise=given)
+        assert wrapper.noise.options == options
 
 
 def told_of_ties(rank: int, way: str, folder: Path) -> list[str]:

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout
 
 from tools.record import parser_with_output, save
-from variable_batch_size import Schedule, Trace
-from variable_batch_size.trace_tools import StepTime, simulate, time_lost
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs/benchmarks"
 # A chip of v5e, https://docs.cloud.google.com/tpu/docs/v5e.
@@ -76,20 +74,13 @@ def goodputs(
     """Returns goodputs with restarts and with live slices, by what they exchange."""
     found = {}
     for name, (num_minibatches, bytes_each) in COLUMNS.items():
-        trace = Trace([num_minibatches] * 1000)
-        schedule = Schedule(trace, num_minibatches * 1000, 1)
-        steps = simulate(schedule, step_time=StepTime(0.0, model.seconds))
-        hours = steps["seconds"].sum() / 3600
-        lost = time_lost(
-            steps,
-            losses_per_slice_hour * num_slices,
-            restart_seconds=RESTART_SECONDS,
-            checkpoint_seconds=CHECKPOINT_SECONDS,
-            detection_seconds=DETECTION_SECONDS,
-            exchange_seconds=exchange_seconds(model, num_slices, bytes_each),
-        )
-        restarts = hours / (hours + lost["hours lost with restarts"])
-        live = hours / (hours + lost["hours lost with live members"])
+        # Shares of all time: a loss costs its restart and half of what is between two
+        # checkpoints, or the step that live members run again.
+        rate = losses_per_slice_hour * num_slices / 3600  # in a second
+        exchange = exchange_seconds(model, num_slices, bytes_each)
+        step, again = num_minibatches * model.seconds, DETECTION_SECONDS + exchange
+        restarts = 1 - rate * (RESTART_SECONDS + CHECKPOINT_SECONDS / 2)
+        live = (1 - rate * (step + again)) * step / (step + exchange)
         # The only slice has nobody who could go on.
         found |= {"restarts": restarts, name: restarts if num_slices == 1 else live}
     return {name: round(value, 3) for name, value in found.items()}

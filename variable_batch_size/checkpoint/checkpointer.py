@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -17,7 +16,6 @@ from torch import nn
 import xla_replica
 from variable_batch_size.checkpoint import files, random_state, save_and_stop, shards
 from variable_batch_size.checkpoint.save_and_stop import SaveTimes
-from variable_batch_size.data.schedule import TraceExhausted
 from variable_batch_size.optimizer import ElasticOptimizer
 from variable_batch_size.runs.run_log import RunLog
 from variable_batch_size.step.attached import AttachedScheduler, Update
@@ -216,9 +214,8 @@ class Checkpointer:
             if self._best is None:
                 raise ValueError(f"metric={metric} needs Checkpointer(best=)")
             sign, before = 1 if self._best == "max" else -1, self.best_metric
-            if not math.isfinite(metric):
-                logger.warning(f"metric={metric!r} is not finite, so it is never best")
-            elif before is None or sign * metric > sign * before:
+            is_better = before is None or sign * metric > sign * before
+            if is_better and math.isfinite(metric):
                 self.best_metric, is_best = float(metric), True
         save = partial(self._save, is_best, True)
         path: Path | None = self._optimizer.between(save)
@@ -299,10 +296,8 @@ class Checkpointer:
         """Moves the sampler's saved place from the end of an epoch to the next."""
         schedule, epoch = self._optimizer.sampler.schedule, place["epoch"]
         if place["step"] >= len(schedule.steps(epoch)):
-            with contextlib.suppress(TraceExhausted):  # there is no next epoch
-                schedule.steps(epoch + 1)
-                # The order is that of the epoch that has ended.
-                place |= {"epoch": epoch + 1, "step": 0, "order": None}
+            # The order is that of the epoch that has ended.
+            place |= {"epoch": epoch + 1, "step": 0, "order": None}
 
     # --- loading ----------------------------------------------------------------------
 

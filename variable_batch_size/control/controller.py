@@ -17,11 +17,10 @@ from variable_batch_size.trace_tools.step_time import fit_step_time
 from xla_replica.common.arguments import (
     check_choice,
     check_fields,
-    check_function,
     check_integer,
     checked,
 )
-from xla_replica.common.files import write_whole
+from xla_replica.common.files import unfinished_name, write_whole
 
 if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
@@ -98,9 +97,8 @@ class BatchSizeController:
                 )
         for size in (low, most // unit * unit):
             optimizer.check_batch_size(size)
-        available = (lambda: most) if self.available is None else self.available
         self._policy, self._replica = policy, optimizer.replica
-        self._available = check_function("available", available)
+        self._available = self.available or (lambda: most)
         self._generation: int | None = None  # of a live run, at the last update
         # Seconds, substeps and updates from one decision to the next, newest last.
         self._windows: list[list[float]] = [[0.0, 0, 0]]
@@ -157,5 +155,4 @@ class BatchSizeController:
             return
         path = Path(self.trace_file)
         text = self.updates_of.sampler.schedule.thresholds().to_csv(index=False)
-        unfinished = path.with_name(path.name + ".unfinished")
-        write_whole(unfinished, lambda file: file.write(text.encode()), path)
+        write_whole(unfinished_name(path), lambda f: f.write(text.encode()), path)

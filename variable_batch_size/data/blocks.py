@@ -25,12 +25,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import worker
 
 from variable_batch_size.data.lazy_orders import IndexShuffle, LazyOrder, bijection
-from xla_replica.common.arguments import (
-    check_fields,
-    check_function,
-    check_integer,
-    checked,
-)
+from xla_replica.common.arguments import check_fields, check_integer, checked
 
 # Reads a block, by its number: samples that can be indexed, or a table of pyarrow.
 ReadBlock = Callable[[int], Any]
@@ -137,7 +132,6 @@ class BlockDataset(Dataset[Any]):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_function("read_block", self.read_block)
         self._starts = _starts_of(self.block_sizes)
         self.block_sizes = np.diff(self._starts)
         self.num_blocks_read = 0

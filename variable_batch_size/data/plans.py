@@ -34,10 +34,7 @@ class Plans:
         self._plans: dict[int, EpochPlan] = {}
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Returns an epoch's plan, from where a loaded state begins in it.
-
-        Raises TraceExhausted if the trace has ended and ``on_end='error'``.
-        """
+        """Returns an epoch's plan, from where a loaded state begins in it."""
         if epoch not in self._plans:
             start, plan = self.start, self.schedule.plan(epoch, self.num_replicas)
             first = start.step if start and epoch == start.epoch else 0

@@ -175,8 +175,7 @@ class CustomSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch that the next iteration yields, or what is left of it.
 
-        Raises TraceExhausted if the trace has ended and ``on_end='error'``, and
-        ValueError if a restored run is in a later epoch.
+        Raises ValueError if a restored run is in a later epoch.
         """
         plan, trace = self.ledger.begin_epoch(epoch), self.schedule.trace
         self.ledger.epoch = epoch

@@ -59,11 +59,7 @@ class Step(NamedTuple):
 
 
 # What follows the last row of a trace.
-OnEnd = Literal["stop", "error", "hold", "cycle"]
-
-
-class TraceExhausted(TraceError):
-    """An epoch was requested that begins after the last step of the trace."""
+OnEnd = Literal["stop", "hold", "cycle"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -202,9 +198,8 @@ class Schedule:
         minibatch_size: Samples in a minibatch; must divide every batch size, unless
             ``pad_minibatches``.
         on_end: What follows the trace's last step. 'stop': later epochs are empty;
-            'error': they raise `TraceExhausted`; 'hold': the last batch size is
-            repeated without end; 'cycle': the trace begins again. The epoch in which
-            the trace ends keeps the steps it has.
+            'hold': the last batch size is repeated without end; 'cycle': the trace
+            begins again. The epoch in which the trace ends keeps the steps it has.
         pad_minibatches: Whether batch sizes need not be multiples of
             ``minibatch_size``, so that the last minibatch of a step lacks samples.
 
@@ -229,16 +224,13 @@ class Schedule:
         self.on_end = "hold" if trace.endless else self.on_end
         if (sizes % unit).any() and not self.pad_minibatches:
             row = int(np.argmax(sizes % unit != 0))
-            below = int(sizes[row]) // unit * unit
-            nearest = f"{below} or {below + unit}" if below else f"{unit}"
             raise TraceError(
                 f"{trace.place(row)}: batch size {sizes[row]} is not a multiple of "
-                f"minibatch_size={unit}; nearest is {nearest}; or pad_minibatches=True"
+                f"minibatch_size={unit}: change it, or pass pad_minibatches=True"
             )
         # In samples. Without padding a rest smaller than a minibatch is not used.
-        self._capacity = self.capacity * unit
-        if self.pad_minibatches:
-            self._capacity = self.num_samples
+        rest = 0 if self.pad_minibatches else self.num_samples % unit
+        self._capacity = self.num_samples - rest
         if sizes.max() > self._capacity:
             row = int(np.argmax(sizes > self._capacity))
             raise TraceError(
@@ -260,8 +252,7 @@ class Schedule:
     def plan(self, epoch: int, num_replicas: int) -> EpochPlan:
         """Returns the plan of one epoch, which may be empty; see ``on_end``.
 
-        Raises TraceExhausted if the trace has ended before and ``on_end='error'``, and
-        ValueError or TypeError if ``epoch`` is negative or not an integer.
+        Raises ValueError or TypeError if ``epoch`` is negative or not an integer.
         """
         steps, trace = self.steps(epoch), self.trace.batch_sizes
         if self.on_end == "cycle":
@@ -280,11 +271,6 @@ class Schedule:
             self._find_next_epoch()
         if epoch + 1 < len(found):
             return range(found[epoch], found[epoch + 1])
-        if self.on_end == "error":
-            raise TraceExhausted(
-                f"{self.trace.name} has {len(self.trace)} steps, which end before "
-                f"epoch {epoch}: lengthen it, or choose on_end='hold' or 'cycle'"
-            )
         return range(found[-1], found[-1])
 
     def changed(self, step: int, batch_size: int) -> Schedule:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,10 +39,6 @@ class NoiseOptions:
             overall one.
         causal: The gain comes from the steps before this one, so that a step's noise
             does not choose its own learning rate.
-        compat: ``'reference'``: the gain against one minibatch instead of against
-            ``ref_batchsize``, and the learning rate times minibatch_size /
-            ref_batchsize, as the earlier implementation defined it. It is then not the
-            reference learning rate at the reference batch size.
 
     Raises:
         TypeError, ValueError: An option is of the wrong type, or not allowed.
@@ -51,7 +47,6 @@ class NoiseOptions:
     time_constant: float = checked(1000.0, above=0)
     per_group: bool = True
     causal: bool = False
-    compat: Literal["reference"] | None = checked(None, among=(None, "reference"))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -87,8 +82,7 @@ class NoiseMeter(Part):
     Args:
         run: The wrapper's arguments, a `Run`. If minibatches have weights, a unit of
             weight, such as a token, takes the place of a sample.
-        ref_batchsize: The batch size that gains compare with; under
-            ``compat='reference'`` they compare with one minibatch instead.
+        ref_batchsize: The batch size that gains compare with.
         options: See `NoiseOptions`.
 
     Attributes:
@@ -98,9 +92,6 @@ class NoiseMeter(Part):
         weights: The part that then has the weight of a step.
         gains: What multiplied the learning rate of each parameter group in the last
             update: ``(G,)``.
-
-    Raises:
-        TypeError: An option needs minibatches that all count the same.
     """
 
     weights: Any = None
@@ -111,30 +102,19 @@ class NoiseMeter(Part):
         self._minibatch_size = run.sampler.minibatch_size  # b, in samples
         self._replica, self._scalars = run.replica, run.scalars
         replica, groups = run.replica, run.inner.param_groups
-        if self.weighted and options.compat:
-            raise TypeError(
-                "compat='reference' needs minibatches that all count the same; with "
-                "reduction='sum' leave it out"
-            )
-        # The batch size whose gain is one.
-        self._base = self._minibatch_size if options.compat else ref_batchsize
-        self._lr_factor = self._base / ref_batchsize  # between gain and LR factor
-        self._batch_size: float = ref_batchsize  # of the last update
+        self._base = ref_batchsize  # whose gain is one
         self.dtype = dtype_for(p for group in groups for p in group["params"])
         is_exact = run.sums.is_exact
         self._gradients = GradientSquares(self.dtype, replica, is_exact)
-        self._unseen = False  # whether gradients of this step were not looked at
         self._num_measured: float = 0  # steps that should have told of the noise
-        self._averages = estimators.no_statistics(0, self.dtype, replica.device)
         # Of the step under way: (G,), and the number of minibatches with a weight.
         self._squares = SmallSum(0, self.dtype, replica, is_exact)
         self._count = torch.zeros(1, dtype=self.dtype, device=replica.device)
+        self._averages = self._count.new_zeros(3, 0)
+        self._batch_size = replica.scalar(ref_batchsize, self.dtype)  # of the last
         # An integer and a fraction: one float would lose fractions as it grows.
-        self._progress = (
-            torch.zeros(1, dtype=torch.int64, device=replica.device),
-            torch.zeros(1, dtype=self.dtype, device=replica.device),
-        )
-        self._uploaded: dict[str, torch.Tensor] = {}
+        whole = torch.zeros(1, dtype=torch.int64, device=replica.device)
+        self._progress = whole, torch.zeros_like(self._count)
         self.watch(groups)
 
     # --- while training -------------------------------------------------------------
@@ -147,21 +127,12 @@ class NoiseMeter(Part):
         and it does not count: on no replica, since the sum over them is not finite.
         """
         if num_new := len(groups) - self._num_groups:
-            new = estimators.no_statistics(num_new, self.dtype, self._replica.device)
+            new = self._averages.new_zeros(3, num_new)
             self._averages = torch.cat([self._averages, new], dim=1)
             self._squares.grow(num_new)
             self._replica.sync()  # zeros on the device, not in the first graph
         if self._gradients.watch(groups) and after_backward:
             self._squares.spoil()
-
-    def begin_minibatch(self, step: Step | None) -> None:
-        """Prepares for a minibatch of a step.
-
-        The only one tells nothing of the noise by its gradients, which are not looked
-        at; where programs are compiled they are, which makes one program of all steps.
-        """
-        unused = step is not None and step.num_minibatches == 1 and not self.weighted
-        self._gradients.paused = unused and not self._replica.is_lazy
 
     def end_minibatch(self, weight: torch.Tensor | None) -> None:
         """Adds the minibatch's squares to the step's, in the minibatch's graph.
@@ -170,7 +141,6 @@ class NoiseMeter(Part):
             weight: ``(1,)``, if minibatches have weights. One of weight zero tells
                 nothing of the noise.
         """
-        self._unseen |= self._gradients.paused
         squares = self._gradients.take()
         if squares is None:
             return
@@ -182,25 +152,14 @@ class NoiseMeter(Part):
 
     def prepare(self, step: Step) -> None:
         """Uploads what changes from update to update, ahead of the collective."""
-        num_minibatches = step.num_minibatches
-        time_constant = self.options.time_constant
-        values: dict[str, Any] = {"base": self._base}
-        if self.weighted:
-            values["time constant"] = time_constant
-        else:
-            matrix = estimators.coefficients(num_minibatches, self._minibatch_size)
-            values["coefficients"] = matrix
-            values["ratio"] = step.batch_size / self._base
-            values["weight"] = estimators.weight_of(num_minibatches, time_constant)
-            self._batch_size = step.batch_size
+        values = {"base": self._base, "time constant": self.options.time_constant}
+        if not self.weighted:
+            values |= {"count": step.num_minibatches, "total": step.batch_size}
         self._uploaded = {
             name: self._scalars.get((name, "of the noise meter"), value, self.dtype)
             for name, value in values.items()
         }
-        self._num_measured += num_minibatches > 1
-        # Another epoch than was prepared for.
-        if self._unseen and num_minibatches != 1 and not self.weighted:
-            self._squares.spoil()
+        self._num_measured += step.num_minibatches > 1
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns ``(G,)`` and, if they have weights, how many minibatches have one."""
@@ -209,22 +168,25 @@ class NoiseMeter(Part):
     def commit(self, step: Step) -> None:
         """Makes `gains` of the step whose averaged gradients are in ``.grad``."""
         before, num_groups = self._averages, self._averages.shape[-1]
-        numbers = self._uploaded
+        numbers, unit = self._uploaded, 1 if self.weighted else self._minibatch_size
         if self.weighted:
-            self._weigh(self.weights.weight)
-        if not self._gradients.paused:
-            mean_square, squares = self._gradients.of_gradients(), self._squares.value()
-            new = estimators.estimate(squares, mean_square, numbers["coefficients"])
-            self._averages = estimators.average(before, new, numbers["weight"])
+            total = torch.zeros_like(self._count) + self.weights.weight
+            numbers |= {"count": self._count, "total": total}
+        count, total, base = numbers["count"], numbers["total"], numbers["base"]
+        self._batch_size = total
+        squares, mean_square = self._squares.value(), self._gradients.of_gradients()
+        matrix = estimators.coefficients(count, total)
+        new = estimators.estimate(unit * squares, mean_square, matrix)
+        weight = -torch.expm1(-count / numbers["time constant"]) * (count > 1)
+        self._averages = estimators.average(before, new, weight)
         statistics = before if self.options.causal else self._averages
-        ratio, base = numbers["ratio"], numbers["base"]
+        ratio = total / base
         gain = estimators.gain(estimators.overall(statistics), ratio, base)
         self._add_progress(gain)
         if self.options.per_group and num_groups > 1:
-            gains = estimators.gain(statistics, ratio, base)
+            self.gains = estimators.gain(statistics, ratio, base)
         else:
-            gains = gain.expand(num_groups)
-        self.gains = gains * self._lr_factor if self.options.compat else gains
+            self.gains = gain.expand(num_groups)
 
     def _add_progress(self, gain: torch.Tensor) -> None:
         """Adds the gain of an update, ``(1,)``, on the device."""
@@ -236,7 +198,6 @@ class NoiseMeter(Part):
     def clear(self) -> None:
         """Forgets the minibatches of the step."""
         self._gradients.discard()
-        self._unseen = False
         torch._foreach_zero_([self._squares.total, self._count])
 
     # --- what can be asked ----------------------------------------------------------
@@ -256,52 +217,41 @@ class NoiseMeter(Part):
         Args:
             batch_size: For which gain and efficiency are; default: the last update's.
         """
-        averages, progress = self._read()
+        averages, progress, ratio = self._read(batch_size)
         overall = estimators.overall(estimators.unbiased(averages))
         variance, square = overall[:2, 0].tolist()
-        gain = self._gains(estimators.overall(averages), batch_size)[0]
+        gain = self._gains(estimators.overall(averages), ratio)[0]
         noise_scale = estimators.noise_scale(variance, square)
-        efficiency = estimators.efficiency(gain, self._ratio(batch_size))
+        efficiency = estimators.efficiency(gain, ratio)
         efficiency = efficiency if variance > 0 or square > 0 else math.nan
         return Measurements(gain, noise_scale, efficiency, progress, variance, square)
 
     def lr_factors(self, batch_size: float | None = None) -> tuple[float, ...]:
         """Returns what multiplies the learning rate of each parameter group."""
-        averages, _ = self._read()
+        averages, _, ratio = self._read(batch_size)
         if not self.options.per_group:
             averages = estimators.overall(averages).expand(-1, self._num_groups)
-        gains = self._gains(averages, batch_size)
-        return tuple(gain * self._lr_factor for gain in gains)
+        return tuple(self._gains(averages, ratio))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns averages and progress, on the CPU: a few numbers per group."""
-        tensors = [self._averages, *self._progress]
-        if isinstance(self._batch_size, torch.Tensor):
-            tensors.append(self._batch_size)
-        fetched = self._replica.fetch(tensors)
-        if isinstance(self._batch_size, torch.Tensor):
-            self._batch_size = fetched.pop().item()
-        sizes = torch.tensor([self._batch_size, self._base], dtype=torch.float64)
-        return dict(zip(_STATE, [*fetched, *sizes.split(1)]))
+        tensors = [self._averages, *self._progress, self._batch_size]
+        base = torch.tensor([self._base], dtype=torch.float64)
+        return dict(zip(_STATE, [*self._replica.fetch(tensors), base]))
 
     def check_state(self, state: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless `load_state_dict` can take ``state``."""
-        check_same(
-            {
-                "groups": state["averages"].shape[-1],
-                "reference batch size": state["base"].item(),
-            },
-            {"groups": self._num_groups, "reference batch size": float(self._base)},
-            "the saved noise is of other parameter groups or another reference",
-            "Use the same groups, ref_batchsize and compat",
-        )
+        own = {"groups": self._num_groups, "reference batch size": float(self._base)}
+        saved = dict(zip(own, (state["averages"].shape[-1], state["base"].item())))
+        what = "the saved noise is of other parameter groups or another reference"
+        check_same(saved, own, what, "Use the same groups and ref_batchsize")
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Takes what `state_dict` returned; see `check_state`."""
         self.check_state(state)
         device = self._replica.device
         self._averages = state["averages"].to(self.dtype).to(device)
-        self._batch_size = state["batch_size"].item()
+        self._batch_size = state["batch_size"].to(self.dtype).to(device)
         whole, fraction = state["whole"], state["fraction"]
         self._progress = whole.to(device), fraction.to(self.dtype).to(device)
         self._replica.sync()
@@ -312,37 +262,24 @@ class NoiseMeter(Part):
     def _num_groups(self) -> int:
         return self._averages.shape[-1]
 
-    def _weigh(self, total: Any) -> None:
-        """Computes from a step's weight and count what `prepare` else uploads."""
-        self._batch_size = total
-        numbers = self._uploaded
-        if not isinstance(total, torch.Tensor):
-            total = torch.full_like(self._count, total)
-        numbers["coefficients"] = estimators.weighted_coefficients(self._count, total)
-        numbers["ratio"] = total / numbers["base"]
-        weight = -torch.expm1(-self._count / numbers["time constant"])
-        numbers["weight"] = torch.where(self._count > 1, weight, weight * 0)
-
-    def _gains(self, averages: torch.Tensor, batch_size: float | None) -> list[float]:
+    def _gains(self, averages: torch.Tensor, ratio: float) -> list[float]:
         """Returns the gain of each group; by averages that have been read."""
-        kappa = torch.tensor([self._ratio(batch_size)], dtype=averages.dtype)
+        kappa = torch.tensor([ratio], dtype=averages.dtype)
         gains: list[float] = estimators.gain(averages, kappa, self._base).tolist()
         return gains
 
-    def _ratio(self, batch_size: float | None) -> float:
-        batch_size = self._batch_size if batch_size is None else batch_size
-        return check_number("batch_size", batch_size, above=0) / self._base
-
-    def _read(self) -> tuple[torch.Tensor, float]:
-        """Returns the averages, on the CPU in float64, and the progress."""
+    def _read(self, batch_size: float | None) -> tuple[torch.Tensor, float, float]:
+        """Returns averages, on the CPU in float64, progress, and the batch ratio."""
         state = self.state_dict()
+        size = state["batch_size"].item() if batch_size is None else batch_size
+        ratio = check_number("batch_size", size, above=0) / self._base
         averages = state["averages"].double()
         if self._num_measured >= _MOST_UNKNOWN and not averages[2].any():
             self._num_measured = -math.inf  # said once
+            most = math.sqrt(torch.finfo(self.dtype).max)
             logger.warning(
-                "the gradient noise of %d steps is unknown, because squares of their "
-                "gradients are not finite: in %s a gradient's norm must be below "
-                "%.0e. Scale the loss, or train in float64; gains are 1 until then",
-                _MOST_UNKNOWN, self.dtype, math.sqrt(torch.finfo(self.dtype).max),
-            )  # fmt: skip
-        return averages, state["whole"].item() + state["fraction"].item()
+                "the noise is unknown: squares of their gradients are not finite, "
+                f"as in {self.dtype} a gradient's norm must be below {most:.0e}. Scale "
+                "the loss, or train in float64; gains are 1 until then"
+            )
+        return averages, state["whole"].item() + state["fraction"].item(), ratio

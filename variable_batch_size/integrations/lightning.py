@@ -73,8 +73,8 @@ class ElasticStrategy(SingleDeviceStrategy):
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.replica.rank))
         self.world_size = self.replica.num_replicas
         self._layer_sync: Any = None  # Lightning's, of Trainer(sync_batchnorm=True)
-        own = {"rule": rule, "ref_batchsize": ref_batchsize, "lockstep": True}
-        self._options: Any = {**own, **options}
+        options |= {"rule": rule, "ref_batchsize": ref_batchsize, "lockstep": True}
+        self._options = options
         self._log: vbs.RunLog | None = None
         self._is_inside_step = False
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +13,6 @@ from xla_replica.common.arguments import check_choice
 from xla_replica.common.later import pd
 
 AXES = ("updates", "samples", "hours")
-FORMATS = (".png", ".pdf", ".svg")
 # Columns that are drawn, a panel for each, and their labels.
 PANELS = {
     "batch_size": "batch size\n(samples)",
@@ -33,7 +30,6 @@ LOOKS = (
     ("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#000000", ":"),
     ("#CC79A7", (0, (6, 1, 1, 1, 1, 1))), ("#8C6D00", (0, (1, 3))),
 )  # fmt: skip
-MANY = 150  # points of a line, from which on a mean is drawn over them
 
 
 def draw_runs(
@@ -44,43 +40,36 @@ def draw_runs(
 ) -> None:
     """Draws runs over one axis, a panel for each number, and writes the picture.
 
-    A dotted line shows where a run was resumed. Of many losses a moving mean is drawn
-    over them. Panels of numbers that no run has are left out.
+    A dotted line shows where a run was resumed. Panels of numbers that no run has are
+    left out.
 
     Args:
         runs: What `read_run` has returned, by the names that the legend shows.
-        path: A file whose name ends in .png, .pdf or .svg.
+        path: A file whose name ends as a format of matplotlib, such as .png or .pdf.
         x: 'updates', 'samples', or 'hours', without those between a stop and the
             resumption.
         panels: Columns of the updates, and ``replicas``, with the labels of their axes.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: A run has no updates, or does not say where on the axis they are;
-            the path has another ending.
+        ValueError: A run has no updates, or does not say where on the axis they are; or
+            matplotlib writes no such file.
     """
     check_choice("x", x, AXES)
-    check_choice(f"{path}: the ending", Path(path).suffix.lower(), FORMATS)
-    try:
-        from matplotlib import figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a picture needs matplotlib: pip install 'elastic-xla[plot]'"
-        ) from error
+    from matplotlib import figure  # of the extra 'plot'
+
     tables = {name: _table(name, run, panels, x) for name, run in runs.items()}
     drawn = pd.concat(tables.values())
     names = [name for name in panels if drawn[name].notna().any()]
     picture = figure.Figure(figsize=(8, 0.8 + 1.6 * len(names)), layout="constrained")
     axes = picture.subplots(len(names), sharex=True, squeeze=False)[:, 0]
-    for (run, table), (color, style) in zip(tables.items(), itertools.cycle(LOOKS)):
-        axes[0].plot([], [], color=color, ls=style, label=run)
-        for axis, name in zip(axes, names):
-            _draw(axis, table, x, name, {"color": color, "ls": style})
-            for place in table[x][table["begins"] & (table["part"] > 0)]:
-                axis.axvline(place, color=color, ls=":", lw=1)
-    if drawn["part"].any():
-        axes[0].plot([], [], color="gray", ls=":", lw=1, label="resumed")
     for axis, name in zip(axes, names):
+        how = {"drawstyle": "steps-pre"} if name in STEPPED else {}
+        for (run, table), (color, style) in zip(tables.items(), itertools.cycle(LOOKS)):
+            points = table[table[name].notna() | table["begins"]]  # with gaps
+            axis.plot(points[x], points[name], c=color, ls=style, label=run, **how)
+            for place in table[x][table["begins"] & (table["part"] > 0)]:
+                axis.axvline(place, c=color, ls=":", lw=1)
         least, most = drawn[name].min(), drawn[name].max()
         if 0 < 10 * least <= most <= LOGARITHMIC.get(name, 0) * least:
             axis.set_yscale("log", base=2 if name == "batch_size" else 10)
@@ -92,7 +81,8 @@ def draw_runs(
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel(x)
     columns = max(1, 90 // (8 + max(map(len, runs))))
-    picture.legend(loc="outside upper left", ncols=columns, frameon=False)
+    legend = axes[0].get_legend_handles_labels()
+    picture.legend(*legend, loc="outside upper left", ncols=columns, frameon=False)
     picture.savefig(path, dpi=150)  # 1200 pixels wide
 
 
@@ -127,16 +117,3 @@ def _table(name: str, run: Run, panels: Iterable[str], x: str) -> pd.DataFrame:
     if table[x].isna().any():
         raise ValueError(f"x={x!r}: {name} does not say the {x} of its updates")
     return table
-
-
-def _draw(axis: Any, table: pd.DataFrame, x: str, name: str, look: Any) -> None:
-    """Draws one number of a run, with gaps where it was resumed."""
-    points = table[table[name].notna() | table["begins"]]
-    values = points[name]
-    if name in STEPPED:
-        look = {"drawstyle": "steps-pre", **look}
-    elif len(points) > MANY:
-        axis.plot(points[x], values, color=look["color"], lw=0.6, alpha=0.35)
-        mean = values.rolling(len(points) // 40, center=True, min_periods=1).mean()
-        values = mean.where(values.notna())
-    axis.plot(points[x], values, **look)

@@ -8,8 +8,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,17 +25,6 @@ if TYPE_CHECKING:
     from variable_batch_size.optimizer import ElasticOptimizer
 
 logger = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """A function that logs numbers by name, and takes the step that they are of.
-
-    ``run.log`` of a Weights & Biases run, ``mlflow.log_metrics`` and ``log_metrics`` of
-    a Lightning logger are such functions as they are.
-    """
-
-    def __call__(self, values: dict[str, float], /, *, step: int) -> Any:
-        """Logs numbers. ``step`` never falls in a run; a resumed run repeats a few."""
 
 
 # What lines are known by, and numbers that are told anyway.
@@ -82,8 +71,9 @@ class RunLog:
         optimizer: The wrapper whose updates are told.
         log_steps: Read the loss once every so many updates.
         settings: Of the run, by name, for the header.
-        sinks: Functions such as `Sink`, called on the primary replica: on every logging
-            step with the numbers of its line, and with ``samples_per_second`` and
+        sinks: Functions ``log(values, step=step)``, such as ``run.log`` of Weights &
+            Biases, called on the primary replica: on every logging step with the
+            numbers of its line, and with ``samples_per_second`` and
             ``idle_share`` (of the replicas' time) since the last one; and with what
             `write` is given. An exception in one ends the run.
         max_nonfinite: After so many logging steps in a row whose loss is not finite the
@@ -104,7 +94,7 @@ class RunLog:
     _: dataclasses.KW_ONLY
     log_steps: int = checked(10, least=1)
     settings: Mapping[str, Any] | None = None
-    sinks: Sequence[Sink] = ()
+    sinks: Sequence[Callable[..., Any]] = ()
     max_nonfinite: int | None = checked(None, least=1)
 
     def __post_init__(self) -> None:
@@ -344,7 +334,7 @@ class RunLog:
             sink(dict(values), step=step)
 
 
-def tensorboard(writer: Any) -> Sink:
+def tensorboard(writer: Any) -> Callable[..., None]:
     """Returns a sink that adds one scalar per name to a TensorBoard writer.
 
     Args:

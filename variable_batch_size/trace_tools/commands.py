@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,44 +30,33 @@ from variable_batch_size.trace_tools.options import (
 from variable_batch_size.traces.batch_trace import Trace
 from variable_batch_size.traces.trace_csv import COLUMN, read_table
 from xla_replica.common.arguments import check_number
-from xla_replica.common.trees import leaves
 
 TRACE = "a CSV file, - for the standard input, or one batch size"
 RUNS, TIMED = "check simulate", "convert simulate"
 OPTIONS = (
     Option("trace", str, REQUIRED, "check simulate stats", TRACE),
-    Option("files", list, REQUIRED, "plot",
-           f"logs of vbs.RunLog, folders with a run.jsonl, and traces: {TRACE}"),
+    Option("files", list, REQUIRED, "plot", f"logs or folders of vbs.RunLog; {TRACE}"),
     Option("log", str, REQUIRED, "convert", "the file of the log"),
     Option("--tokens-per-sample", int, None, "check simulate stats plot",
            "of a trace with the column tokens"),
     Option("--dataset-size", int, REQUIRED, RUNS, "in samples"),
-    Option("--minibatch-size", int, 32, "check simulate convert",
-           "samples that a replica runs at once"),
+    Option("--minibatch-size", int, 32, f"{RUNS} convert", "samples of a minibatch"),
     Option("--epochs", int, None, RUNS, "default: all of the trace"),
-    Option("--pad-minibatches", bool, False, RUNS,
-           "allow batch sizes that are not multiples of the minibatch"),
-    Option("--on-end", str, "stop", RUNS,
-           "what follows the last row: stop, error, hold or cycle"),
-    Option("--num-replicas", int, None, RUNS,
-           "that share a step; default: the trace's column devices, or 1"),
+    Option("--pad-minibatches", bool, False, RUNS, "minibatches may lack samples"),
+    Option("--on-end", str, "stop", RUNS, "after the last row: stop, hold or cycle"),
+    Option("--num-replicas", int, None, RUNS, "default: the column devices, or 1"),
     Option("--seconds-per-update", float, None, TIMED,
            "of a step's sum and update; without a step time, a row of a log is a step"),
     Option("--seconds-per-substep", float, None, TIMED,
            "of each minibatch that the first replica runs"),
-    Option("--restart-seconds", float, 0.0, "convert", "whenever the devices change"),
-    Option("--losses-per-hour", float, 0.0, "simulate", "of replicas, without notice"),
-    Option("--time-column", str, None, "convert", "default: Time, time or timestamp"),
-    Option("--device-column", str, None, "convert",
-           "default: TPU_cores, GPUs, devices or replicas"),
-    Option("--x", str, "updates", "plot",
-           "the common axis: updates, samples, or hours without pauses"),
+    Option("--x", str, "updates", "plot", "the axis: updates, samples or hours"),
     Option("--out", Path, None, "make convert simulate plot",
-           "a CSV file; of plot PNG, PDF or SVG, by default beside the first file"),
+           "a CSV file, or a picture, by default beside the first file"),
     Option("--force", bool, False, "make convert simulate plot", "replace that file"),
     Option("--json", bool, False, "check stats simulate", "print numbers as JSON"),
+    *rows_of(tools.read_availability, "convert"),
+    *rows_of(tools.convert, "convert"),
     *rows_of(tools.simulate, "simulate"),
-    *rows_of(tools.time_lost, "simulate"),
     *rows_of(tools.totals, "simulate"),
 )  # fmt: skip
 
@@ -155,7 +143,8 @@ def run_convert(args: argparse.Namespace) -> str:
       vbs convert fixed log.csv --batch-size 1024 --minibatch-size 32 \\
           --seconds-per-update 0.1 --seconds-per-substep 0.4 --out trace.csv
     """
-    found = tools.read_availability(args.log, args.time_column, args.device_column)
+    log_options = options_of(args, tools.read_availability)
+    found = tools.read_availability(args.log, **log_options)
     policy = tools.POLICIES[args.member]
     batch_size_of = policy(**options_of(args, policy))
     step_time = _step_time(args)
@@ -167,15 +156,11 @@ def run_convert(args: argparse.Namespace) -> str:
     def seconds(size: int, devices: int) -> float:
         return float(step_time.seconds(-(-size // (args.minibatch_size * devices))))
 
-    result = tools.convert(found, batch_size_of, seconds, args.restart_seconds)
-    hours = {
-        "hours of the log": found.seconds,
-        "device-hours of the log": result.device_seconds,
-        "device-hours in steps": result.in_steps,
-        "device-hours in steps that were lost": result.lost,
-        "device-hours idle": result.idle,
-    }
-    told = listed({name: number / 3600 for name, number in hours.items()})
+    result = tools.convert(
+        found, batch_size_of, seconds, restart_seconds=args.restart_seconds
+    )
+    names = "of the log", "in steps", "in steps that were lost", "idle"
+    told = listed({f"device-hours {n}": s / 3600 for n, s in zip(names, result[1:])})
     written = _written(result.steps, args)
     return f"{written}\n{told}" if args.out else written
 
@@ -186,9 +171,8 @@ def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
     Nothing is trained. Steps, samples and learning rates are those of a real run whose
     reference learning rate stays as it is. The noise scale gives progress, in steps at
     the reference batch size. A step time gives wall-clock, device-hours and cost, with
-    and without restarts (where the column devices of the trace changes) and compiling;
-    how often a replica is lost, the time that this costs with restarts and with live
-    members. --out writes one row per step, which is a trace too.
+    and without restarts (where the column devices of the trace changes) and compiling.
+    --out writes one row per step, which is a trace too.
 
     examples:
       vbs simulate trace.csv --dataset-size 60000 --minibatch-size 32 --rule linear \\
@@ -201,11 +185,7 @@ def run_simulate(args: argparse.Namespace) -> Mapping[str, Any]:
     step_time = _step_time(args)
     options = options_of(args, tools.simulate) | {"step_time": step_time}
     steps = tools.simulate(schedule, args.epochs, devices=devices, **options)
-    told = tools.totals(steps, step_time=step_time, **options_of(args, tools.totals))
-    if args.losses_per_hour:
-        options = options_of(args, tools.time_lost)
-        options["restart_seconds"] += args.compile_seconds
-        told |= tools.time_lost(steps, **options)
+    told = tools.totals(steps, **options_of(args, tools.totals))
     if args.out is not None:
         steps = steps.rename(columns={"batch_size": COLUMN})
         told = {"file": _written(steps, args).removeprefix("wrote "), **told}
@@ -258,7 +238,6 @@ def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:
     name, sizes = trace.name, trace.batch_sizes
     if trace.endless:  # the last size gets a part of the picture that can be seen
         sizes = np.append(sizes, np.repeat(sizes[-1], len(sizes) // 8))
-        name += f" ...: {sizes[-1]} without end"
     table = pd.DataFrame({"batch_size": sizes, "samples": np.cumsum(sizes)})
     table["step"] = np.arange(len(sizes))
     if devices is not None and len(devices) == len(table):  # and not of thresholds
@@ -267,14 +246,9 @@ def _drawn(name: str, args: argparse.Namespace) -> tuple[str, Run]:
 
 
 def _check_out(out: Path, args: argparse.Namespace) -> None:
-    """Raises ValueError if the output would replace a file, or one that is read."""
-    if out.is_file():
-        given = [value for name, value in vars(args).items() if name != "out"]
-        paths = [path for path in leaves(given) if isinstance(path, str)]
-        if any(os.path.isfile(path) and out.samefile(path) for path in paths):
-            raise ValueError(f"--out {out} is the file that is read, and would be lost")
-        if not args.force:
-            raise ValueError(f"--out {out} exists: --force replaces it")
+    """Raises ValueError if the output would replace a file."""
+    if out.is_file() and not args.force:
+        raise ValueError(f"--out {out} exists: --force replaces it")
 
 
 def _written(table: pd.DataFrame, args: argparse.Namespace) -> str:

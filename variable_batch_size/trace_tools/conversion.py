@@ -50,18 +50,13 @@ class Availability(NamedTuple):
     devices: np.ndarray
 
     @property
-    def seconds(self) -> float:
-        """How long the log is."""
-        return float(self.times[-1] - self.times[0])
-
-    @property
     def device_seconds(self) -> float:
         """The devices that there were, each times its seconds."""
         return float(np.diff(self.times) @ self.devices[:-1])
 
 
 def read_availability(
-    source: Source, time: str | None = None, devices: str | None = None
+    source: Source, *, time_column: str | None = None, device_column: str | None = None
 ) -> Availability:
     """Returns the log of a file, with irregular rows and zeros for pauses.
 
@@ -71,10 +66,8 @@ def read_availability(
 
     Args:
         source: The file.
-        time: The column of times, in seconds, such as Unix times; default: the one of
-            `TIME_COLUMNS`.
-        devices: The column with numbers of devices; default: the one of
-            `DEVICE_COLUMNS`.
+        time_column: Of times in seconds; default: Time, time or timestamp.
+        device_column: Default: TPU_cores, GPUs, devices or replicas.
 
     Raises:
         TraceError: A column is missing; or a time is below the one before, or a
@@ -84,10 +77,10 @@ def read_availability(
     if text.lstrip().startswith("{"):
         table = _table_of_ticks(name, text)
     else:
-        has_header = time or devices or not _HEADLESS.match(text)
+        has_header = time_column or device_column or not _HEADLESS.match(text)
         table = table_of(name, text, () if has_header else ("Time", "devices"))
-    when = table.find(*(TIME_COLUMNS if time is None else (time,)))
-    what = table.find(*(DEVICE_COLUMNS if devices is None else (devices,)))
+    when = table.find(*([time_column] if time_column else TIME_COLUMNS))
+    what = table.find(*([device_column] if device_column else DEVICE_COLUMNS))
     times, counts = table.numbers(when), table.integers(what, 0)
     table.refuse(when, times > MOST_SECONDS, "must be in seconds, not milliseconds")
     gaps = np.diff(times, append=np.inf)
@@ -124,7 +117,6 @@ def proportional(*, samples_per_device: int) -> BatchSize:
     Args:
         samples_per_device: What one device adds to the global batch size.
     """
-    check_integer("samples_per_device", samples_per_device, least=1)
     return lambda devices: devices * samples_per_device
 
 
@@ -138,7 +130,6 @@ def fixed(*, batch_size: int) -> BatchSize:
     Args:
         batch_size: The global batch size.
     """
-    check_integer("batch_size", batch_size, least=1)
     return lambda devices: batch_size
 
 
@@ -153,8 +144,6 @@ def capped(*, samples_per_device: int, most: int, least: int = 1) -> BatchSize:
         most: The largest global batch size.
         least: The smallest one.
     """
-    check_integer("samples_per_device", samples_per_device, least=1)
-    check_integer("least", least, least=1)
     check_integer("most", most, least=least)
     return lambda devices: min(max(devices * samples_per_device, least), most)
 
@@ -200,6 +189,7 @@ def convert(
     availability: Availability,
     policy: BatchSize,
     seconds: Seconds,
+    *,
     restart_seconds: float = 0.0,
 ) -> Conversion:
     """Returns the steps that a run on these devices makes, one after the other.
@@ -212,8 +202,7 @@ def convert(
         availability: The log.
         policy: What a member of `POLICIES` returns.
         seconds: How long a step takes.
-        restart_seconds: How long the run takes to begin, at first and whenever the
-            number of devices has changed.
+        restart_seconds: Until the run begins, at first and whenever devices change.
 
     Raises:
         TraceError: Not one step is completed, or the policy returns what is not a batch

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from variable_batch_size.traces.trace_csv import Source, read_table
-from xla_replica.common.arguments import check_choice, check_integer, check_number
+from xla_replica.common.arguments import check_choice, check_integer
 
 Curve = Callable[[np.ndarray], np.ndarray]
-
-
-def power_law(coefficient: float, exponent: float) -> Curve:
-    """Returns the curve coefficient * samples ** exponent."""
-    return lambda samples: coefficient * np.asarray(samples, float) ** exponent
 
 
 def read_curve(source: Source) -> Curve:
@@ -34,12 +28,6 @@ def read_curve(source: Source) -> Curve:
         TraceError: The file has other columns, samples that do not increase, or numbers
             below 0.
     """
-    samples, values = _read(source)
-    return lambda at: np.interp(at, samples, values)
-
-
-def _read(source: Source) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the samples of a file and the numbers of its other column."""
     table = read_table(source)
     first = table.find("samples")
     others = [name for name in table.header if name and name != first]
@@ -47,7 +35,7 @@ def _read(source: Source) -> tuple[np.ndarray, np.ndarray]:
     samples, numbers = table.numbers(first), table.numbers(second)
     table.check_increasing(first, samples)
     table.refuse(second, numbers < 0, "must be >= 0")
-    return samples, numbers
+    return lambda at: np.interp(at, samples, numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +91,10 @@ def decay(name: str, total_samples: int, warm_up_samples: int = 0) -> LearningRa
         name: A key of `SHAPES`, which are functions of the part that is done.
         total_samples: Where it ends. It stays at its last value from there on.
         warm_up_samples: Where it is at its peak.
+
+    Raises ValueError if there is no schedule of that name.
     """
+    shape = SHAPES[check_choice("schedule", name, SHAPES)]
     check_integer("total_samples", total_samples, least=1)
     check_integer("warm_up_samples", warm_up_samples, 0, total_samples - 1)
 
@@ -111,30 +102,7 @@ def decay(name: str, total_samples: int, warm_up_samples: int = 0) -> LearningRa
         samples = np.asarray(samples, float)
         rising = samples / max(warm_up_samples, 1)
         done = (samples - warm_up_samples) / (total_samples - warm_up_samples)
-        falling = SHAPES[name](np.clip(done, 0.0, 1.0))
+        falling = shape(np.clip(done, 0.0, 1.0))
         return np.where(samples < warm_up_samples, rising, falling)
 
     return LearningRates(factor, warm_up_samples)
-
-
-def schedule_named(
-    text: str, total_samples: int, warm_up_samples: int = 0
-) -> LearningRates:
-    """Returns the learning-rate schedule that a command line names.
-
-    Args:
-        text: A key of `SHAPES`; or the path of a CSV file with the columns ``samples``
-            and another one, whose learning rates hold from there on.
-        total_samples, warm_up_samples: Of a key of `SHAPES`.
-    """
-    if not Path(text).is_file():
-        check_choice("schedule", text, SHAPES, "a CSV file")
-        return decay(text, total_samples, warm_up_samples)
-    samples, rates = _read(text)
-    peak = check_number("the largest learning rate of the file", rates.max(), above=0)
-
-    def factor(at: np.ndarray) -> np.ndarray:
-        row = np.searchsorted(samples, at, side="right") - 1
-        return rates[np.maximum(row, 0)] / peak
-
-    return LearningRates(factor, int(samples[np.argmax(rates)]))

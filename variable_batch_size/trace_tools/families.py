@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from variable_batch_size.trace_tools.curves import power_law, read_curve, schedule_named
+from variable_batch_size.trace_tools.curves import decay, read_curve
 from variable_batch_size.trace_tools.options import amount
 from variable_batch_size.traces.batch_trace import MOST_STEPS, Trace
 from variable_batch_size.traces.trace_csv import COLUMN, STEP_COLUMN
@@ -50,7 +50,8 @@ def ramp(*, steps: int, first: int, last: int, multiple_of: int = 1) -> Made:
     """
     _check_multiple("first", first, multiple_of)
     _check_multiple("last", last, multiple_of)
-    return _rounded(np.linspace(first, last, steps), multiple_of)
+    sizes = np.linspace(first, last, steps) / multiple_of
+    return np.rint(sizes).astype(np.int64) * multiple_of
 
 
 def doubling(*, steps: int, first: int, every: int, most: int) -> Made:
@@ -124,11 +125,10 @@ def seesaw(
         first: The batch size for which the schedule was made.
         most: The largest batch size; later halvings are of the learning rate alone.
         total_samples: How many samples the trace has, the last step whole.
-        schedule: constant, cosine, linear, or a CSV file with the columns samples and
-            lr, whose learning rates hold from there on.
+        schedule: constant, cosine or linear.
         warm_up_samples: Where the schedule is at its peak, after a linear rise.
     """
-    rates = schedule_named(schedule, total_samples, warm_up_samples)
+    rates = decay(schedule, total_samples, warm_up_samples)
     return _until(
         total_samples,
         lambda used: _doubled(first, int(rates.num_halvings(np.array(used))), most),
@@ -164,55 +164,17 @@ def critical_batch(
     check_number("coefficient", coefficient, least=0)
     if bool(curve) == bool(coefficient):
         raise ValueError("critical_batch needs either curve or coefficient above 0")
-    critical: Any = read_curve(curve) if curve else power_law(coefficient, exponent)
+    critical: Any = read_curve(curve) if curve else None
     reached = first
 
     def size(used: int) -> int:
         nonlocal reached
-        while reached < (larger := _doubled(reached, 1, most)) <= critical(used):
+        largest = critical(used) if curve else coefficient * used**exponent
+        while reached < (larger := _doubled(reached, 1, most)) <= largest:
             reached = larger
         return reached
 
     return _until(total_samples, size)
-
-
-def random_walk(
-    *,
-    steps: int,
-    first: int,
-    least: int,
-    most: int,
-    multiple_of: int = 1,
-    spread: float = 0.1,
-    seed: int = 0,
-) -> Made:
-    """A batch size that is multiplied by a random factor after every step.
-
-    example:
-      vbs make random-walk --steps 1000 --first 512 --least 64 --most 2048 \\
-          --multiple-of 32 --seed 1
-
-    Args:
-        steps: The number of steps.
-        first: The batch size of the first step.
-        least: The smallest batch size.
-        most: The largest batch size.
-        multiple_of: Batch sizes are rounded to multiples of it.
-        spread: The standard deviation of the factor's logarithm.
-        seed: Of the random numbers.
-    """
-    check_integer("multiple_of", multiple_of, least=1)
-    check_integer("least", least, least=multiple_of)
-    low = -(-least // multiple_of) * multiple_of
-    check_integer("most", most, least=low)
-    check_integer("first", first, least, most)
-    check_number("spread", spread, least=0)
-    factors = np.random.default_rng(seed).normal(0.0, spread, steps - 1)
-    logs = [np.log(first)]
-    for factor in factors:
-        logs.append(np.clip(logs[-1] + factor, np.log(least), np.log(most)))
-    high = most // multiple_of * multiple_of
-    return np.clip(_rounded(np.exp(logs), multiple_of), low, high)
 
 
 def spot_market(
@@ -259,8 +221,7 @@ def spot_market(
 
 
 _ALL: tuple[Callable[..., Made], ...] = (
-    constant, ramp, doubling, thresholds, seesaw, critical_batch, random_walk,
-    spot_market,
+    constant, ramp, doubling, thresholds, seesaw, critical_batch, spot_market,
 )  # fmt: skip
 FAMILIES = {family.__name__.replace("_", "-"): family for family in _ALL}
 
@@ -318,8 +279,3 @@ def _doubled(first: int, times: int, most: int) -> int:
     check_integer("first", first, least=1)
     check_integer("most", most, least=first)
     return first << min(times, (most // first).bit_length() - 1)
-
-
-def _rounded(sizes: np.ndarray, multiple_of: int) -> np.ndarray:
-    """Returns the nearest multiples, and at least one of them."""
-    return np.maximum(np.rint(sizes / multiple_of), 1).astype(np.int64) * multiple_of

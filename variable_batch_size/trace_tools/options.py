@@ -16,10 +16,6 @@ _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 _AMOUNT = re.compile(r"([+-]?[0-9.]+(?:e[0-9]{1,2})?)([KMBT]?)", re.IGNORECASE)
 
 
-class NotAnAmount(ValueError, argparse.ArgumentTypeError):
-    """A text is no `amount`; argparse, too, says what is wrong with it."""
-
-
 class Option(NamedTuple):
     """An option of a command line, or an argument: a name without dashes.
 
@@ -100,4 +96,4 @@ def amount(text: str) -> int:
         number, power = Fraction(found[1]), "KMBT".find(found[2].upper() or " ") + 1
         if (number * 1000**power).denominator == 1:
             return int(number * 1000**power)
-    raise NotAnAmount(f"{text!r} is not an integer such as 64, 500K, 2M or 250B")
+    raise ValueError(f"{text!r} is not an integer such as 64, 500K, 2M or 250B")

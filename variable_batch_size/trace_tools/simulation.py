@@ -29,10 +29,9 @@ def stats(trace: Trace) -> dict[str, Any]:
     """
     whole = trace.batch_sizes[: len(trace) - trace.endless]
     sizes = whole if len(whole) else trace.batch_sizes
-    last = {"without end, after these steps": int(trace.batch_sizes[-1])}
     return {
         "steps": len(whole),
-        **(last if trace.endless else {}),
+        "has no end": trace.endless,
         "samples": int(whole.sum()),
         "smallest batch size": int(sizes.min()),
         "median batch size": float(np.median(sizes)),
@@ -63,7 +62,8 @@ def simulate(
     of the step), ``devices``, ``num_substeps`` (of the first device), ``idle_substeps``
     (of all others together, compared with the first) and ``lr`` (the effective one).
     With a noise scale also ``gain`` and ``progress`` (the sum of gains, in steps at
-    ``ref_batchsize``); with a step-time model ``seconds``.
+    ``ref_batchsize``); with a step-time model ``seconds``, and the ``idle_seconds`` of
+    all devices together.
 
     Args:
         schedule: Trace, dataset length and minibatch size.
@@ -101,6 +101,7 @@ def simulate(
     ]
     if step_time is not None:
         table["seconds"] = step_time.seconds(table["num_substeps"])
+        table["idle_seconds"] = step_time.per_substep * table["idle_substeps"]
     return table
 
 
@@ -138,7 +139,6 @@ def totals(
     restart_seconds: float = 0.0,
     compile_seconds: float = 0.0,
     price: float = 0.0,
-    step_time: StepTime | None = None,
 ) -> dict[str, Any]:
     """Returns what the steps of `simulate` come to, as numbers by name.
 
@@ -151,7 +151,6 @@ def totals(
         restart_seconds: From the last step before a restart to the first one after it.
         compile_seconds: Of the first step after a start.
         price: Of one device in one hour.
-        step_time: What `simulate` was given, for the idle device-seconds.
 
     Raises:
         ValueError: A number is out of range, or needs the seconds of steps, which
@@ -176,8 +175,7 @@ def totals(
     result["restarts"] = int(restarts.sum())
     if "seconds" not in steps:
         return result
-    per_substep = step_time.per_substep if step_time else math.nan
-    result["idle device-seconds"] = float(steps["idle_substeps"].sum() * per_substep)
+    result["idle device-seconds"] = float(steps["idle_seconds"].sum())
     starts = restarts | (steps.index == 0)
     overhead = restarts * restart_seconds + starts * compile_seconds
     for what, more in (("without", 0.0), ("with", overhead)):
@@ -187,51 +185,6 @@ def totals(
         result[f"device-hours {what} restarts and compiling"] = device_hours
         if price:
             result[f"cost {what} restarts and compiling"] = device_hours * price
-    return result
-
-
-def time_lost(
-    steps: pd.DataFrame,
-    losses_per_hour: float,
-    *,
-    restart_seconds: float = 0.0,
-    checkpoint_seconds: float = 600.0,
-    detection_seconds: float = 1.0,
-    exchange_seconds: float = 0.0,
-) -> dict[str, float]:
-    """Returns the hours that lost replicas cost, with restarts and with live members.
-
-    After a restart half of what is between two checkpoints is run again, on average;
-    live members run one step again, and each of their steps is longer by what they
-    exchange. Losses fall into lost time too: hours are infinite where a loss costs all
-    the time until the next one.
-
-    Args:
-        steps: What `simulate` returned, with the seconds of steps.
-        losses_per_hour: How often a replica is lost.
-        restart_seconds: From the loss to the first step after it, with compiling.
-        checkpoint_seconds: From one checkpoint to the next.
-        detection_seconds: Until the others know that one is lost.
-        exchange_seconds: What live members take in every step to sum over their hosts.
-
-    Raises:
-        ValueError: A number is below zero, or the seconds of steps are not known.
-    """
-    check_number("exchange_seconds", exchange_seconds, least=0)
-    check_number("losses_per_hour", losses_per_hour, least=0)
-    if "seconds" not in steps:
-        raise ValueError(f"losses_per_hour={losses_per_hour} needs a step time")
-    hours = float(steps["seconds"].sum()) / 3600
-    exchange = len(steps) * exchange_seconds / 3600
-    again = detection_seconds + float(steps["seconds"].mean()) + exchange_seconds
-    restart = restart_seconds + checkpoint_seconds / 2
-    losses = {"with restarts": (restart, 0.0), "with live members": (again, exchange)}
-    result = {}
-    for what, (seconds, more) in losses.items():
-        check_number(f"the seconds of a loss {what}", seconds, least=0)
-        share = losses_per_hour * seconds / 3600  # of all time
-        lost = (hours + more) * share / (1 - share) if share < 1 else math.inf
-        result[f"hours lost {what}"] = more + lost
     return result
 
 
@@ -257,7 +210,6 @@ def check(
     dropped = schedule.num_samples - used.to_numpy()
     num_epochs, idle = len(dropped), int(steps["idle_substeps"].sum())
     slots = int(steps["num_substeps"] @ steps["devices"])
-    alone = (steps["num_substeps"] == 1) & (steps["idle_substeps"] > 0)
     unused = len(schedule.trace) - len(steps) if schedule.num_epochs < math.inf else 0
     left = 0
     if num_epochs == schedule.num_epochs:  # what is left when the trace has ended
@@ -270,10 +222,8 @@ def check(
         "steps of the trace that are not used": unused,
         "samples of the last epoch after the trace's end": left,
         "dropped samples": int(dropped.sum()),
-        "dropped samples in an epoch, at most": int(dropped.max(initial=0)),
         "dropped samples in per cent": float(per_cent),
         "substeps": slots - idle,
-        "steps with a replica that is idle throughout": int(alone.sum()),
         "idle replica-substeps": idle,
         "idle replica-substeps in per cent": 100 * idle / max(slots, 1),
     }

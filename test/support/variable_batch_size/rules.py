@@ -62,7 +62,6 @@ ROWS = {
     "adascale, decay per sample": Row("adascale", options=PER_SAMPLE),
     "adascale, global": Row("adascale", noise={"per_group": False}),
     "adascale, causal": Row("adascale", noise={"causal": True}),
-    "adascale, compat": Row("adascale", noise={"compat": "reference"}),
     "root, adamw": Row("root", "adamw"),
     "root, adamw, decay": Row("root", "adamw", PER_SAMPLE),
     "adam-root": Row("adam-root", "adamw"),
@@ -170,7 +169,6 @@ class ByHand:
 
     def gains(self, batch_size: int, found: list[np.ndarray]) -> list[float]:
         """Returns those of the minibatch gradients ``(n, d)`` of each group."""
-        base = MINIBATCH if self.row.noise.get("compat") else REF
         estimates = self.estimates()
         n = len(found[0])
         for average, each in zip(self.averages, found):
@@ -181,12 +179,12 @@ class ByHand:
                 average[:] = kept * average + (1 - kept) * new
         if not self.row.noise.get("causal"):
             estimates = self.estimates()
-        overall = gain_of(sum(estimates), batch_size, base)
+        overall = gain_of(sum(estimates), batch_size, REF)
         self.progress += overall
-        gains = [gain_of(each, batch_size, base) for each in estimates]
+        gains = [gain_of(each, batch_size, REF) for each in estimates]
         if self.row.noise.get("per_group") is False:
             gains = [overall, overall]
-        return [gain * base / REF for gain in gains]
+        return gains
 
     def step(self, rows: np.ndarray) -> None:
         parts = [gradients(minibatch[0]) for minibatch in rows.reshape(-1, MINIBATCH)]

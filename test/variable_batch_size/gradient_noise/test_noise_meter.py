@@ -62,16 +62,17 @@ def test_any_batch_size_can_be_asked_for():
     assert (found.gain, found.progress) == (1.0, 0.0)
     assert math.isnan(found.noise_scale)
     assert math.isnan(found.efficiency)
-    assert optimizer.gain(8) == 1.0
+    assert optimizer.noise.measure(8).gain == 1.0
     assert optimizer.current_lr() == (0.01,)
     _, optimizer = trained()
-    assert optimizer.gain() == pytest.approx(1.25)
-    assert optimizer.gain(1) == 1.0
-    assert optimizer.noise_scale() == pytest.approx(2 / 3)
+    assert optimizer.noise.measure().gain == pytest.approx(1.25)
+    assert optimizer.noise.measure(1).gain == 1.0
+    assert optimizer.noise.measure().noise_scale == pytest.approx(2 / 3)
     for batch_size in (2, 7, 100):
         efficiency = (1 + 2 / 3) / (batch_size + 2 / 3)
-        assert optimizer.efficiency(batch_size) == pytest.approx(efficiency)
-        assert optimizer.gain(batch_size) == pytest.approx(batch_size * efficiency)
+        found = optimizer.noise.measure(batch_size)
+        assert found.efficiency == pytest.approx(efficiency)
+        assert found.gain == pytest.approx(batch_size * efficiency)
     assert optimizer.current_lr() == (pytest.approx(0.0125),)
 
 
@@ -134,17 +135,6 @@ def test_the_log_shows_what_was_measured(caplog):
     with caplog.at_level("INFO"):
         trained(log_steps=1)
     assert "learning rate 0.0125, gain 1.25, noise scale 0.6666" in caplog.text
-
-
-def test_an_epoch_that_was_not_prepared_for_does_not_count_what_was_not_seen():
-    """The step under way had one minibatch, and now is one of two."""
-    [parameter], optimizer = make(trace=(1, 2))
-    optimizer.sampler.set_epoch(1)
-    step(optimizer, parameter, ROWS)
-    assert optimizer.noise.measure().square == 0.0
-    step(optimizer, parameter, [[1.0, 0, 0]])
-    step(optimizer, parameter, ROWS)
-    assert optimizer.noise.measure().variance == pytest.approx(2.0)
 
 
 def test_squares_that_overflow_are_told(caplog):

@@ -80,7 +80,7 @@ def mean_loss(model: rules.Weights, x: torch.Tensor, y: torch.Tensor) -> torch.T
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", [n for n in NAMES if "compat" not in n])
+@pytest.mark.parametrize("name", NAMES)
 def test_identity_at_the_reference_batch(name, dtype):
     found = train(0, name, 1, trace=(REF,), dtype=dtype)
     inner = rules.INNER[ROWS[name].inner]

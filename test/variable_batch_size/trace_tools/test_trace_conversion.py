@@ -78,12 +78,13 @@ def test_steps_are_those_of_a_run_second_by_second(found, duration, restart):
     steps, lost, idle = by_the_second(found, policy, partial(seconds, 1), restart)
     for unit in (1, 0.25):
         scaled = tools.Availability(found.times * unit, found.devices)
-        numbers = scaled, policy, partial(seconds, unit), unit * restart
+        numbers = scaled, policy, partial(seconds, unit)
+        options = {"restart_seconds": unit * restart}
         if not steps:
             with pytest.raises(TraceError, match=r"^no step is completed"):
-                tools.convert(*numbers)
+                tools.convert(*numbers, **options)
             continue
-        result = tools.convert(*numbers)
+        result = tools.convert(*numbers, **options)
         table = result.steps[["step", "start_seconds", "batchsize", "devices"]]
         expected = [[n, unit * start, *of] for n, (start, *of) in enumerate(steps)]
         assert table.values.tolist() == expected
@@ -112,7 +113,7 @@ def test_columns_have_the_names_of_published_logs_or_are_named():
         assert found.times.tolist() == [5, 7]
         assert found.devices.tolist() == [3, 0]
     text = log("Time,when,GPUs,free\n9,1,8,2\n8,2,9,3\n")
-    found = tools.read_availability(text, time="when", devices="free")
+    found = tools.read_availability(text, time_column="when", device_column="free")
     assert found.device_seconds == 2
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from variable_batch_size.trace_tools.curves import decay, schedule_named
+from variable_batch_size.trace_tools.curves import decay
 from variable_batch_size.trace_tools.families import FAMILIES, make
 from variable_batch_size.trace_tools.options import amount
 from variable_batch_size.traces.batch_trace import Trace, TraceError
@@ -69,21 +69,6 @@ def test_seesaw_doubles_the_batch_where_it_divides_the_rate_by_the_root_of_two()
     assert (lr * np.sqrt(batch / 20))[whole] == pytest.approx(1.0)
 
 
-def test_a_schedule_can_be_a_file(tmp_path):
-    path = tmp_path / "rates.csv"
-    path.write_text("samples,lr\n0,0.1\n100,0.8\n300,0.4\n400,0.1\n")
-    found = sizes("seesaw", first=50, most=400, total_samples=600, schedule=str(path))
-    assert found == [50] * 6 + [100, 400]
-    rates = schedule_named(str(path), 600)
-    at = np.array([0, 99, 100, 299, 300, 400])
-    expected = [0.125, 0.125, 1, 1, 0.5, 0.125]
-    for same in (rates, rates.halved()):
-        assert same.factor(at).tolist() == pytest.approx(expected)
-    path.write_text("samples,lr\n0,0.1\n100,-1\n")
-    with pytest.raises(TraceError, match=r"line 3, lr: '-1' must be >= 0"):
-        schedule_named(str(path), 600)
-
-
 def test_the_critical_batch_is_followed_upwards(tmp_path):
     """16 + samples: doubles at 16, 48 and 112; then the curve falls, and nothing."""
     path = tmp_path / "critical.csv"
@@ -95,22 +80,9 @@ def test_the_critical_batch_is_followed_upwards(tmp_path):
     begun = np.cumsum([0, *rising])[:-1]
     expected = [max(n for n in (8, 16, 32, 64) if n == 8 or n <= s**0.5) for s in begun]
     assert rising == expected
-
-
-@given(st.integers(1, 5), st.integers(0, 2**32), st.integers(0, 20), st.integers(0, 20))
-def test_random_walks_stay_within_their_bounds(multiple, seed, below, above):
-    first = 10 * multiple
-    options = {"steps": 60, "first": first, "multiple_of": multiple, "spread": 0.4}
-    least, most = max(first - below, multiple), first + above
-    options |= {"least": least, "most": most, "seed": seed}
-    found = sizes("random-walk", **options)
-    assert found[0] == first
-    assert min(found) >= least
-    assert max(found) <= most
-    assert all(size % multiple == 0 for size in found)
-    assert found == sizes("random-walk", **options)
-    if most // multiple - least // multiple > 2:  # there are several multiples
-        assert found != sizes("random-walk", **options | {"seed": seed + 1})
+    path.write_text("samples,critical_batch\n0,16\n200,-1\n")
+    with pytest.raises(TraceError, match=r"line 3, critical_batch: '-1' must be >= 0"):
+        critical(first=16, most=100, total_samples=500, curve=str(path))
 
 
 def test_a_spot_market_has_the_devices_that_its_probabilities_say():
