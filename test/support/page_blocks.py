@@ -56,6 +56,7 @@ SMALLER = {
 COMPLETE = "docs/extending.md"  # whole scripts: they are given nothing
 # What the other pages leave out.
 IMPORTS = """
+import hashlib
 from argparse import Namespace
 from unittest.mock import Mock
 

@@ -41,7 +41,7 @@ OPTIONS = (
            "of a trace with the column tokens"),
     Option("--dataset-size", int, REQUIRED, RUNS, "in samples"),
     Option("--minibatch-size", int, 32, f"{RUNS} convert", "samples of a minibatch"),
-    Option("--epochs", int, None, RUNS, "default: all of the trace"),
+    Option("--epochs", int, None, RUNS, "default: all of the trace, if it ends"),
     Option("--pad-minibatches", bool, False, RUNS, "minibatches may lack samples"),
     Option("--on-end", str, "stop", RUNS, "after the last row: stop, hold or cycle"),
     Option("--num-replicas", int, None, RUNS, "default: the column devices, or 1"),
