@@ -8,17 +8,21 @@ gradients would bring an empty list to the collective.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from variable_batch_size.data.account import Account
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.step.run import Run
 from xla_replica import AccumulationNote
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.device.gradients import accumulation_hook
+
+Modules = Mapping[str, nn.Module]
 
 _KEPT_OUT = (
     "What another network's loss shall not add is kept out by requires_grad_(False), "
@@ -115,8 +119,9 @@ class StepGradients:
         """Raises ValueError if other parameters are trained than in the step so far."""
         if not self._is_unchanged():
             raise ValueError(
-                "requires_grad changed between the step() of two optimizers: "
-                "set it back after the other's backward(), before its step()"
+                "requires_grad of a parameter changed within a step: change it in an "
+                "attached function or between epochs; what another optimizer's "
+                "backward() needs is set back before its step()"
             )
 
     def _allocate(self, after_backward: bool) -> None:
@@ -204,10 +209,7 @@ class StepGradients:
         """
         if not self._is_unchanged():
             if num_accumulated:
-                raise ValueError(
-                    "requires_grad of a parameter changed between the minibatches of "
-                    "one step: change it in an attached function, or between epochs"
-                )
+                self.refuse_changes()
             self.refresh(after_backward=True)
         problem, found = "", self.sums.has_new
         if found is None:  # the records decide, unless some gradients have none
@@ -342,8 +344,7 @@ class GradientRecord:
         """Starts a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
         self._was_none = is_none
         self.accumulated = self.overwritten = False
-        self._gradient, self._version = gradient, gradient._version
-        self._numbers = self._some_numbers()
+        self.look(gradient)
 
     def look(self, gradient: Any) -> None:
         """Records the gradient as it is now."""
@@ -393,3 +394,41 @@ class GradientRecord:
             self._view = few.view(_INTEGERS[few.element_size()]).numpy()
             self._address = address
         return self._view.tobytes()
+
+
+class Sums:
+    """Sums in floating point, whose last bits depend on the order of minibatches.
+
+    `variable_batch_size.live.exact.ExactModel` has the same bits in any order.
+
+    `variable_batch_size.live.repeatable.RepeatableSums` is for members of live runs.
+
+    Attributes:
+        is_exact: Whether sums have the same bits in any order.
+        keeps_buffers: Whether a step may be run again by others, so that buffers are
+            equal on all replicas after every update.
+    """
+
+    is_exact = keeps_buffers = False
+
+    def check(self, parameters: list[nn.Parameter], schedule: Schedule) -> None:
+        """Raises ValueError unless these parameters' gradients can be added."""
+
+    def environment(self) -> dict[str, Any]:
+        """Returns what the bits of a gradient depend on beside the model."""
+        return {}
+
+    def account(self, sampler: CustomSampler, key: int) -> Account:
+        """Returns the account of an optimizer with these sums."""
+        return Account(sampler.ledger, key)
+
+    def gradients(self, run: Run) -> StepGradients:
+        """Returns what accumulates the gradients of a step."""
+        return StepGradients(run)
+
+    def state_dict(self) -> dict[str, int] | None:
+        """Returns what sums go on from after a step; None: they begin from nothing."""
+        return None
+
+    def meet(self, state: dict[str, int] | None) -> None:
+        """Takes the state of a run that is resumed, or of other members."""
