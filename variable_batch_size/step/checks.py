@@ -95,11 +95,8 @@ def check_groups(run: Run, groups: Groups, schedule: Schedule | None = None) -> 
         check_number("the reference learning rate", group.get("lr"))
     parameters = [parameter for group in groups for parameter in group["params"]]
     run.replica.check_parameters(parameters)
-    run.replica.check_device(
-        parameters,
-        " before you build the optimizer, or pass replica=xla_replica.LocalReplica("
-        "'cpu')",
-    )
+    remedy = " before you build the optimizer, or pass replica=LocalReplica('cpu')"
+    run.replica.check_device(parameters, remedy)
     schedule = schedule or run.sampler.schedule
     run.sums.check(parameters, schedule)
     sizes = schedule.trace.batch_sizes

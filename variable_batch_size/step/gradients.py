@@ -47,7 +47,7 @@ class StepGradients:
         on_change: Called when others are, before gradients are held for these.
     """
 
-    on_change: Callable[[], None] | None = None
+    on_change: Callable[[], object] = tuple
     # Whether a replica that is idle must zero sums, so that tensors are of the age that
     # others' have.
     is_aged = False
@@ -130,8 +130,7 @@ class StepGradients:
         self._allocated_for = [(p, p.requires_grad) for p in parameters]
         trained = [p for p in parameters if p.requires_grad]
         self.trained = zlib.crc32(bytes(p.requires_grad for p in parameters))
-        if self.on_change is not None:
-            self.on_change()
+        self.on_change()
         new = {p for p in trained if after_backward and p not in gradients}
         for parameter in parameters:
             is_held = parameter in gradients
@@ -344,7 +343,8 @@ class GradientRecord:
         """Starts a minibatch with a kept gradient, which ``.grad`` may not hold yet."""
         self._was_none = is_none
         self.accumulated = self.overwritten = False
-        self.look(gradient)
+        self._gradient, self._version = gradient, gradient._version
+        self._numbers = self._some_numbers()
 
     def look(self, gradient: Any) -> None:
         """Records the gradient as it is now."""
