@@ -110,17 +110,14 @@ class LiveUpdates(Course):
     """
 
     ballots: Any
-
-    def __post_init__(self) -> None:
-        self._is_lost = self._has_state = False
-        self._saver: Any = None  # once it has entered
-        self._has_differed = False  # weights from those of others
-        self._update: Update | None = None  # whose functions run
-        self._is_first = False  # whether the next update is a generation's first
-        self._last_met: tuple[Any, ...] = ()  # at which step, and with whom
-        self._num_same = 0  # meetings of that kind, one after another
-        self._problem = ""  # by which members met
-        super().__post_init__()
+    _is_lost = _has_state = False
+    _saver: Any = None  # once it has entered
+    _has_differed = False  # weights from those of others
+    _update: Update | None = None  # whose functions run
+    _is_first = False  # whether the next update is a generation's first
+    _last_met: tuple[Any, ...] = ()  # at which step, and with whom
+    _num_same = 0  # meetings of that kind, one after another
+    _problem = ""  # by which members met
 
     def enter(
         self, settings: State, modules: Modules, begin: Callable[[], Any], saver: Any

@@ -120,8 +120,8 @@ class StepGradients:
         if not self._is_unchanged():
             raise ValueError(
                 "requires_grad of a parameter changed within a step: change it in an "
-                "attached function or between epochs; what another optimizer's "
-                "backward() needs is set back before its step()"
+                "attached function or between epochs; for another optimizer's "
+                "backward() alone, set it back before its step()"
             )
 
     def _allocate(self, after_backward: bool) -> None:
