@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_700
+CODE = 21_701
 TEST_LINES = 33_664
 
 
