@@ -21,23 +21,19 @@ from variable_batch_size.live.repeatable import RepeatableSums
 from variable_batch_size.part import Part
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.rules.rule import Rule, with_options
-from variable_batch_size.runs.run_file import installed_version
-from variable_batch_size.step import checks, elastic_state
+from variable_batch_size.step import checks
 from variable_batch_size.step.attached import Unit, check_attach
-from variable_batch_size.step.ballots import Ballots
-from variable_batch_size.step.course import Course
-from variable_batch_size.step.parts import Clipping, Weights
-from variable_batch_size.step.run import Run
+from variable_batch_size.step.course import Course, common_settings
+from variable_batch_size.step.gradients import Modules, Sums
+from variable_batch_size.step.parts import Ballots, Clipping, Weights
+from variable_batch_size.step.run import ElasticOptions, Run
 from variable_batch_size.step.scaling import Scaling
-from variable_batch_size.step.sums import Modules, Sums
 from variable_batch_size.step.together import update_together
 from xla_replica import Replica, ReplicaError
 from xla_replica.backends.registry import given_or_current
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from variable_batch_size.step.run import ElasticOptions
 
 
 def _sums(exact: nn.Module | None, replica: Replica) -> Sums:
@@ -179,14 +175,20 @@ class ElasticOptimizer(OptimizerProxy):
         if run.ref_weight is None and not run.rule.measured:
             sampler.follow_rule(run.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
-        elastic_state.check_agreement(run)
-        run.sums.follow_order(sampler.order)
+        replica.check_agreement(
+            "the settings of the run",
+            common_settings(run),
+            "Each would train another model: build sampler, model and optimizer alike "
+            "on every replica, without the rank in seeds, files or conditions.",
+        )
         # What a step that may be run again adds up; the inner one is for who has it
         # alone.
         self.repeatable = run.sums if run.sums.keeps_buffers else None
         optimizer.repeatable = self.repeatable  # type: ignore[attr-defined]
+        ride = getattr(sampler.order, "ride", None)
+        if self.repeatable is not None and ride is not None:
+            ride(self.repeatable)
         self._updates = self._built()
-        self._saved = elastic_state.ElasticState(run, self._updates)
         self._starts = WeakTensorKeyDictionary()
 
     def _built(self) -> Course:
@@ -198,7 +200,8 @@ class ElasticOptimizer(OptimizerProxy):
         if run.replica.num_replicas > 1 or is_live:
             kind = LiveBallots if is_live else Ballots
             parts["ballots"] = kind(run, gradients, scaling, parts)
-        parts.update(run.sums.parts())
+        if self.repeatable is not None:
+            parts["repeatable"] = self.repeatable
         if run.reduction == "sum":
             parts["weights"] = weights = Weights(run, gradients)
         if run.noise is not None:
@@ -426,10 +429,7 @@ class ElasticOptimizer(OptimizerProxy):
             modules: Those that are trained, whose buffers count.
             *others: Those of `LiveUpdates.enter`.
         """
-        self._run.sums.watch(modules)
-        common = elastic_state.common_settings(self._run)
-        own = {**common, "version": installed_version()}
-        self._updates.enter({**own, **settings}, modules, *others)
+        self._updates.enter(settings, modules, *others)
 
     def between(self, function: Callable[[], Any]) -> Any:
         """Runs a collective function between two updates, for `Checkpointer`."""
@@ -497,7 +497,7 @@ class ElasticOptimizer(OptimizerProxy):
 
         Ask inside `attach`, where all replicas have made the same updates, as
         `Checkpointer` does. They agree without a collective or, unless ``look`` or
-        every so many seconds, a transfer of their own; see `Ballots.stop_agreed`.
+        once in so many seconds, a transfer of their own; see `Ballots.stop_agreed`.
         """
         ballots = self._updates.ballots
         if ballots is None:
@@ -523,7 +523,7 @@ class ElasticOptimizer(OptimizerProxy):
         loaded. It loads into a plain torch optimizer too, and does not depend on the
         number of replicas. Reads the device if noise is measured.
         """
-        return {**super().state_dict(), "elastic": self._saved.state_dict()}
+        return {**super().state_dict(), "elastic": self._updates.state_dict()}
 
     def load_state_dict(
         self, state_dict: State, *, place: bool = True, allow_changes: bool = False
@@ -531,7 +531,7 @@ class ElasticOptimizer(OptimizerProxy):
         """Loads what `state_dict` returned, or the state of a plain torch optimizer.
 
         The sampler is restored with it: begin the loop at ``sampler.epoch``.
-        Schedulers may be attached before or after, in the same order as they were.
+        Attach schedulers before, in the same order as they were.
 
         Args:
             state_dict: On every replica.
@@ -549,9 +549,9 @@ class ElasticOptimizer(OptimizerProxy):
         elastic = dict(state_dict.get("elastic", {}))
         if not place:
             elastic.pop("sampler", None)
-        self._saved.check(elastic, allow_changes)
+        self._updates.check_state(elastic, allow_changes)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "elastic"})
-        self._saved.load(elastic, allow_changes)
+        self._updates.load_state_dict(elastic, allow_changes)
 
     # --- how ------------------------------------------------------------------------
 

@@ -63,10 +63,9 @@ class Checkpointer:
         best: Which metric passed to `save` is best, 'max' or 'min'.
         stop_on: Signals that ask an attached checkpointer to stop; empty for none, for
             instance where a script only loads. `xla_replica.request_stop` asks too.
-        look_every_seconds: On XLA and TorchTPU, after how much time every replica looks
-            whether another one was asked to stop, which costs a host round trip;
-            replica 0's value counts. Where all were asked, as by a signal to the job,
-            they stop after the next update; on GPUs, where one was, after about two.
+        look_every_seconds: On accelerators, after how much time a replica looks whether
+            another one was asked to stop, which costs a host round trip. Where all were
+            asked, as by a signal to the job, they stop after the next update.
         settings: What else a run must have in common with this one to resume it.
         **parts: What else has ``state_dict`` and ``load_state_dict``, by name, such as
             ``model=model, grab=sampler``. The floating-point buffers of modules are

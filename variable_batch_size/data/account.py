@@ -34,7 +34,7 @@ class Account(Standing):
     def begin_loop(self, is_followed: bool) -> None:
         """Notes that a loop begins; see `Ledger.followed`."""
         self._handed: deque[tuple[int, Place]] = deque()
-        self._handing_thread = self._training_thread = self._num_trained = 0
+        self._handing_thread = self._training_thread = 0
         # Whether the loop reads ahead; unknown before its first step().
         self._reads_ahead = False if is_followed else None
 
@@ -44,11 +44,8 @@ class Account(Standing):
             self._handed.append((deal, place))
             self._handing_thread = threading.get_ident()
 
-    def check(self) -> bool:
+    def check(self) -> None:
         """Goes to the epoch of the minibatch that was handed out; changes nothing else.
-
-        Returns:
-            Whether that epoch has begun just now.
 
         Raises:
             ValueError: It is not the next minibatch of this replica: the loop has left
@@ -57,8 +54,7 @@ class Account(Standing):
         """
         deal, place = self._handed[0] if self._handed else (self.ledger.deal, None)
         epoch = self.ledger.epoch if place is None else place.epoch
-        is_new = epoch != self.epoch
-        if is_new or self.ended or self.idle or not self.announced:
+        if epoch != self.epoch or self.ended or self.idle or not self.announced:
             self.enter(epoch)
         if place is None:
             raise ValueError(
@@ -84,7 +80,6 @@ class Account(Standing):
         is_next = place[1:] == (self.number, self.substep)
         if (is_ahead and not self._reads_ahead) or not is_next:
             raise left_out(self.epoch)
-        return is_new
 
     def train(self) -> bool:
         """Counts the minibatch as trained; returns whether it ends this replica's step.
@@ -92,7 +87,6 @@ class Account(Standing):
         Call it after `check`.
         """
         self._handed.popleft()
-        self._num_trained += 1
         self.has_run = True
         self.substep += 1
         return self.now is not None and self.substep == self.now.num_substeps
@@ -112,7 +106,7 @@ class Account(Standing):
         ``is_sure``: the training loop has ended, too.
         """
         is_sure |= self._reads_ahead is False and self._is_read_here()
-        if is_sure and self._handed and self._num_trained:
+        if is_sure and self._handed and self._training_thread:
             raise left_out(self.epoch)
 
     def _is_read_here(self) -> bool:

@@ -168,7 +168,7 @@ class Ledger(Plans):
     def load(self, schedule: Schedule, cursor: Cursor) -> None:
         """Goes on after the step of a saved state, with that state's batch sizes."""
         with self._lock:
-            self.schedule, self.epoch = schedule, cursor.epoch
+            self.schedule, self.epoch, self.is_placed = schedule, cursor.epoch, True
             self.redeal(cursor)
             for account in self.accounts.values():
                 account.announced = account.has_run = False

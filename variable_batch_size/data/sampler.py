@@ -118,7 +118,7 @@ class CustomSampler(Sampler[list[int]]):
         self.ledger = Ledger(schedule, rank, num_replicas)
         self._verbose = check_flag("verbose", verbose)
         self._order_digests: dict[int, str] = {}  # of the epoch under way
-        self._weights: dict[int, float] | None = None  # by batch size
+        self._rule: tuple[Callable[[float], float], int] | None = None
         self._newest: Minibatches | None = None
         if order is not None and hasattr(order, "follow_weights"):
             order.follow_weights(self.update_weights)
@@ -195,10 +195,7 @@ class CustomSampler(Sampler[list[int]]):
         self, lr_factor: Callable[[float], float], ref_batchsize: int
     ) -> None:
         """Notes how the learning rate follows the batch ratio; see `update_weights`."""
-        sizes = np.unique(self.schedule.trace.batch_sizes).tolist()
-        ratios = {size: size / ref_batchsize for size in sizes}
-        weights = {size: lr_factor(r) / r for size, r in ratios.items()}
-        self._weights = weights if len(set(weights.values())) > 1 else None
+        self._rule = lr_factor, ref_batchsize
 
     def update_weights(self, epoch: int) -> np.ndarray | None:
         """Returns what every sample's gradient is multiplied by in its update.
@@ -208,12 +205,17 @@ class CustomSampler(Sampler[list[int]]):
         rule's factor over the batch ratio. None if that is the same for all steps of
         the trace, as with the linear rule, or if the factor is measured.
         """
-        if self._weights is None:
+        if self._rule is None:
+            return None
+        lr_factor, reference = self._rule
+        ratios = np.unique(self.schedule.trace.batch_sizes / reference).tolist()
+        by_ratio = {ratio: lr_factor(ratio) / ratio for ratio in ratios}
+        if len({*by_ratio.values()}) == 1:
             return None
         plan = self.schedule.plan(epoch, self.num_replicas)
         sizes = plan.batch_sizes
         weights = np.ones(plan.num_samples)  # also of samples that no step uses
-        of_steps = [self._weights[size] for size in sizes.tolist()]
+        of_steps = [by_ratio[ratio] for ratio in (sizes / reference).tolist()]
         weights[: sizes.sum()] = np.repeat(of_steps, sizes)
         return weights
 
@@ -256,7 +258,6 @@ class CustomSampler(Sampler[list[int]]):
         """
         if self._newest is None or not self._newest.is_being_restored:
             self.resume_at(state, allow_changes)
-            self.ledger.is_placed = True
 
     def resume_at(self, state: Mapping[str, Any], allow_changes: bool = False) -> None:
         """Deals the minibatches after a state's cursor next."""

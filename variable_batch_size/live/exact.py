@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from variable_batch_size.data.schedule import Schedule, Step
-from variable_batch_size.live.repeatable import RepeatableSums
-from variable_batch_size.live.settings import environment
+from variable_batch_size.live.repeatable import RepeatableSums, environment
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.update import RunAgain

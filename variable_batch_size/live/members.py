@@ -6,21 +6,30 @@ checkpoint has from one that is furthest, from memory.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import hashlib
 import logging
+import pickle
+import re
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 import xla_replica
-from variable_batch_size.live.settings import environment, first_samples, layers
+from variable_batch_size.data.seeded_dataset import SeededDataset
+from variable_batch_size.live.repeatable import environment
+from variable_batch_size.runs.run_file import installed_version
 from variable_batch_size.step.attached import Update
-from variable_batch_size.step.ballots import Ballots
-from variable_batch_size.step.course import Course
-from variable_batch_size.step.sums import Modules
+from variable_batch_size.step.course import Course, common_settings
+from variable_batch_size.step.gradients import Modules
+from variable_batch_size.step.parts import Ballots
 from variable_batch_size.step.update import RunAgain
 from xla_replica import MemberLost, ReplicaError, Stopped
 from xla_replica.common.trees import map_tensors, without_numpy
@@ -32,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 _MOST_MEETINGS = 5
+_NUM_SAMPLES = 3  # of a dataset, which are compared
 
 
 def _not_in(other: Generation, members: Generation | None) -> str:
@@ -47,11 +57,10 @@ def _not_in(other: Generation, members: Generation | None) -> str:
 class LiveBallots(Ballots):
     """Ballots of members that may leave alone, and of those who wait to join."""
 
-    hears = False  # a vote is to leave, alone
-    in_common: Callable[[], State] = dict
+    further: State | None = None  # what is compared beside hyperparameters, by name
 
     def common(self) -> State:
-        return {**super().common(), **self.in_common()}
+        return {**super().common(), **(self.further or {})}
 
     def check(self) -> None:
         """Refuses members that differ from the oldest; raises MemberLost on others."""
@@ -72,14 +81,11 @@ class LiveBallots(Ballots):
                 replica.rank,
             ) from None
 
-    def others(self) -> list[float]:
-        return [float(self._replica.wants_change)]
-
     def stop_agreed(self, look: bool, every_seconds: float) -> bool:
         """Returns whether all members stop after the update that was counted last."""
         if self.votes is None:
             return False
-        num_cast, votes, *_ = self.read_votes()
+        num_cast, _, votes, _ = self.read_votes()
         return votes == num_cast
 
     def change_agreed(self) -> tuple[bool, bool]:
@@ -87,7 +93,7 @@ class LiveBallots(Ballots):
 
         They do if some, not all, were asked to stop, or somebody waits to join.
         """
-        num_cast, votes, _, waiting = self.read_votes()
+        num_cast, _, votes, waiting = self.read_votes()
         leaves = 0 < votes < num_cast
         if leaves:  # a member's replicas leave together, or all with the last member
             self._asked = self._replica.in_member(self._asked)
@@ -104,17 +110,14 @@ class LiveUpdates(Course):
     """
 
     ballots: Any
-
-    def __post_init__(self) -> None:
-        self._is_lost = self._has_entered = self._has_state = False
-        self._has_differed = False  # weights from those of others
-        self._update: Update | None = None  # whose functions run
-        self._is_first = False  # whether the next update is a generation's first
-        self._last_met: tuple[Any, ...] = ()  # at which step, and with whom
-        self._num_same = 0  # meetings of that kind, one after another
-        self._problem = ""  # by which members met
-        super().__post_init__()
-        self.ballots.in_common = self._in_common
+    _is_lost = _has_state = False
+    _saver: Any = None  # once it has entered
+    _has_differed = False  # weights from those of others
+    _update: Update | None = None  # whose functions run
+    _is_first = False  # whether the next update is a generation's first
+    _last_met: tuple[Any, ...] = ()  # at which step, and with whom
+    _num_same = 0  # meetings of that kind, one after another
+    _problem = ""  # by which members met
 
     def enter(
         self, settings: State, modules: Modules, begin: Callable[[], Any], saver: Any
@@ -128,14 +131,17 @@ class LiveUpdates(Course):
             saver: The `Checkpointer`, whose snapshots members give to each other.
         """
         replica = self.run.replica
+        self.run.sums.watch(modules)
         settings = {
+            **common_settings(self.run),
+            "version": installed_version(),
             **settings,
             **environment(replica),
             "layers": layers(modules),
             "shards": sharding(self.run.parameters()),
             "first samples": first_samples(self.run.sampler.dataset),
         }
-        if self._has_entered:
+        if self._saver is not None:
             raise ReplicaError(
                 "in a live run call Checkpointer.load() once, before set_epoch",
                 replica.rank,
@@ -146,7 +152,6 @@ class LiveUpdates(Course):
             lambda: saver.newest() > self.account.global_step,
         )
         self._meet()
-        self._has_entered = True
 
     # --- verbs of an update ---------------------------------------------------------
 
@@ -157,6 +162,8 @@ class LiveUpdates(Course):
 
     def update(self, is_alone: bool = True) -> int:
         self._check_entered()
+        rates = self.attached.next_rates() if self._is_first else {}
+        self.ballots.further = {"attached": self.attached.names(), **rates}
         return super().update(is_alone)
 
     def rollback(self, error: Exception) -> None:
@@ -224,16 +231,11 @@ class LiveUpdates(Course):
 
     def _check_entered(self) -> None:
         """Raises ReplicaError unless this member has joined the run."""
-        if not self._has_entered:
+        if self._saver is None:
             raise ReplicaError(
                 "in a live run a member joins in Checkpointer.load(), where it gets "
                 "the state of the others: call it before optimizer.set_epoch"
             )
-
-    def _in_common(self) -> State:
-        """Returns what ballots compare beside hyperparameters, by name."""
-        rates = self.attached.next_rates() if self._is_first else {}
-        return {"attached": self.attached.names(), **rates}
 
     def _leave(self) -> None:
         """Leaves the run between two updates; raises `Stopped`."""
@@ -308,7 +310,7 @@ class LiveUpdates(Course):
         ledger = run.sampler.ledger
         ledger.rank, ledger.num_replicas = replica.rank, replica.num_replicas
         if is_source and not furthest:  # all are new, or others have ended the run
-            self._take(self._begin)
+            self._take(self._begin, {})
         behind = [n for n, mark in enumerate(marks) if not mark or mark != furthest]
         self._synchronise(source, behind)
 
@@ -323,7 +325,7 @@ class LiveUpdates(Course):
         common, state = replica.share(common, brought, source, receivers)
         if receives:
             try:
-                self._unpack(state)
+                self._take(lambda: self._saver.take(state["run"]), state)
             except Exception as error:
                 replica.leave((), f"is refused: {error}")
                 raise
@@ -390,7 +392,7 @@ class LiveUpdates(Course):
         # Nothing changes while it is sent, so that what is there needs no copy.
         return state if replica.is_host else replica.to_host(state)
 
-    def _take(self, load: Callable[[], Any]) -> None:
+    def _take(self, load: Callable[[], Any], brought: State) -> None:
         """Loads a state; the loop of a member that had another one goes on."""
         had_state, self._has_state = self._has_state, True
         ledger = self.run.sampler.ledger
@@ -399,11 +401,39 @@ class LiveUpdates(Course):
         if had_state:
             ledger.epoch = epoch  # its loop's, which may be one that is passed
         self.account.announced = had_state  # a new one calls set_epoch
-        self.attached.num_done, self.ballots.votes, self._update = 0, None, None
+        # Of the update whose functions run.
+        self.attached.num_done = brought.get("num_done", 0)
+        self.ballots.votes, update = brought.get("votes"), brought.get("update")
+        self._update = Update(**update) if update else None
 
-    def _unpack(self, state: State) -> None:
-        self._take(lambda: self._saver.take(state["run"]))
-        self.attached.num_done = state["num_done"]
-        self.ballots.votes = state["votes"]  # of the update whose functions run
-        if state["update"]:
-            self._update = Update(**state["update"])
+
+# --- what members must have in common beside the settings of their optimizer ----------
+
+
+def layers(modules: Modules) -> str:
+    """Returns how many layers without parameters there are of each configuration."""
+    found = nn.ModuleList(modules.values()).modules()
+    found = [each for each in found if not (each._parameters or [*each.children()])]
+    shown = Counter(re.sub(" at 0x[0-9a-f]+", "", repr(each)) for each in found)
+    return ", ".join(f"{number} x {text}" for text, number in sorted(shown.items()))
+
+
+def first_samples(dataset: Any) -> str | None:
+    """Returns a digest of a dataset's first samples, as `SeededDataset` gives them.
+
+    None if they cannot be compared, since two reads of them differ or fail.
+    """
+    is_seeded = isinstance(dataset, SeededDataset)
+    inner, seed = (dataset.dataset, dataset.seed) if is_seeded else (dataset, 0)
+    with contextlib.suppress(Exception):  # it fails again where samples are needed
+        # Of a copy, so that a loader's workers share no file that is opened here.
+        seeded = SeededDataset(copy.copy(inner), seed)
+        reads = [[seeded[n] for n in range(_NUM_SAMPLES)] for _ in range(2)]
+        first, second = (pickle.dumps(map_tensors(read, _content)) for read in reads)
+        if first == second:
+            return hashlib.sha256(first).hexdigest()[:16]
+    return None
+
+
+def _content(tensor: torch.Tensor) -> Any:
+    return as_bytes(tensor.detach().contiguous()).numpy(), tensor.shape

@@ -6,11 +6,10 @@ change beside gradients is summed with these and changes where the step is made.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.schedule import Place, Step
 from variable_batch_size.device_scalars import DeviceScalars, dtype_for
 from variable_batch_size.part import Part
-from variable_batch_size.step.sums import Modules, Sums
+from variable_batch_size.step.gradients import Modules, Sums
 from xla_replica import Replica
 from xla_replica.backends.small_sum import SmallSum
 from xla_replica.device.gradients import weak_hook
@@ -79,27 +78,9 @@ class RepeatableSums(Sums, Part):
             model.register_forward_pre_hook(weak_hook(self._before_pass))
             model.register_forward_hook(weak_hook(self._after_pass))
 
-    def follow_order(self, order: Any) -> None:
-        """Has what orders samples move with the steps, too."""
-        if hasattr(order, "ride"):
-            order.ride(self)
-
-    def parts(self) -> Mapping[str, Part]:
-        return {"repeatable": self}
-
     def account(self, sampler: CustomSampler, key: int) -> Account:
-        seed = functools.partial(self.seed_minibatch, sampler.seed)
-        self._account = SeededAccount(sampler.ledger, key, seed)
+        self._account = SeededAccount(sampler.ledger, key, sampler.seed, self._replica)
         return self._account
-
-    def seed_minibatch(self, *place: int) -> None:
-        """Seeds what a minibatch draws, on the host and the device, by its place."""
-        digest = hashlib.blake2b(repr(place).encode(), digest_size=4).digest()
-        seed = int.from_bytes(digest, "little")
-        with own_draws():  # torch.manual_seed notes calls where CUDA is not in use
-            torch.default_generator.manual_seed(seed)
-        if not self._replica.is_host:
-            self._replica.seed(seed - self._replica.rank)  # which it adds
 
     def _before_pass(self, model: nn.Module, *_: Any) -> None:
         if _trains(model):
@@ -155,25 +136,45 @@ class SeededAccount(Account):
     Before it is loaded and before it is run, since loaders draw, too.
 
     Args:
-        seed: Seeds by the numbers that it is given.
+        ledger, key: See `Account`.
+        seed: That of the run.
+        replica: The replica that the caller runs in.
     """
 
     strict = True
 
-    def __init__(self, ledger: Ledger, key: int, seed: Callable[..., None]) -> None:
-        self._seed, self._thread = seed, threading.get_ident()
+    def __init__(self, ledger: Ledger, key: int, seed: int, replica: Replica) -> None:
+        self._seed, self._replica = seed, replica
+        self._thread = threading.get_ident()
         super().__init__(ledger, key)
 
     def take(self, deal: int, place: Place, is_run: bool) -> None:
         super().take(deal, place, is_run)
-        if threading.get_ident() == self._thread:  # the loop's, not a loader's
-            ledger, plan = self.ledger, self.ledger.plan(place.epoch)
-            number = place.substep * ledger.num_replicas + ledger.rank
-            self._seed(plan.first_step + place.step, number)
+        if threading.get_ident() != self._thread:  # a loader's, not the loop's
+            return
+        ledger, plan = self.ledger, self.ledger.plan(place.epoch)
+        number = place.substep * ledger.num_replicas + ledger.rank
+        of = self._seed, plan.first_step + place.step, number
+        digest = hashlib.blake2b(repr(of).encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "little")
+        with own_draws():  # torch.manual_seed notes calls where CUDA is not in use
+            torch.default_generator.manual_seed(seed)
+        if not self._replica.is_host:
+            self._replica.seed(seed - self._replica.rank)  # which it adds
 
     def begin(self, epoch: int) -> bool | None:
         self._thread = threading.get_ident()
         return super().begin(epoch)
+
+
+def environment(replica: Replica) -> dict[str, Any]:
+    """Returns what the bits of a gradient, and of an update, depend on."""
+    return {
+        "device": replica.device_model,
+        "torch": str(torch.__version__),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": torch.get_num_threads(),
+    }
 
 
 def _trains(module: nn.Module) -> bool:

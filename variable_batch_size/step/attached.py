@@ -11,8 +11,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from variable_batch_size.data.account import Account
 from variable_batch_size.device_scalars import as_floats
 from variable_batch_size.step.run import Run
@@ -100,18 +98,13 @@ class Attached:
     """The callbacks and schedulers that run after every update, in order.
 
     Attributes:
-        is_empty: Whether there has been none, nor is one missing that was saved.
+        callbacks: All of them.
         num_done: How many have run after the last update.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._callbacks: list[Callable[[Update], Any]] = []
-        self._waiting: list[dict[str, Any]] = []  # states of schedulers yet to come
-        self._may_lack = False  # whether these may never come
-        # What the groups had then, which schedulers change where they are built.
-        self._loaded: list[dict[str, Any]] = []
-        self.is_empty = True
+        self.callbacks: list[Callable[[Update], Any]] = []
         self.num_done = 0
 
     def add(self, target: Any, unit: Unit, every: float) -> None:
@@ -119,22 +112,17 @@ class Attached:
         check_choice("attach: unit", unit, UNITS)
         check_number("attach: every", every, above=0)
         owner = getattr(target, "__self__", target)  # of a method
-        is_class = isinstance(target, type)
-        is_scheduler = hasattr(target, "get_last_lr") and not is_class
-        known = [*self._callbacks, *(each.scheduler for each in self._schedulers())]
+        is_scheduler = hasattr(target, "get_last_lr")
+        known = [*self.callbacks, *(each.scheduler for each in self._schedulers())]
         builder = getattr(target, "optimizer" if is_scheduler else "updates_of", None)
         groups = self._run.inner.param_groups
-        savers = [each for each in self._callbacks if hasattr(each, "saves")]
+        savers = [each for each in self.callbacks if hasattr(each, "saves")]
         for is_wrong, why in (
             (getattr(builder, "param_groups", groups) is not groups,
              "was built with another optimizer: build it with this one"),
-            (isinstance(target, ReduceLROnPlateau), "needs a metric: step it at the "
-             "end of an epoch, and pass it to Checkpointer as a part"),
             (target in known, "is attached already, and would run twice"),
             (owner is not target and hasattr(owner, "get_last_lr"),
              "is a method of an LR scheduler: attach that"),
-            (is_class or not (is_scheduler or callable(target)),
-             "is neither an LR scheduler nor a function"),
             (not is_scheduler and (unit, every) != ("updates", 1),
              "runs after every update, as a function, which may ask for "
              "update.ends_epoch: unit= and every= are for LR schedulers"),
@@ -145,31 +133,17 @@ class Attached:
                 raise ValueError(f"attach: {target!r} {why}")
         if is_scheduler:
             target = AttachedScheduler(target, unit, every)
-            if self._waiting:
-                target.load_state_dict(self._waiting.pop(0))
-                for group, loaded in zip(groups, self._loaded):
-                    group.update(loaded)
-        self._callbacks.append(target)
-        self.is_empty = False
+        self.callbacks.append(target)
 
     def run(self, update: Update) -> None:
-        """Calls those that are not done, in the order in which they were attached.
-
-        Raises ValueError where a saved run had more schedulers.
-        """
-        if self._waiting and not self._may_lack:
-            kinds = [state["kind"] for state in self._waiting]
-            raise ValueError(
-                f"the run that was loaded had {', '.join(kinds)} attached: attach the "
-                "same schedulers before training, or load with allow_changes=True"
-            )
-        for callback in self._callbacks[self.num_done :]:
+        """Calls those that are not done, in the order in which they were attached."""
+        for callback in self.callbacks[self.num_done :]:
             callback(update)
             self.num_done += 1
 
     def names(self) -> list[str]:
         """Returns what is attached, in order, as texts that other processes have."""
-        found = [getattr(each, "scheduler", each) for each in self._callbacks]
+        found = [getattr(each, "scheduler", each) for each in self.callbacks]
         return [getattr(each, "__qualname__", type(each).__name__) for each in found]
 
     def next_rates(self, number: int = 100) -> dict[str, Any]:
@@ -180,7 +154,10 @@ class Attached:
         """
         found: dict[str, Any] = {}
         schedulers = [each.scheduler for each in self._schedulers()]
-        groups = self._hyperparameters()
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._run.inner.param_groups
+        ]
         with contextlib.suppress(Exception):  # the user's, or a schedule's end
             step = schedulers[0].optimizer.step  # torch looks whether it is its own
             owner = SimpleNamespace(param_groups=groups, step=step, _opt_called=True)
@@ -193,15 +170,9 @@ class Attached:
                 found[f"learning rates {ahead} updates ahead"] = rates
         return found
 
-    def _hyperparameters(self) -> list[dict[str, Any]]:
-        return [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._run.inner.param_groups
-        ]
-
     def check_states(self, is_saved: Callable[[Any], bool]) -> None:
         """Raises ValueError if something has a state that nobody saves."""
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             owner = getattr(callback, "__self__", callback)
             if hasattr(owner, "state_dict") and not is_saved(owner):
                 raise ValueError(
@@ -211,36 +182,36 @@ class Attached:
 
     def drop_step(self) -> None:
         """Tells those that have a ``drop_step`` that minibatches are run again."""
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             owner = getattr(callback, "__self__", callback)
             getattr(owner, "drop_step", tuple)()
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Returns the states of the schedulers, in order."""
-        return [each.state_dict() for each in self._schedulers()] + self._waiting
+        return [each.state_dict() for each in self._schedulers()]
 
-    def check_state(self, states: list[dict[str, Any]]) -> None:
-        """Raises ValueError unless `load_state_dict` can take ``states``."""
-        for scheduler, state in zip(self._schedulers(), states):
+    def check_state(self, states: list[dict[str, Any]], may_lack: bool) -> None:
+        """Raises ValueError unless `load_state_dict` can take ``states``.
+
+        ``may_lack``: Whether there may be fewer schedulers than were saved.
+        """
+        schedulers = self._schedulers()
+        lacking = [state["kind"] for state in states[len(schedulers) :]]
+        if lacking and not may_lack:
+            raise ValueError(
+                f"the run that is loaded had {', '.join(lacking)} attached: attach the "
+                "same schedulers before, or load with allow_changes=True"
+            )
+        for scheduler, state in zip(schedulers, states):
             scheduler.check_state(state)
 
-    def load_state_dict(
-        self, states: list[dict[str, Any]], may_lack: bool = False
-    ) -> None:
-        """Takes what `state_dict` returned; schedulers may be attached later.
-
-        Or, if this one ``may_lack`` some of them, never.
-        """
-        self._may_lack = may_lack
-        schedulers = self._schedulers()
-        for scheduler, state in zip(schedulers, states):
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Takes what `state_dict` returned; call it after `check_state`."""
+        for scheduler, state in zip(self._schedulers(), states):
             scheduler.load_state_dict(state)
-        self._waiting = list(states[len(schedulers) :])
-        self._loaded = self._hyperparameters()
-        self.is_empty &= not self._waiting
 
     def _schedulers(self) -> list[AttachedScheduler]:
-        return [each for each in self._callbacks if isinstance(each, AttachedScheduler)]
+        return [each for each in self.callbacks if isinstance(each, AttachedScheduler)]
 
 
 @dataclasses.dataclass(eq=False)
@@ -257,21 +228,20 @@ class AttachedScheduler:
     scheduler: Any
     unit: Unit
     every: float
-    done: float = 0  # units since it was attached
-    ticks: int = 0  # its steps since then
+    done: int = 0  # units since it was attached
 
     def __call__(self, update: Update) -> None:
+        before = math.floor(self.done / self.every)
         self.done += UNITS[self.unit](update)
-        while self.ticks < math.floor(self.done / self.every):
+        for _ in range(before, math.floor(self.done / self.every)):
             self.scheduler.step()
-            self.ticks += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how far it has counted, and the scheduler's own state."""
         return {
             "kind": type(self.scheduler).__name__,
             "scheduler": self.scheduler.state_dict(),
-            **{n: getattr(self, n) for n in ("unit", "every", "done", "ticks")},
+            **{n: getattr(self, n) for n in ("unit", "every", "done")},
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -281,7 +251,6 @@ class AttachedScheduler:
         check_same(state, self.state_dict(), what, remedy, called)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` returned; see `check_state`."""
-        self.check_state(state)
+        """Takes what `state_dict` returned; call it after `check_state`."""
         self.scheduler.load_state_dict(state["scheduler"])
-        self.done, self.ticks = state["done"], state["ticks"]
+        self.done = state["done"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 
@@ -16,7 +15,7 @@ from variable_batch_size.gradient_noise.squares import Groups
 from variable_batch_size.proxy import OptimizerProxy
 from variable_batch_size.step.run import Run
 from xla_replica import Replica
-from xla_replica.common.arguments import check_number, check_type, is_number
+from xla_replica.common.arguments import check_number, check_type
 
 # Their steps are normalised, so they do not grow with the learning rate's batch factor
 # the way SGD's do.
@@ -94,17 +93,10 @@ def check_groups(run: Run, groups: Groups, schedule: Schedule | None = None) -> 
     """
     for group in groups:
         check_number("the reference learning rate", group.get("lr"))
-        for name, value in group.items():
-            values = value if isinstance(value, tuple) else (value,)
-            if any(isinstance(each, float) and math.isnan(each) for each in values):
-                raise ValueError(f"{name} must be a number, got {value!r}")
     parameters = [parameter for group in groups for parameter in group["params"]]
     run.replica.check_parameters(parameters)
-    run.replica.check_device(
-        parameters,
-        " before you build the optimizer, or pass replica=xla_replica.LocalReplica("
-        "'cpu')",
-    )
+    remedy = " before you build the optimizer, or pass replica=LocalReplica('cpu')"
+    run.replica.check_device(parameters, remedy)
     schedule = schedule or run.sampler.schedule
     run.sums.check(parameters, schedule)
     sizes = schedule.trace.batch_sizes
@@ -117,12 +109,9 @@ def check_groups(run: Run, groups: Groups, schedule: Schedule | None = None) -> 
 def _check_rule(run: Run, groups: Groups, ratio: float, is_late: bool) -> None:
     """Raises unless the rule works with the groups at this batch ratio."""
     rule = run.rule
-    factor, may_be_zero = rule.lr_factor(ratio), not rule.decay_per_sample
-    if not (is_number(factor) and 0 <= factor < math.inf and (factor or may_be_zero)):
-        raise ValueError(
-            f"rule {rule.name!r} makes the factor {factor!r} of batch ratio {ratio:g}; "
-            f"it must be a finite number {'>= 0' if may_be_zero else '> 0'}"
-        )
+    name = f"what rule {rule.name!r} makes of batch ratio {ratio:g}"
+    limit = "above" if rule.decay_per_sample else "least"  # which it divides by
+    check_number(name, rule.lr_factor(ratio), **{limit: 0})
     if rule.measured or is_late:
         try:
             rule.lr_factor(torch.full((1,), ratio, device="meta"))

@@ -8,17 +8,21 @@ gradients would bring an empty list to the collective.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from variable_batch_size.data.account import Account
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.schedule import Schedule
 from variable_batch_size.step.run import Run
 from xla_replica import AccumulationNote
 from xla_replica.backends.gradient_sum import GradientSum
 from xla_replica.device.gradients import accumulation_hook
+
+Modules = Mapping[str, nn.Module]
 
 _KEPT_OUT = (
     "What another network's loss shall not add is kept out by requires_grad_(False), "
@@ -43,7 +47,7 @@ class StepGradients:
         on_change: Called when others are, before gradients are held for these.
     """
 
-    on_change: Callable[[], None] | None = None
+    on_change: Callable[[], object] = tuple
     # Whether a replica that is idle must zero sums, so that tensors are of the age that
     # others' have.
     is_aged = False
@@ -115,8 +119,9 @@ class StepGradients:
         """Raises ValueError if other parameters are trained than in the step so far."""
         if not self._is_unchanged():
             raise ValueError(
-                "requires_grad changed between the step() of two optimizers: "
-                "set it back after the other's backward(), before its step()"
+                "requires_grad of a parameter changed within a step: change it in an "
+                "attached function or between epochs; for another optimizer's "
+                "backward() alone, set it back before its step()"
             )
 
     def _allocate(self, after_backward: bool) -> None:
@@ -125,8 +130,7 @@ class StepGradients:
         self._allocated_for = [(p, p.requires_grad) for p in parameters]
         trained = [p for p in parameters if p.requires_grad]
         self.trained = zlib.crc32(bytes(p.requires_grad for p in parameters))
-        if self.on_change is not None:
-            self.on_change()
+        self.on_change()
         new = {p for p in trained if after_backward and p not in gradients}
         for parameter in parameters:
             is_held = parameter in gradients
@@ -204,10 +208,7 @@ class StepGradients:
         """
         if not self._is_unchanged():
             if num_accumulated:
-                raise ValueError(
-                    "requires_grad of a parameter changed between the minibatches of "
-                    "one step: change it in an attached function, or between epochs"
-                )
+                self.refuse_changes()
             self.refresh(after_backward=True)
         problem, found = "", self.sums.has_new
         if found is None:  # the records decide, unless some gradients have none
@@ -393,3 +394,41 @@ class GradientRecord:
             self._view = few.view(_INTEGERS[few.element_size()]).numpy()
             self._address = address
         return self._view.tobytes()
+
+
+class Sums:
+    """Sums in floating point, whose last bits depend on the order of minibatches.
+
+    `variable_batch_size.live.exact.ExactModel` has the same bits in any order.
+
+    `variable_batch_size.live.repeatable.RepeatableSums` is for members of live runs.
+
+    Attributes:
+        is_exact: Whether sums have the same bits in any order.
+        keeps_buffers: Whether a step may be run again by others, so that buffers are
+            equal on all replicas after every update.
+    """
+
+    is_exact = keeps_buffers = False
+
+    def check(self, parameters: list[nn.Parameter], schedule: Schedule) -> None:
+        """Raises ValueError unless these parameters' gradients can be added."""
+
+    def environment(self) -> dict[str, Any]:
+        """Returns what the bits of a gradient depend on beside the model."""
+        return {}
+
+    def account(self, sampler: CustomSampler, key: int) -> Account:
+        """Returns the account of an optimizer with these sums."""
+        return Account(sampler.ledger, key)
+
+    def gradients(self, run: Run) -> StepGradients:
+        """Returns what accumulates the gradients of a step."""
+        return StepGradients(run)
+
+    def state_dict(self) -> dict[str, int] | None:
+        """Returns what sums go on from after a step; None: they begin from nothing."""
+        return None
+
+    def meet(self, state: dict[str, int] | None) -> None:
+        """Takes the state of a run that is resumed, or of other members."""

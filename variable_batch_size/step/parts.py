@@ -1,20 +1,178 @@
-"""Parts of an update: the weights of minibatches, and clipping."""
+"""Parts of an update: ballots of replicas, weights of minibatches, and clipping.
+
+Replicas agree on hyperparameters, on orders, and on when to stop. A replica's loop body
+does not run once per update (see `ElasticOptimizer`), so a learning rate that it
+changes may drift from its peers' without anything to notice here; and a signal reaches
+one process, or all of them at different moments, while a replica that stops alone
+leaves its peers waiting. So every replica adds ballots to the sum of the gradients: a
+hash of its hyperparameters, one of the epoch's order, and whether it was asked to stop.
+That costs no collective, and no transfer until somebody has to know.
+
+Where one replica alone is asked to stop, as on one preempted host, the others find out
+when they look at the sum, which each does from time to time, and ask too. In the next
+sum all do.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+import xla_replica
 from variable_batch_size.data.account import Account
 from variable_batch_size.data.schedule import Step
 from variable_batch_size.device_scalars import dtype_for
 from variable_batch_size.part import Part
 from variable_batch_size.step.gradients import StepGradients
 from variable_batch_size.step.run import Run
+from variable_batch_size.step.scaling import Scaling, hyperparameters
+from xla_replica import ReplicaError
 from xla_replica.backends.small_sum import SmallSum
 from xla_replica.common.arguments import check_number
+from xla_replica.device.gradients import weak_hook
+
+# float32 holds integers below this exactly, in whatever order they are summed.
+_EXACT = 2**24
+_SETTINGS = (
+    "learning rates, other settings, attached functions or trained parameters: change "
+    "them alike, and call optimizer.attach(scheduler) in place of scheduler.step()"
+)
+_ORDERS = "the order of an epoch: seed what order= returns without the rank"
+
+
+class Ballots(Part):
+    """Casts ballots and counts them, on one of several replicas.
+
+    Hashes agree if their sum is the number of replicas times the own one.
+
+    Args:
+        run: That of the optimizer.
+        gradients: Which parameters are trained.
+        scaling: The state of the rule.
+        parts: All parts of the update, this one among them.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        gradients: StepGradients,
+        scaling: Scaling,
+        parts: Mapping[str, Part],
+    ) -> None:
+        self._run, self._replica = run, run.replica
+        self._gradients, self._scaling, self._parts = gradients, scaling, parts
+        replica = run.replica
+        if not (replica.is_lazy or run.sharded):
+            gradients.on_change = weak_hook(self._agree_on_trained)
+        # Of hyperparameters and of orders, added up over updates.
+        self._differences = torch.zeros(2, device=replica.device)
+        self._sums = self._own = torch.zeros(0)
+        self._asked = False
+        self.votes: Any = None  # summed; a list once they are read
+        self._looked_at = time.monotonic()
+
+    # --- before the sum -------------------------------------------------------------
+
+    def prepare(self, step: Step) -> None:
+        """Casts the ballots of an update: `tensors` has ``(6,)`` float32.
+
+        The hash of what is used and that of the order; one, and whether the order is
+        known, which count replicas that cast these two; whether to stop; and whether a
+        live run is to meet. The order is unknown where this replica has not begun to
+        run it, since idle replicas join steps before that.
+        """
+        hyper = hyperparameters(self._run.inner.param_groups)
+        order = self._run.sampler.order_digest(step.epoch)
+        self._cast({"hyperparameters": hyper, **self.common()}, order)
+
+    def _cast(self, used: dict[str, Any], order: str | None) -> None:
+        self._used = used if order is None else {**used, "order": order}
+        modulus = _EXACT // self._replica.num_replicas
+        texts = repr(used), order or ""  # whose checksum is 0
+        self._asked |= xla_replica.stop_requested() is not None
+        answers = True, order is not None, self._asked, self._replica.wants_change
+        hashes = [zlib.crc32(text.encode()) % modulus for text in texts]
+        numbers = tuple(map(float, (*hashes, *answers)))
+        self._own = self._run.scalars.get("ballots", (numbers,)).reshape(-1)
+        self._sums = self._own.clone()
+
+    def common(self) -> dict[str, Any]:
+        """Returns what is the same on all replicas beside hyperparameters, by name."""
+        return {"rule": self._scaling.state_dict(), "trained": self._gradients.trained}
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._sums]
+
+    # --- after it -------------------------------------------------------------------
+
+    def look(self, step: Step | None = None) -> None:
+        """Counts the sums, and checks them where reading is free."""
+        sums, own, is_cast = self._sums, self._own[:2], self._own[2:4]
+        hashes, num_cast = sums[:2], sums[2:4]
+        self._differences.add_((is_cast * (hashes - own * num_cast)).abs())
+        self.votes = sums[2:].clone()  # computed by the update's own program
+        if self._replica.is_host and self._differences.any():
+            self.check()
+
+    def _agree_on_trained(self) -> None:
+        """Raises ReplicaError unless all replicas train other parameters from now on.
+
+        One that did so alone would sum tensors of other sizes, which gloo aborts the
+        process for. So it takes part in the next sum of its peers as it was, or in one
+        that all make for this; the ballots differ in the first case.
+        """
+        self._cast({"trained": self._gradients.trained}, None)
+        others: list[torch.Tensor] = []
+        for part in self._parts.values():
+            own = part.tensors()
+            others += own if part is self else [torch.zeros_like(each) for each in own]
+        self._gradients.sums.sum_zeros(others)
+        self.look()
+        self.check()
+
+    def check(self) -> None:
+        """Raises ReplicaError if replicas ever differed; reads the device."""
+        [differences] = self._replica.fetch([self._differences])
+        for difference, what in zip(differences.tolist(), (_SETTINGS, _ORDERS)):
+            if difference != 0:
+                raise ReplicaError(f"replicas differ in {what}", self._replica.rank)
+
+    def stop_agreed(self, look: bool, every_seconds: float) -> bool:
+        """Returns whether all replicas stop after the update that was counted last.
+
+        A replica that was asked reads the sum of every update: replicas that were all
+        asked find their number at the same one. The others look from time to time, and
+        ask too from then on if one of them was asked.
+
+        Args:
+            look: Whether every replica looks at this update, also one that was not
+                asked; the same on all of them. Reads the device. On a CPU, where
+                reading is free, everybody always does.
+            every_seconds: After how much time this replica looks on its own.
+        """
+        everybody, now = look or self._replica.is_host, time.monotonic()
+        is_time = self._asked or now - self._looked_at >= every_seconds
+        if self.votes is None or not (everybody or is_time):
+            return False
+        self._looked_at = now
+        votes = self.read_votes()[2]
+        if everybody:
+            return votes > 0
+        self._asked |= votes > 0
+        return votes == self._replica.num_replicas
+
+    def read_votes(self) -> list[float]:
+        """Returns how many have voted, how many know the order, and their votes."""
+        # Not `Replica.fetch`: that cuts the graph, and what XLA draws depends on cuts.
+        if isinstance(self.votes, torch.Tensor):
+            self.votes = self.votes.tolist()
+        found: list[float] = self.votes
+        return found
 
 
 class Weights(Part):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from variable_batch_size.rules.adam import AdamState
 from variable_batch_size.rules.rule import HYPERPARAMETERS, ScaledHyperparameters
 from variable_batch_size.step.run import Run
 from xla_replica import ReplicaError
+from xla_replica.common.arguments import check_number
 from xla_replica.common.trees import without_numpy
 
 Group = dict[str, Any]
@@ -34,21 +34,17 @@ class Scaling:
     def __init__(self, run: Run) -> None:
         replica, inner = run.replica, run.inner
         self._run, self._rule, self._optimizer = run, run.rule, inner
-        self._reference: float | None = None  # None: kappa is measured
-        if run.ref_weight is None:
-            self._reference = run.ref_batchsize or 1
         self._scalars = run.scalars
         self._states: list[AdamState | None] = []
         self._trained: list[list[int]] = []  # ids of parameters, by group
         # What is known only then stays on the device where reading is not free.
         self._is_late = self._rule.measured or run.ref_weight is not None
         self._on_device = replica.is_lazy or (self._is_late and not replica.is_host)
-        self._divisors = run.scalars if replica.is_lazy else None
         # Where gain or batch ratio are measured: a rule's inputs for each group, and
         # the batch ratio if it is known.
         self._inputs: list[tuple[Group, Any]] = []
-        self._scaled: list[ScaledHyperparameters] = []
-        self._next_states: list[AdamState | None] = []
+        # For each group: the hyperparameters that it steps with, and the next state.
+        self._made: list[tuple[ScaledHyperparameters, AdamState | None]] = []
         self._given: tuple[Any, ...] | None = None  # None: they may change
         self.is_stepping = False
         if not hasattr(inner, "_scaling"):
@@ -57,13 +53,10 @@ class Scaling:
 
     # --- the numbers that the user gives --------------------------------------------
 
-    def note_given(self) -> None:
-        """Notes the hyperparameters that replicas have from here on."""
-        self._given = hyperparameters(self._optimizer.param_groups)
-
-    def forget_given(self) -> None:
-        """Lets hyperparameters change until they are noted."""
-        self._given = None
+    def note_given(self, account: Account) -> None:
+        """Notes the hyperparameters that replicas have; after an epoch's end, none."""
+        groups = self._optimizer.param_groups
+        self._given = None if account.ended else hyperparameters(groups)
 
     def refuse_changes(self, account: Account) -> None:
         """Raises ReplicaError if a change since then was not seen by all replicas.
@@ -98,27 +91,23 @@ class Scaling:
                 measured.
 
         Raises:
-            ValueError: The rule has no meaning at this batch ratio, or a reference
-                learning rate is not a finite number >= 0.
+            ValueError, TypeError: The rule has no meaning at this batch ratio, or a
+                reference learning rate is not a finite number >= 0.
         """
         groups = self._optimizer.param_groups
-        batch_ratio: Any = None
-        if self._reference is not None:
-            batch_ratio = step.batch_size / self._reference
+        batch_ratio: Any = None  # measured
+        if self._run.ref_weight is None:
+            batch_ratio = step.batch_size / (self._run.ref_batchsize or 1)
         for group in groups[len(self._states) :]:  # may have made updates already
             steps = self._steps(group["params"]) if self._rule.beta else set()
             self._states.append(self._rule.init(max(steps, default=0)))
         if self._rule.beta:
             self._check_histories()
-        self._inputs, self._scaled, self._next_states = [], [], []
+        self._inputs, self._made = [], []
         for index, group in enumerate(groups):
             lr = group["lr"]
-            is_number = isinstance(lr, Real) and not isinstance(lr, bool)
-            if not (is_number and 0 <= lr < math.inf):
-                raise ValueError(
-                    f"the learning rate of parameter group {index} has become {lr!r}; "
-                    "what sets it must set a finite number >= 0, not a tensor"
-                )
+            if not (type(lr) is float and 0 <= lr < math.inf):
+                check_number(f"the learning rate of group {index} now", lr, least=0)
             if self._is_late:
                 self._inputs.append(self._inputs_of(index, group, batch_ratio))
                 continue
@@ -126,8 +115,7 @@ class Scaling:
             if self._on_device:
                 uploaded: Any = self._uploaded(index, group, scaled._asdict())
                 scaled = scaled._replace(**uploaded)
-            self._scaled.append(scaled)
-            self._next_states.append(state)
+            self._made.append((scaled, state))
 
     def _inputs_of(self, index: int, group: Group, ratio: Any) -> tuple[Group, Any]:
         if not self._on_device:
@@ -172,12 +160,12 @@ class Scaling:
             self._scale_late(factors if self._rule.measured else None, batch_ratio)
         groups = self._optimizer.param_groups
         given = [(g, {n: g[n] for n in _RESTORED if n in g}) for g in groups]
-        mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        mode: Any = contextlib.nullcontext()
         if self._on_device:
-            mode = TensorScalars(self._divisors)
+            mode = TensorScalars(self._scalars if self._run.replica.is_lazy else None)
         try:
             with mode:
-                for group, scaled in zip(groups, self._scaled):
+                for group, (scaled, _) in zip(groups, self._made):
                     self._hand_over(group, scaled)
                 used = [{n: group[n] for n in names} for group, names in given]
                 self.is_stepping = True
@@ -188,7 +176,7 @@ class Scaling:
             for group, values in given:
                 group.update(values)
         if self._rule.beta:
-            for index, state in enumerate(self._next_states):
+            for index, (_, state) in enumerate(self._made):
                 if _trained(groups[index]):
                     self._states[index] = state
         if changed:
@@ -196,7 +184,7 @@ class Scaling:
                 f"a step hook changed {changed[0]!r} of a parameter group: use "
                 "optimizer.attach(...), which runs later and sees the reference value"
             )
-        return tuple(scaled.effective_lr for scaled in self._scaled)
+        return tuple(scaled.effective_lr for scaled, _ in self._made)
 
     def _scale_late(self, factors: torch.Tensor | None, batch_ratio: Any) -> None:
         gains: list[Any] = [None] * len(self._inputs)
@@ -204,7 +192,7 @@ class Scaling:
             gains = list(factors.split(1)) if self._on_device else factors.tolist()
         for (inputs, known), gain in zip(self._inputs, gains):
             ratio = batch_ratio if known is None else known
-            self._scaled.append(self._rule.update(ratio, inputs, None, gain)[0])
+            self._made.append(self._rule.update(ratio, inputs, None, gain))
 
     def _hand_over(self, group: Group, scaled: ScaledHyperparameters) -> None:
         """Writes the numbers into the group; does what torch cannot do with them."""

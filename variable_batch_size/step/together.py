@@ -27,7 +27,7 @@ def update_together(own: Account) -> int:
     accounts = [*own.ledger.accounts.values()]
     own.is_waiting = True
     if not all(account.is_waiting for account in accounts):
-        own.owner.scaling.note_given()
+        own.owner.scaling.note_given(own)
         own.owner.gradients.start_records()
         return 0
     for account in accounts:

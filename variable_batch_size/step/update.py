@@ -17,10 +17,9 @@ import torch
 
 from variable_batch_size.data.account import Account
 from variable_batch_size.step.attached import Attached, Update, log
-from variable_batch_size.step.ballots import Ballots
 from variable_batch_size.step.checks import refuse_other_accumulation
 from variable_batch_size.step.gradients import StepGradients
-from variable_batch_size.step.parts import Weights, is_zero
+from variable_batch_size.step.parts import Ballots, Weights, is_zero
 from variable_batch_size.step.run import Run
 from variable_batch_size.step.scaling import Scaling
 from variable_batch_size.step.together import refuse_waiting, update_together
@@ -84,7 +83,7 @@ class Updates:
         if is_last:
             is_alone = len(account.ledger.accounts) == 1
             return self.update() if is_alone else update_together(account)
-        self.scaling.note_given()
+        self.scaling.note_given(account)
         self.begin_minibatch()
         return 0
 
@@ -93,8 +92,7 @@ class Updates:
         account = self.account
         if account.is_waiting:
             refuse_waiting(account)
-        if account.check():
-            self.scaling.forget_given()  # numbers may change between epochs
+        account.check()
         if account.number == account.plan.start_step:
             refuse_other_accumulation()
         return account
@@ -181,14 +179,14 @@ class Updates:
 
     def after(self, update: Update) -> None:
         """Runs what follows an update, and prepares the next minibatch."""
-        if not self.attached.is_empty:
+        if self.attached.callbacks:
             self.attached.run(update)
             self.gradients.refresh()  # functions may have frozen or unfrozen some
         if self.run.log_steps and update.step % self.run.log_steps == 0:
             if self.ballots is not None:
                 self.ballots.check()
             log(update, self.run)
-        self.scaling.note_given()
+        self.scaling.note_given(self.account)
         self.begin_minibatch()
 
     def clear(self) -> None:

@@ -153,15 +153,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder / "checkpoints", optimizer, every_updates=options.save_every, **parts
     )
     record = Record(folder / f"{name}.samples", optimizer)
-    for target in (record, Evaluation(model, replica)):
+    decay = 0.8 if differs == "scheduler" else 0.9
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: decay ** (n // 10)
+    )
+    for target in (record, Evaluation(model, replica), scheduler):
         optimizer.attach(target)  # the rest once the run has been joined
     checkpointer.num_epochs = options.epochs + (differs == "epochs")  # as vbs.epochs
     checkpointer.load()
     (folder / f"{name}.ready").touch()
-    decay = 0.8 if differs == "scheduler" else 0.9
-    optimizer.attach(
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: decay ** (n // 10))
-    )
     if differs == "attached":
         optimizer.attach(print)
     if grab:

@@ -1,5 +1,6 @@
 """`Checkpointer`: a run that stops and is resumed ends as if it had not stopped."""
 
+import functools
 import itertools
 from pathlib import Path
 from unittest import mock
@@ -35,10 +36,15 @@ def ends_as(undisturbed, found, num_restored: int) -> None:
 @pytest.mark.parametrize("ask_at", [0, 11])
 @pytest.mark.parametrize("backend", [row("cpu", 1), *SEVERAL_REPLICAS, *TORCHTPU])
 def test_replicas_stop_and_resume(backend, ask_at, undisturbed, tmp_path):
-    """Where the last of several is asked in an update, all make one more and save."""
-    made = ask_at + 1 + (backend.num_replicas > 1)
+    """Where the last of several is asked in an update, all make one more and save.
+
+    On accelerators the others look at that one, and all save after the next.
+    """
+    several = backend.num_replicas > 1
+    made = ask_at + 1 + several * (1 if backend.device == "cpu" else 2)
+    often = functools.partial(train, look_every_seconds=1e-9)
     with pytest.raises(xla_replica.Stopped) as stopped:
-        backend.run(train, tmp_path, ask_at, (backend.num_replicas - 1,))
+        backend.run(often, tmp_path, ask_at, (backend.num_replicas - 1,))
     # Also if replica 0, which raises it, was not asked itself.
     assert (stopped.value.reason, stopped.value.code) == ("maintenance", 75)
     assert files.saved_files(tmp_path)[0].num_updates == made
@@ -54,14 +60,13 @@ def like_a_gpu(rank: int, *args) -> None:
     xla_replica.Replica.rng_state = lambda _: torch.get_rng_state()
     xla_replica.Replica.set_rng_state = lambda _, state: torch.set_rng_state(state)
     xla_replica.Replica.loader = lambda _, loader: loader  # which would pin memory
-    xla_replica.Replica.fetch_later = lambda _, tensor: tensor.clone
-    train(rank, *args)
+    train(rank, *args, look_every_seconds=1e-9)
 
 
-def test_one_preempted_node_of_two_is_saved_within_two_updates(tmp_path):
+def test_one_preempted_node_of_two_is_saved_two_updates_after_its_vote(tmp_path):
     with pytest.raises(xla_replica.Stopped, match="maintenance"):
         xla_replica.launch(like_a_gpu, (tmp_path, 11, (1,)), 2, "cpu")
-    assert files.saved_files(tmp_path)[0].num_updates in (12, 13, 14)
+    assert files.saved_files(tmp_path)[0].num_updates == 14
 
 
 def test_minibatches_of_an_unfinished_step_are_run_again(undisturbed, tmp_path):
@@ -97,14 +102,13 @@ def test_random_numbers_are_resumed(backend, tmp_path):
 
 
 @pytest.mark.parametrize("backend", [*XLA_BACKENDS, *TORCHTPU])
-def test_updates_read_only_where_all_look_and_compile_nothing(backend, tmp_path):
+def test_updates_read_only_where_a_replica_looks_and_compile_nothing(backend, tmp_path):
     """The epochs have 9, 8 and 8 updates."""
     several = backend.num_replicas if backend.num_replicas > 1 else 0
     looks = [{"every_updates": 1000, "look_every_seconds": n} for n in (1e9, 1e-9)]
     for rare, often in backend.run(checkpointed.counted, tmp_path, looks):
         assert often == [(0, n * several, 0) for n in (9, 8, 8)]
-        # From look to look at most twice as many minibatches.
-        assert sum(reads for _, reads, _ in rare) == 4 * several
+        assert not any(reads for _, reads, _ in rare)
         assert [each[::2] for each in rare][1:] == [(0, 0), (0, 0)]
 
 

@@ -204,9 +204,8 @@ def test_a_scheduler_that_is_missing_or_another_is_noticed():
     training.optimizer.attach(CosineAnnealingLR(training.optimizer.inner, 30))
     training.epoch(0)
     saved = training.optimizer.state_dict()
-    missing.optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match="had CosineAnnealingLR attached: attach"):
-        missing.epoch(1)
+        missing.optimizer.load_state_dict(saved)
     allowed.optimizer.load_state_dict(saved, allow_changes=True)
     allowed.epoch(1)
     other.optimizer.attach(ExponentialLR(other.optimizer, 0.5))

@@ -21,23 +21,19 @@ import xla_replica
 from variable_batch_size.checkpoint.save_and_stop import agreed_request
 from variable_batch_size.device_scalars import DeviceScalars
 from variable_batch_size.live.members import LiveBallots
-from variable_batch_size.step import ballots
+from variable_batch_size.step import parts
 
 here = threading.local()  # the rank of the replica that a thread is
 
 
 class ThreadReplica(xla_replica.Replica):
-    """One of three on the CPU, in a thread, that behaves as one on another device.
-
-    Its device lags the host by ``late`` updates.
-    """
+    """One of three on the CPU, in a thread, that behaves as one on another device."""
 
     is_host = has_streams = False
 
-    def __init__(self, replicas: Replicas, rank: int, device: str, late: int) -> None:
+    def __init__(self, replicas: Replicas, rank: int, device: str) -> None:
         super().__init__(rank, 3, torch.device("cpu"), "a thread")
-        self.is_host, self.has_streams = device == "cpu", device == "cuda"
-        self.replicas, self.late, self.num_updates = replicas, late, 0
+        self.is_host, self.replicas = device == "cpu", replicas
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self.replicas.board[self.rank] = tensor.detach().clone()
@@ -46,44 +42,36 @@ class ThreadReplica(xla_replica.Replica):
         self.replicas.meeting.wait()  # all have read
         return gathered
 
-    def fetch_later(self, tensor):
-        arrives, copy = self.num_updates + self.late, tensor.clone()
-        return lambda: copy if self.num_updates >= arrives else None
-
 
 class Replicas:
     """Three replicas that train, of which those ``asked`` are asked to stop.
 
-    Their minibatches take so many ``seconds``, by rank.
+    Their updates take so many ``seconds``, by the clock of each rank.
     """
 
-    def __init__(self, monkeypatch, device, late=(0, 0, 0), trace=3, seconds=(0, 0, 0)):
-        self.clocks, self.seconds, self.trace = [0.0] * 3, seconds, trace
+    def __init__(self, monkeypatch, device, seconds=(0, 0, 0)):
+        self.clocks, self.seconds = [0.0] * 3, seconds
         self.asked: set[int] = set()
         self.board, self.meeting = [None] * 3, threading.Barrier(3, timeout=60)
         self.reads: list[int] = []  # the ranks of those that have read the sum
-        read = ballots.Ballots.read_votes
+        read = parts.Ballots.read_votes
 
         def counted(found):
             self.reads.append(here.rank)
             return read(found)
 
         clock = types.SimpleNamespace(monotonic=lambda: self.clocks[here.rank])
-        monkeypatch.setattr(ballots, "time", clock)
-        monkeypatch.setattr(ballots.Ballots, "read_votes", counted)
+        monkeypatch.setattr(parts, "time", clock)
+        monkeypatch.setattr(parts.Ballots, "read_votes", counted)
         monkeypatch.setattr(xla_replica, "stop_requested", self.request)
-        replicas = [ThreadReplica(self, n, device, lag) for n, lag in enumerate(late)]
+        replicas = [ThreadReplica(self, rank, device) for rank in range(3)]
         self.pool = ThreadPoolExecutor(3)
         self.training = list(self.pool.map(self.build, replicas))
-        if trace == 3 and device == "xla":
-            for _ in range(4):  # after the first updates all look less often
-                self.update()
-        self.reads.clear()
 
     def build(self, replica: ThreadReplica):
         here.rank = replica.rank
         weight, sampler, optimizer = one_weight(
-            self.trace, replica=replica, size=2000, minibatch_size=1,
+            3, replica=replica, size=2000, minibatch_size=1,
             sampler={"rank": replica.rank, "num_replicas": 3},
         )  # fmt: skip
         optimizer.set_epoch(0)
@@ -95,21 +83,18 @@ class Replicas:
     def update(self, look: bool = False, every_seconds: float = 1e9) -> list[bool]:
         def train(found) -> bool:
             weight, optimizer, minibatches = found
-            here.rank, is_made = optimizer.replica.rank, 0
-            while not is_made:
-                next(minibatches)
-                weight.sum().backward()
-                is_made = optimizer.step()
-                self.clocks[here.rank] += self.seconds[here.rank]
-            optimizer.replica.num_updates += 1
+            here.rank = optimizer.replica.rank
+            next(minibatches)
+            weight.sum().backward()
+            assert optimizer.step() == 1
+            self.clocks[here.rank] += self.seconds[here.rank]
             return optimizer.asked_to_stop(look, every_seconds)
 
         return list(self.pool.map(train, self.training))
 
 
-@pytest.mark.parametrize("device", ["xla", "cuda"])
-def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
-    replicas = Replicas(monkeypatch, device)
+def test_on_accelerators_nobody_reads_until_asked(monkeypatch):
+    replicas = Replicas(monkeypatch, "xla")
     # Before all are asked, those who are read the sum, and continue.
     for asked in ([], [0, 2]):
         replicas.asked = {*asked}
@@ -117,21 +102,6 @@ def test_on_accelerators_nobody_reads_until_asked(monkeypatch, device):
         assert sorted(replicas.reads) == asked
     replicas.asked = {0, 1, 2}
     assert replicas.update() == [True] * 3
-
-
-@pytest.mark.parametrize("late", [(1, 1, 1), (3, 1, 2)])
-def test_on_gpus_the_others_hear_of_one_that_was_asked_alone(monkeypatch, late):
-    """After a signal in update t all save at t + 2, or later if the device lags."""
-    replicas = Replicas(monkeypatch, "cuda", late)
-    for _ in range(4):
-        assert replicas.update() == [False] * 3
-    assert not replicas.reads
-    replicas.asked = {1}
-    until = 1 + max(late)
-    found = [replicas.update() for _ in range(until)]
-    assert found == [[False] * 3] * (until - 1) + [[True] * 3]
-    # Only those read that were asked, or have heard.
-    assert len(replicas.reads) == until + sum(until - late[rank] for rank in (0, 2))
 
 
 @pytest.mark.parametrize(("device", "look"), [("xla", True), ("cpu", False)])
@@ -144,25 +114,16 @@ def test_one_that_was_asked_alone_is_found_where_all_look(monkeypatch, device, l
     assert replicas.update(look) == [True] * 3
 
 
-def test_all_look_at_the_same_updates_after_so_many_seconds(monkeypatch):
-    """By replica 0's clock; also where updates are of four times the minibatches."""
-    trace, seconds = [3] * 150 + [12] * 99, (0.1, 0.4, 0.001)
-    replicas = Replicas(monkeypatch, "xla", trace=trace, seconds=seconds)
-    looked_at, num_looks = 0.0, 0
-    for number in range(200):
-        replicas.reads.clear()
+def test_each_looks_once_in_so_many_seconds_and_then_asks_too(monkeypatch):
+    """By a clock of its own, which may be another one's; all stop at one update."""
+    replicas = Replicas(monkeypatch, "xla", seconds=(0.25, 0.5, 0.125))
+    for _ in range(160):
         assert replicas.update(every_seconds=2.0) == [False] * 3
-        assert sorted(replicas.reads) in ([], [0, 1, 2])
-        if replicas.reads:
-            looked_at, num_looks = replicas.clocks[0], num_looks + 1
-        longest = 0.1 if number < 150 else 0.4
-        assert replicas.clocks[0] - looked_at < 2.0 + longest
-    assert num_looks <= replicas.clocks[0] / 2.0 + 7
-    replicas.asked, asked_at = {1}, replicas.clocks[0]
-    while (stops := replicas.update(every_seconds=2.0)) == [False] * 3:
-        pass
-    assert stops == [True] * 3
-    assert replicas.clocks[0] - asked_at < 2.5
+    assert [replicas.reads.count(rank) for rank in range(3)] == [20, 40, 10]
+    replicas.asked = {1}
+    found = [replicas.update(every_seconds=2.0) for _ in range(17)]
+    # The last one to look does so after 16 updates.
+    assert found == [[False] * 3] * 16 + [[True] * 3]
 
 
 def stops_for_one_reason(rank: int) -> None:

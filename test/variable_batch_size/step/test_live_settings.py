@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import variable_batch_size as vbs
-from variable_batch_size.live.settings import first_samples, layers
+from variable_batch_size.live.members import first_samples, layers
 
 
 class Drawn(Dataset):
