@@ -176,8 +176,6 @@ class ElasticOptimizer(OptimizerProxy):
             )
         if run.sharded:
             ledger.pad()
-        if run.ref_weight is None and not run.rule.measured:
-            sampler.follow_rule(run.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
         elastic_state.check_agreement(run)
         run.sums.follow_order(sampler.order)
