@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         trainable_params: Maps names to parameters; gradients have the same names.
         balance_type: A name in `BALANCE_TYPES`.
         device: Where balancing runs. Default: the replica's device.
-        timer: Accepted for code that passes it; nothing is timed.
+        timer: Makes a context from a name, such as grab-sampler's timer.
         record_orders: Whether to keep every epoch's order in `orders_history`.
         replica: Those that balance together. Default: the caller's; an
             `xla_replica.LocalReplica` makes a sampler of its own on every replica.
@@ -102,7 +103,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         trainable_params: Mapping[str, Tensor],
         balance_type: str = "mean",
         device: torch.device | str | None = None,
-        timer: Any = None,
+        timer: Callable[[str], Any] | None = None,
         record_orders: bool = False,
         *,
         replica: Replica | None = None,
@@ -130,6 +131,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         self.balance_type = str(getattr(balance_type, "value", balance_type))
         ordering = ordering_named(self.balance_type, **options)
         check_choice("dtype", dtype, DTYPES)
+        self._timer = timer or contextlib.nullcontext
         replica = replica_for(replica, device)
         self.device = torch.device(replica.device if device is None else device)
         kind = str(projecting.random_projection)
@@ -193,7 +195,8 @@ class GraBSampler(TrainingPasses, Sampler[int]):
                 "sampler.backward(losses) in place of losses.mean().backward()",
             )
         self._is_recorded = False
-        return self._progress.deal()
+        with self._timer("reset_epoch"):
+            return self._progress.deal()
 
     def __call__(self, epoch: int) -> np.ndarray:
         """Returns the whole order of an epoch of an elastic sampler.

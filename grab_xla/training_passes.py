@@ -114,7 +114,7 @@ class TrainingPasses:
         """Balances what a step has of every sample, or keeps it until the update."""
         self._is_recorded = False
         if self._progress.claim(num_rows, indices, num_losses):
-            with torch.no_grad():
+            with self._timer("sorter_step"), torch.no_grad():
                 pieces = self._matrix.pieces(rows, self._balancer.piece_size)
                 self._progress.place(pieces)
 

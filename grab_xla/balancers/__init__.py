@@ -8,6 +8,7 @@ from typing import Any
 from grab_xla.balancers import baselines, mean
 from grab_xla.balancers.base import Balancer, Ordering, State
 from grab_xla.balancers.batch import BatchBalance
+from grab_xla.balancers.moving_averages import AdaEMABalance, EMABalance
 from grab_xla.balancers.pair import PairBalance
 from grab_xla.balancers.recursive_pair import RecursivePairBalance
 from xla_replica.common.arguments import check_choice
@@ -25,7 +26,9 @@ BALANCE_TYPES: dict[str, type[Ordering]] = {
     "swr": baselines.WithReplacement,
     "fixed": baselines.FixedOrder,
     "batch": BatchBalance,
+    "ema": EMABalance,
     "adamean": mean.AdaMeanBalance,
+    "adaema": AdaEMABalance,
     "sign": mean.SignBalance,
     "norm": baselines.NormOrder,
 }

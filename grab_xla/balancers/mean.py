@@ -108,8 +108,7 @@ class AdaMeanBalance(MeanBalance):
         return super().begin_epoch(state)
 
     def centred(self, state: State, rows_RD: Tensor) -> tuple[Tensor, None]:
-        # In columns that fill up a replica's share all is zero.
-        return (rows_RD - state["mean"]).div_(state["scale"].clamp(min=1e-30)), None
+        return scaled(state, rows_RD), None
 
     def update_v(self, state: State, second_moment: Tensor) -> State:
         """Returns the state with this epoch's deviations in the new unit.
@@ -120,3 +119,9 @@ class AdaMeanBalance(MeanBalance):
         scale = torch.where(where_finite(scale), scale, state["scale"])
         state["sums"][-1:] *= state["scale"] / scale
         return {**state, "scale": scale}
+
+
+def scaled(state: State, rows_RD: Tensor) -> Tensor:
+    """Returns rows that are centred and divided by the state's ``scale``."""
+    # In columns that fill up a replica's share all is zero.
+    return (rows_RD - state["mean"]).div_(state["scale"].clamp(min=1e-30))

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.grab_xla import ordering, training
-from support.grab_xla.ordering import BALANCING, KINDS
+from support.grab_xla.ordering import KINDS, TIE_FREE
 from support.grab_xla.training import MINIBATCH
 from support.xla_replica import replicas
 from support.xla_replica.replicas import TORCHTPU, Backend, backends, row
@@ -19,7 +19,7 @@ EPOCHS = 5
 EVEN = {"num_samples": 50, "trace": [8, 4, 16, 12, 4, 24, 8, 20]}
 # Epochs of 16 minibatches of 3 samples: their ends split pairs and blocks.
 ODD = {"num_samples": 48, "minibatch_size": 3, "trace": [9, 3, 15, 6, 12, 3]}
-NAMES = [*BALANCING, "rr"]  # whose steps are checked, and not balanced
+NAMES = [*TIE_FREE, "rr"]  # whose steps are checked, and not balanced
 # XLA compiles programs of a second for every kind and replica: by default it has a kind
 # of each way to balance, and `test_balance_family` has all on one replica.
 FEW = ["adamean", "coordinated pair", "recursive-pair", "norm"]

@@ -1,5 +1,6 @@
 """How `GraBSampler` is used, also midway and on replicas, and what it refuses."""
 
+import contextlib
 import enum
 from collections import Counter
 from functools import partial
@@ -59,9 +60,15 @@ def test_every_kind_of_loader(options):
 
 
 def test_names_and_arguments_of_grab_sampler_are_taken():
-    named = enum.Enum("Named", {"PAIR_BALANCE": "pair", "NONE": "none"})
+    sections, named = [], enum.Enum("Named", {"PAIR_BALANCE": "pair", "NONE": "none"})
+
+    @contextlib.contextmanager
+    def timer(name):
+        sections.append(name)
+        yield
+
     sampler = GraBSampler(
-        range(N), {"w": torch.zeros(3)}, named.PAIR_BALANCE, "cpu", object(), True,
+        range(N), {"w": torch.zeros(3)}, named.PAIR_BALANCE, "cpu", timer, True,
         random_first_epoch=False, normalize_grads=True, pi_eps=0.1, seed=1,
         random_projection=named.NONE, kron_order=2, prob_balance=False,
         prob_balance_c=30, dtype=torch.float64, record_herding=True,
@@ -80,6 +87,7 @@ def test_names_and_arguments_of_grab_sampler_are_taken():
     assert sampler.scalars().keys() == told
     following = list(sampler)
     assert sampler.orders_history == [list(range(N)), following]
+    assert {"sorter_step", "reset_epoch"} <= set(sections)
     assert len(sampler) == N
 
 
@@ -205,6 +213,7 @@ def test_gradients_that_cannot_be_are_refused(grads, message):
     ({"balance_type": "recursive-pair", "batch_size": 6}, ValueError, "power of"),
     ({"balance_type": "fixed"}, TypeError, "missing .* 'orders'"),
     ({"balance_type": "fixed", "orders": [0] * N}, ValueError, "permutation"),
+    ({"balance_type": "adaema", "betas": (0.9,)}, ValueError, "two numbers"),
     ({"tie": "even"}, ValueError, "'negative', 'positive'"),
     ({"scheme": "ring"}, ValueError, "'sharded', 'gather'"),
     ({"random_projection": "svd"}, ValueError, "one of .*'jl_sparse'.*'svd'"),

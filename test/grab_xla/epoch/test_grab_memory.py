@@ -76,8 +76,9 @@ def test_a_projection_saves_memory(name):
     assert totals[1] < totals[0]
 
 
-@pytest.mark.parametrize("name", ["batch", "mean"])
+@pytest.mark.parametrize("name", ["ema", "mean"])
 def test_a_projection_is_formed_once_in_a_step(name, monkeypatch):
+    """Also where the balance type looks at a step before it is balanced."""
     formed = []
     project = per_sample_grad.Projection.of
 
