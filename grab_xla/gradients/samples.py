@@ -114,8 +114,7 @@ class GradientMatrix:
         kind = traits(self.device)
         numbers = PIECE_ON_HOST if kind.is_host else PIECE_ON_DEVICE
         if self.projection is not None:
-            budget = numbers if kind.is_host else 4 * numbers
-            projected = functools.partial(self._projections, budget=budget)
+            projected = functools.partial(self._projections, numbers=numbers)
             return [self._rows([*map(projected, self.shapes, values)])]
         if multiple is None or kind.is_lazy:
             return [self._rows(values)]
@@ -131,13 +130,16 @@ class GradientMatrix:
         rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
         return normalized(rows) if self.normalize else rows
 
-    def _projections(self, name: str, gradients: Tensor, budget: int) -> Tensor:
-        """Returns projections of one parameter's gradients."""
+    def _projections(self, name: str, gradients: Tensor, numbers: int) -> Tensor:
+        """Returns projections of one parameter's gradients, formed in parts."""
         assert self.projection is not None
-        shape = len(gradients), *(self.shapes[name] or (1,))
-        values = gradients.to(device=self.device, dtype=self.dtype).reshape(shape)
+        shape = self.shapes[name] or (1,)
+        found, size = [], max(1, numbers // math.prod(shape))
         with full_matmul_precision(self.device):
-            return self.projection.of(name, [Dense(values)], budget)
+            for part in gradients.split(size):
+                values = part.to(self.device, self.dtype).reshape(len(part), *shape)
+                found.append(self.projection.of(name, [Dense(values)], 4 * numbers))
+        return torch.cat(found)
 
     def checked(
         self, grads: Mapping[str, Tensor], batched: bool

@@ -38,7 +38,7 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_403
+CODE = 21_405
 TEST_LINES = 33_466
 
 
