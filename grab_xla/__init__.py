@@ -13,7 +13,7 @@ sampler.backward(losses)  # the .grad of losses.mean(), and the next epoch's ord
 import grab_xla.contrib.ntk  # noqa: F401 (adds its balance types)
 from grab_xla.balancers import BALANCE_TYPES, Balancer, Ordering, ordering_named
 from grab_xla.balancing.decisions import Decisions
-from grab_xla.balancing.prefix_sums import Herding, RunningHerding, herding
+from grab_xla.balancing.prefix_sums import Herding, herding
 from grab_xla.epoch.orders import GraBWarning
 from grab_xla.gradients.fidelities import FIDELITIES
 from grab_xla.options import Measurements, RandomProjection, Signs
@@ -30,7 +30,6 @@ __all__ = [
     "Measurements",
     "Ordering",
     "RandomProjection",
-    "RunningHerding",
     "Signs",
     "herding",
     "ordering_named",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from grab_xla.balancing.decisions import TIES
-from xla_replica.common.arguments import check_fields, check_number, checked
+from xla_replica.common.arguments import check_fields, checked
 
 Family = TypeVar("Family")
 # grab-sampler's random projections.
@@ -24,25 +24,17 @@ class Signs:
     Attributes:
         tie: The sign at an inner product of exactly zero, such as that of each epoch's
             first sample: 'negative' (grab-sampler) or 'positive' (the papers' code).
-        tile_size: How many rows' inner products are formed at once; any number gives
-            the same signs. The default depends on the backend.
         prob_balance: Whether to draw signs by the self-balancing walk with the constant
             ``prob_balance_c`` instead of taking the better one.
         prob_balance_c: That constant.
     """
 
     tie: str = checked("negative", among=TIES)
-    tile_size: int | None = checked(None, least=1)
     prob_balance: bool = False
     prob_balance_c: float = checked(30, above=0)
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    @property
-    def walk_constant(self) -> float | None:
-        """The constant of the walk; None: signs are not drawn."""
-        return self.prob_balance_c if self.prob_balance else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,13 +65,12 @@ class RandomProjection:
     Attributes:
         random_projection: One of `KINDS`, which differ in their size only. With
             ``"none"`` the others count nothing; they are refused if it is left out.
-        pi_eps: The factor by which distances may change; see
-            `johnson_lindenstrauss_min_dim`.
+        pi_eps: The factor by which distances may change.
         kron_order: The size of ``"kron"`` is a number to this power.
     """
 
     random_projection: str | None = checked(None, among=KINDS)
-    pi_eps: float = 0.1
+    pi_eps: float = checked(0.1, above=0, below=1)
     kron_order: int = checked(2, least=1)
 
     def __post_init__(self) -> None:
@@ -111,8 +102,11 @@ class RandomProjection:
         kind = self.random_projection
         if kind == "none":
             return None
-        min_dim = johnson_lindenstrauss_min_dim(num_samples, self.pi_eps)
-        size = max(len(shapes), min_dim)
+        # Distances between n points change by at most this factor under some map to 4
+        # ln n / (eps^2 / 2 - eps^3 / 3) numbers (Dasgupta & Gupta 2003, "An Elementary
+        # Proof of a Theorem of Johnson and Lindenstrauss", Theorem 2.1).
+        least = 4 * math.log(num_samples) / (self.pi_eps**2 / 2 - self.pi_eps**3 / 3)
+        size = max(len(shapes), int(least))
         if kind == "kron":
             powers = (root**self.kron_order for root in itertools.count(1))
             size = next(each for each in powers if each >= size)
@@ -125,23 +119,6 @@ class RandomProjection:
                 stacklevel=3,
             )
         return size
-
-
-def johnson_lindenstrauss_min_dim(num_samples: int, eps: float) -> int:
-    """Returns how many outputs keep all distances between n points up to 1 +- eps.
-
-    4 ln n / (eps^2 / 2 - eps^3 / 3), rounded down: Dasgupta & Gupta 2003, "An
-    Elementary Proof of a Theorem of Johnson and Lindenstrauss", Theorem 2.1, which
-    holds for squared Euclidean distances and some map. Independent of the dimension.
-
-    >>> johnson_lindenstrauss_min_dim(1000, eps=0.1)
-    5920
-
-    Raises:
-        ValueError: ``eps`` is not between 0 and 1, exclusive.
-    """
-    check_number("pi_eps", eps, above=0, below=1)
-    return int(4 * math.log(num_samples) / (eps**2 / 2 - eps**3 / 3))
 
 
 def family(kind: type[Family], value: Family | None, flat: dict[str, Any]) -> Family:

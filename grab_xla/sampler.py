@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
@@ -21,7 +20,7 @@ from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.columns import Columns, replica_for
 from grab_xla.epoch.epoch_metrics import EpochMetrics
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import GraBWarning, Orders, Weights, WeightsOf
+from grab_xla.epoch.orders import Orders
 from grab_xla.epoch.progress import Progress
 from grab_xla.gradients import fidelities
 from grab_xla.gradients.fidelities import Fidelity
@@ -29,12 +28,13 @@ from grab_xla.gradients.samples import GradientMatrix
 from grab_xla.options import Measurements, RandomProjection, Signs, family
 from grab_xla.training_passes import TrainingPasses
 from per_sample_grad import Projection
-from xla_replica.common.arguments import check_choice, check_integer, check_type
+from xla_replica import Replica
+from xla_replica.common.arguments import check_choice, check_type
 from xla_replica.common.differences import check_same
 from xla_replica.common.names import unwrapped
 
 # The version of `GraBSampler.state_dict`.
-VERSION = 3
+VERSION = 4
 # Sums over an epoch need this precision.
 DTYPES = (torch.float32, torch.float64)
 _PARAMETERS = "the checksum of the parameters' names, shapes and sequence"
@@ -55,17 +55,13 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         device: Where balancing runs. Default: the replica's device.
         timer: Makes a context from a name, such as grab-sampler's timer.
         record_orders: Whether to keep every epoch's order in `orders_history`.
-        num_replicas, rank: Default: the caller's. 1 and 0 make a separate sampler on
-            every replica.
+        replica: Those that balance together. Default: the caller's; an
+            `xla_replica.LocalReplica` makes a sampler of its own on every replica.
         scheme: How replicas balance together, 'sharded' or 'gather'; see `Columns`.
         exact: Whether orders have the same bits on any number of replicas under an
             elastic optimizer with ``exact=``. One replica then keeps gradients until
             the update, too. Needs ``scheme='gather'``.
-        drop_last: Whether several replicas leave out the last samples of an order that
-            cannot be dealt evenly, rather than repeat its first ones.
-        generator: The CPU generator of all random numbers, equal on all replicas.
-            Default: a new one with ``seed``.
-        seed: The seed of that generator and of random projections.
+        seed: That of all random numbers, equal on all replicas.
         random_first_epoch: Whether to begin with a shuffle rather than 0, 1, 2 ...
         fidelity: What is balanced: ``"exact"``, gradients themselves;
             ``"projected"``, `per_sample_grad.Projection` of them, which costs a small
@@ -77,15 +73,10 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         group_size: How many samples such a group has: those of every backward pass.
             Consecutive samples of the first order stay together. If it does not divide
             their number, the smaller group at the end stays there and is not balanced.
-        weights: What samples' gradients are multiplied by in the balance. ``"equal"``:
-            nothing. ``"update"``: the factor that they have in their update; an elastic
-            sampler says which (``CustomSampler.update_weights``). Or a function from
-            the number of an epoch to ``(num_samples,)`` numbers, by position in its
-            order, equal on all replicas.
         normalize_grads: Whether to divide every (projected) gradient by its norm.
         dtype: The dtype of the balance state; gradients are converted.
         signs: How signs are decided. Its fields may be arguments, as grab-sampler has
-            them: ``tie``, ``tile_size``, ``prob_balance``, ``prob_balance_c``.
+            them: ``tie``, ``prob_balance``, ``prob_balance_c``.
         measurements: What is measured, likewise: ``record_norm``, ``record_herding``,
             ``stale_mean_herding``, ``cuda_herding``.
         projecting: grab-sampler's way to ask for projections of a size, likewise:
@@ -115,18 +106,14 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         timer: Callable[[str], Any] | None = None,
         record_orders: bool = False,
         *,
-        num_replicas: int | None = None,
-        rank: int | None = None,
+        replica: Replica | None = None,
         scheme: str = "sharded",
         exact: bool = False,
-        drop_last: bool = False,
-        generator: torch.Generator | None = None,
         seed: int = 42,
         random_first_epoch: bool = True,
         fidelity: Fidelity | None = None,
         projection_size: int = 4096,
         group_size: int | None = None,
-        weights: Weights = "equal",
         normalize_grads: bool = False,
         dtype: torch.dtype = torch.float32,
         signs: Signs | None = None,
@@ -144,21 +131,19 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         self.balance_type = str(getattr(balance_type, "value", balance_type))
         ordering = ordering_named(self.balance_type, **options)
         check_choice("dtype", dtype, DTYPES)
-        kinds_of_weights = {"equal": None, "update": "update"}
-        if not callable(weights):
-            check_choice("weights", weights, kinds_of_weights)
-        self._replica = replica_for(num_replicas, rank, device)
-        self.device = torch.device(self._replica.device if device is None else device)
         self._timer = timer or contextlib.nullcontext
+        replica = replica_for(replica, device)
+        self.device = torch.device(replica.device if device is None else device)
         kind = str(projecting.random_projection)
         self.fidelity = fidelities.chosen(fidelity, trainable_params, ordering, kind)
         self._group_size = fidelities.samples_together(
             self.fidelity, group_size, self.num_samples, ordering
         )
-        self._num_groups = self.num_samples // self._group_size
-        fidelities.check_fits(ordering, self._num_groups)
+        sharding = RoundRobinSharding(
+            self.num_samples, replica.num_replicas, replica.rank, self._group_size
+        )
         shapes = {name: tuple(p.shape) for name, p in trainable_params.items()}
-        size = projecting.size(shapes, self._num_groups)
+        size = projecting.size(shapes, sharding.num_groups)
         if size is None and self.fidelity == "projected":
             size = projection_size
         self.projection = None if size is None else Projection(shapes, size, seed=seed)
@@ -172,44 +157,30 @@ class GraBSampler(TrainingPasses, Sampler[int]):
             "balance_type": self.balance_type,
             "options": repr(ordering),
             "num_samples": self.num_samples,
-            "num_columns": self._matrix.num_columns,
             "normalize_grads": normalize_grads,
-            "tie": signs.tie,
-            "prob_balance": signs.walk_constant,
-            "weights": "given" if callable(weights) else kinds_of_weights[weights],
+            **dataclasses.asdict(signs),
             "projection": self.projection and repr(self.projection),
             "group_size": group_size,
             _PARAMETERS: zlib.crc32(given.encode()),
         }
         self._columns = Columns(
-            self._replica, self._matrix.num_columns, scheme, self.device, dtype, exact
+            replica, self._matrix.num_columns, scheme, self.device, dtype, exact
         )
         self._metrics = EpochMetrics(self._columns, measurements)
         self._balancer = OnlineBalancer(ordering, self._columns, self._metrics, signs)
-        self._uses_gradients = ordering.needs_gradients or self._metrics.on
-        if self._uses_gradients:
+        if self._balancer.uses_gradients:
             xla_replica.refuse_sharded(
                 trainable_params, "GraBSampler", ", or take an order such as 'rr'"
             )
-        sharding = RoundRobinSharding(
-            self.num_samples, self._replica.num_replicas, self._replica.rank, drop_last,
-            self._group_size,
-        )  # fmt: skip
-        if generator is None:
-            generator = torch.Generator().manual_seed(check_integer("seed", seed))
-        check_type("generator", generator, torch.Generator, "a torch.Generator")
         self._orders = Orders(
-            ordering, sharding, random_first_epoch, generator, record_orders
+            ordering, sharding, random_first_epoch, seed, record_orders
         )
-        self._replica.check_agreement(
+        replica.check_agreement(
             "the checksum of the first order",
             zlib.crc32(self.order.tobytes()),
-            "Give all replicas the same seed or equal generators.",
+            "Give all replicas the same seed.",
         )
-        self._progress = Progress(
-            self._orders, sharding, self._balancer, weights, self._uses_gradients,
-            self._timer,
-        )  # fmt: skip
+        self._progress = Progress(self._orders, sharding, self._balancer)
 
     def __len__(self) -> int:
         """Returns how many samples this replica runs in a pass over the order."""
@@ -218,14 +189,14 @@ class GraBSampler(TrainingPasses, Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """Begins the next epoch, or continues a restored one."""
         if self._is_recorded and self.num_seen == 0:
-            warnings.warn(
+            self._orders.warn_once(
+                "recorded",
                 "forward passes were recorded, and the order stays the same: call "
                 "sampler.backward(losses) in place of losses.mean().backward()",
-                GraBWarning,
-                stacklevel=2,
             )
         self._is_recorded = False
-        return self._progress.deal()
+        with self._timer("reset_epoch"):
+            return self._progress.deal()
 
     def __call__(self, epoch: int) -> np.ndarray:
         """Returns the whole order of an epoch of an elastic sampler.
@@ -239,14 +210,6 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         """
         self._progress.give(epoch)
         return self.order.copy()
-
-    def follow_weights(self, weights_of: WeightsOf) -> None:
-        """Takes the weights of ``weights="update"``: an elastic sampler calls it.
-
-        ``weights_of`` is as ``weights``, or returns None in every epoch: all the same.
-        """
-        if self._identity["weights"] == "update":
-            self._progress.weights = weights_of
 
     @property
     def epoch(self) -> int:
@@ -266,23 +229,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
     @property
     def num_seen(self) -> int:
         """The number of samples of the current order whose gradients `step` took."""
-        return self._progress.num_seen
-
-    def count(self, num_samples: int) -> None:
-        """Takes the place of `step` for an order that needs no gradients.
-
-        Only a run that saves its state in the middle of an epoch must call either, with
-        the number of samples that this replica has used since the last call.
-
-        Raises:
-            TypeError: The balance type or a metric needs gradients.
-            ValueError: The epoch has fewer samples left.
-        """
-        if self._uses_gradients:
-            raise TypeError(
-                f"count: {self.balance_type!r} or a metric needs gradients: call step()"
-            )
-        self._progress.count(num_samples)
+        return min(self._balancer.num_seen * self._group_size, self.num_samples)
 
     def after_update(self, update: Any) -> None:
         """Balances the minibatches of all replicas that an update was made of.
@@ -315,7 +262,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
 
         Raises ValueError if this sampler balances minibatches before their update.
         """
-        if self._uses_gradients and not self._columns.exact:
+        if self._balancer.uses_gradients and not self._columns.exact:
             raise ValueError(
                 "an optimizer with exact= may run a step again: pass GraBSampler(..., "
                 "exact=True, scheme='gather')"
@@ -342,12 +289,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         Collective where replicas share the columns. Minibatches that wait for their
         update are not included: a restored run repeats that step.
         """
-        return {
-            **self._identity,
-            "given_for": self._progress.dealt_elsewhere,
-            **self._orders.state_dict(),
-            "engine": self._balancer.state_dict(),
-        }
+        return self._identity | self._progress.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was called, on any number of replicas.
@@ -362,15 +304,7 @@ class GraBSampler(TrainingPasses, Sampler[int]):
         own = self._identity
         theirs = {name: state.get(name) for name in own}
         check_same(theirs, own, "load_state_dict: the state of another sampler")
-        others = self._orders.state_dict().keys() | {"given_for", "engine"}
-        if missing := sorted(others - state.keys()):
-            raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}")
-        # The epoch's random numbers are drawn again rather than saved.
-        self._orders.generator.set_state(state["drawn_from"].cpu())
-        self._balancer.draw(self._num_groups, self._orders.generator)
-        self._balancer.load_state_dict(state["engine"])
-        self._orders.load_state_dict(state)
-        self._progress.restore(state["given_for"])
+        self._progress.load_state_dict(state)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,12 +38,12 @@ class TrainingPasses:
                 ``"group"`` needs none and ignores them, as does an order that needs no
                 gradients.
         """
-        if not self._uses_gradients:
+        if not self._balancer.uses_gradients:
             return contextlib.nullcontext()
         parameters = parameters_of(model, self._matrix.shapes)
         self._is_recorded = True
         if self.fidelity == "group":
-            given = parameters, self._columns.dtype, self.projection is not None
+            given = parameters, self._columns.dtype
             self._pass = functools.partial(group_gradients, *given)
             return contextlib.nullcontext()
         capture = Capture(model, [*parameters], **options)
@@ -83,17 +83,15 @@ class TrainingPasses:
                 ``reduction`` is not allowed.
         """
         check_choice("reduction", reduction, ("mean", "sum"))
-        is_group = self._group_size > 1
-        if is_group:
-            self._check_group(losses)
-        elif losses.dim() != 1:
+        is_group = self.fidelity == "group"
+        if losses.dim() != 1 and not is_group:
             raise ValueError(
                 f"backward() with losses of shape {tuple(losses.shape)}: give one "
                 'number per sample, shape (B,), as with reduction="none"'
             )
         run, self._pass = self._pass, None
         rows: Mapping[str, Tensor] | Tensor = {}
-        if not self._uses_gradients:
+        if not self._balancer.uses_gradients:
             add_gradient(losses, reduction)
         elif run is None:
             raise RuntimeError(
@@ -103,26 +101,19 @@ class TrainingPasses:
         else:
             rows = run(losses, reduction, from_samples)
         self._reduction = reduction
-        self._place(rows, 1 if is_group else len(losses), indices)
-
-    def _check_group(self, losses: Tensor) -> None:
-        """Raises ValueError if these cannot be the losses of the next group."""
-        group = self._progress.next_samples(1)
-        if losses.dim() and len(group) and losses.shape != group.shape:
-            raise ValueError(
-                f"backward() with losses of {tuple(losses.shape)} for a group of "
-                f"{len(group)}: pass group_size= as batch_size= to the DataLoader, too"
-            )
+        num_rows, num_losses = (1, losses.numel()) if is_group else (len(losses), None)
+        self._place(rows, num_rows, indices, num_losses if losses.dim() else None)
 
     def _place(
         self,
         rows: Mapping[str, Tensor] | Tensor,
         num_rows: int,
         indices: Sequence[int] | Tensor | None,
+        num_losses: int | None = None,
     ) -> None:
         """Balances what a step has of every sample, or keeps it until the update."""
         self._is_recorded = False
-        if self._progress.claim(num_rows, indices):
+        if self._progress.claim(num_rows, indices, num_losses):
             with self._timer("sorter_step"), torch.no_grad():
                 pieces = self._matrix.pieces(rows, self._balancer.piece_size)
                 self._progress.place(pieces)
@@ -141,8 +132,7 @@ class TrainingPasses:
         update; see `after_update`.
 
         Args:
-            per_sample_grads: ``(B, *shape)`` for every parameter, or, where projections
-                are balanced, what `projection` makes of them; with
+            per_sample_grads: ``(B, *shape)`` for every parameter; with
                 ``fidelity="group"`` the mean gradients of B groups. A constant factor
                 does not change the order; a factor that differs between batches does.
             batch: False for one sample, or group, without a batch axis.

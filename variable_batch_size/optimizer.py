@@ -172,8 +172,6 @@ class ElasticOptimizer(OptimizerProxy):
             )
         if run.sharded:
             ledger.pad()
-        if run.ref_weight is None and not run.rule.measured:
-            sampler.follow_rule(run.rule.lr_factor, ref_batchsize or 1)
         super().__init__(optimizer)
         replica.check_agreement(
             "the settings of the run",

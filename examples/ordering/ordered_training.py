@@ -24,7 +24,6 @@ import xla_replica
 from examples.common.run_display import Display
 from examples.ordering.order_report import Row, report
 from examples.ordering.training_options import (
-    balances,
     checkpoint_paths,
     lasting,
     sampler_options,
@@ -150,7 +149,6 @@ class Run:
         self.model = model.to(replica.device)
         self.params = dict(self.model.named_parameters())
         self.optimizer = _optimizer(args, self.model)
-        self.balances = balances(order, args)
         size = args.minibatch_size if args.trace else args.batch_size
         self.minibatch_size = size if args.trace else size // replica.num_replicas
         self.sampler = GraBSampler(  # order
@@ -238,19 +236,11 @@ class Run:
 
     def _backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Computes the gradients of this replica's samples, and balances them."""
-        if self.balances:
-            # order: of every batch's losses
-            with self.sampler.record(self.model), self._autocast():
-                losses = sample_losses(self.model, inputs, targets)
-            self.sampler.backward(losses)  # order: for losses.mean().backward()
-            loss = losses.mean()
-        else:
-            with self._autocast():
-                loss = sample_losses(self.model, inputs, targets).mean()
-            xla_replica.backward(loss)
-            # order: so that its state can be saved here
-            self.sampler.count(len(inputs))
-        loss = loss.detach().float()
+        # order: of every batch's losses
+        with self.sampler.record(self.model), self._autocast():
+            losses = sample_losses(self.model, inputs, targets)
+        self.sampler.backward(losses)  # order: for losses.mean().backward()
+        loss = losses.mean().detach().float()
         self.loss += torch.stack([loss, torch.ones_like(loss)])
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:

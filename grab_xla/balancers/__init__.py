@@ -7,7 +7,8 @@ from typing import Any
 
 from grab_xla.balancers import baselines, mean
 from grab_xla.balancers.base import Balancer, Ordering, State
-from grab_xla.balancers.batch import BatchBalance, UncentredBatchBalance
+from grab_xla.balancers.batch import BatchBalance
+from grab_xla.balancers.moving_averages import AdaEMABalance, EMABalance
 from grab_xla.balancers.pair import PairBalance
 from grab_xla.balancers.recursive_pair import RecursivePairBalance
 from xla_replica.common.arguments import check_choice
@@ -25,10 +26,9 @@ BALANCE_TYPES: dict[str, type[Ordering]] = {
     "swr": baselines.WithReplacement,
     "fixed": baselines.FixedOrder,
     "batch": BatchBalance,
-    "batch-uncentred": UncentredBatchBalance,
-    "ema": mean.EMABalance,
+    "ema": EMABalance,
     "adamean": mean.AdaMeanBalance,
-    "adaema": mean.AdaEMABalance,
+    "adaema": AdaEMABalance,
     "sign": mean.SignBalance,
     "norm": baselines.NormOrder,
 }
@@ -45,13 +45,12 @@ def ordering_named(balance_type: str, **options: Any) -> Ordering:
         ValueError: There is no such type, or an option is out of range.
         TypeError: An option is unknown to this type, missing, or of the wrong type.
     """
-    name = getattr(balance_type, "value", balance_type)  # grab-sampler has an enum.
-    ordering = BALANCE_TYPES[check_choice("balance_type", name, BALANCE_TYPES)]
+    ordering = BALANCE_TYPES[check_choice("balance_type", balance_type, BALANCE_TYPES)]
     try:
         return ordering(**options)
     except TypeError as error:
         allowed = [field.name for field in dataclasses.fields(ordering)]
         raise TypeError(
-            f"balance_type={name!r} has the options {', '.join(allowed) or 'none'}: "
-            f"{error}"
+            f"balance_type={balance_type!r} has the options "
+            f"{', '.join(allowed) or 'none'}: {error}"
         ) from error

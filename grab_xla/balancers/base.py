@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import ClassVar
 
 import numpy as np
@@ -35,6 +35,7 @@ class Ordering:
     Class attributes:
         needs_gradients: Whether the order follows from gradients. If not,
             `GraBSampler.step` has nothing to do unless metrics are recorded.
+        is_drawn_anew: Whether every epoch's order is a new `first_order`, shuffled.
         is_permutation: Whether every sample comes once an epoch.
         placement_dtype: The dtype of placements, which stay on the device for an epoch.
             Floating ones may be any numbers.
@@ -43,19 +44,17 @@ class Ordering:
         piece_size: A step may be balanced in pieces of any multiple of this many
             samples, one after the other, which gives the same placements; fewer samples
             have none. None means that it may not.
-        fills: What tensors of the state, by name, hold in columns that fill up a
-            replica's share. Default: 0.
         order_methods, state_methods: The names of methods that `GraBSampler.sorter`
             hands on: those that return the next epoch's order, and those that return a
             new state of a state and a vector, ``(1, columns)``.
     """
 
     needs_gradients: ClassVar[bool] = False
+    is_drawn_anew: ClassVar[bool] = False
     is_permutation: ClassVar[bool] = True
     placement_dtype: ClassVar[torch.dtype] = torch.int8
     depth: ClassVar[int] = 0
     piece_size: ClassVar[int | None] = None
-    fills: ClassVar[Mapping[str, float]] = {}
     order_methods: ClassVar[Collection[str]] = ()
     state_methods: ClassVar[Collection[str]] = ()
 
@@ -84,22 +83,19 @@ class Ordering:
             return torch.randperm(num_samples, generator=generator).numpy()
         return np.arange(num_samples)
 
-    def next_order(
-        self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
-    ) -> np.ndarray:
+    def next_order(self, order: np.ndarray, placements: np.ndarray) -> np.ndarray:
         """Returns the order of the next epoch, ``(n,)`` int64.
 
         `GraBSampler` calls it once an epoch on every replica, on the host, when the
-        next epoch begins; not where no gradient came to a type that needs them. The
-        result must be the same on all replicas, and a permutation of ``order`` if
-        `is_permutation`.
+        next epoch begins; not where no gradient came to a type that needs them, or
+        where `is_drawn_anew`. The result must be the same on all replicas, and a
+        permutation of ``order``.
 
         Args:
             order: The order of the epoch that ends. Of groups, their numbers 0, 1, ...
                 in that order; samples that do not fill a group are not among them.
             placements: What `balance` returned for its first m samples, ``(m,)``. The
                 others had no gradient, or still wait for a partner.
-            generator: The only source of random numbers.
         """
         return order
 
@@ -128,14 +124,7 @@ class Balancer(Ordering, abc.ABC):
     needs_gradients: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def init(
-        self, num_columns: int, dtype: torch.dtype, device: torch.device
-    ) -> State: ...
-
-    @abc.abstractmethod
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced: ...
 
-    def next_order(
-        self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
-    ) -> np.ndarray:
+    def next_order(self, order: np.ndarray, placements: np.ndarray) -> np.ndarray:
         return reorder(order, placements, self.num_leaves)

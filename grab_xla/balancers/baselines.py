@@ -19,10 +19,7 @@ from grab_xla.balancing.reordering import check_permutation, reorder_by_score
 class RandomReshuffling(Ordering):
     """A new random permutation every epoch."""
 
-    def next_order(
-        self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
-    ) -> np.ndarray:
-        return torch.randperm(len(order), generator=generator).numpy()
+    is_drawn_anew: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,17 +31,13 @@ class ShuffleOnce(Ordering):
 class WithReplacement(Ordering):
     """Every sample drawn from all samples, in every epoch: not a permutation."""
 
+    is_drawn_anew: ClassVar[bool] = True
     is_permutation: ClassVar[bool] = False
 
     def first_order(
         self, num_samples: int, shuffled: bool, generator: torch.Generator
     ) -> np.ndarray:
         return torch.randint(num_samples, (num_samples,), generator=generator).numpy()
-
-    def next_order(
-        self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
-    ) -> np.ndarray:
-        return self.first_order(len(order), True, generator)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +74,5 @@ class NormOrder(Ordering):
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         return state, decide.whole(squared_norms(rows_RD))
 
-    def next_order(
-        self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
-    ) -> np.ndarray:
+    def next_order(self, order: np.ndarray, placements: np.ndarray) -> np.ndarray:
         return reorder_by_score(order, placements, self.descending_norm)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from grab_xla.balancers.base import Balanced, State
 from grab_xla.balancers.mean import MeanBalance
-from grab_xla.balancing.decisions import SMALLEST, Decisions
+from grab_xla.balancing.decisions import Decisions, squared_norms, without_nan
+from xla_replica import where_finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,25 +30,20 @@ class BatchBalance(MeanBalance):
     batch_size: int | None = None
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
+        sums, count, mean = state["sums"], state["count"], state["mean"]
+        rows, limits = without_nan(rows_RD), decide.thresholds_RN
+        # Differences are not formed.
+        products = (rows @ sums[:1].T - mean @ sums[:1].T)[:, 0]
+        products, squares = decide.whole(torch.stack([products, squared_norms(rows)]))
         # The mean of what was balanced so far, as in grab-sampler; that it is one only
         # matters where signs are drawn.
-        stale = state["sums"][:1].clone(), state["count"].clamp(min=SMALLEST)
-        decide = dataclasses.replace(decide, stale=stale, row_by_row=False)
-        return super().balance(state, rows_RD, decide)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UncentredBatchBalance(BatchBalance):
-    """Batch balance as in grab-sampler 0.1.3, whose accumulator sums raw gradients.
-
-    It serves comparisons: unless the mean gradient is nearly zero, its orders are
-    several times worse than random ones.
-    """
-
-    def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
-        state, placements = super().balance(state, rows_RD, decide)
-        sums, signs = state["sums"], placements.to(state["sums"].dtype)
-        if decide.weights_R is not None:
-            signs = signs * decide.weights_R
-        raw = signs.sum() * state["mean"]
-        return {**state, "sums": torch.cat([sums[:1] + raw, sums[1:]])}, placements
+        products = products / count.clamp(min=1)
+        finite = where_finite(squares)
+        below = decide.below(products, None if limits is None else limits[:, 0])
+        seen = finite.to(sums.dtype)
+        placements = torch.where(below, seen, -seen)
+        factors_2R = torch.stack([placements, seen])
+        sums.addmm_(factors_2R, rows)
+        sums.addcmul_(factors_2R.sum(1, keepdim=True), mean, value=-1)
+        state = {**state, "count": count + seen.sum()}
+        return state, placements.to(self.placement_dtype)

@@ -29,14 +29,8 @@ class BlockBalancer(Balancer):
     columns), the gradients of the last k < piece_size samples.
     """
 
-    @property
     @abc.abstractmethod
-    def piece_size(self) -> int: ...  # type: ignore[override]
-
-    @abc.abstractmethod
-    def balance_blocks(
-        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
-    ) -> Tensor:
+    def place_blocks(self, sums: Tensor, rows_RD: Tensor, decide: Decisions) -> Tensor:
         """Returns the placements of whole blocks, and adds to ``sums`` in place."""
 
     def init(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> State:
@@ -50,8 +44,6 @@ class BlockBalancer(Balancer):
 
     def balance(self, state: State, rows_RD: Tensor, decide: Decisions) -> Balanced:
         rows = rows_RD
-        if decide.weights_R is not None:
-            rows = rows * decide.weights_R.unsqueeze(1)
         if self.num_pending(state):
             rows = torch.cat([state["pending"], rows])
         end = len(rows) // self.piece_size * self.piece_size
@@ -60,7 +52,7 @@ class BlockBalancer(Balancer):
         if end == 0:
             none = torch.zeros(0, dtype=self.placement_dtype, device=rows.device)
             return state, none
-        placements = self.balance_blocks(state["sums"], rows[:end], decide)
+        placements = self.place_blocks(state["sums"], rows[:end], decide)
         return state, placements.to(self.placement_dtype)
 
 
@@ -84,27 +76,18 @@ class PairBalance(BlockBalancer):
     def piece_size(self) -> int:  # type: ignore[override]
         return 2 * self.num_workers
 
-    def balance_blocks(
-        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
-    ) -> Tensor:
+    def place_blocks(self, sums: Tensor, rows_RD: Tensor, decide: Decisions) -> Tensor:
         first, second = _partners(rows_RD, self.num_workers)
         limits = decide.thresholds_RN
         if limits is not None:
             # That of the partner, which came last.
             limits = _partners(limits[: len(rows_RD)], self.num_workers)[1]
-        if decide.row_by_row:
-            signs = decide.balance(sums, first, second, limits)
-        else:
-            tiles = decide.tiles(first - second, limits)
-            signs = torch.cat(
-                [decide.balance(sums, rows, None, limit) for rows, limit in tiles]
-            )
+        rows, centre = (first, second) if decide.row_by_row else (first - second, None)
+        signs = decide.balance(sums, rows, centre, limits)
         by_worker = signs.view(-1, 1, self.num_workers)
         return torch.cat([by_worker, -by_worker], dim=1).flatten()
 
-    def next_order(
-        self, order: np.ndarray, placements: np.ndarray, generator: torch.Generator
-    ) -> np.ndarray:
+    def next_order(self, order: np.ndarray, placements: np.ndarray) -> np.ndarray:
         return reorder_interleaved(order, placements, self.num_workers)
 
 

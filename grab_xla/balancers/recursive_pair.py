@@ -11,7 +11,6 @@ from torch import Tensor
 from grab_xla.balancers.pair import BlockBalancer
 from grab_xla.balancing.decisions import Decisions, squared_norms, without_nan
 from xla_replica import computed_once, where_finite
-from xla_replica.common.arguments import check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,7 @@ class RecursivePairBalance(BlockBalancer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_integer("batch_size", self.batch_size, 2)
-        if self.batch_size & (self.batch_size - 1):
+        if self.batch_size < 2 or self.batch_size & (self.batch_size - 1):
             raise ValueError(
                 f"batch_size={self.batch_size}: 'recursive-pair' needs a power of two"
             )
@@ -55,23 +53,18 @@ class RecursivePairBalance(BlockBalancer):
     def num_leaves(self) -> int:
         return self.batch_size
 
-    def balance_blocks(
-        self, sums: Tensor, rows_RD: Tensor, decide: Decisions
-    ) -> Tensor:
-        placements = []
-        blocks = dataclasses.replace(decide, tile_size=self.batch_size)
-        rows_RD = computed_once(without_nan(rows_RD))
-        for rows, thresholds in blocks.tiles(rows_RD, decide.thresholds_RN):
+    def place_blocks(self, sums: Tensor, rows_RD: Tensor, decide: Decisions) -> Tensor:
+        placements, size, limits = [], self.batch_size, decide.thresholds_RN
+        blocks = computed_once(without_nan(rows_RD)).split(size)
+        for number, rows in enumerate(blocks):
+            thresholds = None if limits is None else limits[number * size :][:size]
             squares = squared_norms(rows).unsqueeze(1)
-            inner = torch.cat([rows @ sums.T, squares], dim=1)
-            inner = decide.whole(inner)
+            inner = decide.whole(torch.cat([rows @ sums.T, squares], dim=1))
             # A sample that is not finite has products of 0 and is not added.
             finite = where_finite(inner[:, -1:])
             inner = torch.where(finite, inner, torch.zeros_like(inner))
-            weights, placed = (
-                torch.where(finite, each, torch.zeros_like(each))
-                for each in self._sort(inner[:, :-1], thresholds, decide)
-            )
+            found = self._sort(inner[:, :-1], thresholds, decide)
+            weights, placed = (each * finite for each in found)
             sums.addmm_(weights.T, rows)
             placements.append(placed.squeeze(1))
         return torch.cat(placements)

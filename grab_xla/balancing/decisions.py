@@ -2,8 +2,8 @@
 
 The sign of a vector z is +1 if its inner product p with the signed sum ``a`` of the
 vectors before it is below a threshold; then ``a += sign * z``. With K = Z Z^T and u = Z
-a of a tile of vectors, all p follow without touching a vector again: ``p_i = u_i +
-sum_{j<i} sign_j K_ij``. This is exact, so a tile of any size gives the same signs.
+a of a step's vectors, all p follow without touching a vector again: ``p_i = u_i +
+sum_{j<i} sign_j K_ij``. This is exact, so steps of any size give the same signs.
 
 The recursion is solved as a fixed point, ``p <- u + strictly_lower(K) sign(p)``: after
 k rounds at least the first k + 1 signs are right, and further rounds do not change
@@ -11,7 +11,7 @@ them. The rounds end when one changes nothing: on a CPU at once, on a compiled b
 in a loop on the device, and on a GPU, which has to be waited for, after up to
 `_ROUNDS_BETWEEN_LOOKS` more.
 
-Axes: R rows of a tile, D columns (parameters, or this replica's share of them), V
+Axes: R rows of a step, D columns (parameters, or this replica's share of them), V
 accumulators.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,8 +29,6 @@ from grab_xla.balancing.row_by_row import balance_rows
 from xla_replica import comparable, lazy_operation, traits, where_finite
 
 TIES = ("negative", "positive")
-# What a sum of weights is at least where it divides: of nothing, the mean is zero.
-SMALLEST = 1e-30
 # On a GPU. Rounds are four launches each; signs of uncorrelated rows settle in a tenth
 # of them.
 _ROUNDS_BETWEEN_LOOKS = 32
@@ -47,36 +45,19 @@ class Decisions:
             means 0. Thresholds of samples that wait for a partner come first.
             The self-balancing walk (Alweiss, Liu and Sawhney, arXiv:2006.14009) takes
             +1 with probability 1/2 - p / 2c, which is p < c (1 - 2 uniform).
-        weights_R: The weights of the samples of this step in their updates, which their
-            vectors are multiplied by. None: all have the weight one.
         sum_: Adds partial inner products over the shards of the columns, in place;
-            None: one shard holds all columns, so they are whole.
-        tile_size: How many rows' inner products are formed at once; None means all.
+            where one shard holds all columns, they are whole.
         row_by_row: Whether rows are balanced one after the other; see `balance_rows`.
-        stale: An accumulator, ``(1, D)``, and a number that it is divided by, ``(1,)``,
-            which decide all signs; None: a sign depends on those before it.
     """
 
     tie: str = "negative"
     thresholds_RN: Tensor | None = None
-    weights_R: Tensor | None = None
-    sum_: Callable[[list[Tensor]], None] | None = None
-    tile_size: int | None = None
+    sum_: Callable[[list[Tensor]], None] = lambda partial: None
     row_by_row: bool = False
-    stale: tuple[Tensor, Tensor] | None = None
-
-    def tiles(self, *of_rows: Tensor | None) -> Iterator[list[Any]]:
-        """Yields tiles of rows and, of each of the others, its part for these rows."""
-        num_rows = max(len(of_rows[0]), 1)  # type: ignore[arg-type]
-        size = self.tile_size or num_rows
-        for start in range(0, num_rows, size):
-            own = slice(start, start + size)
-            yield [each if each is None else each[own] for each in of_rows]
 
     def whole(self, partial: Tensor) -> Tensor:
         """Returns partial inner products summed over the shards of the columns."""
-        if self.sum_ is not None:
-            self.sum_([partial])
+        self.sum_([partial])
         return partial
 
     def gram(
@@ -90,18 +71,15 @@ class Decisions:
         """
         parts = [rows_RD @ rows_RD.T, rows_RD @ vectors_VD.T]
         if centre_1D is not None:
-            # Products are joined rather than vectors, of which a tree has many.
-            parts[1] = torch.cat([parts[1], rows_RD @ centre_1D.T], 1)
-            of_centre = [centre_1D @ each.T for each in (vectors_VD, centre_1D)]
-            parts.append(torch.cat(of_centre, 1))
-        if self.sum_ is not None:
-            self.sum_(parts)
-        gram, products = parts[:2]
+            others = rows_RD, vectors_VD, centre_1D
+            parts += [centre_1D @ each.T for each in others]
+        self.sum_(parts)
+        gram, products, *of_centre = parts
         if centre_1D is None:
             return gram, products
-        with_centre, of_centre_1V = products[:, -1:], parts[2]
-        gram = gram - with_centre - with_centre.T + of_centre_1V[:, -1:]
-        return gram, products[:, :-1] - of_centre_1V[:, :-1]
+        with_rows_1R, with_vectors_1V, square = of_centre
+        gram = gram - with_rows_1R.T - with_rows_1R + square
+        return gram, products - with_vectors_1V
 
     def balance(
         self,
@@ -111,7 +89,7 @@ class Decisions:
         thresholds_RN: Tensor | None,
         depth: int = 0,
     ) -> Tensor:
-        """Balances a tile of ``rows - centre`` down a tree of accumulators.
+        """Balances ``rows - centre`` down a tree of accumulators.
 
         Args:
             sums: ``(V, D)`` or ``(V + 1, D)``, changed in place: the accumulators of
@@ -128,28 +106,11 @@ class Decisions:
         """
         if self.row_by_row:
             return balance_rows(rows_RD, centre, sums, thresholds_RN, depth, self.tie)
-        on_host = self.tile_size is not None and traits(rows_RD).is_host
-        if centre is not None and (on_host or self.stale is not None):
-            # A tile on a CPU is small, so differences are formed: with them float32
-            # loses no digits where the mean is larger than they are.
-            rows_RD, centre = rows_RD - centre, None
         rows_RD = without_nan(rows_RD)
         num_nodes = 2 ** (depth + 1) - 1
-        if self.stale is None:
-            gram, products = self.gram(rows_RD, sums[:num_nodes], centre)
-            finite = where_finite(torch.diagonal(gram))
-            walk = products, gram, finite, thresholds_RN, depth
-            factors, placements = self._walk(*walk)
-        else:
-            accumulator, divisor = self.stale
-            inner = (rows_RD @ accumulator.T)[:, 0], squared_norms(rows_RD)
-            products, squares = self.whole(torch.stack(inner))
-            finite = where_finite(squares)
-            limits = None if thresholds_RN is None else thresholds_RN[:, 0]
-            below = self.below(products / divisor, limits)
-            positive = finite.to(sums.dtype)
-            placements = torch.where(below, positive, -positive)
-            factors = [placements.unsqueeze(1)]
+        gram, products = self.gram(rows_RD, sums[:num_nodes], centre)
+        finite = where_finite(torch.diagonal(gram))
+        factors, placements = self._walk(products, gram, finite, thresholds_RN, depth)
         if len(sums) > num_nodes:
             factors.append(finite.to(sums.dtype).unsqueeze(1))
         factors_VR = torch.cat(factors, dim=1).T
@@ -277,12 +238,3 @@ def without_nan(rows_RD: Tensor) -> Tensor:
         return rows_RD
     huge = torch.finfo(rows_RD.dtype).max / 4
     return torch.nan_to_num(rows_RD, nan=huge, posinf=huge, neginf=huge)
-
-
-def mark_nonfinite(values_RD: Tensor, source_RD: Tensor) -> Tensor:
-    """Returns ``values``, made huge where their source is not finite."""
-    if traits(source_RD).is_host and math.isfinite(float(source_RD.sum())):
-        return values_RD
-    huge = torch.finfo(values_RD.dtype).max / 4
-    small = source_RD.abs() < comparable(huge, source_RD)
-    return torch.where(small, values_RD, huge)

@@ -90,11 +90,7 @@ def check_permutation(name: str, value: Any, num_samples: int) -> np.ndarray:
         ValueError: It is not a permutation of ``range(num_samples)``.
     """
     order = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-    if not (
-        order.shape == (num_samples,)
-        and order.dtype.kind in "iu"
-        and bool((np.sort(order) == np.arange(num_samples)).all())
-    ):
+    if not np.array_equal(np.sort(order), np.arange(num_samples)):
         raise ValueError(
             f"{name} must be a permutation of range({num_samples}), got an array of "
             f"shape {order.shape} and dtype {order.dtype}"
@@ -110,31 +106,20 @@ class RoundRobinSharding:
     groups on each of W replicas completes the next W B groups of the order, whatever B
     and W are. Unless the order is one of groups, a group is a sample.
 
-    ``drop_last`` leaves out the last groups that do not fill a round. Otherwise they
-    are followed by repetitions of the first ones, whose gradients are not balanced. If
-    ``group_size`` does not divide ``num_samples``, the samples of the smaller group at
-    the end are dealt one at a time, and are not balanced either.
+    The last round is filled up with the first groups, whose gradients are not balanced
+    once more. If ``group_size`` does not divide ``num_samples``, the samples of the
+    smaller group at the end are dealt one at a time, and are not balanced either.
     """
 
     num_samples: int
     num_replicas: int
     rank: int
-    drop_last: bool = False
     group_size: int = 1
 
     @property
     def num_groups(self) -> int:
         """The number of whole groups."""
         return self.num_samples // self.group_size
-
-    @property
-    def num_remaining(self) -> int:
-        """How many samples of the smaller group at the end every replica runs."""
-        return len(self._dealt(np.arange(self.num_samples % self.group_size), 0))
-
-    def end(self, start: int) -> int:
-        """Returns the end of the positions that a pass from ``start`` uses."""
-        return self._end(self.num_groups, start)
 
     def own(self, order: np.ndarray, start: int) -> np.ndarray:
         """Returns this replica's samples from position ``start``, ``(length,)`` int64.
@@ -151,14 +136,7 @@ class RoundRobinSharding:
         groups = self._dealt(whole.reshape(-1, self.group_size), start)
         return np.concatenate([groups.reshape(-1), self._dealt(rest, 0)])
 
-    def _end(self, num_units: int, start: int) -> int:
-        left_out = (num_units - start) % self.num_replicas if self.drop_last else 0
-        return num_units - left_out
-
     def _dealt(self, units: np.ndarray, start: int) -> np.ndarray:
         """Returns this replica's units from position ``start``, and repetitions."""
-        used = units[start : self._end(len(units), start)]
-        num_own = -(-len(used) // self.num_replicas)
-        positions = self.rank + np.arange(num_own) * self.num_replicas
-        used = np.concatenate([used, units])
-        return used[positions % max(len(used), 1)]
+        places = np.arange(start, len(units), self.num_replicas) + self.rank
+        return units[places % max(len(units), 1)]

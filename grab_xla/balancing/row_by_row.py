@@ -1,6 +1,6 @@
 """Balancing vectors one after the other, which is what a CPU does fastest.
 
-Inner products of all rows of a tile are more of them, and in a tree they are products
+Inner products of all rows of a step are more of them, and in a tree they are products
 with all of its nodes, of which a row passes few.
 """
 
@@ -37,12 +37,12 @@ def balance_rows(
     limits = [[0.0] * (depth + 1)] if thresholds is None else thresholds.tolist()
     parts = [slice(i, i + _PIECE) for i in range(0, sums.shape[1], _PIECE)]
     totals = [[total[part] for part in parts] for total in sums.numpy()]
-    placements = []
     rows = zip(minuends.numpy(), itertools.cycle(others), itertools.cycle(limits))
     with np.errstate(all="ignore"):
-        for x, y, row_limits in rows:
-            difference = _difference(x, y, parts)
-            placements.append(_down_a_tree(difference, totals, row_limits, tie))
+        placements = [
+            _down_a_tree(_difference(x, y, parts), totals, own, tie)
+            for x, y, own in rows
+        ]
     return torch.tensor(placements, dtype=torch.int32)
 
 

@@ -4,10 +4,11 @@ Nothing else in `grab_xla` knows these balance types: they are in `BALANCE_TYPES
 those of your own file would be.
 
 The kernel of n samples is K = F F^T, where row i of F, the features, is the gradient of
-sample i's loss. It takes O(n^2 d) time and holds n d numbers, and orders take O(n^3) in
-float64 on the host: use them before a run or between epochs, for a few thousand
-samples. Where hardware multiplies float32 matrices in lower precision by default,
-kernels have that precision. Orders are int64 arrays ``(n,)``.
+sample i's loss. It takes O(n^2 d) time and holds n d numbers, and orders take O(n^2)
+for every round, or O(n^3) by an eigenvector, in float64 on the host: use them before a
+run or between epochs, for a few thousand samples. Where hardware multiplies float32
+matrices in lower precision by default, kernels have that precision. Orders are int64
+arrays ``(n,)``.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ from torch.utils.data import DataLoader, Dataset
 import xla_replica
 from grab_xla.balancers import BALANCE_TYPES, Ordering
 from grab_xla.balancing.reordering import reorder
+from grab_xla.balancing.row_by_row import balance_rows
 from per_sample_grad import per_sample_grads
 from xla_replica.common.arguments import check_integer
 from xla_replica.common.trees import map_tensors
 
 LossFn = Callable[[Any, Tensor], Tensor]
-# How many columns of the features are multiplied at a time.
-CHUNK = 2**14
 
 
 @torch.enable_grad()
@@ -70,15 +70,12 @@ def per_sample_gradients(
     """
     num_samples = len(dataset)  # type: ignore[arg-type]
     device = next(iter(params.values())).device
-    copied = copy.deepcopy(model).to(dtype)
+    copied = copy.deepcopy(model).to(device, dtype)
     own = dict(copied.named_buffers(remove_duplicate=False))
     own |= dict(copied.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, value in {**buffers, **params}.items():
-            own[name].copy_(value)
-    for name in params:
-        own[name].requires_grad_(True)
-    copied.to(device)
+            own[name].copy_(value).requires_grad_(name in params)
 
     def loss(outputs: Any, target: Tensor) -> Tensor:
         return loss_fn(*map_tensors((outputs, target), lambda t: t.unsqueeze(0)))
@@ -86,7 +83,7 @@ def per_sample_gradients(
     def losses(model: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return vmap(loss)(model(x), y)
 
-    rows = []
+    rows, names = [], list(params)
     # Its own generator: a loader draws a seed even where it does not shuffle.
     loader = DataLoader(dataset, batch_size, generator=torch.Generator())
     for x, y in loader:
@@ -96,11 +93,9 @@ def per_sample_gradients(
             each[filled].to(device, dtype if each.is_floating_point() else each.dtype)
             for each in (x, y)
         )
-        options: dict[str, Any] = {"params": list(params), "fallback": "loop"}
-        gradients = per_sample_grads(copied, losses, (x, y), **options)
-        rows.append(torch.cat([gradients[n].flatten(1) for n in params], dim=1))
-        if xla_replica.traits(device).is_lazy:
-            xla_replica.current().sync()  # Otherwise all batches are one program.
+        grads = per_sample_grads(copied, losses, (x, y), params=names, fallback="loop")
+        rows.append(torch.cat([grads[name].flatten(1) for name in names], dim=1))
+        xla_replica.current().sync()  # Otherwise all batches are one program.
     return torch.cat(rows)[:num_samples]
 
 
@@ -117,12 +112,9 @@ def empirical_ntk(*given: Any, centered: bool = True, **named: Any) -> Tensor:
     """
     features = per_sample_gradients(*given, **named)
     _check_finite(features, "gradients")
-    wide = torch.promote_types(features.dtype, torch.float32)
-    kernel = torch.zeros(len(features), len(features), dtype=wide).to(features.device)
-    for chunk in features.split(CHUNK, dim=1):
-        chunk = chunk.to(wide)
-        rows = chunk - chunk.mean(0) if centered else chunk
-        kernel = kernel + rows @ rows.T
+    rows = features.to(torch.promote_types(features.dtype, torch.float32))
+    rows = rows - rows.mean(0) if centered else rows
+    kernel = rows @ rows.T
     return (kernel + kernel.T) / 2  # The product may not be symmetric to the last bit.
 
 
@@ -140,7 +132,7 @@ def ntk_fixed_order(
     array([1, 0])
 
     Args:
-        kernel: K, ``(n, n)``. The Gram matrix of its rows is K K^T.
+        kernel: K, ``(n, n)``.
         rounds: How often to go through all rows.
         order: The first order. Default: 0, 1, ..., n - 1.
 
@@ -150,16 +142,11 @@ def ntk_fixed_order(
     """
     check_integer("rounds", rounds, 1)
     rows = _on_host(kernel)
-    rows = rows - rows.mean(0)
-    gram = (rows @ rows.T).numpy()
-    order = np.arange(len(gram)) if order is None else order
-    signs = np.empty(len(gram), dtype=np.int8)
+    centre = rows.mean(0, keepdim=True)
+    order = np.arange(len(rows)) if order is None else order
     for _ in range(rounds):
-        products = np.zeros(len(gram))  # <a, z_i> for every i
-        for position, i in enumerate(order.tolist()):
-            signs[position] = 1 if products[i] < 0 else -1
-            products += signs[position] * gram[i]
-        order = reorder(order, signs)
+        given = rows[torch.from_numpy(order)], centre, torch.zeros_like(centre)
+        order = reorder(order, balance_rows(*given, None, 0, "negative").numpy())
     return order
 
 
@@ -293,17 +280,13 @@ class _AtConstruction:
     buffers: Mapping[str, Tensor] = dataclasses.field(repr=False)
     loss_fn: LossFn = dataclasses.field(repr=False)
 
-    @property
-    def given(self) -> tuple[Any, ...]:
-        return self.model, self.params, self.buffers, self.loss_fn
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NTKFixedEigen(_AtConstruction, NTKEigen):
     """The order of `NTKEigen` at the first parameters, in every epoch."""
 
     def first_order(self, *of: Any) -> np.ndarray:
-        return self.compute_order(*self.given)
+        return self.compute_order(self.model, self.params, self.buffers, self.loss_fn)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -318,7 +301,8 @@ class NTKFixedBalance(_AtConstruction, _KernelOrder):
 
     def first_order(self, *of: Any) -> np.ndarray:
         start = super().first_order(*of)
-        return ntk_fixed_order(self.kernel(*self.given), self.num_rounds, start)
+        kernel = self.kernel(self.model, self.params, self.buffers, self.loss_fn)
+        return ntk_fixed_order(kernel, self.num_rounds, start)
 
 
 BALANCE_TYPES["ntk-fixed"] = NTKFixedBalance

@@ -119,12 +119,12 @@ class Columns:
         if self.shards:
             self.replica.all_reduce_(partial)
 
-    def own(self, vectors_VD: Tensor, fill: float = 0.0) -> Tensor:
-        """Returns this replica's columns of ``(V, d)``; ``fill`` is after the last."""
+    def own(self, vectors_VD: Tensor) -> Tensor:
+        """Returns this replica's columns of ``(V, d)``; zeros are after the last."""
         if not self.shards:
             return vectors_VD
         first = self.replica.rank * self.num_own
-        return self._filled(vectors_VD, fill)[:, first : first + self.num_own].clone()
+        return self._filled(vectors_VD)[:, first : first + self.num_own].clone()
 
     def whole(self, vectors_VD: Tensor) -> Tensor:
         """Returns whole vectors, ``(V, d)``, from all replicas' columns. Collective."""
@@ -135,30 +135,23 @@ class Columns:
         parts = self.replica.all_gather(vectors_VD)
         return parts.transpose(0, 1).flatten(1)[:, : self.num_columns]
 
-    def _filled(self, vectors_VD: Tensor, fill: float = 0.0) -> Tensor:
+    def _filled(self, vectors_VD: Tensor) -> Tensor:
         missing = self.num_own * self.replica.num_replicas - self.num_columns
-        return torch.nn.functional.pad(vectors_VD, (0, missing), value=fill)
+        return torch.nn.functional.pad(vectors_VD, (0, missing))
 
 
-def replica_for(
-    num_replicas: int | None, rank: int | None, device: torch.device | str | None
-) -> Replica:
-    """Returns the replica that balances: the caller's, or a separate one.
+def replica_for(replica: Replica | None, device: torch.device | str | None) -> Replica:
+    """Returns the replica that balances: the caller's, unless it is told otherwise.
 
-    Only replicas that sum with one another, on their own device, can be asked for.
+    Raises:
+        ValueError: Replicas that balance together cannot do so on another device.
     """
-    current = xla_replica.current()
-    own_device = device is None or torch.device(device).type == current.device.type
-    own_numbers = (num_replicas in (None, current.num_replicas)) and (
-        rank in (None, current.rank)
-    )
-    if own_device and own_numbers:
-        return current
-    is_alone = num_replicas == 1 or (num_replicas is None and current.num_replicas == 1)
-    if is_alone and rank in (None, 0):
-        return LocalReplica(device or current.device, "a separate one was asked for")
-    raise ValueError(
-        f"num_replicas={num_replicas}, rank={rank}, device={device}, but the caller is "
-        f"{current}: leave both out, and device, or pass num_replicas=1 for a separate "
-        "sampler"
-    )
+    found = replica or xla_replica.current()
+    if device is None or torch.device(device).type == found.device.type:
+        return found
+    if found.num_replicas > 1:
+        raise ValueError(
+            f"device={device}, but the caller is {found}: leave it out, or pass "
+            "replica=xla_replica.LocalReplica(device) for a sampler of its own"
+        )
+    return LocalReplica(device, "another device was asked for")

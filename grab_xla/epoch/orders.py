@@ -1,14 +1,13 @@
-"""The order of the current epoch, the weights of its samples, and the next order."""
+"""The order of the current epoch, and the next order."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from grab_xla.balancers import Ordering
 from grab_xla.balancing.reordering import (
@@ -16,10 +15,7 @@ from grab_xla.balancing.reordering import (
     RoundRobinSharding,
     check_permutation,
 )
-
-# From the number of an epoch to numbers by position in its order, or None: all equal.
-WeightsOf = Callable[[int], Sequence[float] | np.ndarray | None]
-Weights = Literal["equal", "update"] | WeightsOf
+from xla_replica.common.arguments import check_integer
 
 
 class GraBWarning(UserWarning):
@@ -29,7 +25,7 @@ class GraBWarning(UserWarning):
 class Orders:
     """Keeps the order of the current epoch and asks the balance type for the next.
 
-    A copy of the generator is the only source of randomness. With a ``group_size``,
+    The generator is the only source of randomness. With a ``group_size``,
     consecutive samples of the first order stay together, and placements are those of
     groups; samples that do not fill a group keep the last places.
 
@@ -39,7 +35,6 @@ class Orders:
         begun: Whether the first epoch has begun.
         given: The order that the next epoch has been given, if any.
         history: All orders so far if they are recorded.
-        drawn_from: The state of the generator at the beginning of the epoch.
     """
 
     def __init__(
@@ -47,17 +42,17 @@ class Orders:
         ordering: Ordering,
         sharding: RoundRobinSharding,
         shuffled: bool,
-        generator: torch.Generator,
+        seed: int,
         record: bool,
     ) -> None:
-        # A copy: replicas that are threads may have been given the same object.
-        self.generator = torch.Generator().set_state(generator.get_state())
+        self.generator = torch.Generator().manual_seed(check_integer("seed", seed))
         self.ordering, self._sharding, self._records = ordering, sharding, record
         size = sharding.num_samples
         self.order = self._checked(ordering.first_order(size, shuffled, self.generator))
         self.epoch, self.begun = 0, False
         self.history: list[list[int]] = []
-        self.drawn_from = self.generator.get_state()
+        # That of the generator before the epoch's random numbers.
+        self._drawn_from = self.generator.get_state()
         self._warned: set[str] = set()
         self.given: np.ndarray | None = None
 
@@ -81,22 +76,24 @@ class Orders:
             self.order, self.given = self.given, None
         if self._records:
             self.history.append(self.order.tolist())
-        self.drawn_from = self.generator.get_state()
+        self._drawn_from = self.generator.get_state()
 
     def _following(self, placements: np.ndarray) -> np.ndarray:
-        follows, size = self.ordering.next_order, self._sharding.group_size
+        num_groups, size = self._sharding.num_groups, self._sharding.group_size
+        numbers = self.order if size == 1 else np.arange(num_groups)
+        if self.ordering.is_drawn_anew:
+            numbers = self.ordering.first_order(num_groups, True, self.generator)
+        else:
+            numbers = self.ordering.next_order(numbers, placements)
         if size == 1:
-            return follows(self.order, placements, self.generator)
-        num_groups = self._sharding.num_groups
-        numbers = follows(np.arange(num_groups), placements, self.generator)
+            return numbers
         whole, rest = np.split(self.order, [num_groups * size])
         groups = whole.reshape(num_groups, size)[numbers]
         return np.concatenate([groups.reshape(-1), rest])
 
     def _warn_of_nonfinite(self, placements: np.ndarray) -> None:
-        bad = ~np.isfinite(placements)
-        if placements.dtype.kind != "f":
-            bad = placements == KEEP
+        is_score = placements.dtype.kind == "f"
+        bad = ~np.isfinite(placements) if is_score else placements == KEEP
         if bad.any():
             size = self._sharding.group_size
             self.warn_once(
@@ -119,40 +116,15 @@ class Orders:
             "epoch": self.epoch,
             "order": torch.from_numpy(self.order.copy()),
             "begun": self.begun,
-            "generator": self.generator.get_state(),
-            "drawn_from": self.drawn_from,
+            "generator": self._drawn_from,
             "given": None if self.given is None else torch.from_numpy(self.given),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned; the epoch's numbers are not drawn."""
         self.epoch, self.begun = state["epoch"], state["begun"]
         self.order = state["order"].cpu().numpy().copy()
-        self.drawn_from = state["drawn_from"].cpu()
-        self.generator.set_state(state["generator"].cpu())
+        self._drawn_from = state["generator"].cpu()
+        self.generator.set_state(self._drawn_from)
         given = state["given"]
         self.given = None if given is None else given.cpu().numpy().copy()
-
-
-def weights_in(epoch: int, weights: Weights, num_samples: int) -> Tensor | None:
-    """Returns ``(num_samples,)`` float64 on the CPU, or None: all weigh the same.
-
-    Raises:
-        ValueError: Nobody knows the updates, or weights are not allowed.
-    """
-    if weights == "update":
-        raise ValueError(
-            "weights='update' needs an elastic sampler (CustomSampler(..., "
-            "order=sampler)), or pass a function from the epoch to weights"
-        )
-    given = weights(epoch) if callable(weights) else None
-    if given is None:
-        return None
-    values = np.asarray(given, dtype=np.float64)
-    fits = values.shape == (num_samples,)
-    if not fits or not (np.isfinite(values) & (values >= 0)).all():
-        raise ValueError(
-            f"the weights of an epoch must be {num_samples} finite numbers of at least "
-            f"0, got {given!r}"
-        )
-    return torch.from_numpy(values)

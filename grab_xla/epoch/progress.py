@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,23 @@ from torch import Tensor
 
 from grab_xla.balancing.reordering import RoundRobinSharding
 from grab_xla.epoch.online_balancer import OnlineBalancer
-from grab_xla.epoch.orders import Orders, Weights, weights_in
+from grab_xla.epoch.orders import Orders
 from xla_replica.device.row_units import Rider
+
+
+@dataclasses.dataclass
+class Passes:
+    """What the passes over one order have done.
+
+    Attributes:
+        num_drawn: The most samples that one of them has drawn.
+        step_size: The most in a step that did not say which they are.
+        older_goes_on: Whether a pass over an earlier order has drawn since.
+    """
+
+    num_drawn: int = 0
+    step_size: int = 0
+    older_goes_on: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,9 +50,6 @@ class Progress(Rider):
         sharding: How replicas share them.
         balancer: What balances; its ``num_seen`` counts groups, and after the whole
             ones also the smaller one at the end.
-        weights: The weights of samples, as for `GraBSampler`.
-        uses_gradients: Whether anything is balanced.
-        timer: Makes a context from a name.
         dealt_elsewhere: The epoch whose whole order another sampler was given; None if
             no order was given.
     """
@@ -46,31 +57,36 @@ class Progress(Rider):
     orders: Orders
     sharding: RoundRobinSharding
     balancer: OnlineBalancer
-    weights: Weights
-    uses_gradients: bool
-    timer: Callable[[str], contextlib.AbstractContextManager[Any]]
     dealt_elsewhere: int | None = None
 
     def __post_init__(self) -> None:
         self._columns = self.balancer.columns
         self._group_size = self.sharding.group_size
-        # Of this order, the number of which tells its passes: samples that were drawn,
-        # that had a step, and the most in a step that did not say which they are.
-        self._num_drawn = self._num_stepped = self._step_size = self._number = 0
-        self._is_drawn = self._older_goes_on = False  # by any loop, by an older pass
+        self._num_groups = self.sharding.num_groups
+        self._passes = Passes()
         # The position at which the pass over the order began: 0, or that of a state
         # that was restored in the middle of an epoch.
-        self._begin_at(0)
+        self._start = 0
         self._own = self.sharding.own(self.orders.order, 0)
-        self._weighed_for = -1  # the epoch whose weights the balancer has
         self._steps: list[int] = []  # their samples, since the last update
         self._waiting: list[Tensor] = []  # rows of minibatches, until their update
         self._has_updated = False
         self._gathered: Iterable[Tensor] = ()  # what `commit` balances
         self._num_gathered = 0  # groups
 
-    def _begin_at(self, start: int) -> None:
-        self._start, self._end = start, self.sharding.end(start)
+    @property
+    def _num_left(self) -> int:
+        """The groups of the order that no step has had, of all replicas."""
+        return self._num_groups - self.balancer.num_seen
+
+    @property
+    def _num_stepped(self) -> int:
+        """How many of this replica's samples of the pass had a step."""
+        if self.balancer.num_seen > self._num_groups:
+            return len(self._own)
+        num_replicas = self._columns.replica.num_replicas
+        turns = -(-(self.balancer.num_seen - self._start) // num_replicas)
+        return min(turns * self._group_size, len(self._own))
 
     @property
     def _waits(self) -> bool:
@@ -81,35 +97,22 @@ class Progress(Rider):
         """Returns how many samples this replica runs in a pass."""
         return len(self.sharding.own(self.orders.order, self._start))
 
-    @property
-    def num_seen(self) -> int:
-        """The samples of the current order whose gradients have been taken."""
-        num_samples = self.balancer.num_seen * self._group_size
-        return min(num_samples, self.sharding.num_samples)
-
     # --- epochs ---------------------------------------------------------------------
 
     def deal(self) -> Iterator[int]:
         """Begins the next epoch, or what is left of a restored one."""
         self.dealt_elsewhere = None
         self._advance()
-        self._weigh(self.orders.epoch)
         self._own = self.sharding.own(self.orders.order, self._start)
-        self._older_goes_on = False
-        return self._draw(self._own.tolist(), self._number)
+        self._passes.older_goes_on = False
+        return self._draw(self._own.tolist(), self._passes)
 
-    def _draw(self, samples: list[int], number: int) -> Iterator[int]:
+    def _draw(self, samples: list[int], passes: Passes) -> Iterator[int]:
         for num_drawn, sample in enumerate(samples, 1):
-            if number == self._number:
-                self._num_drawn, self._is_drawn = max(self._num_drawn, num_drawn), True
-            else:
-                self._older_goes_on = True
+            passes.num_drawn = max(passes.num_drawn, num_drawn)
+            if passes is not self._passes:
+                self._passes.older_goes_on = True
             yield sample
-
-    def _leave_order(self) -> None:
-        """Ends the passes over the order."""
-        self._number += 1
-        self._num_drawn = self._num_stepped = self._step_size = 0
 
     def give(self, epoch: int) -> None:
         """Begins the epoch unless it has begun; another sampler deals its order.
@@ -123,18 +126,10 @@ class Progress(Rider):
                 f"the order of epoch {epoch} is gone: the current epoch is {given_for}"
             )
         # The elastic sampler knows its position: it asks for whole orders.
-        self._begin_at(0)
+        self._start = 0
         if epoch != given_for:
             self._advance()
         self.dealt_elsewhere = epoch
-        self._weigh(epoch)
-
-    def _weigh(self, epoch: int) -> None:
-        if epoch != self._weighed_for:
-            weights = weights_in(epoch, self.weights, self.sharding.num_samples)
-            if weights is not None:  # Samples of a group are of one update.
-                weights = weights[:: self._group_size]
-            self.balancer.weights, self._weighed_for = weights, epoch
 
     def _advance(self) -> None:
         """Begins an epoch unless the current one has not been used."""
@@ -149,32 +144,28 @@ class Progress(Rider):
                 f"{num_waiting} minibatches were not balanced: call sampler.step() "
                 "before optimizer.step(), and optimizer.attach(sampler.after_update)"
             )
-        self._begin_at(0)
-        if num_seen == 0:
-            self._num_stepped = 0  # what waited for an update had no step
-        if orders.begun and orders.ordering.needs_gradients and num_seen == 0:
-            return
         if num_seen:
             self._compare()
-            self._leave_order()
-            num_left = self.sharding.num_samples % self._group_size
-            is_whole = num_seen == self.sharding.num_groups
-            if num_left and (is_whole or self.dealt_elsewhere is not None):
-                orders.warn_once(
-                    "remainder",
-                    f"epoch {orders.epoch} left out {num_left} samples, which fill no "
-                    f"group, and all epochs will: choose a group_size that divides "
-                    f"{self.sharding.num_samples}, or a DataLoader without drop_last",
-                )
-        placements = self.balancer.placements()
-        with self.timer("reset_epoch"):
-            orders.advance(placements)
-            self.balancer.reset(self.sharding.num_groups, orders.generator)
+        self._start = 0
+        if orders.begun and orders.ordering.needs_gradients and num_seen == 0:
+            return
+        num_left = self.sharding.num_samples % self._group_size
+        is_whole = num_seen == self._num_groups
+        if num_left and num_seen and (is_whole or self.dealt_elsewhere is not None):
+            orders.warn_once(
+                "remainder",
+                f"epoch {orders.epoch} left out {num_left} samples, which fill no "
+                f"group, and all epochs will: choose a group_size that divides "
+                f"{self.sharding.num_samples}, or a DataLoader without drop_last",
+            )
+        self._passes = Passes()
+        orders.advance(self.balancer.placements())
+        self.balancer.reset(self._num_groups, orders.generator)
 
     def _compare(self) -> None:
         """Warns if fewer samples of the order had a step than were drawn."""
-        drawn, stepped = self._num_drawn, self._num_stepped
-        if 0 < self._step_size <= drawn - stepped:
+        drawn, stepped = self._passes.num_drawn, self._num_stepped
+        if 0 < self._passes.step_size <= drawn - stepped:
             self.orders.warn_once(
                 "steps",
                 f"{drawn} samples of epoch {self.orders.epoch} were drawn, and "
@@ -183,15 +174,32 @@ class Progress(Rider):
                 "indices=: others got these gradients. Later ones are not reported",
             )
 
-    def restore(self, dealt_elsewhere: int | None) -> None:
-        """Continues where the orders and the balancer were restored."""
-        self._leave_order()
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the order, the balance, and how far it is; collective."""
+        own = {"given_for": self.dealt_elsewhere, "engine": self.balancer.state_dict()}
+        return own | self.orders.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state_dict` was called.
+
+        Raises:
+            ValueError: Something is missing.
+        """
+        orders, balancer, sharding = self.orders, self.balancer, self.sharding
+        try:
+            orders.load_state_dict(state)
+            balancer.load_state_dict(state["engine"])
+            self.dealt_elsewhere = state["given_for"]
+        except KeyError as error:
+            raise ValueError(f"load_state_dict: the state has no {error}") from error
+        if orders.begun:  # the epoch's random numbers are drawn again, and not saved
+            balancer.draw(self._num_groups, orders.generator)
+        self._passes = Passes()
         self.clear()
-        num_seen, sharding = self.balancer.num_seen, self.sharding
-        end = sharding.end(0) + (sharding.num_remaining > 0)
-        self._begin_at(num_seen if num_seen < end else 0)
-        self.dealt_elsewhere = dealt_elsewhere
-        self._own = sharding.own(self.orders.order, self._start)
+        num_seen = balancer.num_seen
+        is_over = num_seen * self._group_size >= sharding.num_samples
+        self._start = 0 if is_over else num_seen
+        self._own = sharding.own(orders.order, self._start)
 
     # --- steps ----------------------------------------------------------------------
 
@@ -207,26 +215,32 @@ class Progress(Rider):
         return self.orders.order[position * self._group_size :][:num_samples]
 
     def claim(
-        self, num_groups: int, indices: Sequence[int] | Tensor | None = None
+        self,
+        num_groups: int,
+        indices: Sequence[int] | Tensor | None = None,
+        num_losses: int | None = None,
     ) -> bool:
         """Counts a step; returns whether there is something to balance.
+
+        ``num_losses`` is how many samples a group has, if it is known.
 
         Raises:
             ValueError: These cannot be the next groups.
         """
-        if not self.orders.begun:
-            raise ValueError(
-                "step() before the first epoch: iterate over the sampler first"
-            )
-        expected, balancer = self.next_samples(num_groups), self.balancer
+        expected, passes = self.next_samples(num_groups), self._passes
         num_samples, num_left = num_groups * self._group_size, len(expected)
         deals = self.dealt_elsewhere is None
         # What is left after the whole groups is not balanced.
         is_smaller = deals and num_groups == 1 and 0 < num_left < num_samples
         if is_smaller:
             num_samples = num_left
-        if deals and self._is_drawn and indices is None:
-            drawn = 0 if self._older_goes_on else self._num_drawn - self._num_stepped
+        if num_losses not in (None, num_samples):
+            raise ValueError(
+                f"backward() with {num_losses} losses for a group of {num_samples}: "
+                "pass group_size= as batch_size= to the DataLoader, too"
+            )
+        if deals and (indices is None or not self.orders.begun):
+            drawn = 0 if passes.older_goes_on else passes.num_drawn - self._num_stepped
             num_left = min(num_left, drawn)
         if num_left < num_samples:
             raise ValueError(
@@ -244,17 +258,15 @@ class Progress(Rider):
                     "once per batch, in the loader's order; a second pass over it "
                     "begins the next epoch"
                 )
-        self._num_stepped += num_samples
         if indices is None:
-            self._step_size = max(self._step_size, num_samples)
+            passes.step_size = max(passes.step_size, num_samples)
         if num_groups and not deals:
             self._steps.append(num_samples)
-        if self.uses_gradients and not is_smaller:
+        if self.balancer.uses_gradients and not is_smaller:
             return num_groups > 0
         if not self._waits:
-            num_left = self._end - balancer.num_seen
             num_used = num_groups * self._columns.replica.num_replicas
-            balancer.num_seen += min(num_used, num_left or 1)
+            self.balancer.num_seen += min(num_used, self._num_left or 1)
         return False
 
     def place(self, pieces: Iterable[Tensor]) -> None:
@@ -267,22 +279,11 @@ class Progress(Rider):
                 row_major = torch.contiguous_format
                 self._waiting.append(rows.clone(memory_format=row_major))
                 return
-            num_left = self._end - self.balancer.num_seen
             # Without the repeated samples at the end.
-            pieces = [self._columns.in_sequence(rows)[:num_left]]
-        self.balancer.place(pieces)
-
-    def count(self, num_samples: int) -> None:
-        """Counts steps of an order that needs no gradients."""
-        num_groups, num_remaining = divmod(num_samples, self._group_size)
-        if num_remaining and num_remaining != self.sharding.num_remaining:
-            raise ValueError(
-                f"count({num_samples}): with group_size={self._group_size} samples are "
-                "used in whole groups"
-            )
-        self.claim(num_groups)
-        if num_remaining:
-            self.claim(1)
+            pieces = [self._columns.in_sequence(rows)[: self._num_left]]
+        for rows in pieces:
+            self.balancer.place(rows)
+            del rows  # before the next ones are formed
 
     # --- updates of an elastic optimizer --------------------------------------------
 
@@ -301,12 +302,7 @@ class Progress(Rider):
     def _gather(self, update: Any) -> None:
         batch_size, minibatch_size = update.batch_size, update.minibatch_size
         size, replica = self._group_size, self._columns.replica
-        if size > 1 and minibatch_size != size:
-            raise ValueError(
-                f"group_size={size}, but minibatches have {minibatch_size} samples: "
-                f"CustomSampler(..., minibatch_size={size})"
-            )
-        if self.uses_gradients and batch_size % minibatch_size:
+        if self.balancer.uses_gradients and batch_size % minibatch_size:
             raise ValueError(
                 f"the batch size {batch_size} is not a multiple of minibatch_size="
                 f"{minibatch_size}: padding would be balanced twice, so leave out "
@@ -316,7 +312,7 @@ class Progress(Rider):
             # An idle replica may come here before it asks for the epoch's order.
             self.give(update.epoch)
         self._num_gathered = batch_size // size
-        if not self.uses_gradients or self.dealt_elsewhere != update.epoch:
+        if not self.balancer.uses_gradients or self.dealt_elsewhere != update.epoch:
             return
         # Of gradients that come later, a state that is saved during the update would
         # know nothing: the samples of a resumed run would get the signs of others.
@@ -328,7 +324,7 @@ class Progress(Rider):
                 f"replica {replica.rank} ran {num_own} minibatches of {minibatch_size} "
                 f"samples in this update, but sampler.step() took the gradients of "
                 f"{sum(self._steps)} since the last one, in {len(self._steps)} calls: "
-                "call it once per minibatch, before optimizer.step()"
+                "call it once per minibatch, before optimizer.step(); a group is one"
             )
         if joins:
             self._gathered = self._columns.of_minibatches(
@@ -343,11 +339,11 @@ class Progress(Rider):
         """
         del num_minibatches
         self._has_updated = True
-        if self.uses_gradients:
+        if self.balancer.uses_gradients:
             sync = self._columns.replica.sync
             sync()  # so that every minibatch has the same program
             for rows in self._gathered:
-                self.balancer.place([rows])
+                self.balancer.place(rows)
                 sync()
         else:
             self.balancer.num_seen += self._num_gathered

@@ -39,9 +39,9 @@ def chosen(
         is_exact = is_small or not ordering.needs_gradients
         return "exact" if is_exact and not is_projected else "projected"
     check_choice("fidelity", fidelity, FIDELITIES)
-    if fidelity == "exact" and is_projected:
+    if fidelity != "projected" and is_projected:
         raise ValueError(
-            f"leave out fidelity='exact' or random_projection={random_projection!r}"
+            f"leave out {fidelity=} or random_projection={random_projection!r}"
         )
     return fidelity
 
@@ -53,32 +53,25 @@ def samples_together(
 
     Raises:
         TypeError, ValueError: ``group_size`` is missing, meaningless or out of range,
-            or the balance type cannot order groups.
+            or the balance type cannot order such groups, or samples.
     """
-    if fidelity != "group":
-        if group_size is not None:
+    size = 1
+    if fidelity == "group":
+        # The batch_size of the DataLoader, or CustomSampler's minibatch_size.
+        size = check_integer("group_size", group_size, 1, num_samples)
+        if not ordering.is_permutation:
             raise ValueError(
-                f"group_size={group_size} needs fidelity='group', got {fidelity!r}"
+                f"fidelity='group' cannot be combined with {ordering}: it repeats "
+                "samples"
             )
-        return 1
-    if group_size is None:
-        raise TypeError(
-            "fidelity='group' needs group_size=: the batch_size of the DataLoader, or "
-            "CustomSampler's minibatch_size"
-        )
-    check_integer("group_size", group_size, 1, num_samples)
-    if not ordering.is_permutation:
+    elif group_size is not None:
         raise ValueError(
-            f"fidelity='group' cannot be combined with {ordering}: it repeats samples"
+            f"group_size={group_size} needs fidelity='group', got {fidelity!r}"
         )
-    return group_size
-
-
-def check_fits(ordering: Ordering, num_groups: int) -> None:
-    """Raises ValueError if so few groups, or samples, could never be ordered."""
-    least = ordering.piece_size or 1
+    num_groups, least = num_samples // size, ordering.piece_size or 1
     if 1 < num_groups < least:
         raise ValueError(
             f"{ordering} balances whole blocks of {least} samples (or groups), and "
             f"there are only {num_groups}: choose smaller blocks or another type"
         )
+    return size

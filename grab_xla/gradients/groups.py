@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,15 +39,13 @@ def parameters_of(
 def group_gradients(
     parameters: Mapping[str, nn.Parameter],
     dtype: torch.dtype,
-    by_name: bool,
     losses: Tensor,
     reduction: str,
     from_samples: bool = False,
 ) -> Tensor | dict[str, Tensor]:
     """Returns what the backward pass of a group adds to ``.grad``: ``(1, columns)``.
 
-    Or by name, ``(1, *shape)``, as always on a lazy device, where parts of a row are
-    copies.
+    Or by name, ``(1, *shape)``, on a lazy device, where parts of a row are copies.
     Gradients are taken from hooks, before they are added. So what other groups have
     left in ``.grad``, and sums over replicas in the same backward pass, do not matter.
     The hooks are there during the pass alone. ``from_samples`` changes nothing.
@@ -58,15 +54,12 @@ def group_gradients(
         RuntimeError: The losses do not depend on the parameters.
     """
     del from_samples
-    shapes = [p.shape for p in parameters.values()]
-    like: dict[str, Any] = {"dtype": dtype, "device": losses.device}
-    row = None
-    if by_name or traits(losses).is_lazy:
-        totals = [torch.zeros(1, *shape, **like) for shape in shapes]
-    else:
-        row = torch.zeros(1, sum(map(math.prod, shapes)), **like)
-        parts = row.split([*map(math.prod, shapes)], dim=1)
-        totals = [part.view(1, *shape) for part, shape in zip(parts, shapes)]
+    sizes, is_lazy = [p.numel() for p in parameters.values()], traits(losses).is_lazy
+    row = torch.zeros(1, sum(sizes), dtype=dtype, device=losses.device)
+    parts = zip(row.split(sizes, dim=1), parameters.values())
+    totals = [part.view(1, *parameter.shape) for part, parameter in parts]
+    if is_lazy:
+        totals = [*map(torch.zeros_like, totals)]
     reached = set()
 
     def keep(total: Tensor, gradient: Tensor) -> None:
@@ -81,7 +74,7 @@ def group_gradients(
         add_gradient(losses, reduction)
     if not reached:
         raise of_another_model()
-    return dict(zip(parameters, totals)) if row is None else row
+    return dict(zip(parameters, totals)) if is_lazy else row
 
 
 def add_gradient(losses: Tensor, reduction: str) -> None:

@@ -19,8 +19,6 @@ from xla_replica import full_matmul_precision, traits, where_finite
 # How many numbers are formed at once: 4 and 64 MiB in float32. Smaller pieces would
 # take notable time in calls.
 PIECE_ON_HOST, PIECE_ON_DEVICE = 2**20, 2**24
-# The bytes of temporary tensors of a projection of such a piece.
-_BUDGET = 4 * PIECE_ON_DEVICE
 
 
 def sample_gradients(
@@ -91,51 +89,37 @@ class GradientMatrix:
     device: torch.device
 
     @functools.cached_property
-    def _num_inputs(self) -> int:
-        return sum(map(math.prod, self.shapes.values()))
-
-    @property
     def num_columns(self) -> int:
         """K."""
-        return self._num_inputs if self.projection is None else self.projection.size
-
-    def _given_as(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a projection that is given in place of a gradient."""
-        if self.projection is None:
-            return self.shapes[name]
-        return (math.prod(self.projection.kept[name]),)
+        if self.projection is not None:
+            return self.projection.size
+        return sum(map(math.prod, self.shapes.values()))
 
     def pieces(
         self, grads: Mapping[str, Tensor] | Tensor, multiple: int | None
     ) -> Iterable[Tensor]:
         """Returns the rows, some after the others.
 
-        All come at once where gradients are one matrix, and on a lazy backend, where
-        every piece would be a part of the program. A projection is small, but what is
-        formed on the way to it may not be; so it is formed in pieces and comes at once.
+        All come at once where they are projections, which are small, or one matrix, and
+        on a lazy backend, where every piece would be a part of the program.
 
         Args:
-            grads: ``(B, columns)`` of all parameters, or for every parameter
-                ``(B, *shape)`` or its projections.
+            grads: ``(B, columns)`` of all parameters, or ``(B, *shape)`` for every one.
             multiple: A piece has a multiple of so many rows, but for the last one. None
                 means all rows.
         """
         if isinstance(grads, Tensor):
             return [self._rows([grads])]
         values = [grads[name].detach() for name in self.shapes]
-        kind, projects = traits(self.device), self.projection is not None
-        if projects:
-            multiple = 1
-        pieces: Iterable[Sequence[Tensor]] = [values]
-        if multiple is not None and not kind.is_lazy:
-            numbers = PIECE_ON_HOST if kind.is_host else PIECE_ON_DEVICE
-            size = max(1, numbers // (multiple * self._num_inputs)) * multiple
-            pieces = zip(*(value.split(size) for value in values))
-        if not projects:
-            return map(self._rows, pieces)
-        named = (zip(self.shapes, columns) for columns in pieces)
-        rows = [self._rows([self._projections(*each) for each in of]) for of in named]
-        return rows if len(rows) == 1 else [torch.cat(rows)]
+        kind = traits(self.device)
+        numbers = PIECE_ON_HOST if kind.is_host else PIECE_ON_DEVICE
+        if self.projection is not None:
+            projected = functools.partial(self._projections, numbers=numbers)
+            return [self._rows([*map(projected, self.shapes, values)])]
+        if multiple is None or kind.is_lazy:
+            return [self._rows(values)]
+        size = max(1, numbers // (multiple * self.num_columns)) * multiple
+        return map(self._rows, zip(*(value.split(size) for value in values)))
 
     def _rows(self, gradients: Sequence[Tensor]) -> Tensor:
         """Returns the rows of some samples, given their gradients by parameter."""
@@ -146,43 +130,39 @@ class GradientMatrix:
         rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
         return normalized(rows) if self.normalize else rows
 
-    def _projections(self, name: str, gradients: Tensor) -> Tensor:
-        """Returns projections of one parameter's gradients, unless they are these."""
+    def _projections(self, name: str, gradients: Tensor, numbers: int) -> Tensor:
+        """Returns projections of one parameter's gradients, formed in parts."""
         assert self.projection is not None
-        if gradients.shape[1:] == self._given_as(name):
-            return gradients
         shape = self.shapes[name] or (1,)
-        values = gradients.to(device=self.device, dtype=self.dtype)
-        values = values.reshape(len(values), *shape)
+        found, size = [], max(1, numbers // math.prod(shape))
         with full_matmul_precision(self.device):
-            return self.projection.of(name, [Dense(values)], _BUDGET)
+            for part in gradients.split(size):
+                values = part.to(self.device, self.dtype).reshape(len(part), *shape)
+                found.append(self.projection.of(name, [Dense(values)], 4 * numbers))
+        return torch.cat(found)
 
     def checked(
         self, grads: Mapping[str, Tensor], batched: bool
     ) -> tuple[Mapping[str, Tensor], int]:
         """Returns gradients with a batch axis, and of how many samples they are."""
         if grads.keys() != self.shapes.keys():
-            missing = sorted(self.shapes.keys() - grads.keys())
-            unknown = sorted(grads.keys() - self.shapes.keys())
             raise ValueError(
                 "step() needs gradients of exactly the sampler's parameters; missing "
-                f"{missing[:5]}, unknown {unknown[:5]}"
+                f"{sorted(self.shapes.keys() - grads.keys())[:5]}, unknown "
+                f"{sorted(grads.keys() - self.shapes.keys())[:5]}"
             )
         if not batched:
             grads = {name: each.unsqueeze(0) for name, each in grads.items()}
+        num_rows = len(next(iter(grads.values())))
         for name, shape in self.shapes.items():
             received = tuple(grads[name].shape)
-            if received[1:] not in (shape, self._given_as(name)) or not received:
+            if received != (num_rows, *shape):
                 raise ValueError(
                     f"step(): the gradient of {name!r} has shape {received}; a "
-                    f"parameter of shape {shape} needs (B, {str(shape)[1:]}"
+                    f"parameter of shape {shape} needs (B, {str(shape)[1:]}, and all "
+                    f"the same B, such as {num_rows}"
                 )
-        sizes = {len(each) for each in grads.values()}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"step(): gradients of different numbers of samples: {sorted(sizes)}"
-            )
-        return grads, sizes.pop()
+        return grads, num_rows
 
 
 def normalized(rows_BD: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.grab_xla.ordering import gradients
+from support.grab_xla.ordering import by_products, gradients
 from support.reference import not_compared
 
 import grab_xla
@@ -47,16 +47,17 @@ TYPES = [(name, {}) for name in ("mean", "pair", "recursive", "sign")]
 TYPES += [("recursive", {"depth": 3})]
 
 
-@pytest.mark.parametrize("tile_size", [None, 4])
+@pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("normalize_grads", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 32])
 @pytest.mark.parametrize(("balance_type", "options"), TYPES)
 def test_orders_are_equal(
-    package, balance_type, options, size, normalize_grads, tile_size
+    package, balance_type, options, size, normalize_grads, products, monkeypatch
 ):
+    by_products(monkeypatch, products)
     given = {"normalize_grads": normalize_grads, **options}
     theirs = sampler_of(package, 90, balance_type, **given)
-    mine = sampler_of(grab_xla, 90, balance_type, tile_size=tile_size, **given)
+    mine = sampler_of(grab_xla, 90, balance_type, **given)
     assert_same_orders(theirs, mine, size)
 
 
@@ -92,13 +93,3 @@ def test_projected_orders_are_equal(package, balance_type, kind):
 
     theirs.sorter.PI.project = project
     assert_same_orders(theirs, mine, 7)
-
-
-def test_uncentred_batches_are_equal(package):
-    """This is the type with the defect; theirs only runs in the default dtype."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        theirs = sampler_of(package, 90, "batch", batch_size=7)
-        assert_same_orders(theirs, sampler_of(grab_xla, 90, "batch-uncentred"), 7)
-    finally:
-        torch.set_default_dtype(torch.float32)

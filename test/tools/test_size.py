@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_448
-TEST_LINES = 33_606
+CODE = 21_094
+TEST_LINES = 33_408
 
 
 def test_lines_are_counted():

@@ -62,16 +62,6 @@ def test_balanced_orders_settle_five_times_closer_to_the_minimum(tmp_path):
         assert all(distance > 0 for distance in problem["distance"].values())
 
 
-@pytest.mark.slow
-def test_equal_weights_order_better_than_those_of_updates(tmp_path):
-    saved = run("weights_study.py", tmp_path, "--quick", draws=False)
-    (rules,) = saved["distance"].values()
-    distances = rules["constant"]
-    assert distances["mean"] < distances["rr"] / 2
-    assert distances["mean, weighted"] > 2 * distances["mean"]
-    assert distances["pair, weighted"] > 2 * distances["pair"]
-
-
 @pytest.mark.parametrize("name", ["breast_cancer", "diabetes"])
 def test_gradients_and_minimum_of_the_problems(name):
     """Gradients are autograd's, and another optimizer finds no lower value."""

@@ -75,8 +75,6 @@ SAMPLERS: list[tuple[str, dict[str, Any]]] = [
     ("recursive-pair", {"batch_size": BATCH}),
     ("sign", {}),
     ("batch", {"batch_size": BATCH}),
-    ("ema", {}),
-    ("adaema", {}),
     ("adamean", {}),
     ("norm", {}),
 ]

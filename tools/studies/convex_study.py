@@ -91,7 +91,6 @@ def train(
         {"weights": weights},
         order,
         device="cpu",
-        generator=torch.Generator().manual_seed(seed),
         seed=seed,
         **options,
     )

@@ -50,7 +50,7 @@ def herdings(
         {"w": torch.zeros(vectors.shape[1])},
         balance_type,
         device="cpu",
-        generator=torch.Generator().manual_seed(seed),
+        seed=seed,
         **({"batch_size": batch_size} if balance_type == "recursive-pair" else {}),
     )
     found = []

@@ -51,10 +51,9 @@ class CustomSampler(Sampler[list[int]]):
         order: In place of the shuffle: a function from the epoch to a permutation of
             ``range(num_samples)``, or an iterable (such as a torch Sampler) that is
             iterated once an epoch. It must be the same on every replica: a digest
-            of it travels with the gradients. If it has a method ``follow_weights``,
-            as `grab_xla.GraBSampler` has, that is given `update_weights`. A
-            `LazyOrder`, such as `IndexShuffle`, is never in memory as a whole. A
-            dataset with a method ``check_order``, as `BlockDataset` has, may refuse it.
+            of it travels with the gradients. A `LazyOrder`, such as `IndexShuffle`, is
+            never in memory as a whole. A dataset with a method ``check_order``, as
+            `BlockDataset` has, may refuse it.
         on_end: What follows the trace's last step; see `Schedule`.
         pad_minibatches: Allow batch sizes that are not multiples of ``minibatch_size``.
             The last minibatch of a step is then filled up with samples of its own,
@@ -118,10 +117,7 @@ class CustomSampler(Sampler[list[int]]):
         self.ledger = Ledger(schedule, rank, num_replicas)
         self._verbose = check_flag("verbose", verbose)
         self._order_digests: dict[int, str] = {}  # of the epoch under way
-        self._rule: tuple[Callable[[float], float], int] | None = None
         self._newest: Minibatches | None = None
-        if order is not None and hasattr(order, "follow_weights"):
-            order.follow_weights(self.update_weights)
 
     def __repr__(self) -> str:
         at = f"rank {self.rank} of {self.num_replicas}, {self.cursor}"
@@ -190,34 +186,6 @@ class CustomSampler(Sampler[list[int]]):
                 f"{plan.first_step + plan.start_step} on, {plan.num_dropped_samples} "
                 f"of {plan.num_samples} samples dropped"
             )
-
-    def follow_rule(
-        self, lr_factor: Callable[[float], float], ref_batchsize: int
-    ) -> None:
-        """Notes how the learning rate follows the batch ratio; see `update_weights`."""
-        self._rule = lr_factor, ref_batchsize
-
-    def update_weights(self, epoch: int) -> np.ndarray | None:
-        """Returns what every sample's gradient is multiplied by in its update.
-
-        ``(num_samples,)`` float64, by position in the epoch's order; one in a step of
-        the reference batch size. The loss is a mean over the step, so it is the LR
-        rule's factor over the batch ratio. None if that is the same for all steps of
-        the trace, as with the linear rule, or if the factor is measured.
-        """
-        if self._rule is None:
-            return None
-        lr_factor, reference = self._rule
-        ratios = np.unique(self.schedule.trace.batch_sizes / reference).tolist()
-        by_ratio = {ratio: lr_factor(ratio) / ratio for ratio in ratios}
-        if len({*by_ratio.values()}) == 1:
-            return None
-        plan = self.schedule.plan(epoch, self.num_replicas)
-        sizes = plan.batch_sizes
-        weights = np.ones(plan.num_samples)  # also of samples that no step uses
-        of_steps = [by_ratio[ratio] for ratio in (sizes / reference).tolist()]
-        weights[: sizes.sum()] = np.repeat(of_steps, sizes)
-        return weights
 
     def change_from(self, step: int, batch_size: int) -> None:
         """Changes the batch size from ``step`` on, which nobody may have looked at.

@@ -28,13 +28,14 @@ def test_every_type_is_a_row_and_documented():
     assert {kind.name for kind in KINDS.values()} | ntk >= BALANCE_TYPES.keys()
 
 
-@each("tile_size", [None, 3])
+@each("products", [False, True])
 @each("size", [1, 7, 24])
 @each("name", [name for name, kind in KINDS.items() if kind.oracle])
-def test_orders_are_the_oracles(name, size, tile_size):
-    """Runs five epochs of changing gradients; `None` is four rows on a CPU."""
+def test_orders_are_the_oracles(name, size, products, monkeypatch):
+    """Runs five epochs of changing gradients."""
+    ordering.by_products(monkeypatch, products)
     kind = KINDS[name]
-    sampler, memory = kind.sampler(tile_size=tile_size), {}
+    sampler, memory = kind.sampler(), {}
     steps = [(start, min(start + size, 48)) for start in range(0, 48, size)]
     expected = None
     for epoch in range(5):
@@ -51,7 +52,7 @@ def test_moving_averages_balance_around_what_they_say(name):
     The first batch sums to zero around its own mean, so exact ties are decided by
     rounding and orders cannot be compared (see docs/grab_xla.md).
     """
-    sampler, num_steps = KINDS[name].sampler(tile_size=1), 0
+    sampler, num_steps = KINDS[name].sampler(), 0
     average = square = np.zeros(ordering.NUM_PARAMETERS)
     for epoch in range(3):
         rows = ordering.gradients(epoch)[list(sampler)]
@@ -99,21 +100,25 @@ def test_with_replacement_draws_anew():
 
 
 @each("name", INVARIANT)
-def test_neither_batches_nor_tiles_change_drawn_signs(name):
+def test_batches_do_not_change_drawn_signs(name, monkeypatch):
     """Among them are those of partners that came in an earlier batch."""
     orders, options = [], {"prob_balance": True, "prob_balance_c": 5.0}
-    for size, tile_size in [(48, None), (48, 5), (1, None), (7, 2), (5, 64), (16, 16)]:
-        sampler = KINDS[name].sampler(tile_size=tile_size, **options)
-        orders.append([ordering.run_epoch(sampler, epoch, size) for epoch in range(3)])
+    for products in (False, True):
+        ordering.by_products(monkeypatch, products)
+        for size in (48, 1, 7, 5, 16):
+            sampler = KINDS[name].sampler(**options)
+            epochs = [ordering.run_epoch(sampler, epoch, size) for epoch in range(3)]
+            orders.append(epochs)
     assert all(each == orders[0] for each in orders)
 
 
-@each("tile_size", [None, 4])
+@each("products", [False, True])
 @each("name", BALANCING)
-def test_what_is_not_finite_keeps_its_place(name, tile_size):
+def test_what_is_not_finite_keeps_its_place(name, products, monkeypatch):
     """Sums and herding stay finite, and there is one warning, not one per epoch."""
-    options = {"record_herding": True, "stale_mean_herding": tile_size is None}
-    sampler = KINDS[name].sampler(tile_size=tile_size, **options)
+    ordering.by_products(monkeypatch, products)
+    options = {"record_herding": True, "stale_mean_herding": products}
+    sampler = KINDS[name].sampler(**options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for epoch in range(3):
@@ -135,17 +140,13 @@ def test_what_is_not_finite_keeps_its_place(name, tile_size):
     assert "not finite" in str(caught[0].message)
 
 
-def weights_of(epoch: int) -> np.ndarray:  # which can be pickled
-    return np.arange(48) % (5 + epoch) + 1.0
-
-
 @each("steps", [0, 3, *(pytest.param(n, marks=of_torch_alone) for n in (2, 6))])
 @each("name", ordering.ALL)
 def test_a_saved_run_goes_on_where_it_was(name, steps, tmp_path):
     """As does what another process gets of it, whoever looks at the rest."""
     kind = KINDS[name]
     drawn = {"prob_balance": True, "prob_balance_c": 3.0}
-    for options in ({}, drawn, {"weights": weights_of}):
+    for options in ({}, drawn):
         undisturbed, sampler = kind.sampler(**options), kind.sampler(**options)
         for each_sampler in (undisturbed, sampler):
             ordering.run_epoch(each_sampler, 0, 8)
@@ -206,7 +207,7 @@ RUNS = [
     *((name, {}) for name in BALANCING),
     ("mean", {"prob_balance": True}),
     ("mean", dict.fromkeys(["record_norm", "record_herding", "stale_mean_herding"], 1)),
-    ("mean", {"normalize_grads": True, "tile_size": 5}),
+    ("mean", {"normalize_grads": True}),
 ]
 NUM_SAMPLES = 44  # with steps of 16: two whole ones and one of 12
 
@@ -260,7 +261,7 @@ def test_blocks_are_sorted_as_by_the_oracle(size, has_thresholds, tie):
     decide = Decisions(tie, thresholds_RN=limits if has_thresholds else None)
     sums, order = torch.zeros(size - 1, 5).double(), np.arange(3 * size)
     tree = RecursivePairBalance(batch_size=size)
-    placements = tree.balance_blocks(sums, rows, decide)
+    placements = tree.place_blocks(sums, rows, decide)
     limits = limits.numpy() * has_thresholds
     expected = ordering.recursive_pair(order, rows.numpy(), size, tie, limits)
     assert reorder(order, placements.numpy(), size).tolist() == expected
@@ -274,7 +275,7 @@ def balanced(rank: int) -> tuple[list[torch.Tensor], str]:
     rows = torch.randn(16, 5, generator=draw)
     rows[3, 2] = float("inf")
     sums = replica.send(torch.zeros(7, 5))
-    made = [tree.balance_blocks(sums, replica.send(rows), Decisions()), sums]
+    made = [tree.place_blocks(sums, replica.send(rows), Decisions()), sums]
     program = ""
     if replica.is_lazy:
         import torch_xla

@@ -168,10 +168,8 @@ def test_a_dtype_is_that_of_the_whole_computation():
     torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 20, ntk.CHUNK])
 @pytest.mark.parametrize("centered", [True, False])
-def test_the_kernel_is_that_of_autograd(centered, chunk, monkeypatch):
-    monkeypatch.setattr(ntk, "CHUNK", chunk)
+def test_the_kernel_is_that_of_autograd(centered):
     model = mlp()
     features = gradients_by_autograd(model)
     features = features - centered * features.mean(0)

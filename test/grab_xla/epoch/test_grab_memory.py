@@ -48,11 +48,12 @@ def sampler_of(name: str, **options) -> GraBSampler:
     return GraBSampler(range(size), PARAMETERS, kind.name, **kind.options, **options)
 
 
-@pytest.mark.parametrize("tile_size", [None, 4])
+@pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("name", BALANCING)
-def test_a_step_does_not_copy_its_gradients(name, tile_size):
+def test_a_step_does_not_copy_its_gradients(name, products, monkeypatch):
     """Some have to look at all of them before they balance the first."""
-    peak = peak_of_step(sampler_of(name, tile_size=tile_size), gradients())
+    ordering.by_products(monkeypatch, products)
+    peak = peak_of_step(sampler_of(name), gradients())
     most = 1.5 if BALANCE_TYPES[KINDS[name].name].piece_size is None else 0.9
     assert peak <= most * BATCH * NUM_BYTES
 
@@ -99,7 +100,7 @@ def test_an_epoch_begins_without_a_copy_of_the_accumulators():
     assert peak_memory(lambda: list(sampler)) <= 3 * NUM_BYTES
 
 
-@pytest.mark.parametrize("tile_size", [None, 3])
+@pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize(("options", "few"), [
     ({}, 0.0),
     ({"prob_balance": True, "prob_balance_c": 3.0}, 0.0),
@@ -107,17 +108,18 @@ def test_an_epoch_begins_without_a_copy_of_the_accumulators():
     ({"fidelity": "projected", "projection_size": 8}, 1e-9),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", BALANCING)
-def test_pieces_change_rounding_only(name, options, few, tile_size, monkeypatch):
-    """Of projections, and of the sums of means over a step's pieces."""
+def test_pieces_change_rounding_only(name, options, few, products, monkeypatch):
+    """Of projections, and of sums over a step's pieces."""
+    ordering.by_products(monkeypatch, products)
     found, states = [], []
     for numbers in (10**6, 1, 4 * ordering.NUM_PARAMETERS):
         monkeypatch.setattr(matrix, "PIECE_ON_HOST", numbers)
-        sampler = KINDS[name].sampler(**options, tile_size=tile_size)
+        sampler = KINDS[name].sampler(**options)
         orders = [ordering.run_epoch(sampler, epoch, 16 + epoch) for epoch in range(4)]
         found.append((orders, sampler.scalars()))
         states.append(sampler.state_dict()["engine"]["state"])
         monkeypatch.setattr(row_by_row, "_PIECE", 4)
-    few = few or (0.0 if name in INVARIANT else 1e-12)
+    few = few or (0.0 if name in INVARIANT and not products else 1e-12)
     for (orders, scalars), state in zip(found[1:], states[1:]):
         assert (orders, pytest.approx(scalars)) == found[0]
         torch.testing.assert_close(state, states[0], rtol=few, atol=few)
@@ -129,7 +131,7 @@ def test_a_state_has_the_vectors_that_the_pages_table_says(name):
     rows = re.findall(row, read("docs/grab_xla.md"))
     told = {each: held for types, held in rows for each in re.findall("`(.*?)`", types)}
     assert told.keys() == BALANCE_TYPES.keys()
-    sampler = KINDS[name].sampler(**({"tile_size": 3} if name in BALANCING else {}))
+    sampler = KINDS[name].sampler()
     most = 0
     for epoch in range(2):
         order = list(sampler)

@@ -3,7 +3,6 @@
 import copy
 import functools
 
-import numpy as np
 import pytest
 import torch
 from support.grab_xla import training
@@ -70,7 +69,6 @@ def assert_same_training(one: tuple, other: tuple, rtol=0.0, atol=0.0) -> None:
     torch.testing.assert_close(one[1], other[1], rtol=rtol, atol=atol)
 
 
-WEIGHTS = {"weights": lambda epoch: np.random.default_rng(epoch).uniform(0.5, 2.0, N)}
 TRANSFORMER = pytest.param("transformer", marks=of_torch_alone)
 EXACT = [
     pytest.param(name, b, {}, marks=[of_torch_alone] * (name == "transformer"))
@@ -83,7 +81,6 @@ EXACT += [
         ("recursive", {"prob_balance": True, "tie": "positive"}),
         ("recursive-pair", {"batch_size": 2}),  # two blocks in a step
         ("mean", {"backwards": True}),
-        *((name, WEIGHTS) for name in ("mean", "pair", "batch")),
         ("mean", {"normalize_grads": True}),
         ("mean", {"record_norm": True}),
     ]
@@ -110,8 +107,7 @@ def test_factors_and_whole_gradients_have_the_same_projected_order(
     name, balance, options
 ):
     recorded = trained(name, balance, "recorded", **options)
-    for how in ("formed", "projected by hand"):
-        assert_same_training(recorded, trained(name, balance, how, **options))
+    assert_same_training(recorded, trained(name, balance, "formed", **options))
     assert recorded[0] != trained(name, balance, "formed")[0]
 
 

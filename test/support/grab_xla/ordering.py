@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from grab_xla import BALANCE_TYPES, GraBSampler
+from grab_xla.epoch import online_balancer
+from xla_replica import DeviceTraits
 
 NUM_SAMPLES, NUM_PARAMETERS = 48, 13
 
@@ -119,13 +121,13 @@ def recursive_pair(order, rows, size: int, tie: str = "negative", limits=None):
     return [order[i] for n, column in columns for i in column[:: -1 if n % 2 else 1]]
 
 
-def batch(order, rows, centre, steps, centred_update: bool = True):
+def batch(order, rows, centre, steps):
     """Returns the next order of batch balance; ``steps`` are (start, end) pairs."""
     left, right, total = [], [], np.zeros(rows.shape[1])
     for start, end in steps:
         plus = [total @ (rows[i] - centre) < 0 for i in range(start, end)]
         for i, is_plus in zip(range(start, end), plus):
-            z = rows[i] - centre if centred_update else rows[i]
+            z = rows[i] - centre
             total = total + z if is_plus else total - z
             if is_plus:
                 left.append(order[i])
@@ -153,7 +155,6 @@ ORACLES: dict[str, Callable[..., list[int]]] = {
     "recursive": lambda *of: recursive(*of[:3], depth=2),
     "recursive-pair": lambda order, rows, *_: recursive_pair(order, rows, 8),
     "batch": batch,
-    "batch-uncentred": lambda *of: batch(*of, centred_update=False),
     "norm": lambda order, rows, *_: [
         order[i] for i in np.argsort(-(rows**2).sum(1), kind="stable")
     ],
@@ -168,7 +169,7 @@ KINDS = {
         ("recursive", "recursive", {"depth": 2}, True),
         ("recursive-pair", "recursive-pair", {"batch_size": 8}, True),
         *((name, name, {}, True) for name in ("sign", "adamean")),
-        *((name, name, {}, False) for name in ("batch", "batch-uncentred")),
+        ("batch", "batch", {}, False),
         ("norm", "norm", {}, True),
         *((name, name, {}, False) for name in ("ema", "adaema")),
         *((name, name, {}, True) for name in ("rr", "so", "fixed", "swr")),
@@ -181,6 +182,12 @@ INVARIANT = [name for name in BALANCING if KINDS[name].invariant]
 # The first batch sums to zero around its own mean: moving averages meet exact ties,
 # which rounding decides, and so the number of shards.
 TIE_FREE = [name for name in BALANCING if name not in ("ema", "adaema")]
+
+
+def by_products(monkeypatch, wanted: bool = True) -> None:
+    """Has new samplers balance by inner products, as on a GPU, if it is wanted."""
+    if wanted:
+        monkeypatch.setattr(online_balancer, "traits", lambda _: DeviceTraits())
 
 
 def gradients(epoch: int, num_samples=NUM_SAMPLES, size=NUM_PARAMETERS) -> torch.Tensor:

@@ -11,7 +11,6 @@ import per_sample_grad as psg
 import variable_batch_size as vbs
 import xla_replica
 from grab_xla import GraBSampler
-from support.per_sample_grad.agreement import projected
 from support.xla_replica.replicas import TORCHTPU, row
 
 F64 = torch.float64
@@ -78,8 +77,7 @@ def ordered(
     """Trains a model in batches of a size; returns every epoch's order.
 
     Args:
-        how: Gradients are "recorded", make ``.grad`` "from samples", are "formed", or
-            then "projected by hand".
+        how: Gradients are "recorded", make ``.grad`` "from samples", or are "formed".
         update: What follows a backward pass. Default: a step of SGD.
         backwards: Whether the sampler knows parameters in another sequence.
         captured: Options of `GraBSampler.record`.
@@ -101,8 +99,6 @@ def ordered(
                 grab.backward(losses, **passed)
             else:
                 grads = psg.per_sample_grads(model, losses_of, given, **captured)
-                if how == "projected by hand":
-                    grads = projected(grads, grab.projection)
                 grab.step(grads, indices=batch)
                 losses_of(model, *given).mean().backward()
             (update or optimizer.step)()
