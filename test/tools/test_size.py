@@ -38,8 +38,8 @@ NAMES = [
 ]
 '''
 # Lines of code; of all text, docstrings are to stay a fifth.
-CODE = 21_581
-TEST_LINES = 33_660
+CODE = 21_177
+TEST_LINES = 33_562
 
 
 def test_lines_are_counted():
